@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,12 +39,12 @@ WITHIN_GBPS = 0.5
 Shape = tuple[int, int, float]
 
 
-def read(folder: Path) -> dict[Shape, list[CollectiveSample]]:
-    """Emulated exchanges in FP32 among all ranks, by shape."""
+def read(folder: Path, groups: Collection[str] = (WORLD,)) -> dict[Shape, list[CollectiveSample]]:
+    """Emulated exchanges in FP32 among groups of a kind, by shape."""
     found: dict[Shape, list[CollectiveSample]] = defaultdict(list)
     for s in collective_fit.priced([s for s in dataset.read_comm(folder) if not s.error]):
         r = s.request
-        if r.emulated is not None and r.group == WORLD and r.payload == "fp32":
+        if r.emulated is not None and r.group in groups and r.payload == "fp32":
             found[r.hosts, len(r.widths), r.emulated.between_gbit_s].append(s)
     return dict(sorted(found.items()))
 

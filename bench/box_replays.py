@@ -37,7 +37,7 @@ from shardcore.search import SHARDERS, greedy
 from shardcore.search.anneal.sharder import anneal
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Table
+from shardcore.types import GROUPS, Plan, Problem, Table
 from shardcore.workload import lower
 
 BETWEEN_GBIT_S = 0.05
@@ -53,7 +53,7 @@ def of_box(model: neural.NeuralModel, exchanges: Path | None) -> neural.NeuralMo
     """The model with rates of exchanges fitted to those of boxes. What they take in steps is not known."""
     compute = {name: w for name, w in model.weights.items() if not name.startswith(("exchange_", BUCKETIZE))}
     measured = [] if exchanges is None else [
-        s for (_, _, gbit_s), samples in box.read(exchanges).items() for s in samples
+        s for (_, _, gbit_s), samples in box.read(exchanges, GROUPS).items() for s in samples
         if gbit_s == BETWEEN_GBIT_S and (s.request.hosts, len(s.request.widths)) in box.KNOWN]
     return dataclasses.replace(model, weights=compute | collective_fit.fit(measured, [], lambda *_: None))
 

@@ -22,6 +22,7 @@ from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from shardcore.errors import ShardCoreError
+from shardcore.job import Job
 from shardcore.topology import Topology
 from shardcore.types import GROUPS, Placement, Problem, Shard, Table
 
@@ -126,8 +127,8 @@ class Layout:
             return None
         return replace(self, channels=self.sequence_channels, sequence=True, tower_channels=None)
 
-    def channels_in(self, problem: Problem) -> Mapping[Channel, Bytes]:
-        """What its shards enter into each channel, in the job of a problem.
+    def channels_in(self, job: Job) -> Mapping[Channel, Bytes]:
+        """What its shards enter into each channel, in a job.
 
         Towers (DMT, arXiv 2403.00877) split the exchange of outputs in two. Let a host have L devices, and
         outputs of T bytes for the global batch of B samples, o of them on some device. Let r be the ratio.
@@ -143,7 +144,7 @@ class Layout:
         parts (rows divided), step 1 is that sum: T = o, and the formula enters o / (L r) itself.
         Backward, gradients go the same way back.
         """
-        return self.channels if problem.job.tower_ratio is None else self.tower_channels or self.channels
+        return self.channels if job.tower_ratio is None else self.tower_channels or self.channels
 
     def batch(self, problem: Problem) -> int:
         """Samples that its op runs over."""

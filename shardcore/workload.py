@@ -145,7 +145,7 @@ def entering_bytes(layout: Layout, shards: tuple[Shard, ...], problem: Problem) 
     With towers, what crosses hosts is not yet divided over the host (layouts.shared_on_hosts)."""
     outputs = [output_bytes(s, problem.global_batch) for s in shards]
     of_channel = {c: sum(b(s.bytes, o, problem) for s, o in zip(shards, outputs, strict=True))
-                  for c, b in layout.channels_in(problem).items()}
+                  for c, b in layout.channels_in(problem.job).items()}
     return np.array([float(of_channel.get(c, 0)) for c in CHANNELS])
 
 
@@ -162,7 +162,7 @@ def traffic_of_outputs(outputs: Mapping[Layout, np.ndarray], problem: Problem,
         if run.ids:
             traffic[row_in(of_run[run], run.ids)] = n_bytes
     for run, n_bytes in outputs.items():
-        for channel, entering in run.channels_in(problem).items():
+        for channel, entering in run.channels_in(problem.job).items():
             # A channel carries gradients of weights, or outputs.
             traffic[row_in(of_run[run], channel)] += entering(n_bytes, n_bytes, problem)
     return shared_on_hosts(traffic, problem)

@@ -2,13 +2,14 @@
 
 On one host each rank's transfer counts. Over several hosts that of the last rank does: a step waits for it,
 and how much earlier others end is up to how TCP shares a link. Fitted to all ranks, the last comes out 20% to
-30% too early (docs/benchmarks/2026-11-23-emulated-hosts.md).
+30% too early (docs/benchmarks/2026-11-24-emulated-hosts.md).
 
 Shapes: D devices, E exchange terms, S samples, R ranks that count of all samples.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -27,9 +28,9 @@ from shardcore.cost.collective_model import (
 )
 from shardcore.cost.metrics import mape
 from shardcore.cost.nnls import fit_law
-from shardcore.layouts import BUCKETIZED_IDS, IDS, Channel
+from shardcore.layouts import BUCKETIZED_IDS, IDS, WORLD, Channel
 from shardcore.measurements import CollectiveSample
-from shardcore.types import CAST, COLLECTIVES, OUTPUT_BYTES, PAYLOADS
+from shardcore.types import CAST, COLLECTIVES, GROUPS, OUTPUT_BYTES, PAYLOADS
 
 FEWEST_SAMPLES = 4
 """A collective with fewer samples gets no rates."""
@@ -39,17 +40,17 @@ _MEASURED = [(collective, payload, ways) for collective, ways in COLLECTIVES.ite
 
 def fit(train_side: Sequence[CollectiveSample], validation: Sequence[CollectiveSample],
         note: Callable[[str, int, dict[str, float]], None]) -> dict[str, np.ndarray]:
-    """[E] rates of each measured collective, payload and direction, named by `weight`."""
+    """[E] rates of each measured collective, group, payload and direction, named by `weight`."""
     rates = {}
-    for collective, payload, ways in _MEASURED:
-        known, unseen = (_of(side, collective, payload) for side in (train_side, validation))
+    for (collective, payload, ways), group in itertools.product(_MEASURED, GROUPS):
+        known, unseen = (_of(side, collective, payload, group) for side in (train_side, validation))
         for way in ways if len(known) >= FEWEST_SAMPLES else ():
             (terms, measured), (unseen_terms, unseen_measured) = (observed(known, way),
                                                                   observed(unseen or known, way))
             # Without validation samples, training samples stand in for the report.
-            rates[weight(Channel(collective), way, payload)] = law = _fit_rates(terms, measured)
+            rates[weight(Channel(collective, group), way, payload)] = law = _fit_rates(terms, measured)
             log_error = np.log(np.maximum(transfer_ms(terms, law), 1e-9) / measured)
-            note(_metric(collective, way, payload), 0,
+            note(_metric(collective, way, payload) + f"_{group}" * (group != WORLD), 0,
                  {"train_loss": float(np.abs(log_error).mean()),
                   "validation_mape": mape(transfer_ms(unseen_terms, law), unseen_measured)})
     return (rates | _fit_bucketizing(rates, _of(train_side, BUCKETIZED_IDS.collective, "fp32"))
@@ -138,11 +139,14 @@ def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
     """[E, D] terms of one sample."""
     r = sample.request
     # Ranks are numbered host by host, and hosts are of one size.
-    hosts = np.arange(len(r.widths)) // (len(r.widths) // r.hosts)
+    members, hosts = np.array(r.groups), np.arange(len(r.widths)) // (len(r.widths) // r.hosts)
     first = way == COLLECTIVES[r.collective][0]  # only the first exchange is entered at start_ms
-    terms = exchange_terms(Channel(r.collective), owned_bytes(sample), hosts,
+    terms = exchange_terms(Channel(r.collective, r.group), owned_bytes(sample)[members], hosts[members[0]],
                            max(r.start_ms) - min(r.start_ms) if first else 0.0)
-    return np.stack([np.broadcast_to(t, len(hosts)) for t in terms])
+    found = np.zeros((len(terms), len(hosts)))
+    for of_ranks, term in zip(found, terms, strict=True):
+        of_ranks[members] = np.broadcast_to(term, members.shape)
+    return found
 
 
 def owned_bytes(sample: CollectiveSample) -> np.ndarray:
@@ -164,7 +168,7 @@ def _both_ms(w: Mapping[str, np.ndarray], sample: CollectiveSample,
              way: str) -> tuple[np.ndarray, np.ndarray]:
     """Predicted and measured ms of the ranks that count in a sample."""
     r, measured = sample.request, _measured_ms(sample, way)
-    channel = Channel(r.collective)
+    channel = Channel(r.collective, r.group)
     ms = transfer_ms(_sample_terms(sample, way), rates_of(w, channel, way, r.payload))
     if channel == BUCKETIZED_IDS:
         ms = ms + bucketize_ms(w, owned_bytes(sample))
@@ -187,8 +191,10 @@ def errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> 
 
 
 
-def _of(samples: Sequence[CollectiveSample], collective: str, payload: str) -> list[CollectiveSample]:
-    return [s for s in samples if (s.request.collective, s.request.payload) == (collective, payload)]
+def _of(samples: Sequence[CollectiveSample], collective: str, payload: str,
+        group: str = WORLD) -> list[CollectiveSample]:
+    return [s for s in samples
+            if (s.request.collective, s.request.payload, s.request.group) == (collective, payload, group)]
 
 
 def _metric(collective: str, way: str, payload: str) -> str:

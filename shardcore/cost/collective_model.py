@@ -6,7 +6,7 @@ Each collective has its own rates, forward and backward.
 
 Bytes use both kinds of link at once, so the slower kind decides.
 Each of the three parts is linear in its terms, and all rates are 0 or more.
-So more bytes never take less time.
+So more bytes never take less time, and the law is convex.
 
 The law treats equal devices alike. Swapping two devices of a host, or two hosts, swaps their times.
 
@@ -50,15 +50,20 @@ NEAR_TERMS = ("near_bytes", "near_busiest_bytes")
 near_bytes: of the device, out and in.
 near_busiest_bytes: the most of any device in one direction.
 """
-FAR_TERMS = ("far_bytes", "far_busiest_bytes", "port_busiest_bytes", "uplink_bytes")
+FAR_TERMS = ("far_bytes", "far_busiest_bytes", "port_busiest_bytes", "uplink_bytes", "mean_uplink_bytes",
+             "head_start")
 """Terms of links between hosts. All are 0 on one host.
 
 far_bytes, far_busiest_bytes: as within hosts.
 port_busiest_bytes: the most of any device over both kinds of link, in one direction. They may share a port.
 uplink_bytes: the most of any host. Its devices may share an uplink.
+mean_uplink_bytes: the mean over hosts. A link that is busier than others is filled all the time. Links that
+    are all as busy are not: TCP shares them unevenly, so in the end some rest while others still carry.
+head_start: -1. What links take at once after a pause, and what early ranks have sent by the last one's start.
 """
 EXCHANGE_TERMS = (*LATENCY_TERMS, *NEAR_TERMS, *FAR_TERMS)
-LATENCY, NEAR, FAR = slice(0, 4), slice(4, 6), slice(6, 10)
+LATENCY, NEAR, FAR = slice(0, 4), slice(4, 6), slice(6, 12)
+OF_BYTES = slice(4, 11)
 
 FP32: Mapping[str, str] = {"forward": "fp32", "backward": "fp32"}
 """Payloads by way."""
@@ -115,7 +120,7 @@ def _all_to_all(owned: np.ndarray, hosts: np.ndarray, shares_links: bool) -> Ter
     # One host: the far terms are 0. This is the common case, and cheap.
     if not np.ptp(hosts):
         out, into = owned * (n_devices - 1) / n_devices, (total - owned) / n_devices
-        return [0.0, out + into, _busiest(out, into), 0.0, 0.0, 0.0, 0.0]
+        return [0.0, out + into, _busiest(out, into), *[0.0] * len(FAR_TERMS)]
     _, number, sizes = np.unique(hosts, return_inverse=True, return_counts=True)
     # Sort devices by host and sum runs. A devices × hosts matrix could have 2^32 cells.
     order = np.argsort(number, kind="stable")
@@ -128,7 +133,8 @@ def _all_to_all(owned: np.ndarray, hosts: np.ndarray, shares_links: bool) -> Ter
     if shares_links:
         leaves, enters = leaves.sum(-2, keepdims=True), enters.sum(-2, keepdims=True)
     return [1.0, near_out + near_in, _busiest(near_out, near_in), far_out + far_in, _busiest(far_out, far_in),
-            _busiest(near_out + far_out, near_in + far_in), _busiest(leaves, enters)]
+            _busiest(near_out + far_out, near_in + far_in), _busiest(leaves, enters),
+            leaves.mean(-1, keepdims=True), -1.0]
 
 
 def _busiest(out: np.ndarray, into: np.ndarray) -> np.ndarray:
@@ -146,7 +152,7 @@ def _ring(owned: np.ndarray, hosts: np.ndarray) -> Terms:
     moved = owned * (n_devices - 1) / n_devices
     # On one host no bytes go between hosts.
     far = several * moved
-    return [several * (n_devices - 1), 2 * moved, moved, 2 * far, far, far, far]
+    return [several * (n_devices - 1), 2 * moved, moved, 2 * far, far, far, far, far, -several]
 
 
 # --- prices -------------------------------------------------------------------------------------------------
@@ -264,7 +270,7 @@ def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: s
         if known := [w[name] for name in own if name in w]:
             return known[0]
         fewer = rates_of(w, channel, way).copy()
-        fewer[LATENCY.stop:] *= _share(channel, payload)
+        fewer[OF_BYTES] *= _share(channel, payload)
         return fewer
     found = _found(w, weight, channel, way)
     return np.zeros(len(EXCHANGE_TERMS)) if found is None else found
@@ -324,10 +330,10 @@ def explicit_links(rates: np.ndarray, topology: Topology, share: float = 1.0) ->
     if topology.within_host_gbps:
         rates[NEAR] = (0, share / (topology.within_host_gbps * BYTES_PER_MS_PER_GBPS))
     if topology.between_hosts_gbps:
-        rates[FAR] = (0, share / (topology.between_hosts_gbps * BYTES_PER_MS_PER_GBPS), 0, 0)
+        rates[FAR] = (0, share / (topology.between_hosts_gbps * BYTES_PER_MS_PER_GBPS), 0, 0, 0, 0)
     if topology.host_link_gbps:
         of_byte = share / (topology.host_link_gbps * BYTES_PER_MS_PER_GBPS)
-        rates[FAR] = (0, 0, 0, of_byte)
+        rates[FAR] = (0, 0, 0, of_byte, 0, 0)
         if not rates[NEAR].any():
             rates[NEAR] = (0, of_byte)
     return rates

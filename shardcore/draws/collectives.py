@@ -28,6 +28,9 @@ _BUCKETIZED = 0.07
 _GROUPED = {"all_to_all": (CROSS, 0.4), "reduce_scatter": (HOST, 0.5)}
 """The groups of a kind that divides rows within hosts. And the share of draws over hosts that are among them.
 """
+_EVEN = 0.25
+"""Share of draws over emulated hosts in which all ranks own as much, as in plans of good searches. Links that
+are all equally busy are filled less than one that is busier than others."""
 _FP32 = 0.75
 """Share of draws in FP32. Others are in FP16 or BF16, as TorchRec can send outputs and gradients."""
 
@@ -82,7 +85,7 @@ def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms
 def emulated_request(index: int, ranks_on: tuple[int, int], batch: int, links: EmulatedLinks,
                      seed: int = 0) -> CollectiveRequest:
     """Collective `index` among the ranks of emulated hosts, as comm_request draws them; some within a host or
-    across hosts.
+    across hosts, and some with the same load for all.
 
     ranks_on: hosts, and ranks of each.
 
@@ -91,6 +94,8 @@ def emulated_request(index: int, ranks_on: tuple[int, int], batch: int, links: E
     hosts, each = ranks_on
     request = replace(comm_request(index, hosts * each, batch, seed, hosts=hosts), busy_ms=0.0,
                       emulated=links)
+    if np.random.default_rng([9, seed, index, hosts * each]).random() < _EVEN:
+        request = replace(request, widths=(max(1, round(np.mean(request.widths))),) * (hosts * each))
     group, share = _GROUPED.get(request.collective, ("", 0.0))
     if each == 1 or np.random.default_rng([7, seed, index, hosts * each]).random() >= share:
         return request

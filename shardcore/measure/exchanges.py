@@ -66,12 +66,13 @@ def used_channels(workload: Workload) -> list[Channel]:
 def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dict[Layout, list[Exchange]]:
     """The exchanges of each run that carry something, in the order of runs."""
     # Gradients of all replicas are one exchange, of the first run that has any.
-    of_rows = {tuple(row_in(lane, c) for c in run.channels): run
+    job = workload.job
+    of_rows = {tuple(row_in(lane, c) for c in run.channels_in(job)): run
                for run, lane in reversed(workload.lanes.items())}
     found = {run: rows for rows, run in of_rows.items()
              if len(workload.ops) > 1 and workload.traffic[list(rows)].any()}
     return {run: [_EXCHANGES[c.collective](workload.traffic[row], workload, rank, full, own_groups[c.group])
-                  for c, row in zip(run.channels, found[run], strict=True)]
+                  for c, row in zip(run.channels_in(job), found[run], strict=True)]
             for run in workload.lanes if run in found}
 
 
@@ -91,7 +92,8 @@ class _AllToAll:
     """Outputs [B, W] of each rank, or as many rows as an exchange before it left, to where their samples
     are; and rows of sequences, of which each rank asked for as many.
 
-    A batch has more lookups or fewer, but as many bytes of sequences travel as the workload says.
+    A batch has more lookups or fewer, but as many bytes of sequences travel as the workload says. Across
+    hosts, only what tower modules leave of outputs travels. These modules are not run.
     """
 
     def __init__(self, entering: np.ndarray, workload: Workload, rank: int, full: Full,
@@ -99,26 +101,24 @@ class _AllToAll:
         ranks, self._group = group
         shares = [even_parts(round(entering[r] / OUTPUT_BYTES), len(ranks)) for r in ranks]
         self._mine, self._theirs = shares[ranks.index(rank)], [of[ranks.index(rank)] for of in shares]
-        self._none, self._entered = full((0,)), full((sum(self._mine),))
-        self._sent = full((sum(self._theirs),))
+        self._entered, self._sent = full((sum(self._mine),)), full((sum(self._theirs),))
         self._arrived, self._job = torch.empty_like(self._sent), workload.job
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
-        entered = self._none if outputs is None else self._as_many(outputs)
         send = partial(dist.all_to_all_single, output_split_sizes=self._theirs, input_split_sizes=self._mine,
                        group=self._group)
-        return carried(self._arrived, entered, self._job.forward_payload, send)
+        return carried(self._arrived, _as_much(outputs, self._entered), self._job.forward_payload, send)
 
     def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
-        back = self._entered if into is None else self._as_many(into)
         send = partial(dist.all_to_all_single, output_split_sizes=self._mine, input_split_sizes=self._theirs,
                        group=self._group)
-        own = self._sent if gradients is None else gradients
-        return carried(back, own, self._job.backward_payload, send)
+        return carried(_as_much(into, self._entered), _as_much(gradients, self._sent),
+                       self._job.backward_payload, send)
 
 
-    def _as_many(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view(-1)[:len(self._entered)] if tensor.numel() >= len(self._entered) else self._entered
+def _as_much(tensor: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
+    """The first of a tensor's elements, flat, as many as travel. Where it has fewer, an own buffer."""
+    return own if tensor is None or tensor.numel() < own.numel() else tensor.view(-1)[:own.numel()]
 
 
 class _ReduceScatter:

@@ -5,7 +5,7 @@ own joins them. `tbf` shapes what each host sends, and at the bridge what it rec
 
 What is real: processes, gloo, TCP, and queues and sharing on the links. What is not: the links' rates, and a
 core for each rank. Ranks of all hosts share this machine's cores, so compute among them measures the
-scheduler. Links lose nothing (_QUEUE_BYTES), as those of GPU clusters.
+scheduler. Links lose nothing (_QUEUE_BYTES), as those of GPU clusters, and TCP is told so (_TCP).
 
 Namespaces have no names: each lives as long as its keeper, a process that ends when its standard input does.
 So nothing is left behind even where the maker is killed, and boxes side by side have equal addresses.
@@ -40,6 +40,12 @@ _BURST_BYTES, _BURST_S = 20 << 10, 200e-6
 """What a link takes without delay after a pause: it has to hold a packet, and what a late timer missed."""
 _QUEUE_BYTES = 64 << 20
 """Of each link: more than all sockets of its senders hold, so nothing is lost."""
+_TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0", "tcp_early_retrans": "0",
+        "tcp_rto_min_us": "2000000"}
+"""Of each host. Nothing is lost, so Reno's windows only grow, and what TCP sends twice is waste. BBR, which a
+machine may have by default, paces each connection below what it saw: links that all carry as much then idle
+for a fifth of an exchange (docs/benchmarks/2026-11-24-emulated-hosts.md). Kernels before 6.11 lack the last.
+"""
 _TOOLS = ("unshare", "nsenter", "ip", "tc")
 _NETWORK = 0x40000000
 """Linux' CLONE_NEWNET."""
@@ -149,7 +155,7 @@ def _require_root() -> None:
 def _kept_network() -> Iterator[int]:
     """A network namespace, by the process that keeps it. It ends with the context, and with this process."""
     # a group of its own: Ctrl-C is for the maker
-    keeper = subprocess.Popen(["unshare", "--net", "sh", "-c", "echo; exec cat >/dev/null"],
+    keeper = subprocess.Popen(["unshare", "--net", "sh", "-c", f"{_settle_tcp()}echo; exec cat >/dev/null"],
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                               text=True, start_new_session=True)
     with keeper:  # at the end it has no input, so it ends
@@ -159,6 +165,12 @@ def _kept_network() -> Iterator[int]:
             yield keeper.pid
         finally:
             keeper.kill()
+
+
+def _settle_tcp() -> str:
+    """Shell code that gives the network it runs in its TCP."""
+    files = ((f"/proc/sys/net/ipv4/{name}", value) for name, value in _TCP.items())
+    return "".join(f"[ ! -e {path} ] || echo {value} > {path} || exit; " for path, value in files)
 
 
 def _join(config: Box, switch: int, of_hosts: Sequence[int]) -> None:

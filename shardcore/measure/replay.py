@@ -184,6 +184,10 @@ def require_replayable(workload: Workload, first: Workload, setting: Setting, de
     if in_host is not None:
         raise ShardCoreError(f"table {in_host!r} has rows in host memory; a replay has all of them on the "
                              "device, so far")
+    if workload.job.tower_ratio is not None and len(workload.lanes) > 1:
+        kinds = ", ".join(run.name for run in workload.lanes)
+        raise ShardCoreError(f"the plan has towers, and shards of {kinds}; a replay with towers needs one "
+                             "kind, so far")
     if workload.job != first.job:
         raise ShardCoreError(f"workloads of ({workload.job}) and ({first.job}) cannot be replayed together; "
                              "give plans of one problem")

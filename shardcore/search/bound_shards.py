@@ -87,7 +87,7 @@ class BoundShards:
         self.fastest = np.where(self.kind > 0, of_kind[self.kind], fastest[self.table])
         self.alone_ms = np.asarray(model.head(self.codes), dtype=float)
         self.copies = self.group_size[self.kind]
-        first = [next(iter(layout.channels_in(problem).values())) for layout in self.kinds]
+        first = [next(iter(layout.channels_in(problem.job).values())) for layout in self.kinds]
         carried = np.array([first[k](float(s.bytes), output_bytes(s, problem.global_batch), problem)
                             for s, k in zip(shards, self.kind, strict=True)], dtype=float)
         self.latency_ms, per_byte = self._exchanges()
@@ -117,7 +117,7 @@ class BoundShards:
         once, twice = np.zeros(len(self.kinds)), np.zeros(len(self.kinds))
         for k, layout in enumerate(self.kinds):
             # Bytes of all channels are proportional to those of the first.
-            channels = layout.channels_in(self.problem)
+            channels = layout.channels_in(self.problem.job)
             entering = np.array([bytes_of(1.0, 1.0, self.problem) for bytes_of in channels.values()])
             for ms, each in ((once, _EVEN_BYTES), (twice, 2 * _EVEN_BYTES)):
                 traffic = np.zeros((len(CHANNELS), n))

@@ -9,8 +9,8 @@ from shapes import ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, sends
 from test_collective_model import QUICK, columns, fitted, on_hosts
 
 from shardcore.cost import accuracy, collective_fit, collective_model, fit
-from shardcore.layouts import BUCKETIZED_IDS
-from shardcore.measurements import CollectiveRequest, CollectiveSample
+from shardcore.layouts import BUCKETIZED_IDS, Channel
+from shardcore.measurements import CollectiveRequest, CollectiveSample, EmulatedLinks
 from shardcore.types import OF_IDS
 
 
@@ -151,6 +151,25 @@ def test_ids_and_gradients_of_replicas_have_no_payload():
     assert collective_model.knows_payload(model.weights, ALL_REDUCE, "backward", "fp16")
 
 
+def test_groups_of_a_collective_have_rates_of_their_own():
+    """A reduce-scatter within hosts takes 3 ms and a byte's 1e-6 ms; among all ranks ten times as long."""
+    def sample(width, group, factor):
+        own = CollectiveRequest((width,) * 4, 16, (0.0,) * 4, "reduce_scatter", hosts=2, group=group,
+                                emulated=EmulatedLinks(0.05))
+        # Half of what a device owns leaves it within a host of two.
+        times = (spread(factor * (3.0 + 1e-6 * width * 16 * 4 / 2)),) * 4
+        return CollectiveSample("id", SETTING, own, times, times, (0.0,) * 4, 0.0)
+
+    widths = (8, 16, 64, 128, 4096, 65536)
+    within, all_ranks = ([sample(w, group, factor) for w in widths] for group, factor in
+                         (("host", 1.0), ("world", 10.0)))
+    rates = collective_fit.fit([*within, *all_ranks], [], lambda *_: None)
+    for samples, group in ((within, "host"), (all_ranks, "world")):
+        assert collective_model.weight(Channel("reduce_scatter", group), "forward") in rates
+        predicted, found = collective_fit.predicted(rates, samples, "forward")
+        assert predicted == pytest.approx(found, rel=0.05), group
+
+
 def test_over_several_hosts_the_last_rank_counts():
     times = tuple(spread(ms) for ms in (3.0, 9.0, 5.0, 4.0))
     request = CollectiveRequest((8, 16, 8, 8), 16, (0.0,) * 4)
@@ -159,7 +178,7 @@ def test_over_several_hosts_the_last_rank_counts():
     assert collective_fit.observed([one], "forward")[1].tolist() == [3.0, 9.0, 5.0, 4.0]
     terms, measured = collective_fit.observed([one, two], "backward")
     assert measured.tolist() == [3.0, 9.0, 5.0, 4.0, 9.0] and terms.shape[1] == 5
-    rates = {collective_model.weight(ALL_TO_ALL, "backward"): np.eye(10)[6]}  # far_bytes
+    rates = {collective_model.weight(ALL_TO_ALL, "backward"): np.eye(12)[6]}  # far_bytes
     predicted, found = collective_fit.predicted(rates, [two], "backward")
     # The device of most bytes: 16 columns, half of them for the other host, and half of its 16 in return.
     assert (predicted.tolist(), found.tolist()) == ([16 * 4 * (16 / 2 + (8 + 8) / 4)], [9.0])

@@ -57,6 +57,8 @@ def test_terms_of_an_all_to_all_on_one_host_by_hand():
         "far_busiest_bytes": [0] * 3,
         "port_busiest_bytes": [0] * 3,
         "uplink_bytes": [0] * 3,
+        "mean_uplink_bytes": [0] * 3,
+        "head_start": [0] * 3,
     }
     assert terms("all_to_all", [6, 6, 0])["near_busiest_bytes"] == [4] * 3
     assert terms("all_to_all", [6, 6, 6, 0], hosts=(0,) * 4)["near_busiest_bytes"] == [4.5] * 4
@@ -69,7 +71,8 @@ def test_terms_of_an_all_to_all_on_two_hosts_by_hand():
     assert terms("all_to_all", [6, 12, 0], hosts=(7, 3, 7)) == {
         "once": [1] * 3, "messages": [2] * 3, "far_rounds": [1] * 3, "skew_ms": [0] * 3,
         "near_bytes": [2, 0, 2], "near_busiest_bytes": [2] * 3, "far_bytes": [2 + 4, 8 + 2, 0 + 4],
-        "far_busiest_bytes": [8] * 3, "port_busiest_bytes": [8] * 3, "uplink_bytes": [8] * 3}
+        "far_busiest_bytes": [8] * 3, "port_busiest_bytes": [8] * 3, "uplink_bytes": [8] * 3,
+        "mean_uplink_bytes": [(2 + 8) / 2] * 3, "head_start": [-1] * 3}
     assert terms("all_to_all", [8, 8, 0, 0], hosts=(0, 0, 1, 1)) == {
         "once": [1] * 4,
         "messages": [3] * 4,
@@ -81,6 +84,8 @@ def test_terms_of_an_all_to_all_on_two_hosts_by_hand():
         "far_busiest_bytes": [4] * 4,
         "port_busiest_bytes": [6] * 4,
         "uplink_bytes": [8] * 4,
+        "mean_uplink_bytes": [4] * 4,  # the second host sends nothing
+        "head_start": [-1] * 4,
     }
     assert (
         terms("all_to_all", [0, 6, 6], hosts=(1, 0, 0))["far_busiest_bytes"] == [4] * 3
@@ -101,7 +106,8 @@ def test_terms_of_rings_by_hand():
         "near_busiest_bytes": [6] * 3,
     }
     alone, apart = ({"far_rounds": [2 * k] * 3, "far_bytes": [12 * k] * 3, "far_busiest_bytes": [6 * k] * 3,
-                     "port_busiest_bytes": [6 * k] * 3, "uplink_bytes": [6 * k] * 3} for k in (0, 1))
+                     "port_busiest_bytes": [6 * k] * 3, "uplink_bytes": [6 * k] * 3,
+                     "mean_uplink_bytes": [6 * k] * 3, "head_start": [-k] * 3} for k in (0, 1))
     assert terms("reduce_scatter", [6, 0, 9]) == {**ring, **alone}
     assert terms("reduce_scatter", [6, 0, 9], hosts=(0, 0, 1)) == {**ring, **apart}
     assert terms("all_reduce", [4.5] * 3) == {**ring, **alone}
@@ -164,18 +170,32 @@ def test_only_who_replicates_reduces():
 
 
 def test_links_that_a_topology_gives_replace_what_was_fitted():
-    rates = np.arange(1.0, 11.0)
-    latency, near, far = [0.25, 0, 0, 0], [0, 1 / 2e6], [0, 1 / 5e5, 0, 0]
+    rates = np.arange(1.0, 13.0)
+    latency, near, far = [0.25, 0, 0, 0], [0, 1 / 2e6], [0, 1 / 5e5, 0, 0, 0, 0]
     for given, expected in (({"latency_ms": 0.25}, [*latency, *rates[4:]]),
                             ({"latency_ms": 0.0}, [0, 0, 0, 0, *rates[4:]]),
                             ({"within_host_gbps": 2.0}, [*rates[:4], *near, *rates[6:]]),
                             ({"between_hosts_gbps": 0.5}, [*rates[:6], *far]),
-                            ({"host_link_gbps": 0.5}, [*rates[:6], 0, 0, 0, 1 / 5e5]), ({}, rates)):
+                            ({"host_link_gbps": 0.5}, [*rates[:6], 0, 0, 0, 1 / 5e5, 0, 0]), ({}, rates)):
         assert collective_model.explicit_links(rates, on_hosts(1, 1, **given)) == pytest.approx(expected)
-    far_only = np.where(np.arange(10) < 6, 0.0, rates)
+    far_only = np.where(np.arange(12) < 6, 0.0, rates)
     given = collective_model.explicit_links(far_only, on_hosts(1, 1, host_link_gbps=0.5))
-    assert given == pytest.approx([0, 0, 0, 0, 0, 1 / 5e5, 0, 0, 0, 1 / 5e5])  # within hosts no faster
-    assert rates == pytest.approx(np.arange(1.0, 11.0))
+    assert given == pytest.approx([0, 0, 0, 0, 0, 1 / 5e5, 0, 0, 0, 1 / 5e5, 0, 0])  # within hosts no faster
+    assert rates == pytest.approx(np.arange(1.0, 13.0))
+
+
+def test_links_that_are_all_as_busy_may_take_longer_and_start_ahead():
+    """A mean of all links beside the busiest one, less what early ranks sent; never below 0."""
+    law = np.array([0.0] * 9 + [0.8, 0.2, 1.5])
+    laws = {collective_model.weight(ALL_TO_ALL, way): law for way in ("forward", "backward")}
+    hosts = on_hosts(1, 1)
+    even, uneven, few = (collective_model.collective_ms(laws, ALL_TO_ALL, np.array(owned), hosts)[0]
+                         for owned in ([8.0, 8.0], [8.0, 0.0], [0.1, 0.1]))
+    assert even == pytest.approx([4 * (0.8 + 0.2) - 1.5] * 2)
+    assert uneven == pytest.approx([4 * 0.8 + 2 * 0.2 - 1.5] * 2) and few.tolist() == [0.0, 0.0]
+    halved, _ = collective_model.collective_ms(laws, ALL_TO_ALL, np.array([8.0, 8.0]), hosts,
+                                               payloads={"forward": "fp16", "backward": "fp16"})
+    assert halved == pytest.approx([2 - 1.5] * 2)  # half the bytes, the same head start
 
 
 def test_devices_of_a_host_share_its_link_where_the_topology_says_so():

@@ -123,7 +123,7 @@ def test_several_plans_at_once(model):
 
 
 def rates(channel, **ways) -> dict[str, np.ndarray]:
-    """Weights by which a channel takes ways["forward"] and ways["backward"] of some EXCHANGE_TERMS."""
+    """Weights by which a channel takes ways["forward"] and ways["backward"] of some terms."""
     return {collective_model.weight(channel, way): np.array([some.get(t, 0.0)
                                                              for t in collective_model.EXCHANGE_TERMS])
             for way, some in ways.items()}
@@ -313,6 +313,19 @@ def test_a_model_that_knows_no_counts_of_wide_shards_prices_as_before(model, tmp
                                  **neural._NAMES, "drivers": []}, short)
     with pytest.raises(ShardCoreError, match=r"was trained on drivers \[\]; "):
         neural.load(tmp_path)
+
+
+def test_a_model_that_knows_fewer_terms_of_exchanges_prices_as_before(model, tmp_path):
+    known = collective_model.EXCHANGE_TERMS.index("mean_uplink_bytes")
+    laws = {name for name, law in model.weights.items() if len(law) == len(collective_model.EXCHANGE_TERMS)
+            and name.startswith("exchange_")}
+    short = {name: law[:known] if name in laws else law for name, law in model.weights.items()}
+    body = {k: v for k, v in model.meta.items() if k != "provenance"}
+    files.write_model(tmp_path, {**body, "setting": files.setting_to_json(model.setting), **neural._NAMES,
+                                 "exchange_terms": list(collective_model.EXCHANGE_TERMS[:known])}, short)
+    old = neural.load(tmp_path).weights
+    assert laws and all((old[name][:known] == short[name]).all() and not old[name][known:].any()
+                        for name in laws)
 
 
 def test_a_model_prices_problems_of_all_batches_between_those_that_were_measured():

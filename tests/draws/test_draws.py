@@ -193,6 +193,8 @@ def test_exchanges_over_emulated_hosts_are_of_all_groups():
     # rows that reduce-scatters within hosts of two left
     assert {r.batch for r in requests if r.group == "cross"} <= {128, 64, 32, 16}
     assert {emulated_request(i, (8, 1), 256, links).group for i in range(50)} == {"world"}
+    even = Counter(r.collective for r in requests if len(set(r.widths)) == 1)
+    assert even["all_to_all"] >= 10 and even["all_to_all_ids"] >= 3
     plain = comm_request(3, 8, 256, hosts=4)
     assert (requests[3].widths, requests[3].start_ms) == (plain.widths, plain.start_ms)
 

@@ -1,8 +1,11 @@
 """Gangs over the hosts of a box: plans replayed, and shuffled ranks found."""
 
+from dataclasses import replace
+
 import pytest
 from shapes import column, host_row, on_hosts, replica
 
+from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS, Channel
 from shardcore.measure import pairs
@@ -63,3 +66,23 @@ def test_plans_are_replayed_over_hosts_with_their_compute_measured_before():
         # Half of what device 0 sends goes to the other host. What exceeds a burst passes at the link's rate.
         n_bytes = workload.traffic[CHANNELS.index(Channel("all_to_all")), 0] / 2 - (64 << 10)
         assert max(found.forward_comm_ms) > 0.8 * 8e3 * n_bytes / (SLOW.between_gbit_s * 1e9)
+
+
+@pytest.mark.long
+def test_a_plan_with_towers_sends_less_to_other_hosts():
+    tables = tuple(Table(f"t{i}", 2000, 32, 2.0) for i in range(4))
+    plain = Problem("p", tables, on_hosts("aabb", 1 << 30), 1024,
+                    constraints=Constraints(pinned=tuple((t.name, (d // 2 * 2, d // 2 * 2 + 1))
+                                                         for d, t in enumerate(tables))))
+    towered = replace(plain, job=replace(plain.job, tower_ratio=8.0))
+    plan = Plan(tuple(column(t, d) for d, t in enumerate(tables)))
+    took, config = [], ReplayConfig(repeats=3, warmups=1, batches=2, evict_bytes=1 << 20)
+    with box_of(SLOW) as places:
+        for problem in (plain, towered):
+            [found] = replay_all([lower(plan, problem)], Setting("cpu", 1024), config, on=places)
+            took.append((max(found.forward_comm_ms), max(found.backward_comm_ms)))
+    for without, with_towers in zip(*took, strict=True):
+        assert 0.05 * without < with_towers < 0.7 * without
+    mixed = Plan((host_row(tables[0], (0, 1)), *plan.placements[1:]))
+    with pytest.raises(ShardCoreError, match="towers, and shards of .*; a replay with towers needs one"):
+        replay_all([lower(mixed, towered)], Setting("cpu", 1024), config)

@@ -121,6 +121,17 @@ def test_a_gang_sees_its_hosts_and_their_links():
     assert [last[r][-1] for r in (0, 1)] == [0.0, 0.0] and abs(offset_s) < 0.1
 
 
+@boxed
+def test_hosts_have_a_tcp_of_their_own_whatever_the_machine_has():
+    with box_of(Box()) as places:
+        for place in places:
+            said = subprocess.run(["nsenter", f"--net={place.namespace}", "cat",
+                                   *(f"/proc/sys/net/ipv4/tcp_{name}" for name in (
+                                       "congestion_control", "slow_start_after_idle", "early_retrans"))],
+                                  capture_output=True, text=True).stdout.split()
+            assert said == ["reno", "0", "0"]
+
+
 GROUPED = [("all_to_all", "cross"), ("reduce_scatter", "host"), ("all_reduce", "host"),
            ("all_to_all", "world")]
 

@@ -113,6 +113,6 @@ def shared_rates(problem: Problem, model: CostModel, layout: Layout, size: int) 
 def spread_ms(problem: Problem, model: CostModel, layout: Layout, n_bytes: np.ndarray) -> np.ndarray:
     """[N, D] ms of exchanging gradients of bytes [N], in a kind that is on all devices."""
     traffic = np.zeros((len(CHANNELS), len(n_bytes), len(problem.topology)))
-    for channel, entering in layout.channels_in(problem).items():
+    for channel, entering in layout.channels_in(problem.job).items():
         traffic[CHANNELS.index(channel)] += entering(n_bytes, 0, problem)[:, None]
     return np.asarray(model.comm(traffic, np.zeros(traffic.shape[1:]), problem.topology).backward_ms)
