@@ -16,13 +16,13 @@ Shapes: T tables, N shards, M = STEPS steps of time, K kinds of a mix.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardcore.search import bound_compiled
-from shardcore.search.bound_ops import Curve, curve
+from shardcore.search.bound_ops import Curve, Ops
 from shardcore.search.bound_shards import BoundShards
 
 STEPS = 400
@@ -54,11 +54,12 @@ class Proof:
 class Packing:
     """Bounds of plans of a mix of kinds.
 
+    ops: of each kind.
     alike: whether all devices wait for the same exchanges. If not, exchanges do not count.
     """
 
-    def __init__(self, shards: BoundShards, alike: bool):
-        self.shards, self.alike = shards, alike
+    def __init__(self, shards: BoundShards, ops: Sequence[Ops], alike: bool):
+        self.shards, self.ops, self.alike = shards, ops, alike
         # What part of its table each shard is. A kind's groups share a table as one.
         self.part = np.zeros(len(shards.kind))
         for k, at in enumerate(shards.at):
@@ -101,7 +102,7 @@ class _Mix:
         # The step of a slower device, rounded up.
         ends = (np.arange(STEPS) + 1) * (speeds[:, None] / self.fastest)
         self.left = np.ceil(ends - 1e-9).astype(np.int32) - 1
-        curves = {k: curve(shards, k, some, sure) for k in mix}
+        curves = {k: packing.ops[k].curve(some, sure) for k in mix}
         self.bags = {k: _Bag(np.flatnonzero(some & (shards.kind == k)), costs, shards, self.step)
                      for k, costs in curves.items()}
         load = np.sum([c.load for c in curves.values()], axis=0)
