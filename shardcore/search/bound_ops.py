@@ -14,7 +14,7 @@ import numpy as np
 from shardcore.search.bound_contention import least_rates, least_sums
 from shardcore.search.bound_shards import BoundShards
 
-_INTERVALS = 40
+_INTERVALS = 80
 _FROM, _TO = 0.02, 3.0
 """Between these loads, relative to a usual op's, intervals are short."""
 
@@ -61,15 +61,20 @@ class Ops:
         # A usual op has as much of the tables as the others of its kind. Some tables are of other kinds.
         whole = np.isin(self.of, shards.at[kind][np.arange(len(shards.size)), shards.size[:, kind]])
         usual = codes[whole].sum(0) / (2 if kind else 1) / (shards.n_groups[kind] if kind else len(shards.speed))
-        self.load = codes @ model.rates(usual)
-        busy, total = self.load > 0, float(_room(self.load, table).sum())
-        about = max(float(usual @ model.rates(usual)), 1e-12)
-        inner = about * np.geomspace(_FROM, _TO, _INTERVALS - 1)
-        top = max(total, 1e-12) * (1 + 1e-9)
-        self.ends = np.concatenate([[0.0], inner[inner < top], [top]])
-        self.rates = model.rates(np.zeros((len(self.ends) - 1, codes.shape[1])))
-        if busy.any():
-            self.rates = least_rates(model, codes[busy], self.load[busy], table[busy], self.ends[:-1])
+        rates, self.rates, self.ends = model.rates(usual), None, None
+        # At first at the usual rates; then at the least rates of so much load, so that a load is near the ms.
+        for loads in (np.zeros(0), np.geomspace(_FROM, _TO, _INTERVALS - 1)):
+            self.load = codes @ rates
+            about = max(float(usual @ rates), 1e-12)
+            top = max(float(_room(self.load, table).sum()), 1e-12) * (1 + 1e-9)
+            inner = about * loads
+            self.ends = np.concatenate([[0.0], inner[inner < top], [top]])
+            from_ = self.ends[:-1] if len(loads) else np.array([min(about, top)])
+            self.rates = model.rates(np.zeros((len(from_), codes.shape[1])))
+            busy = self.load > 0
+            if busy.any():
+                self.rates = least_rates(model, codes[busy], self.load[busy], table[busy], from_)
+            rates = self.rates[0]
         all_ = np.ones(len(shards.kind), dtype=bool)
         self.every = self.curve(all_, ~all_)
 

@@ -29,6 +29,8 @@ STEPS = 400
 """Of time, up to the longest that may be proved."""
 _FIRST, _AGAIN = (40, 40), (15, 10)
 """Subgradient steps, and linear programs, that look for worths: from nothing, and from those of a proof."""
+_AT_FIRST = 8
+"""Worths tried at most, one after another, before those."""
 _FEW, _FEWER = 60, 24
 """Tables up to which there are linear programs: from nothing, and from a proof. Many tables fill devices as
 if they could be divided."""
@@ -38,6 +40,9 @@ _AHEAD = 1.003
 """The time to prove next, relative to the one that is proved."""
 _SLOPES = 48
 """Prices of load at which a divided knapsack is priced."""
+
+_BISECTIONS = 30
+"""Of the price at which a divided knapsack is full."""
 
 Taken = Callable[[int], np.ndarray]
 """step -> [N] how often each shard is taken."""
@@ -113,18 +118,15 @@ class _Mix:
         """The best proof that is found. At first the worths of `start`, if it has any."""
         if not self.possible or self.high <= self.fixed_ms:
             return Proof(np.inf, start.worth)
-        worth, rate, (steps, programs) = self.shards.least_of_each(self.price, self.mix), 1.0, _FIRST
-        if start.worth is not None:
-            worth, rate, (steps, programs) = start.worth[:-1], float(start.worth[-1]), _AGAIN
+        at = best_at = self._first(start)
+        worth, (steps, programs) = at[:-1], _FIRST if start.worth is None else _AGAIN
         if len(worth) > (_FEW if start.worth is None else _FEWER):
             programs = 0
-        at = best_at = np.append(worth, rate) / worth.sum()
-        scale = np.append(np.maximum(worth, 0.02 * worth.mean()) / worth.sum(), 0.5 / worth.sum())
+        scale = np.append(np.maximum(worth, 0.02 * worth.mean()), 0.5 * at[-1])
         best, push, stalled, reach, cuts = -1, 0.02, 0, _REACH, []
         for n in range(steps + programs):
             most, filled = self.collected(at[:-1], float(at[-1]))
-            enough = most >= 1 - 1e-9
-            proved = int(np.argmax(enough)) - 1 if enough.any() else STEPS - 1
+            proved = _proved(most)
             if n > steps:
                 reach = max(_REACH / 8, reach * (2.0 if proved > best else 0.7))
             if proved > best:
@@ -156,7 +158,40 @@ class _Mix:
                     break
                 reach = max(_REACH, 3 * reach)
         # Less time than the end of a step does not suffice.
-        return Proof(self.fixed_ms + (best + 1) * self.step / self.fastest, best_at)
+        return Proof(max(self._end_ms(best), self._possible_ms()), best_at)
+
+    def _first(self, start: Proof) -> np.ndarray:
+        """[T + 1] the best worths to start from, of tables and of a ms of exchanges; tables' sum to 1.
+
+        Those of `start`, or what tables take at least: by all shards, or by those that fit within a time.
+        The time is what is proved before, as often as that proves more.
+        """
+        tried = [] if start.worth is None else [start.worth / start.worth[:-1].sum()]
+        tried.append(_normed(self.shards.least_of_each(self.price, self.mix)))
+        steps = [_proved(self.collected(x[:-1], float(x[-1]))[0]) for x in tried]
+        ms = max(start.ms, self._end_ms(max(steps)), self._possible_ms())
+        for _ in range(_AT_FIRST):
+            fits = self.shards.within(self.shards.alone_ms / self.shards.fastest + self.fixed_ms <= ms)
+            worth = self.shards.least_of_each(np.where(fits, self.price, np.inf), self.mix)
+            if not np.isfinite(worth).all():
+                break
+            tried.append(_normed(worth))
+            steps.append(_proved(self.collected(tried[-1][:-1], float(tried[-1][-1]))[0]))
+            if self._end_ms(steps[-1]) <= ms:
+                break
+            ms = self._end_ms(steps[-1])
+        return tried[int(np.argmax(steps))]
+
+    def _possible_ms(self) -> float:
+        """From when on each table has a large shard that fits: every plan has such a shard of it."""
+        shards, least = self.shards, np.full(len(self.shards.size), np.inf)
+        some = np.isfinite(self.price) & shards.large & np.isin(shards.kind, self.mix)
+        np.minimum.at(least, shards.table[some], (shards.alone_ms / shards.fastest)[some])
+        return float(least.max()) + self.fixed_ms
+
+    def _end_ms(self, step: int) -> float:
+        """The end of a step, with exchanges."""
+        return self.fixed_ms + (step + 1) * self.step / self.fastest
 
     def collected(self, worth: np.ndarray, rate: float) -> tuple[np.ndarray, Callable]:
         """[M] the most worth that all devices collect by the end of each step, less that of exchanges.
@@ -213,17 +248,22 @@ class _Mix:
 class _Bag:
     """Knapsacks of shards of one kind, for all steps of time. At most one shard of a table.
 
-    of: numbers of the shards, rising by table.
+    of: numbers of the shards, by table, and within a table by the first step in which they fit.
     """
 
     def __init__(self, of: np.ndarray, costs: Curve, shards: BoundShards, step: float):
-        self.of, self.n, self.load, table = of, len(shards.kind), costs.load[of], shards.table[of]
         ms = (np.arange(STEPS) + 1) * step - shards.model.launch_ms
-        self.most, self.none = costs.most(ms), ms < 0
+        self.most, self.none = np.maximum(0.0, costs.most(ms)), ms < 0
+        # A trace earlier, for rounding errors.
+        fits = np.maximum(*(np.searchsorted(most * (1 + 1e-9), least[of])
+                            for most, least in ((ms, costs.alone), (self.most, costs.load))))
+        order = np.lexsort((fits, shards.table[of]))
+        self.of, self.n, self.fits = of[order], len(shards.kind), fits[order]
+        self.load, table = np.maximum(costs.load[self.of], 1e-12), shards.table[self.of]
         self.first = np.flatnonzero(np.diff(table, prepend=-1))
         self.ends = np.append(self.first, len(of))
-        self.knapsacks = [_Knapsack(load, most, self.ends)
-                          for load, most in ((costs.alone[of], ms), (self.load, self.most))]
+        self.knapsacks = [_Knapsack(load[self.of], most, self.ends)
+                          for load, most in ((costs.alone, ms), (costs.load, self.most))]
 
     def fill(self, worth: np.ndarray) -> tuple[np.ndarray, Taken]:
         """[M] the most worth by steps. Also the shards taken, by step."""
@@ -231,14 +271,13 @@ class _Bag:
         if not len(self.of):
             return np.zeros(STEPS), lambda step: np.zeros(self.n)
         wholes = np.stack([k.fill(worth) for k in self.knapsacks])
-        # Divided knapsacks: at any price of load, each table takes its best shard.
-        load = np.maximum(self.load, 1e-12)
-        prices = np.unique(np.quantile(np.maximum.reduceat(np.maximum(worth, 0.0) / load, self.first),
+        # Divided knapsacks: at any price of load, each table takes its best shard that fits.
+        prices = np.unique(np.quantile(np.maximum.reduceat(np.maximum(worth, 0.0) / self.load, self.first),
                                        np.linspace(0, 1, _SLOPES)))
-        gains = worth - prices[:, None] * self.load
-        gain = np.maximum(0.0, np.maximum.reduceat(gains, self.first, axis=1)).sum(1)
-        lines = gain[:, None] + prices[:, None] * np.maximum(self.most, 0.0)
-        divided, price = lines.min(0), lines.argmin(0)
+        lines = np.empty((len(prices), STEPS))
+        bound_compiled.divided(self.ends, self.fits, self.load, worth, prices, lines)
+        lines += prices[:, None] * self.most
+        divided = lines.min(0)
         every = np.where(none, 0.0, np.vstack([wholes, divided]))
         which = every.argmin(0)
 
@@ -250,9 +289,16 @@ class _Bag:
                 counts[self.of[self.knapsacks[which[step]].taken(step)]] = 1
                 return counts
             # Between the prices where less and where more is taken than fits.
-            at = int(price[step])
-            sets = [self._best(worth, prices[at] * f) for f in (1 + 1e-6, 1 - 1e-6)]
-            loads = [float(self.load[s].sum()) for s in sets]
+            high, low = float(prices[-1]) * 2 + 1e-12, 0.0
+            sets = [self._best(worth, price, step) for price in (high, low)]
+            loads = [float(self.load[of].sum()) for of in sets]
+            for _ in range(_BISECTIONS if loads[1] > self.most[step] else 0):
+                middle = (high + low) / 2
+                found = self._best(worth, middle, step)
+                load = float(self.load[found].sum())
+                more = bool(load > self.most[step])
+                sets[more], loads[more] = found, load
+                high, low = (high, middle) if more else (middle, low)
             share = np.clip((self.most[step] - loads[0]) / max(loads[1] - loads[0], 1e-12), 0.0, 1.0)
             counts[self.of[sets[0]]] += 1 - share
             counts[self.of[sets[1]]] += share
@@ -260,9 +306,9 @@ class _Bag:
 
         return every.min(0), taken
 
-    def _best(self, worth: np.ndarray, price: float) -> np.ndarray:
-        """The shards that tables take at a price of load."""
-        gain = worth - price * self.load
+    def _best(self, worth: np.ndarray, price: float, step: int) -> np.ndarray:
+        """The shards that tables take at a price of load, of those that fit within a step."""
+        gain = np.where(self.fits <= step, worth - price * self.load, 0.0)
         top = np.repeat(np.maximum.reduceat(gain, self.first), np.diff(self.ends))
         return np.flatnonzero((gain == top) & (gain > 0))
 
@@ -294,6 +340,17 @@ class _Knapsack:
                 found.append(int(chosen[left]))
                 left -= self.weight[chosen[left]]
         return found
+
+
+def _normed(worth: np.ndarray) -> np.ndarray:
+    """[T + 1] worths [T], and a ms of exchanges at its own price, so that the worths sum to 1."""
+    return np.append(worth, 1.0) / worth.sum()
+
+
+def _proved(most: np.ndarray) -> int:
+    """The last step within which devices collect too little [M], if tables are worth 1. -1 for none."""
+    enough = most >= 1 - 1e-9
+    return int(np.argmax(enough)) - 1 if enough.any() else STEPS - 1
 
 
 def _lowest(cuts: np.ndarray, near: np.ndarray, reach: float) -> tuple[np.ndarray, float]:
