@@ -31,6 +31,8 @@ _FIRST, _AGAIN = (40, 40), (15, 10)
 """Subgradient steps, and linear programs, that look for worths: from nothing, and from those of a proof."""
 _AT_FIRST = 8
 """Worths tried at most, one after another, before those."""
+_TIMES = 8
+"""Times tried with worths of shards."""
 _FEW, _FEWER = 60, 24
 """Tables up to which there are linear programs: from nothing, and from a proof. Many tables fill devices as
 if they could be divided."""
@@ -158,7 +160,8 @@ class _Mix:
                     break
                 reach = max(_REACH, 3 * reach)
         # Less time than the end of a step does not suffice.
-        return Proof(max(self._end_ms(best), self._possible_ms()), best_at)
+        found_ms = max(start.ms, self._end_ms(best), self._possible_ms())
+        return Proof(self._by_price(found_ms), best_at)
 
     def _first(self, start: Proof) -> np.ndarray:
         """[T + 1] the best worths to start from, of tables and of a ms of exchanges; tables' sum to 1.
@@ -182,6 +185,29 @@ class _Mix:
             ms = self._end_ms(steps[-1])
         return tried[int(np.argmax(steps))]
 
+    def _by_price(self, low: float) -> float:
+        """ms that is proved by worths of shards rather than of columns: what each takes of loads and exchanges.
+
+        A table is worth the least of its ways to be made up of shards that fit within a time. So nothing is
+        gained where many devices have the best part of a table, of which no plan has more than one. Nothing
+        is said of more than that time.
+        """
+        high, best = self.high, low
+        for _ in range(_TIMES if low < high else 0):
+            ms = (low + high) / 2
+            fits = self.shards.within(self.shards.alone_ms / self.shards.fastest + self.fixed_ms <= ms)
+            price = np.where(fits, self.price, np.inf)
+            least = self.shards.least_of_each(price, self.mix)
+            if not np.isfinite(least).all():
+                low = best = ms
+                continue
+            of_shards = np.where(fits, np.minimum(price, least[self.shards.table]), 0.0) - self.extra_ms
+            most, _ = self._most(of_shards / least.sum(), 1 / least.sum())
+            proved = self._end_ms(_proved(most))
+            best = max(best, min(proved, ms))
+            low, high = (ms, high) if proved >= ms else (low, ms)
+        return best
+
     def _possible_ms(self) -> float:
         """From when on each table has a large shard that fits: every plan has such a shard of it."""
         shards, least = self.shards, np.full(len(self.shards.size), np.inf)
@@ -199,8 +225,11 @@ class _Mix:
         worth: [T]. rate: what a ms of exchanges costs.
         Also returns a function: from a step to the shards taken [N], and the ms of exchanges.
         """
+        return self._most(worth[self.shards.table] * self.part - rate * self.extra_ms, rate)
+
+    def _most(self, of_shards: np.ndarray, rate: float) -> tuple[np.ndarray, Callable]:
+        """As `collected`, from what each shard collects [N], less the exchanges that it adds."""
         shards, n = self.shards, len(self.shards.speed)
-        of_shards = worth[shards.table] * self.part - rate * self.extra_ms
         fills = {k: bag.fill(of_shards) for k, bag in self.bags.items()}
         own, own_taken = fills.get(0, (np.zeros(STEPS), lambda step: np.zeros(len(shards.kind))))
         each, of_host = n, (None, None)
