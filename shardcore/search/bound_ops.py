@@ -36,7 +36,8 @@ class Curve:
 
     def least(self, load: float) -> float:
         """The least slowdown of an op of this load or more."""
-        return float(self.slowdown[np.searchsorted(self.ends, load, side="right") - 1])
+        g = np.searchsorted(self.ends[:-1], load, side="right") - 1
+        return float(self.slowdown[g])
 
     def most(self, ms: np.ndarray) -> np.ndarray:
         """The largest load of an op that takes at most `ms`. 0 for less than 0 ms."""

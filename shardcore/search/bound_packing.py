@@ -31,6 +31,9 @@ _FIRST, _AGAIN = (40, 40), (15, 10)
 """Subgradient steps, and linear programs, that look for worths: from nothing, and from those of a proof."""
 _AT_FIRST = 8
 """Worths tried at most, one after another, before those."""
+_RATE = 0.8
+"""What a ms of exchanges is worth at first, in ms of work. With less work, an op contends less. So a device
+that waits for a ms loses less than a ms of work."""
 _TIMES = 8
 """Times tried with worths of shards."""
 _FEW, _FEWER = 60, 24
@@ -113,7 +116,7 @@ class _Mix:
         self.bags = {k: _Bag(np.flatnonzero(some & (shards.kind == k)), costs, shards, self.step)
                      for k, costs in curves.items()}
         load = np.sum([c.load for c in curves.values()], axis=0)
-        price = load * shards.copies / shards.speed.sum() + np.maximum(0.0, self.extra_ms)
+        price = load * shards.copies / shards.speed.sum() + _RATE * np.maximum(0.0, self.extra_ms)
         self.price = np.where(some, price, np.inf)
 
     def prove(self, start: Proof) -> Proof:
@@ -201,8 +204,8 @@ class _Mix:
             if not np.isfinite(least).all():
                 low = best = ms
                 continue
-            of_shards = np.where(fits, np.minimum(price, least[self.shards.table]), 0.0) - self.extra_ms
-            most, _ = self._most(of_shards / least.sum(), 1 / least.sum())
+            of_shards = np.where(fits, np.minimum(price, least[self.shards.table]), 0.0) - _RATE * self.extra_ms
+            most, _ = self._most(of_shards / least.sum(), _RATE / least.sum())
             proved = self._end_ms(_proved(most))
             best = max(best, min(proved, ms))
             low, high = (ms, high) if proved >= ms else (low, ms)
@@ -372,8 +375,8 @@ class _Knapsack:
 
 
 def _normed(worth: np.ndarray) -> np.ndarray:
-    """[T + 1] worths [T], and a ms of exchanges at its own price, so that the worths sum to 1."""
-    return np.append(worth, 1.0) / worth.sum()
+    """[T + 1] worths [T] and that of a ms of exchanges, so that those of tables sum to 1."""
+    return np.append(worth, _RATE) / worth.sum()
 
 
 def _proved(most: np.ndarray) -> int:
