@@ -58,26 +58,29 @@ class Ops:
 
     def __init__(self, shards: BoundShards, kind: int):
         self.shards, self.of = shards, np.flatnonzero(shards.kind == kind)
-        codes, table, model = shards.codes[self.of], shards.table[self.of], shards.model
-        # A usual op has as much of the tables as the others of its kind. Some tables are of other kinds.
+        # A usual op has an even part of the tables. Of a kind that groups share, about half of the tables.
         whole = np.isin(self.of, shards.at[kind][np.arange(len(shards.size)), shards.size[:, kind]])
-        usual = codes[whole].sum(0) / (2 if kind else 1) / (shards.n_groups[kind] if kind else len(shards.speed))
-        rates, self.rates, self.ends = model.rates(usual), None, None
-        # At first at the usual rates; then at the least rates of so much load, so that a load is near the ms.
-        for loads in (np.zeros(0), np.geomspace(_FROM, _TO, _INTERVALS - 1)):
-            self.load = codes @ rates
-            about = max(float(usual @ rates), 1e-12)
-            top = max(float(_room(self.load, table).sum()), 1e-12) * (1 + 1e-9)
-            inner = about * loads
-            self.ends = np.concatenate([[0.0], inner[inner < top], [top]])
-            from_ = self.ends[:-1] if len(loads) else np.array([min(about, top)])
-            self.rates = model.rates(np.zeros((len(from_), codes.shape[1])))
-            busy = self.load > 0
-            if busy.any():
-                self.rates = least_rates(model, codes[busy], self.load[busy], table[busy], from_)
-            rates = self.rates[0]
+        ops = 2 * shards.n_groups[kind] if kind else len(shards.speed)
+        codes, model = shards.codes[self.of], shards.model
+        usual = codes[whole].sum(0) / ops
+        # Loads count at the least rates of a usual load, so that such an op's slowdown is near 1.
+        rates = model.rates(usual)
+        rates = self._least_rates(codes @ rates, np.array([usual @ rates]))[0]
+        self.load = codes @ rates
+        inner = max(float(usual @ rates), 1e-12) * np.geomspace(_FROM, _TO, _INTERVALS - 1)
+        top = max(float(_room(self.load, shards.table[self.of]).sum()), 1e-12) * (1 + 1e-9)
+        self.ends = np.concatenate([[0.0], inner[inner < top], [top]])
+        self.rates = self._least_rates(self.load, self.ends[:-1])
         all_ = np.ones(len(shards.kind), dtype=bool)
         self.every = self.curve(all_, ~all_)
+
+    def _least_rates(self, load: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """[W, F] rates of any op of these loads [W] or more, if its shards have loads [n]."""
+        shards, busy = self.shards, load > 0
+        of = self.of[busy]
+        if not len(of):
+            return shards.model.rates(np.zeros((len(wanted), shards.codes.shape[1])))
+        return least_rates(shards.model, shards.codes[of], load[busy], shards.table[of], wanted)
 
     def curve(self, some: np.ndarray, sure: np.ndarray) -> Curve:
         """The curve of ops that have only `some` shards, [N] bool.
@@ -87,7 +90,7 @@ class Ops:
         """
         shards, some, sure = self.shards, some[self.of], sure[self.of]
         of, load, sure = self.of[some], self.load[some], sure[some]
-        codes, table, model = shards.codes[of], shards.table[of], shards.model
+        codes, model = shards.codes[of], shards.model
         every = np.zeros((2, len(shards.kind)))
         base = codes[sure].sum(0)
         every[0, of] = (model.rates(np.maximum(codes, base)) * codes).sum(1)

@@ -22,11 +22,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore.search import bound_compiled
-from shardcore.search.bound_ops import Curve, Ops
+from shardcore.search.bound_knapsacks import STEPS, Bag
+from shardcore.search.bound_ops import Ops
 from shardcore.search.bound_shards import BoundShards
 
-STEPS = 400
-"""Of time, up to the longest that may be proved."""
 _FIRST, _AGAIN = (40, 40), (15, 10)
 """Subgradient steps, and linear programs, that look for worths: from nothing, and from those of a proof."""
 _AT_FIRST = 8
@@ -43,14 +42,6 @@ _REACH = 0.3
 """How far worths move at first, relative to themselves."""
 _AHEAD = 1.003
 """The time to prove next, relative to the one that is proved."""
-_SLOPES = 48
-"""Prices of load at which a divided knapsack is priced."""
-
-_BISECTIONS = 30
-"""Of the price at which a divided knapsack is full."""
-
-Taken = Callable[[int], np.ndarray]
-"""step -> [N] how often each shard is taken."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +104,7 @@ class _Mix:
         ends = (np.arange(STEPS) + 1) * (speeds[:, None] / self.fastest)
         self.left = np.ceil(ends - 1e-9).astype(np.int32) - 1
         curves = {k: packing.ops[k].curve(some, sure) for k in mix}
-        self.bags = {k: _Bag(np.flatnonzero(some & (shards.kind == k)), costs, shards, self.step)
+        self.bags = {k: Bag(np.flatnonzero(some & (shards.kind == k)), costs, shards, self.step)
                      for k, costs in curves.items()}
         load = np.sum([c.load for c in curves.values()], axis=0)
         price = load * shards.copies / shards.speed.sum() + _RATE * np.maximum(0.0, self.extra_ms)
@@ -189,7 +180,7 @@ class _Mix:
         return tried[int(np.argmax(steps))]
 
     def _by_price(self, low: float) -> float:
-        """ms that is proved by worths of shards rather than of columns: what each takes of loads and exchanges.
+        """ms proved by worths of shards rather than of columns: what each takes of loads and exchanges.
 
         A table is worth the least of its ways to be made up of shards that fit within a time. So nothing is
         gained where many devices have the best part of a table, of which no plan has more than one. Nothing
@@ -204,8 +195,8 @@ class _Mix:
             if not np.isfinite(least).all():
                 low = best = ms
                 continue
-            of_shards = np.where(fits, np.minimum(price, least[self.shards.table]), 0.0) - _RATE * self.extra_ms
-            most, _ = self._most(of_shards / least.sum(), _RATE / least.sum())
+            worth = np.where(fits, np.minimum(price, least[self.shards.table]), 0.0)
+            most, _ = self._most((worth - _RATE * self.extra_ms) / least.sum(), _RATE / least.sum())
             proved = self._end_ms(_proved(most))
             best = max(best, min(proved, ms))
             low, high = (ms, high) if proved >= ms else (low, ms)
@@ -275,103 +266,6 @@ class _Mix:
             return taken, (int(waited[step]) + 1) * self.step / self.fastest
 
         return most, filled
-
-
-class _Bag:
-    """Knapsacks of shards of one kind, for all steps of time. At most one shard of a table.
-
-    of: numbers of the shards, by table, and within a table by the first step in which they fit.
-    """
-
-    def __init__(self, of: np.ndarray, costs: Curve, shards: BoundShards, step: float):
-        ms = (np.arange(STEPS) + 1) * step - shards.model.launch_ms
-        self.most, self.none = np.maximum(0.0, costs.most(ms)), ms < 0
-        # A trace earlier, for rounding errors.
-        fits = np.maximum(*(np.searchsorted(most * (1 + 1e-9), least[of])
-                            for most, least in ((ms, costs.alone), (self.most, costs.load))))
-        order = np.lexsort((fits, shards.table[of]))
-        self.of, self.n, self.fits = of[order], len(shards.kind), fits[order]
-        self.load, table = np.maximum(costs.load[self.of], 1e-12), shards.table[self.of]
-        self.first = np.flatnonzero(np.diff(table, prepend=-1))
-        self.ends = np.append(self.first, len(of))
-        self.knapsacks = [_Knapsack(load[self.of], most, self.ends)
-                          for load, most in ((costs.alone, ms), (costs.load, self.most))]
-
-    def fill(self, worth: np.ndarray) -> tuple[np.ndarray, Taken]:
-        """[M] the most worth by steps. Also the shards taken, by step."""
-        worth, none = worth[self.of], self.none
-        if not len(self.of):
-            return np.zeros(STEPS), lambda step: np.zeros(self.n)
-        wholes = np.stack([k.fill(worth) for k in self.knapsacks])
-        # Divided knapsacks: at any price of load, each table takes its best shard that fits.
-        prices = np.unique(np.quantile(np.maximum.reduceat(np.maximum(worth, 0.0) / self.load, self.first),
-                                       np.linspace(0, 1, _SLOPES)))
-        lines = np.empty((len(prices), STEPS))
-        bound_compiled.divided(self.ends, self.fits, self.load, worth, prices, lines)
-        lines += prices[:, None] * self.most
-        divided = lines.min(0)
-        every = np.where(none, 0.0, np.vstack([wholes, divided]))
-        which = every.argmin(0)
-
-        def taken(step: int) -> np.ndarray:
-            counts = np.zeros(self.n)
-            if none[step]:
-                return counts
-            if which[step] < len(self.knapsacks):
-                counts[self.of[self.knapsacks[which[step]].taken(step)]] = 1
-                return counts
-            # Between the prices where less and where more is taken than fits.
-            high, low = float(prices[-1]) * 2 + 1e-12, 0.0
-            sets = [self._best(worth, price, step) for price in (high, low)]
-            loads = [float(self.load[of].sum()) for of in sets]
-            for _ in range(_BISECTIONS if loads[1] > self.most[step] else 0):
-                middle = (high + low) / 2
-                found = self._best(worth, middle, step)
-                load = float(self.load[found].sum())
-                more = bool(load > self.most[step])
-                sets[more], loads[more] = found, load
-                high, low = (high, middle) if more else (middle, low)
-            share = np.clip((self.most[step] - loads[0]) / max(loads[1] - loads[0], 1e-12), 0.0, 1.0)
-            counts[self.of[sets[0]]] += 1 - share
-            counts[self.of[sets[1]]] += share
-            return counts
-
-        return every.min(0), taken
-
-    def _best(self, worth: np.ndarray, price: float, step: int) -> np.ndarray:
-        """The shards that tables take at a price of load, of those that fit within a step."""
-        gain = np.where(self.fits <= step, worth - price * self.load, 0.0)
-        top = np.repeat(np.maximum.reduceat(gain, self.first), np.diff(self.ends))
-        return np.flatnonzero((gain == top) & (gain > 0))
-
-
-class _Knapsack:
-    """A knapsack that takes shards as a whole, for all steps of time.
-
-    load: [n] of each shard. most: [M] the capacity by step. ends: where each table's shards begin and end.
-    """
-
-    def __init__(self, load: np.ndarray, most: np.ndarray, ends: np.ndarray):
-        unit, self.ends = max(float(most[-1]), 1e-12) / STEPS, ends
-        # Loads are rounded down, capacities only by a trace up.
-        self.capacity = np.maximum(0, np.floor(most / unit * (1 + 1e-9))).astype(int)
-        self.weight = np.floor(load / unit * (1 - 1e-9)).astype(int)
-        self.best = np.empty((len(ends), STEPS + 2))
-        self.chosen = np.empty((len(ends) - 1, STEPS + 2), dtype=np.int32)
-
-    def fill(self, worth: np.ndarray) -> np.ndarray:
-        """[M] the most worth by step."""
-        bound_compiled.knapsack(self.ends, self.weight, worth, self.best, self.chosen)
-        return self.best[-1][self.capacity]
-
-    def taken(self, step: int) -> list[int]:
-        """The shards of the last filling."""
-        found, left = [], int(self.capacity[step])
-        for chosen in reversed(self.chosen):
-            if chosen[left] >= 0:
-                found.append(int(chosen[left]))
-                left -= self.weight[chosen[left]]
-        return found
 
 
 def _normed(worth: np.ndarray) -> np.ndarray:
