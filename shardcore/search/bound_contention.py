@@ -4,7 +4,8 @@ Ops of a load may have little of one feature or of another, but not of all: tabl
 their load bring many rows, and so on. So the least rates are found by branch and bound over boxes of
 features. In a box, rates are no lower than at its lower corner. The corner is raised by pairs of features, of
 which ops of that load have a least weighted sum: where there is at most so much of one, there is at least so
-much of the other. The box with the lowest rates is divided next, by the feature and value that raise them most.
+much of the other. The box with the lowest rates is divided next, by the feature and value that raise them
+most.
 
 Any boxes that cover all ops give a valid bound, so the number of divisions only decides how near it is.
 
