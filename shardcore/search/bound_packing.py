@@ -4,8 +4,8 @@ Give each table a worth, which its shards share by their columns. Within a time,
 much worth: a knapsack. If all devices together collect less than all tables are worth, then no plan takes so
 little time. That holds for any worths (the dual of a linear program over all fillings of a device). So they
 may be found by any means: here by subgradient steps, then by cutting planes. Whatever is tried proves a time.
-The bound is the longest of these. Shards may also have worths of their own; then a table is worth the least of
-the ways to make it up.
+The bound is the longest of these. Shards may have worths of their own; then a table is worth the least of
+its ways to be made up.
 
 A device's knapsack holds columns. Kinds that groups of devices share take time from all their devices, and
 collect worth once. Exchanges beyond the least cost worth too, at a rate.
