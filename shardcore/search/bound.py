@@ -33,6 +33,7 @@ import numpy as np
 from shardcore.cost.model import CostModel
 from shardcore.layouts import Layout
 from shardcore.search import bound_branches
+from shardcore.search.bound_ops import Ops
 from shardcore.search.bound_shards import BoundShards, shared_layouts
 from shardcore.types import Problem
 
@@ -74,8 +75,9 @@ def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = 
         if may_prove:
             least = shards if lower is model else BoundShards(problem, lower, kinds, ids)
             # Subtract a trace for rounding errors.
-            alike = lower.takes_all_alike(topology)
-            least_ms = bound_branches.least_ms(least, _by_mix(least, _proved(least), alike), alike)
+            alike, ops = lower.takes_all_alike(topology), [Ops(least, k) for k in range(len(least.kinds))]
+            by_mix = _by_mix(least, _proved(least, ops), alike)
+            least_ms = bound_branches.least_ms(least, ops, by_mix, alike)
             proved_ms = least_ms * (1 - 1e-9) + more_ms
         estimate_ms, limit = min(_by_mix(shards, _estimated(shards), True).values())
         found.append(Bound(proved_ms, max(estimate_ms + more_ms, proved_ms or 0.0), limit, shards.space()))
@@ -90,7 +92,7 @@ Price = Callable[[list[int], np.ndarray], float]
 _EVENLY = "the work of all tables, divided evenly"
 
 
-def _proved(shards: BoundShards) -> Price:
+def _proved(shards: BoundShards, ops: Sequence[Ops]) -> Price:
     """A price that no plan undercuts: the least work, divided by all speeds.
 
     A shared table brings a launch on each device of its group. Columns bring one on at least one device.
@@ -103,51 +105,25 @@ def _proved(shards: BoundShards) -> Price:
         launches = (shared + (0 in mix)) / total_speed if shared else 1 / shards.speed.max()
         least, _ = shards.cheapest(np.where(some, work, np.inf), mix)
         ms = launch_ms * launches + least + shards.latencies_ms(mix)
-        return max(ms, _at_mean_load(shards, mix[0], some)) if len(mix) == 1 and alike else ms
+        return max(ms, _at_mean_load(shards, ops[mix[0]], some)) if len(mix) == 1 and alike else ms
 
     alike = shards.model.takes_all_alike(shards.problem.topology)
     return price
 
 
-def _at_mean_load(shards: BoundShards, kind: int, some: np.ndarray) -> float:
+def _at_mean_load(shards: BoundShards, ops: Ops, some: np.ndarray) -> float:
     """A higher price for plans of one kind, which run one op on each device.
 
-    Some device has at least the mean load by speed. Its drivers raise the rates at which loads count.
+    Some device has at least the mean load by speed. It takes at least the slowdown of that load.
     """
-    model, some, total_speed = shards.model, some & (shards.kind == kind), shards.speed.sum()
-    rates = model.rates(shards.codes[shards.whole].sum(0) / len(shards.speed))
-    # Rates and least loads depend on each other. Any number of rounds gives a valid bound.
-    for _ in range(4):
-        load = shards.codes @ rates
-        least, _ = shards.cheapest(np.where(some, shards.copies * load, np.inf), [kind])
-        if not np.isfinite(least):
-            return np.inf
-        now = model.rates(_least_codes(shards, load, some, least * shards.speed.min() / total_speed))
-        counted, rates = rates, now
-    # Where rates fell in the last round, count only the share that they surely reach.
-    share = min(1.0, (now[counted > 0] / counted[counted > 0]).min(initial=1.0))
-    work = share * shards.copies * (shards.codes @ counted) / total_speed + shards.exchange_ms
-    least, _ = shards.cheapest(np.where(some, work, np.inf), [kind])
-    return model.launch_ms / shards.speed.max() + least + shards.latencies_ms([kind])
-
-
-def _least_codes(shards: BoundShards, load: np.ndarray, some: np.ndarray, wanted: float) -> np.ndarray:
-    """[F] the least that a device can have of each feature, if the loads of its shards sum to `wanted`.
-
-    load: [N] of each shard. A device holds at most one shard of each table.
-    """
-    some = some & (load > 0)
-    room, each = np.zeros(len(shards.size)), np.full((len(shards.size), shards.codes.shape[1]), np.inf)
-    np.maximum.at(room, shards.table[some], load[some])
-    np.minimum.at(each, shards.table[some], shards.codes[some] / load[some][:, None])
-    room, each = room[room > 0], each[room > 0]
-    found = np.zeros(shards.codes.shape[1])
-    # A fractional knapsack: take load first from tables that bring least of the feature.
-    for f in range(len(found)):
-        order = np.argsort(each[:, f])
-        taken = np.clip(wanted - np.concatenate([[0.0], np.cumsum(room[order])[:-1]]), 0.0, room[order])
-        found[f] = taken @ each[order, f]
-    return found
+    curve, kinds, total_speed = ops.every, [int(shards.kind[ops.of[0]])], shards.speed.sum()
+    load = np.where(some, shards.copies * curve.load, np.inf)
+    least, _ = shards.cheapest(load, kinds)
+    if not np.isfinite(least):
+        return np.inf
+    slowdown = curve.least(least * shards.speed.min() / total_speed)
+    least, _ = shards.cheapest(slowdown * load / total_speed + shards.exchange_ms, kinds)
+    return shards.model.launch_ms / shards.speed.max() + least + shards.latencies_ms(kinds)
 
 
 def _estimated(shards: BoundShards) -> Price:

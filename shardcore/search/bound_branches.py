@@ -9,10 +9,12 @@ Shapes: N shards.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from shardcore.search.bound_ops import Ops
 from shardcore.search.bound_packing import Packing, Proof
 from shardcore.search.bound_shards import BoundShards
 
@@ -38,15 +40,17 @@ class _Case:
     mix: tuple[int, ...]
 
 
-def least_ms(shards: BoundShards, mixes: dict[tuple[int, ...], tuple[float, str]], alike: bool) -> float:
+def least_ms(shards: BoundShards, ops: Sequence[Ops], mixes: dict[tuple[int, ...], tuple[float, str]],
+             alike: bool) -> float:
     """ms of plans at least.
 
+    ops: of each kind.
     mixes: by mix of kinds, the ms that are proved already, and why.
     alike: whether all devices wait for the same exchanges.
     """
     if len(shards.kind) > MOST_SHARDS:
         return min(ms for ms, _ in mixes.values())
-    packing, left = Packing(shards, alike), max(8, min(CASES, _MOST_WORK // len(shards.size)))
+    packing, left = Packing(shards, ops, alike), max(8, min(CASES, _MOST_WORK // len(shards.size)))
     order = np.argsort(-shards.alone_ms[shards.whole], kind="stable")
     cases = [_Case(ms, i, (), mix) for i, (mix, (ms, _)) in enumerate(mixes.items())]
     heapq.heapify(cases)

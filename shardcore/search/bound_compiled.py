@@ -1,6 +1,6 @@
 """The inner loops of bound_packing.py, compiled.
 
-Shapes: T tables, N shards, C + 1 capacities, M steps of time, S speeds.
+Shapes: T tables, N shards, C + 1 capacities, M steps of time, S speeds, P prices.
 """
 
 import numba
@@ -35,6 +35,29 @@ def knapsack(first, weight, worth, best, chosen):
                     if with_it > best[t + 1, c]:
                         best[t + 1, c] = with_it
                         chosen[t, c] = i
+
+
+@njit(numba.void(_I1, _I1, _F1, _F1, _F1, _F2), **OPTIONS)
+def divided(first, fits, load, worth, prices, gains):
+    """What tables gain by their best shards at prices of load, at most one shard of a table.
+
+    first: [T + 1] where each table's shards begin. fits: [N] the first step in which a shard fits, rising
+    within a table. M or more: none.
+    load, worth: [N]. prices: [P]. gains: [P, M] is filled.
+    """
+    n = gains.shape[1]
+    for p in range(len(prices)):
+        for m in range(n):
+            gains[p, m] = 0.0
+        for t in range(len(first) - 1):
+            best = 0.0
+            for i in range(first[t], first[t + 1]):
+                gain = worth[i] - prices[p] * load[i]
+                if fits[i] < n and gain > best:
+                    gains[p, fits[i]] += gain - best
+                    best = gain
+        for m in range(1, n):
+            gains[p, m] += gains[p, m - 1]
 
 
 @njit(numba.void(_F1, _F1, _F1, _I1), **OPTIONS)

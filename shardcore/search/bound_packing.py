@@ -4,7 +4,8 @@ Give each table a worth, which its shards share by their columns. Within a time,
 much worth: a knapsack. If all devices together collect less than all tables are worth, then no plan takes so
 little time. That holds for any worths (the dual of a linear program over all fillings of a device). So they
 may be found by any means: here by subgradient steps, then by cutting planes. Whatever is tried proves a time.
-The bound is the longest of these.
+The bound is the longest of these. Shards may have worths of their own; then a table is worth the least of
+its ways to be made up.
 
 A device's knapsack holds columns. Kinds that groups of devices share take time from all their devices, and
 collect worth once. Exchanges beyond the least cost worth too, at a rate.
@@ -16,19 +17,25 @@ Shapes: T tables, N shards, M = STEPS steps of time, K kinds of a mix.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardcore.search import bound_compiled
-from shardcore.search.bound_ops import Curve, curve
+from shardcore.search.bound_knapsacks import STEPS, Bag
+from shardcore.search.bound_ops import Ops
 from shardcore.search.bound_shards import BoundShards
 
-STEPS = 400
-"""Of time, up to the longest that may be proved."""
 _FIRST, _AGAIN = (40, 40), (15, 10)
 """Subgradient steps, and linear programs, that look for worths: from nothing, and from those of a proof."""
+_AT_FIRST = 8
+"""Worths tried at most, one after another, before those."""
+_RATE = 0.8
+"""What a ms of exchanges is worth at first, in ms of work. With less work, an op contends less. So a device
+that waits for a ms loses less than a ms of work."""
+_TIMES = 8
+"""Times tried with worths of shards."""
 _FEW, _FEWER = 60, 24
 """Tables up to which there are linear programs: from nothing, and from a proof. Many tables fill devices as
 if they could be divided."""
@@ -36,11 +43,6 @@ _REACH = 0.3
 """How far worths move at first, relative to themselves."""
 _AHEAD = 1.003
 """The time to prove next, relative to the one that is proved."""
-_SLOPES = 48
-"""Prices of load at which a divided knapsack is priced."""
-
-Taken = Callable[[int], np.ndarray]
-"""step -> [N] how often each shard is taken."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +56,12 @@ class Proof:
 class Packing:
     """Bounds of plans of a mix of kinds.
 
+    ops: of each kind.
     alike: whether all devices wait for the same exchanges. If not, exchanges do not count.
     """
 
-    def __init__(self, shards: BoundShards, alike: bool):
-        self.shards, self.alike = shards, alike
+    def __init__(self, shards: BoundShards, ops: Sequence[Ops], alike: bool):
+        self.shards, self.ops, self.alike = shards, ops, alike
         # What part of its table each shard is. A kind's groups share a table as one.
         self.part = np.zeros(len(shards.kind))
         for k, at in enumerate(shards.at):
@@ -101,29 +104,26 @@ class _Mix:
         # The step of a slower device, rounded up.
         ends = (np.arange(STEPS) + 1) * (speeds[:, None] / self.fastest)
         self.left = np.ceil(ends - 1e-9).astype(np.int32) - 1
-        curves = {k: curve(shards, k, some, sure) for k in mix}
-        self.bags = {k: _Bag(np.flatnonzero(some & (shards.kind == k)), costs, shards, self.step)
+        curves = {k: packing.ops[k].curve(some, sure) for k in mix}
+        self.bags = {k: Bag(np.flatnonzero(some & (shards.kind == k)), costs, shards, self.step)
                      for k, costs in curves.items()}
         load = np.sum([c.load for c in curves.values()], axis=0)
-        price = load * shards.copies / shards.speed.sum() + np.maximum(0.0, self.extra_ms)
+        price = load * shards.copies / shards.speed.sum() + _RATE * np.maximum(0.0, self.extra_ms)
         self.price = np.where(some, price, np.inf)
 
     def prove(self, start: Proof) -> Proof:
         """The best proof that is found. At first the worths of `start`, if it has any."""
         if not self.possible or self.high <= self.fixed_ms:
             return Proof(np.inf, start.worth)
-        worth, rate, (steps, programs) = self.shards.least_of_each(self.price, self.mix), 1.0, _FIRST
-        if start.worth is not None:
-            worth, rate, (steps, programs) = start.worth[:-1], float(start.worth[-1]), _AGAIN
+        at = best_at = self._first(start)
+        worth, (steps, programs) = at[:-1], _FIRST if start.worth is None else _AGAIN
         if len(worth) > (_FEW if start.worth is None else _FEWER):
             programs = 0
-        at = best_at = np.append(worth, rate) / worth.sum()
-        scale = np.append(np.maximum(worth, 0.02 * worth.mean()) / worth.sum(), 0.5 / worth.sum())
+        scale = np.append(np.maximum(worth, 0.02 * worth.mean()), 0.5 * at[-1])
         best, push, stalled, reach, cuts = -1, 0.02, 0, _REACH, []
         for n in range(steps + programs):
             most, filled = self.collected(at[:-1], float(at[-1]))
-            enough = most >= 1 - 1e-9
-            proved = int(np.argmax(enough)) - 1 if enough.any() else STEPS - 1
+            proved = _proved(most)
             if n > steps:
                 reach = max(_REACH / 8, reach * (2.0 if proved > best else 0.7))
             if proved > best:
@@ -155,7 +155,64 @@ class _Mix:
                     break
                 reach = max(_REACH, 3 * reach)
         # Less time than the end of a step does not suffice.
-        return Proof(self.fixed_ms + (best + 1) * self.step / self.fastest, best_at)
+        found_ms = max(start.ms, self._end_ms(best), self._possible_ms())
+        return Proof(self._by_price(found_ms), best_at)
+
+    def _first(self, start: Proof) -> np.ndarray:
+        """[T + 1] the best worths to start from, of tables and of a ms of exchanges; tables' sum to 1.
+
+        Those of `start`, or what tables take at least: by all shards, or by those that fit within a time.
+        The time is what is proved before, as often as that proves more.
+        """
+        tried = [] if start.worth is None else [start.worth / start.worth[:-1].sum()]
+        tried.append(_normed(self.shards.least_of_each(self.price, self.mix)))
+        steps = [_proved(self.collected(x[:-1], float(x[-1]))[0]) for x in tried]
+        ms = max(start.ms, self._end_ms(max(steps)), self._possible_ms())
+        for _ in range(_AT_FIRST):
+            fits = self.shards.within(self.shards.alone_ms / self.shards.fastest + self.fixed_ms <= ms)
+            worth = self.shards.least_of_each(np.where(fits, self.price, np.inf), self.mix)
+            if not np.isfinite(worth).all():
+                break
+            tried.append(_normed(worth))
+            steps.append(_proved(self.collected(tried[-1][:-1], float(tried[-1][-1]))[0]))
+            if self._end_ms(steps[-1]) <= ms:
+                break
+            ms = self._end_ms(steps[-1])
+        return tried[int(np.argmax(steps))]
+
+    def _by_price(self, low: float) -> float:
+        """ms proved by worths of shards rather than of columns: what each takes of loads and exchanges.
+
+        A table is worth the least of its ways to be made up of shards that fit within a time. So nothing is
+        gained where many devices have the best part of a table, of which no plan has more than one. Nothing
+        is said of more than that time.
+        """
+        high, best = self.high, low
+        for _ in range(_TIMES if low < high else 0):
+            ms = (low + high) / 2
+            fits = self.shards.within(self.shards.alone_ms / self.shards.fastest + self.fixed_ms <= ms)
+            price = np.where(fits, self.price, np.inf)
+            least = self.shards.least_of_each(price, self.mix)
+            if not np.isfinite(least).all():
+                low = best = ms
+                continue
+            worth = np.where(fits, np.minimum(price, least[self.shards.table]), 0.0)
+            most, _ = self._most((worth - _RATE * self.extra_ms) / least.sum(), _RATE / least.sum())
+            proved = self._end_ms(_proved(most))
+            best = max(best, min(proved, ms))
+            low, high = (ms, high) if proved >= ms else (low, ms)
+        return best
+
+    def _possible_ms(self) -> float:
+        """From when on each table has a large shard that fits: every plan has such a shard of it."""
+        shards, least = self.shards, np.full(len(self.shards.size), np.inf)
+        some = np.isfinite(self.price) & shards.large & np.isin(shards.kind, self.mix)
+        np.minimum.at(least, shards.table[some], (shards.alone_ms / shards.fastest)[some])
+        return float(least.max()) + self.fixed_ms
+
+    def _end_ms(self, step: int) -> float:
+        """The end of a step, with exchanges."""
+        return self.fixed_ms + (step + 1) * self.step / self.fastest
 
     def collected(self, worth: np.ndarray, rate: float) -> tuple[np.ndarray, Callable]:
         """[M] the most worth that all devices collect by the end of each step, less that of exchanges.
@@ -163,8 +220,11 @@ class _Mix:
         worth: [T]. rate: what a ms of exchanges costs.
         Also returns a function: from a step to the shards taken [N], and the ms of exchanges.
         """
+        return self._most(worth[self.shards.table] * self.part - rate * self.extra_ms, rate)
+
+    def _most(self, of_shards: np.ndarray, rate: float) -> tuple[np.ndarray, Callable]:
+        """As `collected`, from what each shard collects [N], less the exchanges that it adds."""
         shards, n = self.shards, len(self.shards.speed)
-        of_shards = worth[shards.table] * self.part - rate * self.extra_ms
         fills = {k: bag.fill(of_shards) for k, bag in self.bags.items()}
         own, own_taken = fills.get(0, (np.zeros(STEPS), lambda step: np.zeros(len(shards.kind))))
         each, of_host = n, (None, None)
@@ -209,90 +269,15 @@ class _Mix:
         return most, filled
 
 
-class _Bag:
-    """Knapsacks of shards of one kind, for all steps of time. At most one shard of a table.
-
-    of: numbers of the shards, rising by table.
-    """
-
-    def __init__(self, of: np.ndarray, costs: Curve, shards: BoundShards, step: float):
-        self.of, self.n, self.load, table = of, len(shards.kind), costs.load[of], shards.table[of]
-        ms = (np.arange(STEPS) + 1) * step - shards.model.launch_ms
-        self.most, self.none = costs.most(ms), ms < 0
-        self.first = np.flatnonzero(np.diff(table, prepend=-1))
-        self.ends = np.append(self.first, len(of))
-        self.knapsacks = [_Knapsack(load, most, self.ends)
-                          for load, most in ((costs.alone[of], ms), (self.load, self.most))]
-
-    def fill(self, worth: np.ndarray) -> tuple[np.ndarray, Taken]:
-        """[M] the most worth by steps. Also the shards taken, by step."""
-        worth, none = worth[self.of], self.none
-        if not len(self.of):
-            return np.zeros(STEPS), lambda step: np.zeros(self.n)
-        wholes = np.stack([k.fill(worth) for k in self.knapsacks])
-        # Divided knapsacks: at any price of load, each table takes its best shard.
-        load = np.maximum(self.load, 1e-12)
-        prices = np.unique(np.quantile(np.maximum.reduceat(np.maximum(worth, 0.0) / load, self.first),
-                                       np.linspace(0, 1, _SLOPES)))
-        gains = worth - prices[:, None] * self.load
-        gain = np.maximum(0.0, np.maximum.reduceat(gains, self.first, axis=1)).sum(1)
-        lines = gain[:, None] + prices[:, None] * np.maximum(self.most, 0.0)
-        divided, price = lines.min(0), lines.argmin(0)
-        every = np.where(none, 0.0, np.vstack([wholes, divided]))
-        which = every.argmin(0)
-
-        def taken(step: int) -> np.ndarray:
-            counts = np.zeros(self.n)
-            if none[step]:
-                return counts
-            if which[step] < len(self.knapsacks):
-                counts[self.of[self.knapsacks[which[step]].taken(step)]] = 1
-                return counts
-            # Between the prices where less and where more is taken than fits.
-            at = int(price[step])
-            sets = [self._best(worth, prices[at] * f) for f in (1 + 1e-6, 1 - 1e-6)]
-            loads = [float(self.load[s].sum()) for s in sets]
-            share = np.clip((self.most[step] - loads[0]) / max(loads[1] - loads[0], 1e-12), 0.0, 1.0)
-            counts[self.of[sets[0]]] += 1 - share
-            counts[self.of[sets[1]]] += share
-            return counts
-
-        return every.min(0), taken
-
-    def _best(self, worth: np.ndarray, price: float) -> np.ndarray:
-        """The shards that tables take at a price of load."""
-        gain = worth - price * self.load
-        top = np.repeat(np.maximum.reduceat(gain, self.first), np.diff(self.ends))
-        return np.flatnonzero((gain == top) & (gain > 0))
+def _normed(worth: np.ndarray) -> np.ndarray:
+    """[T + 1] worths [T] and that of a ms of exchanges, so that those of tables sum to 1."""
+    return np.append(worth, _RATE) / worth.sum()
 
 
-class _Knapsack:
-    """A knapsack that takes shards as a whole, for all steps of time.
-
-    load: [n] of each shard. most: [M] the capacity by step. ends: where each table's shards begin and end.
-    """
-
-    def __init__(self, load: np.ndarray, most: np.ndarray, ends: np.ndarray):
-        unit, self.ends = max(float(most[-1]), 1e-12) / STEPS, ends
-        # Loads are rounded down, capacities only by a trace up.
-        self.capacity = np.maximum(0, np.floor(most / unit * (1 + 1e-9))).astype(int)
-        self.weight = np.floor(load / unit * (1 - 1e-9)).astype(int)
-        self.best = np.empty((len(ends), STEPS + 2))
-        self.chosen = np.empty((len(ends) - 1, STEPS + 2), dtype=np.int32)
-
-    def fill(self, worth: np.ndarray) -> np.ndarray:
-        """[M] the most worth by step."""
-        bound_compiled.knapsack(self.ends, self.weight, worth, self.best, self.chosen)
-        return self.best[-1][self.capacity]
-
-    def taken(self, step: int) -> list[int]:
-        """The shards of the last filling."""
-        found, left = [], int(self.capacity[step])
-        for chosen in reversed(self.chosen):
-            if chosen[left] >= 0:
-                found.append(int(chosen[left]))
-                left -= self.weight[chosen[left]]
-        return found
+def _proved(most: np.ndarray) -> int:
+    """The last step within which devices collect too little [M], if tables are worth 1. -1 for none."""
+    enough = most >= 1 - 1e-9
+    return int(np.argmax(enough)) - 1 if enough.any() else STEPS - 1
 
 
 def _lowest(cuts: np.ndarray, near: np.ndarray, reach: float) -> tuple[np.ndarray, float]:

@@ -281,8 +281,7 @@ def test_no_op_has_more_load_than_its_ms_allow(made):
         rng, model = np.random.default_rng(seed), made(seed)
         given = Problem("ops", draw_tables(rng, 8, dims=(4, 8, 12)), Topology((Device(MIB),) * 2), BATCH)
         shards = bound_shards.BoundShards(given, model, (), False)
-        every = np.ones(len(shards.kind), dtype=bool)
-        found = bound_ops.curve(shards, 0, every, ~every)
+        found = bound_ops.Ops(shards, 0).every
         for _ in range(300):
             tables = rng.permutation(8)[:rng.integers(1, 9)]
             op = [int(rng.choice(np.flatnonzero(shards.table == t))) for t in tables]

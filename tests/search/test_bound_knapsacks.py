@@ -1,0 +1,42 @@
+"""What a device collects within a time, against drawn sets of shards and against its own fillings."""
+
+import numpy as np
+import pytest
+from test_bound import contended, crowded
+from test_bound_contention import shards_of
+
+from shardcore.search import bound_knapsacks, bound_ops
+
+
+def bag_of(model, high: float):
+    shards = shards_of(model)
+    step = high * float(model.head(shards.codes[shards.whole].sum(0)[None])[0]) / bound_knapsacks.STEPS
+    some = np.arange(len(shards.kind))
+    return shards, bound_knapsacks.Bag(some, bound_ops.Ops(shards, 0).every, shards, step), step
+
+
+@pytest.mark.parametrize("high", [0.4, 1.0])
+@pytest.mark.parametrize("model", [contended(2), crowded(0.3)], ids=["contended", "crowded"])
+def test_no_set_of_shards_within_a_time_is_worth_more(model, high):
+    rng, (shards, bag, step) = np.random.default_rng(0), bag_of(model, high)
+    for near in (0.0, 0.2, 3.0):
+        worth = shards.alone_ms * rng.lognormal(0, near, len(shards.kind))
+        most, _ = bag.fill(worth)
+        for i in range(300):
+            some = [max(np.flatnonzero(shards.table == t), key=lambda s: worth[s] * rng.random())
+                    for t in rng.permutation(8)[:1 + i % 8]]
+            ms = float(model.head(shards.codes[some].sum(0)[None])[0])
+            # It takes no longer than the end of this step, and longer than that of the one before.
+            at = max(0, int(np.ceil(ms / step - 1e-9)) - 1)
+            if at < bound_knapsacks.STEPS:
+                assert worth[some].sum() <= most[at] * (1 + 1e-9)
+
+
+def test_a_filling_is_worth_what_is_collected():
+    """So its cut is right: it tells by which worths less would be collected."""
+    shards, bag, _ = bag_of(contended(2), 1.0)
+    for seed in range(3):
+        worth = shards.alone_ms * np.random.default_rng(seed).lognormal(0, 0.5, len(shards.kind))
+        most, taken = bag.fill(worth)
+        for at in range(20, bound_knapsacks.STEPS, 37):
+            assert worth @ taken(at) == pytest.approx(most[at], rel=0.02)
