@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardcore.layouts import CHANNELS, ID_CHANNELS, WORLD, Channel
-from shardcore.memory import every_plan_bytes
+from shardcore.memory import SHARE, every_plan_bytes
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Problem, Shard, Table
 
@@ -39,9 +39,12 @@ def on_hosts(hosts: str, memory_bytes: int = 1 << 30, **fields) -> Topology:
     return Topology(tuple(Device(memory_bytes, host=h) for h in hosts), **fields)
 
 
-def with_room(problem: Problem) -> Problem:
-    """The problem with memory for what every plan takes, beside what its devices have for shards."""
-    more = every_plan_bytes(problem)
+def with_room(problem: Problem, share: float = SHARE) -> Problem:
+    """The problem with memory for what searches count beside shards, and what its devices have for shards.
+
+    share: see every_plan_bytes. 0: for what plans take at most.
+    """
+    more = every_plan_bytes(problem, share)
     devices = tuple(replace(d, memory_bytes=d.memory_bytes + more) for d in problem.topology.devices)
     return replace(problem, topology=replace(problem.topology, devices=devices))
 

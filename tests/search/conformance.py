@@ -244,7 +244,7 @@ def test_a_problem_with_a_hidden_plan_gets_one(sharder):
         devices = tuple(Device(int(m) or 1, float(rng.choice([0.5, 1, 2]))) for m in memory)
         unsplit = tuple(t.name for t in tables) if whole else ()
         problem = Problem("hidden", tables, Topology(devices), BATCH, optimizer, Constraints(unsplit=unsplit))
-        problem = with_room(problem)
+        problem = with_room(problem, share=0.0)
         check_plan(solve(sharder, problem, seed), problem)
 
 
@@ -269,7 +269,7 @@ def test_a_hidden_plan_that_meets_pins_and_groups_gets_one(sharder):
         constraints = Constraints(0, tuple(t.name for t in tables) if whole else (), pinned,
                                   tuple(filter(None, groups)))
         problem = Problem("hidden", tables, Topology(devices), BATCH, constraints=constraints)
-        problem = with_room(problem)
+        problem = with_room(problem, share=0.0)
         check_plan(solve(sharder, problem, seed), problem)
 
 

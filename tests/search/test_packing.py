@@ -13,7 +13,7 @@ from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import Infeasible
 from shardcore.layouts import shards_on
-from shardcore.memory import free_bytes, table_bytes
+from shardcore.memory import SHARE, free_bytes, table_bytes
 from shardcore.search import SHARDERS, feasible
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import anneal
@@ -34,10 +34,10 @@ EACH = table_bytes(TABLES[0], Problem("p", TABLES, Topology((Device(1),)), BATCH
 MODEL = AnalyticModel(Setting("made-up", BATCH))
 
 
-def problem_of(tables, memory, hosts=None, **constraints) -> Problem:
+def problem_of(tables, memory, hosts=None, share=SHARE, **constraints) -> Problem:
     devices = tuple(Device(m, host=h) for m, h in zip(memory, hosts or ["a"] * len(memory), strict=True))
     return with_room(Problem("p", tuple(tables), Topology(devices), BATCH,
-                             constraints=Constraints(**constraints)))
+                             constraints=Constraints(**constraints)), share)
 
 
 def test_best_fit_finds_a_way_or_is_certain_that_there_is_none():
@@ -196,7 +196,7 @@ def test_what_has_few_places_is_placed_first(name):
     each = table_bytes(busy[0], problem_of(busy, [1] * 3))
     assert each < 3 * EACH
     problem = problem_of([*busy, *TABLES[:3]], [3 * each, 3 * each, 3 * EACH], together=(("busy0", "busy1"),),
-                         pinned=tuple((f"t{i}", (2,)) for i in range(3)))
+                         pinned=tuple((f"t{i}", (2,)) for i in range(3)), share=0.0)
     for seed in range(5):
         plan = SHARDERS[name](problem, MODEL, seed=seed)
         assert not plan.provenance["packed"]

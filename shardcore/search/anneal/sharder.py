@@ -29,6 +29,7 @@ from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_shards
 from shardcore.search.shards import priced
+from shardcore.search.true_memory import within_memory
 from shardcore.types import Plan, Problem, Shard
 from shardcore.workload import traffic_of_outputs
 
@@ -56,9 +57,9 @@ _ROUNDS = 24
 """Rounds of a cooling. After each, the budget is checked."""
 
 
+@within_memory
 def anneal(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
-           space: str = "all",
-          reshard: Reshard | None = None) -> Plan:
+           space: str = "all", reshard: Reshard | None = None) -> Plan:
     """The best plan found within the budget (none: 500,000 evaluations).
 
     Only a first plan may exceed a budget in seconds.
