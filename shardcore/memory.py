@@ -313,6 +313,15 @@ def require_fits(plan: Plan, problem: Problem) -> list[int]:
                    "more memory, or less reserved", too_much[device])
 
 
+def fits(plan: Plan, problem: Problem) -> bool:
+    """Whether `require_fits` takes a plan."""
+    try:
+        require_fits(plan, problem)
+    except Infeasible:
+        return False
+    return True
+
+
 def _require_hosts_fit(plan: Plan, problem: Problem) -> None:
     """Raise Infeasible, naming the first host whose memory does not hold the rows of its devices."""
     if not problem.topology.gives_host_memory:

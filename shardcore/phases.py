@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 
@@ -225,7 +225,7 @@ def _sum(each: Iterable[tuple[int, Alive]]) -> dict[tuple[str, int, str], int]:
     return found
 
 
-@cache
+@lru_cache(maxsize=256)
 def phases_of(keys: tuple[tuple[str, ...], ...]) -> tuple[Phase, ...]:
     """The phases of a step with these runs, in the order of TorchRec."""
     runs = range(len(keys))
@@ -250,13 +250,13 @@ def phases_of(keys: tuple[tuple[str, ...], ...]) -> tuple[Phase, ...]:
     return (*found, Phase("dense update", _sum([*idle, (0, {"dense gradients": {"stepped": 1}})])))
 
 
-@cache
+@lru_cache(maxsize=256)
 def times_of(keys: tuple[tuple[str, ...], ...]) -> tuple[tuple[tuple[int, str], ...], np.ndarray]:
     """(run, amount) that count, and [amounts, phases] how many are alive, all parts together."""
     found = phases_of(keys)
     amounts = tuple(dict.fromkeys((run, amount) for phase in found for _, run, amount in phase.alive))
-    times = np.zeros((len(amounts), len(found)))
+    rows, times = {amount: row for row, amount in enumerate(amounts)}, np.zeros((len(amounts), len(found)))
     for column, phase in enumerate(found):
         for (_, run, amount), n in phase.alive.items():
-            times[amounts.index((run, amount)), column] += n
+            times[rows[run, amount], column] += n
     return amounts, times

@@ -54,7 +54,7 @@ from shardcore.search.feasible import feasible_shards, pack_or_raise
 from shardcore.search.free_memory import FreeMemory, freedom
 from shardcore.search.greedy import looked_up
 from shardcore.search.rates import exchange_ms, lookup_ms
-from shardcore.search.shards import Bundle, bundles, division, placed, priced, to_plan
+from shardcore.search.shards import Bundle, bundles, cheapest, division, placed, priced, to_plan
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 
 _MOST_SHARDS = 1 << 20
@@ -122,7 +122,7 @@ def embark(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget 
         packing = pack_or_raise(problem)
         plans = [to_plan(packing.shards, packing.devices, problem, model, algorithm="embark", seed=seed,
                          packed=True, config=asdict(config))]
-    best_plan = min(plans, key=lambda p: p.provenance["predicted_ms"])
+    best_plan = cheapest(plans, problem)
     return replace(best_plan, provenance={**best_plan.provenance, "evals": meter.evals})
 
 

@@ -44,7 +44,7 @@ from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_shards, pack_or_raise
 from shardcore.search.free_memory import FreeMemory, bundle_bytes, freedom
 from shardcore.search.rates import exchange_ms
-from shardcore.search.shards import Bundle, bundles, devices_of, halve_columns, placed, priced
+from shardcore.search.shards import Bundle, bundles, cheapest, devices_of, halve_columns, placed, priced
 from shardcore.types import Plan, Problem, Shard
 
 GROUP = 8
@@ -141,7 +141,7 @@ def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | 
             plans += [priced(placed(program.bundles, d, problem), problem, model, algorithm="milp", seed=seed,
                              packed=packed, surrogate=surrogate, share=share if share < np.inf else None)
                       for d in (start, devices)]
-    best = min(plans, key=lambda p: p.provenance["predicted_ms"])
+    best = cheapest(plans, problem)
     shares = [s if s < np.inf else None for s in config.shares]
     return replace(best, provenance={**best.provenance, "evals": meter.evals,
                                      "config": asdict(config) | {"shares": shares}})

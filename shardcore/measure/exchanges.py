@@ -139,8 +139,8 @@ class _ReduceScatter:
 
     def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
         back, own = self._as_wide(into), self._sent
-        return carried(back, own if gradients is None else gradients.view(own.shape),
-                       self._job.backward_payload, partial(all_gather, group=self._group))
+        return carried(back, _as_much(gradients, own), self._job.backward_payload,
+                       partial(all_gather, group=self._group))
 
     def _as_wide(self, tensor: torch.Tensor | None) -> torch.Tensor:
         return tensor.view(-1) if tensor is not None and tensor.numel() == len(self._padded) else self._padded

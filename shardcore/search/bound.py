@@ -37,6 +37,7 @@ from shardcore.search.bound_ops import Ops
 from shardcore.search.bound_shards import BoundShards, shared_layouts
 from shardcore.types import Problem
 
+_NOTHING_MS = 1e-9
 _PRECISION = 1e-3  # relative, of a bisection
 
 
@@ -164,7 +165,7 @@ def _by_mix(shards: BoundShards, price: Price, alike: bool) -> dict[tuple[int, .
     found: list[tuple[float, str, list[int], float]] = []
     for mix in shards.mixes:
         waits_ms = shards.cheapest(shards.exchange_ms, mix)[0] + shards.latencies_ms(mix)
-        exchange_ms = waits_ms if alike else 0.0
+        exchange_ms = max(0.0, waits_ms) if alike else 0.0
         evenly_ms = price(mix, shards.within(np.full(len(shards.kind), True)))
         low, limit = max((evenly_ms, _EVENLY), (together_ms + exchange_ms, together))
         found.append((low, limit, mix, exchange_ms))
@@ -192,8 +193,8 @@ def _crossing(falling: Callable[[float], float], low: float, high: float) -> flo
 
     Requires falling(low) > low and falling(high) <= high.
     """
-    while high > low * (1 + _PRECISION):
-        middle = float(np.sqrt(low * high))
+    while high > max(low * (1 + _PRECISION), _NOTHING_MS):
+        middle = float(np.sqrt(low * high)) if low > 0 else high / 2
         low, high = (low, middle) if falling(middle) <= middle else (middle, high)
     return low
 

@@ -99,8 +99,10 @@ class Ops:
         if sure.any():
             rates = np.maximum(rates, model.rates(base + self._least_beside(of, load, sure)))
         if busy.any():
-            own = np.maximum(model.rates(codes[busy]), rates[:, None])
-            slowdown = ((own * codes[busy]).sum(-1) / load[busy]).min(1)
+            # One interval after the other: of all together there are too many numbers.
+            own = model.rates(codes[busy])
+            slowdown = np.array([((np.maximum(own, least) * codes[busy]).sum(-1) / load[busy]).min()
+                                 for least in rates])
         return Curve(*every, self.ends, np.maximum.accumulate(slowdown))
 
     def _least_beside(self, of: np.ndarray, load: np.ndarray, sure: np.ndarray) -> np.ndarray:

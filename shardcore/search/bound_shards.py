@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,8 @@ from shardcore.types import MIN_WIDTH, Problem, Shard, Table
 
 MOST_SHARDS = 150_000
 """With more possible shards, only widths of powers of two are considered."""
-_EVEN_BYTES = 2.0**24
+_EVEN_BYTES, _STEP, _ROUNDING = 2.0**24, 2.0**-20, 1e-9
+_MORE_BYTES = _EVEN_BYTES * (1 + _STEP)
 """Bytes of each device at which exchanges are priced."""
 
 
@@ -114,31 +116,31 @@ class BoundShards:
         n = len(self.speed)
         if n == 1:
             return np.zeros(1), np.zeros(1)
-        once, twice = np.zeros(len(self.kinds)), np.zeros(len(self.kinds))
+        once, more = np.zeros(len(self.kinds)), np.zeros(len(self.kinds))
         for k, layout in enumerate(self.kinds):
             # Bytes of all channels are proportional to those of the first.
             channels = layout.channels_in(self.problem.job)
             entering = np.array([bytes_of(1.0, 1.0, self.problem) for bytes_of in channels.values()])
-            for ms, each in ((once, _EVEN_BYTES), (twice, 2 * _EVEN_BYTES)):
+            for ms, each in ((once, _EVEN_BYTES), (more, _MORE_BYTES)):
                 traffic = np.zeros((len(CHANNELS), n))
                 rows = [CHANNELS.index(c) for c in channels]
                 traffic[rows] = each * (entering / entering[0])[:, None]
                 ms[k] = self.model.comm(traffic, np.zeros(n), self.problem.topology).total_ms.max()
+        at_0, slope = _tangent(once, more)
         # At least one group is used. Devices of other groups may not wait at all.
-        used = np.where(np.arange(len(self.kinds)) > 0, 1 / self.n_groups, 1.0)
-        # A line through two points: its value at 0, and its slope.
-        return used * (2 * once - twice), (twice - once) / (n * _EVEN_BYTES)
+        used = np.where((np.arange(len(self.kinds)) > 0) & (at_0 > 0), 1 / self.n_groups, 1.0)
+        return used * at_0, slope / n
 
     def _ids(self) -> tuple[dict[Channel, float], np.ndarray]:
         """ms of each channel of ids at least, and [K] ms per byte, if all devices receive equally many."""
         n, least, per_byte = len(self.speed), {}, np.zeros(len(self.kinds))
         for channel in ID_CHANNELS if n > 1 else ():
             traffic = np.zeros((2, len(CHANNELS), n))
-            traffic[:, CHANNELS.index(channel)] = [[_EVEN_BYTES], [2 * _EVEN_BYTES]]
-            once, twice = (float(self.model.comm(x, np.zeros(n), self.problem.topology).input_ms.max())
+            traffic[:, CHANNELS.index(channel)] = [[_EVEN_BYTES], [_MORE_BYTES]]
+            once, more = (float(self.model.comm(x, np.zeros(n), self.problem.topology).input_ms.max())
                            for x in traffic)
-            least[channel] = 2 * once - twice
-            per_byte[[layout.ids == channel for layout in self.kinds]] = (twice - once) / (n * _EVEN_BYTES)
+            least[channel], slope = _tangent(once, more)
+            per_byte[[layout.ids == channel for layout in self.kinds]] = slope / n
         return least, per_byte
 
     def latencies_ms(self, mix: list[int]) -> float:
@@ -193,6 +195,15 @@ def _least_share(layout: Layout, table: Table, n: int, whole: bool) -> Shard | N
     each = None if table.ordered or whole else even_share(table.rows, n)
     # The last device has the remaining rows, which are the fewest.
     return each and Shard(table, (n - 1) * each, table.rows, 0, table.dim)
+
+
+def _tangent(once: np.ndarray | float, more: np.ndarray | float) -> tuple[Any, Any]:
+    """Its value at 0 and its slope per byte, from ms at _EVEN_BYTES and _MORE_BYTES.
+
+    The law of exchanges is convex, so a tangent is never above it. It is lowered a trace, for rounding.
+    """
+    slope = (more - once) / (_EVEN_BYTES * _STEP)
+    return once * (1 - _ROUNDING) - slope * _EVEN_BYTES, slope
 
 
 def _compositions(at: np.ndarray, price: np.ndarray, size: np.ndarray):

@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from shardcore import memory
 from shardcore.cost.model import CostModel, price
 from shardcore.layouts import (
     LAYOUTS,
@@ -189,6 +190,12 @@ def placed(bundles: Sequence[Bundle], devices: Sequence[int], problem: Problem) 
                                f"they are divided as {whole}")
         found.append(whole)
     return found
+
+
+def cheapest(plans: Iterable[Plan], problem: Problem) -> Plan:
+    """The cheapest plan that fits. If none does, the cheapest of all."""
+    rising = sorted(plans, key=lambda plan: plan.provenance["predicted_ms"])
+    return next((plan for plan in rising if memory.fits(plan, problem)), rising[0])
 
 
 def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, **provenance: Any) -> Plan:

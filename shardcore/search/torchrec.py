@@ -48,7 +48,7 @@ from shardcore.search.feasible import feasible_shards, pack_or_raise
 from shardcore.search.free_memory import FreeMemory, bundle_bytes, freedom
 from shardcore.search.greedy import looked_up
 from shardcore.search.rates import column_bytes, exchange_ms, lookup_ms
-from shardcore.search.shards import Bundle, bundles, placed, priced, to_plan
+from shardcore.search.shards import Bundle, bundles, cheapest, placed, priced, to_plan
 from shardcore.search.torchrec_pieces import (
     ALL_TYPES,
     COLUMN_TYPES,
@@ -127,7 +127,7 @@ def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budge
         packing = pack_or_raise(problem)
         plans = [to_plan(packing.shards, packing.devices, problem, model, algorithm="torchrec", seed=seed,
                          packed=True)]
-    best = min(plans, key=lambda p: p.provenance["predicted_ms"])
+    best = cheapest(plans, problem)
     return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config)})
 
 

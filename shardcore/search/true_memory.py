@@ -21,30 +21,35 @@ then on, each reserves at least twice as much more as the one before."""
 def within_memory(sharder: Callable[..., Plan]) -> Callable[..., Plan]:
     """A sharder that searches again, with more reserved, if its plan takes more than there is.
 
-    Each search has half of the seconds of the one before. So all take less than twice what the budget says.
+    Each search has half of the seconds of the one before, and as many evaluations. If nothing is found with
+    so much reserved, less is.
 
     Raises Overfull, for the first plan, if none of TRIES fits.
     """
 
     @wraps(sharder)
     def search(problem: Problem, model: CostModel, *, budget: Budget | None = None, **given: Any) -> Plan:
-        first, more = None, 0
         cautious = every_plan_bytes(problem, share=0.0) - every_plan_bytes(problem)
+        first, more, too_little, enough = None, 0, 0, None
         for _ in range(TRIES):
             reserved = problem.constraints.reserved_bytes + more
             asked = replace(problem, constraints=replace(problem.constraints, reserved_bytes=reserved))
             try:
                 found = sharder(asked if more else problem, model, budget=budget, **given)
-            except Infeasible as error:
-                raise first or error from None
-            try:
-                require_fits(found, problem)
-            except Overfull as error:
-                first = first or error
-                more = cautious if more < cautious else more + max(more, error.too_much)
-                budget = budget and budget.halved()
+            except Infeasible:
+                if first is None:
+                    raise
+                enough = more
             else:
-                return found
+                try:
+                    require_fits(found, problem)
+                    return found
+                except Overfull as error:
+                    first, too_little = first or error, more
+                    more = cautious if more < cautious else more + max(more, error.too_much)
+            if enough is not None:
+                more = (too_little + enough) // 2
+            budget = budget and budget.halved()
         raise first
 
     return search

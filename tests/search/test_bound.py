@@ -11,7 +11,7 @@ from shapes import column, host_row, on_hosts, sends
 from shardcore.constraints import Constraints
 from shardcore.cost import features
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.cost.collective_model import EXCHANGE_TERMS
+from shardcore.cost.collective_model import EXCHANGE_TERMS, FAR
 from shardcore.cost.model import QuantileCostModel, price
 from shardcore.cost.neural import NeuralModel
 from shardcore.errors import SettingMismatch
@@ -288,3 +288,18 @@ def test_no_op_has_more_load_than_its_ms_allow(made):
             ms = float(model.head(shards.codes[op].sum(0)[None])[0]) - model.launch_ms
             assert found.load[op].sum() <= found.most(np.array([ms]))[0] * (1 + 1e-9)
             assert found.alone[op].sum() <= ms * (1 + 1e-9)
+
+
+def test_links_with_a_head_start_are_bounded():
+    """What a link takes at once is subtracted. So the line below the law of exchanges is negative at 0."""
+    where = on_hosts("aabb", MIB)
+    problem = Problem("late", draw_tables(np.random.default_rng(0), 2, dims=(4, 8)), where, BATCH)
+    model = contended(0)
+    exchange = model.weights["exchange_all_to_all_forward"].copy()
+    exchange[[FAR.start, FAR.stop - 1]] = 2e-5, 0.3
+    model.weights.update({f"exchange_{c}_{way}": exchange for c, way in (
+        ("all_to_all", "forward"), ("all_to_all", "backward"), ("reduce_scatter", "forward"),
+        ("reduce_scatter", "backward"), ("all_reduce", "backward"), ("all_to_all_ids", "forward"))})
+    found = bound.bound(problem, model)
+    assert 0 < found.estimate_ms
+    assert found.proved_ms is None or found.proved_ms <= optimum_ms(problem, model)

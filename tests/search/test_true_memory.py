@@ -89,3 +89,21 @@ def test_what_fits_is_searched_once():
 def test_the_reason_travels_between_processes():
     error = pickle.loads(pickle.dumps(Overfull("device 0 would hold 3 GiB", 7)))
     assert (str(error), error.too_much) == ("device 0 would hold 3 GiB", 7)
+
+
+def test_less_is_reserved_if_nothing_is_found_with_so_much():
+    """Memory for the plan that is found with half as much reserved as the second search reserves."""
+    given = tight()
+    good = SHARDERS["anneal_columns"](given, model_for(given), budget=BUDGET)
+    bad = anneal_columns(given, model_for(given), BUDGET)
+    cautious = memory.every_plan_bytes(given, share=0.0) - memory.every_plan_bytes(given)
+    asked_for = []
+
+    def sharder(asked, model, *, budget=None):
+        asked_for.append(reserved := asked.constraints.reserved_bytes)
+        if reserved >= 0.9 * cautious:
+            raise Infeasible("nothing")
+        return good if reserved >= 0.4 * cautious else bad
+
+    assert within_memory(sharder)(given, model_for(given)) == good
+    assert asked_for == [0, cautious, cautious // 2]
