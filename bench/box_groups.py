@@ -16,7 +16,6 @@ seconds. A line of --out is a problem; a rerun goes on after those done.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -150,12 +149,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = AnalyticModel(Setting(hardware_name("cpu"), BATCH), **RATES)
     tables = [replace(t, rows=min(t.rows, ROWS)) for t in box_replays.pool()]
-    done = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    for i in range(len(done), args.problems):
-        done.append(judged(tables, model, i, args))
-        with args.out.open("a") as out:
-            out.write(json.dumps(done[-1]) + "\n")
-    print(said(done))
+    print(said(box_replays.rows_of(args.out, args.problems, lambda i: judged(tables, model, i, args))))
 
 
 if __name__ == "__main__":

@@ -16,15 +16,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from bench import box
 from bench import replays as one_host
+from shardcore import files
 from shardcore.cost import collective_fit, neural, replay_metrics, replay_records
 from shardcore.cost.collective_model import BUCKETIZE
 from shardcore.cost.model import price
@@ -56,6 +59,16 @@ def of_box(model: neural.NeuralModel, exchanges: Path | None) -> neural.NeuralMo
         s for (_, _, gbit_s), samples in box.read(exchanges, GROUPS).items() for s in samples
         if gbit_s == BETWEEN_GBIT_S and (s.request.hosts, len(s.request.widths)) in box.KNOWN]
     return dataclasses.replace(model, weights=compute | collective_fit.fit(measured, [], lambda *_: None))
+
+
+def rows_of(out: Path, problems: int, measured: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is measured of each problem, a line each in a file. Lines that it has are not measured again."""
+    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    for i in range(len(rows), problems):
+        rows.append(measured(i))
+        files.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        print(rows[-1], flush=True)
+    return rows
 
 
 def pool() -> list[Table]:

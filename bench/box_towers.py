@@ -16,7 +16,6 @@ A line of --out is a problem; a rerun goes on after those done.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -108,13 +107,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = box_replays.of_box(neural.load(args.model), args.exchanges)
     tables = [t for t in box_replays.pool() if t.pooling <= MOST_LOOKUPS]
-    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    for i in range(len(rows), args.problems):
-        rows.append(judged(tables, model, i, args))
-        with args.out.open("a") as out:
-            out.write(json.dumps(rows[-1]) + "\n")
-        print(rows[-1], flush=True)
-    print(said(rows))
+    print(said(box_replays.rows_of(args.out, args.problems, lambda i: judged(tables, model, i, args))))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,7 @@ A synchronisation is one all-reduce of weights and one of optimizer state, among
 By a ring, 2 (R - 1) / R of the bytes leave and enter each device. The cost model prices it, by the topology's
 links or as it measured all-reduces. All devices wait for the last.
 
-All groups communicate at once, but not in step. So groups that share their hosts' links fill them better
-than a group that has them to itself (RESTING).
-
-Where devices of a host share its link, and the topology states no bandwidths,
+All groups communicate at once. Where devices of a host share its link, and the topology states no bandwidths,
 this is too cheap: a price has one group's bytes on it.
 
 Shapes: C channels, M devices of a group, R groups.
@@ -55,13 +52,6 @@ is tried beside that of the sharder that was asked for.
 """
 
 
-RESTING = 0.1
-"""How much longer exchanges take in a group that has its hosts' links to itself, where devices of a host
-share them. While some ranks still exchange, the links of others rest, and no other group uses them. Even
-all-to-alls on 4 x 2 emulated hosts x ranks took 7% to 13% longer than their bytes would, by gloo over TCP.
-"""
-
-
 @dataclass(frozen=True)
 class GroupedCost:
     """What a step in groups costs.
@@ -70,18 +60,16 @@ class GroupedCost:
     dense_gradients_ms: that gradients of replicated tables take longer among all devices than in a group.
     sync_ms: one synchronisation of the replicas.
     sync_every: steps from one to the next.
-    resting_ms: that exchanges take longer because links rest meanwhile. 0 where groups share links.
     """
 
     step: StepCost
     dense_gradients_ms: float
     sync_ms: float
     sync_every: int
-    resting_ms: float = 0.0
 
     @property
     def step_ms(self) -> float:
-        return self.step.total_ms + self.dense_gradients_ms + self.resting_ms
+        return self.step.total_ms + self.dense_gradients_ms
 
     @property
     def sync_ms_a_step(self) -> float:
@@ -124,14 +112,7 @@ def cost_of(grouped: GroupedPlan, problem: Problem, model: CostModel) -> Grouped
         # All devices average their weights, then their state. Each waits for the last.
         sync = sum(max((_comm_ms(part, model) for part in parts), default=0.0)
                    for parts in synchronisation(grouped, problem))
-    return GroupedCost(step, dense, sync, grouping.sync_every, _resting_ms(step, grouped.problem, topology))
-
-
-def _resting_ms(step: StepCost, group: Problem, of_all: Topology) -> float:
-    own = group.topology
-    if of_all.host_link_gbps is None or own.host_link_gbps != of_all.host_link_gbps or len(own.hosts) < 2:
-        return 0.0
-    return RESTING * sum(map(max, (step.forward_comm_ms, step.backward_comm_ms, step.input_ms)))
+    return GroupedCost(step, dense, sync, grouping.sync_every)
 
 
 def synchronisation(grouped: GroupedPlan, problem: Problem) -> tuple[list[Workload], list[Workload]]:

@@ -14,15 +14,15 @@ from shardcore.search.budget import Budget
 from shardcore.types import Plan, Problem
 
 TRIES = 6
-"""Searches, at most. The second counts all that devices may need beside shards (`every_plan_bytes`). From
-then on, each reserves at least twice as much more as the one before."""
+"""Searches, at most."""
 
 
 def within_memory(sharder: Callable[..., Plan]) -> Callable[..., Plan]:
     """A sharder that searches again, with more reserved, if its plan takes more than there is.
 
-    Each search has half of the seconds of the one before, and as many evaluations. If nothing is found with
-    so much reserved, less is.
+    The second search counts all that devices may need beside shards (`every_plan_bytes`). From then on, what
+    is reserved is at least doubled. Once nothing is found with so much, it is halved between the last two.
+    Each search has half of the seconds of the one before, and as many evaluations.
 
     Raises Overfull, for the first plan, if none of TRIES fits.
     """

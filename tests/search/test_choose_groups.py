@@ -10,7 +10,7 @@ from shardcore.cost.model import price
 from shardcore.errors import Infeasible
 from shardcore.search import SHARDERS
 from shardcore.search.budget import Budget
-from shardcore.search.sharding_groups import RESTING, best, candidates, cost_of
+from shardcore.search.sharding_groups import best, candidates, cost_of
 from shardcore.sharding_groups import GroupedPlan, Grouping, problem_of_group, sizes, synced_bytes
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Table
@@ -97,19 +97,6 @@ def test_gradients_of_replicated_tables_travel_among_all_groups():
     far, near = 2 * first.bytes * 7 / 8 / (FAR * 1e6), 2 * first.bytes * 3 / 4 / (NEAR * 1e6)
     assert cost.dense_gradients_ms == pytest.approx(far - near)
     assert cost.step_ms == cost.step.total_ms + cost.dense_gradients_ms
-
-
-def test_links_rest_where_a_group_has_them_to_itself():
-    """Contiguous groups of two hosts and all devices, but not strided groups. Devices share their link."""
-    given = problem(hosts=4)
-    shared = replace(given, topology=replace(given.topology, between_hosts_gbps=None, host_link_gbps=FAR))
-    for c in found(shared, among=(4, 8, 16)):
-        step, several = c.cost.step, len(c.found.problem.topology.hosts) > 1
-        rests = several and (c.grouping.size == 16 or c.grouping.layout == "contiguous")
-        took = max(step.forward_comm_ms) + max(step.backward_comm_ms) + max(step.input_ms)
-        assert c.cost.resting_ms == pytest.approx(rests * RESTING * took), c.grouping
-        assert c.cost.step_ms == pytest.approx(step.total_ms + c.cost.resting_ms)
-    assert not any(c.cost.resting_ms for c in found(given))
 
 
 def test_any_sharder_searches_groups_and_the_same_seed_finds_the_same():
