@@ -21,7 +21,7 @@ from shardcore.cost.model import CostModel, price
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.inputs import expected_bytes
 from shardcore.job import Job
-from shardcore.search.anneal.sharder import anneal_columns
+from shardcore.search.anneal.sharder import anneal
 from shardcore.search.budget import Budget
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
@@ -54,7 +54,7 @@ def row(model: CostModel, n: int, hosts: int, gbps: float, dense_ms: float) -> t
     job = Job(dense_forward_ms=dense_ms / 3, dense_backward_ms=2 * dense_ms / 3)
     cost, sent, share, cuts = [], [], [], []
     for given in problems(model, n, hosts, gbps, job):
-        plans = [anneal_columns(replace(given, job=j), model, budget=BUDGET) for j in (_HIDDEN, job)]
+        plans = [anneal(replace(given, job=j), model, budget=BUDGET, space="columns") for j in (_HIDDEN, job)]
         blind, own = (price(lower(plan, given), model) for plan in plans)
         cost.append((blind.total_ms - dense_ms) / (own.total_ms - dense_ms))
         share.append(own.input_ms[0] / (own.total_ms - dense_ms))

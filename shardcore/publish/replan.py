@@ -9,7 +9,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.memory import require_fits
 from shardcore.publish.diff import rebind_tables, relabel_devices, reorder_columns
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.anneal.sharder import anneal
+from shardcore.search.anneal.sharder import anneal_once
 from shardcore.search.budget import Budget
 from shardcore.search.fixed_kinds import with_fixed_kinds
 from shardcore.search.true_memory import within_memory
@@ -51,7 +51,7 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     """
     space = config.space or old.provenance.get("space", "all")
     left, fixed = _left(old, problem), dict(problem.constraints.kinds)
-    search = within_memory(with_fixed_kinds("anneal", anneal))
+    search = within_memory(with_fixed_kinds("anneal", anneal_once))
     try:
         require_fits(left, problem)
         free = Plan(tuple(p for p in left.placements if p.shard.table.name not in fixed))

@@ -35,7 +35,7 @@ BASELINES = ("random", *greedy.ORDERS)
 """Sharders without a search. Published plans are shown against these."""
 
 _all = {"random": greedy.random, **greedy.ORDERS, "neuroshard": neuroshard.neuroshard,
-        "anneal": annealing.anneal, "anneal_columns": annealing.anneal_columns}
+        **{name: partial(annealing.anneal_once, space=space) for name, space in annealing.SPACE_OF.items()}}
 if torchrec.installed():
     _all["torchrec"] = torchrec.torchrec
 SHARDERS: dict[str, Sharder] = {

@@ -1,15 +1,19 @@
 """Plans fit by all that they take, where searches count too little: many ids on many devices."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 from conformance import model_for
 from shapes import on_hosts
 
 from shardcore import memory
+from shardcore.constraints import Constraints
 from shardcore.errors import Infeasible, Overfull
-from shardcore.search import SHARDERS, Budget
-from shardcore.search.anneal.sharder import anneal
+from shardcore.publish.replan import ReplanConfig, replan
+from shardcore.search import SHARDERS, Budget, true_memory
+from shardcore.search.anneal import sharder
+from shardcore.search.anneal.sharder import anneal_once
 from shardcore.search.true_memory import TRIES, within_memory
 from shardcore.types import Problem, Table
 
@@ -20,7 +24,7 @@ TABLES = tuple(Table(f"t{i}", 1500, dim, pooling) for i, (dim, pooling) in enume
 
 def anneal_columns(given, model, budget):
     """A search that looks at its own count of memory only."""
-    return anneal.__wrapped__(given, model, budget=budget, space="columns")
+    return anneal_once(given, model, budget=budget, space="columns")
 
 
 def problem(memory_bytes: int = 1 << 34, devices: int = 8) -> Problem:
@@ -77,6 +81,30 @@ def test_it_gives_up_with_the_first_reason_and_keeps_near_its_budget():
     assert len(seen) == TRIES and reserved[:2] == [0, cautious]
     assert all(b == a + max(a, too_much) for a, b in zip(reserved[1:], reserved[2:], strict=False))
     assert [budget.seconds for _, budget in seen] == [8 / 2**i for i in range(TRIES)]
+
+
+@pytest.mark.parametrize("searched", ["anneal", "anneal_columns", "replan", "fixed kinds"])
+def test_no_search_is_tried_more_often_however_it_is_called(searched, monkeypatch):
+    """Only the last plan tried fits. Were a search wrapped twice, each try would be several."""
+    given, searches, asked = problem(), [], []
+    old = anneal_columns(given, model_for(given), budget=Budget(evals=100))
+    if searched == "fixed kinds":
+        given = replace(given, constraints=Constraints(kinds=(("t0", "row"),)))
+
+    def require_fits(plan, of):
+        asked.append(plan)
+        if len(asked) % TRIES:
+            raise Overfull("too much", 1)
+
+    monkeypatch.setattr(true_memory, "require_fits", require_fits)
+    search = sharder.Search
+    monkeypatch.setattr(sharder, "Search", lambda of, *args: searches.append(of) or search(of, *args))
+    if searched == "replan":
+        replan(old, given, model_for(given), ReplanConfig(budget=Budget(evals=100), max_moved_tables=9))
+    else:
+        name = "anneal" if searched == "fixed kinds" else searched
+        SHARDERS[name](given, model_for(given), budget=Budget(evals=100))
+    assert len(searches) == len(asked) == TRIES
 
 
 def test_what_fits_is_searched_once():

@@ -37,9 +37,12 @@ if TYPE_CHECKING:
     from shardcore.search.anneal.compiled import State
 
 SPACES = ("all", "columns", "halves")
-"""What plans may contain, see `anneal`."""
+"""What plans may contain, see `anneal_once`."""
 SPACE_OF = {"anneal": "all", "anneal_columns": "columns"}
-"""The space that each sharder searches."""
+"""The space that each sharder searches.
+
+Row-wise and data-parallel tables have ops and collectives of their own. A model often knows these least.
+"""
 _DEFAULT = Budget(evals=500_000)
 _HOT, _WARM, _COLD = 4e-2, 4e-3, 4e-6
 """Temperatures, relative to a device's share of the cost.
@@ -57,10 +60,9 @@ _ROUNDS = 24
 """Rounds of a cooling. After each, the budget is checked."""
 
 
-@within_memory
-def anneal(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
-           space: str = "all", reshard: Reshard | None = None) -> Plan:
-    """The best plan found within the budget (none: 500,000 evaluations).
+def anneal_once(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
+                space: str = "all", reshard: Reshard | None = None) -> Plan:
+    """The best plan found within the budget (none: 500,000 evaluations), by what searches count of memory.
 
     Only a first plan may exceed a budget in seconds.
     The starts and one round may exceed a budget in evaluations.
@@ -85,13 +87,8 @@ def anneal(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget 
                   evals=search.meter.evals)
 
 
-def anneal_columns(problem: Problem, model: CostModel, *, seed: int = 0,
-                   budget: Budget | None = None) -> Plan:
-    """`anneal` without tables shared by groups of devices.
-
-    Row-wise and data-parallel tables have ops and collectives of their own. A model often knows these least.
-    """
-    return anneal(problem, model, seed=seed, budget=budget, space="columns")
+anneal = within_memory(anneal_once)
+"""`anneal_once`, again with more reserved if its plan takes more memory than there is."""
 
 
 class Search:

@@ -67,6 +67,6 @@ def test_columns_are_cut_only_where_that_is_worth_the_ids():
         for job in (Job(), HIDDEN):
             where = replace(on_hosts("aabb", 64 * MIB), between_hosts_gbps=between_gbps)
             given = Problem("p", tables, where, BATCH, job=job)
-            plan = sharder.anneal_columns(given, model, budget=Budget(evals=5_000))
+            plan = sharder.anneal(given, model, budget=Budget(evals=5_000), space="columns")
             cut.append(sum(p.shard.table.name == "wide" for p in plan.placements) > 1)
     assert cut == [False, True, True, True]
