@@ -20,7 +20,8 @@ from shardcore.limits import (
     require_within,
 )
 
-LINKS = ("within_host_gbps", "between_hosts_gbps", "host_link_gbps", "latency_ms")
+BANDWIDTHS = ("within_host_gbps", "between_hosts_gbps", "host_link_gbps")
+LINKS = (*BANDWIDTHS, "latency_ms")
 """What a topology may give of its links."""
 
 
@@ -109,7 +110,12 @@ class Topology:
     @property
     def gives_links(self) -> bool:
         """Whether it gives bandwidths or latency, so that its exchanges are not priced as measured."""
-        return any(getattr(self, name) is not None for name in LINKS)
+        return self.gives_bandwidth or self.latency_ms is not None
+
+    @property
+    def gives_bandwidth(self) -> bool:
+        """Whether it gives bandwidths."""
+        return any(getattr(self, name) is not None for name in BANDWIDTHS)
 
     @property
     def gives_host_memory(self) -> bool:

@@ -21,7 +21,8 @@ payload that was not measured has the rates of FP32, with as many bytes fewer.
 
 Bucketized ids travel as other ids do. What it takes to put them in buckets is added: work of each device, on
 the ids of its own samples. It does not depend on links. Ids that arrive are put in order, which is work of
-each device too. The rates of ids include it. A law of its own says how much of their time it is.
+each device too. The rates of ids include it. A law of its own says how much of their time it is, and is added
+where a topology gives its links.
 
 Shapes: D devices, E exchange terms, S samples; ... any leading dimensions.
 """
@@ -32,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, CROSS, HOST, IDS, WORLD, Channel
+from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, CROSS, HOST, ID_CHANNELS, IDS, WORLD, Channel
 from shardcore.topology import Topology
 from shardcore.types import CAST, COLLECTIVES, OF_IDS, PAYLOADS
 
@@ -194,8 +195,12 @@ def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np
     for ms, way in ((forward, "forward"), (backward, "backward")):
         if way in rates:
             ms[..., members] = np.where(runs, transfer_ms(terms, rates[way]), 0.0)
-    if channel == BUCKETIZED_IDS:
-        forward += in_step(w, channel, "forward") * bucketize_ms(w, owned)
+    if channel in ID_CHANNELS:
+        # Rates of measured links include what it takes to put ids in order. Given links do not.
+        own_ms = _order_ms(w, owned, once=topology.latency_ms is not None, bytes_too=topology.gives_bandwidth)
+        if channel == BUCKETIZED_IDS:
+            own_ms = own_ms + bucketize_ms(w, owned)
+        forward += in_step(w, channel, "forward") * own_ms
     return forward, backward
 
 
@@ -216,11 +221,20 @@ def id_work_ms(w: Mapping[str, np.ndarray], channel: Channel, received_bytes: np
     received = np.asarray(received_bytes, dtype=float)
     if received.shape[-1] < 2:
         return np.zeros_like(received)
-    once, per_byte = w.get(ORDER, (0.0, 0.0))
-    ms = np.where(received > 0, once + per_byte * received, 0.0)
+    ms = _order_ms(w, received)
     if channel == BUCKETIZED_IDS:
         ms += np.where(received.any(-1, keepdims=True), bucketize_ms(w, received), 0.0)
     return in_step(w, channel, "forward") * ms
+
+
+def _order_ms(w: Mapping[str, np.ndarray], received_bytes: np.ndarray, once: bool = True,
+              bytes_too: bool = True) -> np.ndarray:
+    """[..., D] ms in which a device puts ids in order that arrived. 0 where that was not measured.
+
+    once, bytes_too: what counts of it: what it takes at once, and by the bytes [..., D] of each device.
+    """
+    of_any, of_byte = w.get(ORDER, (0.0, 0.0))
+    return np.where(received_bytes > 0, of_any * once + of_byte * bytes_too * received_bytes, 0.0)
 
 
 def groups_of(channel: Channel, topology: Topology) -> tuple[np.ndarray, np.ndarray]:

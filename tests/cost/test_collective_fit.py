@@ -142,6 +142,27 @@ def test_what_devices_do_with_ids_is_known_where_samples_tell_it():
         assert not nothing.input_work_ms.any()
 
 
+@pytest.mark.parametrize(("given", "once", "by_bytes"), [
+    ({}, 0, 0), ({"latency_ms": 0.1}, 1, 0), ({"within_host_gbps": 10.0}, 0, 1),
+    ({"within_host_gbps": 10.0, "latency_ms": 0.1}, 1, 1)], ids=["measured", "latency", "links", "both"])
+def test_given_links_leave_the_work_of_putting_ids_in_order(given, once, by_bytes):
+    """What rates of measured links include of it. The same samples, with that work told and not."""
+    ids, bucketized = (comm_samples(collective=c) for c in OF_IDS)
+    told = [dataclasses.replace(s, work_ms=tuple(np.where(b > 0, 0.05 + b / 1e7, 0.0)))
+            for s in ids for b in [collective_fit.owned_bytes(s)]]
+    owned, where = np.array([1e6, 3e6]), on_hosts(2, **given)
+    untold, known = (fitted([*comm_samples(), *samples, *bucketized]) for samples in (ids, told))
+    for collective in OF_IDS:
+        sent = sends(**{collective: owned})
+        without, found = (model.comm(sent, np.zeros(2), where) for model in (untold, known))
+        assert found.input_ms - without.input_ms == pytest.approx(0.05 * once + owned / 1e7 * by_bytes)
+        assert (found.input_ms > found.input_work_ms).all()
+        # A device to which nothing comes has nothing to put in order.
+        one = sends(**{collective: owned * [0, 1]})
+        less, more = (model.comm(one, np.zeros(2), where).input_ms[0] for model in (untold, known))
+        assert less == more
+
+
 def test_ids_and_gradients_of_replicas_have_no_payload():
     model, owned, nothing = fitted(comm_samples()), np.full(2, 1e6), np.zeros(2)
     for sent in (sends(all_reduce=owned), sends(all_to_all_ids=owned)):
