@@ -113,11 +113,16 @@ def host_bytes(shard: Shard, problem: Problem) -> int:
     return shard.bytes + shard.rows * shard.width * a_cell
 
 
-@lru_cache(maxsize=16)
-def _of_columns(job: Job) -> tuple[tuple[float, float, float], ...]:
+def _whole_rows(sequence: bool) -> Layout:
+    """How tables with all rows run, pooled or not."""
+    return WHOLE_ROWS.as_sequence if sequence else WHOLE_ROWS
+
+
+@lru_cache(maxsize=32)
+def _of_columns(job: Job, sequence: bool) -> tuple[tuple[float, float, float], ...]:
     """How often ids that arrive, outputs, and what is sorted are there. In each phase, for all rows."""
-    key = _key(WHOLE_ROWS)
-    [name] = (channel.name for channel in WHOLE_ROWS.channels)
+    run = _whole_rows(sequence)
+    key, [name] = _key(run), (channel.name for channel in run.channels)
     amounts, times = times_of((key,))
     parts = ({"arrived": 1.0}, travelling(name, 1, job), {"sorting": 1.0})
     return tuple(set(zip(*(np.array([part.get(a, 0) for _, a in amounts]) @ times for part in parts),
@@ -165,6 +170,7 @@ class Lookups(NamedTuple):
     pooling: lookups a sample.
     sample_bytes: of ids and lengths of a sample.
     outputs: rows of outputs of the global batch.
+    sequence: 1 where outputs are not pooled. Else 0.
     weight_bytes: of a weight.
     cached: rows in device memory, of all rows.
     cached_bytes: of a cached row beside its weights. 0 without a cache.
@@ -175,6 +181,7 @@ class Lookups(NamedTuple):
     pooling: Any
     sample_bytes: Any
     outputs: Any
+    sequence: Any
     weight_bytes: Any
     cached: Any
     cached_bytes: Any
@@ -184,7 +191,8 @@ class Lookups(NamedTuple):
     @classmethod
     def of(cls, table: Table, problem: Problem) -> Lookups:
         return cls(table.looked_up, sample_bytes(table, problem.job),
-                   table_output_rows(table, problem.global_batch), PRECISION_BYTES[table.precision],
+                   table_output_rows(table, problem.global_batch), int(table.sequence),
+                   PRECISION_BYTES[table.precision],
                    table.cached(table.rows), CACHED_ROW_BYTES * table.in_host_memory,
                    MAPPED_ROW_BYTES * (0 < table.load_factor < 1), int(table.in_host_memory))
 
@@ -204,10 +212,14 @@ def columns_bytes(lookups: Lookups, rows: Any, width: Any, dim: Any, problem: Pr
     outputs = lookups.outputs * OUTPUT_BYTES * width
     permuted = 2 * problem.local_batch * lookups.sample_bytes * (width < dim)
     sorting = problem.global_batch * lookups.pooling * sorting_bytes(problem)
-    phases = [a * arrived + o * outputs + s * sorting for a, o, s in _of_columns(problem.job)]
+
+    def phases(sequence: bool) -> list[Any]:
+        return [a * arrived + o * outputs + s * sorting for a, o, s in _of_columns(problem.job, sequence)]
+
     if isinstance(resident, np.ndarray):
-        return resident + np.ceil(np.maximum.reduce(phases) + permuted)
-    return resident + math.ceil(max(phases) + permuted)
+        most = [np.maximum.reduce(phases(sequence)) for sequence in (False, True)]
+        return resident + np.ceil(np.where(lookups.sequence, most[1], most[0]) + permuted)
+    return resident + math.ceil(max(phases(bool(lookups.sequence))) + permuted)
 
 
 def counted_bytes(plan: Plan, problem: Problem) -> list[int]:
@@ -231,15 +243,22 @@ def every_plan_bytes(problem: Problem, share: float = SHARE) -> int:
     These take most where shards take little, and of shards the largest phase counts. So the more shards a
     device has, the less these add. This is exact for a device with `share` of an even share of all tables.
     """
-    of_run, times = times_of((_key(WHOLE_ROWS),))
-    ids = batch_bytes(problem)
-    outputs = OUTPUT_BYTES * sum(t.dim * table_output_rows(t, problem.local_batch) for t in problem.tables)
-    local = outputs_amounts(outputs, problem, cut=False, together=False) | {
-        "batch": ids, "permuted": ids, "gradient": outputs, "uncut": outputs}
-    of_all: Counter[str] = Counter()
-    for table in problem.tables:
-        of_all.update(shard_amounts(WHOLE_ROWS, Shard.whole(table), problem))
-    of_batch, of_shards = (np.array([amounts.get(name, 0) for _, name in of_run]) @ times
+    # In the order of their first tables, as TorchRec runs them.
+    runs = [_whole_rows(sequence) for sequence in dict.fromkeys(t.sequence for t in problem.tables)]
+    of_run, times = times_of(tuple(map(_key, runs)))
+    local: Counter[tuple[int, str]] = Counter({(0, "batch"): batch_bytes(problem)})
+    of_all: Counter[tuple[int, str]] = Counter()
+    for number, run in enumerate(runs):
+        tables = [t for t in problem.tables if t.sequence == run.sequence]
+        ids = problem.local_batch * sum(sample_bytes(t, problem.job) for t in tables)
+        outputs = OUTPUT_BYTES * sum(t.dim * table_output_rows(t, problem.local_batch) for t in tables)
+        own = outputs_amounts(outputs, problem, cut=False, together=False) | {
+            "permuted": ids, "gradient": outputs, "uncut": outputs}
+        local.update({(number, name): n for name, n in own.items()})
+        for table in tables:
+            of_all.update({(number, name): n for name, n in
+                           shard_amounts(run, Shard.whole(table), problem).items()})
+    of_batch, of_shards = (np.array([amounts.get(name, 0) for name in of_run]) @ times
                            for amounts in (local, of_all))
     of_shards *= share / len(problem.topology)
     return math.ceil((of_batch + of_shards).max() - of_shards.max())

@@ -60,6 +60,14 @@ def test_16_bits_take_more_at_first_by_hand(payload):
     assert (found["local there"], found["local decoded"], found["local recast"]) == (ordered / 2, ordered, 0)
 
 
+def test_a_sequence_of_16_bits_is_clamped_to_two_tensors_by_hand():
+    """Lookups are clamped in the order of tables, and once more in that of devices. Then they are cast."""
+    sequence, job = replace(TABLE, sequence=True), Job(forward_payload="fp16")
+    problem = replace(problem_of(sequence, OTHER, hardware="cpu-some"), job=job)
+    arrived, lookups = 64 * (3 * 8 + 4), 64 * 3 * 8 * 4
+    assert memory.table_bytes(sequence, problem) == 1000 * 8 * 4 + 2 * arrived + 3.5 * lookups
+
+
 def test_parts_say_what_payloads_of_16_bits_take():
     """Where outputs dominate: gradients of all tables, in order, clamped and cast."""
     wide = Table("wide", 8, 512, 1.0)
@@ -179,9 +187,10 @@ def test_gradients_of_all_outputs_live_until_the_last_kind_has_its_own():
 
 @pytest.mark.parametrize("job", [Job(), Job(forward_payload="fp16"), Job(backward_payload="bf16")])
 @pytest.mark.parametrize("hardware", ["cpu-x", None])
-def test_searches_count_what_whole_tables_take(job, hardware):
+@pytest.mark.parametrize("sequence", [False, True])
+def test_searches_count_what_whole_tables_take(job, hardware, sequence):
     """Exactly on a device with half of an even share of equal tables. More on those that have more."""
-    tables = [Table(f"t{i}", 1000, 64, 2.0) for i in range(8)]
+    tables = [Table(f"t{i}", 1000, 64, 2.0, sequence=sequence) for i in range(8)]
     problem = replace(problem_of(*tables, hardware=hardware), job=job)
     for n_tables in range(1, len(tables)):
         plan = Plan(tuple(column(t, int(i >= n_tables)) for i, t in enumerate(tables)))
