@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -38,12 +39,17 @@ class IndexStreams:
         self._threads = ThreadPoolExecutor(threads, "draws-ids") if threads else None
         self._expected: dict[_Key, Future] = {}
 
-    def expect(self, request: ComputeRequest, seed: int) -> None:
-        """Begin to draw what `lookups` of this request will need, if there are threads for that."""
+    def expect(self, requests: Iterable[ComputeRequest], seed: int) -> None:
+        """Begin to draw what `lookups` of these requests will need, if there are threads for that.
+
+        What was expected before and is not now is let go: another device measures it.
+        """
         if not self._threads:
             return
-        for shard in request.shards:
-            key = _key(shard.table, request.batch, seed)
+        wanted = dict.fromkeys(_key(s.table, r.batch, seed) for r in requests for s in r.shards)
+        for key in [key for key in self._expected if key not in wanted]:
+            self._expected.pop(key).cancel()
+        for key in wanted:
             if key not in self._kept and key not in self._expected:
                 self._expected[key] = self._threads.submit(streams.stream, *key)
 

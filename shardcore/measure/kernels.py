@@ -264,12 +264,15 @@ class KernelBench:
 
         Those that cannot run are left for `add` to refuse.
         """
-        for request in requests if self._device.drawing_threads else ():
-            try:
-                self._shape(request)
-            except ShardCoreError:
-                continue
-            self.streams.expect(request, _SEED)
+        if self._device.drawing_threads:
+            self.streams.expect(filter(self._runs, requests), _SEED)
+
+    def _runs(self, request: ComputeRequest) -> bool:
+        try:
+            self._shape(request)
+        except ShardCoreError:
+            return False
+        return True
 
     def once_ms(self, run: Run) -> float:
         """Run forward and backward once; their ms together, as the clock shows them."""
