@@ -35,7 +35,7 @@ import numpy as np
 
 from shardcore import files, schema
 from shardcore.errors import ShardCoreError
-from shardcore.export.torchrec_modules import without_inner
+from shardcore.export.torchrec_modules import path_in_model
 from shardcore.limits import MOST_BATCH, MOST_POOLING
 from shardcore.tables.access import BIN_HIGH
 from shardcore.types import REUSE_BINS, Reuse, Table
@@ -102,13 +102,12 @@ def write_tables_of_ops(model: nn.Module, folder: str | Path) -> None:
             for kernel in getattr(getattr(lookup, "module", lookup), "_emb_modules", ()):
                 if uuid := getattr(getattr(kernel, "emb_module", None), "uuid", None):
                     files.write_json(Path(folder) / TABLES.format(op=uuid), [
-                        asdict(_part(path, table)) for table in kernel._config.embedding_tables])
+                        asdict(_part(path_in_model(path, model), table))
+                        for table in kernel._config.embedding_tables])
 
 
 def _part(path: str, table: Any) -> TablePart:
     row, column = table.local_metadata.shard_offsets if table.local_metadata else (0, 0)
-    # Wrappers of the job are not in the model's own paths.
-    path = without_inner(".".join(p for p in path.split(".") if p not in ("module", "_dmp_wrapped_module")))
     return TablePart(path, table.name, row, row + table.local_rows, column, column + table.local_cols)
 
 

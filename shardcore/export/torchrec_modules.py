@@ -125,9 +125,30 @@ def _sharder_of(module: nn.Module) -> ModuleSharder[Any]:
     return get_module_to_default_sharders()[type(module)]
 
 
-def without_inner(path: str) -> str:
-    """The path of what is sharded, from that of a collection which it wraps."""
-    return ".".join(part for part in path.split(".") if part not in _inner().values())
+def path_in_model(path: str, job: nn.Module) -> str:
+    """The path of what is sharded, in the model, from that of a collection in a job.
+
+    That is without what the job puts around the model, and without the attribute of a wrapper.
+    job: a DistributedModelParallel.
+    """
+    module, own = job, []
+    for part in filter(None, path.split(".")):
+        if part not in (name for of, name in _attributes().items() if isinstance(module, of)):
+            own.append(part)
+        module = getattr(module, part)
+    return ".".join(own)
+
+
+def _attributes() -> dict[type, str]:
+    """TorchRec's and torch's modules of a job that have another within, and their attribute of it."""
+    from torch.nn.parallel import DistributedDataParallel
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
+    from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisionEmbeddingCollection
+
+    return {DistributedModelParallel: "_dmp_wrapped_module", DistributedDataParallel: "module",
+            ShardedFeatureProcessedEmbeddingBagCollection: "_embedding_bag_collection",
+            BaseShardedManagedCollisionEmbeddingCollection: "_embedding_module"}
 
 
 def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:

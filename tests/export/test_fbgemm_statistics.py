@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import wrapped_training
 
 pytest.importorskip("torchrec")
 
@@ -21,7 +22,13 @@ from torch.distributed._shard.metadata import ShardMetadata  # noqa: E402
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor  # noqa: E402
 from torchrec.distributed import DistributedModelParallel  # noqa: E402
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
-from torchrec.distributed.types import EnumerableShardingSpec  # noqa: E402
+from torchrec.distributed.sharding_plan import (  # noqa: E402
+    construct_module_sharding_plan,
+    get_module_to_default_sharders,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import EnumerableShardingSpec, ShardingPlan  # noqa: E402
 from training import in_processes  # noqa: E402
 
 from shardcore import files  # noqa: E402
@@ -151,6 +158,46 @@ def sharded_job(folder: Path) -> None:
         model.module.bags(kjt(0)).wait()
     finally:
         dist.destroy_process_group()
+
+
+class Named(torch.nn.Module):
+    """A collection whose path has the names that wrappers give theirs, and a wrapped one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wrapped = wrapped_training.Model()
+        self.module = torch.nn.Module()
+        self.module._embedding_module = wrapped.bags
+        self.collided = wrapped.collided
+        self.processed = wrapped.processed
+        self.over = torch.nn.Linear(2, 2)  # so that DDP wraps the rest
+
+
+def job_with_names_of_wrappers(folder: Path) -> None:
+    """On one rank, by a plan that is made by hand, for ShardCore divides rows over several."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    try:
+        model, plan = Named(), {}
+        for path, kind in (("module._embedding_module", table_wise(0, compute_kernel="fused")),
+                           ("collided", row_wise(compute_kernel="fused")),
+                           ("processed", table_wise(0, compute_kernel="fused"))):
+            of = model.get_submodule(path)
+            sharder = get_module_to_default_sharders()[type(of)]
+            kinds = dict.fromkeys(sharder.shardable_parameters(of), kind)
+            plan[path] = construct_module_sharding_plan(of, kinds, sharder, 1, 1, "cpu")
+        write_tables_of_ops(DistributedModelParallel(
+            model, device=torch.device("cpu"), plan=ShardingPlan(plan)), folder)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_parts_go_by_the_path_in_the_model(tmp_path):
+    """Only what the job and its wrappers add is left out, whatever the model calls its own."""
+    reported_in(tmp_path, job_with_names_of_wrappers)
+    parts = [part for path in tmp_path.glob("tbe-*-tables.json") for part in json.loads(path.read_text())]
+    assert {part["table"]: part["module"] for part in parts} == {
+        "a": "module._embedding_module", "e": "collided", "c": "processed", "d": "processed"}
 
 
 def test_a_sharded_job_says_which_tables_its_ops_hold(tmp_path):
