@@ -33,7 +33,7 @@ from shardcore.export.torchrec_modules import (
 from shardcore.export.torchrec_settings import unpriced, unpriced_hardware, unpriced_optimizers
 from shardcore.fused import PRECISIONS, named
 from shardcore.job import Job
-from shardcore.layouts import layout_of_torchrec
+from shardcore.layouts import layout_of_torchrec, ways
 from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
 from shardcore.search.anneal.sharder import SPACE_OF
 from shardcore.tables import access
@@ -88,7 +88,7 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     factors, groups = _deduplicated(theirs, lookups, deduplicated, global_batch // len(ours))
     constraints = constraints or Constraints()
     constraints = replace(constraints, together=(*constraints.together, *groups),
-                          kinds=(*constraints.kinds, *_only_kinds(theirs, dict(constraints.kinds))))
+                          kinds=(*constraints.kinds, *_only_kinds(theirs, dict(constraints.kinds), ours)))
     precision = {key: named(t.config.data_type.name, PRECISIONS) for key, t in theirs.items()}
     for key, table in theirs.items():
         if precision[key] is None:
@@ -242,12 +242,21 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0) -> Topology:
                host=f"host-{d.rank // topology.local_world_size}") for d in topology.devices))
 
 
-def _only_kinds(theirs: Mapping[str, ModelTable], asked: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Tables that TorchRec runs by one kind of sharding, and that kind; without those asked for already."""
+def _only_kinds(theirs: Mapping[str, ModelTable], asked: Mapping[str, str],
+                topology: Topology) -> Iterator[tuple[str, str]]:
+    """Tables that TorchRec runs by one kind of sharding, and that kind; without those asked for already.
+
+    Raises ShardCoreError if the topology does not have that kind.
+    """
     for name, table in theirs.items():
-        kinds = {layout_of_torchrec(of).name for of in table.sharding_types if layout_of_torchrec(of)}
+        kinds = {layout for of in table.sharding_types if (layout := layout_of_torchrec(of))}
         if len(kinds) == 1 and name not in asked:
-            yield name, kinds.pop()
+            kind = kinds.pop()
+            if kind not in ways(topology):
+                raise ShardCoreError(f"table {name!r} is in {table.path!r}, a {table.within}, which TorchRec "
+                                     f"shards {' or '.join(table.sharding_types)} only; the topology has "
+                                     f"{len(topology)} device, and it needs 2 or more to divide rows")
+            yield name, kind.name
 
 
 def _narrower(algorithm: str) -> list[str]:

@@ -288,6 +288,18 @@ def test_a_plan_that_managed_collision_cannot_run_is_refused():
         to_torchrec(whole, free, WRAPPED, "cpu")
 
 
+def test_managed_collision_on_one_device_is_refused_by_its_own_rule():
+    """No kind divides rows there. The user gave no kinds, so none of theirs are named."""
+    with pytest.raises(ShardCoreError, match="^table 'e' is in 'collided', a ManagedCollisionEmbeddingBag"
+                                             "Collection, which TorchRec shards row_wise only; the topology "
+                                             "has 1 device, and it needs 2 or more to divide rows$"):
+        wrapped_training.planner(1).plan(WRAPPED)
+    # A kind that the user gives goes first.
+    with pytest.raises(ShardCoreError, match="runs table 'e' by row .constraints.kinds.; it needs .* none"):
+        plan_for(WRAPPED, Topology((Device(10**9),)), MODEL, dict.fromkeys((*LOOKUPS, "f3", "r0", "r1"), 2.0),
+                 constraints=Constraints(kinds=(("e", "row"), ("g", "row"))))
+
+
 def test_a_wrapped_collection_without_the_sharder_of_its_wrapper_is_refused_by_name():
     plain, rows, *_ = wrapped_training.sharders()
     with pytest.raises(ShardCoreError, match="module 'processed' is an FeatureProcessedEmbeddingBagColl.*,"
