@@ -6,7 +6,7 @@ They go by a table's name in its collection, `theirs` by ours.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardcore.errors import ShardCoreError
@@ -105,6 +105,13 @@ def too_narrow(plan: Plan, asked: Asked, theirs: Tables) -> tuple[str, ...]:
     return tuple(dict.fromkeys(
         p.shard.table.name for p in plan.placements
         if p.shard.width < min(p.shard.table.dim, least.get(p.shard.table.name, 0))))
+
+
+def kept_whole(names: Sequence[str], asked: Asked, theirs: Tables) -> str:
+    """That tables, by our names, are not cut because of their min_partition, and what would be right."""
+    shown = ", ".join(f"{name!r} ({asked[theirs[name].name].min_partition})" for name in names[:5])
+    return (f"tables {shown}{', ...' * (len(names) > 5)} were kept whole, for a cut was narrower than their "
+            "min_partition (a smaller one allows more plans)")
 
 
 def broken(plan: Plan, asked: Asked, theirs: Tables, topology: Topology) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from shardcore.constraints import Constraints
 from shardcore.cost.mixed import out_of_range
 from shardcore.cost.model import CostModel
-from shardcore.errors import SettingMismatch, ShardCoreError
+from shardcore.errors import Infeasible, SettingMismatch, ShardCoreError
 from shardcore.export import fbgemm_statistics
 from shardcore.export import torchrec_constraints as constrained
 from shardcore.export.torchrec import to_torchrec
@@ -224,10 +224,17 @@ class ShardCorePlanner:
         for algorithm in (self.algorithm, *_narrower(self.algorithm)):
             search, problem = sharder(algorithm), self.problem
             found = search(problem, self.model.for_problem(problem), seed=self.seed, budget=self.budget)
+            whole: tuple[str, ...] = ()
             while narrow := constrained.too_narrow(found, self.constraints, theirs):
-                unsplit = (*problem.constraints.unsplit, *narrow)
+                whole = (*whole, *narrow)
+                unsplit = (*self.problem.constraints.unsplit, *whole)
                 problem = replace(problem, constraints=replace(problem.constraints, unsplit=unsplit))
-                found = search(problem, self.model.for_problem(problem), seed=self.seed, budget=self.budget)
+                try:
+                    found = search(problem, self.model.for_problem(problem), seed=self.seed,
+                                   budget=self.budget)
+                except Infeasible as error:
+                    raise Infeasible(f"{constrained.kept_whole(whole, self.constraints, theirs)}, and then "
+                                     f"no plan was found: {error}") from None
             refused = constrained.broken(found, self.constraints, theirs, self.topology)
             if not refused:
                 return found

@@ -24,7 +24,7 @@ from torchrec.modules.embedding_configs import DataType  # noqa: E402
 from shardcore.constraints import Constraints  # noqa: E402
 from shardcore.cost import neural  # noqa: E402
 from shardcore.cost.analytic import AnalyticModel  # noqa: E402
-from shardcore.errors import SettingMismatch, ShardCoreError
+from shardcore.errors import Infeasible, SettingMismatch, ShardCoreError
 from shardcore.export.torchrec import from_torchrec, to_torchrec  # noqa: E402
 from shardcore.export.torchrec_json import _require_of  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner, our_topology, plan_for, problem_for  # noqa: E402
@@ -387,6 +387,24 @@ def test_no_table_is_cut_below_its_min_partition():
 
     assert min(min(cuts) for cuts in widths(None).values()) < 48
     assert all(min(cuts) >= 48 for cuts in widths(48).values())
+
+
+def test_a_min_partition_that_leaves_no_plan_is_named():
+    """Cut, both tables fit. Whole, the wide one fits nowhere."""
+    wide = EmbeddingBagCollection(device=torch.device("meta"), tables=[
+        EmbeddingBagConfig(name=n, num_embeddings=100_000, embedding_dim=dim, feature_names=[n])
+        for n, dim in (("wide", 64), ("narrow", 8))])
+
+    def plan(least):
+        asked = {"wide": ParameterConstraints(pooling_factors=[2.0], min_partition=least),
+                 "narrow": ParameterConstraints(pooling_factors=[2.0])}
+        return planner(asked, Topology((Device(20 << 20),) * 2), algorithm="anneal_columns").plan(wide)
+
+    plan(None)
+    with pytest.raises(Infeasible, match=r"^tables 'wide' \(48\) were kept whole, for a cut was narrower "
+                                         r"than their min_partition \(a smaller one allows more plans\), and "
+                                         r"then no plan was found: .*'wide'"):
+        plan(48)
 
 
 def test_lookups_of_nobody_s_choice_are_told():
