@@ -25,7 +25,7 @@ import numpy as np
 from shardcore import plans_v1, renamed, workload
 from shardcore.constraints import Constraints
 from shardcore.documents import VERSIONS, digest, document, open_document, open_versions, seal, unseal
-from shardcore.errors import ShardCoreError
+from shardcore.errors import Overfull, ShardCoreError
 from shardcore.job import Job
 from shardcore.layouts import layout_of
 from shardcore.limits import MOST_DEVICES
@@ -299,6 +299,10 @@ def read_plan(path: str | Path, problem: Problem, fits: bool = True) -> Plan:
     plan = plan_from_json(unseal(data, path), problem, str(path), version)
     try:
         workload.require_plan(plan, problem, fits)
+    except Overfull as error:
+        raise Overfull(f"{path}: {error}. ShardCore may have counted less when the plan was made; "
+                       "python -m shardcore plan --start PLAN.json searches one that fits, from it",
+                       error.too_much) from None
     except ShardCoreError as error:
         raise type(error)(f"{path}: {error}") from None
     return plan

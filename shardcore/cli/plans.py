@@ -203,15 +203,17 @@ def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
     from shardcore.search.anneal.sharder import SPACE_OF
     from shardcore.workload import lower
 
-    # A plan's file is checked against the problem that it was made for.
+    # A plan's file is checked against the problem that it was made for. Whether it fits is not asked: memory
+    # may have been counted otherwise, and what is searched has to fit anyway.
     old = files.read_plan(args.start, files.read_problem(args.start_problem) if args.start_problem
-                          else problem)
+                          else problem, fits=False)
     most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
     config = ReplanConfig(args.max_moved_tables, most_bytes, space=SPACE_OF[args.algorithm], seed=args.seed,
                           budget=budget)
     found = replan(old, problem, model, config)
     # A plan of another problem has no cost in this one.
-    before = "" if args.start_problem else f", which cost {price(lower(old, problem), model).total_ms:.3f} ms"
+    before = ("" if args.start_problem else
+              f", which cost {price(lower(old, problem, fits=False), model).total_ms:.3f} ms")
     return found, f", starting from {args.start}{before}; {plan_report.moves_text(diff(old, found))}"
 
 

@@ -1,11 +1,18 @@
 """The commands that make and price plans."""
 
+import re
+from dataclasses import replace
+
 import pytest
+from shapes import column
 
 from shardcore import files
 from shardcore.cli import main
 from shardcore.cli.plans import SECOND_MODEL_IS_GONE
 from shardcore.job import Job
+from shardcore.memory import used_bytes
+from shardcore.topology import Device
+from shardcore.types import Plan
 
 
 def test_plan_improves_a_plan_that_there_is(stored, model, capsys):
@@ -22,6 +29,28 @@ def test_plan_improves_a_plan_that_there_is(stored, model, capsys):
             and "--start is for --algorithm anneal" in capsys.readouterr().err)
     assert (main([*again[:-2], "--max-moved-gib", "1"]) == 1
             and "--max-moved-gib 1.0 needs --start" in capsys.readouterr().err)
+
+
+def test_a_plan_that_fits_no_more_is_named_and_can_be_a_start(stored, model, capsys):
+    """As one of an older version that counted less: with a little more than the memory there is now."""
+    old, new, path = stored / "old.json", stored / "new.json", stored / "problem.json"
+    given = files.read_problem(path)
+    plan = Plan(tuple(column(t, i % 2) for i, t in enumerate(given.tables)))
+    tight = replace(given, topology=replace(given.topology, devices=(
+        Device(max(used_bytes(plan, given)) - 1000),) * len(given.topology)))
+    files.write_problem(path, tight)
+    files.write_plan(old, plan, tight)
+    asked = ["--problem", str(path), "--model", str(model)]
+    for command in (["price", str(old), *asked], ["replay", str(old), *asked[:2]]):
+        assert main(command) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {old}: device ") and said.count("\n") == 1
+        assert re.search(r"would hold .* MiB \(weights .*\); it may hold .*, 1000 bytes too little\. .*"
+                         r"counted less when the plan was made; .*plan --start PLAN\.json searches one", said)
+    assert main(["plan", str(path), *asked[2:], "--budget-evals", "500", "--start", str(old), "--out",
+                 str(new)]) == 0
+    assert f"starting from {old}, which cost" in capsys.readouterr().out
+    assert main(["price", str(new), *asked]) == 0
 
 
 def test_plan_and_price_explain(stored, model, capsys):
