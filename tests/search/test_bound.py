@@ -17,7 +17,7 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.errors import SettingMismatch
 from shardcore.job import Job
 from shardcore.layouts import LAYOUTS
-from shardcore.search import SHARDERS, Budget, bound, bound_ops, bound_shards
+from shardcore.search import SHARDERS, Budget, bound, bound_ops, bound_packing, bound_shards
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Shard, Table, Zipf
 from shardcore.workload import lower
@@ -123,6 +123,23 @@ def test_hot_tables_that_do_not_fit_side_by_side_raise_the_bound():
     model = model_for(problem)
     ms = SHARDERS["anneal_columns"](problem, model, budget=Budget(evals=20_000)).provenance["predicted_ms"]
     assert 0.97 < bound.bound(problem, model, shared=()).proved_ms / ms <= 1
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8, 0.97])
+def test_worths_of_shards_that_fit_within_a_time_prove_no_more_than_that(share):
+    """Whole, each table takes all of the best step. Within less, only halves fit, of 70% of its work each.
+
+    Two halves of both tables take 140% of that step. But a plan that takes as long may have whole tables.
+    """
+    hot = tuple(Table(f"hot{i}", 300, 8, 200.0) for i in range(2))
+    problem = Problem("hot", hot, Topology((Device(64 * MIB),) * 2, within_host_gbps=80.0, latency_ms=0.0001),
+                      BATCH)
+    model = AnalyticModel(Setting("made-up", BATCH), lookup_ns=10, gather_gbps=2, update_gbps=1000)
+    best_ms = optimum_ms(problem, model, columns_alone=True)
+    shards = bound_shards.BoundShards(problem, model, (), False)
+    packing, every = bound_packing.Packing(shards, [bound_ops.Ops(shards, 0)], True), shards.kind == 0
+    mix = bound_packing._Mix(packing, [0], every, ~every, 2 * best_ms)
+    assert 0.97 < mix._by_price(share * best_ms) / best_ms <= 1
 
 
 def test_a_mix_of_kinds_contends_too():
