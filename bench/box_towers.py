@@ -33,8 +33,9 @@ from shardcore.measure import hosts
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.search.anneal.sharder import anneal
 from shardcore.search.tower_hosts import tower_hosts, tower_traffic
+from shardcore.step_cost import StepCost
 from shardcore.towers import Towers
-from shardcore.types import StepCost, Table
+from shardcore.types import Table
 from shardcore.workload import lower
 
 RATIOS = (2.0, 4.0, 8.0)

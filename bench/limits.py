@@ -33,9 +33,10 @@ from typing import Any
 import numpy as np
 
 from shardcore import files, report
+from shardcore.access_statistics import Zipf
 from shardcore.constraints import Constraints
 from shardcore.cost.neural import NeuralModel, load
-from shardcore.types import Problem, Zipf
+from shardcore.types import Problem
 
 SIZES = ((856, 128), (10_000, 1024), (100_000, 8), (100_000, 64))
 ALLOWED = (0.2, 2.0)

@@ -44,6 +44,7 @@ import numpy as np
 import torch
 
 from shardcore import files, report
+from shardcore.access_statistics import Reuse
 from shardcore.cost import accuracy, drift_correction, fit, study
 from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.model import group_costs
@@ -54,7 +55,7 @@ from shardcore.measurements import ComputeRequest, ComputeSample
 from shardcore.samples import dataset
 from shardcore.tables import access, streams
 from shardcore.tables.generate import generate_pool
-from shardcore.types import Reuse, Setting, Shard, Table
+from shardcore.types import Setting, Shard, Table
 
 ADDITIONS = 10_000
 

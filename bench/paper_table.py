@@ -43,7 +43,7 @@ import torch
 from bench import replays as one_host
 from bench.learned import LINKS, halves, policy
 from bench.peers import PEERS
-from shardcore import files
+from shardcore import files, model_files
 from shardcore.cost import neural, replay_records
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.replay_metrics import OURS, ReplayRecord, bootstrap
@@ -251,7 +251,7 @@ def complete(rows: Mapping[tuple[int, int, int], Row], cells: Sequence[tuple[int
 
 def predicted(args: argparse.Namespace, model: NeuralModel) -> str:
     path, end = args.out / "tasks.jsonl", time.monotonic() + 60 * args.minutes
-    made_with = {"model": files.model_digest(args.model), "seed": args.seed}
+    made_with = {"model": model_files.model_digest(args.model), "seed": args.seed}
     rows = read(path, made_with)
     cells = [(devices, dim) for devices in args.devices for dim in args.dims]
     to_learn, testing = halves()

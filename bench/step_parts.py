@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bench import steps
+from bench import steps_training
 from shardcore import report
 from shardcore.cost import replay_metrics
 from shardcore.errors import ShardCoreError
@@ -46,7 +46,7 @@ MARK, TURNS = "shardcore: mark", 8
 
 
 @dataclass(eq=False)
-class _Marked(steps.Trainer):
+class _Marked(steps_training.Trainer):
     """A Trainer whose marks the profiler sees."""
 
     def mark(self) -> None:
@@ -64,12 +64,12 @@ def _work(rank: int, init_method: str, say: Callable[[Any], None],
                    "LOCAL_WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
     arena = torch.empty(elements).fill_(0.01)
-    cache = torch.zeros(steps.EVICT_BYTES // 4)
+    cache = torch.zeros(steps_training.EVICT_BYTES // 4)
     with local_ranks.exchanging():
         dist.init_process_group("gloo", init_method, rank=rank, world_size=ranks)
         own_core.take(rank)
         for problem, plan in given:
-            batches = [steps._batch(problem, rank, seed) for seed in range(steps.BATCHES)]
+            batches = [steps_training._batch(problem, rank, seed) for seed in range(steps_training.BATCHES)]
             trainer = _Marked.of(plan, problem, setting, arena, batches, cache)
             own_core.let_network_wait()
             for _ in range(TURNS):
@@ -88,7 +88,7 @@ def parts(events: Sequence[Any]) -> dict[str, float]:
     at = sorted(e.time_range.start for e in mine if e.name == MARK)
     found: dict[str, list[float]] = defaultdict(list)
     # Windows of one step: gradients known to weights updated, then the next lookup to pooled outputs.
-    for i in range(steps.GRADIENT, len(at) - 5, 5):
+    for i in range(steps_training.GRADIENT, len(at) - 5, 5):
         windows = (at[i], at[i + 1]), (at[i + 2], at[i + 3])
         spent = dict.fromkeys([*PARTS, REST], 0.0)
         for lo, hi in windows:
@@ -119,15 +119,16 @@ def main() -> None:
     ours = [next(name for by, name in one.made if by == replay_metrics.OURS) for one in kept]
     given = [(one.problem, one.plans[name]) for one, name in zip(kept, ours, strict=True)]
     largest = max(max(lower(plan, problem).memory_bytes) for problem, plan in given)
-    ranks, elements = len(kept[0].problem.topology), largest // PRECISION_BYTES["fp32"] + steps.LARGE
+    ranks, elements = len(kept[0].problem.topology), largest // PRECISION_BYTES["fp32"] + steps_training.LARGE
     said: list[list[Any]] = [[] for _ in range(ranks)]
-    for rank, value in local_ranks.run("steps", _work, ranks, (given, setting, elements), steps.TIMEOUT_S):
+    for rank, value in local_ranks.run("steps", _work, ranks, (given, setting, elements),
+                                       steps_training.TIMEOUT_S):
         said[rank].append(value)
         print(f"rank {rank}: problem {len(said[rank])} of {len(given)}", file=sys.stderr, flush=True)
     rows = []
     for i, (one, name) in enumerate(zip(kept, ours, strict=True)):
         cost = one.costs[name]
-        timed = steps.combine([s[i][0] for s in said]).embedding.median_ms
+        timed = steps_training.combine([s[i][0] for s in said]).embedding.median_ms
         slowest = max((s[i][1] for s in said), key=lambda x: sum(x.values()))
         compute = max(cost.compute_ms)
         rows.append((one.problem.name, compute, cost.total_ms - max(cost.input_ms) - cost.dense_ms - compute,

@@ -32,11 +32,12 @@ import numpy as np
 import torch
 
 from shardcore import files, report, schema
+from shardcore.access_statistics import Zipf
 from shardcore.errors import ShardCoreError
 from shardcore.export.fbgemm_statistics import rows_by_count
 from shardcore.tables import access, streams
 from shardcore.tables.generate import generate_pool
-from shardcore.types import Plan, Problem, Table, Zipf
+from shardcore.types import Plan, Problem, Table
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
 

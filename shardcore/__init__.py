@@ -12,10 +12,12 @@ The nouns are here; the verbs live in their modules and load when asked for:
 
 from importlib import import_module
 
+from shardcore.access_statistics import Reuse, Zipf
 from shardcore.constraints import Constraints
 from shardcore.errors import Infeasible, SettingMismatch, ShardCoreError
+from shardcore.step_cost import StepCost
 from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Reuse, Setting, Shard, StepCost, Table, Zipf
+from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 
 _VERBS = {
     "lower": ("shardcore.workload", "lower"),

@@ -1,4 +1,4 @@
-"""Every on-disk format: problems, pools of tables, plans, models. (Measurements: samples/.)
+"""Problems, pools of tables, plans and settings on disk. (Models: model_files.py. Measurements: samples/.)
 
 Each file carries `schema` and `version`. It is read through schema.py, then checked against the rules of what
 it holds: an unknown key, a missing one, a wrong type, a file cut short or (where a program wrote it) edited
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
-import hashlib
 import io
 import json
 import os
@@ -20,18 +19,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from shardcore import plans_v1, renamed, workload
+from shardcore.access_statistics import Reuse, Zipf
 from shardcore.constraints import Constraints
 from shardcore.documents import VERSIONS, digest, document, open_document, open_versions, seal, unseal
 from shardcore.errors import Overfull, ShardCoreError
 from shardcore.job import Job
 from shardcore.layouts import layout_of
 from shardcore.limits import MOST_DEVICES
-from shardcore.schema import build, read, read_bytes, show
+from shardcore.schema import build, read, show
 from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Reuse, Setting, Shard, Table, Zipf
+from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 
 DIGEST = re.compile(r"[0-9a-f]{16}")
 """What `digest` makes. A name of a file or folder that is none was not written by ShardCore."""
@@ -365,44 +363,7 @@ def plan_from_json(data: Any, problem: Problem, what: str, version: int = VERSIO
         raise ShardCoreError(f"{what}: {error}") from None
 
 
-# --- models -------------------------------------------------------------------------------------------------
-
-MODEL_JSON, MODEL_WEIGHTS = "model.json", "weights.safetensors"
-
-
-def write_model(folder: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray],
-                schema: str = "model") -> None:
-    """A model's folder: SCHEMA.json (its `meta`, and the digest of the weights) and weights.safetensors."""
-    from safetensors.numpy import save
-
-    weights = save({k: np.ascontiguousarray(v) for k, v in tensors.items()})
-    write_atomic(Path(folder) / MODEL_WEIGHTS, weights)
-    write_json(Path(folder) / f"{schema}.json",
-               document(schema, seal({**meta, "weights_sha256": hashlib.sha256(weights).hexdigest()})))
-
-
-def read_model(folder: str | Path, schema: str = "model") -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """A model's meta and tensors; safetensors and JSON only, so reading one runs none of its code."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
-    meta_path, path = Path(folder) / f"{schema}.json", Path(folder) / MODEL_WEIGHTS
-    meta = unseal(open_document(meta_path, schema), meta_path)
-    weights = read_bytes(path)
-    if hashlib.sha256(weights).hexdigest() != meta.pop("weights_sha256", None):
-        raise ShardCoreError(f"{path} does not match the digest in {meta_path.name}; it was cut short or "
-                             "edited")
-    try:
-        return meta, load(weights)
-    # of types that numpy does not have
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ShardCoreError(f"{path} is not safetensors: {error}") from None
-
-
-def model_digest(folder: str | Path, schema: str = "model") -> str:
-    """16 hex digits that change whenever the model does: its weights or its meta, but not its provenance."""
-    content = document(schema, open_document(Path(folder) / f"{schema}.json", schema))
-    return digest({k: v for k, v in content.items() if k not in ("provenance", "digest")})
+# --- settings -----------------------------------------------------------------------------------------------
 
 
 def setting_to_json(setting: Setting) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from shardcore.limits import (
     require_known,
     require_within,
 )
-from shardcore.types import COLLECTIVES, GROUPS, OF_IDS, PARTS, PAYLOADS, Setting, Shard, StepCost
+from shardcore.step_cost import PARTS, StepCost
+from shardcore.types import COLLECTIVES, GROUPS, OF_IDS, PAYLOADS, Setting, Shard
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from shardcore.limits import MOST_BYTES, MOST_DEVICES, MOST_SPEED, require, requ
 from shardcore.schema import build
 from shardcore.search.budget import Budget
 from shardcore.search.sharders import Sharder
+from shardcore.step_cost import StepCost
 from shardcore.topology import LINKS, Device, Topology
-from shardcore.types import Plan, Problem, StepCost
+from shardcore.types import Plan, Problem
 from shardcore.workload import lower
 
 MOST_PRICE = 1e9

@@ -1,8 +1,9 @@
 """The nouns: frozen, validated when made, plain data.
 
 Everything here is a value: equal by content, hashable, and free of behaviour beyond what follows from its own
-fields. Devices are in topology.py, what a user asks of a plan in constraints.py, and what was measured in
-measurements.py. Messages of what is refused come from limits.py.
+fields. Devices are in topology.py, which rows lookups hit in access_statistics.py, what a user asks of a plan
+in constraints.py, what a step costs in step_cost.py, and what was measured in measurements.py. Messages of
+what is refused come from limits.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from shardcore import fused
+from shardcore.access_statistics import Reuse, Zipf
 from shardcore.constraints import Constraints, devices_of_pins, require_tower_hosts
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.job import PAYLOADS, Job
@@ -32,10 +34,6 @@ from shardcore.limits import (
     require_within,
 )
 from shardcore.topology import Topology
-
-REUSE_BINS = 17
-"""Bins of a reuse histogram: bin k holds unique rows seen (2^(k-1), 2^k] times, bin 0 once, bin 16 more than
-2^15 times."""
 
 PRECISION_BYTES = {name: precision.bytes for name, precision in fused.PRECISIONS.items()}
 OPTIMIZERS = tuple(fused.OPTIMIZERS)
@@ -56,49 +54,6 @@ CAST = ("all_to_all", "reduce_scatter")
 
 MIN_WIDTH = 4
 """Columns are cut in multiples of this: FBGEMM's kernels load rows as vectors of four."""
-
-
-@dataclass(frozen=True)
-class Reuse:
-    """Access statistics as a reuse histogram, as in the dlrm_datasets release and NeuroShard.
-
-    bins: [REUSE_BINS] fractions of a batch's unique rows, by how often each is seen. They sum to 1, or are
-        all 0 for a table that is never accessed.
-    batch: samples of the batch that it was taken at, without which the bins mean nothing.
-    """
-
-    bins: tuple[float, ...]
-    batch: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "bins", tuple(map(float, self.bins)))
-        total = sum(self.bins)
-        if (len(self.bins) == REUSE_BINS and 0 <= min(self.bins) and max(self.bins) <= 1 + 1e-6
-            and 1 <= self.batch <= MOST_BATCH
-                and (total == 0 or abs(total - 1) < 1e-3)):
-            return  # pools have many: words only where they are needed
-        require(len(self.bins) == REUSE_BINS, f"reuse histogram has {len(self.bins)} bins; it needs "
-                f"{REUSE_BINS}")
-        require(all(0 <= b <= 1 + 1e-6 for b in self.bins), f"reuse bins {self.bins} are not fractions "
-                "within 0 and 1")
-        require(total == 0 or abs(total - 1) < 1e-3, f"reuse bins sum to {total:.6g}; they need to sum to 1 "
-                "(or be all 0)")
-        require(1 <= self.batch <= MOST_BATCH,
-                f"reuse batch is {self.batch}; it needs to be the samples it was taken at, 1 to {MOST_BATCH}")
-
-
-@dataclass(frozen=True)
-class Zipf:
-    """Access statistics as a power law: the row of rank r (from 1) is accessed in proportion to r^-alpha.
-
-    alpha: within 0 and 10; 0 is uniform.
-    """
-
-    alpha: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "alpha", float(self.alpha))
-        require(0 <= self.alpha < 10, f"zipf alpha is {self.alpha}; it needs to be within 0 and 10")
 
 
 @dataclass(frozen=True)
@@ -435,47 +390,3 @@ class Problem:
         if own != setting:
             raise SettingMismatch(f"problem {self.name!r} is for ({own}), the cost model for ({setting}); "
                                   "measure and train one for the problem's setting, or change the problem")
-
-
-PARTS = ("forward_compute_ms", "backward_compute_ms", "forward_comm_ms", "backward_comm_ms", "waiting_ms",
-         "input_ms")
-"""Of a StepCost: what a device's total is the sum of."""
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """What one training step costs on each of D devices.
-
-    A device computes, waits for the last one, transfers, and waits for ids. Its total is their sum.
-    The step takes as long as the device with the largest total, and the dense part.
-
-    forward_compute_ms, backward_compute_ms: [D] ms of lookups, and of their gradients with the optimizer.
-    forward_comm_ms, backward_comm_ms: [D] ms of transfers of outputs and gradients.
-    waiting_ms: [D] ms for the last device.
-    input_ms: [D] ms that the step takes longer because ids travel. 0 if left out.
-    dense_ms: of the dense part, on each device.
-    """
-
-    forward_compute_ms: tuple[float, ...]
-    backward_compute_ms: tuple[float, ...]
-    forward_comm_ms: tuple[float, ...]
-    backward_comm_ms: tuple[float, ...]
-    waiting_ms: tuple[float, ...]
-    input_ms: tuple[float, ...] = field(default=(), kw_only=True)
-    dense_ms: float = field(default=0.0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if not self.input_ms:
-            object.__setattr__(self, "input_ms", (0.0,) * len(self.waiting_ms))
-
-    @property
-    def compute_ms(self) -> tuple[float, ...]:
-        return tuple(f + b for f, b in zip(self.forward_compute_ms, self.backward_compute_ms, strict=True))
-
-    @property
-    def device_ms(self) -> tuple[float, ...]:
-        return tuple(map(sum, zip(*(getattr(self, name) for name in PARTS), strict=True)))
-
-    @property
-    def total_ms(self) -> float:
-        return max(self.device_ms) + self.dense_ms

@@ -7,7 +7,7 @@ from pathlib import Path
 import mlflow
 from mlflow.entities.model_registry import ModelVersion
 
-from shardcore import files
+from shardcore import model_files
 from shardcore.errors import ShardCoreError
 from shardcore.search.learned.policy import POLICY_JSON, Policy, read_policy
 from tasks import paths, registry
@@ -29,7 +29,7 @@ def register_policy(client: mlflow.MlflowClient, folder: Path) -> ModelVersion:
     Its tags name the version of the cost model that it was trained against.
     Raises ShardCoreError if that is not registered.
     """
-    policy, digest = read_policy(folder), files.model_digest(folder, "policy")
+    policy, digest = read_policy(folder), model_files.model_digest(folder, "policy")
     trained_on = policy.meta.get("provenance", {}).get("model_digest")
     cost_name = registry.model_name(policy.setting.hardware)
     of_digest = {v.tags.get(DIGEST_TAG): v for v in client.search_model_versions(f"name = '{cost_name}'")}

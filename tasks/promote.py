@@ -12,7 +12,7 @@ from mlflow.entities import Metric
 from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
-from shardcore import files
+from shardcore import files, model_files
 from shardcore.cost import accuracy, drift_correction, neural, replay_metrics, replay_records
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_COUNT, require_within
@@ -76,7 +76,7 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
       plans.
     """
     logger = get_run_logger()
-    model, digest = neural.load(folder), files.model_digest(folder)
+    model, digest = neural.load(folder), model_files.model_digest(folder)
     client = registry.connect()
     runs = mlflow.search_runs(filter_string=f"tags.`{registry.DIGEST_TAG}` = '{digest}'", max_results=1,
                               output_format="list")

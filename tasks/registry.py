@@ -23,7 +23,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from requests import RequestException
 
-from shardcore import files
+from shardcore import files, model_files
 from shardcore.cost import neural
 from shardcore.errors import ShardCoreError
 from tasks import services
@@ -111,7 +111,7 @@ def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None,
 
     The card beside the folder becomes its description.
     """
-    digest = files.model_digest(folder)
+    digest = model_files.model_digest(folder)
     name = model_name(neural.load(folder).setting.hardware)
     # A rerun with the same files must not make a second version.
     existing = [v for v in client.search_model_versions(f"name = '{name}'")
@@ -145,7 +145,7 @@ def _upload(client: mlflow.MlflowClient, folder: Path, name: str, run_id: str | 
 
 def download(client: mlflow.MlflowClient, version: ModelVersion) -> neural.NeuralModel:
     """A version's model, loaded from its safetensors and JSON. No code from the registry is run."""
-    return downloaded(version, files.MODEL_JSON, neural.load)
+    return downloaded(version, model_files.MODEL_JSON, neural.load)
 
 
 def downloaded(version: ModelVersion, name: str, load: Callable[[Path], T]) -> T:

@@ -16,7 +16,7 @@ import pandas as pd
 from mlflow.entities import Metric
 from prefect import get_run_logger, task
 
-from shardcore import files, schema
+from shardcore import files, model_files, schema
 from shardcore.cost import accuracy, drift_correction, fit, neural, step_factors, study
 from shardcore.cost.metrics import coverage
 from shardcore.errors import ShardCoreError
@@ -133,7 +133,7 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig,
         neural.save(model, folder)
         files.write_csv(folder.with_name("curves.csv"), trained.curves)
         files.write_atomic(folder.with_name(registry.CARD), card.encode())
-        mlflow.set_tag(registry.DIGEST_TAG, files.model_digest(folder))
+        mlflow.set_tag(registry.DIGEST_TAG, model_files.model_digest(folder))
     return studied.metrics["test"]
 
 

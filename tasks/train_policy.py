@@ -10,7 +10,7 @@ import mlflow
 from mlflow.entities import Metric
 from prefect import get_run_logger, task
 
-from shardcore import files
+from shardcore import files, model_files
 from shardcore.cost import neural
 from shardcore.errors import ShardCoreError
 from shardcore.search.learned.learner import PolicyConfig
@@ -52,12 +52,13 @@ def train_policy(model_folder: Path, pool: Path, config: TrainPolicyConfig, fold
     """
     logger = get_run_logger()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (POLICY_JSON, files.MODEL_WEIGHTS, CURVES):  # an older policy must not look like this one
+    # An older policy must not look like this one.
+    for name in (POLICY_JSON, model_files.MODEL_WEIGHTS, CURVES):
         (folder / name).unlink(missing_ok=True)
     if config.algorithm is None:
         logger.info("no policy is trained: train_policy.algorithm in params.yaml is null")
         return {}
-    model, digest = neural.load(model_folder), files.model_digest(model_folder)
+    model, digest = neural.load(model_folder), model_files.model_digest(model_folder)
     client, work = registry.connect(), console.Work("rounds", config.rounds)
 
     def progress(round_: int, values: dict[str, float]) -> None:
@@ -80,5 +81,5 @@ def train_policy(model_folder: Path, pool: Path, config: TrainPolicyConfig, fold
         write_policy(folder, dataclasses.replace(policy, meta={**policy.meta, "provenance": {
             "model_digest": digest, "git_commit": git_commit(), "seed": config.seed}}))
         mlflow.log_artifacts(str(folder), policy_registry.POLICY)
-        mlflow.set_tag(registry.DIGEST_TAG, files.model_digest(folder, "policy"))
+        mlflow.set_tag(registry.DIGEST_TAG, model_files.model_digest(folder, "policy"))
     return metrics

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from shapes import column, host_row, on_hosts, replica, row
 
-from shardcore import files
+from shardcore import files, model_files
 from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
 from shardcore.job import Job
@@ -245,18 +245,18 @@ def test_pools_round_trip(tables, tmp_path):
 
 def test_models_round_trip_and_a_touched_one_is_refused(tmp_path):
     tensors = {"w": np.arange(6.0).reshape(2, 3)}
-    files.write_model(tmp_path, {"a": 1}, tensors)
-    meta, read = files.read_model(tmp_path)
+    model_files.write_model(tmp_path, {"a": 1}, tensors)
+    meta, read = model_files.read_model(tmp_path)
     assert meta == {"a": 1}
     np.testing.assert_array_equal(read["w"], tensors["w"])
-    weights = tmp_path / files.MODEL_WEIGHTS
+    weights = tmp_path / model_files.MODEL_WEIGHTS
     content = weights.read_bytes()
     for touched in (content[:-1], content[:-8]
                     + np.float64(7.0).tobytes()):  # the second is whole safetensors
         weights.write_bytes(touched)
         with pytest.raises(ShardCoreError,
                            match="weights.safetensors does not match the digest in model.json"):
-            files.read_model(tmp_path)
+            model_files.read_model(tmp_path)
 
 
 class Payload:
@@ -290,14 +290,14 @@ def as_torch(payload) -> bytes:
 @pytest.mark.parametrize("written", [as_pickle, as_array, as_torch])
 def test_a_model_file_whose_digest_is_right_runs_no_code(tmp_path, written):
     content, ran = written(Payload(tmp_path / "ran")), tmp_path / "ran"
-    files.write_model(tmp_path, {"a": 1}, {"w": np.zeros(1)})
-    (tmp_path / files.MODEL_WEIGHTS).write_bytes(content)
-    meta = (json.loads((tmp_path / files.MODEL_JSON).read_text())
+    model_files.write_model(tmp_path, {"a": 1}, {"w": np.zeros(1)})
+    (tmp_path / model_files.MODEL_WEIGHTS).write_bytes(content)
+    meta = (json.loads((tmp_path / model_files.MODEL_JSON).read_text())
             | {"weights_sha256": hashlib.sha256(content).hexdigest()})
     meta["digest"] = files.digest({k: v for k, v in meta.items() if k not in ("schema", "version", "digest")})
-    files.write_json(tmp_path / files.MODEL_JSON, meta)
+    files.write_json(tmp_path / model_files.MODEL_JSON, meta)
     with pytest.raises(ShardCoreError, match="weights.safetensors is not safetensors"):
-        files.read_model(tmp_path)
+        model_files.read_model(tmp_path)
     assert not ran.exists()
     if written is as_pickle:  # it would
         pickle.loads(content)
@@ -306,8 +306,8 @@ def test_a_model_file_whose_digest_is_right_runs_no_code(tmp_path, written):
 
 def test_a_models_digest_is_of_its_weights_and_what_it_says_of_them_not_of_where_it_comes_from(tmp_path):
     def written(meta, weight):
-        files.write_model(tmp_path, meta, {"w": np.full(2, weight)})
-        return files.model_digest(tmp_path)
+        model_files.write_model(tmp_path, meta, {"w": np.full(2, weight)})
+        return model_files.model_digest(tmp_path)
 
     first = written({"a": 1, "provenance": {"git_commit": "x"}}, 1.0)
     assert len(first) == 16 and written({"a": 1, "provenance": {"git_commit": "y"}}, 1.0) == first

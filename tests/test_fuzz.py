@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import fuzz
+from bench import fuzz, fuzz_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer")
 OF_EACH = 36
@@ -12,8 +12,8 @@ OF_EACH = 36
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sound")
-    fuzz.make(folder)
-    return fuzz.Sound.read(folder)
+    fuzz_files.make(folder)
+    return fuzz_files.Sound.read(folder)
 
 
 @pytest.mark.parametrize("name", fuzz.FORMATS)

@@ -21,8 +21,9 @@ ORCHESTRATORS = {"prefect", "ray", "mlflow", "dvc"}
 BELOW = {"errors.py": (), "limits.py": ("errors",), "topology.py": ("errors", "limits"),
          "constraints.py": ("errors", "limits"), "job.py": ("errors", "limits", "fused"),
          "fused.py": (),
-         "types.py": ("errors", "limits", "topology", "constraints", "fused", "job"),
-         "measurements.py": ("errors", "limits", "types")}
+         "access_statistics.py": ("limits",), "step_cost.py": (),
+         "types.py": ("errors", "limits", "topology", "constraints", "fused", "job", "access_statistics"),
+         "measurements.py": ("errors", "limits", "types", "step_cost")}
 """What the nouns see of ours: nothing but other nouns, and the errors and limits of them all."""
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from shardcore.access_statistics import Reuse, Zipf
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.memory_tiers import (
     Tier,
@@ -17,7 +18,7 @@ from shardcore.memory_tiers import (
     with_load_factors,
 )
 from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Reuse, Table, Zipf
+from shardcore.types import Problem, Table
 
 
 def problem(memory, optimizer="exact_sgd", gbps=25.0, host_bytes=1 << 34):

@@ -19,8 +19,9 @@ from shardcore.provision import (
     sweep,
 )
 from shardcore.search import SHARDERS
+from shardcore.step_cost import StepCost
 from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Setting, StepCost, Table
+from shardcore.types import Problem, Setting, Table
 
 GIB = 1 << 30
 TABLES = tuple(Table(f"t{i}", 100_000, 16, 10.0) for i in range(12))

@@ -129,10 +129,10 @@ def plan(args: argparse.Namespace) -> None:
 
 
 def _provenance(args: argparse.Namespace) -> dict[str, Any]:
-    from shardcore import files
+    from shardcore import model_files
 
-    return ({"model_digest": "+".join(map(files.model_digest, args.model))}
-            | ({"policy_digest": files.model_digest(args.policy, "policy")} if args.policy else {})
+    return ({"model_digest": "+".join(map(model_files.model_digest, args.model))}
+            | ({"policy_digest": model_files.model_digest(args.policy, "policy")} if args.policy else {})
             | ({"confidence": args.confidence} if args.confidence else {}))
 
 

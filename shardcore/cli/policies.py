@@ -34,7 +34,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def train_policy(args: argparse.Namespace) -> None:
-    from shardcore import files
+    from shardcore import files, model_files
     from shardcore.cost import neural
     from shardcore.search.learned.learner import PolicyConfig
     from shardcore.search.learned.policy import write_policy
@@ -49,7 +49,7 @@ def train_policy(args: argparse.Namespace) -> None:
                               max_dim=args.max_dim, problems=args.problems)
     config = PolicyConfig(rounds=args.rounds, patience=args.patience, seed=args.seed)
     trained = make_policy(args.name, pool, model, problems, config, like, _say_progress)
-    meta = {**trained.policy.meta, "provenance": {"model_digest": files.model_digest(args.model)}}
+    meta = {**trained.policy.meta, "provenance": {"model_digest": model_files.model_digest(args.model)}}
     write_policy(args.out, dataclasses.replace(trained.policy, meta=meta))
     print(json.dumps(meta["metrics"], indent=1))
 

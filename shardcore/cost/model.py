@@ -15,8 +15,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from shardcore.job import Job
+from shardcore.step_cost import StepCost
 from shardcore.topology import Topology
-from shardcore.types import Problem, Setting, Shard, StepCost
+from shardcore.types import Problem, Setting, Shard
 from shardcore.workload import Workload
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardcore import files, schema
+from shardcore import files, model_files, schema
 from shardcore.cost import collective_model, features, nets, quantiles
 from shardcore.cost import weights as required
 from shardcore.cost.host_memory import HostMemoryModel, with_host_memory
@@ -223,7 +223,7 @@ def save(model: NeuralModel, folder: str | Path) -> None:
     """Write model.json and weights.safetensors. Raises ShardCoreError for weights that `load` would
     refuse."""
     required.require(model.weights)
-    files.write_model(folder, {**model.meta, **_NAMES, "setting": files.setting_to_json(model.setting)},
+    model_files.write_model(folder, {**model.meta, **_NAMES, "setting": files.setting_to_json(model.setting)},
                       model.weights)
 
 
@@ -233,7 +233,7 @@ def load(folder: str | Path) -> NeuralModel:
     Raises ShardCoreError for a file that is missing, cut short or edited.
     Raises it too for a model trained on other features than this ShardCore computes.
     """
-    meta, weights = files.read_model(folder)
+    meta, weights = model_files.read_model(folder)
     setting = files.setting_from_json(meta.pop("setting", None), f"{folder}: setting")
     # Weights are matrices by position, so names have to agree in order too.
     for what, names in _NAMES.items():

@@ -22,7 +22,8 @@ from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
 from shardcore.layouts import CHANNELS, ID_CHANNELS, Channel
-from shardcore.types import COLLECTIVES, StepCost
+from shardcore.step_cost import StepCost
+from shardcore.types import COLLECTIVES
 from shardcore.workload import Workload
 
 FEWEST_STEPS = 8

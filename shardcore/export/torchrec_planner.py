@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardcore.access_statistics import Reuse, Zipf
 from shardcore.constraints import Constraints
 from shardcore.cost.mixed import out_of_range
 from shardcore.cost.model import CostModel
@@ -40,7 +41,7 @@ from shardcore.tables import access
 from shardcore.tables.deduplication import dedup_of
 from shardcore.tables.public import DEFAULT_ACCESS
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Reuse, Table, Zipf
+from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
 
 if TYPE_CHECKING:

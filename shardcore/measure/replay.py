@@ -59,7 +59,8 @@ from shardcore.measure.step_compute import (
 from shardcore.measure.timing import Caches, spread
 from shardcore.measurements import StepSample
 from shardcore.samples.dataset import ReferenceOp
-from shardcore.types import PARTS, Setting, precision_of
+from shardcore.step_cost import PARTS
+from shardcore.types import Setting, precision_of
 from shardcore.workload import Workload
 
 

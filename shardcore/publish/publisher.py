@@ -29,7 +29,8 @@ from shardcore.search.anneal.sharder import SPACE_OF
 from shardcore.search.budget import Budget
 from shardcore.search.explain import explain
 from shardcore.search.learned.policy import Policy
-from shardcore.types import Plan, Problem, StepCost
+from shardcore.step_cost import StepCost
+from shardcore.types import Plan, Problem
 from shardcore.workload import lower
 
 _logger = logging.getLogger(__name__)

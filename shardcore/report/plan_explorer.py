@@ -17,7 +17,8 @@ from typing import Any
 
 from shardcore.memory import held_bytes
 from shardcore.publish.diff import diff
-from shardcore.types import Placement, Plan, Problem, StepCost
+from shardcore.step_cost import StepCost
+from shardcore.types import Placement, Plan, Problem
 
 PARTS = (("forward compute", "forward_compute_ms", "#4477aa"),
          ("backward compute", "backward_compute_ms", "#66ccee"),

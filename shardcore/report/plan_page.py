@@ -16,7 +16,8 @@ from shardcore.report import plan_report
 from shardcore.report.plan_explorer import PARTS, STYLE, Version, explorer, policy
 from shardcore.report.text import percent_change
 from shardcore.search.explain import Alternative, Explanation
-from shardcore.types import Plan, Problem, StepCost
+from shardcore.step_cost import StepCost
+from shardcore.types import Plan, Problem
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

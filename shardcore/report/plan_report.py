@@ -13,7 +13,8 @@ from shardcore.publish.drift import Drift
 from shardcore.report.text import percent_change, text_table
 from shardcore.search.explain import Alternative, Explanation
 from shardcore.search.tower_hosts import TowerTraffic
-from shardcore.types import Placement, StepCost
+from shardcore.step_cost import StepCost
+from shardcore.types import Placement
 
 MOST_SHARDS = 8
 """Shards of the bottleneck device that are shown."""

@@ -25,7 +25,8 @@ from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_MS, MOST_SPEED
 from shardcore.measurements import Spread, StepSample
 from shardcore.samples import dataset
-from shardcore.types import PARTS, Plan, Problem, Setting
+from shardcore.step_cost import PARTS
+from shardcore.types import Plan, Problem, Setting
 from shardcore.workload import Workload, lower
 
 SCHEMA, VERSION = "shardcore/replays", 3

@@ -14,7 +14,8 @@ from shardcore.errors import Infeasible
 from shardcore.search.budget import Budget
 from shardcore.search.learned.policy import Policy
 from shardcore.search.sharders import BASELINES, SHARDERS, known, sharder
-from shardcore.types import Plan, Problem, StepCost
+from shardcore.step_cost import StepCost
+from shardcore.types import Plan, Problem
 from shardcore.workload import lower
 
 

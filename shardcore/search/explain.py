@@ -24,8 +24,9 @@ from shardcore.search.bound import Bound, bound
 from shardcore.search.budget import Budget
 from shardcore.search.sharders import BASELINES, SHARDERS
 from shardcore.search.tower_hosts import TowerTraffic, tower_traffic
+from shardcore.step_cost import StepCost
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, StepCost
+from shardcore.types import Plan, Problem
 from shardcore.workload import Workload, lower
 
 MORE_MEMORY = (0.1, 0.5)

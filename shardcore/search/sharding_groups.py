@@ -39,8 +39,9 @@ from shardcore.sharding_groups import (
     replicated_gradient_bytes,
     synced_bytes,
 )
+from shardcore.step_cost import StepCost
 from shardcore.topology import Topology
-from shardcore.types import Problem, StepCost
+from shardcore.types import Problem
 from shardcore.workload import Workload, lower
 
 _ALL_REDUCE = CHANNELS.index(Channel("all_reduce"))

@@ -24,9 +24,10 @@ from functools import cached_property
 
 import numpy as np
 
+from shardcore.access_statistics import Zipf
 from shardcore.errors import ShardCoreError
 from shardcore.tables import access
-from shardcore.types import Table, Zipf
+from shardcore.types import Table
 
 _POINTS = 256
 """Sizes at which misses are computed. Others lie between them."""

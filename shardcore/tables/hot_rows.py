@@ -18,12 +18,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from shardcore.access_statistics import Reuse, Zipf
 from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import LAYOUTS
 from shardcore.tables import access
 from shardcore.tables.heat import Heat, heat_of
-from shardcore.types import Problem, Reuse, Table, Zipf
+from shardcore.types import Problem, Table
 
 HOT, COLD = "_hot", "_cold"
 """What is appended to a table's name for its parts."""

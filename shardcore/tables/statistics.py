@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from shardcore.access_statistics import REUSE_BINS
 from shardcore.tables import access
-from shardcore.types import REUSE_BINS, Table
+from shardcore.types import Table
 
 PUBLISHED = "2021-856"
 """The release of dlrm_datasets that the generator is calibrated to."""

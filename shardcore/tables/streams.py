@@ -11,8 +11,9 @@ import math
 
 import numpy as np
 
+from shardcore.access_statistics import Reuse, Zipf
 from shardcore.tables import access
-from shardcore.types import Reuse, Shard, Table, Zipf
+from shardcore.types import Shard, Table
 
 
 def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

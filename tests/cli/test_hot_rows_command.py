@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 
 from shardcore import files
+from shardcore.access_statistics import Zipf
 from shardcore.cli import main
 from shardcore.tables.hot_ids import HotIds, read_hot_ids, write_hot_ids
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.tables.row_counts import RowCounts, write_row_counts
-from shardcore.types import Zipf
 from shardcore.workload import lower
 
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from shardcore import files
+from shardcore.access_statistics import Zipf
 from shardcore.cli import main
 from shardcore.topology import Device, Topology
-from shardcore.types import Table, Zipf
+from shardcore.types import Table
 from shardcore.workload import lower
 
 

@@ -6,10 +6,11 @@ import pytest
 from laws import SETTING
 from policies import untrained
 
-from shardcore import files
+from shardcore import files, model_files
+from shardcore.access_statistics import Zipf
 from shardcore.cli import main
 from shardcore.search.learned.policy import read_policy, write_policy
-from shardcore.types import Table, Zipf
+from shardcore.types import Table
 
 QUICK = ["--devices", "2", "--min-tables", "4", "--max-tables", "6", "--max-dim", "16", "--problems", "3",
          "--rounds", "2"]
@@ -29,13 +30,13 @@ def test_a_policy_is_trained_and_plans_with_and_without_a_budget(stored, model, 
     said = capsys.readouterr()
     assert "round 2: validation_cost" in said.err and json.loads(said.out)["test_solved"] == 1
     meta = read_policy(policy).meta
-    assert meta["provenance"] == {"model_digest": files.model_digest(model)}
+    assert meta["provenance"] == {"model_digest": model_files.model_digest(model)}
     assert meta["config"]["problems_drawn"]["devices"] == len(files.read_problem(problem).topology)
     ms = []
     for more in ([], ["--budget-evals", "16"], ["--algorithm", "dreamshard_direct_columns"]):
         assert main(["plan", problem, "--model", str(model), "--policy", policy, *more, "--out", plan]) == 0
         ms.append(files.read_plan(plan, files.read_problem(problem)).provenance)
-    assert ms[0]["policy_digest"] == files.model_digest(policy, "policy")
+    assert ms[0]["policy_digest"] == model_files.model_digest(policy, "policy")
     assert ms[0]["algorithm"] == ms[0]["policy"] == "dreamshard_direct"
     assert ms[1]["predicted_ms"] <= ms[0]["predicted_ms"]
     assert "by dreamshard_direct_columns" in capsys.readouterr().out

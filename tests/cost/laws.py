@@ -4,12 +4,13 @@ import math
 
 import numpy as np
 
+from shardcore.access_statistics import Reuse, Zipf
 from shardcore.cost import features
 from shardcore.cost.neural import NeuralModel
 from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample, Spread
 from shardcore.samples import dataset
 from shardcore.tables import access
-from shardcore.types import COLLECTIVES, Reuse, Setting, Shard, Table, Zipf
+from shardcore.types import COLLECTIVES, Setting, Shard, Table
 
 SETTING = Setting("law", 256)
 COLD = Reuse((0.8, 0.15, 0.05) + (0.0,) * 14, 256)

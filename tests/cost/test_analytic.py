@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapes import host_row, on_hosts, row, sends
 
+from shardcore.access_statistics import Zipf
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import group_costs, price
 from shardcore.errors import ShardCoreError
 from shardcore.tables.access import unique_rows
 from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table, Zipf
+from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 MODEL = AnalyticModel(Setting("made-up", 1000), launch_us=10, table_us=1, lookup_ns=100, gather_gbps=1,

@@ -5,13 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from shardcore.access_statistics import Zipf
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.host_memory import HostMemoryModel
 from shardcore.cost.model import QuantileCostModel, price
 from shardcore.memory_tiers import tiers_of, with_load_factors
 from shardcore.search.bound import bound
 from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table, Zipf
+from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 MODEL = AnalyticModel(Setting("made-up", 512))

@@ -7,7 +7,7 @@ import pytest
 from laws import by_hand, pool
 from shapes import column
 
-from shardcore import files
+from shardcore import model_files
 from shardcore.cost import mixed, neural
 from shardcore.cost.mixed import MixedModel
 from shardcore.cost.model import QuantileCostModel, group_costs, price
@@ -131,5 +131,5 @@ def test_models_that_cannot_be_mixed_are_named(both, tmp_path):
         neural.save(model, tmp_path / name)
     assert mixed.load([tmp_path / "a"]).setting == full.setting
     assert mixed.load([tmp_path / "a", tmp_path / "b"]).setting.precision == "fp16+fp32"
-    assert files.model_digest(tmp_path / "a") != files.model_digest(tmp_path / "b")
+    assert model_files.model_digest(tmp_path / "a") != model_files.model_digest(tmp_path / "b")
     assert by_hand().setting == full.setting

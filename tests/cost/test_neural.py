@@ -12,13 +12,14 @@ import pytest
 from laws import SETTING, by_hand, pool
 from shapes import ALL_TO_ALL, REDUCE_SCATTER, WITHIN, host_row, on_hosts, row, sends
 
-from shardcore import files, schema
+from shardcore import files, model_files, schema
+from shardcore.access_statistics import Zipf
 from shardcore.cost import collective_model, features, neural
 from shardcore.cost.model import QuantileCostModel, at_confidence, group_costs, price
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import CHANNELS
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Shard, Table, Zipf
+from shardcore.types import Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 GIB = 1 << 30
@@ -289,9 +290,9 @@ def test_a_model_file_runs_no_code(tmp_path, protocol):
 
 def test_a_model_of_other_features_is_refused(model, tmp_path):
     neural.save(model, tmp_path)
-    meta, weights = files.read_model(tmp_path)
+    meta, weights = model_files.read_model(tmp_path)
     body = {k: v for k, v in meta.items() if k != "schema"}
-    files.write_model(tmp_path, {**body, "drivers": ["lookups"]}, weights)
+    model_files.write_model(tmp_path, {**body, "drivers": ["lookups"]}, weights)
     with pytest.raises(ShardCoreError, match=r"was trained on drivers \['lookups'\]; .*train again"):
         neural.load(tmp_path)
 
@@ -301,7 +302,7 @@ def test_a_model_that_knows_no_counts_of_wide_shards_prices_as_before(model, tmp
     body = {k: v for k, v in model.meta.items() if k != "provenance"}
     short = {name: values[:known] if name in ("rates", "load_typical", "contention.0.weight") else values
              for name, values in model.weights.items()}
-    files.write_model(tmp_path, {**body, "setting": files.setting_to_json(model.setting),
+    model_files.write_model(tmp_path, {**body, "setting": files.setting_to_json(model.setting),
                                  **neural._NAMES, "drivers": list(features.DRIVERS[:known])}, short)
     old = neural.load(tmp_path)
     shards = [Shard.whole(Table("t", 1000, 32, 3.0)), Shard.whole(Table("u", 1000, 8, 9.0))]
@@ -309,7 +310,7 @@ def test_a_model_that_knows_no_counts_of_wide_shards_prices_as_before(model, tmp
             == pytest.approx(model.head(model.encode(shards).sum(0)), rel=0.2))
     assert not old.weights["rates"][known:].any() and not old.weights["contention.0.weight"][known:].any()
 
-    files.write_model(tmp_path, {**body, "setting": files.setting_to_json(model.setting),
+    model_files.write_model(tmp_path, {**body, "setting": files.setting_to_json(model.setting),
                                  **neural._NAMES, "drivers": []}, short)
     with pytest.raises(ShardCoreError, match=r"was trained on drivers \[\]; "):
         neural.load(tmp_path)
@@ -321,8 +322,9 @@ def test_a_model_that_knows_fewer_terms_of_exchanges_prices_as_before(model, tmp
             and name.startswith("exchange_")}
     short = {name: law[:known] if name in laws else law for name, law in model.weights.items()}
     body = {k: v for k, v in model.meta.items() if k != "provenance"}
-    files.write_model(tmp_path, {**body, "setting": files.setting_to_json(model.setting), **neural._NAMES,
-                                 "exchange_terms": list(collective_model.EXCHANGE_TERMS[:known])}, short)
+    model_files.write_model(tmp_path, {
+        **body, "setting": files.setting_to_json(model.setting), **neural._NAMES,
+        "exchange_terms": list(collective_model.EXCHANGE_TERMS[:known])}, short)
     old = neural.load(tmp_path).weights
     assert laws and all((old[name][:known] == short[name]).all() and not old[name][known:].any()
                         for name in laws)

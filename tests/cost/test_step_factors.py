@@ -14,8 +14,9 @@ from shardcore.cost.model import price
 from shardcore.job import Job
 from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, ID_CHANNELS, IDS, Channel
 from shardcore.search import SHARDERS
+from shardcore.step_cost import StepCost
 from shardcore.topology import Device, Topology
-from shardcore.types import COLLECTIVES, Plan, Problem, StepCost
+from shardcore.types import COLLECTIVES, Plan, Problem
 from shardcore.workload import lower
 
 ANALYTIC = AnalyticModel(SETTING)

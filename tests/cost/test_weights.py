@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 
-from shardcore import files
+from shardcore import model_files
 from shardcore.cost import collective_model, fit, neural, weights
 from shardcore.errors import ShardCoreError
 
@@ -79,8 +79,8 @@ def test_a_model_is_checked_when_it_is_read(trained, tmp_path):
     with pytest.raises(ShardCoreError, match="weight 'launch' has -5; it needs 0 to"):
         neural.save(neural.NeuralModel(SETTING, bad, trained.meta), tmp_path)
     neural.save(trained, tmp_path)
-    meta, _ = files.read_model(tmp_path)
-    files.write_model(tmp_path, meta, bad)
+    meta, _ = model_files.read_model(tmp_path)
+    model_files.write_model(tmp_path, meta, bad)
     with pytest.raises(ShardCoreError, match=f"model in {tmp_path}: weight 'launch' has -5; it needs 0 to"):
         neural.load(tmp_path)
 

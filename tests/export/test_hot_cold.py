@@ -9,6 +9,7 @@ import torch
 from shapes import replica, row
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
+from shardcore.access_statistics import Zipf
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import ShardCoreError
 from shardcore.export.hot_cold import HotColdEmbeddingCollection
@@ -19,7 +20,7 @@ from shardcore.export.torchrec_planner import problem_for
 from shardcore.search import SHARDERS
 from shardcore.tables.hot_ids import HotIds
 from shardcore.tables.hot_rows import with_hot_rows
-from shardcore.types import Plan, Setting, Table, Zipf
+from shardcore.types import Plan, Setting, Table
 
 CONFIGS = [EmbeddingConfig(name="h", num_embeddings=50, embedding_dim=8, feature_names=["f", "g"]),
            EmbeddingConfig(name="k", num_embeddings=20, embedding_dim=8, feature_names=["q"])]

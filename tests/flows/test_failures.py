@@ -26,7 +26,7 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 from scratch import Project, Server, copy_project, kill_group, timings, until, with_logs
 
-from shardcore import files, schema
+from shardcore import files, model_files, schema
 from shardcore.cost import fit, neural
 from shardcore.publish import store
 from shardcore.samples import dataset
@@ -239,7 +239,7 @@ def test_mlflow_killed_while_a_model_is_logged_or_registered(trained, tracking, 
     assert outcome.lost == 0 and outcome.completed
     assert not client.search_runs([e.experiment_id for e in client.search_experiments()],
                                   "attributes.status = 'RUNNING'")
-    assert versions() == sorted([*before, files.model_digest(trained.folder / "data/model")])
+    assert versions() == sorted([*before, model_files.model_digest(trained.folder / "data/model")])
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shardcore import types
+from shardcore.access_statistics import Zipf
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.errors import ShardCoreError
 from shardcore.fused import OPTIMIZERS, Optimizer
@@ -13,7 +14,7 @@ from shardcore.measure import timing
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measurements import ComputeRequest
 from shardcore.tables import streams
-from shardcore.types import PRECISION_BYTES, Setting, Shard, Table, Zipf
+from shardcore.types import PRECISION_BYTES, Setting, Shard, Table
 
 CONFIG = KernelConfig(arena_bytes=8 << 20, tolerance=0.2, min_repeats=3, max_repeats=5, interleave=4)
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]

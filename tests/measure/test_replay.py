@@ -12,6 +12,7 @@ from shapes import column, host_row, on_hosts, replica, row
 
 import shardcore.measure.replay as module
 from shardcore import files
+from shardcore.access_statistics import Reuse, Zipf
 from shardcore.cli import main
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
@@ -24,8 +25,9 @@ from shardcore.measure.kernels import KernelBench
 from shardcore.measure.replay import ReplayConfig, combine, combine_all, replay, replay_all
 from shardcore.measure.timing import Caches
 from shardcore.measurements import ComputeRequest
+from shardcore.step_cost import PARTS, StepCost
 from shardcore.topology import Device, Topology
-from shardcore.types import PARTS, Placement, Plan, Problem, Reuse, Setting, Shard, StepCost, Table, Zipf
+from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 MIB = 1 << 20

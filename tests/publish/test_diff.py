@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from shapes import column, host_row, on_hosts, replica, row
 
+from shardcore.access_statistics import Zipf
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
@@ -15,7 +16,7 @@ from shardcore.publish.diff import diff, rebind_tables, relabel_devices, reorder
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
 from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Setting, Table, Zipf
+from shardcore.types import Placement, Plan, Setting, Table
 from shardcore.workload import lower
 
 

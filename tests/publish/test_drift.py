@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from laws import SETTING
 
+from shardcore.access_statistics import Zipf
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.errors import Infeasible, ShardCoreError
@@ -16,7 +17,7 @@ from shardcore.publish.replan import ReplanConfig
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
 from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Table, Zipf
+from shardcore.types import Problem, Table
 from shardcore.workload import lower
 
 MODEL = AnalyticModel(SETTING, launch_us=2, table_us=1, lookup_ns=10, exchange_latency_ms=0.001,

@@ -9,6 +9,7 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 
 from shardcore import files
+from shardcore.access_statistics import Zipf
 from shardcore.cost import fit
 from shardcore.cost.model import price
 from shardcore.errors import Infeasible, ShardCoreError
@@ -17,7 +18,7 @@ from shardcore.publish.diff import diff
 from shardcore.publish.publisher import PublishConfig, Publisher
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Shard, Table, Zipf
+from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 CONFIG = PublishConfig(budget_evals=2_000)

@@ -15,8 +15,9 @@ from shardcore.measure.replay import ReplayConfig
 from shardcore.measurements import Spread, StepSample
 from shardcore.samples import replays
 from shardcore.search import Budget, compare
+from shardcore.step_cost import PARTS
 from shardcore.topology import Device, Topology
-from shardcore.types import PARTS, Plan, Problem, Setting
+from shardcore.types import Plan, Problem, Setting
 
 MIB = 1 << 20
 SETTING = Setting("test", 240)

@@ -21,6 +21,7 @@ from shapes import host_row, row, with_room
 
 from bench.peers import PEERS
 from shardcore import memory
+from shardcore.access_statistics import Zipf
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
@@ -32,7 +33,7 @@ from shardcore.search import sharder as sharder_of
 from shardcore.search import torchrec as torchrec_peer
 from shardcore.search.shards import consolidate
 from shardcore.topology import Device, Topology
-from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Setting, Shard, Table, Zipf
+from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 BATCH = 48  # 1, 2, 3 and 4 devices divide it

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 from shapes import with_room
 
+from shardcore.access_statistics import Zipf
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
@@ -13,7 +14,7 @@ from shardcore.layouts import shards_on
 from shardcore.search.shards import consolidate, division, halve_columns, placed
 from shardcore.topology import Device, Topology
 from shardcore.traffic import channels_of
-from shardcore.types import Plan, Problem, Setting, Shard, Table, Zipf
+from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 BATCH = 48

@@ -8,6 +8,7 @@ import pytest
 from conformance import BATCH, MIB, draw_tables, every_plan, model_for
 from shapes import column, host_row, on_hosts, sends
 
+from shardcore.access_statistics import Zipf
 from shardcore.constraints import Constraints
 from shardcore.cost import features
 from shardcore.cost.analytic import AnalyticModel
@@ -19,7 +20,7 @@ from shardcore.job import Job
 from shardcore.layouts import LAYOUTS
 from shardcore.search import SHARDERS, Budget, bound, bound_ops, bound_packing, bound_shards
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Setting, Shard, Table, Zipf
+from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 

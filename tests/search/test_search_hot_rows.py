@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from shardcore.access_statistics import Zipf
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.hot_rows import best_of, try_thresholds
 from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Setting, Table, Zipf
+from shardcore.types import Problem, Setting, Table
 from shardcore.workload import lower
 
 TABLES = tuple(Table(f"t{i}", 20_000, 32, 20.0, Zipf(1.2), sequence=True, collection="ec") for i in range(3))

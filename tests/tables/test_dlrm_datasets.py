@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from shardcore.access_statistics import Reuse
 from shardcore.errors import ShardCoreError
 from shardcore.tables import streams
 from shardcore.tables.dlrm_datasets import dlrm_datasets_pool
 from shardcore.tables.generate import PoolConfig, generate_pool
-from shardcore.types import Reuse
 
 BATCH = 65536
 LENGTHS = torch.tensor([[2, 0, 3, 1], [0, 0, 0, 0], [1, 1, 1, 1]])

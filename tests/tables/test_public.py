@@ -1,8 +1,8 @@
 import pytest
 
+from shardcore.access_statistics import Zipf
 from shardcore.errors import ShardCoreError
 from shardcore.tables.public import DEFAULT_ACCESS, public_pool, public_pools
-from shardcore.types import Zipf
 
 
 @pytest.mark.parametrize(("name", "tables", "gib"),

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardcore.access_statistics import REUSE_BINS, Reuse, Zipf
 from shardcore.tables import access, streams
-from shardcore.types import REUSE_BINS, Reuse, Shard, Table, Zipf
+from shardcore.types import Shard, Table
 
 BATCH = 4096
 

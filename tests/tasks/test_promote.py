@@ -10,7 +10,7 @@ from laws import SETTING, comm_samples, compute_samples, linear_law, pool, sprea
 from prefect.logging import disable_run_logger
 from tracking import tracked
 
-from shardcore import files
+from shardcore import model_files
 from shardcore.cost import collective_fit, fit, neural
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.model import price
@@ -202,8 +202,8 @@ def test_a_champion_of_other_features_is_replaced(store, trained):
     old = registry.register(client, store / "old", None, {})
     [kept] = (p.parent for p in store.rglob("model.json") if p.parents[0]
               not in (store / "old", store / "new"))
-    meta, weights = files.read_model(kept)
-    files.write_model(kept, {**meta, "conditions": ["width"]}, weights)
+    meta, weights = model_files.read_model(kept)
+    model_files.write_model(kept, {**meta, "conditions": ["width"]}, weights)
     client.set_registered_model_alias(old.name, registry.CHAMPION, old.version)
     champion = promote(store, trained).champion
     assert champion != str(old.version)

@@ -9,8 +9,9 @@ import ray
 
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.measure.replay import ReplayConfig
+from shardcore.step_cost import PARTS
 from shardcore.topology import Device, Topology
-from shardcore.types import PARTS, Placement, Plan, Problem, Setting, Shard
+from shardcore.types import Placement, Plan, Problem, Setting, Shard
 from shardcore.workload import lower
 from tasks import actors
 from tasks.measure import MeasureConfig

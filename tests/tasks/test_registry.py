@@ -11,7 +11,7 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 from tracking import tracked
 
-from shardcore import files
+from shardcore import model_files
 from shardcore.cost import fit, neural
 from shardcore.errors import ShardCoreError
 from tasks import registry
@@ -64,14 +64,14 @@ def test_a_champion_that_is_no_working_model_is_refused_by_name(client, tmp_path
     version = registry.register(client, tmp_path / "model", None, {})
     client.set_registered_model_alias(version.name, registry.CHAMPION, version.version)
     assert registry.champion(client, SETTING.hardware)[0].meta == model.meta
-    [kept] = (p.parent for p in tmp_path.rglob(files.MODEL_JSON) if p.parent != tmp_path / "model")
+    [kept] = (p.parent for p in tmp_path.rglob(model_files.MODEL_JSON) if p.parent != tmp_path / "model")
     without = {k: v for k, v in model.weights.items() if k != "rates"}
     rates = model.weights["rates"]
     for weights in (without, {**without, "rates": rates[:1]}, {**without, "rates": rates * np.nan}):
-        files.write_model(kept, files.read_model(tmp_path / "model")[0], weights)
+        model_files.write_model(kept, model_files.read_model(tmp_path / "model")[0], weights)
         said = f"version 1 of {version.name} holds no model that works: model in .*: weight 'rates' "
         with pytest.raises(ShardCoreError, match=said):
             registry.champion(client, SETTING.hardware)
-    (kept / files.MODEL_WEIGHTS).write_bytes(b"\x80\x04.")
+    (kept / model_files.MODEL_WEIGHTS).write_bytes(b"\x80\x04.")
     with pytest.raises(ShardCoreError, match="weights.safetensors does not match the digest"):
         registry.champion(client, SETTING.hardware)

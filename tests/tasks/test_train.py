@@ -12,7 +12,7 @@ from laws import SETTING, cache_law, comm_samples, compute_samples, pool
 from prefect.logging import disable_run_logger
 from tracking import tracked
 
-from shardcore import files, schema
+from shardcore import files, model_files, schema
 from shardcore.cost import accuracy, collective_model, fit, neural
 from shardcore.cost.model import price
 from shardcore.cost.step_factors import FEWEST_STEPS
@@ -76,7 +76,7 @@ def test_the_run_holds_parameters_curves_metrics_figures_and_the_card(joined):
                 and f"{split}_compute_coverage_90" in run.data.metrics)
     assert (run.data.metrics["test_compute_mape"] == metrics["compute_mape"]
             and "learning_curve_gain" in run.data.metrics)
-    assert run.data.tags[registry.DIGEST_TAG] == files.model_digest("data/model")
+    assert run.data.tags[registry.DIGEST_TAG] == model_files.model_digest("data/model")
     names = ("predicted_against_measured", "error_by_size", "calibration", "learning_curve",
              "training_curves")
     assert {a.path for a in client.list_artifacts(run_id)} == {"card.md", *(f"{n}.png" for n in names)}

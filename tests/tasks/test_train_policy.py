@@ -8,13 +8,14 @@ from laws import SETTING, comm_samples, compute_samples, linear_law
 from prefect.logging import disable_run_logger
 from tracking import tracked
 
-from shardcore import files
+from shardcore import files, model_files
+from shardcore.access_statistics import Zipf
 from shardcore.cost import fit, neural
 from shardcore.errors import ShardCoreError
 from shardcore.publish.publisher import PublishConfig, Publisher
 from shardcore.search.learned.policy import read_policy, write_policy
 from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Table, Zipf
+from shardcore.types import Problem, Table
 from tasks import params, paths, policy_registry, registry
 from tasks.promote import promote_policy
 from tasks.train_policy import TrainPolicyConfig, train_policy
@@ -50,10 +51,11 @@ def test_the_run_holds_parameters_curves_and_files(metrics):
     assert found.data.params["algorithm"] == "dreamshard_direct" and found.data.params["rounds"] == "2"
     assert [m.step for m in client.get_metric_history(found.info.run_id, "validation_cost")] == [1, 2]
     assert found.data.metrics["final_test_cost"] == metrics["test_cost"] > 0
-    assert found.data.tags[registry.DIGEST_TAG] == files.model_digest(paths.POLICY, "policy")
+    assert found.data.tags[registry.DIGEST_TAG] == model_files.model_digest(paths.POLICY, "policy")
     assert {a.path for a in client.list_artifacts(found.info.run_id, "policy")} == {
         f"policy/{n}" for n in ("policy.json", "weights.safetensors", "curves.csv")}
-    assert read_policy(paths.POLICY).meta["provenance"]["model_digest"] == files.model_digest(paths.MODEL)
+    provenance = read_policy(paths.POLICY).meta["provenance"]
+    assert provenance["model_digest"] == model_files.model_digest(paths.MODEL)
 
 
 def test_without_a_policy_it_cannot_be_published_by(place):

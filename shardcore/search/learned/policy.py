@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardcore import files, schema
+from shardcore import files, model_files, schema
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.search.learned.features import FEATURES
 from shardcore.search.learned.nets import AutoShard, DreamShard, Net
@@ -76,7 +76,7 @@ def _require(weights: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, 
 
 
 def write_policy(folder: str | Path, policy: Policy) -> None:
-    files.write_model(folder, {
+    model_files.write_model(folder, {
         **policy.meta, "name": policy.name, "features": list(FEATURES),
         "setting": files.setting_to_json(policy.setting)}, policy.weights, "policy")
 
@@ -87,7 +87,7 @@ def read_policy(folder: str | Path) -> Policy:
     Raises ShardCoreError for files that are missing, cut short or edited, of another schema, or of a policy
     that was trained on other features than this ShardCore computes.
     """
-    meta, weights = files.read_model(folder, "policy")
+    meta, weights = model_files.read_model(folder, "policy")
     found = meta.pop("features", None)
     if found != list(FEATURES):
         raise ShardCoreError(f"policy in {folder} was trained on features {schema.show(found)}; this "

@@ -4,6 +4,7 @@ import pytest
 from shapes import with_room
 
 from bench.peers.embark import EmbarkConfig, embark, replicating
+from shardcore.access_statistics import Zipf
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import ShardCoreError
@@ -11,7 +12,7 @@ from shardcore.layouts import shards_on
 from shardcore.memory import bytes_as, table_bytes
 from shardcore.search import Budget
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Setting, Shard, Table, Zipf
+from shardcore.types import Plan, Problem, Setting, Shard, Table
 
 BATCH, MIB = 64, 2**20
 HOT = Table("hot", 1000, 64, 40.0, Zipf(0))

@@ -9,6 +9,7 @@ from conformance import BATCH, check_plan, draw_problem, draw_tables, every_plan
 from shapes import column, on_hosts, row, with_room
 
 from shardcore import memory
+from shardcore.access_statistics import Zipf
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
@@ -25,7 +26,7 @@ from shardcore.search.anneal.sharder import anneal
 from shardcore.search.anneal.starts import Starts
 from shardcore.search.free_memory import bytes_alone
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Setting, Shard, Table, Zipf
+from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 MIB = 2**20

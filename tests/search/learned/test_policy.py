@@ -8,7 +8,7 @@ import pytest
 from conformance import CASES, model_for
 from policies import untrained
 
-from shardcore import files
+from shardcore import model_files
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.search import LEARNED, SHARDERS, known, sharder
 from shardcore.search.learned.policy import NETS, read_policy, write_policy
@@ -29,12 +29,12 @@ def test_a_policy_is_read_as_it_was_written_and_places_alike(name, tmp_path):
 def test_files_hold_no_code_and_what_is_damaged_is_refused(tmp_path):
     write_policy(tmp_path, untrained("dreamshard"))
     assert {p.name for p in tmp_path.iterdir()} == {"policy.json", "weights.safetensors"}
-    content = (tmp_path / files.MODEL_WEIGHTS).read_bytes()
+    content = (tmp_path / model_files.MODEL_WEIGHTS).read_bytes()
     for bad in (content[:-4], b"\x80\x04.", b""):  # the second: a pickle
-        (tmp_path / files.MODEL_WEIGHTS).write_bytes(bad)
+        (tmp_path / model_files.MODEL_WEIGHTS).write_bytes(bad)
         with pytest.raises(ShardCoreError, match="weights.safetensors does not match the digest in policy"):
             read_policy(tmp_path)
-    (tmp_path / files.MODEL_WEIGHTS).unlink()
+    (tmp_path / model_files.MODEL_WEIGHTS).unlink()
     with pytest.raises(ShardCoreError, match="cannot read .*weights.safetensors"):
         read_policy(tmp_path)
     (tmp_path / "policy.json").write_text((tmp_path / "policy.json").read_text()[:-9])
@@ -45,8 +45,8 @@ def test_files_hold_no_code_and_what_is_damaged_is_refused(tmp_path):
 def rewritten(folder, weights=None, **meta):
     policy = untrained("autoshard")
     write_policy(folder, policy)
-    found, tensors = files.read_model(folder, "policy")
-    files.write_model(folder, {**found, **meta}, tensors if weights is None else weights, "policy")
+    found, tensors = model_files.read_model(folder, "policy")
+    model_files.write_model(folder, {**found, **meta}, tensors if weights is None else weights, "policy")
     return folder
 
 
@@ -63,7 +63,7 @@ def test_another_description_is_refused_in_one_line(meta, said, tmp_path):
 
 
 def test_a_cost_model_is_no_policy_and_another_version_is_named(tmp_path):
-    files.write_model(tmp_path, {}, {"w": np.zeros(1)})
+    model_files.write_model(tmp_path, {}, {"w": np.zeros(1)})
     with pytest.raises(ShardCoreError, match="cannot read .*policy.json"):
         read_policy(tmp_path)
     (tmp_path / "policy.json").write_bytes((tmp_path / "model.json").read_bytes())

@@ -7,6 +7,7 @@ import pytest
 from cuts import MODEL
 from shapes import with_room
 
+from shardcore.access_statistics import Zipf
 from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
 from shardcore.search.learned.learner import PolicyConfig, Prepared
@@ -15,7 +16,7 @@ from shardcore.search.learned.problems import PolicyProblems, draw, make_policy
 from shardcore.search.learned.train import train
 from shardcore.tables.held_out import kept_for_testing
 from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Table, Zipf
+from shardcore.types import Problem, Table
 
 RNG = np.random.default_rng(0)
 POOL = tuple(Table(f"t{i}", int(RNG.integers(10, 3000)), 16, float(RNG.uniform(1, 40)),

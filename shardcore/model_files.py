@@ -1,0 +1,52 @@
+"""Models and policies on disk: a folder of safetensors and JSON. (What else is on disk: files.py.)"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardcore import files
+from shardcore.documents import digest, document, open_document, seal, unseal
+from shardcore.errors import ShardCoreError
+from shardcore.schema import read_bytes
+
+MODEL_JSON, MODEL_WEIGHTS = "model.json", "weights.safetensors"
+
+
+def write_model(folder: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray],
+                schema: str = "model") -> None:
+    """A model's folder: SCHEMA.json (its `meta`, and the digest of the weights) and weights.safetensors."""
+    from safetensors.numpy import save
+
+    weights = save({k: np.ascontiguousarray(v) for k, v in tensors.items()})
+    files.write_atomic(Path(folder) / MODEL_WEIGHTS, weights)
+    files.write_json(Path(folder) / f"{schema}.json",
+               document(schema, seal({**meta, "weights_sha256": hashlib.sha256(weights).hexdigest()})))
+
+
+def read_model(folder: str | Path, schema: str = "model") -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """A model's meta and tensors; safetensors and JSON only, so reading one runs none of its code."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    meta_path, path = Path(folder) / f"{schema}.json", Path(folder) / MODEL_WEIGHTS
+    meta = unseal(open_document(meta_path, schema), meta_path)
+    weights = read_bytes(path)
+    if hashlib.sha256(weights).hexdigest() != meta.pop("weights_sha256", None):
+        raise ShardCoreError(f"{path} does not match the digest in {meta_path.name}; it was cut short or "
+                             "edited")
+    try:
+        return meta, load(weights)
+    # of types that numpy does not have
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ShardCoreError(f"{path} is not safetensors: {error}") from None
+
+
+def model_digest(folder: str | Path, schema: str = "model") -> str:
+    """16 hex digits that change whenever the model does: its weights or its meta, but not its provenance."""
+    content = document(schema, open_document(Path(folder) / f"{schema}.json", schema))
+    return digest({k: v for k, v in content.items() if k not in ("provenance", "digest")})

@@ -1,0 +1,48 @@
+"""What a step costs, predicted or measured: the noun that both give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+PARTS = ("forward_compute_ms", "backward_compute_ms", "forward_comm_ms", "backward_comm_ms", "waiting_ms",
+         "input_ms")
+"""Of a StepCost: what a device's total is the sum of."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one training step costs on each of D devices.
+
+    A device computes, waits for the last one, transfers, and waits for ids. Its total is their sum.
+    The step takes as long as the device with the largest total, and the dense part.
+
+    forward_compute_ms, backward_compute_ms: [D] ms of lookups, and of their gradients with the optimizer.
+    forward_comm_ms, backward_comm_ms: [D] ms of transfers of outputs and gradients.
+    waiting_ms: [D] ms for the last device.
+    input_ms: [D] ms that the step takes longer because ids travel. 0 if left out.
+    dense_ms: of the dense part, on each device.
+    """
+
+    forward_compute_ms: tuple[float, ...]
+    backward_compute_ms: tuple[float, ...]
+    forward_comm_ms: tuple[float, ...]
+    backward_comm_ms: tuple[float, ...]
+    waiting_ms: tuple[float, ...]
+    input_ms: tuple[float, ...] = field(default=(), kw_only=True)
+    dense_ms: float = field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.input_ms:
+            object.__setattr__(self, "input_ms", (0.0,) * len(self.waiting_ms))
+
+    @property
+    def compute_ms(self) -> tuple[float, ...]:
+        return tuple(f + b for f, b in zip(self.forward_compute_ms, self.backward_compute_ms, strict=True))
+
+    @property
+    def device_ms(self) -> tuple[float, ...]:
+        return tuple(map(sum, zip(*(getattr(self, name) for name in PARTS), strict=True)))
+
+    @property
+    def total_ms(self) -> float:
+        return max(self.device_ms) + self.dense_ms
