@@ -19,7 +19,8 @@ from typing import Any
 import yaml
 
 from tasks import services
-from tasks.stack import StackConfig, client_env
+from tasks.stack_config import StackConfig
+from tasks.stack_services import client_env
 
 ROOT = Path(__file__).parents[1]
 PARAMS = {

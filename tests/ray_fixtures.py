@@ -7,7 +7,8 @@ from unittest import mock
 import psutil
 import pytest
 
-from tasks import stack
+from tasks import stack_services
+from tasks.stack_config import StackConfig
 
 METRICS_MS = 1000
 """Between two exports of metrics, of which there are ten times as many as usual."""
@@ -17,15 +18,15 @@ METRICS_MS = 1000
 def written_stack(tmp_path_factory):
     """The config, folder and token of a stack whose settings are written, and which does not run."""
     folder = tmp_path_factory.mktemp("written") / ".stack"
-    config = stack.StackConfig(str(folder))
+    config = StackConfig(str(folder))
     folder.mkdir()
-    return config, folder, stack.write_settings(config, folder)
+    return config, folder, stack_services.write_settings(config, folder)
 
 
 @pytest.fixture(scope="session")
 def ray_env(written_stack):
     """The environment of the cluster's processes and of its clients."""
-    ray_head = stack.services(*written_stack)["ray"].daemon
+    ray_head = stack_services.services(*written_stack)["ray"].daemon
     found = {k: v for k, v in ray_head.env.items() if k.startswith("RAY_") and k != "RAY_ADDRESS"}
     return {**found, "RAY_metrics_report_interval_ms": str(METRICS_MS)}
 

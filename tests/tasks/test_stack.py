@@ -17,9 +17,10 @@ import pytest
 import yaml
 
 from shardcore.errors import ShardCoreError
-from tasks import daemons, services, stack
+from tasks import daemons, services, stack, stack_services
 from tasks.daemons import Daemon
-from tasks.stack import Service, StackConfig, logging_config, ray_folder
+from tasks.stack_config import StackConfig
+from tasks.stack_services import Service, logging_config, ray_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the services' own, which are imported here
 SECRETS = ("token", "env.sh", "mlflow-auth.ini")
@@ -50,7 +51,7 @@ def test_prefect_refuses_who_has_no_token(written_stack):
     from prefect.settings import PREFECT_SERVER_API_AUTH_STRING, Settings, temporary_settings
     from starlette.testclient import TestClient
 
-    env = stack.services(*written_stack)["prefect"].daemon.env
+    env = stack_services.services(*written_stack)["prefect"].daemon.env
     with mock.patch.dict(os.environ, {k: v for k, v in env.items() if k.startswith("PREFECT_")}):
         read = Settings().server.api.auth_string
     with temporary_settings({PREFECT_SERVER_API_AUTH_STRING: read}):
@@ -66,7 +67,7 @@ def test_prefect_refuses_who_has_no_token(written_stack):
 def test_mlflow_refuses_who_has_no_token(written_stack):
     """Its server, with the file and the environment that the stack gives it."""
     config, _, token = written_stack
-    mlflow = stack.services(*written_stack)["mlflow"].daemon
+    mlflow = stack_services.services(*written_stack)["mlflow"].daemon
     options = mlflow_options(mlflow.command)
     env = {k: v for k, v in mlflow.env.items() if k.startswith("MLFLOW_")}
     with mock.patch.dict(os.environ, {**env, "_MLFLOW_SGI_NAME": "uvicorn"}):
@@ -108,7 +109,7 @@ def ray_options(command):
 def test_every_service_listens_at_the_host_only(tmp_path, host, node, listens_at_all):
     """As each service's own command line understands the stack's; test_ray_cluster.py looks at what Ray
     listens at."""
-    found = stack.services(StackConfig(host=host), tmp_path, "secret")
+    found = stack_services.services(StackConfig(host=host), tmp_path, "secret")
     prefect = found["prefect"].daemon.command
     assert prefect[1:5] == ("-m", "prefect", "server", "start")
     assert dict(zip(prefect[5::2], prefect[6::2], strict=True)) == {"--host": host, "--port": "4200"}
@@ -136,10 +137,10 @@ def test_secrets_are_their_owners_only_from_the_first_moment(tmp_path):
     folder, everybody = tmp_path / ".stack", os.umask(0)
     try:
         with stack._alone(folder):
-            token = stack.write_settings(StackConfig(), folder)
+            token = stack_services.write_settings(StackConfig(), folder)
         (folder / "taken").mkdir()
         with pytest.raises(OSError):
-            stack._write_private(folder / "taken", token)  # what is there before its name is changed
+            stack_services.write_private(folder / "taken", token)  # what is there before its name is changed
     finally:
         os.umask(everybody)
     [unfinished] = folder.glob(".taken.*.tmp")
@@ -150,11 +151,12 @@ def test_secrets_are_their_owners_only_from_the_first_moment(tmp_path):
 
 
 def test_the_token_stays_until_its_file_is_deleted(tmp_path):
-    first = stack.write_settings(StackConfig(), tmp_path)
+    first = stack_services.write_settings(StackConfig(), tmp_path)
     (tmp_path / "mlflow-auth.db").write_text("knows the first")
-    assert stack.write_settings(StackConfig(), tmp_path) == first and (tmp_path / "mlflow-auth.db").exists()
+    assert stack_services.write_settings(StackConfig(), tmp_path) == first
+    assert (tmp_path / "mlflow-auth.db").exists()
     (tmp_path / "token").unlink()
-    second = stack.write_settings(StackConfig(), tmp_path)
+    second = stack_services.write_settings(StackConfig(), tmp_path)
     assert second != first and not (tmp_path / "mlflow-auth.db").exists()
     assert first not in (tmp_path / "env.sh").read_text() and second in (tmp_path / "env.sh").read_text()
 
@@ -169,7 +171,7 @@ def sourced(folder, names, **env):
 
 
 def test_a_shell_becomes_a_client(tmp_path):
-    token = stack.write_settings(StackConfig(host="0.0.0.0", mlflow_port=5001), tmp_path)
+    token = stack_services.write_settings(StackConfig(host="0.0.0.0", mlflow_port=5001), tmp_path)
     wanted = {"PREFECT_API_URL": "http://127.0.0.1:4200/api", "PREFECT_API_AUTH_STRING": f"shardcore:{token}",
               "MLFLOW_TRACKING_URI": "http://127.0.0.1:5001", "MLFLOW_TRACKING_USERNAME": "shardcore",
               "MLFLOW_TRACKING_PASSWORD": token, "RAY_ADDRESS": "127.0.0.1:6379", "RAY_AUTH_MODE": "token",
@@ -181,7 +183,7 @@ def test_a_shell_becomes_a_client(tmp_path):
 
 
 def test_a_client_finds_the_programs_of_the_environment_once(tmp_path):
-    stack.write_settings(StackConfig(), tmp_path)
+    stack_services.write_settings(StackConfig(), tmp_path)
     programs = str(Path(sys.executable).parent)
     [path] = sourced(tmp_path, ["PATH"], PATH="/usr/bin:/bin")
     assert path == f"{programs}:/usr/bin:/bin"
@@ -198,9 +200,9 @@ def test_a_client_finds_the_programs_of_the_environment_once(tmp_path):
 def test_services_of_the_stack_are_reached_without_a_proxy(tmp_path, host, env, found):
     config = StackConfig(host=host)
     with mock.patch.dict(os.environ, env):
-        stack.write_settings(config, tmp_path)
+        stack_services.write_settings(config, tmp_path)
         for name in [] if found == "*" else ("no_proxy", "NO_PROXY"):
-            assert stack.services(config, tmp_path, "t")["worker"].daemon.env[name] == found
+            assert stack_services.services(config, tmp_path, "t")["worker"].daemon.env[name] == found
     assert sourced(tmp_path, ("no_proxy", "NO_PROXY"), **env) == [found, found]
 
 
@@ -253,15 +255,15 @@ def test_what_this_machine_cannot_have_is_refused_before_anything_is_written(tmp
 @pytest.mark.parametrize("host, closed", [("127.0.0.1", "0"), ("127.0.0.2", "0"), ("localhost", "0"),
                                           ("0.0.0.0", "1")])
 def test_at_any_loopback_address_ray_listens_there_only(tmp_path, host, closed):
-    assert (stack.client_env(StackConfig(host=host), tmp_path, "t")["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]
-            == closed)
+    env = stack_services.client_env(StackConfig(host=host), tmp_path, "t")
+    assert env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == closed
 
 
 def test_temporary_files_of_the_services_go_with_the_stack(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config, folder = StackConfig(), tmp_path / ".stack"
-    stack.write_settings(config, folder)
-    for service in stack.services(config, folder, "t").values():
+    stack_services.write_settings(config, folder)
+    for service in stack_services.services(config, folder, "t").values():
         left = Path(service.daemon.env["TMPDIR"]) / "left"
         assert left.is_relative_to(ray_folder(folder))
     left.write_text("by a service that was killed")
@@ -270,14 +272,14 @@ def test_temporary_files_of_the_services_go_with_the_stack(tmp_path, monkeypatch
 
 
 def test_databases_and_artifacts_may_be_elsewhere(tmp_path):
-    env = {n: s.daemon.env for n, s in stack.services(StackConfig(), tmp_path, "t").items()}
+    env = {n: s.daemon.env for n, s in stack_services.services(StackConfig(), tmp_path, "t").items()}
     assert env["mlflow"]["MLFLOW_BACKEND_STORE_URI"] == f"sqlite:///{tmp_path}/mlflow.db"
     assert env["mlflow"]["MLFLOW_ARTIFACTS_DESTINATION"] == f"{tmp_path}/mlflow-artifacts"
     assert env["prefect"]["PREFECT_HOME"] == f"{tmp_path}/prefect"
     assert "PREFECT_SERVER_DATABASE_CONNECTION_URL" not in env["prefect"]
     config = StackConfig(prefect_database="postgresql+asyncpg://p", mlflow_database="postgresql://m",
                          artifacts="s3://a")
-    env = {n: s.daemon.env for n, s in stack.services(config, tmp_path, "t").items()}
+    env = {n: s.daemon.env for n, s in stack_services.services(config, tmp_path, "t").items()}
     assert env["prefect"]["PREFECT_SERVER_DATABASE_CONNECTION_URL"] == "postgresql+asyncpg://p"
     assert env["mlflow"]["MLFLOW_BACKEND_STORE_URI"] == "postgresql://m"
     assert env["mlflow"]["MLFLOW_ARTIFACTS_DESTINATION"] == "s3://a"
@@ -345,7 +347,7 @@ def test_what_is_killed_is_said_with_the_last_lines_of_its_log(tmp_path, monkeyp
         ("prefect", "mlflow", "ray", "ray_client", "dashboard", "metrics"))})  # where nobody answers
     folder = (tmp_path / ".stack").resolve()
     assert stack.status(config)[1] is False
-    stack.write_settings(config, folder)
+    stack_services.write_settings(config, folder)
     started = {name: sleeper(name, folder) for name in ("mlflow", "ray", "watch")}
     until(lambda: all(d.last_lines(1) == ["it is up"] for d in started.values()))
     process = started["ray"].process()

@@ -21,9 +21,10 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from shardcore import files
-from shardcore.types import Reuse, Table
+from shardcore.access_statistics import Reuse
+from shardcore.types import Table
 from tasks import services
-from tasks.stack import ray_folder
+from tasks.stack_services import ray_folder
 
 ROOT = Path(__file__).parents[2]
 PORTS = ("prefect_port", "mlflow_port", "ray_port", "ray_client_port", "dashboard_port", "metrics_port")

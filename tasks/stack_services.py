@@ -1,0 +1,217 @@
+"""What the stack is: its services, their commands and environments, and the files that they read."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import json
+import os
+import secrets
+import shlex
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from tasks.daemons import Daemon
+from tasks.services import LOOPBACK, get, reach_directly
+from tasks.stack_config import StackConfig
+
+USER = "shardcore"
+POOL = "local"
+"""The work pool of prefect.yaml's deployments."""
+_SOCKET_PATH_BYTES = 107
+_RAY_SOCKET_BYTES = 70
+"""Bytes that Ray adds to its folder in the paths of its sockets."""
+_QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1",
+          "MLFLOW_DISABLE_TELEMETRY": "true",
+          "DVC_NO_ANALYTICS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_PROGRAMS = """case ":$PATH:" in *:FOLDER:*) ;; *) PATH=FOLDER:$PATH; export PATH ;; esac
+"""
+"""Shell lines that find `prefect` and `mlflow` of this environment, whether it is active or not."""
+_NO_PROXY = """case "${no_proxy:=${NO_PROXY:-}}" in
+*'*'* | *HOSTS*) ;;
+*) no_proxy="${no_proxy:+$no_proxy,}HOSTS" ;;
+esac
+export no_proxy NO_PROXY="$no_proxy"
+"""
+"""reach_directly, for a shell."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service of the stack.
+
+    daemon: its process.
+    ports: where it listens, by the names in StackConfig.
+    answers: raises OSError or returns false unless it works.
+    page: URL for people.
+    """
+
+    daemon: Daemon
+    ports: dict[str, int]
+    answers: Callable[[], bool]
+    page: str = ""
+
+    def state(self) -> str:
+        """down, died, silent (it starts or hangs), or healthy."""
+        if self.daemon.process() is None:
+            return "died" if self.daemon.died() else "down"
+        try:
+            return "healthy" if self.answers() else "silent"
+        except (OSError, ValueError):
+            return "silent"
+
+
+def client_env(config: StackConfig, folder: Path, token: str) -> dict[str, str]:
+    """The environment of the stack's clients: flows, worker, a user's shell."""
+    env = {**_QUIET, "PREFECT_API_URL": f"{config.url(config.prefect_port)}/api",
+           "PREFECT_API_AUTH_STRING": f"{USER}:{token}",
+           "PREFECT_HOME": str(folder / "prefect"),
+           "PREFECT_LOGGING_SETTINGS_PATH": str(folder / "logging.yml"),
+           "MLFLOW_TRACKING_URI": config.url(config.mlflow_port), "MLFLOW_TRACKING_USERNAME": USER,
+           "MLFLOW_TRACKING_PASSWORD": token,
+           "RAY_ADDRESS": f"{config.client_host}:{config.ray_port}", "RAY_AUTH_MODE": "token",
+           "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
+           "RAY_API_SERVER_ADDRESS": config.url(config.dashboard_port)}
+    # Ray's switch for clusters of several machines. It is on by default on Linux, and makes Ray listen at all
+    # addresses.
+    return {**env, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if config.on_loopback else "1"}
+
+
+def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service]:
+    """All services by name, in the order in which they start."""
+    client = client_env(config, folder, token)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    base = {**os.environ, **client, "PATH": path, "TMPDIR": str(temporary_folder(folder))}
+    reach_directly(base, config.client_host)
+    python = (sys.executable, "-m")
+
+    def daemon(name: str, *command: str, **env: str) -> Daemon:
+        return Daemon(name, command, {**base, **env}, folder)
+
+    prefect = {"PREFECT_SERVER_API_AUTH_STRING": f"{USER}:{token}",
+               # What waits for its turn looks again so often.
+               "PREFECT_DEPLOYMENT_CONCURRENCY_SLOT_WAIT_SECONDS": "5"}
+    if config.prefect_database:
+        prefect["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = config.prefect_database
+    mlflow = {"MLFLOW_AUTH_CONFIG_PATH": str(folder / "mlflow-auth.ini"), "MLFLOW_AUTH_ADMIN_USERNAME": USER,
+              "MLFLOW_AUTH_ADMIN_PASSWORD": token, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+              # Derived from the token, so that sessions survive a restart.
+              "MLFLOW_FLASK_SERVER_SECRET_KEY": hashlib.sha256(token.encode()).hexdigest(),
+              "MLFLOW_BACKEND_STORE_URI": config.mlflow_database or f"sqlite:///{folder / 'mlflow.db'}",
+              "MLFLOW_ARTIFACTS_DESTINATION": config.artifacts or str(folder / "mlflow-artifacts")}
+    ray = {"port": config.ray_port, "ray-client-server-port": config.ray_client_port,
+           "dashboard-host": config.host, "dashboard-port": config.dashboard_port,
+           "metrics-export-port": config.metrics_port, "temp-dir": ray_folder(folder),
+           "object-store-memory": config.object_store_mib << 20, "log-color": "false"}
+    if config.host != "0.0.0.0":
+        ray["node-ip-address"] = config.host
+    api, bearer = client["PREFECT_API_URL"], {"Authorization": f"Bearer {token}"}
+    dashboard, metrics = config.url(config.dashboard_port), config.url(config.metrics_port)
+    worker = daemon("worker", *python, "prefect", "worker", "start", "--pool", POOL, "--type", "process",
+                    "--name",
+                    f"stack@{socket.gethostname()}", PREFECT_WORKER_QUERY_SECONDS="2")
+    watch = daemon("watch", *python, "tasks.watch")
+    found = [
+        Service(daemon("prefect", *python, "prefect", "server", "start", "--host", config.host, "--port",
+                       str(config.prefect_port), **prefect),
+                {"prefect_port": config.prefect_port}, lambda: get(f"{api}/health") == b"true",
+                config.url(config.prefect_port)),
+        Service(daemon("mlflow", *python, "mlflow", "server", "--host", config.host, "--port",
+                       str(config.mlflow_port), "--workers", "1", "--app-name", "basic-auth",
+                       "--uvicorn-opts", "--log-level warning", **mlflow),
+                {"mlflow_port": config.mlflow_port},
+                lambda: get(f"{config.url(config.mlflow_port)}/health") == b"OK",
+                config.url(config.mlflow_port)),
+        Service(daemon("ray", *python, "ray.scripts.scripts", "start", "--head", "--block",
+                       "--disable-usage-stats",
+                       *(f"--{k}={v}" for k, v in ray.items()), RAY_ADDRESS="",
+                       # Calls have names of their own, too many for a label.
+                       RAY_metric_cardinality_level="low"),
+                {k: getattr(config, k)
+                 for k in ("ray_port", "ray_client_port", "dashboard_port", "metrics_port")},
+                lambda: bool(get(f"{dashboard}/api/version", bearer) and get(f"{metrics}/metrics")),
+                dashboard),
+        Service(worker, {}, lambda: _polls(worker, api, client["PREFECT_API_AUTH_STRING"])),
+        Service(watch, {}, lambda: watch.process() is not None),
+    ]
+    return {s.daemon.name: s for s in found}
+
+
+def ray_folder(folder: Path) -> Path:
+    """Folder of Ray's sessions: in the stack's folder, unless the paths of its sockets become too long."""
+    inside = folder / "ray"
+    if len(os.fsencode(inside)) + _RAY_SOCKET_BYTES <= _SOCKET_PATH_BYTES:
+        return inside
+    return Path(tempfile.gettempdir()) / f"ray-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]}"
+
+
+def temporary_folder(folder: Path) -> Path:
+    """TMPDIR of the services. It is short, because sockets are there too."""
+    return ray_folder(folder) / "tmp"
+
+
+def write_settings(config: StackConfig, folder: Path) -> str:
+    """Write the files that services and clients read. Returns the token, which the first call creates."""
+    for made in (folder / "logs", ray_folder(folder), temporary_folder(folder)):
+        made.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not (folder / "token").exists():
+        # This database keeps the password that it was created with.
+        (folder / "mlflow-auth.db").unlink(missing_ok=True)
+        write_private(folder / "token", secrets.token_urlsafe(32))
+    token = (folder / "token").read_text().strip()
+    env = client_env(config, folder, token)
+    exports = "".join(f"export {k}={shlex.quote(v)}\n" for k, v in env.items())
+    hosts = ",".join(dict.fromkeys((*LOOPBACK, config.client_host)))
+    programs = shlex.quote(str(Path(sys.executable).parent))
+    write_private(folder / "env.sh", exports + _NO_PROXY.replace("HOSTS", hosts)
+                   + _PROGRAMS.replace("FOLDER", programs))
+    write_private(folder / "mlflow-auth.ini", f"[mlflow]\ndefault_permission = NO_PERMISSIONS\n"
+                                               f"database_uri = sqlite:///{folder / 'mlflow-auth.db'}\n"
+                                               # Or each request hashes the password: 0.1 s.
+                                               "auth_cache_ttl_seconds = 60\n"
+                                               "authorization_function = "
+                                               "mlflow.server.auth:authenticate_request_basic_auth\n")
+    write_private(folder / "logging.yml", logging_config(folder / "logs" / "flows.jsonl"))
+    return token
+
+
+def logging_config(lines: Path) -> str:
+    """Prefect's logging configuration, extended to write logs of flows and tasks as JSON lines too."""
+    import yaml
+
+    # Importing Prefect takes seconds.
+    prefect = Path(importlib.util.find_spec("prefect").origin).parent
+    config = yaml.safe_load((prefect / "logging" / "logging.yml").read_text())
+    config["formatters"]["lines"] = {"()": "pythonjsonlogger.json.JsonFormatter", "timestamp": True,
+                                     "format": "%(levelname)s %(name)s %(message)s"}
+    config["handlers"]["lines"] = {"class": "logging.handlers.WatchedFileHandler", "filename": str(lines),
+                                   "delay": True,
+                                   "formatter": "lines"}
+    for logger in ("prefect.flow_runs", "prefect.task_runs"):
+        config["loggers"][logger]["handlers"].append("lines")
+    return yaml.safe_dump(config)
+
+
+def _polls(worker: Daemon, api: str, user: str) -> bool:
+    """Whether the worker asked the server for work since it started."""
+    process = worker.process()
+    headers = {"Authorization": f"Basic {base64.b64encode(user.encode()).decode()}",
+               "Content-Type": "application/json"}
+    known = json.loads(get(f"{api}/work_pools/{POOL}/workers/filter", headers, b"{}"))
+    seen = [datetime.fromisoformat(w["last_heartbeat_time"]).timestamp() for w in known
+            if w["name"] in worker.command and w["last_heartbeat_time"]]
+    return process is not None and any(s > process.create_time() for s in seen)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
+        f.write(text)
+    temporary.replace(path)
