@@ -150,7 +150,8 @@ def by_table(model: Trained, data: Data, seed: int) -> dict[str, float]:
 def planned_ids(pool: Sequence[Table], setting: Setting, draws: int, seeds: Sequence[int],
                 arena_bytes: int) -> set[str]:
     """Ids of the draws that are a device's op in a sharder's plan."""
-    config = GroupConfig(max_shard_bytes=arena_bytes)
+    # As drawn when the shipped dataset was measured: one batch, and all lookups pooled.
+    config = GroupConfig(max_shard_bytes=arena_bytes, smaller_batches=0.0, sequences=0.0)
     live = [t for t in pool if t.pooling > 0]
     return {dataset.compute_id(setting, compute_request(live, i, setting, seed, config)) for seed in seeds
             for i in range(draws) if np.random.default_rng([1, seed, i]).random() < config.planned}
