@@ -117,6 +117,8 @@ def main() -> None:
                         help="problems of bench.replays, with dims up to MAX_DIM")
     parser.add_argument("--memory", type=float, metavar="TIMES",
                         help="memory of all devices over what the tables need, such as 1.02 (default: ample)")
+    parser.add_argument("--no-bound", action="store_true",
+                        help="leave out the bound, which takes longer than all sharders together")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = neural.load(args.model)
@@ -135,7 +137,8 @@ def main() -> None:
             name = f"anneal, {space}" + (f", {budget.evals:,} evals" if budget.evals else "")
             arms[name] = lambda p, b=budget, space=space: anneal(p, model, budget=b, space=space)
     warm_up(problems(model, 1, args.devices, 0)[0], model, arms)
-    cost, seconds = ({name: [] for name in [*arms, "lower bound", "estimate"]} for _ in range(2))
+    bounds = [] if args.no_bound else ["lower bound", "estimate"]
+    cost, seconds = ({name: [] for name in [*arms, *bounds]} for _ in range(2))
     drawn = (replays.problems(model, args.problems, args.seed, args.two_ranks) if args.two_ranks
              else problems(model, args.problems, args.devices, args.seed, args.unequal))
     drawn = [tightened(p, args.memory) for p in drawn] if args.memory else drawn
@@ -148,12 +151,13 @@ def main() -> None:
             except Infeasible:
                 cost[name].append(np.nan)
             seconds[name].append(time.perf_counter() - began)
-        least = bound(problem, model)
-        cost["lower bound"].append(least.proved_ms)
-        cost["estimate"].append(least.estimate_ms)
+        if not args.no_bound:
+            least = bound(problem, model)
+            cost["lower bound"].append(least.proved_ms)
+            cost["estimate"].append(least.estimate_ms)
         print(f"problem {i + 1} of {len(drawn)}: {len(problem.tables)} tables", file=sys.stderr, flush=True)
     add_best_greedy(cost, seconds)
-    if None in cost["lower bound"]:
+    if None in cost.get("lower bound", []):
         del cost["lower bound"]
     found = compare.standings(cost, seconds, "neuroshard")
     theirs = found["neuroshard"]
