@@ -3,7 +3,7 @@
     python -m bench.search MODEL --problems 100 --devices 4
     python -m bench.search MODEL --problems 10 --devices 64 --seconds 5 --unequal
     python -m bench.search MODEL --problems 20 --memory 1.1
-    python -m bench.search MODEL --problems 30 --two-ranks 128 --seed 901
+    python -m bench.search MODEL --problems 30 --two-ranks 128 --seed 901 --no-bound
 
 MODEL is a folder as `python -m shardcore train` writes it. Problems are drawn from the calibrated pool as
 NeuroShard's benchmark draws them (10 to 60 tables for 4 devices, as many for each device on more), half of
