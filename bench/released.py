@@ -47,7 +47,7 @@ import numpy as np
 import torch
 from numba import float64, njit
 
-from bench.models import table_features
+from bench.neuroshard_net import table_features
 from bench.search import problems, tightened
 from shardcore import files, report
 from shardcore.cost import drift_correction

@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.models import table_features
+from bench.neuroshard_net import table_features
 from shardcore import files, report
 from shardcore.cost import neural
 from shardcore.cost.model import group_costs, price

@@ -3,6 +3,7 @@
     python -m bench.search MODEL --problems 100 --devices 4
     python -m bench.search MODEL --problems 10 --devices 64 --seconds 5 --unequal
     python -m bench.search MODEL --problems 20 --memory 1.1
+    python -m bench.search MODEL --problems 30 --two-ranks 128 --seed 901 --no-bound
 
 MODEL is a folder as `python -m shardcore train` writes it. Problems are drawn from the calibrated pool as
 NeuroShard's benchmark draws them (10 to 60 tables for 4 devices, as many for each device on more), half of
@@ -13,6 +14,8 @@ first run). Costs are relative to neuroshard's, the mean over the problems that 
 seconds. Nothing is compiled or imported while a clock runs: all sharders run once before. `best greedy` is
 the cheapest of the greedy orders, with the seconds of all.
 `halves` is annealing in NeuroShard's own space: columns, halved. The bound is that of search/bound.py.
+`torchrec, from 16 columns` is TorchRec's planner swept without cuts to 4 and 8 columns, as before 24 November
+2026: what those cuts are worth to it. --two-ranks plans what bench.replays replays, with the links of MODEL.
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
+from bench import replays
 from bench.peers import PEERS
 from shardcore import report
 from shardcore.cost import neural
@@ -39,12 +44,14 @@ from shardcore.memory import bytes_as, every_plan_bytes
 from shardcore.search import SHARDERS, Budget, compare, greedy
 from shardcore.search.anneal.sharder import anneal
 from shardcore.search.bound import bound
+from shardcore.search.torchrec import TorchRecConfig
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import MIN_WIDTH, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 EVALS = (2_000, 20_000, 200_000)
+FROM_16 = TorchRecConfig(min_partition=(None, 16, 32, 64))
 
 
 def problems(model: NeuralModel, n: int, devices: int, seed: int, unequal: bool = False,
@@ -106,14 +113,22 @@ def main() -> None:
                         help="all searches have as long (default: each as long as it takes)")
     parser.add_argument("--unequal", action="store_true",
                         help="every second device has half the speed and half the memory")
+    parser.add_argument("--two-ranks", type=int, metavar="MAX_DIM",
+                        help="problems of bench.replays, with dims up to MAX_DIM")
     parser.add_argument("--memory", type=float, metavar="TIMES",
                         help="memory of all devices over what the tables need, such as 1.02 (default: ample)")
+    parser.add_argument("--no-bound", action="store_true",
+                        help="leave out the bound, which takes longer than all sharders together")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = neural.load(args.model)
+    args.devices = 2 if args.two_ranks else args.devices
     planners = {**SHARDERS, **PEERS}
+    if "torchrec" in planners:
+        planners["torchrec, from 16 columns"] = partial(planners["torchrec"], config=FROM_16)
     sharders = [n for n in planners
-                if not n.startswith("anneal") and (n != "torchrec" or args.devices <= 4 or args.seconds)]
+                if not n.startswith("anneal")
+                and (not n.startswith("torchrec") or args.devices <= 4 or args.seconds)]
     limit = Budget(seconds=args.seconds) if args.seconds else None
     arms: dict[str, Callable[[Problem], Plan]] = {n: lambda p, n=n: planners[n](p, model, budget=limit)
                                                   for n in sharders}
@@ -122,8 +137,10 @@ def main() -> None:
             name = f"anneal, {space}" + (f", {budget.evals:,} evals" if budget.evals else "")
             arms[name] = lambda p, b=budget, space=space: anneal(p, model, budget=b, space=space)
     warm_up(problems(model, 1, args.devices, 0)[0], model, arms)
-    cost, seconds = ({name: [] for name in [*arms, "lower bound", "estimate"]} for _ in range(2))
-    drawn = problems(model, args.problems, args.devices, args.seed, args.unequal)
+    bounds = [] if args.no_bound else ["lower bound", "estimate"]
+    cost, seconds = ({name: [] for name in [*arms, *bounds]} for _ in range(2))
+    drawn = (replays.problems(model, args.problems, args.seed, args.two_ranks) if args.two_ranks
+             else problems(model, args.problems, args.devices, args.seed, args.unequal))
     drawn = [tightened(p, args.memory) for p in drawn] if args.memory else drawn
     for i, problem in enumerate(drawn):
         for name, arm in arms.items():
@@ -134,12 +151,13 @@ def main() -> None:
             except Infeasible:
                 cost[name].append(np.nan)
             seconds[name].append(time.perf_counter() - began)
-        least = bound(problem, model)
-        cost["lower bound"].append(least.proved_ms)
-        cost["estimate"].append(least.estimate_ms)
+        if not args.no_bound:
+            least = bound(problem, model)
+            cost["lower bound"].append(least.proved_ms)
+            cost["estimate"].append(least.estimate_ms)
         print(f"problem {i + 1} of {len(drawn)}: {len(problem.tables)} tables", file=sys.stderr, flush=True)
     add_best_greedy(cost, seconds)
-    if None in cost["lower bound"]:
+    if None in cost.get("lower bound", []):
         del cost["lower bound"]
     found = compare.standings(cost, seconds, "neuroshard")
     theirs = found["neuroshard"]

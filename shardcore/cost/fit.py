@@ -255,7 +255,7 @@ def _fit_compute(train_side: Sequence[ComputeSample], validation: Sequence[Compu
         loss = _epoch(known, raw, tensors, optimizer, schedule, batch_size, rng) if epoch else float("nan")
         with torch.no_grad():
             error = mape(_predict(unseen, raw, tensors).sum(1).numpy(), unseen.measured.sum(1))
-            loss = (float(_loss(_predict(known, raw, tensors), torch.from_numpy(known.measured)))
+            loss = (float(ratio_loss(_predict(known, raw, tensors), torch.from_numpy(known.measured)))
                     if epoch == 0 else loss)
         note("compute", epoch, {"train_loss": loss, "validation_mape": error})
         if error < best:
@@ -368,7 +368,7 @@ def _epoch(groups: _Groups, raw: dict[str, torch.Tensor], fixed: dict[str, torch
     losses = []
     order = rng.permutation(len(groups.measured))
     for chosen in _batches(order, batch_size):
-        loss = _loss(_predict(groups, raw, fixed, chosen), torch.from_numpy(groups.measured[chosen]))
+        loss = ratio_loss(_predict(groups, raw, fixed, chosen), torch.from_numpy(groups.measured[chosen]))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -381,7 +381,7 @@ def _batches(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
     return (order[i : i + size] for i in range(0, len(order), size))
 
 
-def _loss(predicted: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
+def ratio_loss(predicted: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
     """Mean absolute log ratio.
 
     Near the relative error, it counts too much and too little alike. Outliers weigh little.

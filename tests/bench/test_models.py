@@ -1,0 +1,20 @@
+"""What bench.models calls planned is what was measured."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from bench import models
+from shardcore.tables.generate import generate_pool
+from shardcore.types import Setting
+
+SHIPPED = Path(__file__).parents[2] / "datasets/cpu-amd-epyc"
+SETTING = Setting("cpu-amd-epyc", 2048)
+
+
+def test_planned_groups_are_those_that_the_shipped_dataset_measured():
+    """Some seconds: the whole pool is generated, as ids of groups depend on its tables."""
+    [part] = SHIPPED.glob("compute-*.parquet")
+    measured = set(pq.read_table(part, columns=["id"], use_threads=False)["id"].to_pylist())
+    planned = models.planned_ids(generate_pool(), SETTING, 60, [0], 4 << 30)
+    assert len(planned) > 10 and planned <= measured
