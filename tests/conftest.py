@@ -19,9 +19,10 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE / "cost"))  # laws.py, for all
 # What a person has set for other work must not reach the tests, nor the processes that they start.
 OTHERS = ("PREFECT_", "MLFLOW_", "RAY_", "DVC_", "SHARDCORE_OWNED", "DISPLAY",
-          "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+          "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "PYTHONDONTWRITEBYTECODE")
 for name in [n for n in os.environ if n.upper().startswith(OTHERS)]:
     del os.environ[name]
+sys.dont_write_bytecode = False  # or each of some hundred processes compiles what it imports anew
 os.environ |= {
     "OMP_NUM_THREADS": "1",  # a worker of the suite, and what it starts, is one core
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
