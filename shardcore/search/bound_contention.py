@@ -83,10 +83,19 @@ def least_sums(values: np.ndarray, load: np.ndarray, table: np.ndarray, wanted: 
     room = np.maximum.reduceat(load, first)
     each = np.minimum.reduceat(values / load[:, None], first)
     order = np.argsort(each, axis=0)
-    filled = np.cumsum(room[order], axis=0)
-    brought = np.cumsum(room[order] * np.take_along_axis(each, order, 0), axis=0)
-    return np.stack([np.interp(wanted, np.append(0.0, x), np.append(0.0, y))
-                     for x, y in zip(filled.T, brought.T, strict=True)], 1)
+    start = np.zeros((1, values.shape[1]))
+    filled = np.concatenate([start, np.cumsum(room[order], axis=0)])
+    brought = np.concatenate([start, np.cumsum(room[order] * np.take_along_axis(each, order, 0), axis=0)])
+    # np.interp of all columns at once: each lies beyond the one before.
+    column = np.arange(values.shape[1])
+    beyond = column * (filled[-1].max() + 1.0)
+    wanted = np.minimum(wanted[:, None], filled[-1])
+    at = np.searchsorted((filled + beyond).T.ravel(), wanted + beyond) - column * len(filled)
+    at = np.clip(at, 1, len(filled) - 1)
+    less, more = filled[at - 1, column], filled[at, column]
+    # A load may be too small to tell the two apart.
+    part = np.divide(wanted - less, more - less, out=np.zeros_like(wanted), where=more > less)
+    return brought[at - 1, column] + part * (brought[at, column] - brought[at - 1, column])
 
 
 def _shares(codes: np.ndarray, load: np.ndarray, table: np.ndarray, wanted: np.ndarray) -> Shares:
@@ -95,9 +104,9 @@ def _shares(codes: np.ndarray, load: np.ndarray, table: np.ndarray, wanted: np.n
     codes = codes / unit
     # An op of more load has no less of anything than a part of it that has just this load.
     low, high = least_sums(codes, load, table, wanted), -least_sums(-codes, load, table, wanted)
-    pairs = np.stack([np.stack([least_sums(codes[:, [i]] + weight * codes, load, table, wanted).T
-                                for i in range(len(unit))]) for weight in _WEIGHTS])
-    return Shares(unit, low, high, pairs)
+    pairs = np.stack([least_sums((codes[:, :, None] + weight * codes[:, None]).reshape(len(codes), -1), load,
+                                 table, wanted).T for weight in _WEIGHTS])
+    return Shares(unit, low, high, pairs.reshape(len(_WEIGHTS), len(unit), len(unit), len(wanted)))
 
 
 def _counts(model: BoundableCostModel, shares: Shares, feature: int) -> bool:
