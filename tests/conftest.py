@@ -90,19 +90,20 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 RAY = ("flows/test_measure.py", "tasks/test_actors.py", "tasks/test_measure_pairs.py",
        "tasks/test_measure_tasks.py", "tasks/test_ray_cluster.py", "tasks/test_ray_replay.py",
        "tasks/test_workers.py")
-"""These use one Ray cluster."""
+"""These use one Ray cluster. All other flows use one Prefect server."""
 FIRST = ("flows/test_pipeline.py", *RAY, "flows/test_operations.py", "measure", "flows", "tasks", "export")
 """The longest begin first, so that the workers end together."""
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of a file stay on one worker, which has the fixtures that they share; so do all that use Ray."""
+    """Tests of a file stay on one worker, which has the fixtures that they share; so do all that use Ray, and
+    all that use Prefect."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0].removeprefix("tests/")
-            return "ray" if file in RAY else file
+            return "ray" if file in RAY else "prefect" if file.startswith("flows/") else file
 
     return ByGroup(config, log)
 
