@@ -28,9 +28,11 @@ HEADER = """\
 # The versions that ShardCore is tested with. `make setup` installs them.
 # `make lock` writes this file from a working environment; by hand: python install.py --lock
 """
-# What the stages import. Importing it once compiles it, as pip and uv are told not to compile the rest.
-PROGRAMS = ("flows.refresh", "flows.measure", "flows.train", "flows.evaluate", "dvc.commands.repro",
-            "prefect.server.api.server")
+# By extra, what stages and what they start import. Importing it once compiles it, as pip and uv are told not
+# to compile the rest.
+PROGRAMS = {"pipeline": ("flows.refresh", "flows.measure", "flows.train", "flows.evaluate", "torch._dynamo",
+                         "dvc.commands.repro", "prefect.server.api.server"),
+            "cpu": ("fbgemm_gpu",), "gpu": ("fbgemm_gpu",), TORCHREC: ("torchrec.distributed",)}
 PIP = (sys.executable, "-m", "pip", "-qq", "--disable-pip-version-check")
 UV_OPTIONS = {"index-url": "--default-index", "extra-index-url": "--index", "find-links": "--find-links",
               "trusted-host": "--allow-insecure-host"}
@@ -49,7 +51,7 @@ def main() -> None:
     for what in wanted(args.extras):
         install(what, args.installer)
     if "pipeline" in args.extras:
-        compile_programs()
+        compile_programs([name for extra in args.extras for name in PROGRAMS.get(extra, ())])
 
 
 def wanted(extras: list[str]) -> list[list[str]]:
@@ -108,10 +110,10 @@ def uv_options(settings: Mapping[str, str]) -> list[str]:
     return ["--index-strategy", "unsafe-best-match", *options]
 
 
-def compile_programs() -> None:
-    """Import what the stages import, which keeps it compiled, even where Python is told to keep nothing."""
+def compile_programs(names: Iterable[str]) -> None:
+    """Import modules, which keeps them compiled, even where Python is told to keep nothing."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    code = f"import {', '.join(PROGRAMS)}"
+    code = f"import {', '.join(names)}"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=HERE, env=env, check=False)
     if done.returncode:
         raise SystemExit("error: the packages are installed, but cannot be imported; the lines above say why")

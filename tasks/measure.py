@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from prefect import get_run_logger, task
 
 from shardcore import files
@@ -24,17 +23,17 @@ from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_COUNT, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
-from shardcore.measure import collectives, hardware, kernels, local_ranks
+from shardcore.measure import collectives, hardware, kernels
 from shardcore.measure.device_bench import BenchSpec
 from shardcore.measure.replay import STEP_REPEATS, ReplayConfig, of_samples
 from shardcore.measure.supervise import PART_S, Supervisor
 from shardcore.measurements import CollectiveRequest, ComputeRequest
 from shardcore.samples import dataset
 from shardcore.types import Setting, Table
-from tasks import actors, services
+from tasks import actors
 from tasks.progress import Progress
 from tasks.setting import SettingConfig
-from tasks.workers import RayTransport
+from tasks.workers import Exchange, RayTransport
 
 _WORKER_BYTES = 1 << 30
 """Memory of a measuring process beside its arena: torch, FBGEMM, the pool's index streams."""
@@ -90,25 +89,6 @@ class MeasureConfig:
 
     def steps(self) -> ReplayConfig:
         return of_samples(self.arena_bytes, self.hang_s, self.step_repeats)
-
-
-@ray.remote(max_restarts=0)
-class Exchange:
-    """One rank of a gang that measures exchanges."""
-
-    def address(self) -> str:
-        # for as long as this rank lives, or another process may get it first
-        self._held = services.reserve_port("")
-        return f"tcp://{ray.util.get_node_ip_address()}:{self._held.getsockname()[1]}"
-
-    def join(self, rank: int, ranks: int, address: str, device: str,
-             config: collectives.CollectiveConfig) -> None:
-        torch.set_num_threads(1)
-        with local_ranks.exchanging():
-            self._rank = collectives.Rank(rank, ranks, address, device, config)
-
-    def measure(self, requests: Sequence[CollectiveRequest]) -> list[collectives.RankTimes]:
-        return self._rank.measure(requests)
 
 
 def wanted_compute(pool: Sequence[Table], setting: Setting,

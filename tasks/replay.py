@@ -16,7 +16,7 @@ from prefect import get_run_logger, task
 from shardcore import files
 from shardcore.draws.steps import first_step_plans, step_tables
 from shardcore.errors import ShardCoreError
-from shardcore.measure.replay import ReplayConfig, combine_all, replay_rank, require_replayable
+from shardcore.measure.replay import ReplayConfig, combine_all, require_replayable
 from shardcore.measurements import StepSample
 from shardcore.samples import dataset, replays
 from shardcore.types import MIN_WIDTH, Plan, Problem, Setting, Table
@@ -24,19 +24,9 @@ from shardcore.workload import Workload
 from tasks import actors
 from tasks.measure import MeasureConfig, cluster_device, rank_count, with_room
 from tasks.progress import Progress
+from tasks.workers import ReplayRank
 
 Run = Callable[[Sequence[Workload]], list[StepSample]]
-
-
-@ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
-class ReplayRank(actors.Member):
-    """One rank of a gang that replays."""
-
-    def run(self, rank: int, address: str, workloads: Sequence[Workload],
-            setting: Setting, config: ReplayConfig,
-            device: str, reference: dataset.ReferenceOp | None) -> tuple[list[np.ndarray], np.ndarray]:
-        self.heard()
-        return replay_rank(rank, address, workloads, setting, config, device, self.heard, reference)
 
 
 @contextmanager

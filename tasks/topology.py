@@ -14,32 +14,10 @@ from shardcore.measure.pairs import Found, PairConfig
 from shardcore.report import topology_report
 from tasks import actors, console
 from tasks.measure import cluster_device
+from tasks.pair_rank import PairRank
 from tasks.ray_cluster import ray_cluster
 
 _LOOK_S = 5.0
-
-
-@ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
-class PairRank(actors.Member):
-    """One rank of a gang that times its pairs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._turns = (0, 1)
-
-    def run(self, rank: int, ranks: int, address: str, config: PairConfig, device: str) -> tuple[Found, str]:
-        """What it found, and the address of its node."""
-        found = pairs.measure_rank(rank, ranks, address, config, device, self._note)
-        return found, ray.util.get_node_ip_address()
-
-    @ray.method(concurrency_group="watch")
-    def turns(self) -> tuple[int, int]:
-        """How many turns of pairs are done, and of how many."""
-        return self._turns
-
-    def _note(self, done: int, of: int) -> None:
-        self._turns = done, of
-        self.heard()
 
 
 def find_links(problem: Path, out: Path, ranks: Path | None, config: PairConfig) -> str:

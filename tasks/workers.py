@@ -1,4 +1,8 @@
-"""Measuring workers as Ray actors, one a device of the cluster, for shardcore.measure.supervise."""
+"""What measures on the cluster, as Ray actors: a worker a device for shardcore.measure.supervise, and the
+ranks of gangs.
+
+Each is a process of its own that imports this module, so nothing here imports Prefect, which takes a second.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import ray
+import torch
 
+from shardcore.measure import collectives, local_ranks
 from shardcore.measure.device_bench import BenchSpec, Counts, DeviceBench
+from shardcore.measure.replay import ReplayConfig, replay_rank
 from shardcore.measure.supervise import Ended, Refused
-from tasks import actors
+from shardcore.measurements import CollectiveRequest
+from shardcore.samples import dataset
+from shardcore.types import Setting
+from shardcore.workload import Workload
+from tasks import actors, services
 
 _PROBE_S = 5.0
 
@@ -68,3 +80,36 @@ class RayWorker:
 
     def end(self) -> None:
         ray.kill(self._actor)
+
+
+# --- ranks of gangs -----------------------------------------------------------------------------------------
+
+
+@ray.remote(max_restarts=0)
+class Exchange:
+    """One rank of a gang that measures exchanges."""
+
+    def address(self) -> str:
+        # for as long as this rank lives, or another process may get it first
+        self._held = services.reserve_port("")
+        return f"tcp://{ray.util.get_node_ip_address()}:{self._held.getsockname()[1]}"
+
+    def join(self, rank: int, ranks: int, address: str, device: str,
+             config: collectives.CollectiveConfig) -> None:
+        torch.set_num_threads(1)
+        with local_ranks.exchanging():
+            self._rank = collectives.Rank(rank, ranks, address, device, config)
+
+    def measure(self, requests: Sequence[CollectiveRequest]) -> list[collectives.RankTimes]:
+        return self._rank.measure(requests)
+
+
+@ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
+class ReplayRank(actors.Member):
+    """One rank of a gang that replays."""
+
+    def run(self, rank: int, address: str, workloads: Sequence[Workload],
+            setting: Setting, config: ReplayConfig,
+            device: str, reference: dataset.ReferenceOp | None) -> tuple[list[np.ndarray], np.ndarray]:
+        self.heard()
+        return replay_rank(rank, address, workloads, setting, config, device, self.heard, reference)

@@ -19,9 +19,10 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE / "cost"))  # laws.py, for all
 # What a person has set for other work must not reach the tests, nor the processes that they start.
 OTHERS = ("PREFECT_", "MLFLOW_", "RAY_", "DVC_", "SHARDCORE_OWNED", "DISPLAY",
-          "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+          "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "PYTHONDONTWRITEBYTECODE")
 for name in [n for n in os.environ if n.upper().startswith(OTHERS)]:
     del os.environ[name]
+sys.dont_write_bytecode = False  # or each of some hundred processes compiles what it imports anew
 os.environ |= {
     "OMP_NUM_THREADS": "1",  # a worker of the suite, and what it starts, is one core
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -90,19 +91,20 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 RAY = ("flows/test_measure.py", "tasks/test_actors.py", "tasks/test_measure_pairs.py",
        "tasks/test_measure_tasks.py", "tasks/test_ray_cluster.py", "tasks/test_ray_replay.py",
        "tasks/test_workers.py")
-"""These use one Ray cluster."""
+"""These use one Ray cluster. All other flows use one Prefect server."""
 FIRST = ("flows/test_pipeline.py", *RAY, "flows/test_operations.py", "measure", "flows", "tasks", "export")
 """The longest begin first, so that the workers end together."""
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of a file stay on one worker, which has the fixtures that they share; so do all that use Ray."""
+    """Tests of a file stay on one worker, which has the fixtures that they share; so do all that use Ray, and
+    all that use Prefect."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0].removeprefix("tests/")
-            return "ray" if file in RAY else file
+            return "ray" if file in RAY else "prefect" if file.startswith("flows/") else file
 
     return ByGroup(config, log)
 

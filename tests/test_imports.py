@@ -211,3 +211,11 @@ def test_shardcore_runs_without_orchestrators_and_fbgemm_is_late():
                      ([x.name for x in node.names] if isinstance(node, ast.Import) else
                       [node.module] if isinstance(node, ast.ImportFrom) else [])}
         assert not at_import & heavy, f"{path} imports {at_import & heavy} at import"
+
+
+def test_what_measures_on_the_cluster_reaches_no_prefect():
+    """Each actor is a process that imports its class's module: Prefect would cost it a second."""
+    modules = {path for path in our_files() if "@ray.remote" in path.read_text()}
+    assert modules == {ROOT / "tasks/workers.py", ROOT / "tasks/pair_rank.py"}
+    for path in {reach for module in modules for reach in reached(module)}:
+        assert not {name.split(".")[0] for name in imports(path)} & {"prefect", "mlflow", "dvc"}, path

@@ -9,7 +9,7 @@ most.
 
 Any boxes that cover all ops give a valid bound, so the number of divisions only decides how near it is.
 
-Shapes: N shards, T tables, F features, W loads, B boxes.
+Shapes: N shards, T tables, F features, W loads, B boxes, C ways to divide a box.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Shares:
     high: np.ndarray
     pairs: np.ndarray
 
-    def with_at_most(self, low: np.ndarray, feature: int, most: np.ndarray) -> np.ndarray:
-        """[W, F] lower corners of boxes that have at most `most` [W] of a feature."""
-        least = self.pairs[:, :, feature] - _WEIGHTS[:, None, None] * most
-        found = np.maximum(low, least.max(0).T - _TRACE)
-        found[:, feature] = low[:, feature]
+    def with_at_most(self, low: np.ndarray, features: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """[C, W, F] lower corners of boxes that have at most most[c] of features[c]."""
+        least = self.pairs[:, :, features] - _WEIGHTS[:, None, None, None] * most
+        found = np.maximum(low, least.max(0).transpose(1, 2, 0) - _TRACE)
+        found[np.arange(len(features)), :, features] = low.T[features]
         return found
 
 
@@ -83,10 +83,19 @@ def least_sums(values: np.ndarray, load: np.ndarray, table: np.ndarray, wanted: 
     room = np.maximum.reduceat(load, first)
     each = np.minimum.reduceat(values / load[:, None], first)
     order = np.argsort(each, axis=0)
-    filled = np.cumsum(room[order], axis=0)
-    brought = np.cumsum(room[order] * np.take_along_axis(each, order, 0), axis=0)
-    return np.stack([np.interp(wanted, np.append(0.0, x), np.append(0.0, y))
-                     for x, y in zip(filled.T, brought.T, strict=True)], 1)
+    start = np.zeros((1, values.shape[1]))
+    filled = np.concatenate([start, np.cumsum(room[order], axis=0)])
+    brought = np.concatenate([start, np.cumsum(room[order] * np.take_along_axis(each, order, 0), axis=0)])
+    # np.interp of all columns at once: each lies beyond the one before.
+    column = np.arange(values.shape[1])
+    beyond = column * (filled[-1].max() + 1.0)
+    wanted = np.minimum(wanted[:, None], filled[-1])
+    at = np.searchsorted((filled + beyond).T.ravel(), wanted + beyond) - column * len(filled)
+    at = np.clip(at, 1, len(filled) - 1)
+    less, more = filled[at - 1, column], filled[at, column]
+    # A load may be too small to tell the two apart.
+    part = np.divide(wanted - less, more - less, out=np.zeros_like(wanted), where=more > less)
+    return brought[at - 1, column] + part * (brought[at, column] - brought[at - 1, column])
 
 
 def _shares(codes: np.ndarray, load: np.ndarray, table: np.ndarray, wanted: np.ndarray) -> Shares:
@@ -95,9 +104,9 @@ def _shares(codes: np.ndarray, load: np.ndarray, table: np.ndarray, wanted: np.n
     codes = codes / unit
     # An op of more load has no less of anything than a part of it that has just this load.
     low, high = least_sums(codes, load, table, wanted), -least_sums(-codes, load, table, wanted)
-    pairs = np.stack([np.stack([least_sums(codes[:, [i]] + weight * codes, load, table, wanted).T
-                                for i in range(len(unit))]) for weight in _WEIGHTS])
-    return Shares(unit, low, high, pairs)
+    pairs = np.stack([least_sums((codes[:, :, None] + weight * codes[:, None]).reshape(len(codes), -1), load,
+                                 table, wanted).T for weight in _WEIGHTS])
+    return Shares(unit, low, high, pairs.reshape(len(_WEIGHTS), len(unit), len(unit), len(wanted)))
 
 
 def _counts(model: BoundableCostModel, shares: Shares, feature: int) -> bool:
@@ -113,20 +122,16 @@ def _division(model: BoundableCostModel, shares: Shares, box: tuple[np.ndarray, 
     [W] and the feature [W] that divide them."""
     low, high = box
     total = np.ones(low.shape[1]) * shares.unit
-    below, above, at = low.copy(), low.copy(), high[:, features[0]].copy()
-    feature, best = np.full(len(low), features[0]), np.full(len(low), -np.inf)
-    for f in features:
-        from_, to = np.maximum(low[:, f], 1e-3 * high[:, f]), high[:, f]
-        for part in _AT:
-            value = np.maximum(low[:, f], from_ ** (1 - part) * to**part)
-            left, right = shares.with_at_most(low, f, value), low.copy()
-            right[:, f] = value
-            ms = np.minimum(_ms_of_box(model, shares, left, high, total),
-                            _ms_of_box(model, shares, right, high, total))
-            better = ms > best
-            below[better], above[better], at[better] = left[better], right[better], value[better]
-            feature[better], best[better] = f, ms[better]
-    return below, above, at, feature
+    # All ways at once, [C, W]: each of these features, at each part of its side.
+    feature, part = np.repeat(features, len(_AT)), np.tile(_AT, len(features))[:, None]
+    least, most = low.T[feature], high.T[feature]
+    value = np.maximum(least, np.maximum(least, 1e-3 * most) ** (1 - part) * most**part)
+    below, above = shares.with_at_most(low, feature, value), np.repeat(low[None], len(feature), 0)
+    above[np.arange(len(feature)), :, feature] = value
+    ms = np.minimum(_ms_of_box(model, shares, below, high, total),
+                    _ms_of_box(model, shares, above, high, total))
+    best, n = ms.argmax(0), np.arange(len(low))
+    return below[best, n], above[best, n], value[best, n], feature[best]
 
 
 def _ms(model: BoundableCostModel, shares: Shares, low: np.ndarray, total: np.ndarray) -> np.ndarray:

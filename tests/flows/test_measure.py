@@ -15,7 +15,7 @@ import psutil
 import pytest
 from laws import pool, spread
 from ray_fixtures import raylet
-from scratch import timings, until
+from scratch import copy_project, timings, until
 
 import flows.measure
 from shardcore import files
@@ -34,15 +34,25 @@ TOY = {"compute_samples": SAMPLES, "comm_samples": 6, "chunk": 4, "interleave": 
 BOARD = (Path(__file__).parents[2] / "monitoring/grafana.json").read_text()
 
 
-@pytest.fixture(scope="module")
-def toy(new_project, cluster, ray_env):
-    """A project with a pool, whose flows run on the cluster."""
-    project = new_project()
+def with_pool(project):
     project.set_params("setting", batch=BATCH)
     project.set_params("measure", **TOY)
     files.write_pool(project.folder / "data/pool.json", pool())
+    return project
+
+
+@pytest.fixture(scope="module")
+def toy(new_project, cluster, ray_env):
+    """A project with a pool, whose flows run on the cluster."""
+    project = with_pool(new_project())
     project.env.update(ray_env, RAY_ADDRESS=cluster.address)
     return project
+
+
+@pytest.fixture
+def without_prefect(tmp_path):
+    """A project with a pool, and no server."""
+    return with_pool(copy_project(tmp_path, "", tmp_path))
 
 
 def measured(project):
@@ -74,14 +84,14 @@ def estimated(project, monkeypatch, capsys):
     return capsys.readouterr().out
 
 
-def test_a_dry_run_estimates_and_takes_nothing(toy, cluster, monkeypatch, capsys):
+def test_a_dry_run_estimates_and_takes_nothing(without_prefect, cluster, monkeypatch, capsys):
     with mock.patch("sys.argv", ["measure", "-h"]), pytest.raises(SystemExit):
         flows.measure.main()
     assert "--dry-run" in capsys.readouterr().out
-    said = estimated(toy, monkeypatch, capsys)
+    said = estimated(without_prefect, monkeypatch, capsys)
     assert f"compute: {SAMPLES} samples wanted, 0 there already, {SAMPLES} missing, 2 devices; about " in said
     assert "a physical estimate" in said
-    assert not (toy.folder / "data/measurements").exists() and not workers(cluster)
+    assert not (without_prefect.folder / "data/measurements").exists() and not workers(cluster)
 
 
 @pytest.mark.long

@@ -214,11 +214,12 @@ def test_a_reader_that_is_overtaken_at_any_operation_finds_a_plan_of_meanwhile(t
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("begun, how, kinds, after", [
     ("folder", signal.SIGKILL, CHANGES, False),
-    ("folder", OSError(errno.EIO, "Input/output error"), ALL, False),
+    ("folder", OSError(errno.EIO, "Input/output error"), CHANGES, False),
+    pytest.param("folder", OSError(errno.EIO, "Input/output error"), ALL, False, marks=pytest.mark.long),
     ("object store", Killed(), CHANGES, False), ("object store", OSError("no answer"), ALL, False),
     ("object store", OSError("no answer"), ALL, True),
-], ids=["folder, killed", "folder, fails", "object store, killed", "object store, fails",
-        "object store, done and fails"],
+], ids=["folder, killed", "folder, a change fails", "folder, fails", "object store, killed",
+        "object store, fails", "object store, done and fails"],
     indirect=["begun"])
 def test_whatever_ends_a_publisher_readers_find_a_whole_state_and_the_next_one_completes(two, begun, how,
                                                                                          kinds, after):

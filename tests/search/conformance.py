@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from itertools import combinations_with_replacement, product
 
 import numpy as np
@@ -349,8 +350,8 @@ def tiny_problem(seed: int) -> Problem:
                    Topology(tuple(Device(MIB, s) for s in speeds)), BATCH)
 
 
-@pytest.fixture(scope="module")
-def optima():
+@cache
+def optima() -> list[tuple[Problem, float, float]]:
     """Problems, and the least ms of all plans and of those that cut by columns alone."""
     problems = [tiny_problem(seed) for seed in range(6)]
     return [(p, *(min(price(lower(plan, p), model_for(p)).total_ms for plan in every_plan(p, alone))
@@ -362,9 +363,9 @@ AT_MOST = {"anneal": 1 + 1e-9, "anneal_columns": 1 + 1e-9, "neuroshard": 1.10}
 """Mean cost over that of the cheapest of all plans, of those for which that is known."""
 
 
-def test_never_better_than_brute_force_and_near_it(sharder, optima):
+def test_never_better_than_brute_force_and_near_it(sharder):
     ratios = []
-    for problem, least, by_columns in optima:
+    for problem, least, by_columns in optima():
         ms = solve(sharder, problem, budget=Budget(evals=5000)).provenance["predicted_ms"]
         ratios.append(ms / (by_columns if sharder == "anneal_columns" else least))
     assert min(ratios) >= 1 - 1e-9

@@ -22,7 +22,8 @@ from shardcore.measure.pairs import PairConfig
 from shardcore.measurements import CollectiveRequest
 from shardcore.types import Setting
 from tasks import actors
-from tasks.measure import Exchange, MeasureConfig
+from tasks.measure import MeasureConfig
+from tasks.workers import Exchange
 from tasks.topology import measure_pairs
 
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="warning")

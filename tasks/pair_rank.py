@@ -1,0 +1,32 @@
+"""The rank of a gang that times its pairs, as a Ray actor (tasks.workers says why it is apart)."""
+
+from __future__ import annotations
+
+import ray
+
+from shardcore.measure import pairs
+from shardcore.measure.pairs import Found, PairConfig
+from tasks import actors
+
+
+@ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
+class PairRank(actors.Member):
+    """One rank of a gang that times its pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turns = (0, 1)
+
+    def run(self, rank: int, ranks: int, address: str, config: PairConfig, device: str) -> tuple[Found, str]:
+        """What it found, and the address of its node."""
+        found = pairs.measure_rank(rank, ranks, address, config, device, self._note)
+        return found, ray.util.get_node_ip_address()
+
+    @ray.method(concurrency_group="watch")
+    def turns(self) -> tuple[int, int]:
+        """How many turns of pairs are done, and of how many."""
+        return self._turns
+
+    def _note(self, done: int, of: int) -> None:
+        self._turns = done, of
+        self.heard()
