@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--exchanges", type=Path, metavar="BOX", help="dataset of emulated exchanges")
     parser.add_argument("--measurements", type=Path, help="the dataset of MODEL, whose reference op tells "
                         "the machine's slowdown")
+    parser.add_argument("--known", action="store_true", help="only shapes of boxes that exchanges are fitted to")
     parser.add_argument("--problems", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=9, help="steps of each plan (9)")
     parser.add_argument("--seed", type=int, default=77, help="of the problems (77)")
@@ -135,7 +136,8 @@ def main() -> None:
     reference = dataset.reference_op(args.measurements, model.setting) if args.measurements else None
     tables = pool()
     for i in range(args.problems):
-        problem, where = problem_of(tables, model, i, args.seed, args.exchanges is not None)
+        problem, where = problem_of(tables, model, i, args.seed, args.exchanges is not None,
+                                    [b for b in BOXES if not args.known or (b[0], b[0] * b[1]) in box.KNOWN])
         own = model.for_problem(problem)
         made = plans(problem, own)
         with hosts.box_of(where) as places:

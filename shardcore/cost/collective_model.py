@@ -58,8 +58,9 @@ FAR_TERMS = ("far_bytes", "far_busiest_bytes", "port_busiest_bytes", "uplink_byt
 far_bytes, far_busiest_bytes: as within hosts.
 port_busiest_bytes: the most of any device over both kinds of link, in one direction. They may share a port.
 uplink_bytes: the most of any host. Its devices may share an uplink.
-mean_uplink_bytes: the mean over hosts. A link that is busier than others is filled all the time. Links that
-    are all as busy are not: TCP shares them unevenly, so in the end some rest while others still carry.
+mean_uplink_bytes: the mean over hosts, but for the part to one other host. A link that is busier than others
+    is filled all the time. Links that are all as busy are not, if hosts share them: TCP shares unevenly, so
+    in the end some rest while others still carry. Between two hosts nobody shares.
 head_start: -1. What links take at once after a pause, and what early ranks have sent by the last one's start.
 """
 EXCHANGE_TERMS = (*LATENCY_TERMS, *NEAR_TERMS, *FAR_TERMS)
@@ -135,7 +136,7 @@ def _all_to_all(owned: np.ndarray, hosts: np.ndarray, shares_links: bool) -> Ter
         leaves, enters = leaves.sum(-2, keepdims=True), enters.sum(-2, keepdims=True)
     return [1.0, near_out + near_in, _busiest(near_out, near_in), far_out + far_in, _busiest(far_out, far_in),
             _busiest(near_out + far_out, near_in + far_in), _busiest(leaves, enters),
-            leaves.mean(-1, keepdims=True), -1.0]
+            leaves.mean(-1, keepdims=True) * (len(sizes) - 2) / (len(sizes) - 1), -1.0]
 
 
 def _busiest(out: np.ndarray, into: np.ndarray) -> np.ndarray:

@@ -48,6 +48,10 @@ _SCRATCH_BYTES = 16 << 20
 """Overwritten to keep a rank busy: more than a core's caches hold."""
 _PINGS = 20
 """Ping-pongs a rank, of which the fastest tells the clocks' offset."""
+_NOTICE_S = 0.03
+"""How long before a common start ranks hear of it. It has to reach them all."""
+_WAKING_S = 3e-4
+"""A sleep may take so much longer."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +237,18 @@ class Rank:
             self._offset_s = self._clock_offset_s()
         return [self._measure(r) for r in requests]
 
+    def meet(self) -> None:
+        """Wait for all ranks.
+
+        Those of several hosts go on at one time. What the first ones to leave a barrier send would hold up
+        its messages to others, on slow links by up to 70 ms.
+        """
+        self._on.meet()
+        if self.hosts > 1:
+            due_s = torch.tensor([time.perf_counter() + self._offset_s + _NOTICE_S], dtype=torch.float64)
+            dist.broadcast(due_s, 0)
+            wait_until(due_s.item() - self._offset_s)
+
     def close(self) -> None:
         dist.destroy_process_group()
         own_core.give_back(self._cores)
@@ -275,7 +291,7 @@ class Rank:
         """Start and end in s of rank 0's clock, and s of own work between."""
         self._compute(busy_ms)
         with local_ranks.exchanging():
-            self._on.meet()
+            self.meet()
             due = time.perf_counter() + start_ms / 1e3
             if self._oversubscribed:  # what spins would take the core of ranks that exchange
                 time.sleep(start_ms / 1e3)
@@ -298,6 +314,14 @@ class Rank:
             round_trip_s, offset_s = estimate_clock_offset()
             found = _gather((host_id(), round_trip_s, offset_s))
         return min((round_trip, offset) for host, round_trip, offset in found if host == host_id())[1]
+
+
+def wait_until(due_s: float) -> None:
+    """Sleep until a time of this host's monotonic clock. A sleep ends late, so wake before, and spin."""
+    if (sleep_s := due_s - time.perf_counter() - _WAKING_S) > 0:
+        time.sleep(sleep_s)
+    while time.perf_counter() < due_s:
+        pass
 
 
 def estimate_clock_offset(clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:

@@ -44,7 +44,7 @@ from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.job import Job
 from shardcore.limits import MOST_BYTES, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
 from shardcore.measure import exchanges, id_transfer, local_ranks
-from shardcore.measure.collectives import CollectiveConfig, Rank, wait_and_transfer
+from shardcore.measure.collectives import CollectiveConfig, Rank, wait_and_transfer, wait_until
 from shardcore.measure.devices import device_of
 from shardcore.measure.hosts import Place
 from shardcore.measure.step_compute import (
@@ -86,8 +86,6 @@ class ReplayConfig:
                        seed=(0, MOST_SEED))
 
 
-_WAKING_MS = 0.3
-"""A sleep may take so much longer."""
 STEP_REPEATS = 20
 STEP_BYTES = 512 << 20
 """Weights of a rank that replays steps as samples, and the largest table of these."""
@@ -241,7 +239,7 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
         used = [channel for workload in workloads for channel in exchanges.used_channels(workload)]
         groups = exchanges.groups(rank, workloads[0].topology, used)
         for step in steps:
-            step.join(groups)
+            step.join(groups, member.meet)
     marks: list[list[tuple[float, ...]]] = [[] for _ in steps]
     reference_ms: list[float] = []
     for index in range(config.warmups + config.repeats):
@@ -264,10 +262,15 @@ class _Step:
     def __init__(self, compute: Ops | Asleep, workload: Workload, rank: int, device: str):
         self._compute, self._workload, self._rank = compute, workload, rank
         self._chains, self._ids = {}, []
+        self._meet: Callable[[], None] = lambda: None
         self._on, self._device = device_of(device), device_of(device).place
 
-    def join(self, groups: exchanges.Groups) -> None:
-        """Make the buffers of its exchanges, once the gang is there."""
+    def join(self, groups: exchanges.Groups, meet: Callable[[], None]) -> None:
+        """Make the buffers of its exchanges, once the gang is there.
+
+        meet: waits for all ranks of it.
+        """
+        self._meet = meet
         self._chains = exchanges.chains(self._workload, self._rank, lambda shape: full(shape, self._device),
                                         groups)
         self._ids = id_transfer.of_workload(self._workload, self._rank, self._device)
@@ -277,7 +280,7 @@ class _Step:
         replay_rank."""
         mark = self._on.mark
         with local_ranks.exchanging():
-            self._on.meet()
+            self._meet()
             began = time.perf_counter()
             begin = informed = mark()
             if self._ids:
@@ -286,10 +289,10 @@ class _Step:
                 for transfer in self._ids:
                     transfer.put_in_buckets()
                     transfer.announce()
-                _sleep(dense_ms[0])
+                wait_until(time.perf_counter() + dense_ms[0] / 1e3)
                 for transfer in self._ids:
                     transfer.send()
-                _sleep(dense_ms[1])
+                wait_until(time.perf_counter() + dense_ms[1] / 1e3)
                 for transfer in self._ids:
                     transfer.arrive()
                     transfer.put_in_order()
@@ -308,15 +311,6 @@ class _Step:
             # Read only now: to wait for each mark would make the device idle between.
             marks = [begin, informed, received, updated, pooled, mark()]
             return tuple(began + np.cumsum([0.0, *self._on.elapsed_ms(marks)]) / 1e3)
-
-
-def _sleep(ms: float) -> None:
-    """Let others run for so long. A sleep ends late, so the rank wakes before and waits for the end."""
-    due = time.perf_counter() + ms / 1e3
-    if ms > _WAKING_MS:
-        time.sleep((ms - _WAKING_MS) / 1e3)
-    while time.perf_counter() < due:
-        pass
 
 
 def _work(rank: int, init_method: str, say: Callable[[Any], None], workloads: Sequence[Workload],

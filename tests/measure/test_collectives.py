@@ -2,6 +2,7 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import time
 
 import psutil
 import pytest
@@ -90,6 +91,10 @@ def _one_of_three(rank, init_method, say, folder):
     except ShardCoreError as error:
         uneven = str(error)
     dist.destroy_process_group()
+    collectives.host_id = lambda: f"host-{rank}"
+    member = collectives.Rank(rank, 3, f"file://{folder}/several", "cpu", CONFIG)
+    going_on = _going_on(member)
+    member.close()
     collectives.host_id = host_id
     member = collectives.Rank(rank, 3, init_method, "cpu", CONFIG)
     arrived = []
@@ -107,8 +112,19 @@ def _one_of_three(rank, init_method, say, folder):
     exact = collectives.estimate_clock_offset(clock=lambda: 1000.0 if rank == 0 else next(times))
     listening = {c.laddr.ip for c in psutil.Process().net_connections("inet")
                  if c.status == psutil.CONN_LISTEN}
-    say((listening, uneven, member.hosts, arrived, (idle, busy), exact, collectives.estimate_clock_offset()))
+    say((listening, uneven, member.hosts, arrived, (idle, busy), exact, collectives.estimate_clock_offset(),
+         (going_on, _going_on(member))))
     member.close()
+
+
+def _going_on(member):
+    """When a rank meets the others, and until when it waits then, in rank 0's clock."""
+    due, wait_until = [], collectives.wait_until
+    collectives.wait_until = lambda due_s: due.append(due_s + member._offset_s)
+    began = time.perf_counter() + member._offset_s
+    member.meet()
+    collectives.wait_until = wait_until
+    return began, due
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +136,17 @@ def three(tmp_path_factory):
 def values(rank, elements, payload):
     sent = rank + 1 + torch.arange(elements) / 1000
     return sent.bfloat16().float() if payload == "bf16" else sent
+
+
+def test_ranks_of_several_hosts_go_on_at_one_time(three):
+    began, due = zip(*(ranks[-1][0] for ranks in three), strict=True)
+    [first], *others = due
+    assert first > max(began) and others == [[pytest.approx(first, abs=1e-9)]] * 2
+    assert [due for _, (_, due) in (ranks[-1] for ranks in three)] == [[]] * 3  # of one host
+    now = time.perf_counter()
+    collectives.wait_until(now + 0.01)
+    collectives.wait_until(now)
+    assert time.perf_counter() >= now + 0.01
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -145,8 +172,8 @@ def test_each_collective_delivers_what_it_says(three, rank):
 
 def test_the_fastest_answer_tells_a_clocks_offset(three):
     """Rank 0's clock stands at 1000 s: it was read half-way between 70 and 71 s of the others'."""
-    assert [exact for *_, exact, _ in three] == [(0.0, 0.0), (1.0, 1000 - 70.5), (1.0, 1000 - 70.5)]
-    for *_, (round_trip, offset) in three:  # of one host
+    assert [exact for *_, exact, _, _ in three] == [(0.0, 0.0), (1.0, 1000 - 70.5), (1.0, 1000 - 70.5)]
+    for *_, (round_trip, offset), _ in three:  # of one host
         assert abs(offset) <= round_trip / 2 + 1e-9
 
 
