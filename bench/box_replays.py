@@ -28,7 +28,7 @@ import torch
 from bench import box
 from bench import replays as one_host
 from shardcore import files
-from shardcore.cost import collective_fit, neural, replay_metrics, replay_records
+from shardcore.cost import collective_fit, neural, replay_metrics, replay_records, step_factors
 from shardcore.cost.collective_model import BUCKETIZE
 from shardcore.cost.model import price
 from shardcore.draws.problems import ProblemConfig, draw_problem
@@ -52,13 +52,21 @@ RIVALS = ("torchrec", "neuroshard", "best greedy")
 MAX_DIM, MOST_BYTES = 32, 512 << 20
 
 
-def of_box(model: neural.NeuralModel, exchanges: Path | None) -> neural.NeuralModel:
-    """The model with rates of exchanges fitted to those of boxes. What they take in steps is not known."""
+def of_box(model: neural.NeuralModel, exchanges: Path | None,
+           steps: Path | None = None) -> neural.NeuralModel:
+    """The model with rates of exchanges fitted to those of boxes.
+
+    steps: a FOLDER of this bench, whose replays tell what exchanges take in a step. None: as alone.
+    """
     compute = {name: w for name, w in model.weights.items() if not name.startswith(("exchange_", BUCKETIZE))}
     measured = [] if exchanges is None else [
         s for (_, _, gbit_s), samples in box.read(exchanges, GROUPS).items() for s in samples
         if gbit_s == BETWEEN_GBIT_S and (s.request.hosts, len(s.request.widths)) in box.KNOWN]
-    return dataclasses.replace(model, weights=compute | collective_fit.fit(measured, [], lambda *_: None))
+    alone = dataclasses.replace(model, weights=compute | collective_fit.fit(measured, [], lambda *_: None))
+    folders = [folder for folder in sorted(steps.iterdir()) if folder.is_dir()] if steps else []
+    told = [(lower(one.plans[name], one.problem, fits=False), cost.at_usual_speed())
+            for one in map(replays.read, folders) for name, cost in one.costs.items()]
+    return step_factors.fit(alone, told)
 
 
 def rows_of(out: Path, problems: int, measured: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -125,14 +133,17 @@ def main() -> None:
     parser.add_argument("--exchanges", type=Path, metavar="BOX", help="dataset of emulated exchanges")
     parser.add_argument("--measurements", type=Path, help="the dataset of MODEL, whose reference op tells "
                         "the machine's slowdown")
-    parser.add_argument("--known", action="store_true", help="only shapes of boxes that exchanges are fitted to")
+    parser.add_argument("--known", action="store_true",
+                        help="only shapes of boxes that exchanges are fitted to")
+    parser.add_argument("--steps", type=Path, metavar="FOLDER", help="replays of other problems, which tell "
+                        "what exchanges take in a step")
     parser.add_argument("--problems", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=9, help="steps of each plan (9)")
     parser.add_argument("--seed", type=int, default=77, help="of the problems (77)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, config, kept = neural.load(args.model), ReplayConfig(args.repeats, 2, arena_bytes=4 << 30), []
-    model = of_box(model, args.exchanges)
+    model = of_box(model, args.exchanges, args.steps)
     reference = dataset.reference_op(args.measurements, model.setting) if args.measurements else None
     tables = pool()
     for i in range(args.problems):

@@ -1,7 +1,12 @@
 """The time of a collective within a training step, relative to its time in isolation: a factor, from replays.
 
 In a step an exchange follows compute, without the barrier of an isolated measurement. So it takes longer.
-There is one factor for each collective and direction.
+On one host there is one factor for each collective and direction.
+
+Over several hosts parts of a step overlap: a rank that has its ids sends gradients, while ids of others
+travel. Only their sum is told, so a collective has one factor for both directions, and all ids have one.
+An all-reduce of small replicas takes up to ten times as long as alone there. It is a ring through all ranks,
+and each of its messages waits behind what others still send. Nothing travels past it, as all wait for it.
 
 Ops take as long in a step as in isolation, at the slowdown that the reference op shows (docs/log.md).
 So a replay whose compute took longer than predicted ran on a slower machine.
@@ -37,7 +42,7 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     """The model with factors fitted to these steps, on links that were measured.
 
     meta["steps"]: the number of steps used. The model itself is returned where none is usable.
-    Replays run on one host. They say nothing of collectives measured between hosts only.
+    Steps on one host say nothing of collectives measured between hosts only.
     """
     steps = [(w, took) for w, took in steps if len(w.topology) > 1 and not w.topology.gives_links
              and w.job.forward_payload == w.job.backward_payload == "fp32"]
@@ -45,27 +50,53 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
         return model
     # Without old factors, or new ones would be relative to them.
     alone = dataclasses.replace(model, weights={k: v for k, v in model.weights.items() if k not in _NAMES})
-    factors: dict[str, np.ndarray] = {}
-    told = 0
-    for part, (way, channels) in _PARTS.items():
-        # What a dense part hides of ids has no time.
-        timed = [s for s in steps if any(getattr(s[1], part))
-                 and not (part == "input_ms" and s[0].job.hides_ids_ms)]
-        often = [c for c in channels if "within" in collective_model.measured_links(model.weights, c)
-                 and sum(_runs(w, c) for w, _ in timed) >= FEWEST_STEPS]
-        # Keep steps whose collectives all run often enough, or another's time would distort the fit.
-        known = [s for s in timed if (ran := {c for c in channels if _runs(s[0], c)}) and ran <= set(often)]
-        if known:
-            terms, took = (np.concatenate(x) for x in zip(*(_observed(alone, s, part, often) for s in known),
-                                                          strict=True))
-            fitted = zip(often, fit_law(terms, took), strict=True)
-            factors |= {collective_model.step_weight(c, way): np.array([k]) for c, k in fitted
-                        if collective_model.LEAST_IN_STEP <= k <= collective_model.MOST_IN_STEP}
-            told = max(told, len(known))
+    on_one = [s for s in steps if len(s[0].topology.hosts) == 1]
+    over_several = [s for s in steps if len(s[0].topology.hosts) > 1]
+    found = [*(_of_part(alone, on_one, part) for part in _PARTS), _of_sums(alone, over_several)]
+    factors = {name: np.array([k]) for of, _ in found for name, k in of.items()
+               if collective_model.LEAST_IN_STEP <= k <= collective_model.MOST_IN_STEP}
     if not factors:
         return model
+    told = max(n for _, n in found[:-1]) + found[-1][1]
     return dataclasses.replace(alone, weights={**alone.weights, **factors},
                                meta={**model.meta, "steps": told})
+
+
+def _of_part(alone: NeuralModel, steps: Sequence[Step], part: str) -> tuple[dict[str, float], int]:
+    """Factors by the names of their weights, from a part of a step on one host. And of how many steps."""
+    way, channels = _PARTS[part]
+    # What a dense part hides of ids has no time.
+    timed = [s for s in steps if any(getattr(s[1], part))
+             and not (part == "input_ms" and s[0].job.hides_ids_ms)]
+    often = [c for c in channels if "within" in collective_model.measured_links(alone.weights, c)
+             and sum(_runs(w, c) for w, _ in timed) >= FEWEST_STEPS]
+    # Keep steps whose collectives all run often enough, or another's time would distort the fit.
+    known = [s for s in timed if (ran := {c for c in channels if _runs(s[0], c)}) and ran <= set(often)]
+    if not known:
+        return {}, 0
+    terms, took = (np.concatenate(x) for x in zip(*(_observed(alone, s, part, often) for s in known),
+                                                  strict=True))
+    fitted = fit_law(terms, took)
+    return {collective_model.step_weight(c, way): k for c, k in zip(often, fitted, strict=True)}, len(known)
+
+
+def _of_sums(alone: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, float], int]:
+    """As _of_part, from all that exchanges take in steps over several hosts."""
+    steps = [(w, took) for w, took in steps if any(took.input_ms) and not w.job.hides_ids_ms]
+    often = [some for some in _SUMS if sum(any(_runs(w, c) for c in some) for w, _ in steps) >= FEWEST_STEPS]
+    known = [s for s in steps if all(c in sum(often, ()) for c in s[0].channels if _runs(s[0], c))]
+    if not known:
+        return {}, 0
+    terms, took = [], []
+    for workload, measured in known:
+        last = int(np.argmin(measured.waiting_ms))  # the others wait for it
+        took.append(measured.total_ms - measured.dense_ms - measured.compute_ms[last])
+        compute_ms = np.array(price(workload, alone).compute_ms)
+        ms = alone.collectives(workload.traffic, compute_ms, workload.topology)
+        terms.append([sum(ms[c][way][last] for c in some for way in (0, 1)) for some in often])
+    fitted = fit_law(np.array(terms), np.array(took))
+    return {collective_model.step_weight(c, way): k for some, k in zip(often, fitted, strict=True)
+            for c in some for way in COLLECTIVES[c.collective]}, len(known)
 
 
 def said(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
@@ -82,6 +113,8 @@ _PARTS = {**{f"{way}_comm_ms": (way, [c for c in CHANNELS if c not in ID_CHANNEL
              for way in ("forward", "backward")},
           "input_ms": ("forward", list(ID_CHANNELS))}
 """Parts of a StepCost, with the direction and the channels that they time."""
+_SUMS = [tuple(ID_CHANNELS), *((c,) for c in CHANNELS if c not in ID_CHANNELS)]
+"""Channels that share a factor over several hosts."""
 _NAMES = {collective_model.step_weight(c, way) for way, channels in _PARTS.values() for c in channels}
 
 

@@ -16,7 +16,7 @@ from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, ID_CHANNELS, IDS, Channe
 from shardcore.search import SHARDERS
 from shardcore.step_cost import StepCost
 from shardcore.topology import Device, Topology
-from shardcore.types import COLLECTIVES, Plan, Problem
+from shardcore.types import COLLECTIVES, PARTS, Plan, Problem
 from shardcore.workload import lower
 
 ANALYTIC = AnalyticModel(SETTING)
@@ -92,15 +92,29 @@ def test_a_collective_of_few_steps_has_the_all_to_all_s_factor_and_no_steps_chan
         assert step_factors.fit(model, few) is model
 
 
-def test_rows_over_a_host_have_factors_of_their_own_where_steps_tell_them(model):
-    """Also of a machine that plays two hosts."""
-    own = {**FACTORS, (WITHIN, "forward"): 1.8, (WITHIN, "backward"): 1.3, (ACROSS, "forward"): 1.1,
-           (ACROSS, "backward"): 2.5}
-    seen = [w for kind in ("columns", "host rows") for w in workloads(kind, n=12, topology=on_hosts("aabb"))]
-    fitted = step_factors.fit(model, [(w, replayed(model, w, own)) for w in seen])
+def test_sums_of_steps_over_several_hosts_tell_a_factor_of_each_collective(model):
+    """However time is told apart within a step."""
+    own = {ALL_TO_ALL: 1.3, ALL_REDUCE: 8.0, WITHIN: 1.8, ACROSS: 2.5, IDS: 1.5, BUCKETIZED_IDS: 1.5}
+    of_ways = {(c, way): own.get(c, 1.0) for c, way in ALONE}
+    seen = [w for kind in ("columns", "host rows", "replicated")
+            for w in workloads(kind, n=12, topology=on_hosts("aabb"))]
+    steps = [(w, overlapping(replayed(model, w, of_ways))) for w in seen]
+    fitted = step_factors.fit(model, steps)
     told = found_factors(fitted)
-    assert {x: told[x] for x in own if x[0] in (WITHIN, ACROSS)} == pytest.approx(
-        {x: own[x] for x in own if x[0] in (WITHIN, ACROSS)}, rel=1e-2)
+    assert {c: told[c, COLLECTIVES[c.collective][-1]] for c in own} == pytest.approx(own, rel=1e-2)
+    assert {c: told[c, COLLECTIVES[c.collective][0]] for c in own} == pytest.approx(own, rel=1e-2)
+    assert fitted.meta["steps"] == len(seen)
+
+
+def overlapping(cost):
+    """A step of devices like the last one, in which gradients travel before all ids are there."""
+    last = int(np.argmin(cost.waiting_ms))
+    parts = {part: (getattr(cost, part)[last],) * len(cost.waiting_ms) for part in PARTS}
+    early_ms = 0.4 * parts["backward_comm_ms"][0]
+    parts["backward_comm_ms"] = tuple(ms - early_ms for ms in parts["backward_comm_ms"])
+    parts["input_ms"] = tuple(ms + early_ms for ms in parts["input_ms"])
+    parts["waiting_ms"] = tuple(1e-3 * (d != last) for d in range(len(cost.waiting_ms)))
+    return StepCost(**parts)
 
 
 def test_a_second_fit_is_of_what_is_alone_again_and_given_links_tell_nothing(model, tmp_path):
