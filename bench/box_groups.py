@@ -30,14 +30,14 @@ import torch.distributed as dist
 from bench import box_replays
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.metrics import mape
-from shardcore.measure import collectives, hosts, local_ranks, replay
+from shardcore.measure import collectives, hosts, local_ranks, processes, replay
 from shardcore.measure.hardware import hardware_name
 from shardcore.measure.step_compute import measure_alone
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.sharding_groups import Candidate, best, candidates
 from shardcore.sharding_groups import members, replicas, sizes, synced_bytes
 from shardcore.types import Problem, Setting, Table
-from shardcore.workload import lower
+from shardcore.workload import Workload, lower
 
 ROWS = 20_000
 ROOM_BYTES = 8 << 30
@@ -59,15 +59,24 @@ def step_ms(found: Candidate, problem: Problem, setting: Setting, config: replay
     own = replace(setting, batch=grouped.problem.global_batch)
     [(_, (alone, _))] = local_ranks.run("compute", measure_alone, 1, ([work], own, config, None), _TIMEOUT_S)
 
+    # Gangs begin each step together. Else one would have links to itself while another prepares its step.
+    all_there = processes.context().Barrier(len(places), timeout=_TIMEOUT_S)
+
     def run(devices: Sequence[int]) -> float:
         n, on = len(devices), [places[d] for d in devices]
-        said = dict(local_ranks.run("replay", replay._work, n, ([work], own, config, "cpu", None, alone),
-                                    _TIMEOUT_S, on))
+        said = dict(local_ranks.run("replay", _replay, n, (work, own, config, alone, all_there), _TIMEOUT_S,
+                                    on))
         [sample] = replay.combine_all([said[rank] for rank in range(n)], None, work.job)
         return sample.total_ms
 
     with ThreadPoolExecutor(len(of_group)) as side_by_side:
         return float(np.median(list(side_by_side.map(run, of_group))))
+
+
+def _replay(rank: int, init_method: str, say: Callable[[Any], None], work: Workload, own: Setting,
+            config: replay.ReplayConfig, alone: Any, all_there: Any) -> None:
+    say(replay.replay_rank(rank, init_method, [work], own, config, progress=lambda: say(None), alone=alone,
+                           meet=all_there.wait))
 
 
 def sync_ms(found: Candidate, problem: Problem, places: Sequence[hosts.Place]) -> float:

@@ -28,6 +28,7 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
 from shardcore.layouts import CHANNELS, ID_CHANNELS, Channel
 from shardcore.step_cost import StepCost
+from shardcore.topology import Topology
 from shardcore.types import COLLECTIVES
 from shardcore.workload import Workload
 
@@ -44,7 +45,7 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     meta["steps"]: the number of steps used. The model itself is returned where none is usable.
     Steps on one host say nothing of collectives measured between hosts only.
     """
-    steps = [(w, took) for w, took in steps if len(w.topology) > 1 and not w.topology.gives_links
+    steps = [(w, took) for w, took in steps if len(w.topology) > 1 and not _gives_links(w.topology)
              and w.job.forward_payload == w.job.backward_payload == "fp32"]
     if not collective_model.is_measured(model.weights, collective_model.ALL_TO_ALL):
         return model
@@ -116,6 +117,14 @@ _PARTS = {**{f"{way}_comm_ms": (way, [c for c in CHANNELS if c not in ID_CHANNEL
 _SUMS = [tuple(ID_CHANNELS), *((c,) for c in CHANNELS if c not in ID_CHANNELS)]
 """Channels that share a factor over several hosts."""
 _NAMES = {collective_model.step_weight(c, way) for way, channels in _PARTS.values() for c in channels}
+
+
+def _gives_links(topology: Topology) -> bool:
+    """Whether the links that decide have given bandwidths, and not those that were measured."""
+    if len(topology.hosts) == 1:
+        return topology.gives_links
+    given = topology.between_hosts_gbps, topology.host_link_gbps, topology.latency_ms
+    return given != (None, None, None)
 
 
 def _runs(workload: Workload, channel: Channel) -> bool:

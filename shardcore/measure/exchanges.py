@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shardcore.layouts import CROSS, HOST, WORLD, Channel, Layout
-from shardcore.measure import own_core
+from shardcore.measure import all_to_all, own_core
 from shardcore.measure.fused_op import even_parts
 from shardcore.measure.transfers import all_gather, carried, reduce_scatter
 from shardcore.topology import Topology
@@ -105,13 +105,11 @@ class _AllToAll:
         self._arrived, self._job = torch.empty_like(self._sent), workload.job
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
-        send = partial(dist.all_to_all_single, output_split_sizes=self._theirs, input_split_sizes=self._mine,
-                       group=self._group)
+        send = partial(all_to_all.run, arriving=self._theirs, leaving=self._mine, group=self._group)
         return carried(self._arrived, _as_much(outputs, self._entered), self._job.forward_payload, send)
 
     def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
-        send = partial(dist.all_to_all_single, output_split_sizes=self._mine, input_split_sizes=self._theirs,
-                       group=self._group)
+        send = partial(all_to_all.run, arriving=self._mine, leaving=self._theirs, group=self._group)
         return carried(_as_much(into, self._entered), _as_much(gradients, self._sent),
                        self._job.backward_payload, send)
 

@@ -18,11 +18,11 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from shardcore.inputs import received_bytes
 from shardcore.job import Job
 from shardcore.layouts import BUCKETIZED_IDS
+from shardcore.measure import all_to_all
 from shardcore.measurements import CollectiveRequest
 from shardcore.types import OUTPUT_BYTES
 from shardcore.workload import Workload
@@ -128,17 +128,15 @@ class IdTransfer:
 
     def announce(self) -> None:
         """Say how much will come. It travels from then on."""
-        self._works = [dist.all_to_all_single(self._expected, self._announced, async_op=True)]
+        self._works = all_to_all.launch(self._expected, self._announced)
 
     def send(self) -> None:
         """Send lengths and ids, once it is known how many will come. They travel from then on."""
         self.arrive()
         # Sizes of what arrives: the host waits for them.
         from_each = zip(*self._expected.view(-1, 2).tolist(), strict=True)
-        self._works = [dist.all_to_all_single(into, source, list(arriving), leaving, async_op=True)
-                       for into, source, arriving, leaving in zip(
-                           self._arrived, self._leaving, from_each, (self._lengths_to, self._ids_to),
-                           strict=True)]
+        sent = zip(self._arrived, self._leaving, from_each, (self._lengths_to, self._ids_to), strict=True)
+        self._works = [work for of in sent for work in all_to_all.launch(*of)]
 
     def arrive(self) -> None:
         """Wait for what was sent last."""

@@ -211,8 +211,8 @@ def require_replayable(workload: Workload, first: Workload, setting: Setting, de
 def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], setting: Setting,
                 config: ReplayConfig,
                 device: str = "cpu", progress: Callable[[], None] = lambda: None,
-                reference: ReferenceOp | None = None,
-                alone: Alone | None = None) -> tuple[list[np.ndarray], np.ndarray]:
+                reference: ReferenceOp | None = None, alone: Alone | None = None,
+                meet: Callable[[], object] | None = None) -> tuple[list[np.ndarray], np.ndarray]:
     """One rank's part, for whoever starts the gang: marks [R, 6] of each workload, in s of the host's
     monotonic clock; and [R] ms of the reference op, once a round (without one: [0]).
 
@@ -221,6 +221,7 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
     and each round of steps.
 
     alone: ms for which the rank sleeps instead of computing. None: it computes.
+    meet: waits until a step may begin. None: for the ranks of the gang.
     """
     if device == "cpu":
         torch.set_num_threads(1)
@@ -239,7 +240,7 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
         used = [channel for workload in workloads for channel in exchanges.used_channels(workload)]
         groups = exchanges.groups(rank, workloads[0].topology, used)
         for step in steps:
-            step.join(groups, member.meet)
+            step.join(groups, meet or member.meet)
     marks: list[list[tuple[float, ...]]] = [[] for _ in steps]
     reference_ms: list[float] = []
     for index in range(config.warmups + config.repeats):
@@ -262,14 +263,11 @@ class _Step:
     def __init__(self, compute: Ops | Asleep, workload: Workload, rank: int, device: str):
         self._compute, self._workload, self._rank = compute, workload, rank
         self._chains, self._ids = {}, []
-        self._meet: Callable[[], None] = lambda: None
+        self._meet: Callable[[], object] = lambda: None
         self._on, self._device = device_of(device), device_of(device).place
 
-    def join(self, groups: exchanges.Groups, meet: Callable[[], None]) -> None:
-        """Make the buffers of its exchanges, once the gang is there.
-
-        meet: waits for all ranks of it.
-        """
+    def join(self, groups: exchanges.Groups, meet: Callable[[], object]) -> None:
+        """Make the buffers of its exchanges, once the gang is there. meet: as replay_rank's."""
         self._meet = meet
         self._chains = exchanges.chains(self._workload, self._rank, lambda shape: full(shape, self._device),
                                         groups)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from shardcore.fused import PRECISIONS
 from shardcore.layouts import BUCKETIZED_IDS
+from shardcore.measure import all_to_all
 from shardcore.measure.id_transfer import IdTransfer, features_and_ids
 from shardcore.measurements import CollectiveRequest
 from shardcore.types import OF_IDS
@@ -72,8 +73,8 @@ def transfers(request: CollectiveRequest, rank: int, device: torch.device | str 
     if request.collective == "all_to_all":
         mine, theirs = [local * request.widths[rank]] * ranks, [local * w for w in widths]
         return both(sum(mine), sum(theirs),
-                    lambda into, source: dist.all_to_all_single(into, source, theirs, mine, group),
-                    lambda into, source: dist.all_to_all_single(into, source, mine, theirs, group))
+                    lambda into, source: all_to_all.run(into, source, theirs, mine, group),
+                    lambda into, source: all_to_all.run(into, source, mine, theirs, group))
     if request.collective == "reduce_scatter":
         return both(batch * width, local * width, partial(reduce_scatter, group=group),
                     partial(all_gather, group=group))

@@ -14,9 +14,9 @@ from shardcore.cost.model import price
 from shardcore.job import Job
 from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, ID_CHANNELS, IDS, Channel
 from shardcore.search import SHARDERS
-from shardcore.step_cost import StepCost
+from shardcore.step_cost import PARTS, StepCost
 from shardcore.topology import Device, Topology
-from shardcore.types import COLLECTIVES, PARTS, Plan, Problem
+from shardcore.types import COLLECTIVES, Plan, Problem
 from shardcore.workload import lower
 
 ANALYTIC = AnalyticModel(SETTING)
@@ -126,6 +126,9 @@ def test_a_second_fit_is_of_what_is_alone_again_and_given_links_tell_nothing(mod
     given = Topology((Device(1 << 30),) * 2, within_host_gbps=10.0, latency_ms=0.1)
     assert step_factors.fit(model,
                             [(w, replayed(model, w)) for w in workloads("columns", topology=given)]) is model
+    apart = dataclasses.replace(on_hosts("aabb"), host_link_gbps=1.0)
+    assert step_factors.fit(model,
+                            [(w, replayed(model, w)) for w in workloads("columns", topology=apart)]) is model
     linked, = workloads("columns", 1, given)
     assert price(linked, once) == price(linked, model)
 
