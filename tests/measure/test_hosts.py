@@ -18,7 +18,7 @@ from boxes import boxed
 from test_local_ranks import wait_forever
 
 from shardcore.errors import ShardCoreError
-from shardcore.measure import local_ranks
+from shardcore.measure import all_to_all, local_ranks
 from shardcore.measure.collectives import CollectiveConfig, Rank, measure_all
 from shardcore.measure.hosts import Box, box_of
 from shardcore.measure.transfers import transfers
@@ -39,6 +39,37 @@ def test_a_box_that_cannot_be_is_one_line(config, said):
     with pytest.raises(ShardCoreError) as refused:
         Box(**config)
     assert str(refused.value) == said
+
+
+LEAVING = ((3, 0, 2, 5), (1, 4, 0, 2), (6, 1, 2, 0), (0, 3, 3, 1))
+"""Elements from each of four ranks to each."""
+SIDES = ((0, 2), (1, 3))
+
+
+def exchange_all(rank, init_method, say):
+    """What arrives of elements that tell their rank and place, by an all-to-all in a box, and by gloo's."""
+    member = Rank(rank, 4, init_method, config=CollectiveConfig(timeout_s=30))
+    sides = [dist.new_group(list(side)) for side in SIDES]
+    arriving = [of[rank] for of in LEAVING]
+    found = []
+    for n_in, n_out, splits in ((8, 8, {}), (sum(arriving), sum(LEAVING[rank]),
+                                             {"arriving": arriving, "leaving": LEAVING[rank]}),
+                                (6, 6, {"group": sides[rank % 2]})):
+        sent, both = 100.0 * rank + torch.arange(n_out), [torch.empty(n_in) for _ in range(2)]
+        all_to_all.run(both[0], sent, **splits)
+        dist.all_to_all_single(both[1], sent, *(splits.get(name) and list(splits[name])
+                                                for name in ("arriving", "leaving")), splits.get("group"))
+        found.append([of.tolist() for of in both])
+    member.close()
+    say(found)
+
+
+@boxed
+def test_over_hosts_an_all_to_all_delivers_what_gloo_s_own_does():
+    with box_of(Box()) as places:
+        for _, found in local_ranks.run("box", exchange_all, 4, (), 60, places):
+            for own, gloos in found:
+                assert own == gloos
 
 
 MAKER = """
