@@ -2,7 +2,7 @@
 
 On one host each rank's transfer counts. Over several hosts that of the last rank does: a step waits for it,
 and how much earlier others end is up to how TCP shares a link. Fitted to all ranks, the last comes out 20% to
-30% too early (docs/benchmarks/2026-11-24-emulated-hosts.md).
+30% too early (docs/benchmarks/2026-11-25-emulated-hosts.md).
 
 Shapes: D devices, E exchange terms, S samples, R ranks that count of all samples.
 """

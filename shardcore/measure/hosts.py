@@ -44,7 +44,7 @@ _TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0", "tcp
         "tcp_rto_min_us": "2000000"}
 """Of each host. Nothing is lost, so Reno's windows only grow, and what TCP sends twice is waste. BBR, which a
 machine may have by default, paces each connection below what it saw: links that all carry as much then idle
-for a fifth of an exchange (docs/benchmarks/2026-11-24-emulated-hosts.md). Kernels before 6.11 lack the last.
+for a fifth of an exchange (docs/benchmarks/2026-11-25-emulated-hosts.md). Kernels before 6.11 lack the last.
 """
 _TOOLS = ("unshare", "nsenter", "ip", "tc")
 _NETWORK = 0x40000000
