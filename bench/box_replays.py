@@ -7,8 +7,9 @@ Compute of each device was measured before, and ranks sleep for it (shardcore/me
 Problems have 10 to 30 tables of the calibrated pool at dims up to 32. Links are slow, so that the network
 decides. Exchanges are priced by rates fitted to those in BOX, which `measure --hosts` made at the same rate
 of links (see bench.box); without BOX by given links, shared by the ranks of a host. STEPS, a FOLDER of other
-problems, tells what exchanges take in a step. Without it they are priced as alone. All sharders get the same model and topology. `torchrec` is TorchRec's planner, swept; it knows
-hosts. The rivals are it, NeuroShard's search, and the greedy order that the model prefers.
+problems, tells what exchanges take in a step. Without it they are priced as alone. All sharders get the same
+model and topology. `torchrec` is TorchRec's planner, swept; it knows hosts. The rivals are it, NeuroShard's
+search, and the greedy order that the model prefers.
 
 FOLDER gets what bench.replays writes. A rerun goes on after the problems done.
 """
