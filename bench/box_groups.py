@@ -4,7 +4,8 @@ emulated, exchanges real.
     python -m bench.box_groups --problems 10 --out groups.jsonl
 
 Each problem is planned for groups of every size, in both layouts. All groups of a layout run their steps side
-by side on a cluster in a box, each a gang of its own. So they share the links of hosts, as in one job.
+by side on a cluster in a box, each a gang of its own. So they share the links of hosts, as in one job. All
+begin each step together: otherwise one would have links to itself while another prepares its step.
 Compute is measured before and slept for. A synchronisation is one all-reduce of the weights of each device
 among its replicas, all at once. What a step takes is its median, plus its share of a synchronisation.
 
@@ -69,8 +70,15 @@ def step_ms(found: Candidate, problem: Problem, setting: Setting, config: replay
         [sample] = replay.combine_all([said[rank] for rank in range(n)], None, work.job)
         return sample.total_ms
 
+    def run_or_end_all(devices: Sequence[int]) -> float:
+        try:
+            return run(devices)
+        except BaseException:
+            all_there.abort()  # or the other gangs would wait for this one
+            raise
+
     with ThreadPoolExecutor(len(of_group)) as side_by_side:
-        return float(np.median(list(side_by_side.map(run, of_group))))
+        return float(np.median(list(side_by_side.map(run_or_end_all, of_group))))
 
 
 def _replay(rank: int, init_method: str, say: Callable[[Any], None], work: Workload, own: Setting,

@@ -65,10 +65,13 @@ def of_box(model: neural.NeuralModel, exchanges: Path | None,
         s for (_, _, gbit_s), samples in box.read(exchanges, GROUPS).items() for s in samples
         if gbit_s == BETWEEN_GBIT_S and (s.request.hosts, len(s.request.widths)) in box.KNOWN]
     alone = dataclasses.replace(model, weights=compute | collective_fit.fit(measured, [], lambda *_: None))
-    folders = [folder for folder in sorted(steps.iterdir()) if folder.is_dir()] if steps else []
+    if steps is None:
+        return alone
     told = [(lower(one.plans[name], one.problem, fits=False), cost.at_usual_speed())
-            for one in map(replays.read, folders) for name, cost in one.costs.items()]
-    return step_factors.fit(alone, told)
+            for one in replays.read_all(steps, model.setting) for name, cost in one.costs.items()]
+    fitted = step_factors.fit(alone, told)
+    print(step_factors.said(alone, fitted, len(told)), file=sys.stderr)
+    return fitted
 
 
 def rows_of(out: Path, problems: int, measured: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:

@@ -120,6 +120,8 @@ def main() -> None:
     parser.add_argument("--no-bound", action="store_true",
                         help="leave out the bound, which takes longer than all sharders together")
     args = parser.parse_args()
+    if args.two_ranks and (args.unequal or args.devices != parser.get_default("devices")):
+        parser.error("--two-ranks has its own devices: leave out --devices and --unequal")
     torch.set_num_threads(1)
     model = neural.load(args.model)
     args.devices = 2 if args.two_ranks else args.devices

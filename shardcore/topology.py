@@ -118,6 +118,13 @@ class Topology:
         return any(getattr(self, name) is not None for name in BANDWIDTHS)
 
     @property
+    def gives_slowest(self) -> bool:
+        """Whether it gives the bandwidth of the slowest links: between hosts, if it has several."""
+        if len(self.hosts) == 1:
+            return self.within_host_gbps is not None
+        return (self.between_hosts_gbps, self.host_link_gbps) != (None, None)
+
+    @property
     def gives_host_memory(self) -> bool:
         """Whether tables may have rows in host memory."""
         return self.host_memory_bytes is not None and self.host_memory_gbps is not None

@@ -51,16 +51,16 @@ NEAR_TERMS = ("near_bytes", "near_busiest_bytes")
 near_bytes: of the device, out and in.
 near_busiest_bytes: the most of any device in one direction.
 """
-FAR_TERMS = ("far_bytes", "far_busiest_bytes", "port_busiest_bytes", "uplink_bytes", "mean_uplink_bytes",
+FAR_TERMS = ("far_bytes", "far_busiest_bytes", "port_busiest_bytes", "uplink_bytes", "shared_uplink_bytes",
              "head_start")
 """Terms of links between hosts. All are 0 on one host.
 
 far_bytes, far_busiest_bytes: as within hosts.
 port_busiest_bytes: the most of any device over both kinds of link, in one direction. They may share a port.
 uplink_bytes: the most of any host. Its devices may share an uplink.
-mean_uplink_bytes: the mean over hosts, but for the part to one other host. A link that is busier than others
-    is filled all the time. Links that are all as busy are not, if hosts share them: TCP shares unevenly, so
-    in the end some rest while others still carry. Between two hosts nobody shares.
+shared_uplink_bytes: the mean over hosts. Of an all-to-all without the part for one other host, of a ring all.
+    A link that is busier than others is filled all the time. Links that are all as busy are not, if several
+    hosts share them: TCP shares unevenly, so in the end some rest while others still carry.
 head_start: -1. What links take at once after a pause, and what early ranks have sent by the last one's start.
 """
 EXCHANGE_TERMS = (*LATENCY_TERMS, *NEAR_TERMS, *FAR_TERMS)
@@ -198,7 +198,7 @@ def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np
             ms[..., members] = np.where(runs, transfer_ms(terms, rates[way]), 0.0)
     if channel in ID_CHANNELS:
         # Rates of measured links include what it takes to put ids in order. Given links do not.
-        own_ms = _order_ms(w, owned, once=topology.latency_ms is not None, bytes_too=topology.gives_bandwidth)
+        own_ms = _order_ms(w, owned, once=topology.latency_ms is not None, bytes_too=topology.gives_slowest)
         if channel == BUCKETIZED_IDS:
             own_ms = own_ms + bucketize_ms(w, owned)
         forward += in_step(w, channel, "forward") * own_ms

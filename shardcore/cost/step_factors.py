@@ -9,8 +9,8 @@ An all-reduce of small replicas takes up to ten times as long as alone there. It
 and each of its messages waits behind what others still send. Nothing travels past it, as all wait for it.
 
 Ops take as long in a step as in isolation, at the slowdown that the reference op shows (docs/log.md).
-So a replay whose compute took longer than predicted ran on a slower machine.
-Its exchanges are divided by that slowdown.
+So a replay on one host whose compute took longer than predicted ran on a slower machine.
+Its exchanges are divided by that slowdown. Links between hosts do not slow down with a machine.
 
 Shapes: S steps, D devices, C collectives.
 """
@@ -26,9 +26,9 @@ from shardcore.cost import collective_model
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
-from shardcore.layouts import CHANNELS, ID_CHANNELS, Channel
+from shardcore.errors import ShardCoreError
+from shardcore.layouts import CHANNELS, HOST, ID_CHANNELS, Channel
 from shardcore.step_cost import StepCost
-from shardcore.topology import Topology
 from shardcore.types import COLLECTIVES
 from shardcore.workload import Workload
 
@@ -44,15 +44,19 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
 
     meta["steps"]: the number of steps used. The model itself is returned where none is usable.
     Steps on one host say nothing of collectives measured between hosts only.
+    Raises ShardCoreError where some steps ran on one host and some over several.
     """
-    steps = [(w, took) for w, took in steps if len(w.topology) > 1 and not _gives_links(w.topology)
-             and w.job.forward_payload == w.job.backward_payload == "fp32"]
+    steps = [(w, took) for w, took in steps if len(w.topology) > 1 and not w.topology.gives_slowest
+             and w.topology.latency_ms is None and w.job.forward_payload == w.job.backward_payload == "fp32"]
     if not collective_model.is_measured(model.weights, collective_model.ALL_TO_ALL):
         return model
     # Without old factors, or new ones would be relative to them.
     alone = dataclasses.replace(model, weights={k: v for k, v in model.weights.items() if k not in _NAMES})
     on_one = [s for s in steps if len(s[0].topology.hosts) == 1]
     over_several = [s for s in steps if len(s[0].topology.hosts) > 1]
+    if on_one and over_several:
+        raise ShardCoreError(f"{len(on_one)} steps ran on one host and {len(over_several)} over several; a "
+                             "model has one factor for a collective in both: give steps of one kind")
     found = [*(_of_part(alone, on_one, part) for part in _PARTS), _of_sums(alone, over_several)]
     factors = {name: np.array([k]) for of, _ in found for name, k in of.items()
                if collective_model.LEAST_IN_STEP <= k <= collective_model.MOST_IN_STEP}
@@ -84,7 +88,9 @@ def _of_part(alone: NeuralModel, steps: Sequence[Step], part: str) -> tuple[dict
 def _of_sums(alone: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, float], int]:
     """As _of_part, from all that exchanges take in steps over several hosts."""
     steps = [(w, took) for w, took in steps if any(took.input_ms) and not w.job.hides_ids_ms]
-    often = [some for some in _SUMS if sum(any(_runs(w, c) for c in some) for w, _ in steps) >= FEWEST_STEPS]
+    often = [some for some in _SUMS if all(_decides(c) in collective_model.measured_links(alone.weights, c)
+                                           for c in some)
+             and sum(any(_runs(w, c) for c in some) for w, _ in steps) >= FEWEST_STEPS]
     known = [s for s in steps if all(c in sum(often, ()) for c in s[0].channels if _runs(s[0], c))]
     if not known:
         return {}, 0
@@ -98,6 +104,11 @@ def _of_sums(alone: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, float
     fitted = fit_law(np.array(terms), np.array(took))
     return {collective_model.step_weight(c, way): k for some, k in zip(often, fitted, strict=True)
             for c in some for way in COLLECTIVES[c.collective]}, len(known)
+
+
+def _decides(channel: Channel) -> str:
+    """The kind of links, as of measured_links, that a channel over several hosts is priced by."""
+    return "within" if channel.group == HOST else "between"
 
 
 def said(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
@@ -117,14 +128,6 @@ _PARTS = {**{f"{way}_comm_ms": (way, [c for c in CHANNELS if c not in ID_CHANNEL
 _SUMS = [tuple(ID_CHANNELS), *((c,) for c in CHANNELS if c not in ID_CHANNELS)]
 """Channels that share a factor over several hosts."""
 _NAMES = {collective_model.step_weight(c, way) for way, channels in _PARTS.values() for c in channels}
-
-
-def _gives_links(topology: Topology) -> bool:
-    """Whether the links that decide have given bandwidths, and not those that were measured."""
-    if len(topology.hosts) == 1:
-        return topology.gives_links
-    given = topology.between_hosts_gbps, topology.host_link_gbps, topology.latency_ms
-    return given != (None, None, None)
 
 
 def _runs(workload: Workload, channel: Channel) -> bool:

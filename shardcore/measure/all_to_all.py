@@ -28,12 +28,14 @@ def launch(into: torch.Tensor, source: torch.Tensor, arriving: Sequence[int] | N
 
     into, source: flat.
     arriving, leaving: elements from and to each rank of the group. None: as many for each.
+
+    Raises RuntimeError where these are not all elements.
     """
     n, own = dist.get_world_size(group), dist.get_rank(group)
     if hosts.own_host() is None:
         splits = (None if of is None else list(of) for of in (arriving, leaving))
         return [dist.all_to_all_single(into, source, *splits, group, async_op=True)]
-    parts_in, parts_out = (of.split(list(of_each) if of_each is not None else of.numel() // n)
+    parts_in, parts_out = (of.split(list(of_each) if of_each is not None else [of.numel() // n] * n)
                            for of, of_each in ((into, arriving), (source, leaving)))
     parts_in[own].copy_(parts_out[own])
     found: list[Work] = []

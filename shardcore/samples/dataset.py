@@ -37,6 +37,8 @@ from shardcore.types import Setting, Shard, Table
 REPLAYS = "replays"
 _ADDED = {"busy_ms": 0.0, "group": "world", "emulated": None}
 """Fields of a CollectiveRequest that earlier versions lacked, and what they were then."""
+_OVER_HOSTS = 2
+"""Raised by hand when times over several hosts mean something else. In 2, ranks start together."""
 _FEWEST_OF_REFERENCE = 4
 ReferenceOp = tuple[ComputeRequest, float]
 """The op that runs throughout, to show the machine's slowdown, and its usual ms."""
@@ -68,6 +70,8 @@ def comm_id(setting: Setting, request: CollectiveRequest) -> str:
                  if name not in _ADDED or value != _ADDED[name]}
     if request.emulated:
         described["emulated"] = dataclasses.asdict(request.emulated)
+    if request.hosts > 1:
+        described["method"] = _OVER_HOSTS
     version = parts.MEASUREMENT_VERSIONS["comm"]
     return files.digest(["comm", version, _setting_json(setting), described])
 

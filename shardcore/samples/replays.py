@@ -34,6 +34,8 @@ STEP_VERSION = 5
 """Raised by hand when the times of a replayed step mean something else. In 3, ids travel in it. In 4, each
 rank has a core of its own. In 5, ids of divided rows are put in buckets."""
 REPLAYS_JSON, PROBLEM_JSON = "replays.json", "problem.json"
+OVER_HOSTS_VERSION = 6
+"""The same, of steps over several hosts. In 6, their ranks begin together."""
 MOST_SLOWDOWN = 1.5
 """A replay at a slowdown above this, or below its inverse, was disturbed. It is ignored and run again."""
 Replay = Callable[[Sequence[Workload]], Sequence[StepSample]]
@@ -90,7 +92,7 @@ def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: C
         files.write_plan(folder / f"{name}.json", plan, problem)
     body = {
         "setting": files.setting_to_json(setting), "config": dataclasses.asdict(config),
-        "measurement_version": STEP_VERSION,
+        "measurement_version": _version(problem),
         "replays": [{"algorithm": algorithm, "plan": name, "total_ms": costs[name].total_ms,
                      **dataclasses.asdict(costs[name])} for algorithm, name in names]}
     head = {"schema": SCHEMA, "version": VERSION}
@@ -147,7 +149,7 @@ def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config
     except ShardCoreError:
         return False
     names = [(algorithm, plan_digest(plan)) for algorithm, plan in made]
-    if not body.is_current or any(_is_disturbed(r.cost()) for r in body.replays):
+    if body.measurement_version != _version(problem) or any(_is_disturbed(r.cost()) for r in body.replays):
         return False
     return (known.problem == problem and known.setting == setting
             and body.config == dataclasses.asdict(config) and list(known.made) == names)
@@ -183,8 +185,16 @@ def read_all(folder: Path, setting: Setting) -> list[ReplaySet]:
 
 
 def _read_current(folder: Path) -> list[ReplaySet]:
-    """The replays of the current STEP_VERSION in subfolders of `folder`."""
-    return [_kept(one, body) for one in _folders(folder) if (body := _read(one)).is_current]
+    """The replays of current versions in subfolders of `folder`."""
+    bodies = ((one, _read(one)) for one in _folders(folder))
+    found = ((_kept(one, body), body) for one, body in bodies
+             if body.measurement_version in (STEP_VERSION, OVER_HOSTS_VERSION))
+    return [kept for kept, body in found if body.measurement_version == _version(kept.problem)]
+
+
+def _version(problem: Problem) -> int:
+    """The current version of steps of a problem."""
+    return STEP_VERSION if len(problem.topology.hosts) == 1 else OVER_HOSTS_VERSION
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -226,8 +236,10 @@ def _known(folder: Path, problem: Problem, setting: Setting) -> dict[str, StepSa
     for where in _folders(folder / dataset.REPLAYS):
         # Replays of another problem may be damaged. Its own, if damaged, are made anew.
         with suppress(ShardCoreError):
-            one = read(where)
-            if one.setting == setting and one.problem == problem and _read(where).is_current:
+            body = _read(where)
+            one = _kept(where, body)
+            of_today = body.measurement_version == _version(one.problem)
+            if of_today and one.setting == setting and one.problem == problem:
                 found |= {name: cost for name, cost in one.costs.items() if not _is_disturbed(cost)}
     return found
 
@@ -323,11 +335,6 @@ class _Body:
         for row in self.replays:
             if known.setdefault(row.plan, row.cost()) != row.cost():
                 raise ShardCoreError(f"plan {row.plan} has two replays of different times; it needs one")
-
-    @property
-    def is_current(self) -> bool:
-        """Whether its timings have the current meaning."""
-        return self.measurement_version == STEP_VERSION
 
 
 def _read(folder: Path) -> _Body:

@@ -57,7 +57,7 @@ def test_terms_of_an_all_to_all_on_one_host_by_hand():
         "far_busiest_bytes": [0] * 3,
         "port_busiest_bytes": [0] * 3,
         "uplink_bytes": [0] * 3,
-        "mean_uplink_bytes": [0] * 3,
+        "shared_uplink_bytes": [0] * 3,
         "head_start": [0] * 3,
     }
     assert terms("all_to_all", [6, 6, 0])["near_busiest_bytes"] == [4] * 3
@@ -72,7 +72,7 @@ def test_terms_of_an_all_to_all_on_two_hosts_by_hand():
         "once": [1] * 3, "messages": [2] * 3, "far_rounds": [1] * 3, "skew_ms": [0] * 3,
         "near_bytes": [2, 0, 2], "near_busiest_bytes": [2] * 3, "far_bytes": [2 + 4, 8 + 2, 0 + 4],
         "far_busiest_bytes": [8] * 3, "port_busiest_bytes": [8] * 3, "uplink_bytes": [8] * 3,
-        "mean_uplink_bytes": [(2 + 8) / 2] * 3, "head_start": [-1] * 3}
+        "shared_uplink_bytes": [0] * 3, "head_start": [-1] * 3}
     assert terms("all_to_all", [8, 8, 0, 0], hosts=(0, 0, 1, 1)) == {
         "once": [1] * 4,
         "messages": [3] * 4,
@@ -84,7 +84,7 @@ def test_terms_of_an_all_to_all_on_two_hosts_by_hand():
         "far_busiest_bytes": [4] * 4,
         "port_busiest_bytes": [6] * 4,
         "uplink_bytes": [8] * 4,
-        "mean_uplink_bytes": [4] * 4,  # the second host sends nothing
+        "shared_uplink_bytes": [0] * 4,  # links of two hosts are nobody else's
         "head_start": [-1] * 4,
     }
     assert (
@@ -107,7 +107,7 @@ def test_terms_of_rings_by_hand():
     }
     alone, apart = ({"far_rounds": [2 * k] * 3, "far_bytes": [12 * k] * 3, "far_busiest_bytes": [6 * k] * 3,
                      "port_busiest_bytes": [6 * k] * 3, "uplink_bytes": [6 * k] * 3,
-                     "mean_uplink_bytes": [6 * k] * 3, "head_start": [-k] * 3} for k in (0, 1))
+                     "shared_uplink_bytes": [6 * k] * 3, "head_start": [-k] * 3} for k in (0, 1))
     assert terms("reduce_scatter", [6, 0, 9]) == {**ring, **alone}
     assert terms("reduce_scatter", [6, 0, 9], hosts=(0, 0, 1)) == {**ring, **apart}
     assert terms("all_reduce", [4.5] * 3) == {**ring, **alone}
@@ -188,14 +188,17 @@ def test_links_that_are_all_as_busy_may_take_longer_and_start_ahead():
     """A mean of all links beside the busiest one, less what early ranks sent; never below 0."""
     law = np.array([0.0] * 9 + [0.8, 0.2, 1.5])
     laws = {collective_model.weight(ALL_TO_ALL, way): law for way in ("forward", "backward")}
-    hosts = on_hosts(1, 1)
+    hosts = on_hosts(1, 1, 1)
     even, uneven, few = (collective_model.collective_ms(laws, ALL_TO_ALL, np.array(owned), hosts)[0]
-                         for owned in ([8.0, 8.0], [8.0, 0.0], [0.1, 0.1]))
-    assert even == pytest.approx([4 * (0.8 + 0.2) - 1.5] * 2)
-    assert uneven == pytest.approx([4 * 0.8 + 2 * 0.2 - 1.5] * 2) and few.tolist() == [0.0, 0.0]
-    halved, _ = collective_model.collective_ms(laws, ALL_TO_ALL, np.array([8.0, 8.0]), hosts,
+                         for owned in ([9.0] * 3, [9.0, 0.0, 0.0], [0.1] * 3))
+    # Of 6 bytes that leave a host, 3 share links with those of a third host.
+    assert even == pytest.approx([6 * 0.8 + 3 * 0.2 - 1.5] * 3)
+    assert uneven == pytest.approx([6 * 0.8 + 1 * 0.2 - 1.5] * 3) and few.tolist() == [0.0] * 3
+    halved, _ = collective_model.collective_ms(laws, ALL_TO_ALL, np.array([9.0] * 3), hosts,
                                                payloads={"forward": "fp16", "backward": "fp16"})
-    assert halved == pytest.approx([2 - 1.5] * 2)  # half the bytes, the same head start
+    assert halved == pytest.approx([(6 * 0.8 + 3 * 0.2) / 2 - 1.5] * 3)  # half the bytes, the same head start
+    two, _ = collective_model.collective_ms(laws, ALL_TO_ALL, np.array([8.0, 8.0]), on_hosts(1, 1))
+    assert two == pytest.approx([4 * 0.8 - 1.5] * 2)
 
 
 def test_devices_of_a_host_share_its_link_where_the_topology_says_so():

@@ -317,7 +317,7 @@ def test_a_model_that_knows_no_counts_of_wide_shards_prices_as_before(model, tmp
 
 
 def test_a_model_that_knows_fewer_terms_of_exchanges_prices_as_before(model, tmp_path):
-    known = collective_model.EXCHANGE_TERMS.index("mean_uplink_bytes")
+    known = collective_model.EXCHANGE_TERMS.index("shared_uplink_bytes")
     laws = {name for name, law in model.weights.items() if len(law) == len(collective_model.EXCHANGE_TERMS)
             and name.startswith("exchange_")}
     short = {name: law[:known] if name in laws else law for name, law in model.weights.items()}

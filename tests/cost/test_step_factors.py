@@ -10,7 +10,9 @@ from shapes import ACROSS, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WITHIN, host_
 
 from shardcore.cost import collective_fit, collective_model, neural, step_factors
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.collective_model import EXCHANGE_TERMS
 from shardcore.cost.model import price
+from shardcore.errors import ShardCoreError
 from shardcore.job import Job
 from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, ID_CHANNELS, IDS, Channel
 from shardcore.search import SHARDERS
@@ -94,6 +96,10 @@ def test_a_collective_of_few_steps_has_the_all_to_all_s_factor_and_no_steps_chan
 
 def test_sums_of_steps_over_several_hosts_tell_a_factor_of_each_collective(model):
     """However time is told apart within a step."""
+    uplink = np.arange(len(EXCHANGE_TERMS)) == EXCHANGE_TERMS.index("uplink_bytes")
+    model = dataclasses.replace(model, weights={n: v + v[collective_model.NEAR].sum() * uplink
+                                                if n.startswith("exchange_") else v
+                                                for n, v in model.weights.items()})
     own = {ALL_TO_ALL: 1.3, ALL_REDUCE: 8.0, WITHIN: 1.8, ACROSS: 2.5, IDS: 1.5, BUCKETIZED_IDS: 1.5}
     of_ways = {(c, way): own.get(c, 1.0) for c, way in ALONE}
     seen = [w for kind in ("columns", "host rows", "replicated")
@@ -139,6 +145,12 @@ def test_exchanges_between_hosts_alone_learn_nothing_from_steps_within_one(model
         rates[collective_model.FAR], rates[collective_model.NEAR] = rates[collective_model.NEAR].sum(), 0
     between = dataclasses.replace(model, weights=weights)
     assert collective_model.measured_links(between.weights, ALL_TO_ALL) == {"between"}
+    # And those within hosts, nothing of steps over several.
+    apart = [(w, replayed(model, w)) for w in workloads("columns", topology=on_hosts("aabb"))]
+    assert collective_model.measured_links(model.weights, ALL_TO_ALL) == {"within"}
+    assert step_factors.fit(model, apart) is model
+    with pytest.raises(ShardCoreError, match="8 steps ran on one host and 8 over several; a model has one"):
+        step_factors.fit(model, [*apart, *((w, replayed(model, w)) for w in workloads("columns"))])
     fitted = step_factors.fit(between, [(w, replayed(between, w)) for w in workloads("columns")])
     assert fitted is between and "tell nothing" in step_factors.said(between, fitted, 8)
 

@@ -141,7 +141,7 @@ def values(rank, elements, payload):
 def test_ranks_of_several_hosts_go_on_at_one_time(three):
     began, due = zip(*(ranks[-1][0] for ranks in three), strict=True)
     [first], *others = due
-    assert first > max(began) and others == [[pytest.approx(first, abs=1e-9)]] * 2
+    assert first > max(began) and others == [[pytest.approx(first, abs=1e-6)]] * 2
     assert [due for _, (_, due) in (ranks[-1] for ranks in three)] == [[]] * 3  # of one host
     now = time.perf_counter()
     collectives.wait_until(now + 0.01)
