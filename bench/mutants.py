@@ -87,18 +87,30 @@ class Defect:
 
 
 def listed() -> list[Defect]:
-    """The defects of bench/defects/. Raises ValueError for one that cannot be applied."""
+    """The defects of bench/defects/, as they are written there."""
+    entries = [e for path in sorted(LISTED.glob("*.toml"))
+               for e in tomllib.loads(path.read_text())["defect"]]
+    return [Defect(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
+
+
+def refused(defects: Sequence[Defect]) -> list[str]:
+    """Why defects cannot be applied to the project as it is: a line for each that cannot."""
     found = []
-    for path in sorted(LISTED.glob("*.toml")):
-        for entry in tomllib.loads(path.read_text())["defect"]:
-            defect = Defect(**{**entry, "tests": tuple(entry["tests"])})
-            if defect.file.endswith(".py"):
-                compile(defect.applied(), defect.file, "exec")
-            missing = [t for t in defect.tests if not (ROOT / t.partition("::")[0]).exists()]
-            if missing:
-                raise ValueError(f"{path.name}: {defect.says}: there is no {missing[0]}")
-            found.append(defect)
+    for defect in defects:
+        try:
+            defect.applied()
+        except (OSError, ValueError) as error:
+            found.append(str(error))
+        found += [f"{defect.file}: {defect.says}: there is no {test}"
+                  for test in defect.tests if not _is_test(test)]
     return found
+
+
+def _is_test(test: str) -> bool:
+    """Whether there is a file, or a function of a file, that pytest is given."""
+    file, _, name = test.partition("::")
+    return (ROOT / file).exists() and (
+        not name or f"def {name.partition('[')[0]}(" in (ROOT / file).read_text())
 
 
 # --- drawn from the code ------------------------------------------------------------------------------------
@@ -293,15 +305,18 @@ def main() -> int:
                         help="defects at a time (all cores)")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    try:
-        defects = [*listed(), *drawn(random.Random(args.seed), args.drawn)]
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+    defects = listed()
+    if lines := refused(defects):
+        print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
         return 2
+    defects += drawn(random.Random(args.seed), args.drawn)
     defects = [d for d in defects if args.only in d.file or args.only in d.says]
     done = ({r["key"]: r for r in map(json.loads, args.out.read_text().splitlines())}
             if args.out.exists() else {})
     left = [d for d in defects if d.key() not in done]
+    for defect in left:  # one that is not Python would be caught, whatever the tests are
+        if defect.file.endswith(".py"):
+            compile(defect.applied(), defect.file, "exec")
     tests = sorted({t for d in left for t in d.tests})
     print(f"{len(defects)} defects, {len(defects) - len(left)} done before", flush=True)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(args.jobs) as threads:
