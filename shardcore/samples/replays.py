@@ -186,10 +186,9 @@ def read_all(folder: Path, setting: Setting) -> list[ReplaySet]:
 
 def _read_current(folder: Path) -> list[ReplaySet]:
     """The replays of current versions in subfolders of `folder`."""
-    bodies = ((one, _read(one)) for one in _folders(folder))
-    found = ((_kept(one, body), body) for one, body in bodies
-             if body.measurement_version in (STEP_VERSION, OVER_HOSTS_VERSION))
-    return [kept for kept, body in found if body.measurement_version == _version(kept.problem)]
+    found = ((one, _read(one)) for one in _folders(folder))
+    return [_kept(one, body) for one, body in found
+            if body.measurement_version == _version(files.read_problem(one / PROBLEM_JSON))]
 
 
 def _version(problem: Problem) -> int:

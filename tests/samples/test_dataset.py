@@ -202,6 +202,8 @@ def test_ids_are_those_of_earlier_versions(tables):
     assert dataset.comm_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0))) == "6f0f6a285363b413"
     assert (dataset.comm_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0), busy_ms=20.0))
             == "1ddab14afacf5c55")
+    # Over several hosts, ranks did not start together then: that would be measured anew.
+    assert dataset.comm_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0), hosts=2)) != "4547ebc1cbbc8be3"
     shards = (Shard.whole(tables[0]), Shard(tables[3], 5, 50, 4, 8))
     assert dataset.compute_id(SETTING, ComputeRequest(shards, 128)) == "2ee5092bbac3ae03"
 

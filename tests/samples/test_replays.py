@@ -151,9 +151,14 @@ def test_a_replay_is_disturbed_at_a_slowdown_of_half_as_much_again_either_way(
     assert len(replays.steps([tmp_path], SETTING)) == (not disturbed)
 
 
-def test_replays_whose_timings_meant_something_else_are_none(problem, made, clock, tmp_path, monkeypatch):
+@pytest.mark.parametrize("hosts, name", [(1, "STEP_VERSION"), (2, "OVER_HOSTS_VERSION")])
+def test_replays_whose_timings_meant_something_else_are_none(hosts, name, problem, made, clock, tmp_path,
+                                                             monkeypatch):
     folder = tmp_path / "replays" / "kept"
-    monkeypatch.setattr(replays, "STEP_VERSION", 2)  # steps without ids
+    devices = (dataclasses.replace(d, host=f"host-{i % hosts}")
+               for i, d in enumerate(problem.topology.devices))
+    problem = dataclasses.replace(problem, topology=Topology(tuple(devices)))
+    monkeypatch.setattr(replays, name, 2)  # steps without ids
     replays.keep(folder, problem, made[-1:], SETTING, CONFIG, clock)
     monkeypatch.undo()
     assert not replays.is_kept(folder, problem, made[-1:], SETTING, CONFIG)
