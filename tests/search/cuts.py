@@ -50,7 +50,7 @@ def on_two_hosts(problem: Problem) -> Problem:
 
 def total_ms(shards, devices, problem) -> float:
     plan = Plan(consolidate(placed([(s,) for s in shards], devices, problem)))
-    return price(lower(plan, problem),
+    return price(lower(plan, problem, fits=False),
                  replace(MODEL, setting=replace(MODEL.setting, optimizer=problem.optimizer))).total_ms
 
 

@@ -74,7 +74,8 @@ def test_the_grids_totals_are_the_prices_of_its_plans(seed, rows, optimizer):
     ordered = np.array([[keys[i] for i in order] for order in orders])
     totals, over_bytes, devices = greedy_grid(cache, ordered, scales)
     assert totals.shape == over_bytes.shape == (3, 3) and devices.shape == (3, 3, len(keys))
-    for c, k in np.argwhere(np.isfinite(totals)):  # price also checks that what is called feasible fits
+    # Searches count a little less memory than `lower` (search/true_memory.py), so only prices are compared.
+    for c, k in np.argwhere(np.isfinite(totals)):
         assert totals[c, k] == pytest.approx(total_ms([shards[i] for i in orders[c]], devices[c, k], problem),
                                              rel=1e-9)
         columns = np.bincount(devices[c, k], weights=[shards[i].width for i in orders[c]], minlength=4)
