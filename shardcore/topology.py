@@ -20,8 +20,7 @@ from shardcore.limits import (
     require_within,
 )
 
-BANDWIDTHS = ("within_host_gbps", "between_hosts_gbps", "host_link_gbps")
-LINKS = (*BANDWIDTHS, "latency_ms")
+LINKS = ("within_host_gbps", "between_hosts_gbps", "host_link_gbps", "latency_ms")
 """What a topology may give of its links."""
 
 
@@ -110,12 +109,7 @@ class Topology:
     @property
     def gives_links(self) -> bool:
         """Whether it gives bandwidths or latency, so that its exchanges are not priced as measured."""
-        return self.gives_bandwidth or self.latency_ms is not None
-
-    @property
-    def gives_bandwidth(self) -> bool:
-        """Whether it gives bandwidths."""
-        return any(getattr(self, name) is not None for name in BANDWIDTHS)
+        return any(getattr(self, name) is not None for name in LINKS)
 
     @property
     def gives_slowest(self) -> bool:

@@ -5,8 +5,8 @@ On one host there is one factor for each collective and direction.
 
 Over several hosts parts of a step overlap: a rank that has its ids sends gradients, while ids of others
 travel. Only their sum is told, so a collective has one factor for both directions, and all ids have one.
-An all-reduce of small replicas takes up to ten times as long as alone there. It is a ring through all ranks,
-and each of its messages waits behind what others still send. Nothing travels past it, as all wait for it.
+An all-reduce of small replicas takes 2.4 times as long as alone there (emulated hosts,
+docs/benchmarks/2026-11-25-emulated-hosts.md). It is a ring through all ranks, so each waits for all others.
 
 Ops take as long in a step as in isolation, at the slowdown that the reference op shows (docs/log.md).
 So a replay on one host whose compute took longer than predicted ran on a slower machine.
@@ -68,7 +68,10 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
 
 
 def _of_part(alone: NeuralModel, steps: Sequence[Step], part: str) -> tuple[dict[str, float], int]:
-    """Factors by the names of their weights, from a part of a step on one host. And of how many steps."""
+    """Factors by the names of their weights, and the number of steps that tell them.
+
+    From one part of steps on one host.
+    """
     way, channels = _PARTS[part]
     # What a dense part hides of ids has no time.
     timed = [s for s in steps if any(getattr(s[1], part))
@@ -86,7 +89,7 @@ def _of_part(alone: NeuralModel, steps: Sequence[Step], part: str) -> tuple[dict
 
 
 def _of_sums(alone: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, float], int]:
-    """As _of_part, from all that exchanges take in steps over several hosts."""
+    """As _of_part, from the sum of all exchanges of steps over several hosts."""
     steps = [(w, took) for w, took in steps if any(took.input_ms) and not w.job.hides_ids_ms]
     often = [some for some in _SUMS if all(_decides(c) in collective_model.measured_links(alone.weights, c)
                                            for c in some)
