@@ -48,9 +48,12 @@ def on_two_hosts(problem: Problem) -> Problem:
     return replace(problem, topology=Topology(devices), constraints=Constraints(pinned=(("t1", ("y",)),)))
 
 
-def total_ms(shards, devices, problem) -> float:
-    plan = Plan(consolidate(placed([(s,) for s in shards], devices, problem)))
-    return price(lower(plan, problem, fits=False),
+def plan_of(shards, devices, problem) -> Plan:
+    return Plan(consolidate(placed([(s,) for s in shards], devices, problem)))
+
+
+def total_ms(shards, devices, problem, fits=True) -> float:
+    return price(lower(plan_of(shards, devices, problem), problem, fits=fits),
                  replace(MODEL, setting=replace(MODEL.setting, optimizer=problem.optimizer))).total_ms
 
 
