@@ -106,7 +106,7 @@ def text(rows: Sequence[replay_metrics.ReplayRecord], parts: Mapping[str, float]
                 ("tau_beyond_noise", "tau of pairs that differ beyond noise", "{:.3f}"),
                 ("regret", "regret of the plan that the model prefers", "{:.1f}%"),
                 ("ours_regret", f"of {replay_metrics.OURS}'s", "{:.1f}%"))) + ".",
-        f"## Replayed cost against {replay_metrics.OURS}'s", _rivals_table(replay_metrics.rivals(rows)),
+        f"## Cost against {replay_metrics.OURS}'s", _rivals_table(replay_metrics.rivals(rows)),
         "![replayed cost](cost.png)",
         f"Losses: problems on which {replay_metrics.OURS}'s plan took longer, beyond the noise of the two "
         f"replays (95%: one in 40 is by chance); of them, those by more than {LOSS:.0%}.\n"])
@@ -116,12 +116,12 @@ def _rivals_table(rivals: dict[str, replay_metrics.SharderComparison]) -> str:
     rows = []
     for name, r in rivals.items():
         worst = max(r.losses.values(), default=0.0)
-        rows.append((name, _interval(r.cost, "{:.3f}"), _interval(r.gap_closed, "{:.0%}") if r.gap_closed
-                     else "-",
+        rows.append((name, f"{r.predicted:.3f}", _interval(r.cost, "{:.3f}"),
+                     _interval(r.gap_closed, "{:.0%}") if r.gap_closed else "-",
                      f"{len(r.losses)} of {r.problems}", sum(loss > LOSS for loss in r.losses.values()),
                      f"{worst:.1%}" if worst else "-"))
-    return report.markdown_table(("plans of", f"replayed cost over {replay_metrics.OURS}'s", "its gap to the "
-                                  "best, closed",
+    return report.markdown_table(("plans of", f"predicted cost over {replay_metrics.OURS}'s", "replayed",
+                                  "its gap to the best, closed",
                                   "losses beyond noise", f"above {LOSS:.0%}", "worst"), rows)
 
 

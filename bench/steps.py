@@ -179,10 +179,9 @@ def text(replayed: Sequence[replay_metrics.ReplayRecord], embedding: Sequence[re
         ranks.append((words, *(_interval(replay_metrics.bootstrap(found[name]), form)
                                if np.isfinite(found[name]).any() else "-"
                                for name, form in RANKING.items())))
-    predicted = replay_metrics.rivals([replace(r, replayed_ms=r.predicted_ms) for r in replayed])
     by_part = [replay_metrics.rivals(rows) for rows in (replayed, embedding, whole)]
-    costs = [(name, f"{rival.cost.mean:.3f}", *(_interval(found[name].cost) for found in by_part),
-              f"{len(by_part[1][name].losses)} of {rival.problems}") for name, rival in predicted.items()]
+    costs = [(name, f"{rival.predicted:.3f}", *(_interval(found[name].cost) for found in by_part),
+              f"{len(by_part[1][name].losses)} of {rival.problems}") for name, rival in by_part[0].items()]
     return "\n\n".join([
         "# Steps in TorchRec", head,
         "## Are plans ranked in TorchRec as they are predicted, and as they are replayed?",

@@ -56,12 +56,14 @@ class Interval:
 class SharderComparison:
     """An algorithm against ours, on the problems where both have a plan. Several plans count by their mean.
 
+    predicted: its predicted cost over ours, the mean over problems.
     cost: its replayed cost over ours.
     gap_closed: the part of its regret that ours avoids. None where it has no regret.
     losses: by problem, the share by which ours was slower, beyond noise.
     """
 
     problems: int
+    predicted: float
     cost: Interval
     gap_closed: Interval | None
     losses: Mapping[str, float]
@@ -121,11 +123,12 @@ def rivals(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, SharderC
     problems = _grouped(rows)
     found = {}
     for name in dict.fromkeys(r.algorithm for r in rows):
-        costs, losses = [], {}
+        costs, predicted, losses = [], [], {}
         for problem, own in problems.items():
             theirs, mine = ([r for r in own if r.algorithm == a] for a in (name, ours))
             if theirs and mine:
                 their_ms, our_ms = (np.mean([r.replayed_ms for r in x]) for x in (theirs, mine))
+                predicted.append(np.divide(*(np.mean([r.predicted_ms for r in x]) for x in (theirs, mine))))
                 costs.append((their_ms, our_ms, min(r.replayed_ms for r in own)))
                 # Two independent errors add in quadrature.
                 if our_ms - their_ms > np.hypot(*(np.mean([r.noise_ms for r in x]) for x in (theirs, mine))):
@@ -135,7 +138,9 @@ def rivals(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, SharderC
             # Both relative to the best plan replayed, so that problems weigh alike.
             lacked, gained = their / best - 1, (their - our) / best
             closed = bootstrap(gained, over=lacked) if name != ours and lacked.sum() > 0 else None
-            found[name] = SharderComparison(len(costs), bootstrap(their / our), closed, losses)
+            found[name] = SharderComparison(
+                problems=len(costs), predicted=float(np.mean(predicted)), cost=bootstrap(their / our),
+                gap_closed=closed, losses=losses)
     return found
 
 

@@ -63,6 +63,7 @@ def test_pairs_within_noise_count_for_nothing():
 
 def test_rivals_cost_losses_and_the_gap_closed():
     found = replay_metrics.rivals(TWO)
+    assert found["torchrec"].predicted == pytest.approx((12 / 9 + 12 / 9.9) / 2)
     assert found["torchrec"].cost.mean == pytest.approx((1.2 + 10 / 11) / 2)
     assert found["torchrec"].losses == pytest.approx({"b": 0.1})
     # lacks 20% and 0%; ours 20% less, 10% more
