@@ -31,9 +31,9 @@ class Budget:
                 raise ShardCoreError(f"budget has {name} {value}; it needs to be positive and finite, "
                                      "or None for no limit")
 
-    def halved(self) -> Budget:
-        """With half of the seconds. The limit of evaluations stays, so that a run stays repeatable."""
-        return self if self.seconds is None else replace(self, seconds=self.seconds / 2)
+    def part(self, share: float) -> Budget:
+        """With a share of the seconds. The limit of evaluations stays, so that a run stays repeatable."""
+        return self if self.seconds is None else replace(self, seconds=self.seconds * share)
 
     def start(self) -> Meter:
         """Start the clock."""

@@ -69,7 +69,7 @@ def stubborn(given: Problem, seen: list):
     return within_memory(sharder), used(plan, given)
 
 
-def test_it_gives_up_with_the_first_reason_and_keeps_near_its_budget():
+def test_it_gives_up_with_the_first_reason_and_keeps_its_budget():
     given, seen = problem(20 << 20), []
     sharder, taken = stubborn(given, seen)
     with pytest.raises(Overfull, match=r"device \d of problem 'ids' would hold .* too little") as raised:
@@ -80,7 +80,8 @@ def test_it_gives_up_with_the_first_reason_and_keeps_near_its_budget():
     reserved = [more for more, _ in seen]
     assert len(seen) == TRIES and reserved[:2] == [0, cautious]
     assert all(b == a + max(a, too_much) for a, b in zip(reserved[1:], reserved[2:], strict=False))
-    assert [budget.seconds for _, budget in seen] == [8 / 2**i for i in range(TRIES)]
+    seconds = [budget.seconds for _, budget in seen]
+    assert seconds[:3] == pytest.approx([16 / 3, 4 / 3, 2 / 3]) and sum(seconds) <= 8
 
 
 @pytest.mark.parametrize("searched", ["anneal", "anneal_columns", "replan", "fixed kinds"])
