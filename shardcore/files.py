@@ -28,7 +28,7 @@ from shardcore.job import Job
 from shardcore.layouts import layout_of
 from shardcore.limits import MOST_DEVICES
 from shardcore.schema import build, read, show
-from shardcore.topology import Device, Topology
+from shardcore.topology import Device, Topology, default_reserve
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 
 DIGEST = re.compile(r"[0-9a-f]{16}")
@@ -98,12 +98,6 @@ def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
     writer.writerows(rows)
     write_atomic(path, text.getvalue().encode())
 
-
-DEFAULT_RESERVE = 0.15
-"""The share of the smallest device that is kept free where a problem's file does not say how much.
-
-It is for the dense part. TorchRec's planner takes as much by default.
-"""
 
 # --- tables, problems ---------------------------------------------------------------------------------------
 
@@ -233,8 +227,7 @@ def read_problem(path: str | Path) -> Problem:
     constraints = data.get("constraints", {})
     if isinstance(constraints, Mapping) and "reserved_bytes" not in constraints and devices:
         # What ShardCore wrote always says it. Who wrote a file by hand, and did not think of it, needs some.
-        least = min(device.memory_bytes for device in devices)
-        constraints = {"reserved_bytes": int(DEFAULT_RESERVE * least), **constraints}
+        constraints = {"reserved_bytes": default_reserve(devices), **constraints}
     return build(
         Problem, {k: v for k, v in data.items() if k not in ("constraints", "job")}, what,
         also=("schema", "version", "topology", "tables", "constraints", "job"),

@@ -47,6 +47,9 @@ class Job:
     replica_optimizer: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("dense_forward_ms", "dense_backward_ms"):  # a file may have whole numbers
+            if type(value := getattr(self, name)) is int:
+                object.__setattr__(self, name, float(value))
         require_known(self, "job", pipeline=HIDES_IDS, forward_payload=PAYLOADS, backward_payload=PAYLOADS)
         require_within(self, "job", dense_forward_ms=(0, MOST_MS), dense_backward_ms=(0, MOST_MS))
         require_within(self, "job", tower_ratio=(1, MOST_RATIO))

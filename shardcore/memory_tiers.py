@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.layouts import WHOLE_ROWS
+from shardcore.layouts import WHOLE_ROWS, Layout, layout_of
 from shardcore.memory import bytes_as, free_bytes, gib, host_bytes, resident_bytes
 from shardcore.tables import access
 from shardcore.tables.host_rows import link_bytes
@@ -112,7 +112,7 @@ def largest_to_host(problem: Problem) -> Tiers:
     found = {name: of[0] for name, of in choices.items()}
     left -= sum(tier.device_bytes for tier in found.values())
     for table in sorted(problem.tables, key=lambda t: t.bytes):
-        none, *_, whole = choices[table.name]
+        none, whole = choices[table.name][0], choices[table.name][-1]
         left -= whole.device_bytes - none.device_bytes
         if left < 0:
             break
@@ -132,7 +132,7 @@ def one_load_factor(problem: Problem) -> Tiers:
 
     def at(factor: float) -> list[Tier]:
         return [max((tier for tier in of if tier.table.load_factor <= factor),
-                    key=lambda t: t.table.load_factor) for of in choices]
+                    key=lambda t: t.table.load_factor, default=of[0]) for of in choices]
 
     factors = sorted({tier.table.load_factor for of in choices for tier in of})
     fits = bisect_right(factors, left, key=lambda f: sum(tier.device_bytes for tier in at(f)))
@@ -153,7 +153,7 @@ def with_load_factors(problem: Problem, factors: Mapping[str, float]) -> Problem
 
 def tier_bytes(problem: Problem) -> float:
     """Bytes of device memory that weights, caches and state may take, on all devices together."""
-    held = sum(tier_of(table, problem).device_bytes for table in problem.tables)
+    held = sum(_rows_bytes(table, problem) for table in problem.tables)
     taken = sum(bytes_as(WHOLE_ROWS, Shard.whole(table), problem) for table in problem.tables)
     return sum(max(0, free) for free in free_bytes(problem)) - (taken - held)
 
@@ -164,13 +164,29 @@ def tier_of(table: Table, problem: Problem) -> Tier:
     cached = np.array([table.cached(table.rows)])
     link = (link_bytes(table, cached, problem.global_batch, problem.optimizer).sum()
             if table.in_host_memory else 0.0)
-    return Tier(table, sum(resident_bytes(WHOLE_ROWS, shard, problem)), host_bytes(shard, problem),
-                float(link))
+    asked = _kind_of(table, problem)
+    on_devices = len(problem.topology) if asked and asked.local_batch else 1
+    return Tier(table, on_devices * _rows_bytes(table, problem), host_bytes(shard, problem), float(link))
+
+
+def _rows_bytes(table: Table, problem: Problem) -> int:
+    return sum(resident_bytes(WHOLE_ROWS, Shard.whole(table), problem))
+
+
+def _kind_of(table: Table, problem: Problem) -> Layout | None:
+    """The kind that the problem's constraints ask for."""
+    kind = dict(problem.constraints.kinds).get(table.name)
+    return layout_of(kind) if kind else None
 
 
 def choices_of(table: Table, problem: Problem) -> list[Tier]:
-    """What a table may have in device memory: no rows, a cache of some size, or all, in this order."""
+    """What a table may have in device memory: no rows, a cache of some size, or all, in this order.
+
+    All only, if the problem asks for a kind that TorchRec does not cache.
+    """
     whole = replace(table, load_factor=1.0)
+    if (asked := _kind_of(table, problem)) and not asked.caches:
+        return [tier_of(whole, problem)]
     sizes = np.unique(np.geomspace(1, table.rows, _SIZES).astype(int))
     # Nothing crosses the link for a table without lookups, so it needs no cache.
     sizes = np.append(0, sizes[sizes < table.rows] if access.lookups(table, problem.global_batch) else [])
@@ -179,8 +195,7 @@ def choices_of(table: Table, problem: Problem) -> list[Tier]:
     for size, n_bytes in zip(sizes.tolist(), link.tolist(), strict=True):
         tiered = replace(table, load_factor=size / table.rows)
         shard = Shard.whole(tiered)
-        found.append(Tier(tiered, sum(resident_bytes(WHOLE_ROWS, shard, problem)),
-                          host_bytes(shard, problem), n_bytes))
+        found.append(Tier(tiered, _rows_bytes(tiered, problem), host_bytes(shard, problem), n_bytes))
     return [*found, tier_of(whole, problem)]
 
 

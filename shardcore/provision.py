@@ -21,7 +21,7 @@ from shardcore.schema import build
 from shardcore.search.budget import Budget
 from shardcore.search.sharders import Sharder
 from shardcore.step_cost import StepCost
-from shardcore.topology import LINKS, Device, Topology
+from shardcore.topology import LINKS, Device, Topology, default_reserve
 from shardcore.types import Plan, Problem
 from shardcore.workload import lower
 
@@ -157,14 +157,20 @@ def read_offers(path: str | Path) -> tuple[Offer, ...]:
 
 
 def clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:
-    """Every number of hosts of every offer that divides the batch evenly. Not searched yet.
+    """Every number of hosts of every offer whose devices divide the batch evenly. Not searched yet.
+
+    A problem that keeps free what is the default on its own devices keeps free what is the default on theirs.
 
     Raises ShardCoreError for a problem whose constraints name devices.
     """
     pinned = dict(problem.constraints.pinned)
     require(not pinned, f"problem {problem.name!r} has constraints.pinned {pinned}; clusters differ in their "
             "devices, so it needs none")
+    by_default = problem.constraints.reserved_bytes == default_reserve(problem.topology.devices)
     for offer in offers:
+        if by_default:
+            reserved = default_reserve(offer.topology(1).devices)
+            problem = replace(problem, constraints=replace(problem.constraints, reserved_bytes=reserved))
         for hosts in range(1, offer.most_hosts + 1):
             if problem.global_batch % (hosts * offer.devices) == 0:
                 # Names are limited to 100 characters, and to those of files. Offers have any.

@@ -22,6 +22,11 @@ from shardcore.limits import (
 
 LINKS = ("within_host_gbps", "between_hosts_gbps", "host_link_gbps", "latency_ms")
 """What a topology may give of its links."""
+DEFAULT_RESERVE = 0.15
+"""The share of the smallest device that is kept free where a problem's file does not say how much.
+
+It is for the dense part. TorchRec's planner takes as much by default.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,11 @@ class Device:
         require(1 / MOST_SPEED <= self.speed <= MOST_SPEED,
                 f"a device has speed {self.speed}; it needs {1 / MOST_SPEED:g} to {MOST_SPEED:g}, 1 being "
                 "the measured hardware")
+
+
+def default_reserve(devices: Sequence[Device]) -> int:
+    """Bytes that are kept free on each device where a problem's file does not say how many."""
+    return int(DEFAULT_RESERVE * min(device.memory_bytes for device in devices))
 
 
 @dataclass(frozen=True)

@@ -32,3 +32,8 @@ def test_what_no_job_has_is_refused(given, said):
     with pytest.raises(ShardCoreError) as refused:
         Job(**given)
     assert str(refused.value).startswith(said)
+
+
+def test_whole_numbers_of_a_file_are_ms_like_others():
+    job = Job(dense_forward_ms=1, dense_backward_ms=2)
+    assert (job, type(job.dense_ms)) == (Job(dense_forward_ms=1.0, dense_backward_ms=2.0), float)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardcore.access_statistics import Reuse, Zipf
+from shardcore.constraints import Constraints
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.memory_tiers import (
     Tier,
@@ -109,3 +110,15 @@ def test_a_decision_forgets_an_earlier_one():
 def test_what_cannot_be_decided_is_refused(do, error, words):
     with pytest.raises(error, match=words):
         do()
+
+
+def test_a_data_parallel_table_is_on_every_device_as_a_whole():
+    """TorchRec caches no such table."""
+    asked = problem(36 << 20)
+    asked = replace(asked, constraints=Constraints(kinds=(("hot", "data_parallel"),)))
+    found = decide(asked)
+    [hot] = [tier for tier in found.tiers if tier.table.name == "hot"]
+    assert (hot.table.load_factor, hot.device_bytes) == (1.0, 2 * hot.table.bytes)
+    assert sum(t.table.in_host_memory for t in found.tiers) and found.device_bytes <= tier_bytes(asked)
+    for other in (largest_to_host(asked), one_load_factor(asked)):
+        assert not next(t for t in other.problem.tables if t.name == "hot").in_host_memory

@@ -129,3 +129,14 @@ def test_a_file_of_offers_is_checked(offers, said, tmp_path):
     with pytest.raises(ShardCoreError) as error:
         read_offers(tmp_path / "o.json")
     assert said in str(error.value) and "o.json" in str(error.value)
+
+
+def test_what_is_kept_free_by_default_follows_the_machines_that_are_offered():
+    larger = replace(SMALL, name="larger", memory_bytes=8 * GIB)
+
+    def kept(reserved):
+        of = replace(PROBLEM, constraints=Constraints(reserved_bytes=reserved))
+        return [c.problem.constraints.reserved_bytes for c in clusters(of, [SMALL, larger]) if c.hosts == 1]
+
+    assert kept(int(0.15 * GIB)) == [int(0.15 * GIB), int(0.15 * 8 * GIB)]
+    assert kept(1000) == [1000, 1000]

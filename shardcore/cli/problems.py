@@ -12,7 +12,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.fused import DENSE_OPTIMIZERS
 from shardcore.job import HIDES_IDS, PAYLOADS, Job
 from shardcore.limits import MOST_DEVICES, require_within
-from shardcore.topology import Device, Topology
+from shardcore.topology import Device, Topology, default_reserve
 from shardcore.types import Problem, Setting
 
 
@@ -77,7 +77,7 @@ def problem(args: argparse.Namespace) -> None:
             found, name = reported_tables(args.tables), Path(args.tables).resolve().name
         else:
             found = public_pool(args.tables)
-        reserved = Constraints(reserved_bytes=int(files.DEFAULT_RESERVE * devices[0].memory_bytes))
+        reserved = Constraints(reserved_bytes=default_reserve(devices))
         made = Problem(f"{name}-{args.devices}", found, Topology(devices), args.batch, constraints=reserved)
     made = dataclasses.replace(made, job=job, topology=_on_hosts(made.topology, args.hosts))
     files.write_problem(args.out, made)

@@ -11,8 +11,8 @@ from pathlib import Path
 from shardcore.cli.options import command, natural, positive, require_folder
 
 _PROVISION = """Find the cheapest cluster, of machines that can be had, that trains a problem fast enough; or
-the fastest for a price. Every number of hosts of every offer is searched. The problem's own topology does not
-count."""
+the fastest for a price. Every number of hosts of every offer is searched, if its devices divide the batch
+evenly. The problem's own topology does not count."""
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -63,6 +63,9 @@ def provision(args: argparse.Namespace) -> None:
     print(f"{args.out}: {first.words}, {first.price_per_hour:,.2f} an hour, {first.step_ms:.3f} ms a step; "
           f"{len(found)} clusters searched in {time.monotonic() - began:.0f} s\n")
     print(provision_report.table([first, *others]))
+    if left_out := sum(offer.most_hosts for offer in offers) - len(found):
+        print(f"\n{left_out} clusters were left out: their devices do not divide the global batch of "
+              f"{problem.global_batch:,} evenly")
     if none := [c for c in found if c.cost is None]:
         print(f"\n{len(none)} clusters have no plan, such as {none[0].words}: {none[0].why}")
     model = models[first.offer.model].for_problem(first.problem)

@@ -50,26 +50,13 @@ class HotColdEmbeddingCollection(nn.Module):
         self._checked = False
         for name, ids in hot.items():
             _require_same(ids, self._tables.get(name), name)
-        self.hot = nn.ParameterDict()
+        self.hot = _HotRows(self._tables, {name: len(ids.ids) for name, ids in hot.items()}, device)
         for name, ids in hot.items():
-            config = self._tables[name]
-            self.hot[name] = nn.Parameter(torch.empty(len(ids.ids), config.embedding_dim, device=device))
             # Part of each checkpoint, so that weights of other hot ids are not loaded.
             self.register_buffer(f"hot_ids_{name}", torch.from_numpy(ids.ids.copy()))
         self.cold = EmbeddingCollection(
             [replace(c, name=c.name + COLD, num_embeddings=hot[c.name].cold_rows) if c.name in hot else c
              for c in tables], device=torch.device(device or "cpu"))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Fill hot rows as an EmbeddingCollection fills its rows."""
-        for name, weight in self.hot.items():
-            config = self._tables[name]
-            with torch.no_grad():
-                if config.init_fn is not None:
-                    config.init_fn(weight)
-                elif weight.device.type != "meta":
-                    weight.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
 
     @property
     def hot_ids(self) -> Mapping[str, HotIds]:
@@ -148,6 +135,33 @@ class HotColdEmbeddingCollection(nn.Module):
                                      "make the module with those of the checkpoint, or load rows by ids "
                                      "(load_rows)")
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class _HotRows(nn.ParameterDict):
+    """Hot rows by name of the table.
+
+    A module of its own: DistributedModelParallel allocates what is on the meta device module by module, and
+    calls `reset_parameters` of those that have such parameters.
+    """
+
+    def __init__(self, tables: Mapping[str, EmbeddingConfig], rows: Mapping[str, int],
+                 device: torch.device | str | None) -> None:
+        """tables: the configs of the whole tables. rows: how many are hot, of some of them."""
+        super().__init__()
+        self._of = dict(tables)
+        for name, n in rows.items():
+            self[name] = nn.Parameter(torch.empty(n, tables[name].embedding_dim, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill them as an EmbeddingCollection fills its rows: within the range of the whole table."""
+        for name, weight in self.items():
+            config = self._of[name]
+            with torch.no_grad():
+                if config.init_fn is not None:
+                    config.init_fn(weight)
+                elif weight.device.type != "meta":
+                    weight.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
 
 
 class _Split:

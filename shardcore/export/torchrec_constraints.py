@@ -39,7 +39,7 @@ def require_possible(asked: Asked, theirs: Tables) -> None:
     for name, c in asked.items():
         if name not in names:
             raise ShardCoreError(f"constraints are for table {name!r}, which the model does not have; it has "
-                                 f"{sorted(names)[:5]}")
+                                 f"{', '.join(map(repr, sorted(names)[:5]))}{', ...' * (len(names) > 5)}")
         for kernel in c.compute_kernels or ():
             if kernel not in kernels:
                 raise ShardCoreError(f"constraints of table {name!r} have compute kernel {kernel!r}; "

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
+from shardcore.layouts import WHOLE_ROWS
 from shardcore.memory import require_fits
 from shardcore.publish.diff import rebind_tables, relabel_devices, reorder_columns
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import anneal_once
 from shardcore.search.budget import Budget
 from shardcore.search.fixed_kinds import with_fixed_kinds
+from shardcore.search.shards import priced
 from shardcore.search.true_memory import within_memory
 from shardcore.types import Plan, Problem
+from shardcore.workload import require_plan
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,39 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     """The best plan found by annealing from the valid part of the old plan.
 
     New tables, and tables on devices that are gone, are placed freely, outside the move limit.
-    Without a limit, a new search replaces an old plan that cannot be a start. With a small budget the result
-    may be dearer than the old plan.
+    Without a limit, a new search replaces an old plan that cannot be a start. An old plan that still is one
+    of the problem and of the space stays, if none cheaper is found.
 
     Raises Infeasible if no plan is found. Raises ShardCoreError if moves are limited and the old plan cannot
     be a start.
     """
     space = config.space or old.provenance.get("space", "all")
+    kept = _kept(old, problem, model, space)
+    try:
+        found = _searched(old, problem, model, config, space)
+    except ShardCoreError:
+        if kept is None:
+            raise
+        return kept
+    return kept if kept and kept.provenance["predicted_ms"] <= found.provenance["predicted_ms"] else found
+
+
+def _kept(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | None:
+    """The old plan, priced anew. None if it is none of the problem, or not of the space."""
+    fixed = dict(problem.constraints.kinds)
+    try:
+        left = _left(old, problem)
+        require_plan(left, problem)
+    except ShardCoreError:
+        return None
+    if space != "all" and any(p.kind != WHOLE_ROWS.name and p.shard.table.name not in fixed
+                              for p in left.placements):
+        return None
+    kept = priced(left.placements, problem, model)
+    return replace(kept, provenance={**old.provenance, **kept.provenance})
+
+
+def _searched(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig, space: str) -> Plan:
     left, fixed = _left(old, problem), dict(problem.constraints.kinds)
     search = within_memory(with_fixed_kinds("anneal", anneal_once))
     try:

@@ -65,13 +65,17 @@ def compute_id(setting: Setting, request: ComputeRequest) -> str:
 
 
 def comm_id(setting: Setting, request: CollectiveRequest) -> str:
+    return _comm_id(setting, request, _OVER_HOSTS if request.hosts > 1 else None)
+
+
+def _comm_id(setting: Setting, request: CollectiveRequest, method: int | None) -> str:
     # A request without what was added has the id that it had before.
     described = {name: value for name, value in vars(request).items()
                  if name not in _ADDED or value != _ADDED[name]}
     if request.emulated:
         described["emulated"] = dataclasses.asdict(request.emulated)
-    if request.hosts > 1:
-        described["method"] = _OVER_HOSTS
+    if method:
+        described["method"] = method
     version = parts.MEASUREMENT_VERSIONS["comm"]
     return files.digest(["comm", version, _setting_json(setting), described])
 
@@ -215,7 +219,7 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
 
 
 def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]:
-    def sample(row: Row) -> CollectiveSample:
+    def sample(row: Row) -> CollectiveSample | None:
         between, within = row["emulated_between_gbit_s"], row["emulated_within_gbit_s"]
         require(between is not None or within is None, f"it has emulated_within_gbit_s {within} only; it "
                 "needs emulated_between_gbit_s beside it")
@@ -228,6 +232,8 @@ def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]
         made = CollectiveSample(row["id"], row["setting"], request, both[0], both[1], waiting_ms,
                           row["measured_at"], row["error"], row["order"], row["oversubscribed"],
                           row["work_ms"] and tuple(row["work_ms"]))
+        if request.hosts > 1 and made.id == _comm_id(made.setting, request, None):
+            return None  # its timings mean something else (_OVER_HOSTS)
         _require_own_id(made.id, comm_id(made.setting, made.request))
         return made
 
@@ -235,8 +241,8 @@ def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]
 
 
 def _samples(folder: str | Path, kind: str, setting: Setting | None,
-             make: Callable[[Row], Sample]) -> list[Sample]:
-    """The samples that `make` builds from all rows of a kind, each timing once.
+             make: Callable[[Row], Sample | None]) -> list[Sample]:
+    """The samples that `make` builds from all rows of a kind, each timing once. None: it does not count.
 
     Raises ShardCoreError naming an invalid sample.
     """
@@ -244,7 +250,8 @@ def _samples(folder: str | Path, kind: str, setting: Setting | None,
     for row in parts.read_rows(folder, kind, setting):
         try:
             # After an interrupted merge a timing may be in two parts.
-            samples[row["id"], row["measured_at"]] = make(row)
+            if made := make(row):
+                samples[row["id"], row["measured_at"]] = made
         except (TypeError, ShardCoreError) as error:
             said = error if isinstance(error, ShardCoreError) else "it has an entry that is nothing"
             raise ShardCoreError(f"{row['part']} is no part of a dataset, sample {show(row['id'])}: {said}; "

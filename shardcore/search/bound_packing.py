@@ -143,8 +143,9 @@ class _Mix:
                 # A subgradient: worth falls for tables that are taken too often.
                 rise = np.append(np.ones(len(worth)), 0.0) - cut
                 change = scale**2 * rise
-                at = np.maximum(0.0, at + change * max(most[goal] - 1, 1e-3) / max(rise @ change, 1e-12))
-                at = at / at[:-1].sum()
+                moved = np.maximum(0.0, at + change * max(most[goal] - 1, 1e-3) / max(rise @ change, 1e-12))
+                # A step may leave no table any worth, which proves nothing.
+                at = moved / moved[:-1].sum() if moved[:-1].any() else best_at
                 continue
             # A filling of a step is one of all later steps too. So all cuts hold for the next step to prove.
             cuts.append(cut)

@@ -5,6 +5,7 @@ Tables that no device can hold are cut. Problems without a plan are refused with
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ from shardcore.search.packing import (
     whole_impossible,
 )
 from shardcore.search.shards import Bundle, bundles, division
+from shardcore.topology import DEFAULT_RESERVE, default_reserve
 from shardcore.types import MIN_WIDTH, Problem, Shard, Table
 
 MOST_DEVICES = 256
@@ -196,8 +198,13 @@ def _remedy(problem: Problem) -> str:
     enough = enough_of(problem)
     # With every byte on each device, all tables fit on one: an upper end to search from.
     memory = _least(lambda extra: enough([f + extra for f in free]), needed + max(0, -min(free)))
-    remedies = [f"{gib(memory)} more per device"] if memory else []
-    n_devices = _least(lambda n: enough(free + [max(free)] * n), MOST_DEVICES)
+    if memory and problem.constraints.reserved_bytes == default_reserve(problem.topology.devices):
+        memory = round(memory / (1 - DEFAULT_RESERVE))  # of more memory, more is kept free
+    remedies = [f"{_enough(memory)} more per device"] if memory else []
+    n_devices, present = _least(lambda n: enough(free + [max(free)] * n), MOST_DEVICES), len(free)
+    # As many as divide the batch.
+    n_devices = n_devices and next((n for n in range(n_devices, MOST_DEVICES - present + 1)
+                                    if problem.global_batch % (present + n) == 0), None)
     if n_devices:
         remedies.append(f"{n_devices} more device{'s' * (n_devices > 1)} like the largest")
     # Would it fit without pins and bundles?
@@ -211,6 +218,12 @@ def _remedy(problem: Problem) -> str:
             ) + (", or without its pins and groups" if eased else "") + (
                 ", or with rows in host memory (python -m shardcore tiers)"
                 if not any(t.in_host_memory for t in problem.tables) else "")
+
+
+def _enough(n_bytes: int) -> str:
+    """A size for people that is not less, whatever its digits."""
+    unit = 2**30 if n_bytes >= 0.1 * 2**30 else 2**20
+    return gib(math.ceil(10 * n_bytes / unit) / 10 * unit)
 
 
 def _least(enough: Callable[[int], bool], limit: int) -> int | None:

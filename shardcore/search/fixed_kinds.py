@@ -40,8 +40,9 @@ def set_aside(problem: Problem) -> tuple[list[Placement], Problem | None]:
 
     What the former take on a device is reserved in the latter.
 
-    Raises ShardCoreError for a kind that cannot run its table, or whose shards are not on all devices. Raises
-    Infeasible if those tables do not fit.
+    Raises ShardCoreError for a kind that cannot run its table, or whose shards are not on all devices, and
+    for a table that other constraints keep on some devices or whole. Raises Infeasible if those tables do not
+    fit.
     """
     if not (kinds := dict(problem.constraints.kinds)):
         return [], problem
@@ -67,6 +68,13 @@ def _placed(table: Table, kind: str, problem: Problem) -> Placement:
         known = ", ".join(layout.name for layout in ways(problem.topology)) or "none on one device"
         raise ShardCoreError(f"problem {problem.name!r} runs table {table.name!r} by {kind} "
                              f"(constraints.kinds); it needs a kind that is on all devices: {known}")
+    asked = problem.constraints
+    for constraint, names in (("pinned", dict(asked.pinned)), ("together", sum(asked.together, ())),
+                              ("unsplit", asked.unsplit if layout_of(kind).divides_rows else ())):
+        if table.name in names:
+            raise ShardCoreError(f"problem {problem.name!r} has table {table.name!r} in constraints.kinds "
+                                 f"({kind}, on all devices) and in constraints.{constraint}; it needs to be "
+                                 "in one of them")
     placement = Placement(kind, Shard.whole(table), problem.topology.ranks)
     require_placement(placement, problem)
     return placement

@@ -44,8 +44,9 @@ def try_thresholds(problem: Problem, model: CostModel, sharder: Sharder, seed: i
                    say: Callable[[Tried], None] = lambda tried: None) -> list[Tried]:
     """A plan without hot rows, and one for each threshold, from the highest on.
 
-    Thresholds fall until no plan fits, or half as many lookups as there are devices would make a row hot:
-    fewer are never worth an all-reduce. The best is the one with the least ms, the first of equals.
+    On one device there are no thresholds. They fall until no plan fits, or half as many lookups as there are
+    devices would make a row hot: fewer are never worth an all-reduce. The best is the one with the least ms,
+    the first of equals.
 
     Raises ShardCoreError for a problem without sequence tables, and as `heat_of` and sharders do.
     """
@@ -69,6 +70,8 @@ def try_thresholds(problem: Problem, model: CostModel, sharder: Sharder, seed: i
         return found[-1]
 
     attempt(None)
+    if len(problem.topology) == 1:  # no other device to be on
+        return found
     least = max(1.0, len(problem.topology) / 2)
     threshold = max(least, max(float(heat.lookups.max()) for _, heat in known) / _FACTOR)
     while threshold >= least:

@@ -237,17 +237,22 @@ class _Theirs:
         """TorchRec's ParameterConstraints of each table."""
         from torchrec.distributed.planner import ParameterConstraints
 
-        several = self.per_host < len(self.ranks)
+        # Table-row-wise over hosts of one device each would divide nothing.
+        several = 1 < self.per_host < len(self.ranks)
         types = (*ALL_TYPES, *(HOST_TYPES if several else ())) if all_types else COLUMN_TYPES
         # Devices over which a type divides rows.
         over = {name: len(group) for layout in LAYOUTS.values() if layout.divides_rows
                 for group in layout.groups(self.problem.topology)[:1] for name in layout.torchrec}
 
+        def runs(type_: str, table: Table) -> bool:
+            layout = layout_of_torchrec(type_)
+            return ((type_ not in over or even_rows(table.rows, over[type_]))
+                    and (layout.caches or not table.in_host_memory)
+                    and (layout.as_sequence is not None or not table.sequence))
+
         def of(table: Table) -> list[str]:
             whole = table.name in self.problem.whole
-            return ([WHOLE_ROWS.torchrec_whole]
-                    if whole else [k for k in types if (k not in over or even_rows(table.rows, over[k]))
-                                   and (layout_of_torchrec(k).caches or not table.in_host_memory)])
+            return [WHOLE_ROWS.torchrec_whole] if whole else [k for k in types if runs(k, table)]
 
         return {n: ParameterConstraints(sharding_types=of(t),
                                         compute_kernels=["fused", "dense"],  # dense: what data_parallel runs

@@ -95,7 +95,7 @@ def sharded(hot: dict[str, tuple[int, ...]], given: Problem, cut: bool, optimize
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
 
     of = with_hot_rows(given, {name: len(ids) for name, ids in hot.items()})
-    model = Model(hot)
+    model = Model(hot, "meta")
     fused = {"optimizer": EmbOptimType[optimizer], "learning_rate": RATE, "eps": 1e-8}
     return DistributedModelParallel(model, device=torch.device("cpu"),
                                     plan=to_torchrec(plan(of, cut), of, model, "cpu"),
@@ -141,6 +141,11 @@ def train_and_move(rank: int, given: Problem, folder: str, optimizer: str) -> st
     top = {k: v.clone() for k, v in whole.top.state_dict().items()}
     reference = dense_optimizer(whole.parameters(), optimizer)
     model = sharded(HOT, given, True, optimizer)
+    for name, weight in _inner(model).ec.hot.items():
+        # The model was made on the meta device.
+        most = whole.ec.embeddings[name].weight.shape[0] ** -0.5
+        if not 0 < weight.abs().max() <= most:
+            return f"hot rows of {name} are filled with up to {weight.abs().max()}, not {most}"
     _fill(model, whole)
     _inner(model).top.load_state_dict(top)
     dense = dense_optimizer(_dense(model), optimizer)

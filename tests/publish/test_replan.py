@@ -81,3 +81,21 @@ def test_a_plan_that_no_search_can_start_from_gives_way_to_one_afresh_unless_mov
     with pytest.raises(Infeasible):
         replan(old, replace(problem, topology=Topology((Device(1000),) * 4)), MODEL,
                ReplanConfig(budget=BUDGET))
+
+
+@pytest.mark.parametrize("config", [ReplanConfig(budget=BUDGET), ReplanConfig(2, budget=BUDGET)])
+def test_a_plan_stays_if_no_cheaper_one_is_found(problem, old, config, monkeypatch):
+    """Whether a search finds none at all, or a dearer one."""
+    dear = SHARDERS["random"](problem, MODEL)
+
+    def none(*args, **given):
+        raise Infeasible("no plan")
+
+    for search in (none, lambda *args, **given: dear):
+        monkeypatch.setattr("shardcore.publish.replan.anneal_once", search)
+        found = replan(old, problem, MODEL, config)
+        assert found.placements == old.placements
+        assert found.provenance["predicted_ms"] == cost(old, problem)
+    by_rows = SHARDERS["anneal"](problem, MODEL, budget=BUDGET)
+    found = replan(by_rows, problem, MODEL, replace(config, space="columns"))
+    assert {p.kind for p in found.placements} == {"column"}  # a plan of another space does not stay

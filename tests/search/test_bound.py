@@ -328,3 +328,17 @@ def test_links_with_a_head_start_are_bounded():
     found = bound.bound(problem, model)
     assert 0 < found.estimate_ms
     assert found.proved_ms is None or found.proved_ms <= optimum_ms(problem, model)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("rows, dim, pooling, speeds, latency_ms", [
+    (3_000_000, 256, 80.0, (0.25, 4.0, 4.0, 1.0), 0.0), (3_000_000, 8, 5.0, (0.25, 4.0, 4.0), 0.2)])
+def test_worths_that_fall_to_nothing_prove_nothing(rows, dim, pooling, speeds, latency_ms):
+    """A step of the subgradient once took all worth from the only table, and every time counted as proved."""
+    topology = Topology(tuple(Device(10**11, s) for s in speeds), within_host_gbps=1.0, latency_ms=latency_ms)
+    given = Problem("p", (Table("t", rows, dim, pooling, Zipf(0.0)),), topology, 240,
+                    job=Job(dense_forward_ms=1.0, dense_backward_ms=0.0))
+    found = [bound.bound(given, model := AnalyticModel(Setting("made-up", 240), lookup_ns=ns).for_problem(
+        given)).proved_ms <= price(lower(SHARDERS["anneal"](given, model, budget=Budget(evals=500)), given),
+                                   model).total_ms for ns in (1.0, 20.0)]
+    assert all(found)

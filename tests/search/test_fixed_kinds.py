@@ -92,3 +92,14 @@ def test_a_plan_is_improved_with_its_kinds_kept():
     was = {p.shard.table.name: p.devices for p in old.placements if isinstance(p, Placement)}
     moved = {p.shard.table.name for p in found.placements if was[p.shard.table.name] != p.devices}
     assert len(moved) <= 2
+
+
+@pytest.mark.parametrize("others", [{"pinned": (("t2", (0,)),)}, {"together": (("t1", "t2"),)},
+                                    {"unsplit": ("t2",)}])
+def test_constraints_that_contradict_each_other_are_both_named(others):
+    asked = problem({"t2": "row"})
+    asked = replace(asked, constraints=replace(asked.constraints, **others))
+    [name] = others
+    with pytest.raises(ShardCoreError, match=rf"table 't2' in constraints.kinds \(row, on all devices\) and "
+                       rf"in constraints.{name}; it needs to be in one"):
+        plan(asked)

@@ -23,7 +23,7 @@ from shardcore.search.feasible import feasible_shards
 from shardcore.search.free_memory import FreeMemory, bundle_bytes, bytes_alone
 from shardcore.search.packing import least_bytes, pack, surely_fits
 from shardcore.search.shards import devices_of, division, layout_of_shard, placed
-from shardcore.topology import Device, Topology
+from shardcore.topology import Device, Topology, default_reserve
 from shardcore.types import OPTIMIZERS, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
@@ -284,3 +284,21 @@ def test_a_problem_without_a_plan_is_refused_before_anything_is_priced(name):
     for problem in (short, tall, kept):
         with pytest.raises(Infeasible, match="does not fit"):
             SHARDERS[name](problem, Unasked(MODEL.setting), budget=Budget(evals=10))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_is_said_to_be_enough_is_enough(n):
+    """Of more memory more is kept free, where that is the default; devices have to divide the batch."""
+    def of(devices: tuple[Device, ...]) -> Problem:
+        tables = tuple(Table(f"t{i}", 50_000 + i, 64, 5.0) for i in range(7))
+        return Problem("tight", tables, Topology(devices), BATCH,
+                       constraints=Constraints(reserved_bytes=default_reserve(devices)))
+
+    devices = (Device(20_000_000),) * n
+    with pytest.raises(Infeasible) as raised:
+        SHARDERS["size_greedy"](of(devices), MODEL)
+    said = re.search(r"with ([\d.]+) MiB more per device or (\d+) more devices", str(raised.value))
+    more, others = float(said[1]), int(said[2])
+    for enough in ((Device(devices[0].memory_bytes + round(more * 2**20)),) * n,
+                   devices * ((n + others) // n) + devices[:(n + others) % n]):
+        assert SHARDERS["size_greedy"](of(enough), MODEL)

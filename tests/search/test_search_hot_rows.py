@@ -48,3 +48,8 @@ def test_no_more_memory_than_there_is():
 def test_pooled_tables_have_no_hot_rows():
     with pytest.raises(ShardCoreError, match="no sequence tables that are looked up"):
         tried(problem(sequence=False))
+
+
+def test_one_device_has_no_other_to_have_hot_rows_on():
+    of = replace(problem(), topology=Topology((Device(1 << 28),)))
+    assert [t.least_lookups for t in tried(of)] == [None]

@@ -110,3 +110,13 @@ def test_a_budget_ends_the_sweep_with_a_plan(budget, most):
 def test_a_config_that_runs_nothing_is_refused(fields):
     with pytest.raises(ShardCoreError, match="swept"):
         TorchRecConfig(**fields)
+
+
+@installed
+@pytest.mark.parametrize("hosts, sequence", [("xy", False), ("xxyy", True)])
+def test_types_over_a_host_are_for_several_devices_and_pooled_tables(hosts, sequence):
+    tables = (replace(WIDE, sequence=sequence), *(Table(f"t{i}", 900, 16, 5.0, sequence=sequence)
+                                                  for i in range(3)))
+    problem = problem_of(*tables, devices=tuple(Device(4 * MIB, host=h) for h in hosts),
+                         between_hosts_gbps=1.0)
+    lower(peer.torchrec(problem, MODEL, config=TorchRecConfig((16,), (True,))), problem)
