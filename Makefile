@@ -16,7 +16,7 @@ export DVC_NO_ANALYTICS := 1
 export RAY_USAGE_STATS_ENABLED := 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO := 0
 
-SIZE := 2.5 GB$(if $(filter gpu,$(EXTRA)), and CUDA)
+SIZE := 2.2 GB$(if $(filter gpu,$(EXTRA)), and CUDA)
 
 .PHONY: run test test-long mutants figures up status down setup lock lint
 
