@@ -6,10 +6,11 @@ hold, does the search exploit the model's errors, and what is it worth?
 
 MODEL must be of this machine and for two processes, and know what exchanges take in steps
 (measure.step_samples in params.yaml; more samples make better models). Problems are drawn from the calibrated
-pool: 8 to 24 tables (8 to 16 at larger dims) of 1 to 512 MiB at dims up to 16. All plans of a problem are replayed in alternation.
-`anneal_columns` is the default; "ids for free" is the same, told that exchanges of ids cost nothing;
-`torchrec` is TorchRec's planner swept and told the measured bandwidths (search/torchrec.py), where it is
-installed and tables are pooled; `best greedy` is the greedy order cheapest under MODEL.
+pool: 8 to 24 tables of 1 to 512 MiB at dims up to 16, 8 to 16 tables at larger dims. All plans of a problem
+are replayed in alternation. `anneal_columns` is the default; "ids for free" is the same, told that exchanges
+of ids cost nothing; `torchrec` is TorchRec's planner swept and told the measured bandwidths
+(search/torchrec.py), where it is installed and tables are pooled; `best greedy` is the greedy order cheapest
+under MODEL.
 
 FOLDER gets replays.csv, report.md with its plots, and each problem's replays: a rerun with the same arguments
 goes on after the problems done; one with another MODEL or other arguments replays again where plans differ.

@@ -29,6 +29,11 @@ inner = njit(error_model="numpy", _nrt=False)
 """For functions that only compiled ones call. They are inlined, so they need no cache entry."""
 
 
+def compiled() -> bool:
+    """Whether code is kept already. Before, the first search compiles for about half a minute."""
+    return any(cache_folder().glob("*/*.nbi"))
+
+
 def copy_compiled(package: Path, copy: Path) -> None:
     """Give a copy of the package what is compiled for it. The copy needs the same sources."""
     # Numba names subfolders after the path of the sources, which differs for the copy.

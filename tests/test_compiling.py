@@ -41,6 +41,12 @@ def test_the_folder_is_another_for_every_edit_of_a_compiled_source_and_for_no_ot
     assert len(found) == 4
 
 
+def test_what_is_compiled_already_is_known(copy, monkeypatch):
+    assert compiling.compiled()  # the suite compiles before its tests
+    monkeypatch.setattr(compiling, "_PACKAGE", copy)
+    assert not compiling.compiled()
+
+
 def test_the_folders_used_last_are_kept(copy, monkeypatch):
     monkeypatch.setattr(compiling, "_PACKAGE", copy)
     kept = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _require_other(args)
         with rare_collections():
             args.command(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has what they wanted. Python would complain once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # the exit code of a shell for SIGPIPE
     except (ShardCoreError, OSError) as error:
         print(f"error: {error if isinstance(error, ShardCoreError) else ShardCoreError(str(error))}",
               file=sys.stderr)

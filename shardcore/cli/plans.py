@@ -84,6 +84,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
 
 def plan(args: argparse.Namespace) -> None:
     from shardcore import files
+    from shardcore.compiling import compiled
     from shardcore.cost import mixed
     from shardcore.cost.model import at_confidence
     from shardcore.report import plan_report
@@ -106,6 +107,9 @@ def plan(args: argparse.Namespace) -> None:
     # The search uses the cautious model. The range check below needs the plain one.
     cautious = at_confidence(model, args.confidence)
     provenance, budget = _provenance(args), _budget(args)
+    if not compiled():
+        print("compiling the search, once in this installation: about half a minute", file=sys.stderr,
+              flush=True)
     began, why = time.monotonic(), ""
     if args.towers:
         problem, of_towers = _with_towers(args.towers, problem, cautious)

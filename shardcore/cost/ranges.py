@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -110,7 +110,7 @@ def _beyond(name: str, values: Sequence[tuple[str, float]],
     for side, end, limit in ((above, quantity.upper, high), (below, quantity.lower, low)):
         if side:
             value, owner = side[0]
-            more = f" (and {len(side) - 1} more)" if len(side) > 1 else ""
+            more = _and_more(side)
             yield (f"{owner} {quantity.phrase.format(quantity.show(value))}{more}; "
                    f"{end} measured {quantity.show(limit)}")
 
@@ -140,13 +140,15 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
         if not collective_model.knows_payload(model.weights, channel, way, payloads[way]):
             yield (f"{payloads[way]} {way} in the {channel.words} is priced with FP32's rates and fewer "
                    "bytes, not measured")
-    sequences = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.sequence]
+    tables = {s.table.name: s.table for ops in workload.ops for op in ops for s in op.shards}
+    sequences = [name for name, table in tables.items() if table.sequence]
     if sequences and "op_sequences" not in model.meta["ranges"]:
-        yield (f"table {sequences[0]!r} is a sequence: its lookups are priced as pooled ones with an output "
-               "for each, not measured")
-    weighted = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.weighted]
+        yield (f"table {sequences[0]!r}{_and_more(sequences)} is a sequence: its lookups are priced as "
+               "pooled ones with an output for each, not measured")
+    weighted = [name for name, table in tables.items() if table.weighted]
     if weighted:
-        yield f"table {weighted[0]!r} has weights of lookups, which are priced to travel only, not measured"
+        yield (f"table {weighted[0]!r}{_and_more(weighted)} has weights of lookups, which are priced to "
+               "travel only, not measured")
     if (ratio := workload.job.tower_ratio) is not None:
         yield (f"outputs cross hosts {ratio:g} times smaller, as given; the compute and memory of the tower "
                "modules that make them so are not priced")
@@ -158,3 +160,8 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
     if slow_or_fast:
         yield (f"devices of speed {', '.join(f'{s:g}' for s in slow_or_fast)} are scaled from the "
                "measured hardware")
+
+
+def _and_more(of: Sized) -> str:
+    """How many there are beside the one that is named."""
+    return f" (and {len(of) - 1} more)" if len(of) > 1 else ""

@@ -146,7 +146,7 @@ def _measure_compute(args: argparse.Namespace, bench: Supervisor, missing: Itera
             print(f"{done} samples{f' ({failed} failed)' if failed else ''}, {done / elapsed:.1f} a second, "
                   f"{bench.kernel_s / elapsed:.0%} of the time in kernels, "
                   f"{bench.kept_s / elapsed:.0%} in runs that entered a "
-                  f"median, {max(0.0, (deadline - now) / 60):.1f} min left", flush=True)
+                  f"median, {max(0.0, (deadline - now) / 60):.1f} min left at most", flush=True)
 
     def has_time(_: ComputeRequest) -> bool:
         """Whether a request can finish in time, by how long those so far took."""

@@ -52,3 +52,11 @@ def test_planning_and_pricing_need_no_torch(stored, model):
     problem, plan = str(stored / "problem.json"), str(stored / "plan.json")
     run("plan", problem, "--model", str(model), "--algorithm", "size_greedy", "--out", plan, without="torch")
     run("price", plan, "--problem", problem, "--model", str(model), without="torch")
+
+
+def test_output_that_nobody_reads_is_no_error(tmp_path):
+    command = [sys.executable, "-m", "shardcore", "problem", "hugectr-180", "--out", tmp_path / "p.json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        running.stdout.close()
+        said = running.stderr.read()
+    assert (running.returncode, said) == (141, "") and (tmp_path / "p.json").exists()

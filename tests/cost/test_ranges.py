@@ -66,6 +66,10 @@ def test_the_slack_of_a_range_and_its_two_ends():
                                      "output for each, not measured"]), ("op_sequences", [])):
         model = neural.NeuralModel(SETTING, by_hand().weights, {"ranges": {name: [0, 1000]}})
         assert beyond(model, (clicks,), 1, [Placement("column", Shard.whole(clicks), (0,))]) == said
+        others = tuple(dataclasses.replace(clicks, name=f"u{i}", rows=10) for i in range(3))
+        placed = [Placement("column", Shard.whole(t), (0,)) for t in (clicks, *others)]
+        assert beyond(model, (clicks, *others), 1, placed) == [
+            line.replace("'t' is", "'t' (and 3 more) is") for line in said]
     two = [Placement("column", Shard(table, 0, 1000, d * 4, d * 4 + 4), (d,)) for d in (0, 1)]
     model = neural.NeuralModel(SETTING, exchanging(forward={"once": 1.0}, backward={"once": 1.0}).weights,
                                {"ranges": {"devices": [3, 4], "exchange_bytes": [0, 2000],
