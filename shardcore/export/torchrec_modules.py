@@ -44,23 +44,24 @@ class ModelTable:
     sharding_types: tuple[str, ...] = ()
 
 
-def tables_of(module: nn.Module) -> dict[str, ModelTable]:
+def tables_of(module: nn.Module, whole: bool = False) -> dict[str, ModelTable]:
     """The tables of all collections in a module, wrapped ones too, by our names.
 
     Our name is the table's own, or path.name if another collection has that name too. Hot rows of a
-    HotColdEmbeddingCollection are tables, named as `with_hot_rows` does.
+    HotColdEmbeddingCollection are tables, named as `with_hot_rows` does; not so if `whole`: then its tables
+    count as they are without hot rows.
 
     Raises ShardCoreError for modules with tables that ShardCore cannot plan: embedding towers, those that
     prune or evict rows, and collections of a class of the user's own.
     """
-    found = list(_tables(module, "", set()))
+    found = list(_tables(module, "", set(), whole))
     having = Counter(t.name for t in found)
     # Parts of a table go by one path, that of the module that divides it.
     divided = {t.path + INSIDE: t.path for t in found if t.replica}
     return {t.name if having[t.name] == 1 else f"{divided.get(t.path, t.path)}.{t.name}": t for t in found}
 
 
-def _tables(module: nn.Module, path: str, seen: set[int]) -> Iterator[ModelTable]:
+def _tables(module: nn.Module, path: str, seen: set[int], whole: bool) -> Iterator[ModelTable]:
     from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
     from shardcore.export.hot_cold import HotColdEmbeddingCollection
@@ -79,10 +80,13 @@ def _tables(module: nn.Module, path: str, seen: set[int]) -> Iterator[ModelTable
         raise ShardCoreError(f"module {path!r} is a {type(module).__name__}; ShardCore plans "
                              f"{', '.join(_planned())}, and no subclasses of these")
     if isinstance(module, HotColdEmbeddingCollection):
+        if whole:
+            yield from (ModelTable(path, name, c, False) for name, c in module.whole_tables().items())
+            return
         yield from (ModelTable(path, name + HOT, c, False, replica=True)
                     for name, c in module.hot_tables().items())
     for name, child in module.named_children():
-        yield from _tables(child, f"{path}.{name}" if path else name, seen)
+        yield from _tables(child, f"{path}.{name}" if path else name, seen, whole)
 
 
 def _of_collection(collection: nn.Module, path: str, wrapper: nn.Module | None = None) -> list[ModelTable]:

@@ -39,6 +39,7 @@ from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
 from shardcore.search.anneal.sharder import SPACE_OF
 from shardcore.tables import access
 from shardcore.tables.deduplication import dedup_of
+from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.tables.public import DEFAULT_ACCESS
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Table
@@ -66,6 +67,8 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
                 deduplicated: Sequence[Sequence[str]] = ()) -> Problem:
     """The tables of a model's collections (see `tables_of`) as a Problem.
 
+    Hot rows of a HotColdEmbeddingCollection are taken for the hottest ones.
+
     topology: ours, or TorchRec's. Of the latter's memory RESERVED stays free.
     global_batch: samples per step over all devices.
     lookups: one of three. Mean lookups per sample by feature: ids then follow DEFAULT_ACCESS. Batches of the
@@ -79,7 +82,7 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     Raises ShardCoreError for a feature without lookups, ids out of range, too few samples, or a data type
     without a cost model.
     """
-    theirs = tables_of(module)
+    theirs = tables_of(module, whole=True)
     if not theirs:
         raise ShardCoreError("the model has no EmbeddingBagCollection or EmbeddingCollection; there is "
                              "nothing to place")
@@ -87,9 +90,6 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     statistics = _statistics(theirs, lookups, global_batch)
     ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
     factors, groups = _deduplicated(theirs, lookups, deduplicated, global_batch // len(ours))
-    constraints = constraints or Constraints()
-    constraints = replace(constraints, together=(*constraints.together, *groups),
-                          kinds=(*constraints.kinds, *_only_kinds(theirs, dict(constraints.kinds), ours)))
     precision = {key: named(t.config.data_type.name, PRECISIONS) for key, t in theirs.items()}
     for key, table in theirs.items():
         if precision[key] is None:
@@ -100,7 +100,22 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
                          weighted=t.weighted, sequence=not t.pooled, dedup=factors.get(key, 1.0),
                          collection=t.path)
                    for key, t in theirs.items())
-    return Problem(name, tables, ours, global_batch, optimizer, constraints, job or Job())
+    problem = Problem(name, tables, ours, global_batch, optimizer, job=job or Job())
+    problem = with_hot_rows(problem, _hot_rows(module, theirs))
+    constraints = constraints or Constraints()
+    kinds = dict(constraints.kinds) | dict(problem.constraints.kinds)
+    kinds |= dict(_only_kinds(theirs, kinds, ours))
+    return replace(problem, constraints=replace(
+        constraints, together=(*constraints.together, *groups), kinds=tuple(kinds.items())))
+
+
+def _hot_rows(module: nn.Module, theirs: Mapping[str, ModelTable]) -> dict[str, int]:
+    """How many rows of tables are hot. theirs: whole tables."""
+    from shardcore.export.hot_cold import hot_cold_modules  # loads torch
+
+    hot = {(path, name): len(ids.ids) for path, collection in hot_cold_modules(module)
+           for name, ids in collection.hot_ids.items()}
+    return {key: hot[t.path, t.name] for key, t in theirs.items() if (t.path, t.name) in hot}
 
 
 def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostModel, lookups: Lookups,

@@ -17,7 +17,7 @@ from shardcore.export.hot_cold_rows import load_rows, save_rows
 from shardcore.export.torchrec import from_torchrec, to_torchrec
 from shardcore.export.torchrec_modules import tables_of
 from shardcore.export.torchrec_planner import problem_for
-from shardcore.search import SHARDERS
+from shardcore.search import SHARDERS, Budget
 from shardcore.tables.hot_ids import HotIds
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.types import Plan, Setting, Table
@@ -159,3 +159,14 @@ def test_rows_of_a_larger_table_are_missing(tmp_path):
     module = HotColdEmbeddingCollection(larger, {"h": replace(HOT, rows=52)})
     with pytest.raises(ShardCoreError, match="lacks weights of 2 rows of table '.*h', such as id 50"):
         load_rows(module, tmp_path / "rows")
+
+
+def test_a_model_with_hot_rows_is_a_problem_and_is_planned():
+    """As the model without them is, with the hottest rows in tables of their own."""
+    hot = torch.nn.ModuleDict({"user": HotColdEmbeddingCollection(CONFIGS, {"h": HOT}, "meta")})
+    plain = torch.nn.ModuleDict({"user": EmbeddingCollection(CONFIGS, device=torch.device("meta"))})
+    topology, lookups = training.problem(1, 2).topology, dict.fromkeys("fgq", 2.0)
+    given = problem_for(hot, topology, 16, lookups)
+    assert given == with_hot_rows(problem_for(plain, topology, 16, lookups), {"h": len(HOT.ids)})
+    plan = SHARDERS["anneal_columns"](given, AnalyticModel(Setting("cpu", 16)), budget=Budget(evals=200))
+    assert set(to_torchrec(plan, given, hot, "cpu").plan) == {"user.cold"}
