@@ -105,6 +105,7 @@ def checkout(tmp_path):
                                              timeout=60)
 
 
+@pytest.mark.long
 def test_where_uv_cannot_be_had_pip_installs_and_says_why(checkout, tmp_path):
     done = checkout("--installer", "uv")
     assert done.returncode == 0, done.stderr

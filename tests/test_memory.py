@@ -287,7 +287,7 @@ def test_what_does_not_fit_is_said_by_part_and_by_how_much():
         lower(Plan((column(TABLE, 0), column(OTHER, 0))), problem)
 
 
-@pytest.mark.parametrize("seed", [100, 101])
+@pytest.mark.parametrize("seed", [100, pytest.param(101, marks=pytest.mark.long)])
 def test_the_count_is_the_peak_that_torch_sees(seed):
     """In TorchRec's own processes, under its pipeline, where most of it is weights, or ids.
 

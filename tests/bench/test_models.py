@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 
 from bench import models
 from shardcore.tables.generate import generate_pool
@@ -12,6 +13,7 @@ SHIPPED = Path(__file__).parents[2] / "datasets/cpu-amd-epyc"
 SETTING = Setting("cpu-amd-epyc", 2048)
 
 
+@pytest.mark.long
 def test_planned_groups_are_those_that_the_shipped_dataset_measured():
     """Some seconds: the whole pool is generated, as ids of groups depend on its tables."""
     [part] = SHIPPED.glob("compute-*.parquet")

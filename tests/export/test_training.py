@@ -66,6 +66,7 @@ def test_the_example_trains_as_unsharded():
     said_of(output, 0.995)
 
 
+@pytest.mark.long
 def test_the_example_takes_the_batch_of_the_model_that_it_is_given(tmp_path):
     """As that of `make run`, which is for another batch than the example's own."""
     config = fit.FitConfig(epochs=1)

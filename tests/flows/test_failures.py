@@ -64,6 +64,7 @@ def test_no_champion_is_named(empty):
     assert "champion" in files_error and "shardcore-cost-" in files_error
 
 
+@pytest.mark.long
 def test_an_unknown_parameter_is_named_before_anything_runs(empty):
     empty.set_params("train", epoch=3)
     error = empty.error_of("flows.refresh")

@@ -326,6 +326,7 @@ def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(
     assert publish_claim.read(inside, name).published == champion  # every problem was gone through
 
 
+@pytest.mark.long
 def test_some_problems_or_plans_elsewhere_are_not_on_record(project, inside, champion):
     name = registry.model_name(SETTING.hardware)
     inside.set_registered_model_tag(name, publish_claim.PUBLISHED, '{"version": "of before", "at": 1.0}')

@@ -152,6 +152,7 @@ def test_a_second_run_has_nothing_to_do(project):
     assert "up to date" in log and not stages_run(log)
 
 
+@pytest.mark.long
 def test_the_policys_stage_is_off_and_then_makes_an_empty_folder(project):
     assert not (project.folder / "data/policy").exists()
     assert stages_run(project.run("dvc", "repro").stdout) == {"train_policy"}

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(bool(LACKING), reason=LACKING)
 SLOW = Box(hosts=2, ranks_per_host=2, between_gbit_s=0.08)
 
 
+@pytest.mark.long
 def test_shuffled_ranks_are_found():
     with box_of(SLOW) as places:
         found = pairs.measure(4, pairs.PairConfig(sweeps=2, repeats=2, load_kib=256),

@@ -75,6 +75,7 @@ def test_the_command_writes_the_problem_and_the_order(problem, tmp_path, capsys)
     assert found.topology.within_host_gbps > 0 and found.tables == files.read_problem(problem).tables
 
 
+@pytest.mark.long
 def test_the_ranks_of_a_job_measure_together(problem, tmp_path):
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

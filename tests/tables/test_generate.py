@@ -51,6 +51,7 @@ def test_streams_of_a_sample_have_their_tables_histograms(pool):
         assert access.reuse_of(ids, BATCH).bins == pytest.approx(table.access.bins, abs=1e-9), table.name
 
 
+@pytest.mark.long
 def test_streams_of_a_whole_pool_meet_the_published_statistics():
     """All streams of a small pool, whose own calibration is as tight as so few tables allow."""
     small = generate_pool(PoolConfig(tables=16, seed=3))

@@ -117,6 +117,7 @@ def test_a_node_lost_in_the_middle_costs_no_sample_and_the_others_do_the_rest(re
     assert not any(s.error for s in samples.values()) and caplog.text.count("measured again one by one") == 1
 
 
+@pytest.mark.long
 def test_a_call_brings_back_what_has_finished_in_time_whatever_its_chunk(requests, monkeypatch):
     monkeypatch.setattr("shardcore.measure.supervise.PART_S", 0.0)
     with workers(requests, count=1, chunk=100) as fleet:
