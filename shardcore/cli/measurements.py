@@ -155,7 +155,7 @@ def report(args: argparse.Namespace) -> None:
             rows += dataset_report.exchange_summary(comm)
         if kept := replays.read_all(args.dataset / dataset.REPLAYS, setting):
             rows += dataset_report.step_summary(kept)
-        print(f"{setting}\n\n{text_table(('quantity', 'value'), rows)}\n")
+        print(f"{setting}\n\n{text_table(('quantity', 'value'), rows, words=(1,))}\n")
         if args.out:
             named = setting.hardware, setting.batch, setting.precision, setting.optimizer
             path = args.out / f"{'-'.join(map(str, named))}.png"

@@ -81,8 +81,9 @@ def measure(args: argparse.Namespace) -> None:
     of_steps = of_samples(arena_bytes, args.hang_s)
     steps = _missing_steps(args, live, setting, of_steps) if args.steps else []
     plans = sum(len(made) for _, made in steps)
-    known = dataset.read_ids(args.out, "compute")
-    known -= dataset.disturbed_ids(args.out, config.tolerance_on(device))
+    there = dataset.read_ids(args.out, "compute")
+    disturbed = there & dataset.disturbed_ids(args.out, config.tolerance_on(device))
+    known = there - disturbed
     drawn = [t for t in live if kept_for_testing(t)] if args.held_out else live
     draws = different(lambda i: compute_request(drawn, i, setting, args.seed, groups),
                        lambda r: dataset.compute_id(setting, r), args.samples)
@@ -97,7 +98,8 @@ def measure(args: argparse.Namespace) -> None:
             if args.dry_run:
                 _estimate(args, bench, missing)
             else:
-                print(f"measuring for {setting} into {args.out}, {len(known)} samples there already",
+                again = f", {len(disturbed)} of them disturbed and to be measured again" if disturbed else ""
+                print(f"measuring for {setting} into {args.out}, {len(there)} samples there already{again}",
                       flush=True)
                 beside = [compute_request(live, i, setting, args.seed, groups)
                           for i in range(config.interleave)]

@@ -21,20 +21,20 @@
   const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
   const ms = (x) => x.toFixed(3);
   const size = (bytes) => {
-    const [unit, name] = bytes >= 2 ** 29 ? [2 ** 30, "GiB"] : bytes >= 2 ** 19 ? [2 ** 20, "MiB"] : [1, "bytes"];
-    return `${(bytes / unit).toFixed(unit > 1 ? 2 : 0)} ${name}`;
+    const [unit, name] = bytes >= 0.1 * 2 ** 30 ? [2 ** 30, "GiB"] : bytes >= 0.1 * 2 ** 20 ? [2 ** 20, "MiB"] : [1, "bytes"];
+    return unit > 1 ? `${(bytes / unit).toFixed(2)} ${name}` : `${bytes.toLocaleString("en")} bytes`;
   };
   const all = (devices) => devices === null;
   const on = (devices, device) => devices && (all(devices.on) || devices.on.includes(device));
   const where = (places) => places.map((p) => {
-    const columns = p.columns[1] - p.columns[0] < p.dim ? ` columns ${p.columns[0]} to ${p.columns[1] - 1}` : "";
+    const columns = p.columns[1] - p.columns[0] < p.dim ? ` (${p.columns[0]} to ${p.columns[1] - 1} of ${p.dim})` : "";
     const shown = all(p.on) ? "all" : p.on.slice(0, 8).join(", ") + (p.on.length > 8 ? ` and ${p.on.length - 8} more` : "");
     return `${p.kind}${columns}: ${shown}`;
   }).join("; ");
 
   const columns = [
     ["table", (t) => t.name], ["kinds", (t) => [...new Set(t.is.map((p) => p.kind))].join(" ")],
-    ["parts", (t) => t.is.length], ["rows", (t) => t.rows], ["dim", (t) => t.dim],
+    ["parts", (t) => t.is.length], ["rows", (t) => t.rows, (x) => x.toLocaleString("en")], ["dim", (t) => t.dim],
     ["lookups", (t) => t.lookups, (x) => x.toFixed(1)], ["bytes", (t) => t.bytes, size], ["is", (t) => where(t.is)],
     ...(data.before ? [["was", (t) => (t.was ? where(t.was) : t.moved ? "not there" : "the same")]] : [])];
   const titles = {lookups: "lookups a sample", bytes: "weights", is: "where", was: `in ${data.before && data.before.version}`};

@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -31,9 +31,11 @@ STYLE = """
 #devices { width: 100%; height: 170px; } #devices g { cursor: pointer; } #devices .dim { opacity: .35; }
 #devices g:focus, #tables th:focus { outline: 1px solid #4477aa; } #tables th { cursor: pointer; }
 #device { min-height: 4.5rem; color: #444; } #tables .moved { background: #fff6dd; }
-#tables td:nth-child(2), #tables td:nth-child(n+8), #tables th:nth-child(n+8) { text-align: left; }
+#tables :nth-child(2), #tables td:nth-child(n+8), #tables th:nth-child(n+8) { text-align: left; }
 #tables td:not(:nth-child(n+8)) { white-space: nowrap; }
 .tools { margin: .5rem 0; } .tools > * { margin-right: 1rem; font: inherit; }
+.legend span { margin-right: 1rem; white-space: nowrap; }
+.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .3em; }
 """
 
 
@@ -71,8 +73,9 @@ def explorer(now: Version, problem: Problem, before: Version | None = None) -> s
              f"{escape(before.name)}</label>" if before else "")
     against = f" The line on a bar is {escape(before.name)}." if before else ""
     return "\n".join([
-        "<h2>Devices</h2>", f'<p class="note">ms of a step. Hover to see what is on a device, click to see '
-        f"only its tables.{against}</p>", '<svg id="devices" preserveAspectRatio="none"></svg>',
+        "<h2>Devices</h2>", '<p class="note">A bar is a device, and its height the ms of a step: the highest '
+        f"is {_highest_ms(now, before):.3f} ms. Hover to see what is on a device, click to see only its "
+        f"tables.{against}</p>", _legend(), '<svg id="devices" preserveAspectRatio="none"></svg>',
         '<div id="device"></div>', "<h2>Tables</h2>",
         '<div class="tools"><input id="filter" type="search" placeholder="name of a table">'
         f'<select id="kind"></select>{moved}<span id="tables-count" class="note"></span></div>',
@@ -80,6 +83,20 @@ def explorer(now: Version, problem: Problem, before: Version | None = None) -> s
         '<tbody id="tables-body"></tbody></table>',
         '<noscript><p class="note">Sorting and filtering need JavaScript.</p></noscript>',
         f'<script type="application/json" id="plan-data">{data}</script>', f"<script>{script()}</script>"])
+
+
+def _legend() -> str:
+    shown = "".join(f'<span><i style="background:{color}"></i>{words}</span>' for words, _, color in PARTS)
+    return f'<div class="legend note">{shown}</div>'
+
+
+def _highest_ms(*versions: Version | None) -> float:
+    return max(sum(parts) for v in versions if v for parts in _parts_ms(v))
+
+
+def _parts_ms(version: Version) -> Iterable[tuple[float, ...]]:
+    """Of each device, in the order of PARTS."""
+    return zip(*(getattr(version.cost, name) for _, name, _ in PARTS), strict=True)
 
 
 def _data(now: Version, problem: Problem, before: Version | None) -> dict[str, Any]:
@@ -112,7 +129,6 @@ def _places(placements: Sequence[Placement], n: int) -> list[dict[str, Any]]:
 
 
 def _devices(version: Version, problem: Problem) -> list[dict[str, Any]]:
-    parts = zip(*(getattr(version.cost, name) for _, name, _ in PARTS), strict=True)
     return [{"host": device.host, "ms": [round(ms, 6) for ms in of], "used": used, "free": free}
-            for device, of, used, free in zip(problem.topology.devices, parts, version.memory_bytes,
-                                              held_bytes(problem), strict=True)]
+            for device, of, used, free in zip(problem.topology.devices, _parts_ms(version),
+                                              version.memory_bytes, held_bytes(problem), strict=True)]

@@ -149,7 +149,7 @@ def moved_words(found: Diff) -> str:
 def diff_text(found: Diff) -> str:
     """Moves table by table."""
     rows = [(m.table, gib(m.bytes), where(m.old), where(m.new)) for m in found.moves]
-    listed = [text_table(("table", "moves", "was", "is"), rows)] if rows else []
+    listed = [text_table(("table", "moves", "was", "is"), rows, words=(2, 3))] if rows else []
     return "\n\n".join([moves_text(found), *listed])
 
 

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from shardcore.errors import escaped
 
 _NUMBER = re.compile(r"[+-]?\d")
+_LONGEST_RULE = 40
+"""Under a header, so that one long cell makes no rule over several lines."""
 
 
-def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table with aligned columns: numbers right, words and the first column left."""
+def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], words: Container[int] = ()) -> str:
+    """A table with aligned columns: numbers right, words and the first column left.
+
+    words: columns that are left-aligned, though numbers may be in them.
+    """
     cells = [[escaped(str(c)) for c in row] for row in [headers, *rows]]
     columns = list(zip(*cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
     # A column with a number anywhere counts as numbers: cells such as "-" stay aligned.
-    words = [i == 0 or not any(_NUMBER.match(c) for c in column[1:]) for i, column in enumerate(columns)]
+    to_left = [i == 0 or i in words or not any(_NUMBER.match(c) for c in column[1:])
+               for i, column in enumerate(columns)]
 
     def line(row: Sequence[str]) -> str:
-        placed = (c.ljust(w) if left else c.rjust(w) for c, w, left in zip(row, widths, words, strict=True))
+        placed = (c.ljust(w) if left else c.rjust(w) for c, w, left in zip(row, widths, to_left, strict=True))
         return "  ".join(placed).rstrip()
 
-    return "\n".join([line(cells[0]), "  ".join("-" * w for w in widths), *map(line, cells[1:])])
+    *all_but_last, last = widths
+    rule = "  ".join("-" * w for w in (*all_but_last, min(last, _LONGEST_RULE)))
+    return "\n".join([line(cells[0]), rule, *map(line, cells[1:])])
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -171,6 +171,7 @@ def test_a_rerun_measures_what_was_disturbed_failed_or_is_wanted_again(command, 
     dataset.write_compute(folder, [*kept, measured(reference, 1e6)], dataset.write_pool(folder, tables))
     assert main([*command, "--samples", "7", "--again", "1"]) == 0
     said = capsys.readouterr().out
+    assert "6 samples there already, 1 of them disturbed and to be measured again\n" in said
     assert "4 samples, " in said and "the reference op takes" not in said
     new = {s.request: s for s in dataset.read_timings(folder) if s.measured_at > 1.0}
     assert set(new) - {reference} == {requests[i] for i in (0, 3, 4, 6)}

@@ -65,6 +65,8 @@ def test_exchanges_are_summed_up_by_kind():
 def test_tables_align():
     lines = report.text_table(("name", "ms", "state"), [("a", 1, "up"), ("long", 22, "-")]).splitlines()
     assert lines == ["name  ms  state", "----  --  -----", "a      1  up", "long  22  -"]
+    lines = report.text_table(("name", "is"), [("a", "1 up"), ("b", "2" * 50)], words=(1,)).splitlines()
+    assert lines == ["name  is", f"----  {'-' * 40}", "a     1 up", f"b     {'2' * 50}"]
     assert [report.percent_change(*x) for x in ((9.0, 10.0), (15.0, 10.0),
                                                 (1.0, 0.0))] == ["-10.0%", "+50.0%", "-"]
     assert report.markdown_table(("a", "b"), [(1, "x")]) == "| a | b |\n| --- | --- |\n| 1 | x |"

@@ -51,6 +51,14 @@ def test_the_data_are_those_of_the_plan():
         assert [device["used"] for device in shown["devices"]] == list(version_.memory_bytes)
 
 
+def test_a_legend_and_a_scale_say_what_the_bars_are():
+    now, before = version("version b", 1), version("version a")
+    part = explorer(now, PROBLEM, before)
+    for words, _, color in plan_explorer.PARTS:
+        assert f'<i style="background:{color}"></i>{words}<' in part
+    assert f"the highest is {max(now.cost.total_ms, before.cost.total_ms):.3f} ms" in part
+
+
 def test_names_cannot_end_the_data():
     evil = "</script><script>alert(1)</script>"
     problem = replace(PROBLEM, tables=(replace(TABLES[0], name=evil), *TABLES[1:]))
@@ -112,6 +120,17 @@ def test_tables_are_sorted_and_filtered_and_a_device_shows_what_it_has(tmp_path)
       kind.value = "row"; kind.dispatchEvent(new Event("change"));
     """, tmp_path)
     assert [row[0] for row in rows(dom)] == ["t5"]
+
+
+@needs_browser
+def test_columns_of_a_cut_table_are_named(tmp_path):
+    table = Table("t", 1000, 8, 1.0)
+    problem = Problem("p", (table,), Topology((Device(1 << 26),) * 2), 128)
+    plan = Plan(tuple(Placement("column", Shard(table, 0, 1000, 4 * d, 4 * d + 4), (d,)) for d in range(2)))
+    work = lower(plan, problem)
+    part = explorer(Version("v", plan, price(work, MODEL), work.memory_bytes), problem)
+    [row] = rows(in_browser(part, "", tmp_path))
+    assert row[6:] == ["32,000 bytes", "column (0 to 3 of 8): 0; column (4 to 7 of 8): 1"]
 
 
 @needs_browser
