@@ -55,8 +55,8 @@ def require_fbgemm(device: str) -> None:
         offsets = torch.tensor([0, 1], device=place)
         torch.ops.fbgemm.segment_sum_csr(1, offsets, torch.ones(1, device=place))
     except ImportError as error:
-        raise ShardCoreError("FBGEMM is not installed: pip install 'shardcore[cpu]' (or [gpu] on a CUDA "
-                             "machine); "
+        raise ShardCoreError("FBGEMM is not installed: in a checkout, pip install -e '.[cpu]' (or [gpu] on a "
+                             "CUDA machine); "
                              f"importing it said: {_line(error)}") from None
     except (AttributeError, OSError, RuntimeError) as error:
         raise ShardCoreError(f"FBGEMM does not match torch {torch.__version__} (1.8 goes with 2.13, "

@@ -59,6 +59,8 @@ def known(name: str) -> str:
     if name in _GONE:
         raise ShardCoreError(f"algorithm {name!r} is not known any more: {_GONE[name]} for comparisons only, "
                              f"in bench/peers (python -m bench.search); use {DEFAULT_SHARDER}")
+    if name == "torchrec":
+        raise ShardCoreError(f"algorithm {name!r} needs TorchRec, which is not installed: {torchrec.INSTALL}")
     raise ShardCoreError(f"algorithm {name!r} is not known; there are "
                          f"{', '.join(SHARDERS)}; and with a policy {', '.join(LEARNED)}")
 

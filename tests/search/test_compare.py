@@ -7,7 +7,7 @@ import pytest
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import ShardCoreError
-from shardcore.search import DEFAULT_SHARDER, Budget, compare, known
+from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget, compare, known
 from shardcore.step_cost import StepCost
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Setting
@@ -48,6 +48,12 @@ def test_an_outcome_has_a_plan_or_says_why_there_is_none(tables):
     assert none.plan is none.cost is None and "does not fit" in none.error
     with pytest.raises(ShardCoreError, match="'best' is not known; there are random, size_greedy"):
         compare.run("best", problem, model)
+
+
+def test_where_torchrec_is_not_installed_its_planner_says_so(monkeypatch):
+    monkeypatch.delitem(SHARDERS, "torchrec", raising=False)
+    with pytest.raises(ShardCoreError, match="'torchrec' needs TorchRec, .*installed: pip install --no-"):
+        known("torchrec")
 
 
 @pytest.mark.parametrize("before, now", [("local", "anneal"), ("local_columns", "anneal_columns"),
