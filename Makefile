@@ -1,6 +1,6 @@
 # make run: everything, from nothing to published plans.  make test: the tests (test-long: those of the long-lived stack and
 # of failures struck into it; mutants: whether the tests notice defects).  make figures: all figures of docs/benchmarks
-# again, some 16 hours.  All set up .venv themselves.
+# again, some 18 hours.  All set up .venv themselves.
 # make up, status, down: the long-lived services (docs/operations.md).
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Which FBGEMM to install: gpu where there is an NVIDIA driver, else cpu.
