@@ -14,7 +14,7 @@ from prefect import get_run_logger, task
 
 from shardcore import files, report
 from shardcore.cost import neural
-from shardcore.errors import ShardCoreError
+from shardcore.errors import ShardCoreError, Unreachable
 from shardcore.publish import store
 from shardcore.publish.publisher import HEADERS, PublishConfig, Published, Publisher
 from shardcore.report import models_page
@@ -36,7 +36,8 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     plans: a folder or URL (see publish.store).
     everything: these are all problems, so the champion then counts as published (see publish_claim).
 
-    Raises ShardCoreError at the end if a problem could not be planned. The others are published.
+    Raises ShardCoreError at the end if a problem could not be planned. The others are published. Raises
+    Unreachable if a disk or service did not answer: then the champion does not count as published.
     """
     logger = get_run_logger()
     client = registry.connect()
@@ -51,13 +52,11 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
                            of_policy.version, of_policy.tags.get("cost_model_version"), version.version)
     publisher = Publisher(model, plans, config, provenance, policy)
     progress = create_progress_artifact(0.0, key="publish-progress", description=f"{len(problems)} problems")
-    rows, failures, failed, names = [], [], [], []
+    rows, failures, failed, names, unreached = [], [], [], [], None
     work = console.Work("problems", len(problems))
     model_history.note_champion(client, version)
-    with publish_claim.publishing(client, version, everything) as renew:
+    with publish_claim.publishing(client, version, everything):
         for i, path in enumerate(problems):
-            # Others wait for as long as the claim is renewed.
-            renew()
             work.done(i)
             try:
                 published = _publish(publisher, path, names)
@@ -69,6 +68,7 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
                 failures.append(str(ShardCoreError(said if said.startswith(str(path))
                                                    else f"{path}: {said}")))
                 failed.append(path.stem)
+                unreached = unreached or (failures[-1] if isinstance(error, Unreachable) else None)
                 logger.warning("%s", failures[-1], extra={"problem": path.stem},
                                exc_info=None if plain else error)
                 continue
@@ -77,6 +77,8 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
                         extra={"problem": decision.problem})
             done = f"{i + 1} of {len(problems)} problems"
             update_progress_artifact(progress, 100.0 * (i + 1) / len(problems), description=done)
+        if unreached:  # so the version does not count as published, and the watch asks again
+            raise Unreachable(unreached)
     title = f"Plans under {version.name} version {version.version}"
     table = report.markdown_table(HEADERS, rows)
     lines = [f"# {title}", "", table, "", *(f"- no new plan: {f}" for f in failures)]

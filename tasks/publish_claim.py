@@ -10,9 +10,10 @@ left to do. Times are Unix s.
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import mlflow
@@ -23,8 +24,9 @@ from tasks import registry
 
 PUBLISHED, PUBLISHING = "shardcore.published", "shardcore.publishing"
 CLAIM_S = 60.0
-"""How long a claim holds without renewal. Longer than one problem takes, and short enough to wait for after a
-crash."""
+"""How long a claim holds without renewal: short enough to wait for after a crash."""
+_RENEWALS = 3
+"""In each CLAIM_S, however long a problem takes."""
 
 
 @dataclass(frozen=True)
@@ -78,22 +80,30 @@ def claim(client: mlflow.MlflowClient, model: str, version: str) -> None:
 
 @contextmanager
 def publishing(client: mlflow.MlflowClient, version: ModelVersion,
-               everything: bool = True) -> Iterator[Callable[[], None]]:
+               everything: bool = True) -> Iterator[None]:
     """Publish under a version: claimed while it lasts, recorded at its end. Not recorded after an exception.
 
     everything: all problems are published. Otherwise nothing is claimed or recorded.
-
-    Yields the function that renews the claim.
     """
     if not everything:
-        yield lambda: None
+        yield
         return
-    model = version.name
+    model, ended = version.name, threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(CLAIM_S / _RENEWALS):
+            with suppress(MlflowException):  # the next renewal may succeed
+                claim(client, model, version.version)
+
     claim(client, model, version.version)
+    renewing = threading.Thread(target=renew, name="renew-claim", daemon=True)
+    renewing.start()
     try:
-        yield lambda: claim(client, model, version.version)
+        yield
         _set(client, model, PUBLISHED, {"version": str(version.version), "at": time.time()})
     finally:
+        ended.set()
+        renewing.join()
         client.delete_registered_model_tag(model, PUBLISHING)
 
 

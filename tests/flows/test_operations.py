@@ -35,7 +35,7 @@ from flows.publish import publish
 from flows.refresh import refresh
 from shardcore import files
 from shardcore.cost import fit, neural
-from shardcore.errors import ShardCoreError
+from shardcore.errors import ShardCoreError, Unreachable
 from shardcore.publish import store
 from shardcore.samples import dataset
 from shardcore.search.explain import explain
@@ -324,6 +324,19 @@ def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(
         assert reason in report
     assert "| one |" in report and "| two |" in report
     assert publish_claim.read(inside, name).published == champion  # every problem was gone through
+
+
+def test_plans_that_a_store_did_not_take_do_not_count_as_published(project, inside, champion, monkeypatch):
+    def not_taken(*_):
+        raise Unreachable("s3://plans did not answer")
+
+    name = registry.model_name(SETTING.hardware)
+    inside.delete_registered_model_tag(name, publish_claim.PUBLISHED)
+    monkeypatch.setattr("shardcore.publish.publisher.Publisher.publish", not_taken)
+    with pytest.raises(ShardCoreError, match="problems/one.json: s3://plans did not answer"):
+        publish()
+    found = publish_claim.read(inside, name)
+    assert found.published is None and found.due(time.time())
 
 
 @pytest.mark.long
