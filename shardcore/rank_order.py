@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardcore.limits import require
 from shardcore.topology import Topology
+
+if TYPE_CHECKING:
+    from shardcore.types import Problem
 
 CLEAR = 2.0
 """Groups are told apart where messages between them take at least so many times as long as within."""
@@ -88,6 +92,15 @@ def order(found: Sequence[Groups], ranks: int) -> tuple[int, ...]:
     place = {rank: tuple(next(i for i, group in enumerate(groups) if rank in group)
                          for groups in reversed(found)) for rank in range(ranks)}
     return tuple(sorted(range(ranks), key=lambda rank: (place[rank], rank)))
+
+
+def problem_of(found: Sequence[Groups], links: Links, before: Problem) -> Problem:
+    """The problem on the topology of ranks in `order`. Pins stay with their devices, now given by numbers."""
+    place = {rank: i for i, rank in enumerate(order(found, len(before.topology)))}
+    pinned = tuple((name, tuple(sorted(place[d] for d in before.pinned[name])))
+                   for name, _ in before.constraints.pinned if name in before.pinned)
+    return replace(before, topology=topology_of(found, links, before.topology),
+                   constraints=replace(before.constraints, pinned=pinned))
 
 
 def topology_of(found: Sequence[Groups], links: Links, before: Topology) -> Topology:

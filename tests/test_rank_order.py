@@ -5,9 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
-from shardcore.rank_order import Links, levels, order, topology_of
+from shardcore.rank_order import Links, levels, order, problem_of, topology_of
 from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Table
 
 LINKS = Links(5.0, 0.5, None, 0.1)
 
@@ -99,3 +101,16 @@ def test_devices_move_with_their_ranks_and_links_are_those_found():
     assert len(alone.hosts) == 1 and alone.between_hosts_gbps is None
     with pytest.raises(ShardCoreError, match="4 devices and the gang 2 ranks"):
         topology_of([((0,), (1,))], LINKS, before)
+
+
+def test_pins_stay_with_their_devices():
+    """Ranks 0 and 2, and 1 and 3 are near each other: devices 1 and 2 change places."""
+    where = Topology(tuple(Device(1 << 30, host=host) for host in "xxyy"), "cpu")
+    tables = tuple(Table(name, 100, 8, 1.0) for name in ("on 1", "on y", "anywhere", "with on 1"))
+    asked = Constraints(pinned=(("on 1", (1,)), ("on y", ("y",)), ("anywhere", (0, 1, 2, 3))),
+                        together=(("on 1", "with on 1"),))
+    before = Problem("p", tables, where, 64, constraints=asked)
+    found = problem_of(levels(times(["a", "b", "a", "b"])), LINKS, before)
+    assert found.pinned == {"on 1": (2,), "with on 1": (2,), "on y": (1, 3)}
+    assert before.pinned == {"on 1": (1,), "with on 1": (1,), "on y": (2, 3)}
+    assert found.topology.hosts == ("host-0", "host-1") and found.tables == tables

@@ -52,10 +52,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _require_other(args: argparse.Namespace) -> None:
-    """Raise ShardCoreError if --out is a file that the command reads."""
-    out = getattr(args, "out", None)
-    if not isinstance(out, Path) or not out.is_file():
-        return
-    for name, path in vars(args).items():
-        if name != "out" and isinstance(path, Path) and path.is_file() and path.samefile(out):
-            raise ShardCoreError(f"--out {out} is the {name} that is read; it needs to be another file")
+    """Raise ShardCoreError if a file that the command writes is one that it reads, or writes besides."""
+    written: list[tuple[str, Path]] = []
+    read: list[tuple[str, Path]] = []
+    for name, value in vars(args).items():
+        found = written if name in args.outputs else read
+        found += [(name, path) for path in (value if isinstance(value, list) else [value])
+                  if isinstance(path, Path)]
+    for i, (name, out) in enumerate(written):
+        for other, path in read:
+            if path.is_file() and out.is_file() and path.samefile(out):
+                raise ShardCoreError(f"--{name} {out} is the {other} that is read; it needs to be another "
+                                     "file")
+        for other, path in written[:i]:
+            if path.resolve() == out.resolve():
+                raise ShardCoreError(f"--{other} and --{name} are both {out}; they need to be two files")

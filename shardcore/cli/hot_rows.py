@@ -15,7 +15,7 @@ the best is taken. `plan` then takes the problem that was written."""
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, hot_rows, _HOT_ROWS)
+    p = command(commands, hot_rows, _HOT_ROWS, outputs=("out", "plan"))
     p.add_argument("problem", type=Path, metavar="PROBLEM.json")
     p.add_argument("--model", type=Path, required=True, action="append", help="folder of a trained model")
     p.add_argument("--algorithm", help="searches plans; anneal, the default, or another of `plan`")

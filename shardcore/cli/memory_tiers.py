@@ -18,7 +18,7 @@ to the tables there."""
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, tiers, _TIERS)
+    p = command(commands, tiers, _TIERS, outputs=("out", "plan"))
     p.add_argument("problem", type=Path, metavar="PROBLEM.json")
     p.add_argument("--host-gib", type=positive(float), help="memory of each host that tables may take; left "
                    "out, the problem says it")

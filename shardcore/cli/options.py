@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shardcore.errors import ShardCoreError
@@ -17,12 +17,15 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-def command(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace], None], summary: str
-            ) -> argparse.ArgumentParser:
-    """The parser of a command. The command has the name of the function that runs it, with dashes."""
+def command(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace], None], summary: str,
+            outputs: Sequence[str] = ("out",)) -> argparse.ArgumentParser:
+    """The parser of a command. The command has the name of the function that runs it, with dashes.
+
+    outputs: options that name what it writes. None of that may be what it reads.
+    """
     parser = commands.add_parser(run.__name__.replace("_", "-"), help=summary, description=summary,
                                  formatter_class=Formatter)
-    parser.set_defaults(command=run)
+    parser.set_defaults(command=run, outputs=outputs)
     return parser
 
 

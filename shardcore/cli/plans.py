@@ -48,10 +48,10 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     p = command(commands, plan, "Search a plan for a problem under a cost model.")
     p.add_argument("problem", type=Path, metavar="PROBLEM.json")
     p.add_argument("--model", type=Path, required=True, action="append", help=_MODEL)
-    p.add_argument("--start", metavar="PLAN", help="improve this plan of the problem instead of planning "
-                   "afresh (annealing)")
-    p.add_argument("--start-problem", metavar="PROBLEM.json", help="the problem that --start was made for, "
-                   "where it has changed since: tables new, gone, or with other statistics")
+    p.add_argument("--start", type=Path, metavar="PLAN", help="improve this plan of the problem instead of "
+                   "planning afresh (annealing)")
+    p.add_argument("--start-problem", type=Path, metavar="PROBLEM.json", help="the problem that --start was "
+                   "made for, where it has changed since: tables new, gone, or with other statistics")
     p.add_argument("--max-moved-tables", type=natural, metavar="N", help="with --start: most tables that may "
                    "move; default: any number")
     p.add_argument("--max-moved-gib", type=amount, metavar="G", help="with --start: most GiB of weights "

@@ -19,7 +19,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--last", type=positive(int), default=20, metavar="N", help="decisions to show")
 
     p = command(commands, diff, "Say which tables move from one plan to another, and how many bytes of "
-                "weights.")
+                "weights.", outputs=("page",))
     p.add_argument("old", type=Path, metavar="OLD.json")
     p.add_argument("new", type=Path, metavar="NEW.json")
     p.add_argument("--problem", type=Path, metavar="PROBLEM.json", help="of both plans; default: "

@@ -23,7 +23,8 @@ Rank 0 writes. Elsewhere it starts a process for each device of the problem on t
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
     p = commands.add_parser("topology", help="Find how ranks are joined.", formatter_class=Formatter)
-    p = command(p.add_subparsers(required=True, metavar="COMMAND"), measure, _MEASURE)
+    p = command(p.add_subparsers(required=True, metavar="COMMAND"), measure, _MEASURE,
+                outputs=("out", "ranks"))
     p.add_argument("problem", type=Path, metavar="PROBLEM.json", help="its device i is that of rank i")
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="gloo between CPUs, or NCCL "
                    "between GPUs (not exercised yet)")

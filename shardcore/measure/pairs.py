@@ -58,7 +58,9 @@ class Found:
 
 
 def require_links(problem: Problem) -> None:
-    """Raises ShardCoreError for a problem of one device."""
+    """Raises ShardCoreError for a problem of one device, and for one with towers, which name hosts."""
+    require(problem.job.tower_ratio is None, f"problem {problem.name!r} has towers (job.tower_ratio), and "
+            "its tables are pinned to hosts; measure the problem without both, then run plan --towers")
     require(len(problem.topology) > 1, f"problem {problem.name!r} has one device; links need 2 or more")
 
 

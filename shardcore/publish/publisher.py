@@ -22,7 +22,7 @@ from shardcore.publish.decisions import DEFAULT_THRESHOLD, Decision, worth_it
 from shardcore.publish.diff import diff, rebind_tables, relabel_devices
 from shardcore.publish.replan import ReplanConfig, replan
 from shardcore.report import plan_page, plan_report
-from shardcore.report.plan_explorer import Version
+from shardcore.report.plan_explorer import Version, version_name
 from shardcore.report.text import percent_change
 from shardcore.search import BASELINES, DEFAULT_SHARDER, compare, known, sharder
 from shardcore.search.anneal.sharder import SPACE_OF
@@ -289,7 +289,8 @@ class Publisher:
         decisions = [decision, *islice(store.history(self.plans, problem.name), plan_page.MOST_ROWS)]
         # Explaining searches alternatives, so it runs only for a new version.
         explained = explain(plan, problem, self.model, _EXPLAIN, others)
-        page = plan_page.page(plan, problem, explained, decisions,
+        now = Version(version_name(store.version_of(plan, problem)), plan, cost, workload.memory_bytes)
+        page = plan_page.page(now, problem, explained, decisions,
                               diff(before.plan, plan) if before and before.plan else None, beyond,
                               _version(before, problem))
         store.add(self.plans, problem, plan, {
@@ -302,7 +303,7 @@ def _version(before: Before | None, problem: Problem) -> Version | None:
     """What was published before, to compare with. None: it is of no use any more."""
     if before is None or before.cost is None:
         return None
-    return Version(f"version {before.decision.current}", before.plan, before.cost,
+    return Version(version_name(before.decision.current), before.plan, before.cost,
                    used_bytes(before.plan, problem))
 
 

@@ -52,6 +52,11 @@ class Version:
     memory_bytes: Sequence[int]
 
 
+def version_name(version: str) -> str:
+    """The name of a published version, for people."""
+    return f"version {version}"
+
+
 def script() -> str:
     """The script."""
     return files("shardcore.report").joinpath("plan_explorer.js").read_text()

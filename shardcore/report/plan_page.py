@@ -13,11 +13,11 @@ from shardcore.memory import gib
 from shardcore.publish.decisions import Decision
 from shardcore.publish.diff import Diff, diff
 from shardcore.report import plan_report
-from shardcore.report.plan_explorer import PARTS, STYLE, Version, explorer, policy
+from shardcore.report.plan_explorer import PARTS, STYLE, Version, explorer, policy, version_name
 from shardcore.report.text import percent_change
 from shardcore.search.explain import Alternative, Explanation
 from shardcore.step_cost import StepCost
-from shardcore.types import Plan, Problem
+from shardcore.types import Problem
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,19 +38,19 @@ figure { margin: 1rem 0; } svg { width: 100%; height: auto; } .note { color: #66
 """
 
 
-def page(plan: Plan, problem: Problem, explained: Explanation, decisions: Sequence[Decision],
+def page(now: Version, problem: Problem, explained: Explanation, decisions: Sequence[Decision],
          moves: Diff | None, extrapolated: Sequence[str] = (), before: Version | None = None) -> str:
     """The report page of a version.
 
-    decisions: the decision on this version first, then earlier ones.
+    now: the version.
+    decisions: the last decision first, on this version or for which it was made, then earlier ones.
     moves: from the version before. None: there was none.
     extrapolated: sentences that say where the plan exceeds the measured range.
     before: the version before, with what it takes now. None: there was none that still fits.
     """
     decision = decisions[0]
-    now = Version(f"version {decision.candidate}", plan, explained.cost, explained.memory_bytes)
     return "\n".join([
-        _head(problem, decision),
+        _head(problem, now, decision),
         f"<p><b>{explained.total_ms:.2f} ms</b> predicted for {_what(explained)} of one training step: "
         f"{len(problem.tables)} tables on {len(problem.topology)} devices, global batch "
         f"{problem.global_batch:,}.<br>{escape(decision.outcome.capitalize())}: "
@@ -63,7 +63,7 @@ def page(plan: Plan, problem: Problem, explained: Explanation, decisions: Sequen
         *(["<h2>Against the version before</h2>", _moves(moves)] if moves is not None else []),
         explorer(now, problem, before),
         "<h2>Decisions</h2>", _history(decisions),
-        "<h2>Where it comes from</h2>", _pairs({**decision.provenance, **plan.provenance}),
+        "<h2>Where it comes from</h2>", _pairs({**decision.provenance, **now.plan.provenance}),
         "</body></html>\n"])
 
 
@@ -83,12 +83,12 @@ def _what(explained: Explanation) -> str:
     return "the embeddings and the dense part" if explained.cost.dense_ms else "the embeddings"
 
 
-def _head(problem: Problem, decision: Decision) -> str:
+def _head(problem: Problem, now: Version, decision: Decision) -> str:
     refused = ' <span class="warn">(considered, not taken)</span>'
-    taken = "" if decision.current == decision.candidate else refused
+    taken = "" if now.name == version_name(decision.current) else refused
     return (
-        f"{_opened(f'{problem.name}, version {decision.candidate}')}\n<h1>{escape(problem.name)}</h1>\n"
-        f'<p class="note">version {decision.candidate}{taken}, {plan_report.when(decision.decided_at)}</p>')
+        f"{_opened(f'{problem.name}, {now.name}')}\n<h1>{escape(problem.name)}</h1>\n"
+        f'<p class="note">{now.name}{taken}, {plan_report.when(decision.decided_at)}</p>')
 
 
 def _opened(title: str) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcore import files
-from shardcore.rank_order import order, topology_of
+from shardcore.rank_order import order, problem_of
 
 if TYPE_CHECKING:
     from shardcore.measure.pairs import Found
@@ -22,8 +21,7 @@ def write(found: Found, problem: Problem, out: Path, ranks: Path | None = None,
     ranks: where to write the order of ranks, their groups and the times of pairs. None: nowhere.
     nodes: address of each rank's host, where it is known.
     """
-    files.write_problem(out, replace(problem, topology=topology_of(found.levels, found.links,
-                                                                   problem.topology)))
+    files.write_problem(out, problem_of(found.levels, found.links, problem))
     if ranks:
         files.write_json(ranks, {"order": list(order(found.levels, len(found.pair_ms))),
                                  "levels": found.levels, "pair_ms": found.pair_ms.round(6).tolist()}

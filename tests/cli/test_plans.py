@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from shapes import column
@@ -80,6 +81,29 @@ def test_a_file_that_is_read_is_not_written_over(stored, model, capsys):
     assert main(["plan", str(problem), "--model", str(model), "--out", str(problem)]) == 1
     assert "problem.json is the problem that is read; it needs to be another file" in capsys.readouterr().err
     assert problem.read_bytes() == before
+
+
+@pytest.mark.parametrize("asked, said", [
+    ("replay plan.json other.json --problem problem.json --out other.json",
+     "--out other.json is the plans that"),
+    ("plan problem.json --model m --start plan.json --start-problem other.json --out other.json",
+     "--out other.json is the start_problem that"),
+    ("plan problem.json --model m --start plan.json --out plan.json", "--out plan.json is the start that"),
+    ("diff plan.json other.json --page other.json", "--page other.json is the new that"),
+    ("hot-rows problem.json --model m --out hot.json --plan problem.json",
+     "--plan problem.json is the problem that"),
+    ("tiers problem.json --out tiers.json --plan problem.json", "--plan problem.json is the problem that"),
+    ("tiers problem.json --out tiers.json --plan tiers.json", "--out and --plan are both tiers.json"),
+    ("topology measure problem.json --out found.json --ranks problem.json",
+     "--ranks problem.json is the problem that"),
+])
+def test_no_file_that_any_command_writes_is_one_that_it_reads(asked, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("problem.json", "plan.json", "other.json"):
+        Path(name).write_text("kept")
+    assert main(asked.split()) == 1
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+    assert {p.read_text() for p in tmp_path.iterdir()} == {"kept"}
 
 
 def test_uneven_rows_are_gone_and_it_is_said(stored, capsys):

@@ -13,7 +13,9 @@ from shapes import on_hosts
 
 from shardcore import files
 from shardcore.cli import main
+from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
+from shardcore.job import Job
 from shardcore.measure import local_ranks, pairs
 from shardcore.types import Problem, Table
 
@@ -73,6 +75,14 @@ def test_the_command_writes_the_problem_and_the_order(problem, tmp_path, capsys)
     assert sorted(order) == [0, 1, 2] and f"order of ranks: {' '.join(map(str, order))}" in said
     found = files.read_problem(out)
     assert found.topology.within_host_gbps > 0 and found.tables == files.read_problem(problem).tables
+
+
+def test_a_problem_with_towers_is_refused_before_anything_is_measured(tmp_path, capsys):
+    path, pinned = tmp_path / "towers.json", (("t", ("a",)),)
+    files.write_problem(path, Problem("p", (Table("t", 100, 16, 2.0),), on_hosts("aabb"), 96,
+                                      constraints=Constraints(pinned=pinned), job=Job(tower_ratio=2.0)))
+    assert main(["topology", "measure", str(path), "--out", str(tmp_path / "found.json")]) == 1
+    assert "problem 'p' has towers (job.tower_ratio)" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -170,6 +170,12 @@ def test_a_plan_kept_under_fresh_statistics_is_published_anew_for_them_and_nothi
     assert kept.outcome == "kept" and kept.current != first.current and kept.previous_ms > first.candidate_ms
     now, its_problem = store.load_plan(tmp_path, "published")
     assert its_problem == livelier and not diff(plan, now) and now.provenance == plan.provenance
+    busier = replace(problem, tables=tuple(replace(t, pooling=1.02 * t.pooling) for t in problem.tables))
+    again = publish(tmp_path, busier, model, config=replace(CONFIG, algorithm="random")).decision
+    assert again.outcome == "kept" and again.candidate != again.current != kept.current
+    for version, taken in ((again.current, True), (again.candidate, False)):
+        page = store.load_page(tmp_path, "published", version).decode()
+        assert f"version {version}" in page and ("(considered, not taken)" in page) is not taken
     skewed = replace(problem, tables=tuple(replace(t, pooling=t.pooling * (9 if p.devices == (0,) else 1))
                                            for t, p in (
                                                (t, next(p for p in plan.placements if p.shard.table == t))

@@ -40,7 +40,10 @@ def made(problem, **fields) -> str:
     second = replace(first, parent=first.id, decided_at=1.7e9 + 3600, candidate=version, previous_ms=2.0,
                      candidate_ms=new.provenance["predicted_ms"], **fields,
                      provenance={"model_version": "7", "git_commit": "abc"})
-    return plan_page.page(new, problem, explain(new, problem, MODEL, BUDGET, {}), [second, first],
+    explained = explain(new, problem, MODEL, BUDGET, {})
+    now = plan_explorer.Version(plan_explorer.version_name(version), new, explained.cost,
+                                explained.memory_bytes)
+    return plan_page.page(now, problem, explained, [second, first],
                           diff(old, new), ["a table is <huge>", "2 is much", "3 is more", "4 is most"])
 
 
