@@ -9,7 +9,8 @@ It also runs one collective on each channel of that kind. A row of LAYOUTS says:
 - what stays in memory.
 
 `lower`, memory checks, searches, replays, exports and reports read these rows. Nothing else knows a kind.
-To add a kind, add a row. If it brings a collective that was not measured yet, measure that too.
+To add a kind, add a row. If it has channels that no row has together, `phases.RUNS` needs to say when their
+bytes are in memory. If it brings a collective that was not measured yet, measure that too.
 
 Shapes: C channels, L lanes (traffic.py), D devices. A formula takes numbers or arrays alike.
 """

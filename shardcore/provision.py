@@ -199,8 +199,11 @@ def sweep(problem: Problem, offers: Sequence[Offer], models: Mapping[str, CostMo
     budget: of each search.
     note: told how many are done, of how many.
 
-    Raises ShardCoreError where no number of hosts divides the batch, and as `clusters`.
+    Raises SettingMismatch for a model of another setting than the problem's. Raises ShardCoreError where no
+    number of hosts divides the batch, and as `clusters`.
     """
+    for offer in offers:  # before any search: another setting would end them all
+        problem.require_setting(models[offer.model].for_problem(problem).setting)
     asked, found = list(clusters(problem, offers)), []
     require(bool(asked), f"problem {problem.name!r} has global_batch {problem.global_batch}, which no number "
             f"of hosts of offers {', '.join(offer.name for offer in offers)} divides evenly")

@@ -142,7 +142,7 @@ def _lanes(among: Container[Layout], tables: Iterable[Table]) -> dict[Layout, in
 def entering_bytes(layout: Layout, shards: tuple[Shard, ...], problem: Problem) -> np.ndarray:
     """[C] bytes that a device's shards of a kind enter into each channel.
 
-    With towers, what crosses hosts is not yet divided over the host (layouts.shared_on_hosts)."""
+    With towers, what crosses hosts is not yet divided over the host (traffic.shared_on_hosts)."""
     outputs = [output_bytes(s, problem.global_batch) for s in shards]
     of_channel = {c: sum(b(s.bytes, o, problem) for s, o in zip(shards, outputs, strict=True))
                   for c, b in layout.channels_in(problem.job).items()}

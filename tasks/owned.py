@@ -104,7 +104,6 @@ def main() -> None:
     folder = tempfile.mkdtemp(prefix="shardcore-", dir=sys.argv[1])
     with suppress(OSError):  # the run may have ended already
         print(folder, flush=True)
-        # Without a last word the run was killed, or its native code ended it, as Ray's may.
         # It was killed, or its native code ended it: Ray's may, with no word of ours.
         if not sys.stdin.buffer.read():
             print(f"error: this run was ended before its end; {GOES_ON}", file=sys.stderr, flush=True)

@@ -32,7 +32,7 @@ _PROBE_S = 5.0
 @ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
 class DeviceWorker(DeviceBench):
     @ray.method(concurrency_group="watch")  # so that it answers while the device works
-    def look(self) -> tuple[float, float]:
+    def look(self) -> Counts:
         return self.counts()
 
 

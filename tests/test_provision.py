@@ -7,7 +7,7 @@ import pytest
 
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.errors import Infeasible, SettingMismatch, ShardCoreError
 from shardcore.provision import (
     Cluster,
     Offer,
@@ -140,3 +140,13 @@ def test_what_is_kept_free_by_default_follows_the_machines_that_are_offered():
 
     assert kept(int(0.15 * GIB)) == [int(0.15 * GIB), int(0.15 * 8 * GIB)]
     assert kept(1000) == [1000, 1000]
+
+
+def test_a_model_of_another_setting_is_refused_before_any_search():
+    models = {**MODELS, "other": AnalyticModel(Setting("cpu", 1536, optimizer="adam"))}
+
+    def search(*_, **__):
+        raise AssertionError("it searched")
+
+    with pytest.raises(SettingMismatch, match="adam"):
+        sweep(PROBLEM, [SMALL, replace(LARGE, model="other")], models, search)

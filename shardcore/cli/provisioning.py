@@ -6,9 +6,15 @@ import argparse
 import io
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardcore.cli.options import command, natural, positive, require_folder
+from shardcore.errors import ShardCoreError
+
+if TYPE_CHECKING:
+    from shardcore.provision import Cluster
 
 _PROVISION = """Find the cheapest cluster, of machines that can be had, that trains a problem fast enough; or
 the fastest for a price. Every number of hosts of every offer is searched, if its devices divide the batch
@@ -29,7 +35,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--budget-evals", type=positive(int), default=20_000, help="plans to price a cluster")
     p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets problem.json and plan.json "
-                   "of the chosen cluster, clusters.json with all of them, and curve.png")
+                   "of the chosen cluster, clusters.json with all of them, and curve.png; the last two even "
+                   "if none meets the target")
 
 
 def provision(args: argparse.Namespace) -> None:
@@ -48,18 +55,21 @@ def provision(args: argparse.Namespace) -> None:
     require_folder(args.out)
     began = time.monotonic()
     found = sweep(problem, offers, models, search, args.seed, Budget(args.budget_evals), _say)
-    first, *others = best_of_each(found, target)
     args.out.mkdir(parents=True, exist_ok=True)
-    files.write_problem(args.out / "problem.json", first.problem)
-    files.write_plan(args.out / "plan.json", first.plan, first.problem)
+    # Before the choice: if none meets the target, all that was searched is still there.
     files.write_json(args.out / "clusters.json", [
         {"offer": c.offer.name, "hosts": c.hosts, "devices": len(c.problem.topology),
          "price_per_hour": c.price_per_hour, "watts": c.watts,
          **({"step_ms": c.step_ms, "samples_per_s": c.samples_per_s} if c.cost else {"why": c.why})}
         for c in found])
-    drawn = io.BytesIO()
-    provision_report.figure(found, first).savefig(drawn, dpi=120, format="png")
-    files.write_atomic(args.out / "curve.png", drawn.getvalue())
+    _draw(found, None, args.out)
+    try:
+        first, *others = best_of_each(found, target)
+    except ShardCoreError as error:
+        raise ShardCoreError(f"{error}. All that were searched are in {args.out}/clusters.json") from None
+    _draw(found, first, args.out)
+    files.write_problem(args.out / "problem.json", first.problem)
+    files.write_plan(args.out / "plan.json", first.plan, first.problem)
     print(f"{args.out}: {first.words}, {first.price_per_hour:,.2f} an hour, {first.step_ms:.3f} ms a step; "
           f"{len(found)} clusters searched in {time.monotonic() - began:.0f} s\n")
     print(provision_report.table([first, *others]))
@@ -71,6 +81,15 @@ def provision(args: argparse.Namespace) -> None:
     model = models[first.offer.model].for_problem(first.problem)
     for line in mixed.out_of_range(model, lower(first.plan, first.problem)):
         print(f"extrapolated: {line}", file=sys.stderr)
+
+
+def _draw(found: Sequence[Cluster], chosen: Cluster | None, out: Path) -> None:
+    from shardcore import files
+    from shardcore.report import provision_report
+
+    drawn = io.BytesIO()
+    provision_report.figure(found, chosen).savefig(drawn, dpi=120, format="png")
+    files.write_atomic(out / "curve.png", drawn.getvalue())
 
 
 def _say(done: int, of: int) -> None:

@@ -40,7 +40,7 @@ def _total_ms(cost: StepCost, ids: bool) -> float:
 
 
 def parts(replayed: Sequence[ReplaySet], model: CostModel) -> dict[str, float]:
-    """Measured over predicted time of each part of a step, over all replays. Keys are types.PARTS."""
+    """Measured over predicted time of each part of a step, over all replays. Keys are step_cost.PARTS."""
     pairs = [(price(lower(plan, one.problem, fits=False), model.for_problem(one.problem)),
               one.costs[name].at_usual_speed()) for one in replayed for name, plan in one.plans.items()]
     predicted, took = (np.array([[sum(getattr(pair[i], name)) for name in PARTS] for pair in pairs]).sum(0)

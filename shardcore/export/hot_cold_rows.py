@@ -77,8 +77,8 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
 def load_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Fill a model's HotColdEmbeddingCollections with rows that `save_rows` wrote. All ranks call it.
 
-    optimizer: of hot rows. State that it has not yet is made by a step first, so give it after one, or after
-        `optimizer` was told its state.
+    optimizer: of hot rows. Call this after its first step, or after its state was loaded: before, it has no
+        state to fill.
 
     Raises ShardCoreError for a folder that is not whole, and for rows that are missing in it.
     """

@@ -30,8 +30,11 @@ def table(clusters: Sequence[Cluster]) -> str:
     return text_table(HEADERS, [row(cluster) for cluster in clusters])
 
 
-def figure(found: Sequence[Cluster], chosen: Cluster) -> Figure:
-    """Samples a second against price an hour: clusters by offer, the best for each price, the chosen one."""
+def figure(found: Sequence[Cluster], chosen: Cluster | None) -> Figure:
+    """Samples a second against price an hour: clusters by offer, the best for each price, the chosen one.
+
+    chosen: None if none meets the target.
+    """
     from matplotlib.figure import Figure  # without pyplot: no global state, no display
 
     made = Figure(figsize=(8, 5), layout="constrained")
@@ -43,8 +46,9 @@ def figure(found: Sequence[Cluster], chosen: Cluster) -> Figure:
         of = [c for c in found if c.offer.name == name and c.cost]
         axes.plot([c.price_per_hour for c in of], [c.samples_per_s for c in of], marker="o", markersize=4,
                   linewidth=1, label=name)
-    axes.scatter([chosen.price_per_hour], [chosen.samples_per_s], s=120, facecolors="none",
-                 edgecolors="black", label="chosen", zorder=3)
+    if chosen:
+        axes.scatter([chosen.price_per_hour], [chosen.samples_per_s], s=120, facecolors="none",
+                     edgecolors="black", label="chosen", zorder=3)
     axes.set(xlabel="price per hour", ylabel="samples per second", ylim=(0, None), xlim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

@@ -210,8 +210,9 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
                              s["row_lo"], s["row_hi"], s["col_lo"], s["col_hi"]) for s in row["shards"])
         made = ComputeSample(
             row["id"], row["setting"], ComputeRequest(shards, row["batch"]), _spread(row["forward"]),
-            _spread(row["backward"]), row["measured_at"], row["error"], row["slowdown"], row["relative_ci"],
-            row["order"], row["software"])
+            _spread(row["backward"]), measured_at=row["measured_at"], error=row["error"],
+            slowdown=row["slowdown"], relative_ci=row["relative_ci"], order=row["order"],
+            software=row["software"])
         _require_own_id(made.id, compute_id(made.setting, made.request))
         return made
 
@@ -224,14 +225,15 @@ def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]
         require(between is not None or within is None, f"it has emulated_within_gbit_s {within} only; it "
                 "needs emulated_between_gbit_s beside it")
         request = CollectiveRequest(
-            tuple(row["widths"]), row["batch"], tuple(row["start_ms"]), row["collective"], row["payload"],
-            row["hosts"], row["busy_ms"], row["group"],
-            None if between is None else EmulatedLinks(between, within))
+            tuple(row["widths"]), row["batch"], tuple(row["start_ms"]), collective=row["collective"],
+            payload=row["payload"], hosts=row["hosts"], busy_ms=row["busy_ms"], group=row["group"],
+            emulated=None if between is None else EmulatedLinks(between, within))
         both = [row[k] and tuple(_spread(x) for x in row[k]) for k in ("forward", "backward")]
         waiting_ms = row["waiting_ms"] and tuple(row["waiting_ms"])
-        made = CollectiveSample(row["id"], row["setting"], request, both[0], both[1], waiting_ms,
-                          row["measured_at"], row["error"], row["order"], row["oversubscribed"],
-                          row["work_ms"] and tuple(row["work_ms"]))
+        made = CollectiveSample(
+            row["id"], row["setting"], request, forward=both[0], backward=both[1], waiting_ms=waiting_ms,
+            measured_at=row["measured_at"], error=row["error"], order=row["order"],
+            oversubscribed=row["oversubscribed"], work_ms=row["work_ms"] and tuple(row["work_ms"]))
         if request.hosts > 1 and made.id == _comm_id(made.setting, request, None):
             return None  # its timings mean something else (_OVER_HOSTS)
         _require_own_id(made.id, comm_id(made.setting, made.request))

@@ -151,13 +151,14 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
     changes = tuple(_searched(what, changed, searcher, model, seed, budget, cost.total_ms if keeps else None)
                     for what, changed, keeps in _changes(problem))
     return Explanation(
-        algorithm, cost.total_ms, device, "compute" if compute_ms >= cost.total_ms - compute_ms
-        else "exchange", cost, _shards(workload, device, model), int(np.argmax(sent)), tuple(map(int, sent)),
-        tuple(map(int, ids)), workload.memory_bytes, may_hold,
-        fullest, by_part(plan, problem)[fullest], problem.constraints.reserved_bytes,
-        compare.balance(cost), bound(problem, model),
-        baselines, changes, f"{searcher}, seed {seed}, {_words(budget)} each",
-        tower_traffic(plan, problem))
+        algorithm=algorithm, total_ms=cost.total_ms, device=device,
+        limit="compute" if compute_ms >= cost.total_ms - compute_ms else "exchange",
+        cost=cost, shards=_shards(workload, device, model), widest=int(np.argmax(sent)),
+        exchange_bytes=tuple(map(int, sent)), input_bytes=tuple(map(int, ids)),
+        memory_bytes=workload.memory_bytes, free_bytes=may_hold, fullest=fullest,
+        memory=by_part(plan, problem)[fullest], reserved_bytes=problem.constraints.reserved_bytes,
+        balance=compare.balance(cost), bound=bound(problem, model), baselines=baselines, changes=changes,
+        searched=f"{searcher}, seed {seed}, {_words(budget)} each", towers=tower_traffic(plan, problem))
 
 
 def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCost, ...]:

@@ -26,13 +26,13 @@ import numpy as np
 from shardcore.constraints import require_tower_hosts
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
-from shardcore.layouts import HOST, IDS, WORLD
+from shardcore.layouts import HOST, ID_CHANNELS, WORLD
 from shardcore.limits import require, require_within
 from shardcore.memory import free_bytes, gib
 from shardcore.search.feasible import shown
 from shardcore.search.free_memory import bytes_alone
 from shardcore.towers import Towers
-from shardcore.types import Plan, Problem, Shard
+from shardcore.types import COLLECTIVES, Plan, Problem, Shard
 from shardcore.workload import Workload, lower
 
 MOST_UNITS = 4096
@@ -372,5 +372,6 @@ def _sent(workload: Workload) -> Iterable[float]:
     # Of what enters: the share that goes to devices of the own host, and to other hosts.
     shares = {WORLD: ((size - 1) / n, 1 - 1 / n_hosts), HOST: (1 - 1 / size, 0.0)}
     entered = [(shares.get(c.group, (0.0, 1 - 1 / n_hosts)), float(sent.sum()))
-               for c, sent in zip(workload.channels, workload.traffic, strict=True) if c != IDS]
+               for c, sent in zip(workload.channels, workload.traffic, strict=True)
+               if c not in ID_CHANNELS and "forward" in COLLECTIVES[c.collective]]
     return (sum(share[i] * n_bytes for share, n_bytes in entered) for i in range(2))

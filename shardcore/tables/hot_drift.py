@@ -91,9 +91,11 @@ def hot_drift(problem: Problem, hot: Mapping[str, HotIds], counts: RowCounts) ->
         payloads = PAYLOADS[job.forward_payload] + PAYLOADS[job.backward_payload]
         each = lookup_bytes(cold_part, job) + hot_part.dim * payloads
         found.append(HotDrift(
-            name, hot_part.rows, float(np.mean(of_rows[now.ids] >= max(1, of_rows[new.ids].min()))),
-            hot_part.pooling / planned if planned else 0.0, share, best, new, entering,
-            lookups * each * (devices - 1) / devices, entering * row * (devices + 1)))
+            name, hot_part.rows, new=new, entering=entering,
+            still_hot=float(np.mean(of_rows[now.ids] >= max(1, of_rows[new.ids].min()))),
+            planned_share=hot_part.pooling / planned if planned else 0.0, share=share, best_share=best,
+            saved_bytes=lookups * each * (devices - 1) / devices,
+            moved_bytes=entering * row * (devices + 1)))
     return sorted(found, key=lambda x: -x.saved_bytes)
 
 

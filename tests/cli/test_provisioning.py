@@ -38,7 +38,8 @@ def test_a_learned_algorithm_is_refused_in_one_line(problem, model, tmp_path, ca
     assert "error: algorithm 'dreamshard' needs a policy" in capsys.readouterr().err
 
 
-def test_a_target_out_of_reach_is_one_line_and_writes_nothing(problem, model, tmp_path, capsys):
+def test_a_target_out_of_reach_is_one_line_and_keeps_what_was_searched(problem, model, tmp_path, capsys):
     assert asked(tmp_path, model, problem, "--step-ms", "1e-9") == 1
     assert "error: no cluster of 4 reaches step_ms 1e-09; the nearest, " in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert len(json.loads((tmp_path / "out/clusters.json").read_text())) == 4
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"clusters.json", "curve.png"}

@@ -132,10 +132,13 @@ def test_what_enters_each_channel_by_hand():
 def test_rows_divided_over_a_host_are_summed_and_compressed():
     t, u = Table("t", 100, 16, 1.0), Table("u", 100, 8, 1.0)
     problem = as_towers(Problem("rows", (t, u), on_hosts("aabb"), B), {"t": "a", "u": "b"}, 4.0)
-    work = lower(Plan((host_row(t, (0, 1)), column(u, 2))), problem)
+    plan = Plan((host_row(t, (0, 1)), column(u, 2)))
+    work = lower(plan, problem)
     of = dict(zip(CHANNELS, work.traffic.tolist(), strict=True))
     assert of[WITHIN] == [B * 16 * 4] * 2 + [0, 0] and of[TO_TOWER] == [0, 0, B * 8 * 4, 0]
     assert of[ACROSS] == [B * 16 / 2] * 2 + [B * 8 / 2] * 2 and not any(of[ALL_TO_ALL])
+    moved = tower_traffic(plan, problem)  # of outputs: ids do not count, in buckets or not
+    assert (moved.within_bytes, moved.across_bytes) == (B * (16 * 4 + 8 * 4 / 2), B * (16 + 8) / 2)
 
 
 @pytest.mark.parametrize("ratio", [1, 8])
