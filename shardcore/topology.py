@@ -22,6 +22,7 @@ from shardcore.limits import (
 
 LINKS = ("within_host_gbps", "between_hosts_gbps", "host_link_gbps", "latency_ms")
 """What a topology may give of its links."""
+BYTES_PER_MS_PER_GBPS = 1e6
 DEFAULT_RESERVE = 0.15
 """The share of the smallest device that is kept free where a problem's file does not say how much.
 

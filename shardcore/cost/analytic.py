@@ -17,13 +17,12 @@ from shardcore.errors import ShardCoreError
 from shardcore.layouts import BUCKETIZED_IDS, CROSS, ID_CHANNELS, Channel
 from shardcore.outputs import payload_bytes
 from shardcore.tables.access import access_share, unique_rows
-from shardcore.topology import Topology
+from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.traffic import channels_of
 from shardcore.types import OF_IDS, PRECISION_BYTES, Problem, Setting, Shard
 
 MS_PER_NS = 1e-6
 MS_PER_US = 1e-3
-BYTES_PER_MS_PER_GBPS = 1e6
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, CROSS, HOST, ID_CHANNELS, IDS, WORLD, Channel
-from shardcore.topology import Topology
+from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.types import CAST, COLLECTIVES, OF_IDS, PAYLOADS
 
 LATENCY_TERMS = ("once", "messages", "far_rounds", "skew_ms")
@@ -79,7 +79,6 @@ samples that tell it apart."""
 ALL_TO_ALL = Channel("all_to_all")
 """Its rates stand in for those of a channel that was not measured."""
 SKEW_LIMIT_MS = 10.0
-BYTES_PER_MS_PER_GBPS = 1e6
 LEAST_IN_STEP, MOST_IN_STEP = 1e-3, 1e3
 """Range of a collective's time in a step over its time alone. Factors beyond it are discarded."""
 

@@ -15,10 +15,8 @@ import numpy as np
 
 from shardcore.cost.model import BoundableCostModel, CommCost, Compiled
 from shardcore.tables.host_rows import link_bytes_of
-from shardcore.topology import Topology
+from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.types import Problem, Setting, Shard
-
-_BYTES_PER_MS_PER_GBPS = 1e6
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +50,7 @@ class HostMemoryModel:
         """[N, F + 2] the model's encodings, and ms of the link."""
         batch = batch or self.setting.batch
         link = [link_bytes_of(shard, batch, self.optimizer) for shard in shards]
-        ms = np.array(link).reshape(-1, 2) / (self.gbps * _BYTES_PER_MS_PER_GBPS)
+        ms = np.array(link).reshape(-1, 2) / (self.gbps * BYTES_PER_MS_PER_GBPS)
         return np.concatenate([self.model.encode(shards, batch), ms], axis=1)
 
     def head(self, sums: np.ndarray) -> np.ndarray:

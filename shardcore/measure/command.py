@@ -48,7 +48,6 @@ _LATE_S = 5.0
 """What is not there so long after the time is over is given up."""
 _STATES = 4
 """Room for the optimizer's state of a row, in rows of the largest table. Tables beyond it share it."""
-_STATE_BYTES = 4
 _KEEP_EVERY_S = 5.0
 """Between two writes, whatever the chunk: at most so much that has finished is lost at a kill."""
 
@@ -121,7 +120,7 @@ def measure(args: argparse.Namespace) -> None:
 def _arena_bytes(setting: Setting, device: str) -> int:
     """The default arena: what its weights may take beside their state."""
     weights = PRECISION_BYTES[setting.precision]
-    state = sum(_STATE_BYTES for per in OPTIMIZERS[setting.optimizer].states if per == "cell")
+    state = OPTIMIZERS[setting.optimizer].state_bytes("cell")
     return device_of(device).arena_bytes(weights / (weights + state))
 
 
