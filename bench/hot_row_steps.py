@@ -46,8 +46,9 @@ from shardcore.measure import local_ranks
 from shardcore.measure.hosts import Box, box_of
 from shardcore.report.text import markdown_table
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.hot_rows import best_of, try_thresholds
+from shardcore.search.hot_rows import try_thresholds
 from shardcore.search.torchrec_pieces import quiet
+from shardcore.search.tried import best_of
 from shardcore.tables.heat import row_counts
 from shardcore.tables.hot_ids import HotIds
 from shardcore.tables.streams import stream

@@ -31,8 +31,9 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
 from shardcore.memory_tiers import largest_to_host, one_load_factor, tier_bytes, tiers_of
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.memory_tiers import best_of, try_shares
+from shardcore.search.memory_tiers import try_shares
 from shardcore.search.shards import priced
+from shardcore.search.tried import best_of
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem

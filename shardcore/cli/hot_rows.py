@@ -41,7 +41,8 @@ def hot_rows(args: argparse.Namespace) -> None:
     from shardcore.cost import mixed
     from shardcore.report.hot_rows_report import thresholds_line, thresholds_table
     from shardcore.search import Budget, known, sharder
-    from shardcore.search.hot_rows import best_of, try_thresholds
+    from shardcore.search.hot_rows import try_thresholds
+    from shardcore.search.tried import best_of
     from shardcore.workload import lower
 
     problem, model = files.read_problem(args.problem), mixed.load(args.model)

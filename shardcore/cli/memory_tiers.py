@@ -68,7 +68,8 @@ def _searched(args: argparse.Namespace, problem: Problem) -> Problem:
     from shardcore.cost import mixed
     from shardcore.report.memory_tiers_report import share_line, shares_table
     from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
-    from shardcore.search.memory_tiers import best_of, try_shares
+    from shardcore.search.memory_tiers import try_shares
+    from shardcore.search.tried import best_of
     from shardcore.workload import lower
 
     model = mixed.load(args.model)

@@ -6,26 +6,26 @@ from collections.abc import Sequence
 
 from shardcore.memory import gib
 from shardcore.report.text import text_table
-from shardcore.search.hot_rows import Tried
+from shardcore.search.hot_rows import Threshold
 from shardcore.tables.hot_drift import HotDrift
 from shardcore.tables.hot_rows import HOT
 from shardcore.types import Problem
 from shardcore.workload import lower
 
 
-def thresholds_line(tried: Tried) -> str:
+def thresholds_line(tried: Threshold) -> str:
     """What was just tried, while others are."""
-    return f"{_threshold(tried)}: {_result(tried)}"
+    return f"{_threshold(tried)}: {tried.words}"
 
 
-def thresholds_table(problem: Problem, tried: Sequence[Tried], best: Tried) -> str:
+def thresholds_table(problem: Problem, tried: Sequence[Threshold], best: Threshold) -> str:
     """All thresholds, and the hot rows of the best."""
     lines = []
     for one in sorted(tried, key=lambda t: -(t.least_lookups or float("inf"))):
         work = lower(one.plan, one.problem) if one.plan else None
         sizes = [gib(work.traffic.sum()), gib(max(work.memory_bytes))] if work else ["", ""]
         lines.append([_threshold(one) + " (best)" * (one is best), f"{sum(one.rows.values()):,}",
-                      _result(one), *sizes])
+                      one.words, *sizes])
     shares = {t.name.removesuffix(HOT): t.pooling for t in best.problem.tables if t.name.endswith(HOT)}
     rows = []
     for table in problem.tables:
@@ -51,9 +51,5 @@ def drift_table(found: Sequence[HotDrift]) -> str:
         "weights once."])
 
 
-def _threshold(tried: Tried) -> str:
+def _threshold(tried: Threshold) -> str:
     return "never" if tried.least_lookups is None else f"{tried.least_lookups:,.1f} lookups a batch"
-
-
-def _result(tried: Tried) -> str:
-    return f"{tried.ms:.3f} ms" if tried.plan else "no plan fits"

@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from shardcore.memory import gib
 from shardcore.memory_tiers import gains_ms, tiers_of
 from shardcore.report.text import text_table
-from shardcore.search.memory_tiers import Tried
+from shardcore.search.memory_tiers import Share
 from shardcore.types import Problem
 
 _MORE_GIB = (1, 2, 4, 8, 16, 32, 64)
 """Of device memory, all devices together."""
 
 
-def share_line(tried: Tried) -> str:
+def share_line(tried: Share) -> str:
     """What was just tried, while others are."""
-    return f"{tried.share:.0%} of the memory for rows: {_result(tried)}"
+    return f"{tried.share:.0%} of the memory for rows: {tried.words}"
 
 
-def shares_table(tried: Sequence[Tried], best: Tried) -> str:
+def shares_table(tried: Sequence[Share], best: Share) -> str:
     """All shares of the memory that were tried, and what they give."""
     lines = [(f"{one.share:.0%}" + " (best)" * (one is best),
               str(sum(table.in_host_memory for table in one.problem.tables)),
-              f"{tiers_of(one.problem).link_bytes / 1e6:,.3f}", _result(one)) for one in tried]
+              f"{tiers_of(one.problem).link_bytes / 1e6:,.3f}", one.words) for one in tried]
     return text_table(("memory shared out first", "tables in host memory", "MB over the link", "step"), lines)
 
 
@@ -43,7 +43,3 @@ def tiers_report(problem: Problem) -> str:
         f"{found.link_bytes / 1e6:,.1f} MB cross the link: {found.link_ms:,.3f} ms at least, at "
         f"{link:g} GB/s a device (given).", "",
         text_table(("more device memory", "ms saved"), more)])
-
-
-def _result(tried: Tried) -> str:
-    return f"{tried.ms:.3f} ms" if tried.plan else "no plan fits"

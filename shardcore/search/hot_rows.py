@@ -6,42 +6,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardcore.cost.model import CostModel
-from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.errors import ShardCoreError
 from shardcore.search.budget import Budget
 from shardcore.search.sharders import Sharder
+from shardcore.search.tried import Tried, searched
 from shardcore.tables.hot_rows import heats, hot_counts, with_hot_rows
-from shardcore.types import Plan, Problem
+from shardcore.types import Problem
 
 _FACTOR = 4.0
 """Between thresholds that are tried at first. Then its root, beside the best of them."""
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A threshold, and what it gives.
+@dataclass(frozen=True, kw_only=True)
+class Threshold(Tried):
+    """A threshold, and what it gives: a problem with hot rows as tables of their own.
 
     least_lookups: a batch, from which on a row is hot. None: no row is.
     rows: hot rows by table.
-    problem: with these as tables of their own.
-    plan: the best that was found. None: there is none.
-    why: there is none.
     """
 
     least_lookups: float | None
     rows: dict[str, int]
-    problem: Problem
-    plan: Plan | None
-    why: str = ""
-
-    @property
-    def ms(self) -> float:
-        """Predicted for a step."""
-        return self.plan.provenance["predicted_ms"] if self.plan else float("inf")
 
 
 def try_thresholds(problem: Problem, model: CostModel, sharder: Sharder, seed: int = 0,
                    budget: Budget | None = None,
-                   say: Callable[[Tried], None] = lambda tried: None) -> list[Tried]:
+                   say: Callable[[Threshold], None] = lambda tried: None) -> list[Threshold]:
     """A plan without hot rows, and one for each threshold, from the highest on.
 
     On one device there are no thresholds. They fall until no plan fits, or half as many lookups as there are
@@ -53,19 +43,16 @@ def try_thresholds(problem: Problem, model: CostModel, sharder: Sharder, seed: i
     if not (known := heats(problem)):
         raise ShardCoreError(f"problem {problem.name!r} has no sequence tables that are looked up; only "
                              "those may have hot rows (docs/plan.md)")
-    found: list[Tried] = []
+    found: list[Threshold] = []
 
-    def attempt(least_lookups: float | None) -> Tried:
+    def attempt(least_lookups: float | None) -> Threshold:
         rows = {} if least_lookups is None else hot_counts(problem, least_lookups)
         same = next((t for t in found if t.rows == rows), None)
         if same is not None:
             return same
-        own, plan, why = with_hot_rows(problem, rows), None, ""
-        try:
-            plan = sharder(own, model.for_problem(own), seed=seed, budget=budget)
-        except Infeasible as error:
-            why = str(error)
-        found.append(Tried(least_lookups, rows, own, plan, why))
+        own = with_hot_rows(problem, rows)
+        plan, why = searched(own, model, sharder, seed, budget)
+        found.append(Threshold(least_lookups=least_lookups, rows=rows, problem=own, plan=plan, why=why))
         say(found[-1])
         return found[-1]
 
@@ -82,11 +69,3 @@ def try_thresholds(problem: Problem, model: CostModel, sharder: Sharder, seed: i
     for near in (best * _FACTOR**0.5, best / _FACTOR**0.5) if best else ():
         attempt(near)
     return found
-
-
-def best_of(tried: list[Tried]) -> Tried:
-    """The one with the least ms. Raises Infeasible with what was said if none has a plan."""
-    best = min(tried, key=lambda t: t.ms)
-    if best.plan is None:
-        raise Infeasible(best.why)
-    return best

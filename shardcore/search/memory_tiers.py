@@ -25,41 +25,31 @@ from shardcore.memory_tiers import (
 from shardcore.search.budget import Budget
 from shardcore.search.sharders import Sharder
 from shardcore.search.shards import priced
+from shardcore.search.tried import Tried, searched
 from shardcore.types import Plan, Problem, Shard
 
 SHARES = (1.0, 0.97, 0.9, 0.75, 0.5)
 """Of the memory for rows, what is shared out before the search."""
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A share of the memory, and what it gives.
+@dataclass(frozen=True, kw_only=True)
+class Share(Tried):
+    """A share of the memory, and what it gives: a problem with load factors.
 
     share: one of SHARES.
-    problem: with load factors.
-    plan: the one that was found. None: there is none.
-    why: there is none.
     """
 
     share: float
-    problem: Problem
-    plan: Plan | None
-    why: str = ""
-
-    @property
-    def ms(self) -> float:
-        """Predicted for a step."""
-        return self.plan.provenance["predicted_ms"] if self.plan else float("inf")
 
 
 def try_shares(problem: Problem, model: CostModel, sharder: Sharder, seed: int = 0,
                budget: Budget | None = None,
-               say: Callable[[Tried], None] = lambda tried: None) -> list[Tried]:
+               say: Callable[[Share], None] = lambda tried: None) -> list[Share]:
     """A plan for each of SHARES. Those for which load factors do not change are left out.
 
     Raises Infeasible and ShardCoreError as `memory_tiers.decide` does.
     """
-    found: list[Tried] = []
+    found: list[Share] = []
     for_rows = tier_bytes(in_device_memory(problem))
     for share in SHARES:
         try:
@@ -70,24 +60,12 @@ def try_shares(problem: Problem, model: CostModel, sharder: Sharder, seed: int =
             break
         if any(own == tried.problem for tried in found):
             continue
-        plan, why = None, ""
-        try:
-            plan = sharder(own, model.for_problem(own), seed=seed, budget=budget)
-        except Infeasible as error:
-            why = str(error)
+        plan, why = searched(own, model, sharder, seed, budget)
         if plan is not None:
             own, plan = filled(plan, own, model)
-        found.append(Tried(share, own, plan, why))
+        found.append(Share(share=share, problem=own, plan=plan, why=why))
         say(found[-1])
     return found
-
-
-def best_of(tried: list[Tried]) -> Tried:
-    """The one with the least ms. Raises Infeasible with what was said if none has a plan."""
-    best = min(tried, key=lambda t: t.ms)
-    if best.plan is None:
-        raise Infeasible(best.why)
-    return best
 
 
 def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Plan]:

@@ -8,7 +8,8 @@ from shardcore.access_statistics import Zipf
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.hot_rows import best_of, try_thresholds
+from shardcore.search.hot_rows import try_thresholds
+from shardcore.search.tried import best_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Setting, Table
 from shardcore.workload import lower

@@ -9,7 +9,8 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.memory_tiers import decide, largest_to_host, one_load_factor, tiers_of, with_load_factors
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.memory_tiers import best_of, filled, try_shares
+from shardcore.search.memory_tiers import filled, try_shares
+from shardcore.search.tried import best_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
