@@ -36,6 +36,9 @@ DIGEST = re.compile(r"[0-9a-f]{16}")
 UNFINISHED = re.compile(r"\..+\.\d+\.tmp")
 """Names of what `write_atomic` has not renamed yet."""
 
+_MOST_LINKS = 40
+"""That are followed, as the kernel does."""
+
 
 # --- reading and writing ------------------------------------------------------------------------------------
 
@@ -47,7 +50,7 @@ def write_atomic(path: str | Path, content: bytes) -> None:
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        if path.exists() and not path.is_file() and not path.is_dir():
+        if path.exists() and not path.is_dir() and (not path.is_file() or _is_open_file(path)):
             path.write_bytes(content)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,6 +67,17 @@ def write_atomic(path: str | Path, content: bytes) -> None:
         if isinstance(error, OSError):
             raise ShardCoreError(f"cannot write {path}: {error.strerror}") from None
         raise
+
+
+def _is_open_file(path: Path) -> bool:
+    """Whether a link leads to what a process has open, as /dev/stdout does, also where that is a file."""
+    for _ in range(_MOST_LINKS):
+        if path.parent.resolve().match("/proc/*/fd"):
+            return True
+        if not path.is_symlink():
+            return False
+        path = path.parent / path.readlink()
+    return False
 
 
 def write_json(path: str | Path, value: Any) -> None:

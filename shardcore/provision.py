@@ -185,7 +185,7 @@ def searched(cluster: Cluster, model: CostModel, sharder: Sharder, seed: int = 0
     try:
         own = model.for_problem(cluster.problem)
         plan = sharder(cluster.problem, own, seed=seed, budget=budget)
-    except Infeasible as error:
+    except ShardCoreError as error:  # such as constraints that mean nothing on one device
         return replace(cluster, why=str(error))
     return replace(cluster, plan=plan, cost=price(lower(plan, cluster.problem), own))
 
@@ -202,8 +202,10 @@ def sweep(problem: Problem, offers: Sequence[Offer], models: Mapping[str, CostMo
     Raises SettingMismatch for a model of another setting than the problem's. Raises ShardCoreError where no
     number of hosts divides the batch, and as `clusters`.
     """
-    for offer in offers:  # before any search: another setting would end them all
-        problem.require_setting(models[offer.model].for_problem(problem).setting)
+    # Before any search: a model of another setting would end them all. Offers have hardware of their own.
+    anywhere = replace(problem, topology=replace(problem.topology, hardware=None))
+    for offer in offers:
+        anywhere.require_setting(models[offer.model].for_problem(anywhere).setting)
     asked, found = list(clusters(problem, offers)), []
     require(bool(asked), f"problem {problem.name!r} has global_batch {problem.global_batch}, which no number "
             f"of hosts of offers {', '.join(offer.name for offer in offers)} divides evenly")

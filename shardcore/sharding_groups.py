@@ -24,7 +24,7 @@ from shardcore.fused import OPTIMIZERS
 from shardcore.layouts import run_of, shards_on
 from shardcore.limits import require, require_known, require_within
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem
+from shardcore.types import Plan, Problem, Shard
 
 CONTIGUOUS, STRIDED = "contiguous", "strided"
 GROUP_LAYOUTS = (CONTIGUOUS, STRIDED)
@@ -153,9 +153,14 @@ def synced_bytes(plan: Plan, problem: Problem) -> list[tuple[int, int]]:
         if layout.dense_gradient:
             continue
         for device, shard in shards_on(placement):
-            weights, state = memory.resident_bytes(layout, shard, problem)
+            # Replicas average all rows, wherever they are, and not what a cache holds of them.
+            weights, state = memory.resident_bytes(layout, _in_device_memory(shard), problem)
             found[device] = found[device][0] + weights, found[device][1] + state
     return found
+
+
+def _in_device_memory(shard: Shard) -> Shard:
+    return replace(shard, table=replace(shard.table, load_factor=1.0))
 
 
 def replicated_gradient_bytes(plan: Plan) -> int:

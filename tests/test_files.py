@@ -348,3 +348,11 @@ def test_a_device_or_pipe_is_written_to_and_stays(tmp_path):
         assert json.loads(os.read(reader, 100)) == {"a": 1} and stat.S_ISFIFO(os.stat(pipe).st_mode)
     finally:
         os.close(reader)
+
+
+def test_standard_output_is_written_to_also_where_it_is_a_file(tmp_path):
+    shown, link = tmp_path / "shown", tmp_path / "stdout"
+    with open(shown, "w") as f:
+        link.symlink_to(f"/proc/self/fd/{f.fileno()}")
+        files.write_json(link, {"a": 1})
+        assert link.is_symlink() and json.loads(shown.read_text()) == {"a": 1}

@@ -9,6 +9,7 @@ from shardcore import files
 from shardcore.constraints import Constraints
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.grouped_plans import read_grouped, write_grouped
+from shardcore.publish.diff import rebind_tables
 from shardcore.sharding_groups import (
     GroupedPlan,
     Grouping,
@@ -114,6 +115,9 @@ def test_weights_and_sums_are_synchronised_replicated_tables_are_not():
     own = replace(own, optimizer="rowwise_adagrad")
     assert synced_bytes(plan_of(own), own) == [(weights[0], 4 * 250), (weights[1], 4 * 150)]
     assert replicated_gradient_bytes(plan_of(own)) == 4 * 100 * 16
+    in_host = replace(own, tables=tuple(replace(t, load_factor=0.0) for t in own.tables), topology=replace(
+        own.topology, host_memory_bytes=GIB, host_memory_gbps=25.0))  # all rows are averaged there too
+    assert synced_bytes(rebind_tables(plan_of(own), in_host), in_host) == synced_bytes(plan_of(own), own)
 
 
 def test_a_grouped_plan_comes_back_and_is_none_of_all_devices(tmp_path):

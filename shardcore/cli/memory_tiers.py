@@ -72,6 +72,9 @@ def _searched(args: argparse.Namespace, problem: Problem) -> Problem:
     from shardcore.search.tried import best_of
     from shardcore.workload import lower
 
+    if args.plan and not args.out:
+        raise ShardCoreError(f"--plan {args.plan} needs --out, the problem with load factors that it is a "
+                             "plan of")
     model = mixed.load(args.model)
     budget = Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
     tried = try_shares(problem, model, sharder(known(args.algorithm or DEFAULT_SHARDER)), args.seed, budget,

@@ -211,6 +211,9 @@ def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
     # may have been counted otherwise, and what is searched has to fit anyway.
     old = files.read_plan(args.start, files.read_problem(args.start_problem) if args.start_problem
                           else problem, fits=False)
+    if "tower_ratio" in old.provenance:
+        raise ShardCoreError(f"--start {args.start} is a plan with towers, which is made afresh: give "
+                             "--towers instead")
     most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
     config = ReplanConfig(args.max_moved_tables, most_bytes, space=SPACE_OF[args.algorithm], seed=args.seed,
                           budget=budget)

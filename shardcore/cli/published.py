@@ -77,6 +77,7 @@ def _write_comparison(args: argparse.Namespace) -> None:
     from shardcore.publish.diff import rebind_tables
     from shardcore.report import plan_page
     from shardcore.report.plan_explorer import Version
+    from shardcore.search.tower_hosts import as_planned
     from shardcore.workload import lower
 
     problem = files.read_problem(args.problem or args.new.with_name("problem.json"))
@@ -85,7 +86,7 @@ def _write_comparison(args: argparse.Namespace) -> None:
     versions = []
     for path in (args.new, args.old):
         plan = rebind_tables(_read(path, args.problem), problem)
-        work = lower(plan, problem, fits=False)
+        work = lower(plan, as_planned(plan, problem), fits=False)
         versions.append(Version(str(path), plan, price(work, model), work.memory_bytes))
     files.write_atomic(args.page, plan_page.comparison(problem, *versions).encode())
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shardcore.cost.model import CostModel
-from shardcore.errors import ShardCoreError
+from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import WHOLE_ROWS
 from shardcore.memory import require_fits
-from shardcore.publish.diff import rebind_tables, relabel_devices, reorder_columns
+from shardcore.publish.diff import diff, rebind_tables, relabel_devices, reorder_columns
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import anneal_once
 from shardcore.search.budget import Budget
@@ -17,6 +18,9 @@ from shardcore.search.shards import priced
 from shardcore.search.true_memory import within_memory
 from shardcore.types import Plan, Problem
 from shardcore.workload import require_plan
+
+_TRIES = 4
+"""Searches under a limit on what moves, at most."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class ReplanConfig:
 def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) -> Plan:
     """The best plan found by annealing from the valid part of the old plan.
 
-    New tables, and tables on devices that are gone, are placed freely, outside the move limit.
+    New tables, and tables with a part on a device that is gone, are placed freely, outside the move limit.
     Without a limit, a new search replaces an old plan that cannot be a start. An old plan that still is one
     of the problem and of the space stays, if none cheaper is found.
 
@@ -80,23 +84,55 @@ def _kept(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | N
 
 def _searched(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig, space: str) -> Plan:
     left, fixed = _left(old, problem), dict(problem.constraints.kinds)
-    search = within_memory(with_fixed_kinds("anneal", anneal_once))
+    annealed = within_memory(with_fixed_kinds("anneal", anneal_once))
+
+    def search(reshard: Reshard | None) -> Plan:
+        return annealed(problem, model, seed=config.seed, budget=config.budget, space=space, reshard=reshard)
+
+    if not left.placements:  # all tables are new
+        return search(None)
+    free = Plan(tuple(p for p in left.placements if p.shard.table.name not in fixed))
     try:
         require_fits(left, problem)
-        free = Plan(tuple(p for p in left.placements if p.shard.table.name not in fixed))
-        reshard = Reshard(free, config.max_moved_tables, config.max_moved_bytes)
-        found = search(problem, model, seed=config.seed, budget=config.budget, space=space, reshard=reshard)
+        if config.limited:
+            # Relabelling devices could move more than the limit allows.
+            return _moving_little(left, config, lambda tables, n_bytes: reorder_columns(
+                search(Reshard(free, tables, n_bytes)), old))
+        found = search(Reshard(free))
     except ShardCoreError:
         # A fresh search cannot respect a limit on moves.
         if config.limited:
             raise
-        found = search(problem, model, seed=config.seed, budget=config.budget, space=space)
-    # Relabelling devices could move more tables than the limit allows.
-    return reorder_columns(found, old) if config.limited else relabel_devices(found, old, problem)
+        found = search(None)
+    return relabel_devices(found, old, problem)
+
+
+def _moving_little(left: Plan, config: ReplanConfig,
+                   search: Callable[[int | None, int | None], Plan]) -> Plan:
+    """The plan of a search that moves no more than the limits.
+
+    Annealing counts what moves before columns are dealt out to devices. So where its plan moves more, it
+    searches again with limits that are lower by as much.
+
+    left: the plan that stays where nothing moves.
+    """
+    tables, n_bytes = config.max_moved_tables, config.max_moved_bytes
+    for _ in range(_TRIES):
+        found = search(tables, n_bytes)
+        moved = diff(left, found)
+        too_many = 0 if tables is None else len(moved.moves) - config.max_moved_tables
+        too_much = 0 if n_bytes is None else moved.bytes - config.max_moved_bytes
+        if too_many <= 0 and too_much <= 0:
+            return found
+        tables = None if tables is None else max(0, tables - max(0, too_many))
+        n_bytes = None if n_bytes is None else max(0, n_bytes - max(0, too_much))
+    limits = [f"{config.max_moved_tables} tables"] * (config.max_moved_tables is not None)
+    limits += [f"{config.max_moved_bytes} bytes"] * (config.max_moved_bytes is not None)
+    raise Infeasible(f"no plan was found that moves at most {' and '.join(limits)}; allow more to move")
 
 
 def _left(old: Plan, problem: Problem) -> Plan:
-    """The old plan's placements of tables and devices that the problem still has."""
-    tables, n_devices = set(problem.tables), len(problem.topology)
-    return Plan(tuple(p for p in rebind_tables(old, problem).placements
-                      if p.shard.table in tables and max(p.devices) < n_devices))
+    """The old plan's placements of tables that the problem still has, with all of their devices."""
+    rebound, n_devices = rebind_tables(old, problem).placements, len(problem.topology)
+    tables = set(problem.tables) - {p.shard.table for p in rebound if max(p.devices) >= n_devices}
+    return Plan(tuple(p for p in rebound if p.shard.table in tables))

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardcore.cost.model import CostModel, price
-from shardcore.errors import Infeasible
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import ID_CHANNELS
+from shardcore.limits import MOST_BYTES
 from shardcore.memory import DeviceMemory, by_part, held_bytes
 from shardcore.search import compare
 from shardcore.search.anneal.sharder import SPACE_OF
@@ -180,7 +181,8 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem, bool]]:
     """Changes to the problem: in words, the changed problem, and whether the plan stays possible."""
     topology = problem.topology
     for share in MORE_MEMORY:
-        devices = tuple(replace(d, memory_bytes=int(d.memory_bytes * (1 + share))) for d in topology.devices)
+        devices = tuple(replace(d, memory_bytes=min(MOST_BYTES, int(d.memory_bytes * (1 + share))))
+                        for d in topology.devices)
         yield (f"{share:.0%} more memory on each device",
                replace(problem, topology=replace(topology, devices=devices)), True)
     n = len(topology)
@@ -213,7 +215,7 @@ def _searched(what: str, problem: Problem, algorithm: str, model: CostModel, see
         ms, error = (SHARDERS[algorithm](problem, model, seed=seed, budget=budget).provenance["predicted_ms"],
                      None)
     # That an alternative has no plan is an answer, not an error.
-    except Infeasible as refused:
+    except ShardCoreError as refused:  # also where a constraint means nothing on so many devices
         ms, error = None, str(refused)
     return Alternative(what, min((x for x in (ms, kept_ms) if x is not None), default=None), error)
 

@@ -17,6 +17,7 @@ from shardcore.search.anneal import sharder as annealing
 from shardcore.search.beam import BeamConfig
 from shardcore.search.budget import Budget
 from shardcore.search.fixed_kinds import with_fixed_kinds
+from shardcore.search.host_room import within_host_memory
 from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.sharder import TABLE_WISE, place
 from shardcore.search.true_memory import within_memory
@@ -39,7 +40,7 @@ _all = {"random": greedy.random, **greedy.ORDERS, "neuroshard": neuroshard.neuro
 if torchrec.installed():
     _all["torchrec"] = torchrec.torchrec
 SHARDERS: dict[str, Sharder] = {
-    name: rare_collections()(within_memory(with_fixed_kinds(name, sharder)))
+    name: rare_collections()(within_host_memory(within_memory(with_fixed_kinds(name, sharder))))
     for name, sharder in _all.items()}
 
 LEARNED: dict[str, tuple[str, BeamConfig]] = {

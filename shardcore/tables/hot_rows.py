@@ -89,7 +89,9 @@ def divided(table: Table, rows: int, batch: int) -> tuple[Table, Table]:
     """
     _require_divisible(table, rows)
     share = access_of_hottest(table, rows, batch)
-    hot = replace(table, name=table.name + HOT, rows=rows, pooling=table.pooling * share[0], access=share[1])
+    # A replica is whole in device memory.
+    hot = replace(table, name=table.name + HOT, rows=rows, pooling=table.pooling * share[0], access=share[1],
+                  load_factor=1.0)
     cold = replace(table, name=table.name + COLD, rows=table.rows - rows,
                    pooling=table.pooling * (1 - share[0]), access=share[2])
     return hot, cold

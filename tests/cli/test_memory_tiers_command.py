@@ -50,6 +50,12 @@ def test_with_a_model_it_writes_a_plan_that_fits(asked, model, tmp_path, capsys)
     assert json.loads(priced.read_text())["total_ms"] > 0
 
 
+def test_a_plan_without_its_problem_is_refused_before_any_search(asked, model, tmp_path, capsys):
+    plan = tmp_path / "plan.json"
+    assert main([*asked, "--host-gib", "1", "--model", str(model), "--plan", str(plan)]) == 1
+    assert "--plan " in (said := capsys.readouterr().err) and "needs --out" in said and not plan.exists()
+
+
 def test_what_fits_is_left_alone(asked, problem, tmp_path, capsys):
     files.write_problem(tmp_path / "p.json", problem)
     assert main([*asked, "--host-gib", "1"]) == 0

@@ -42,6 +42,9 @@ def test_plan_keeps_groups_on_hosts_and_says_what_crosses_them(on_two_hosts, mod
              "--model", str(model)]
     assert main(price) == 0
     assert json.loads(capsys.readouterr().out)["total_ms"] == pytest.approx(plan.provenance["predicted_ms"])
+    again = ["plan", str(on_two_hosts / "problem.json"), "--model", str(model), "--out",
+             str(on_two_hosts / "again.json"), "--start", str(on_two_hosts / "plan.json")]
+    assert main(again) == 1 and "is a plan with towers, which is made afresh" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("towers, said", [

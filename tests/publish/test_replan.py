@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.errors import Infeasible, ShardCoreError
@@ -99,3 +100,46 @@ def test_a_plan_stays_if_no_cheaper_one_is_found(problem, old, config, monkeypat
     by_rows = SHARDERS["anneal"](problem, MODEL, budget=BUDGET)
     found = replan(by_rows, problem, MODEL, replace(config, space="columns"))
     assert {p.kind for p in found.placements} == {"column"}  # a plan of another space does not stay
+
+
+def test_where_all_tables_are_new_it_searches_afresh(problem, old):
+    wider = replace(problem, tables=tuple(replace(t, dim=32) for t in problem.tables))
+    found = replan(old, wider, MODEL, ReplanConfig(0, budget=BUDGET))
+    assert lower(found, wider) and {p.shard.table for p in found.placements} == set(wider.tables)
+
+
+def test_a_table_with_a_part_on_a_device_that_is_gone_is_placed_anew(problem, old):
+    cut, *others = old.placements
+    table = cut.shard.table
+    halves = [Placement("column", Shard(table, 0, table.rows, lo, lo + 8), (d,))
+              for lo, d in ((0, 0), (8, 3))]
+    stay = [p for p in others if p.devices != (3,)]
+    fewer = replace(problem, topology=Topology(problem.topology.devices[:3]))
+    found = replan(Plan((*halves, *others)), fewer, MODEL, ReplanConfig(0, budget=BUDGET))
+    assert lower(found, fewer) and set(stay) <= set(found.placements)
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_tables_that_are_kept_together_count_each(problem, most):
+    together = replace(problem, constraints=Constraints(together=(tuple(f"t{i}" for i in range(4)),)),
+                       topology=Topology((Device(8 * MIB),) * 4))
+    alone = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in problem.tables))
+    found = replan(alone, together, MODEL, ReplanConfig(most, budget=BUDGET))
+    assert 0 < len(diff(alone, found).moves) <= most and cost(found, together) < cost(alone, together)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_more_bytes_of_cut_tables_move_than_may(seed):
+    """Columns that a device keeps may have other numbers once they are dealt out in order."""
+    rng, placements = np.random.default_rng(seed), []
+    tables = tuple(Table(f"t{i}", int(rng.integers(500, 8000)), 64, float(rng.uniform(1, 30)))
+                   for i in range(5))
+    for table in tables:
+        low = 0
+        for device, units in zip(rng.permutation(4)[:3], rng.multinomial(13, [1 / 3] * 3) + 1, strict=True):
+            high = low + 4 * int(units)
+            placements.append(Placement("column", Shard(table, 0, table.rows, low, high), (int(device),)))
+            low = high
+    problem, old = Problem("cut", tables, Topology((Device(8 * MIB),) * 4), 240), Plan(tuple(placements))
+    found = replan(old, problem, MODEL, ReplanConfig(max_moved_bytes=150_000, space="columns", budget=BUDGET))
+    assert diff(old, found).bytes <= 150_000 and cost(found, problem) <= cost(old, problem)

@@ -13,6 +13,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CommCost, price
 from shardcore.errors import Infeasible
 from shardcore.layouts import ID_CHANNELS
+from shardcore.limits import MOST_BYTES
 from shardcore.memory import every_plan_bytes, table_bytes, used_bytes
 from shardcore.report import plan_report
 from shardcore.search import BASELINES, SHARDERS, Budget, sharder
@@ -27,6 +28,17 @@ SMALL = Budget(evals=300)
 
 def solved(problem: Problem, algorithm: str = "neuroshard") -> Plan:
     return SHARDERS[algorithm](problem, model_for(problem), budget=SMALL)
+
+
+def test_an_alternative_that_means_nothing_is_told_and_the_rest_stands():
+    """Ten rows cannot be divided over eight devices. No device may have more memory than these."""
+    tables = (Table("small", 10, 8, 2.0), *PROBLEM.tables)
+    devices = (Device(MOST_BYTES),) * 4
+    problem = replace(PROBLEM, tables=tables, topology=Topology(devices),
+                      constraints=Constraints(kinds=(("small", "row"),)))
+    found = explain(solved(problem, "size_greedy"), problem, model_for(problem), SMALL)
+    refused = [a for a in found.changes if a.total_ms is None]
+    assert len(refused) == 1 and "more devices" in refused[0].what and "rows" in refused[0].error
 
 
 def test_the_bounding_device_is_the_last_and_its_shards_cost_what_it_saves_without_them():

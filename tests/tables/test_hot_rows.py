@@ -37,6 +37,11 @@ def test_parts_are_looked_up_as_in_the_whole_table(table, rows):
         assert heat_of([part], BATCH)[0].unique_rows == pytest.approx(len(np.unique(found)), rel=0.1)
 
 
+def test_hot_rows_are_whole_in_device_memory_also_of_a_table_in_host_memory():
+    hot, cold = divided(replace(TABLE, load_factor=0.2), 200, BATCH)
+    assert (hot.load_factor, cold.load_factor) == (1.0, 0.2)
+
+
 def test_rows_are_hot_from_a_number_of_lookups_on():
     found = hot_counts(problem(TABLE, replace(TABLE, name="pooled", sequence=False)), 4.0)
     # What one batch sees four times may be looked up less on average: so of many batches.

@@ -173,7 +173,7 @@ def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halv
         **{name: np.array([rates[name] for rates in exchange]) for name in exchange[0]},
         hides_ids_ms=problem.job.hides_ids_ms,
         **_shared(problem, model, cache, groups, everywhere, {t.name for t in by_rows}, of_ids),
-        kept=np.zeros((0, n_devices), np.int16), weight=np.zeros(0, np.int64),
+        kept=np.zeros((0, n_devices), np.int16), weight=np.zeros(0, np.int64), joint=np.zeros(0, np.int64),
         most_moved=np.zeros(2, np.int64), parameters=model.compiled().parameters, halves=halves)
     return SearchSpace(problem, cache, fixed, groups,
                        np.array([number[t.name] for t in by_rows], dtype=np.int64), of_ids)
@@ -222,6 +222,7 @@ def keeping(of: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[T
         most = [np.iinfo(np.int64).max if x is None else x for x in (reshard.tables, reshard.bytes)]
         limits = {"kept": held.copy(),
                   "weight": np.array([unit_bytes(s) for s in range(len(cache))], np.int64),
+                  "joint": np.array([len(cache.bundles([(s, 1)])[0]) for s in range(len(cache))], np.int64),
                   "most_moved": np.array(most, np.int64), "may_share": np.zeros_like(fixed.may_share)}
     if cache.is_range.any():
         limits["allowed"] = cache.allowed & ~cache.is_range[:, None]

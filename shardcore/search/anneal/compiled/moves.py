@@ -136,7 +136,7 @@ def trade(fx, st, s, a, b, given):
 def moves_too_much(fx, st, n):
     """Whether n edits exceed the re-sharding limits. The edits concern at most two tables."""
     a = b = -1
-    more_a = more_b = 0
+    more_a = more_b = joint_a = joint_b = 0
     for i in range(n):
         s, d = st.edit[i, 0], st.edit[i, 1]
         more = moved_of(fx, s, d, st.edit[i, 2]) - moved_of(fx, s, d, st.held[s, d])
@@ -144,15 +144,17 @@ def moves_too_much(fx, st, n):
         if a < 0 or a == t:
             a = t
             more_a += more
+            joint_a = fx.joint[s]
         else:
             b = t
             more_b += more
+            joint_b = fx.joint[s]
     # A table counts as moved once some device holds bytes of it that it did not have.
     tables = st.number[N_MOVED]
     if a >= 0:
-        tables += int(st.moved[a] + more_a > 0) - int(st.moved[a] > 0)
+        tables += (int(st.moved[a] + more_a > 0) - int(st.moved[a] > 0)) * joint_a
     if b >= 0:
-        tables += int(st.moved[b] + more_b > 0) - int(st.moved[b] > 0)
+        tables += (int(st.moved[b] + more_b > 0) - int(st.moved[b] > 0)) * joint_b
     # A plan above a limit may still come closer to it: only a further increase is refused.
     too_many = tables > fx.most_moved[0] and tables > st.number[N_MOVED]
     return too_many or (st.number[BYTES_MOVED] + more_a + more_b > fx.most_moved[1] and more_a + more_b > 0)

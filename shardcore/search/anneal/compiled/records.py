@@ -68,6 +68,7 @@ class SearchProblem(NamedTuple):
     # Re-sharding limits.
     kept: int16[:, ::1]  # [S, D] units in the plan to start from; no rows: no limits
     weight: int64[::1]  # [S] bytes of weights of a unit
+    joint: int64[::1]  # [S] tables that move together: several where constraints keep them so
     most_moved: int64[::1]  # [2] limits: tables moved, bytes moved
     parameters: float64[::1]  # [P] of the model's head
     halves: boolean  # whether columns may only be halved

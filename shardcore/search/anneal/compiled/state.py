@@ -33,7 +33,7 @@ def hold(fx, st, s, d, units):
     if len(fx.kept) > 0:
         t = fx.table[s]
         more = moved_of(fx, s, d, units) - moved_of(fx, s, d, was)
-        st.number[N_MOVED] += int(st.moved[t] + more > 0) - int(st.moved[t] > 0)
+        st.number[N_MOVED] += (int(st.moved[t] + more > 0) - int(st.moved[t] > 0)) * fx.joint[s]
         st.number[BYTES_MOVED] += more
         st.moved[t] += more
     st.held[s, d] = units

@@ -1,0 +1,32 @@
+"""Plans with rows in host memory fit in the memory of every host."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.errors import Infeasible
+from shardcore.search import SHARDERS, Budget
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Setting, Table
+from shardcore.workload import lower
+
+MODEL = AnalyticModel(Setting("made-up", 64))
+TABLES = tuple(Table(f"h{i}", 10_000, 16, 5.0, load_factor=0.0) for i in range(4))
+FAST_FIRST = (*(Device(1 << 26, 4.0, "a"),) * 2, *(Device(1 << 26, 1.0, "b"),) * 2)
+PROBLEM = Problem("hosts", TABLES, Topology(FAST_FIRST, host_memory_bytes=5 * TABLES[0].bytes // 2,
+                                            host_memory_gbps=25.0), 64)
+
+
+@pytest.mark.parametrize("name", SHARDERS)
+def test_tables_in_host_memory_are_spread_over_hosts_where_one_does_not_hold_them(name):
+    """Two tables a host. The devices of the first are four times as fast, so that searches prefer it."""
+    plan = SHARDERS[name](PROBLEM, MODEL, budget=Budget(evals=500))
+    assert lower(plan, PROBLEM) and plan.provenance["algorithm"] == name
+    assert sum(p.devices[0] < 2 for p in plan.placements) == 2
+
+
+def test_what_no_host_holds_is_refused():
+    with pytest.raises(Infeasible, match="host 'a' of problem 'hosts' would hold"):
+        small = replace(PROBLEM.topology, host_memory_bytes=TABLES[0].bytes - 1)
+        SHARDERS["size_greedy"](replace(PROBLEM, topology=small), MODEL)
