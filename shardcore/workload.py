@@ -59,6 +59,18 @@ class Op:
         return run_of(self.kind, self.shards[0].table)
 
 
+def is_sequence(shards: Iterable[Shard]) -> bool:
+    """Whether lookups of an op are outputs by themselves. Raises ShardCoreError for shards of several ops."""
+    found = {(s.table.sequence, s.width if s.table.sequence else None) for s in shards}
+    if len({sequence for sequence, _ in found}) > 1:
+        raise ShardCoreError("an op has sequences and pooled tables; FBGEMM runs each by themselves")
+    if len(found) > 1:
+        widths = sorted(width for _, width in found)
+        raise ShardCoreError(f"an op has sequences {' and '.join(map(str, widths[:3]))} columns wide; FBGEMM "
+                             "runs those of one width together")
+    return any(sequence for sequence, _ in found)
+
+
 @dataclass(frozen=True, eq=False)
 class Workload:
     """One step of a plan.

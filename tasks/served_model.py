@@ -28,7 +28,7 @@ from shardcore.layouts import CHANNELS, WHOLE_ROWS
 from shardcore.limits import MOST_BATCH
 from shardcore.topology import Device, Topology
 from shardcore.types import Setting, Shard
-from shardcore.workload import Op, Workload
+from shardcore.workload import Op, Workload, is_sequence
 
 CONFIDENCE = 0.9
 
@@ -98,7 +98,12 @@ def _group(data: Any, what: str, setting: Setting) -> tuple[tuple[Shard, ...], i
                              f"to {MOST_BATCH}")
     if not isinstance(data["shards"], list):
         raise ShardCoreError(f"{what} has shards {schema.show(data['shards'])}; it needs a list")
-    return tuple(_shard(s, f"{what}, shard {i}", setting) for i, s in enumerate(data["shards"])), batch
+    shards = tuple(_shard(s, f"{what}, shard {i}", setting) for i, s in enumerate(data["shards"]))
+    try:
+        is_sequence(shards)
+    except ShardCoreError as error:
+        raise ShardCoreError(f"{what}: {error}") from None
+    return shards, batch
 
 
 def _shard(data: Any, what: str, setting: Setting) -> Shard:
@@ -107,6 +112,9 @@ def _shard(data: Any, what: str, setting: Setting) -> Shard:
     if table.precision != setting.precision:
         raise SettingMismatch(f"{what}: table {table.name!r} is {table.precision}; the model is for "
                               f"({setting})")
+    if table.in_host_memory:
+        raise ShardCoreError(f"{what}: table {table.name!r} has load_factor {table.load_factor:g}; a group "
+                             "has no link to host memory that could be priced, so it needs 1")
     ends = []
     for name, size in (("rows", table.rows), ("columns", table.dim)):
         found = data.get(name, [0, size])

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcore.cost import collective_fit, features, nets, quantiles, ranges
+from shardcore.cost import collective_fit, collective_model, features, nets, quantiles, ranges
 from shardcore.cost.accuracy import Sample, evaluate, split_of
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
@@ -128,7 +128,8 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample], se
     measured, carried = measured_ranges(_sides(compute)[0], _sides(comm)[0]), {}
     # Exchanges belong to the hardware, not to the batch or the optimizer.
     if start is not None and not comm and start.setting.hardware == setting.hardware:
-        weights |= {k: v for k, v in start.weights.items() if k.startswith("exchange")}
+        weights |= {k: v for k, v in start.weights.items()
+                    if k.startswith("exchange") or k in (collective_model.BUCKETIZE, collective_model.ORDER)}
         measured |= {k: v for k, v in start.meta["ranges"].items() if k in _OF_EXCHANGES}
         carried = {k: v for k, v in start.meta.items() if k == "steps"}
     splits = {f"{kind}_{side}": sum(split_of(s.id) == side for s in samples)

@@ -52,10 +52,14 @@ class MixedModel:
         return replace(self.models[0].setting, precision="+".join(m.setting.precision for m in self.models))
 
     def for_problem(self, problem: Problem) -> NeuralModel | MixedModel | HostMemoryModel:
-        """See model.CostModel. The model of a single precision, for a problem that has only that one."""
+        """See model.CostModel. Of the precisions that the problem has; a single model where it has one."""
         models = [m.in_device_memory(problem) for m in self.models]
-        of_one = (model for model in models if model.setting.precision == problem.precision)
-        return with_host_memory(next(of_one, None) or MixedModel(tuple(models)), problem)
+        wanted = problem.precision.split("+")
+        needed = [model for model in models if model.setting.precision in wanted]
+        measured = [model for model in models if is_measured(model.weights, ALL_TO_ALL)]
+        if not needed or (len(needed) > 1 and measured and not any(model in measured for model in needed)):
+            needed = models  # so that exchanges are priced as they were measured
+        return with_host_memory(needed[0] if len(needed) == 1 else MixedModel(tuple(needed)), problem)
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, P F] the encoding by the model of a shard's precision at its place, and 0 elsewhere."""

@@ -115,14 +115,15 @@ class HotColdEmbeddingCollection(nn.Module):
 
     def _require_same_everywhere(self) -> None:
         """Raise ShardCoreError on all ranks if they differ in hot ids."""
-        if not (dist.is_available() and dist.is_initialized()) or not self._hot_ids:
+        if not (dist.is_available() and dist.is_initialized()):
             return
         own = [[name, ids.digest] for name, ids in sorted(self._hot_ids.items())]
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, own)
         for rank, theirs in enumerate(everywhere):
             if theirs != everywhere[0]:
-                name = next((a[0] for a, b in zip(theirs, everywhere[0], strict=False) if a != b), "a table")
+                # A rank may also have hot ids of fewer tables.
+                name = next(a[0] for a in (*theirs, *everywhere[0]) if (a in theirs) != (a in everywhere[0]))
                 raise ShardCoreError(f"rank {rank} has other hot ids of {name!r} than rank 0; all ranks need "
                                      "the same, such as from one file of hot ids")
 
@@ -147,10 +148,13 @@ class _HotRows(nn.ParameterDict):
     def __init__(self, tables: Mapping[str, EmbeddingConfig], rows: Mapping[str, int],
                  device: torch.device | str | None) -> None:
         """tables: the configs of the whole tables. rows: how many are hot, of some of them."""
+        from torchrec.modules.embedding_configs import data_type_to_dtype
+
         super().__init__()
         self._of = dict(tables)
         for name, n in rows.items():
-            self[name] = nn.Parameter(torch.empty(n, tables[name].embedding_dim, device=device))
+            self[name] = nn.Parameter(torch.empty(n, tables[name].embedding_dim, device=device,
+                                                  dtype=data_type_to_dtype(tables[name].data_type)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,15 @@ from torch import nn
 
 from shardcore.errors import ShardCoreError
 from shardcore.export.hot_cold import HotColdEmbeddingCollection, hot_cold_modules
+from shardcore.export.torchrec_modules import path_in_model
 from shardcore.files import write_atomic
 from shardcore.tables.hot_rows import COLD
 
 _SCHEMA, _VERSION = "shardcore/rows", "1"
 _FUSED_STATE = {"momentum1": "sum"}
 """Optimizer state of FBGEMM's fused optimizers and of torch.optim's: Adagrad, row-wise or not, has one."""
+_STEPS, _FUSED_STEPS = "step", "iter"
+"""Their counts of steps, which belong to no row."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,12 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
     from safetensors.torch import save
 
     folder, rank, n = Path(folder), *_ranks()
-    folder.mkdir(parents=True, exist_ok=True)
-    if rank == 0 and (old := next(folder.glob("rows-*.safetensors"), None)):
-        raise ShardCoreError(f"{folder} has rows already, such as {old.name}; save to an empty folder")
-    _together()
-    for i, part in enumerate(_parts(model, optimizer, replicas=rank == 0)):
+    with _all_or_none():
+        parts = list(_parts(model, optimizer, replicas=rank == 0))
+        folder.mkdir(parents=True, exist_ok=True)
+        if rank == 0 and (old := next(folder.glob("rows-*.safetensors"), None)):
+            raise ShardCoreError(f"{folder} has rows already, such as {old.name}; save to an empty folder")
+    for i, part in enumerate(parts):
         about = {"schema": _SCHEMA, "version": _VERSION, "table": part.table,
                  "columns": json.dumps(part.columns)}
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.tensors.items()}
@@ -84,27 +89,28 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
     """
     from safetensors import safe_open
 
-    folder = Path(folder)
-    files = _complete(folder)
-    parts = list(_parts(model, optimizer, replicas=True))
-    missing = [{name: np.full(len(part.ids), part.columns[1] - part.columns[0]) for name in part.tensors}
-               for part in parts]
-    for path in files:
-        with safe_open(path, "pt") as file:
-            about = file.metadata()
-            wanted = [i for i, part in enumerate(parts) if part.table == about["table"]]
-            if not wanted:
-                continue
-            lo, hi = json.loads(about["columns"])
-            ids = file.get_tensor("ids").numpy()
-            for i in wanted:
-                _fill(parts[i], missing[i], file, ids, (lo, hi))
-    for part, lacking in zip(parts, missing, strict=True):
-        for name, columns in lacking.items():
-            if (columns > 0).any():
-                raise ShardCoreError(f"{folder} lacks {name} of {np.count_nonzero(columns)} rows of table "
-                                     f"{part.table!r}, such as id {part.ids[np.argmax(columns > 0)]}")
-    _together()
+    with _all_or_none():
+        folder = Path(folder)
+        files = _complete(folder)
+        parts = list(_parts(model, optimizer, replicas=True))
+        missing = [{name: np.full(len(part.ids), part.columns[1] - part.columns[0]) for name in part.tensors}
+                   for part in parts]
+        for path in files:
+            with safe_open(path, "pt") as file:
+                about = file.metadata()
+                wanted = [i for i, part in enumerate(parts) if part.table == about["table"]]
+                if not wanted:
+                    continue
+                lo, hi = json.loads(about["columns"])
+                ids = file.get_tensor("ids").numpy()
+                for i in wanted:
+                    _fill(parts[i], missing[i], file, ids, (lo, hi))
+        for part, lacking in zip(parts, missing, strict=True):
+            for name, columns in lacking.items():
+                if (columns > 0).any():
+                    raise ShardCoreError(f"{folder} lacks {name} of {np.count_nonzero(columns)} rows of "
+                                         f"table {part.table!r}, such as id "
+                                         f"{part.ids[np.argmax(columns > 0)]}")
 
 
 def _fill(part: _Part, missing: dict[str, np.ndarray], file: Any, ids: np.ndarray,
@@ -121,6 +127,12 @@ def _fill(part: _Part, missing: dict[str, np.ndarray], file: Any, ids: np.ndarra
         if name not in known:
             continue
         source = file.get_tensor(name)
+        if source.ndim != tensor.ndim:
+            kinds = {1: "rows", 2: "cells"}
+            raise ShardCoreError(
+                f"optimizer state {name!r} of table {part.table!r} is of {kinds[source.ndim]} where its rows "
+                f"were, and of {kinds[tensor.ndim]} where they are now; hot and other rows need the same "
+                "optimizer (both row-wise Adagrad, or neither)")
         if tensor.ndim == 1:
             tensor[into.to(tensor.device)] = source[rows].to(tensor)
             missing[name][have] = 0
@@ -140,7 +152,7 @@ def _parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, replicas: 
         raise ShardCoreError(f"a {type(model).__name__} has no HotColdEmbeddingCollection; there are no rows "
                              "to save or load")
     for path, module in collections:
-        path = path.replace("_dmp_wrapped_module.", "").replace("module.", "")
+        path = path_in_model(path, model)
         if replicas:
             yield from _hot_parts(path, module, optimizer)
         yield from _cold_parts(path, module)
@@ -151,7 +163,7 @@ def _hot_parts(path: str, module: HotColdEmbeddingCollection,
     for name, hot in module.hot_ids.items():
         weight = module.hot[name]
         state = optimizer.state.get(weight, {}) if optimizer else {}
-        kept = {k: v for k, v in state.items() if torch.is_tensor(v) and v.numel() > 1}
+        kept = {k: v for k, v in state.items() if torch.is_tensor(v) and k != _STEPS}
         _require_known(kept, _FUSED_STATE.values(), f"{path}.{name}")
         yield _Part(f"{path}.{name}", hot.ids, (0, weight.shape[1]),
                     {"weights": weight.detach(), **{k: _state(v, len(hot.ids)) for k, v in kept.items()}})
@@ -192,7 +204,7 @@ def _fused_states(cold: nn.Module, path: str) -> dict[str, dict[str, list[torch.
             table = table.rsplit(".", 1)[-1]
             tensors = ([s.tensor for s in value.local_shards()] if hasattr(value, "local_shards")
                        else [value] if torch.is_tensor(value) else [])
-            if not any(t.numel() > 1 for t in tensors):
+            if name in (_STEPS, _FUSED_STEPS) or not tensors:
                 continue
             _require_known({name: None}, _FUSED_STATE, f"{path}.{table}")
             found.setdefault(table, {})[_FUSED_STATE[name]] = tensors
@@ -233,3 +245,19 @@ def _ranks() -> tuple[int, int]:
 def _together() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
+
+
+@contextmanager
+def _all_or_none() -> Iterator[None]:
+    """Around what may fail on some ranks: a ShardCoreError of one is raised on all, so that none waits."""
+    own: ShardCoreError | None = None
+    try:
+        yield
+    except ShardCoreError as error:
+        own = error
+    said: list[Any] = [own and str(own)]
+    if dist.is_available() and dist.is_initialized():
+        said = [None] * dist.get_world_size()
+        dist.all_gather_object(said, own and str(own))
+    if own or any(said):
+        raise own or ShardCoreError(next(filter(None, said)))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardcore.errors import ShardCoreError
-from shardcore.tables.hot_rows import HOT, INSIDE
+from shardcore.tables.hot_rows import COLD, HOT, INSIDE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,9 +56,19 @@ def tables_of(module: nn.Module, whole: bool = False) -> dict[str, ModelTable]:
     """
     found = list(_tables(module, "", set(), whole))
     having = Counter(t.name for t in found)
-    # Parts of a table go by one path, that of the module that divides it.
+    # Both parts of a table go by one path, that of the module that divides it, if the table does.
+    of_whole = Counter(t.name for t in _tables(module, "", set(), True))
     divided = {t.path + INSIDE: t.path for t in found if t.replica}
-    return {t.name if having[t.name] == 1 else f"{divided.get(t.path, t.path)}.{t.name}": t for t in found}
+    hot = {(t.path, t.name.removesuffix(HOT)) for t in found if t.replica}
+
+    def name_of(table: ModelTable) -> str:
+        path = divided.get(table.path, table.path)
+        whole_name = next((name for name in (table.name.removesuffix(HOT if table.replica else COLD),)
+                           if (path, name) in hot), table.name)
+        alone = having[table.name] == of_whole[whole_name] == 1
+        return table.name if alone else f"{path}.{table.name}"
+
+    return {name_of(t): t for t in found}
 
 
 def _tables(module: nn.Module, path: str, seen: set[int], whole: bool) -> Iterator[ModelTable]:

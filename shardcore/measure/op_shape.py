@@ -12,6 +12,7 @@ from shardcore.measure.fused_op import even_parts
 from shardcore.measurements import ComputeRequest
 from shardcore.tables import access
 from shardcore.types import OUTPUT_BYTES
+from shardcore.workload import is_sequence
 
 
 class OpShape(NamedTuple):
@@ -36,7 +37,7 @@ def op_shape(request: ComputeRequest, most_bytes: int) -> OpShape:
 
     Raises ShardCoreError for a larger one, and for an op that FBGEMM cannot run.
     """
-    sequence = _is_sequence(request)
+    sequence = is_sequence(request.shards)
     values = [n for s in request.shards
               for n in even_parts(access.distinct_values(s.table, request.batch), s.table.features)]
     looked_up = sum(round(request.batch * s.table.looked_up) for s in request.shards)
@@ -54,14 +55,3 @@ def op_shape(request: ComputeRequest, most_bytes: int) -> OpShape:
                              "needs fewer samples, or lookups of each")
     return OpShape(values, rows, width, several)
 
-
-def _is_sequence(request: ComputeRequest) -> bool:
-    """Whether lookups of an op are outputs by themselves. Raises ShardCoreError for an op that cannot run."""
-    kinds = {s.table.sequence for s in request.shards}
-    if len(kinds) > 1:
-        raise ShardCoreError("an op has sequences and pooled tables; FBGEMM runs each by themselves")
-    widths = sorted({s.width for s in request.shards})
-    if kinds == {True} and len(widths) > 1:
-        raise ShardCoreError(f"an op has sequences {' and '.join(map(str, widths[:3]))} columns wide; FBGEMM "
-                             "runs those of one width together")
-    return kinds == {True}
