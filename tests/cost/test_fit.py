@@ -9,7 +9,7 @@ from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law, 
 from shapes import sends
 
 from shardcore import schema
-from shardcore.cost import accuracy, fit, quantiles
+from shardcore.cost import accuracy, collective_model, fit, quantiles
 from shardcore.errors import ShardCoreError
 from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample
 from shardcore.tables.access import access_share
@@ -236,6 +236,16 @@ def test_fine_tuning_begins_with_the_model_and_keeps_positive_what_is():
         for name in ("launch", "contention.0.weight", "contention.1.weight"):
             assert (model.weights[name] > 0).all(), name
         assert (model.weights["rates"] >= 0).all()
+
+
+def test_fine_tuning_without_exchanges_keeps_all_that_is_known_of_them():
+    known = fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, QUICK).model
+    of_ids = {name: np.array([0.05, 2e-6]) for name in (collective_model.BUCKETIZE, collective_model.ORDER)}
+    known = dataclasses.replace(known, weights={**known.weights, **of_ids})
+    tuned = fit.train(compute_samples(linear_law, 60), [], SETTING, QUICK, start=known).model
+    assert set(known.weights) == set(tuned.weights)
+    for name in (*of_ids, *(k for k in known.weights if k.startswith("exchange"))):
+        assert np.array_equal(tuned.weights[name], known.weights[name]), name
 
 
 def test_fine_tuning_widens_what_is_known():

@@ -94,6 +94,8 @@ def test_a_problem_of_one_precision_has_that_ones_model(both):
     assert both.for_problem(problem(*SHORT)).setting.precision == "fp16"
     assert both.for_problem(problem(*LONG)).setting.precision == "fp32"
     assert both.for_problem(problem(*LONG, *SHORT)).setting.precision == "fp16+fp32"
+    three = MixedModel((of_precision(both.models[0], "bf16"), *both.models))
+    assert three.for_problem(problem(*LONG, *SHORT)).setting.precision == "fp16+fp32"
     with pytest.raises(SettingMismatch, match=r"is for \(.*fp16\+fp32.*\), the cost model for \(.*fp32"):
         problem(*LONG, *SHORT).require_setting(both.models[1].setting)
 

@@ -213,6 +213,25 @@ def other_ids_on_a_rank(rank: int, given: Problem, folder: str) -> str:
     return ""
 
 
+def no_hot_ids_on_a_rank(rank: int, given: Problem, folder: str) -> str:
+    from torchrec import KeyedJaggedTensor
+
+    features = [name for _, _, names in SHAPES.values() for name in names]
+    Model(HOT if rank == 0 else {}).ec(KeyedJaggedTensor(
+        keys=features, values=torch.zeros(len(features), dtype=torch.long),
+        lengths=torch.ones(len(features), dtype=torch.long)))
+    return ""
+
+
+def save_over_other_rows(rank: int, given: Problem, folder: str) -> str:
+    other = Path(folder, "rows")
+    if rank == 0:
+        other.mkdir()
+        (other / "rows-00000-00000.safetensors").write_bytes(b"")
+    save_rows(sharded(HOT, given, True, "EXACT_SGD"), other)
+    return ""
+
+
 def another_checkpoint(rank: int, given: Problem, folder: str) -> str:
     state = sharded(HOT, given, True, "EXACT_SGD").state_dict()
     model = sharded({**HOT, "b": (5, 39)}, given, True, "EXACT_SGD")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from shapes import replica, row
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import DataType
 
 from shardcore.access_statistics import Zipf
 from shardcore.cost.analytic import AnalyticModel
@@ -50,8 +51,37 @@ def test_twenty_steps_end_as_unsharded_across_a_change_of_hot_ids_and_plan(hosts
     assert not any(said), said
 
 
+def test_hot_rows_have_the_type_of_their_table():
+    half = replace(CONFIGS[0], data_type=DataType.FP16)
+    module = HotColdEmbeddingCollection([half], {"h": HOT})
+    assert {p.dtype for p in module.parameters()} == {torch.float16}
+    batch = KeyedJaggedTensor(keys=["f", "g"], values=torch.tensor([3, 5]), lengths=torch.tensor([1, 1]))
+    whole = EmbeddingCollection([half])(batch)
+    assert all(found.values().dtype == whole[f].values().dtype for f, found in module(batch).items())
+
+
+def test_a_table_of_a_name_that_another_collection_has_too_goes_to_torchrec():
+    def collections(hot):
+        def plain(config):
+            return EmbeddingCollection([config], device=torch.device("meta"))
+
+        return torch.nn.ModuleDict({
+            "a": HotColdEmbeddingCollection(CONFIGS[:1], {"h": HOT}, "meta") if hot else plain(CONFIGS[0]),
+            "b": plain(replace(CONFIGS[0], feature_names=["r"]))})
+
+    whole = problem_for(collections(False), training.problem(1, 2).topology, 16, dict.fromkeys("fgr", 2.0))
+    given = with_hot_rows(whole, {"a.h": len(HOT.ids)})
+    model = collections(True)
+    assert sorted(tables_of(model)) == sorted(t.name for t in given.tables) == ["a.h_cold", "a.h_hot", "b.h"]
+    plan = SHARDERS["size_greedy"](given, AnalyticModel(Setting("cpu", 16)))
+    assert {path: list(of) for path, of in to_torchrec(plan, given, model, "cpu").plan.items()} == {
+        "a.cold": ["h_cold"], "b": ["h"]}
+
+
 @pytest.mark.parametrize("work, said", [
+    (training.save_over_other_rows, "has rows already, such as rows-00000-00000.safetensors"),
     (training.other_ids_on_a_rank, "rank 1 has other hot ids of 'b' than rank 0"),
+    (training.no_hot_ids_on_a_rank, "rank 1 has other hot ids of"),
     (training.another_checkpoint, "a checkpoint has other hot ids of table 'b'")])
 def test_a_job_never_trains_with_other_hot_ids_in_silence(work, said):
     for words in training.in_processes(1, 2, work):
