@@ -71,6 +71,16 @@ def test_every_sharder_takes_load_factors(algorithm):
     assert not {p.shard.table.name for p in found.placements if p.kind == "data_parallel"} & held
 
 
+@pytest.mark.parametrize("load_factor", [1.0, 0.5])
+def test_tables_that_replicas_would_suit_are_none_with_rows_in_host_memory(load_factor):
+    small = tuple(Table(f"s{i}", 100, 16, 50.0, Zipf(1.0), load_factor=load_factor) for i in range(4))
+    slow = replace(problem(1 << 26).topology, within_host_gbps=0.01, latency_ms=0.1)
+    asked = Problem("small", small, slow, 1024)
+    found = SHARDERS["anneal"](asked, MODEL.for_problem(asked), budget=Budget(evals=2_000))
+    assert lower(found, asked)
+    assert any(p.kind == "data_parallel" for p in found.placements) is (load_factor == 1)
+
+
 def test_a_replica_has_no_rows_in_host_memory():
     asked = with_load_factors(problem(), {"t0": 0.1})
     plan = Plan(tuple(Placement("data_parallel", Shard.whole(t), (0, 1, 2, 3)) for t in asked.tables))
