@@ -86,7 +86,15 @@ def decide(problem: Problem, more_bytes: float = 0) -> Tiers:
         return Tiers(problem, tuple(whole))
     _require_host_memory(problem)
     choices = [choices_of(table, problem) for table in problem.tables]
-    return _within_host(water_filled(choices, _beside_none(problem, choices, budget)), problem)
+    try:
+        return _within_host(water_filled(choices, _beside_none(problem, choices, budget)), problem)
+    except Infeasible:
+        # A cache leaves all of its table in host memory, which may be less: then as few tables as can be.
+        try:
+            return _largest_to_host(problem, budget)
+        except Infeasible:
+            pass
+        raise
 
 
 def tiers_of(problem: Problem) -> Tiers:
@@ -107,8 +115,13 @@ def largest_to_host(problem: Problem) -> Tiers:
     """
     problem = in_device_memory(problem)
     _require_host_memory(problem)
+    return _largest_to_host(problem, tier_bytes(problem))
+
+
+def _largest_to_host(problem: Problem, budget: float) -> Tiers:
+    """budget: of device memory."""
     choices = {table.name: choices_of(table, problem) for table in problem.tables}
-    left = _beside_none(problem, list(choices.values()), tier_bytes(problem))
+    left = _beside_none(problem, list(choices.values()), budget)
     found = {name: of[0] for name, of in choices.items()}
     left -= sum(tier.device_bytes for tier in found.values())
     for table in sorted(problem.tables, key=lambda t: t.bytes):

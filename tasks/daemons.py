@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,9 @@ import psutil
 from shardcore.errors import ShardCoreError
 
 _MARK = "SHARDCORE_DAEMON"
+STORES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "MLFLOW_BACKEND_STORE_URI",
+          "MLFLOW_ARTIFACTS_DESTINATION")
+"""Names in the environment that say where a service keeps what it has."""
 _TAIL_BYTES = 64 << 10
 _CLOCK_S = 1.0
 """How far the clocks of processes and of files may differ."""
@@ -62,12 +65,17 @@ class Daemon:
             return None
 
     def runs_as_told(self) -> bool:
-        """Whether it runs. Raises ShardCoreError if it was started with another command."""
+        """Whether it runs. Raises ShardCoreError if it was started with another command or other stores."""
         process = self.process()
-        if process is not None and process.cmdline() != list(self.command):
+        if process is not None and (process.cmdline() != list(self.command)
+                                    or self._stores(process.environ()) != self._stores(self.env)):
             raise ShardCoreError(f"{self.name} (process {process.pid}) runs with other settings than those "
                                  "of now; end it first")
         return process is not None
+
+    @staticmethod
+    def _stores(env: Mapping[str, str]) -> dict[str, str]:
+        return {name: value for name, value in env.items() if name in STORES}
 
     def died(self) -> bool:
         """Whether it was started, not stopped, and does not run."""

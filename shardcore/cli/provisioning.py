@@ -20,6 +20,8 @@ _PROVISION = """Find the cheapest cluster, of machines that can be had, that tra
 the fastest for a price. Every number of hosts of every offer is searched, if its devices divide the batch
 evenly. The problem's own topology does not count."""
 
+_WRITTEN = ("problem.json", "plan.json", "clusters.json", "curve.png")
+
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
     p = command(commands, provision, _PROVISION)
@@ -53,6 +55,11 @@ def provision(args: argparse.Namespace) -> None:
     # Folders of models are relative to the file that names them.
     models = {offer.model: mixed.load([args.offers.parent / offer.model]) for offer in offers}
     require_folder(args.out)
+    for name in _WRITTEN:
+        for read in (args.problem, args.offers):
+            if (out := args.out / name).exists() and out.samefile(read):
+                raise ShardCoreError(f"--out {args.out} would get {name} in the place of {read}, which is "
+                                     "read; it needs to be another folder")
     began = time.monotonic()
     found = sweep(problem, offers, models, search, args.seed, Budget(args.budget_evals), _say)
     args.out.mkdir(parents=True, exist_ok=True)

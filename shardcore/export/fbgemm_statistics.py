@@ -27,7 +27,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,8 @@ class PartLookups:
     pooling: lookups per sample.
     seen: [K] unique ids by how often a batch looks them up.
     batch: samples of that batch.
+    features: of the table.
+    weighted: whether lookups have weights.
     """
 
     rows: int
@@ -89,6 +91,8 @@ class PartLookups:
     pooling: float
     seen: np.ndarray
     batch: int
+    features: int = 1
+    weighted: bool = False
 
 
 def write_tables_of_ops(model: nn.Module, folder: str | Path) -> None:
@@ -154,11 +158,15 @@ def reported_tables(path: str | Path) -> tuple[Table, ...]:
     shapes = {table if having[table] == 1 else f"{module}.{table}":
               (module, table, max(p.row_hi for p in held), max(p.col_hi for p in held))
               for (module, table), held in sorted(parts.items())}
-    tables = [Table(name, *shapes[name][2:], *statistics)
-              for name, statistics in matched(found, shapes).items()]
+    named = {(f.part.module, f.part.table): f for f in found if f.part}
+    tables = []
+    for name, statistics in matched(found, shapes).items():
+        module, table, rows, dim = shapes[name]
+        of = named[module, table]
+        tables.append(Table(name, rows, dim, *statistics, features=of.features, weighted=of.weighted))
     unnamed = [f for f in found if not f.part]
-    return tuple(tables + [Table(f"t{i}", f.rows, f.dim, f.pooling, _reuse([f]))
-                           for i, f in enumerate(unnamed)])
+    return tuple(tables + [Table(f"t{i}", f.rows, f.dim, f.pooling, _reuse([f]), features=f.features,
+                                 weighted=f.weighted) for i, f in enumerate(unnamed)])
 
 
 def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dict[int, PartLookups]:
@@ -185,7 +193,9 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
                 seen[table] += rows_by_count(hitters, q, s, mean * batch, specs[table][0])
         if not all(0 <= i < len(specs) for i in table_of):
             raise ValueError(f"feature_table_map is {schema.show(table_of)}, for {len(specs)} tables")
-        found = {i: PartLookups(*specs[i], parts[i] if parts else None, pooling[i], seen[i], batches[i])
+        features, weighted = Counter(table_of), schema.read(report.get("weighted", False), bool, "weighted")
+        found = {i: PartLookups(*specs[i], parts[i] if parts else None, pooling[i], seen[i], batches[i],
+                                features[i], weighted)
                  for i in pooling}
         if not all(np.isfinite(f.seen).all() and 0 <= f.pooling < math.inf and f.batch >= 1
                    for f in found.values()):
@@ -203,8 +213,7 @@ def _mean(steps: list[PartLookups]) -> PartLookups:
     if differs := next((s for s in steps if (s.rows, s.dim) != (first.rows, first.dim)), None):
         raise ShardCoreError(f"FBGEMM's reports of one op have a table of {first.rows} x {first.dim} and, at "
                              f"another step, of {differs.rows} x {differs.dim}; they need to be of one job")
-    return PartLookups(first.rows, first.dim, first.part, sum(s.pooling for s in steps) / n,
-                       sum(s.seen for s in steps) / n, first.batch)
+    return replace(first, pooling=sum(s.pooling for s in steps) / n, seen=sum(s.seen for s in steps) / n)
 
 
 def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, rows: int) -> np.ndarray:

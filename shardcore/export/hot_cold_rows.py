@@ -250,11 +250,15 @@ def _together() -> None:
 @contextmanager
 def _all_or_none() -> Iterator[None]:
     """Around what may fail on some ranks: a ShardCoreError of one is raised on all, so that none waits."""
+    from safetensors import SafetensorError
+
     own: ShardCoreError | None = None
     try:
         yield
     except ShardCoreError as error:
         own = error
+    except SafetensorError as error:
+        own = ShardCoreError(f"a file of rows is damaged: {error}")
     said: list[Any] = [own and str(own)]
     if dist.is_available() and dist.is_initialized():
         said = [None] * dist.get_world_size()

@@ -55,7 +55,10 @@ def require_possible(asked: Asked, theirs: Tables) -> None:
 
 
 def pooling_of(asked: Asked, theirs: Tables) -> dict[str, float]:
-    """Lookups by feature. A single factor holds for every feature of its table."""
+    """Lookups by feature. A single factor holds for every feature of its table.
+
+    Of a feature of several tables, TorchRec's default of one gives way to what another table states.
+    """
     pooling: dict[str, float] = {}
     for table in theirs.values():
         found, features = asked.get(table.name), table.config.feature_names
@@ -68,7 +71,8 @@ def pooling_of(asked: Asked, theirs: Tables) -> dict[str, float]:
         if len(factors) != len(features):
             raise ShardCoreError(f"table {table.name!r} has {len(factors)} pooling_factors for its "
                                  f"{len(features)} features")
-        pooling |= dict(zip(features, factors, strict=True))
+        stated = dict(zip(features, factors, strict=True))
+        pooling = stated | pooling if list(found.pooling_factors) == [1.0] else pooling | stated
     return pooling
 
 

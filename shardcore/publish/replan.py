@@ -14,6 +14,7 @@ from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import anneal_once
 from shardcore.search.budget import Budget
 from shardcore.search.fixed_kinds import with_fixed_kinds
+from shardcore.search.host_room import within_host_memory
 from shardcore.search.shards import priced
 from shardcore.search.true_memory import within_memory
 from shardcore.types import Plan, Problem
@@ -84,7 +85,7 @@ def _kept(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | N
 
 def _searched(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig, space: str) -> Plan:
     left, fixed = _left(old, problem), dict(problem.constraints.kinds)
-    annealed = within_memory(with_fixed_kinds("anneal", anneal_once))
+    annealed = within_host_memory(within_memory(with_fixed_kinds("anneal", anneal_once)))
 
     def search(reshard: Reshard | None) -> Plan:
         return annealed(problem, model, seed=config.seed, budget=config.budget, space=space, reshard=reshard)
@@ -95,8 +96,10 @@ def _searched(old: Plan, problem: Problem, model: CostModel, config: ReplanConfi
     try:
         require_fits(left, problem)
         if config.limited:
-            # Relabelling devices could move more than the limit allows.
-            return _moving_little(left, config, lambda tables, n_bytes: reorder_columns(
+            # What constraints move does not count. Relabelling devices could move more than the limit allows.
+            new = set(Reshard(free).sorted(problem).new)
+            stay = Plan(tuple(p for p in free.placements if p.shard.table not in new))
+            return _moving_little(stay, config, lambda tables, n_bytes: reorder_columns(
                 search(Reshard(free, tables, n_bytes)), old))
         found = search(Reshard(free))
     except ShardCoreError:
@@ -107,19 +110,19 @@ def _searched(old: Plan, problem: Problem, model: CostModel, config: ReplanConfi
     return relabel_devices(found, old, problem)
 
 
-def _moving_little(left: Plan, config: ReplanConfig,
+def _moving_little(stay: Plan, config: ReplanConfig,
                    search: Callable[[int | None, int | None], Plan]) -> Plan:
     """The plan of a search that moves no more than the limits.
 
     Annealing counts what moves before columns are dealt out to devices. So where its plan moves more, it
     searches again with limits that are lower by as much.
 
-    left: the plan that stays where nothing moves.
+    stay: of the old plan, what would stay if nothing may move.
     """
     tables, n_bytes = config.max_moved_tables, config.max_moved_bytes
     for _ in range(_TRIES):
         found = search(tables, n_bytes)
-        moved = diff(left, found)
+        moved = diff(stay, found)
         too_many = 0 if tables is None else len(moved.moves) - config.max_moved_tables
         too_much = 0 if n_bytes is None else moved.bytes - config.max_moved_bytes
         if too_many <= 0 and too_much <= 0:

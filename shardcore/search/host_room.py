@@ -46,20 +46,25 @@ def within_host_memory(sharder: Callable[..., Plan]) -> Callable[..., Plan]:
 def _dealt(problem: Problem) -> Problem | None:
     """The problem with its tables in host memory pinned to hosts: the largest first, where most room is.
 
-    Tables that are pinned, kept together with others, or of a fixed kind stay as they are. None: there is
-    nothing to deal, or they do not fit so.
+    Tables that constraints keep together are dealt as one. Those that are pinned, or of a fixed kind, stay as
+    they are. None: there is nothing to deal, or they do not fit so.
     """
     topology, asked = problem.topology, problem.constraints
     if not topology.gives_host_memory or len(topology.hosts) == 1:
         return None
-    bound = {*problem.pinned, *dict(asked.kinds), *(name for group in asked.together for name in group)}
-    takes = {t.name: host_bytes(Shard.whole(t), problem) for t in problem.tables
-             if t.in_host_memory and t.name not in bound}
+    takes = {t.name: host_bytes(Shard.whole(t), problem) for t in problem.tables}
     room = np.full(len(topology.hosts), float(topology.host_memory_bytes))
+    for name, devices in problem.pinned.items():
+        room -= [takes[name] * (set(devices) <= set(host)) for host in topology.on_hosts]
+    bound = {*problem.pinned, *dict(asked.kinds)}
+    kept = {name for group in asked.together for name in group}
+    groups = [*asked.together, *((t.name,) for t in problem.tables if t.name not in kept)]
+    units = {group[0]: n for group in groups
+             if (n := sum(takes[name] for name in group)) and not bound.intersection(group)}
     pinned = []
-    for name in sorted(takes, key=lambda name: -takes[name]):
+    for name in sorted(units, key=lambda name: -units[name]):
         host = int(np.argmax(room))
-        room[host] -= takes[name]
+        room[host] -= units[name]
         pinned.append((name, topology.on_hosts[host]))
     if not pinned or room.min() < 0:
         return None

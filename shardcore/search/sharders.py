@@ -79,5 +79,5 @@ def sharder(name: str, policy: Policy | None = None) -> Sharder:
         raise ShardCoreError(f"algorithm {name!r} needs a policy {wanted!r}, and "
                              f"{'none' if policy is None else repr(policy.name)} was given; "
                              f"python -m shardcore train-policy {wanted} makes one, for --policy")
-    return rare_collections()(within_memory(with_fixed_kinds(
-        name, partial(place, policy, name, config=config))))
+    return rare_collections()(within_host_memory(within_memory(with_fixed_kinds(
+        name, partial(place, policy, name, config=config)))))

@@ -32,7 +32,7 @@ from shardcore.memory import free_bytes, gib
 from shardcore.search.feasible import shown
 from shardcore.search.free_memory import bytes_alone
 from shardcore.towers import Towers
-from shardcore.types import COLLECTIVES, Plan, Problem, Shard
+from shardcore.types import COLLECTIVES, Plan, Problem, Shard, Table
 from shardcore.workload import Workload, lower
 
 MOST_UNITS = 4096
@@ -132,7 +132,7 @@ def as_towers(problem: Problem, host_of: Mapping[str, str], ratio: float) -> Pro
     topology = problem.topology
     on_host = dict(zip(topology.hosts, map(frozenset, topology.on_hosts), strict=True))
     pinned = tuple((t.name, tuple(sorted(on_host[host_of[t.name]] & set(problem.allowed_devices(t.name)))))
-                   for t in problem.tables)
+                   for t in problem.tables if not _everywhere(t, problem))
     return replace(problem, constraints=replace(problem.constraints, pinned=pinned),
                    job=replace(problem.job, tower_ratio=float(ratio)))
 
@@ -151,10 +151,17 @@ def as_planned(plan: Plan, problem: Problem) -> Problem:
     host_of: dict[str, str] = {}
     for placement in plan.placements:
         name = placement.shard.table.name
+        if _everywhere(placement.shard.table, problem):
+            continue
         for host in (devices[d].host for d in placement.devices):
             require(host_of.setdefault(name, host) == host, f"plan has towers, but table {name!r} on hosts "
                     f"{host_of[name]!r} and {host!r}; it needs one")
     return as_towers(problem, host_of, ratio)
+
+
+def _everywhere(table: Table, problem: Problem) -> bool:
+    """Whether a table is no tower's: a sequence of a kind that is on all devices, as hot rows are."""
+    return table.sequence and table.name in dict(problem.constraints.kinds)
 
 
 # --- units --------------------------------------------------------------------------------------------------

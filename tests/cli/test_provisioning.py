@@ -33,6 +33,16 @@ def test_it_writes_the_cheapest_clusters_plan_and_all_that_it_searched(problem, 
     assert (tmp_path / "out/curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_folder_whose_problem_is_read_is_refused_before_any_search(problem, model, tmp_path, capsys):
+    assert asked(tmp_path, model, problem, "--step-ms", "1") == 1  # no cluster is so fast
+    capsys.readouterr()
+    command = ["provision", str(tmp_path / "problem.json"), "--offers", str(tmp_path / "offers.json"),
+               "--step-ms", "1000", "--out", str(tmp_path)]
+    before = (tmp_path / "problem.json").read_text()
+    assert main(command) == 1 and "would get problem.json in the place of" in capsys.readouterr().err
+    assert (tmp_path / "problem.json").read_text() == before
+
+
 def test_a_learned_algorithm_is_refused_in_one_line(problem, model, tmp_path, capsys):
     assert asked(tmp_path, model, problem, "--step-ms", "1", "--algorithm", "dreamshard") == 1
     assert "error: algorithm 'dreamshard' needs a policy" in capsys.readouterr().err

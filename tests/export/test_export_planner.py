@@ -25,8 +25,10 @@ from shardcore.constraints import Constraints  # noqa: E402
 from shardcore.cost import neural  # noqa: E402
 from shardcore.cost.analytic import AnalyticModel  # noqa: E402
 from shardcore.errors import Infeasible, SettingMismatch, ShardCoreError
+from shardcore.export import torchrec_constraints  # noqa: E402
 from shardcore.export.torchrec import from_torchrec, to_torchrec  # noqa: E402
 from shardcore.export.torchrec_json import _require_of  # noqa: E402
+from shardcore.export.torchrec_modules import tables_of  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner, our_topology, plan_for, problem_for  # noqa: E402
 from shardcore.search import Budget  # noqa: E402
 from shardcore.tables.public import DEFAULT_ACCESS  # noqa: E402
@@ -449,3 +451,11 @@ def test_features_may_be_in_tensors_of_their_own():
         problem_for(MODULE, FOUR, 64, apart[1:])
     with pytest.raises(ShardCoreError, match="68 samples of feature 'f2' and 64 of 'f1'; table 'b' needs as"):
         problem_for(MODULE, FOUR, 64, [*batches, KeyedJaggedTensor.from_jt_dict({"f2": batches[0]["f2"]})])
+
+
+def test_a_stated_pooling_factor_of_a_shared_feature_beats_the_default_of_another_table():
+    """TorchRec's default is one lookup a sample. Tables a and c of one collection share feature f0."""
+    asked = {**CONSTRAINTS, "c": ParameterConstraints(min_partition=8)}
+    theirs = tables_of(MODULE)
+    assert theirs["left.c"].config.feature_names == ["f0"] and theirs["a"].config.feature_names == ["f0"]
+    assert torchrec_constraints.pooling_of(asked, theirs)["f0"] == 10.0

@@ -117,9 +117,8 @@ def test_tables_are_known_by_shape(reports):
     problem = problem_for(Model(names="acd"), ONE, BATCH, reports)
     assert {t.name: t.pooling for t in problem.tables} == {n: POOLING[n] for n in "acd"}
     assert {t.access.batch for t in problem.tables} == {BATCH}
-    assert [(t.name, t.rows, t.pooling) for t in reported_tables(reports)] == [("t0", 20000, 17.0),
-                                                                               ("t1", 5000, 8.0),
-                                                                             ("t2", 300, 8.0)]
+    found = [(t.name, t.rows, t.pooling, t.features, t.weighted) for t in reported_tables(reports)]
+    assert found == [("t0", 20000, 17.0, 2, False), ("t1", 5000, 8.0, 1, False), ("t2", 300, 8.0, 1, False)]
     assert problem_for(Model(names="acd"), ONE, BATCH, str(next(reports.iterdir()))).tables[0].pooling == 17.0
 
 
@@ -267,6 +266,8 @@ def test_numbers_that_fbgemm_does_not_write_are_refused(change, said, tmp_path):
              "indices_params_list": [law] * 4}
     (tmp_path / "report.json").write_text(json.dumps(sound))
     assert len(fbgemm_statistics.reported_tables(tmp_path / "report.json")) == 3
+    (tmp_path / "report.json").write_text(json.dumps(sound | {"weighted": True}))
+    assert all(t.weighted for t in fbgemm_statistics.reported_tables(tmp_path / "report.json"))
     (tmp_path / "report.json").write_text(json.dumps(sound | change))
     with pytest.raises(ShardCoreError, match=said):
         fbgemm_statistics.reported_tables(tmp_path / "report.json")

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import Infeasible
+from shardcore.publish.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget
 from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Setting, Table
+from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 MODEL = AnalyticModel(Setting("made-up", 64))
@@ -30,3 +32,17 @@ def test_what_no_host_holds_is_refused():
     with pytest.raises(Infeasible, match="host 'a' of problem 'hosts' would hold"):
         small = replace(PROBLEM.topology, host_memory_bytes=TABLES[0].bytes - 1)
         SHARDERS["size_greedy"](replace(PROBLEM, topology=small), MODEL)
+
+
+def test_what_is_pinned_takes_room_and_what_is_kept_together_stays_so():
+    """The first host has one of its own already, so that the two that are kept together go to the other."""
+    asked = Constraints(pinned=(("h0", (0,)),), together=(("h1", "h2"),))
+    plan = SHARDERS["size_greedy"](replace(PROBLEM, constraints=asked), MODEL)
+    home = {p.shard.table.name: PROBLEM.topology.devices[p.devices[0]].host for p in plan.placements}
+    assert home == {"h0": "a", "h1": "b", "h2": "b", "h3": "a"}
+
+
+def test_re_plans_fit_in_host_memory_too():
+    alone = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in TABLES))
+    found = replan(alone, PROBLEM, MODEL, ReplanConfig(budget=Budget(evals=500)))
+    assert lower(found, PROBLEM)

@@ -47,6 +47,14 @@ def test_it_is_faster_than_with_simpler_load_factors():
         assert best.ms < plan.provenance["predicted_ms"], how.__name__
 
 
+def test_where_host_memory_holds_few_tables_whole_ones_stay_on_devices():
+    """Caches of both would leave both in host memory, which holds one."""
+    tables = (Table("a", 300_000, 16, 4.0, Zipf(1.0)), Table("b", 299_000, 16, 4.0, Zipf(1.0)))
+    topology = Topology((Device(22 << 20),), host_memory_bytes=20 << 20, host_memory_gbps=5.0)
+    found = decide(Problem("two", tables, topology, 64))
+    assert sorted(t.load_factor for t in found.problem.tables) == [0.0, 1.0]
+
+
 def test_what_fits_stays_in_device_memory():
     [only] = tried(problem(1 << 28))
     assert only.plan is not None and not any(table.in_host_memory for table in only.problem.tables)

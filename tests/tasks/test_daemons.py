@@ -51,6 +51,9 @@ def test_one_that_was_started_with_other_settings_is_refused(daemon):
     with pytest.raises(ShardCoreError,
                        match=rf"one \(process {daemon.process().pid}\) runs with other settings"):
         changed.runs_as_told()
+    elsewhere = dataclasses.replace(daemon, env={**daemon.env, "MLFLOW_BACKEND_STORE_URI": "sqlite:///other.db"})
+    with pytest.raises(ShardCoreError, match="runs with other settings"):
+        elsewhere.runs_as_told()
 
 
 def test_a_killed_one_has_died_and_what_it_left_is_found(daemon):
