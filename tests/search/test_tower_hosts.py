@@ -177,6 +177,21 @@ def test_a_table_too_large_for_a_device_is_divided_over_its_host():
     lower(plan, found.problem)
 
 
+def test_a_sequence_that_is_on_every_device_is_so_beside_towers():
+    """As hot rows are. Only pooled tables are a tower's."""
+    hot = Table("s_hot", 50, 8, 2.0, sequence=True, collection="ec")
+    problem = problem_of()
+    problem = replace(problem, tables=(*problem.tables, hot),
+                      constraints=Constraints(kinds=(("s_hot", "data_parallel"),)))
+    found = tower_hosts(problem, pairs(), MODEL)
+    assert "s_hot" not in dict(found.problem.constraints.pinned)
+    plan = SHARDERS["size_greedy"](found.problem, MODEL)
+    [placement] = [p for p in plan.placements if p.shard.table == hot]
+    assert placement.kind == "data_parallel" and placement.devices == (0, 1, 2, 3)
+    told = Plan(plan.placements, {**plan.provenance, "tower_ratio": found.problem.job.tower_ratio})
+    assert lower(plan, as_planned(told, problem)).memory_bytes == lower(plan, found.problem).memory_bytes
+
+
 def test_a_plan_under_construction_costs_what_its_workload_does():
     found = tower_hosts(problem_of(), pairs(), MODEL)
     plan = SHARDERS["random"](found.problem, MODEL)
