@@ -5,8 +5,8 @@ import pytest
 from bench import fuzz, fuzz_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer")
-OF_EACH = 20
-"""Cases, which makes 320 of all formats."""
+OF_EACH = 12
+"""Cases, which makes 192 of all formats."""
 
 
 @pytest.fixture(scope="module")

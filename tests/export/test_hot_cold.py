@@ -45,7 +45,8 @@ def test_outputs_are_those_of_whole_tables():
         assert torch.equal(found[feature].lengths(), wanted[feature].lengths())
 
 
-@pytest.mark.parametrize("hosts, per_host, optimizer", [(1, 2, "EXACT_SGD"), (2, 2, "EXACT_ADAGRAD")])
+@pytest.mark.parametrize("hosts, per_host, optimizer", [
+    (1, 2, "EXACT_SGD"), pytest.param(2, 2, "EXACT_ADAGRAD", marks=pytest.mark.long)])
 def test_twenty_steps_end_as_unsharded_across_a_change_of_hot_ids_and_plan(hosts, per_host, optimizer):
     said = training.in_processes(hosts, per_host, training.train_and_move, optimizer)
     assert not any(said), said

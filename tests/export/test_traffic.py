@@ -12,7 +12,7 @@ from bench import traffic  # noqa: E402
 
 
 @pytest.mark.parametrize("seed, kinds, processes", [
-    (56, {"column", "row", "host_row", "data_parallel"}, 4),
+    pytest.param(56, {"column", "row", "host_row", "data_parallel"}, 4, marks=pytest.mark.long),
     (48, {"column", "row", "data_parallel"}, 2),
 ])
 def test_every_collective_carries_the_bytes_expected(seed, kinds, processes):

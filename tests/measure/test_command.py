@@ -268,6 +268,7 @@ def wait_for(run, line: str, timeout_s: float = 120.0) -> None:
         ending.cancel()
 
 
+@pytest.mark.long
 def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(started, folder):
     run = started("--chunk", "100000")
     wait_for(run, "^[1-9][0-9]* samples")

@@ -246,7 +246,8 @@ def _networks():
 
 
 @boxed
-@pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_of_a_box_whose_maker_is_killed(maker, sign):
     links = subprocess.check_output(["ip", "-o", "link"])
     process = maker()

@@ -108,6 +108,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_ranks_end_with_the_process_that_started_them_though_it_was_killed(tmp_path):
     (tmp_path / "parent.py").write_text(PARENT)
     env = {**os.environ,

@@ -74,7 +74,7 @@ def test_a_workload_of_another_setting_is_refused(workload):
 
 
 @pytest.mark.parametrize("number, timeout_s, said", [
-    (signal.SIGKILL, 60, "rank [01] of 2 failed: its process died"),
+    pytest.param(signal.SIGKILL, 60, "rank [01] of 2 failed: its process died", marks=pytest.mark.long),
     pytest.param(signal.SIGSTOP, 2, "does not answer|no word for", marks=pytest.mark.long),
 ], ids=["dies", "hangs"])
 def test_a_rank_that_dies_or_hangs_ends_the_gang_and_is_named(workload, actor_processes, monkeypatch, number,

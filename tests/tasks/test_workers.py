@@ -71,6 +71,7 @@ def until(condition, timeout_s=60):
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_every_request_is_measured_once_though_a_worker_died_before_calibrating(requests, actor_processes):
     with workers(requests) as fleet:
         fleet.reference_ms = None
