@@ -1,5 +1,5 @@
-# make run: everything, from nothing to published plans.  make test: the tests (test-long: those of the long-lived stack and
-# of failures struck into it; mutants: whether the tests notice defects).  make figures: all figures of docs/benchmarks
+# make run: everything, from nothing to published plans.  make test: the tests (test-long: those of the long-lived stack,
+# of failures struck into it, and slow ones; mutants: whether the tests notice defects).  make figures: all figures of docs/benchmarks
 # again, some 18 hours.  All set up .venv themselves.
 # make up, status, down: the long-lived services (docs/operations.md).
 PYTHON ?= $(shell command -v python3.11 || command -v python3)

@@ -88,13 +88,12 @@ def decide(problem: Problem, more_bytes: float = 0) -> Tiers:
     choices = [choices_of(table, problem) for table in problem.tables]
     try:
         return _within_host(water_filled(choices, _beside_none(problem, choices, budget)), problem)
-    except Infeasible:
-        # A cache leaves all of its table in host memory, which may be less: then as few tables as can be.
+    except Infeasible as error:
+        # A cache leaves its whole table in host memory. So what has no room there may fit without caches.
         try:
             return _largest_to_host(problem, budget)
         except Infeasible:
-            pass
-        raise
+            raise error from None
 
 
 def tiers_of(problem: Problem) -> Tiers:

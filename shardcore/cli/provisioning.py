@@ -69,10 +69,10 @@ def provision(args: argparse.Namespace) -> None:
          "price_per_hour": c.price_per_hour, "watts": c.watts,
          **({"step_ms": c.step_ms, "samples_per_s": c.samples_per_s} if c.cost else {"why": c.why})}
         for c in found])
-    _draw(found, None, args.out)
     try:
         first, *others = best_of_each(found, target)
     except ShardCoreError as error:
+        _draw(found, None, args.out)
         raise ShardCoreError(f"{error}. All that were searched are in {args.out}/clusters.json") from None
     _draw(found, first, args.out)
     files.write_problem(args.out / "problem.json", first.problem)

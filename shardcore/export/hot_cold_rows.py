@@ -65,18 +65,19 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0 and (old := next(folder.glob("rows-*.safetensors"), None)):
             raise ShardCoreError(f"{folder} has rows already, such as {old.name}; save to an empty folder")
-    for i, part in enumerate(parts):
-        about = {"schema": _SCHEMA, "version": _VERSION, "table": part.table,
-                 "columns": json.dumps(part.columns)}
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.tensors.items()}
-        write_atomic(folder / f"rows-{rank:05d}-{i:05d}.safetensors",
-                     save({"ids": torch.from_numpy(part.ids), **tensors}, about))
-    _together()
-    # Written last: without it the folder is not whole.
-    if rank == 0:
-        write_atomic(folder / "complete.json", json.dumps({"schema": _SCHEMA, "version": _VERSION, "ranks": n,
-                     "files": len(list(folder.glob("rows-*.safetensors")))}).encode())
-    _together()
+    with _all_or_none():
+        for i, part in enumerate(parts):
+            about = {"schema": _SCHEMA, "version": _VERSION, "table": part.table,
+                     "columns": json.dumps(part.columns)}
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.tensors.items()}
+            write_atomic(folder / f"rows-{rank:05d}-{i:05d}.safetensors",
+                         save({"ids": torch.from_numpy(part.ids), **tensors}, about))
+    with _all_or_none():
+        # Written last: without it the folder is not whole.
+        if rank == 0:
+            files = len(list(folder.glob("rows-*.safetensors")))
+            write_atomic(folder / "complete.json", json.dumps(
+                {"schema": _SCHEMA, "version": _VERSION, "ranks": n, "files": files}).encode())
 
 
 def load_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -242,14 +243,9 @@ def _ranks() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
 
 
-def _together() -> None:
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()
-
-
 @contextmanager
 def _all_or_none() -> Iterator[None]:
-    """Around what may fail on some ranks: a ShardCoreError of one is raised on all, so that none waits."""
+    """Around what may fail on some ranks. An error of one is raised on all, so that none waits for it."""
     from safetensors import SafetensorError
 
     own: ShardCoreError | None = None
@@ -259,6 +255,8 @@ def _all_or_none() -> Iterator[None]:
         own = error
     except SafetensorError as error:
         own = ShardCoreError(f"a file of rows is damaged: {error}")
+    except OSError as error:
+        own = ShardCoreError(str(error))
     said: list[Any] = [own and str(own)]
     if dist.is_available() and dist.is_initialized():
         said = [None] * dist.get_world_size()

@@ -63,9 +63,8 @@ def tables_of(module: nn.Module, whole: bool = False) -> dict[str, ModelTable]:
 
     def name_of(table: ModelTable) -> str:
         path = divided.get(table.path, table.path)
-        whole_name = next((name for name in (table.name.removesuffix(HOT if table.replica else COLD),)
-                           if (path, name) in hot), table.name)
-        alone = having[table.name] == of_whole[whole_name] == 1
+        base = table.name.removesuffix(HOT if table.replica else COLD)
+        alone = having[table.name] == of_whole[base if (path, base) in hot else table.name] == 1
         return table.name if alone else f"{path}.{table.name}"
 
     return {name_of(t): t for t in found}

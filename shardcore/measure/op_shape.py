@@ -54,4 +54,3 @@ def op_shape(request: ComputeRequest, most_bytes: int) -> OpShape:
                              f"outputs; on this machine it may have {most_bytes / 2**30:.1f}: it "
                              "needs fewer samples, or lookups of each")
     return OpShape(values, rows, width, several)
-

@@ -25,6 +25,7 @@ import training  # noqa: E402
 from shapes import column, replica, row  # noqa: E402
 
 from shardcore.access_statistics import Zipf
+from shardcore.export import hot_cold_rows
 from shardcore.export.hot_cold import HotColdEmbeddingCollection
 from shardcore.export.hot_cold_rows import load_rows, save_rows
 from shardcore.export.torchrec import to_torchrec
@@ -229,6 +230,16 @@ def save_over_other_rows(rank: int, given: Problem, folder: str) -> str:
         other.mkdir()
         (other / "rows-00000-00000.safetensors").write_bytes(b"")
     save_rows(sharded(HOT, given, True, "EXACT_SGD"), other)
+    return ""
+
+
+def full_disk_on_a_rank(rank: int, given: Problem, folder: str) -> str:
+    def write(path: Path, content: bytes) -> None:
+        if rank == 1:
+            raise OSError("No space left on device")
+
+    hot_cold_rows.write_atomic = write
+    save_rows(sharded(HOT, given, True, "EXACT_SGD"), Path(folder, "rows"))
     return ""
 
 

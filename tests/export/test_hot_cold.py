@@ -81,6 +81,7 @@ def test_a_table_of_a_name_that_another_collection_has_too_goes_to_torchrec():
 
 @pytest.mark.parametrize("work, said", [
     (training.save_over_other_rows, "has rows already, such as rows-00000-00000.safetensors"),
+    (training.full_disk_on_a_rank, "ShardCoreError: No space left on device"),
     (training.other_ids_on_a_rank, "rank 1 has other hot ids of 'b' than rank 0"),
     (training.no_hot_ids_on_a_rank, "rank 1 has other hot ids of"),
     (training.another_checkpoint, "a checkpoint has other hot ids of table 'b'")])
