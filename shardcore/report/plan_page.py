@@ -43,7 +43,7 @@ def page(now: Version, problem: Problem, explained: Explanation, decisions: Sequ
     """The report page of a version.
 
     now: the version.
-    decisions: the last decision first, on this version or for which it was made, then earlier ones.
+    decisions: first the decision that this version was made for, then earlier ones.
     moves: from the version before. None: there was none.
     extrapolated: sentences that say where the plan exceeds the measured range.
     before: the version before, with what it takes now. None: there was none that still fits.
