@@ -35,8 +35,7 @@ from shardcore.export.torchrec_settings import unpriced, unpriced_hardware, unpr
 from shardcore.fused import PRECISIONS, named
 from shardcore.job import Job
 from shardcore.layouts import layout_of_torchrec, ways
-from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
-from shardcore.search.anneal.sharder import SPACE_OF
+from shardcore.search import DEFAULT_SHARDER, SPACE_OF, Budget, known, sharder
 from shardcore.tables import access
 from shardcore.tables.deduplication import dedup_of
 from shardcore.tables.hot_rows import with_hot_rows

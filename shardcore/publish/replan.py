@@ -11,12 +11,9 @@ from shardcore.layouts import WHOLE_ROWS
 from shardcore.memory import require_fits
 from shardcore.publish.diff import diff, rebind_tables, relabel_devices, reorder_columns
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.anneal.sharder import anneal_once
 from shardcore.search.budget import Budget
-from shardcore.search.fixed_kinds import with_fixed_kinds
-from shardcore.search.host_room import within_host_memory
+from shardcore.search.portfolio import annealing
 from shardcore.search.shards import priced
-from shardcore.search.true_memory import within_memory
 from shardcore.types import Plan, Problem
 from shardcore.workload import require_plan
 
@@ -85,10 +82,9 @@ def _kept(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | N
 
 def _searched(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig, space: str) -> Plan:
     left, fixed = _left(old, problem), dict(problem.constraints.kinds)
-    annealed = within_host_memory(within_memory(with_fixed_kinds("anneal", anneal_once)))
 
     def search(reshard: Reshard | None) -> Plan:
-        return annealed(problem, model, seed=config.seed, budget=config.budget, space=space, reshard=reshard)
+        return annealing(problem, model, seed=config.seed, budget=config.budget, space=space, reshard=reshard)
 
     if not left.placements:  # all tables are new
         return search(None)
