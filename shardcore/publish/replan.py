@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.layouts import WHOLE_ROWS
+from shardcore.layouts import WHOLE_ROWS, on_all_devices
 from shardcore.memory import require_fits
 from shardcore.publish.diff import diff, rebind_tables, relabel_devices, reorder_columns
 from shardcore.search.anneal.reshard import Reshard
@@ -70,7 +70,7 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
 
 def _kept(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | None:
     """The old plan, priced anew. None if it is none of the problem, or not of the space."""
-    fixed = dict(problem.constraints.kinds)
+    fixed = {t.name for t in problem.tables if on_all_devices(t, problem)}
     try:
         left = _left(old, problem)
         require_plan(left, problem)
@@ -84,7 +84,8 @@ def _kept(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | N
 
 
 def _searched(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig, space: str) -> Plan:
-    left, fixed = _left(old, problem), dict(problem.constraints.kinds)
+    left = _left(old, problem)
+    fixed = {t.name for t in problem.tables if on_all_devices(t, problem)}
     annealed = within_host_memory(within_memory(with_fixed_kinds("anneal", anneal_once)))
 
     def search(reshard: Reshard | None) -> Plan:

@@ -22,9 +22,11 @@ from typing import Any
 
 from shardcore import memory
 from shardcore.cost.model import CostModel, price
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import (
     LAYOUTS,
     WHOLE_ROWS,
+    Group,
     Layout,
     possible_groups,
     run_of,
@@ -68,23 +70,47 @@ def halve_columns(shard: Shard) -> tuple[Shard, Shard] | None:
 def division(table: Table, problem: Problem) -> Placement | None:
     """The table with its rows divided over a group of devices. None where that is impossible.
 
-    It takes the first group that constraints and the number of rows allow.
+    It takes the first kind and group that constraints and the number of rows allow.
     """
-    if table.name in problem.whole:
-        return None
-    return _division(table, problem.topology, problem.pinned.get(table.name))
+    for layout in LAYOUTS.values():
+        if layout.divides_rows and why_not(layout, table, problem) is None:
+            return Placement(layout.name, Shard.whole(table), _groups(layout, table, problem)[0])
+    return None
+
+
+def why_not(layout: Layout, table: Table, problem: Problem) -> str | None:
+    """Why a kind cannot run a table in a search. None if it can."""
+    try:
+        run_of(layout.name, table)
+    except ShardCoreError as error:
+        return str(error)
+    most = problem.topology.most_columns
+    if not problem.may_run(layout, table):
+        if layout.name not in problem.kinds_of.get(table.name, (layout.name,)):
+            return f"constraints.kinds do not have {layout.name}"
+        return f"{layout.name} has all {table.dim} columns in a shard; FBGEMM's CUDA op runs at most {most}"
+    if layout.divides_rows or layout.local_batch:
+        if layout.divides_rows and table.name in problem.whole:
+            return f"{layout.name} cuts it, and it must stay whole ({problem.kept_whole_by(table.name)})"
+        return None if _groups(layout, table, problem) else (
+            f"no devices share a table of {table.rows} rows by {layout.name}, where it may live")
+    width = table.dim if table.name in problem.whole else problem.most_width(table)
+    if not 0 < width <= most:
+        return f"no cut of its {table.dim} columns into shards of at most {most}, which FBGEMM's CUDA op runs"
+    return None
+
+
+def _groups(layout: Layout, table: Table, problem: Problem) -> tuple[Group, ...]:
+    """The groups of several devices that may share a table by a kind."""
+    return _groups_of(layout, table.rows, problem.topology, problem.pinned.get(table.name))
 
 
 @lru_cache(1 << 12)
-def _division(table: Table, topology: Topology, allowed: tuple[int, ...] | None) -> Placement | None:
+def _groups_of(layout: Layout, rows: int, topology: Topology, allowed: tuple[int, ...] | None
+               ) -> tuple[Group, ...]:
     """Cached, as many shards ask for the same table."""
-    for layout in LAYOUTS.values():
-        runs = layout.divides_rows and (layout.as_sequence or not table.sequence)
-        groups = possible_groups(layout, table.rows, topology, allowed) if runs else []
-        # A group of one device divides nothing.
-        for group in (g for g in groups if len(g) > 1):
-            return Placement(layout.name, Shard.whole(table), group)
-    return None
+    # A group of one device divides nothing.
+    return tuple(g for g in possible_groups(layout, rows, topology, allowed) if len(g) > 1)
 
 
 def layout_of_shard(shard: Shard, problem: Problem) -> Layout:

@@ -26,7 +26,7 @@ import numpy as np
 from shardcore.constraints import require_tower_hosts
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
-from shardcore.layouts import HOST, ID_CHANNELS, WORLD
+from shardcore.layouts import HOST, ID_CHANNELS, WORLD, on_all_devices
 from shardcore.limits import require, require_within
 from shardcore.memory import free_bytes, gib
 from shardcore.search.feasible import shown
@@ -161,7 +161,7 @@ def as_planned(plan: Plan, problem: Problem) -> Problem:
 
 def _everywhere(table: Table, problem: Problem) -> bool:
     """Whether a table is no tower's: a sequence of a kind that is on all devices, as hot rows are."""
-    return table.sequence and table.name in dict(problem.constraints.kinds)
+    return table.sequence and on_all_devices(table, problem)
 
 
 # --- units --------------------------------------------------------------------------------------------------
