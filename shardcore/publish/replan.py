@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.layouts import WHOLE_ROWS, on_all_devices
+from shardcore.layouts import WHOLE_ROWS
 from shardcore.memory import require_fits
 from shardcore.publish.diff import diff, rebind_tables, relabel_devices, reorder_columns
 from shardcore.search.anneal.reshard import Reshard
@@ -15,7 +15,7 @@ from shardcore.search.anneal.sharder import anneal_once
 from shardcore.search.budget import Budget
 from shardcore.search.fixed_kinds import with_fixed_kinds
 from shardcore.search.host_room import within_host_memory
-from shardcore.search.shards import priced
+from shardcore.search.shards import on_all_devices, priced
 from shardcore.search.true_memory import within_memory
 from shardcore.types import Plan, Problem
 from shardcore.workload import require_plan

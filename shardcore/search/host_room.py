@@ -15,9 +15,9 @@ import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
-from shardcore.layouts import on_all_devices
 from shardcore.memory import host_bytes
 from shardcore.search.budget import Budget
+from shardcore.search.shards import on_all_devices
 from shardcore.types import Plan, Problem, Shard
 
 
