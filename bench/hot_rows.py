@@ -69,8 +69,9 @@ def models(n_tables: int, seed: int) -> dict[str, tuple[Table, ...]]:
 
 def planned(problem: Problem) -> Plan:
     """Hot rows everywhere, others divided by rows."""
-    kinds, row = dict(problem.constraints.kinds), next(k for k in ways(problem.topology) if k.divides_rows)
-    return Plan(tuple(Placement(kinds.get(t.name, row.name), Shard.whole(t), problem.topology.ranks)
+    row = next(k for k in ways(problem.topology) if k.divides_rows)
+    return Plan(tuple(Placement(problem.kinds_of.get(t.name, (row.name,))[0], Shard.whole(t),
+                                problem.topology.ranks)
                       for t in problem.tables))
 
 

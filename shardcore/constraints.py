@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardcore.errors import ShardCoreError
-from shardcore.limits import MOST_BYTES, MOST_PINS, require, require_within
+from shardcore.limits import MOST_BYTES, MOST_DIM, MOST_PINS, require, require_within
 
 Pins = Mapping[str, Sequence[int | str]]
 """Of some tables, the devices that they may live on: indices, or names of hosts for all of theirs."""
@@ -22,14 +22,16 @@ class Constraints:
     unsplit: names of tables that stay whole.
     pinned: of some tables, the devices that they may live on: indices, or names of hosts for all of theirs.
     together: groups of tables that live on one device, whole.
-    kinds: of some tables, the kind of sharding that runs them: one whose shards are always on all devices.
+    kinds: of some tables, the kinds of sharding that may run them. Any may run the others.
+    min_widths: of some tables, the fewest columns of a shard. A table with fewer stays whole.
     """
 
     reserved_bytes: int = 0
     unsplit: tuple[str, ...] = ()
     pinned: tuple[tuple[str, tuple[int | str, ...]], ...] = ()
     together: tuple[tuple[str, ...], ...] = ()
-    kinds: tuple[tuple[str, str], ...] = ()
+    kinds: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    min_widths: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "unsplit", tuple(self.unsplit))
@@ -43,19 +45,37 @@ class Constraints:
             require(isinstance(group, (list, tuple)) and len(group) > 0
                     and all(isinstance(name, str) for name in group),
                     f"constraints keep together {group!r}; it needs a list of one or more names of tables")
-        for name, kind in self.kinds:
-            require(isinstance(kind, str), f"constraints run table {name!r} by {kind!r}; it needs the name "
-                    "of a kind, such as 'data_parallel'")
-        object.__setattr__(self, "kinds", tuple((name, kind) for name, kind in self.kinds))
+        for name, kinds in self.kinds:
+            require(isinstance(kinds, (list, tuple)) and len(kinds) > 0
+                    and all(isinstance(kind, str) for kind in kinds),
+                    f"constraints run table {name!r} by {kinds!r}; it needs a list of one or more kinds, "
+                    "such as ['row', 'column']")
+        for name, width in self.min_widths:
+            require(isinstance(width, int) and not isinstance(width, bool) and 1 <= width <= MOST_DIM,
+                    f"constraints have min_widths {width!r} for table {name!r}; it needs a number of "
+                    f"columns, 1 to {MOST_DIM}")
+        object.__setattr__(self, "kinds", tuple((name, tuple(dict.fromkeys(kinds)))
+                                                for name, kinds in self.kinds))
+        object.__setattr__(self, "min_widths", tuple(map(tuple, self.min_widths)))
         object.__setattr__(self, "pinned", tuple((name, tuple(where)) for name, where in self.pinned))
         object.__setattr__(self, "together", tuple(map(tuple, self.together)))
         for name in _twice(name for name, _ in self.pinned):
             raise ShardCoreError(f"constraints pin table {name!r} twice; it needs one list of its devices")
         for name in _twice(name for name, _ in self.kinds):
-            raise ShardCoreError(f"constraints run table {name!r} by two kinds; it needs one")
+            raise ShardCoreError(f"constraints have kinds of table {name!r} twice; it needs one list of them")
+        for name in _twice(name for name, _ in self.min_widths):
+            raise ShardCoreError(f"constraints have min_widths of table {name!r} twice; it needs one number")
         for name in _twice(name for group in self.together for name in group):
             raise ShardCoreError(f"constraints keep table {name!r} together twice; it needs to be in one "
                                  "group, once")
+
+    def among(self, names: Collection[str]) -> Constraints:
+        """What is asked of some of the tables."""
+        together = (tuple(name for name in group if name in names) for group in self.together)
+        pinned, kinds, min_widths = (tuple((name, value) for name, value in pairs if name in names)
+                                     for pairs in (self.pinned, self.kinds, self.min_widths))
+        return Constraints(self.reserved_bytes, tuple(name for name in self.unsplit if name in names), pinned,
+                           tuple(filter(None, together)), kinds, min_widths)
 
 
 def _twice(names: Iterable[str]) -> list[str]:

@@ -172,7 +172,7 @@ def _job_to_json(job: Job) -> dict[str, Any]:
     return {"job": given} if given else {}
 
 
-_OPTIONAL = ("pinned", "together", "kinds")
+_OPTIONAL = ("pinned", "together", "kinds", "min_widths")
 """Constraints that only some problems have."""
 
 
@@ -181,7 +181,8 @@ def _constraints_to_json(constraints: Constraints) -> dict[str, Any]:
     plans know."""
     optional = {"pinned": {name: list(where) for name, where in constraints.pinned},
                 "together": [list(group) for group in constraints.together],
-                "kinds": dict(constraints.kinds)}
+                "kinds": {name: list(kinds) for name, kinds in constraints.kinds},
+                "min_widths": dict(constraints.min_widths)}
     return {"reserved_bytes": constraints.reserved_bytes, "unsplit": list(constraints.unsplit),
             **{k: v for k, v in optional.items() if v}}
 
@@ -192,6 +193,7 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
         given = {k: data[k] for k in _OPTIONAL if k in data}
         data = {k: v for k, v in data.items() if k not in given}
     pinned, together, kinds = given.get("pinned", {}), given.get("together", []), given.get("kinds", {})
+    min_widths = given.get("min_widths", {})
     if not isinstance(pinned, Mapping):
         raise ShardCoreError(f"{what}: pinned is {show(pinned)}; it needs to be an object of tables and "
                              "their devices or hosts, "
@@ -202,9 +204,12 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
                              '[["t0", "t1"]]')
     if not isinstance(kinds, Mapping):
         raise ShardCoreError(f"{what}: kinds is {show(kinds)}; it needs to be an object of tables and the "
-                             'kinds that run them, such as {"t0": "data_parallel"}')
+                             'kinds that may run them, such as {"t0": ["row", "column"]}')
+    if not isinstance(min_widths, Mapping):
+        raise ShardCoreError(f"{what}: min_widths is {show(min_widths)}; it needs to be an object of tables "
+                             'and the fewest columns of a shard, such as {"t0": 64}')
     return build(Constraints, data, what, also=_OPTIONAL, pinned=tuple(pinned.items()),
-                 together=tuple(together), kinds=tuple(kinds.items()))
+                 together=tuple(together), kinds=tuple(kinds.items()), min_widths=tuple(min_widths.items()))
 
 
 def _counted(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -17,6 +17,10 @@ MOST_PATH_NAME = 100
 """Characters of a name that becomes the name of a file or folder."""
 MOST_TABLES, MOST_DEVICES = 1_000_000, 1 << 16
 MOST_ROWS, MOST_DIM, MOST_POOLING, MOST_FEATURES = 1 << 40, 1 << 16, 1e6, 10_000
+MOST_CUDA_COLUMNS = 2048
+"""Columns of a shard that FBGEMM's CUDA op runs. Its CPU op has no such limit. Source: pytorch/FBGEMM 2448,
+meta-pytorch/torchrec 1125.
+"""
 MOST_BATCH, MOST_BYTES = 1 << 40, 1 << 50
 MOST_SPEED, SLOWDOWN_LIMIT, MOST_GBPS, MOST_MS = 1e3, 1e9, 1e9, 1e9
 MOST_RATIO = 1e6

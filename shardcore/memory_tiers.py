@@ -176,8 +176,8 @@ def tier_of(table: Table, problem: Problem) -> Tier:
     cached = np.array([table.cached(table.rows)])
     link = (link_bytes(table, cached, problem.global_batch, problem.optimizer).sum()
             if table.in_host_memory else 0.0)
-    asked = _kind_of(table, problem)
-    on_devices = len(problem.topology) if asked and asked.local_batch else 1
+    asked = _kinds_of(table, problem)
+    on_devices = len(problem.topology) if asked and all(layout.local_batch for layout in asked) else 1
     return Tier(table, on_devices * _rows_bytes(table, problem), host_bytes(shard, problem), float(link))
 
 
@@ -185,19 +185,18 @@ def _rows_bytes(table: Table, problem: Problem) -> int:
     return sum(resident_bytes(WHOLE_ROWS, Shard.whole(table), problem))
 
 
-def _kind_of(table: Table, problem: Problem) -> Layout | None:
-    """The kind that the problem's constraints ask for."""
-    kind = dict(problem.constraints.kinds).get(table.name)
-    return layout_of(kind) if kind else None
+def _kinds_of(table: Table, problem: Problem) -> list[Layout]:
+    """The kinds that the problem's constraints ask for. Empty if they ask for none."""
+    return [layout_of(kind) for kind in problem.kinds_of.get(table.name, ())]
 
 
 def choices_of(table: Table, problem: Problem) -> list[Tier]:
     """What a table may have in device memory: no rows, a cache of some size, or all, in this order.
 
-    All only, if the problem asks for a kind that TorchRec does not cache.
+    All only, if the problem asks for kinds that TorchRec does not cache.
     """
     whole = replace(table, load_factor=1.0)
-    if (asked := _kind_of(table, problem)) and not asked.caches:
+    if (asked := _kinds_of(table, problem)) and not any(layout.caches for layout in asked):
         return [tier_of(whole, problem)]
     sizes = np.unique(np.geomspace(1, table.rows, _SIZES).astype(int))
     # Nothing crosses the link for a table without lookups, so it needs no cache.

@@ -9,7 +9,9 @@ from typing import Any
 
 from shardcore.limits import (
     MOST_BYTES,
+    MOST_CUDA_COLUMNS,
     MOST_DEVICES,
+    MOST_DIM,
     MOST_GBPS,
     MOST_MS,
     MOST_SPEED,
@@ -116,6 +118,16 @@ class Topology:
     def equal_hosts(self) -> bool:
         """Whether all hosts have the same number of devices."""
         return len({len(devices) for devices in self.on_hosts}) == 1
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether its devices are CPUs. Hardware that is not named counts as a GPU."""
+        return (self.hardware or "").startswith("cpu")
+
+    @property
+    def most_columns(self) -> int:
+        """The most columns of a shard that FBGEMM runs there."""
+        return MOST_DIM if self.on_cpu else MOST_CUDA_COLUMNS
 
     @property
     def gives_links(self) -> bool:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardcore import fused
 from shardcore.access_statistics import Reuse, Zipf
@@ -34,6 +34,9 @@ from shardcore.limits import (
     require_within,
 )
 from shardcore.topology import Topology
+
+if TYPE_CHECKING:
+    from shardcore.layouts import Layout
 
 PRECISION_BYTES = {name: precision.bytes for name, precision in fused.PRECISIONS.items()}
 OPTIMIZERS = tuple(fused.OPTIMIZERS)
@@ -317,7 +320,8 @@ class Problem:
         for verb, tables in (("forbids splitting", self.constraints.unsplit),
                              ("pins", dict(self.constraints.pinned)),
                              ("keeps together", self.bundle_of),
-                             ("runs by a kind", dict(self.constraints.kinds))):
+                             ("has constraints.kinds of", self.kinds_of),
+                             ("has constraints.min_widths of", dict(self.constraints.min_widths))):
             unknown = sorted(set(tables) - names.keys())
             require(not unknown, f"{p} {verb} {unknown[:3]}, which it does not have")
         self.pinned  # noqa: B018 (it refuses pins that mean nothing)
@@ -328,6 +332,17 @@ class Problem:
             pooled = (t.name for t in self.tables if not t.sequence)
             require_tower_hosts({name: self.allowed_devices(name) for name in pooled},
                                 self.topology.on_hosts, p)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.tables, self.topology, self.global_batch, self.optimizer,
+                     self.constraints, self.job))
+
+    def __hash__(self) -> int:  # a problem is the key of some caches, so its hash is kept
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:  # as of a Table
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     @property
     def local_batch(self) -> int:
@@ -342,6 +357,36 @@ class Problem:
     def replica_optimizer(self) -> str:
         """What updates replicas: a name of fused.DENSE_OPTIMIZERS."""
         return self.job.replica_optimizer or fused.OPTIMIZERS[self.optimizer].dense
+
+    @cached_property
+    def kinds_of(self) -> Mapping[str, tuple[str, ...]]:
+        """For each table that only some kinds may run, these."""
+        return dict(self.constraints.kinds)
+
+    def may_run(self, layout: Layout, table: Table) -> bool:
+        """Whether a kind may run a table, by constraints.kinds and by how wide its shards would be.
+
+        Searches cut columns only where a device has all rows, so others have all columns.
+        """
+        wide = table.dim > self.topology.most_columns
+        return (layout.name in self.kinds_of.get(table.name, (layout.name,))
+                and not (wide and (layout.divides_rows or not layout.cuts_columns)))
+
+    @cached_property
+    def _min_widths(self) -> Mapping[str, int]:
+        return dict(self.constraints.min_widths)
+
+    def unit_width(self, table: Table) -> int:
+        """The columns of which shards of a table have multiples: the fewest that divide the table evenly and
+        respect constraints.min_widths."""
+        least = min(self._min_widths.get(table.name, MIN_WIDTH), table.dim)
+        return next(width for width in range(-(-least // MIN_WIDTH) * MIN_WIDTH, table.dim + 1, MIN_WIDTH)
+                    if table.dim % width == 0)
+
+    def most_width(self, table: Table) -> int:
+        """The most columns of a shard: multiples of its unit, within what FBGEMM runs. 0: there are none."""
+        unit = self.unit_width(table)
+        return min(table.dim, self.topology.most_columns // unit * unit)
 
     @cached_property
     def bundle_of(self) -> Mapping[str, tuple[str, ...]]:

@@ -37,7 +37,7 @@ from shardcore.layouts import (
 from shardcore.outputs import output_bytes
 from shardcore.topology import Topology
 from shardcore.traffic import channels_of, lanes, row_in, shared_on_hosts
-from shardcore.types import Plan, Problem, Shard, Table
+from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 
 @dataclass(frozen=True)
@@ -215,20 +215,42 @@ def require_cover(plan: Plan, problem: Problem) -> None:
         if placed != table.rows * table.dim:
             raise ShardCoreError(f"plan places {placed} of the {table.rows * table.dim} cells of table "
                                  f"{table.name!r}")
+    most = problem.topology.most_columns
+    for placement, width in _widths(p for p in plan.placements if p.shard.table.dim > most):
+        if width > most:
+            raise ShardCoreError(f"plan places {width} columns of table {placement.shard.table.name!r} by "
+                                 f"{placement.kind} on {device_names(placement.devices)}; FBGEMM's CUDA op "
+                                 f"runs shards of at most {most} (a CPU, by topology.hardware, has no limit)")
+
+
+def _widths(placements: Iterable[Placement]) -> Iterable[tuple[Placement, int]]:
+    """One placement of each table, kind and group of devices, and the columns of all: they are one shard."""
+    found: dict[tuple[str, str, tuple[int, ...]], tuple[Placement, int]] = {}
+    for p in placements:
+        key = p.shard.table.name, p.kind, p.devices
+        found[key] = p, p.shard.width + found.get(key, (p, 0))[1]
+    return found.values()
 
 
 def require_constraints(plan: Plan, problem: Problem) -> None:
     """Raise ShardCoreError if the plan breaks a constraint.
 
     Tables that must stay whole are whole. All live only where they may. Bundles are on one device. Tables
-    that a kind has to run are run by it.
+    are run by kinds that may run them, in shards that are wide enough.
     """
-    kinds = dict(problem.constraints.kinds)
+    kinds = problem.kinds_of
     for placement in plan.placements if kinds else ():
         name = placement.shard.table.name
-        if kinds.get(name, placement.kind) != placement.kind:
+        if placement.kind not in kinds.get(name, (placement.kind,)):
             raise ShardCoreError(f"plan places {placement.shard.label} by {placement.kind}; it needs "
-                                 f"{kinds[name]} (constraints.kinds)")
+                                 f"{' or '.join(kinds[name])} (constraints.kinds)")
+    least = dict(problem.constraints.min_widths)
+    for placement, width in _widths(p for p in plan.placements if p.shard.table.name in least):
+        table = placement.shard.table
+        if width < min(table.dim, least[table.name]):
+            raise ShardCoreError(f"plan places {width} columns of table {table.name!r} on "
+                                 f"{device_names(placement.devices)}; it needs {least[table.name]} or more "
+                                 "(constraints.min_widths)")
     # Most problems have no others.
     if not problem.whole and not problem.pinned:
         return

@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
+from shardcore.layouts import LAYOUTS
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Table
 
@@ -33,6 +36,13 @@ def constrained(**constraints) -> Problem:
     (lambda: Constraints(reserved_bytes=2**50 + 1), ["reserved_bytes 1125899906842625"]),
     (lambda: constrained(reserved_bytes=-1), ["reserved_bytes -1"]),
     (lambda: constrained(pinned=(("s", (True,)),)), ["'s' pinned to (True,)"]),
+    (lambda: constrained(kinds=(("x", ("row",)),)), ["'p'", "kinds of ['x']"]),
+    (lambda: constrained(kinds=(("s", "row"),)), ["'s' by 'row'", "['row', 'column']"]),
+    (lambda: constrained(kinds=(("s", ()),)), ["'s' by ()", "one or more kinds"]),
+    (lambda: constrained(kinds=(("s", ("row",)), ("s", ("column",)))), ["kinds of table 's' twice"]),
+    (lambda: constrained(min_widths=(("x", 4),)), ["'p'", "min_widths of ['x']"]),
+    (lambda: constrained(min_widths=(("s", 0),)), ["min_widths 0", "'s'", "1 to 65536"]),
+    (lambda: constrained(min_widths=(("s", 4), ("s", 8))), ["min_widths of table 's' twice"]),
 ])
 def test_bad_values_are_named(make, named):
     with pytest.raises(ShardCoreError) as error:
@@ -52,6 +62,18 @@ def test_pins_and_groups_say_where_tables_may_live_and_which_stay_whole():
     assert on_one.whole == {"s", "t", "u"}  # what has a single device gains nothing from a cut
     assert [on_one.kept_whole_by(n) for n in "su"] == ["constraints.together", "constraints.pinned"]
     assert problem.kept_whole_by("v") == "constraints.unsplit"
+
+
+def test_kinds_and_widths_say_what_may_run_a_table():
+    tables = Table("narrow", 10, 96, 1.0), Table("wide", 10, 4096, 1.0), Table("free", 10, 8, 1.0)
+    problem = Problem("p", tables, HOSTS, 4, constraints=Constraints(
+        kinds=(("narrow", ("row", "column")),), min_widths=(("narrow", 20), ("wide", 100), ("free", 64))))
+    may = {t.name: {kind for kind, layout in LAYOUTS.items() if problem.may_run(layout, t)} for t in tables}
+    assert may == {"narrow": {"row", "column"}, "wide": {"column"}, "free": set(LAYOUTS)}
+    assert [problem.unit_width(t) for t in tables] == [24, 128, 8]
+    assert [problem.most_width(t) for t in tables] == [96, 2048, 8]
+    on_cpu = replace(problem, topology=replace(HOSTS, hardware="cpu-amd-epyc"))
+    assert on_cpu.may_run(LAYOUTS["row"], tables[1]) and on_cpu.most_width(tables[1]) == 4096
 
 
 def test_ten_thousand_tables_on_a_thousand_devices_are_pinned():

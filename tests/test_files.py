@@ -39,11 +39,13 @@ def test_problems_round_trip(problem, problem_path, tmp_path):
     files.write_problem(tmp_path / "u.json", unequal)
     assert files.read_problem(tmp_path / "u.json") == unequal
     pinned = dataclasses.replace(unequal, constraints=Constraints(
-        pinned=(("hot", (0, "b")), ("cold", (3,))), together=(("hot", "wide"),)))
+        pinned=(("hot", (0, "b")), ("cold", (3,))), together=(("hot", "wide"),),
+        kinds=(("zipf", ("row", "column")),), min_widths=(("zipf", 8),)))
     files.write_problem(tmp_path / "c.json", pinned)
     assert files.read_problem(tmp_path / "c.json") == pinned
     data = json.loads((tmp_path / "c.json").read_text())["constraints"]
     assert (data["pinned"], data["together"]) == ({"hot": [0, "b"], "cold": [3]}, [["hot", "wide"]])
+    assert (data["kinds"], data["min_widths"]) == ({"zipf": ["row", "column"]}, {"zipf": 8})
 
 
 def test_jobs_and_tables_of_several_features_round_trip(problem, problem_path, tmp_path):
@@ -123,6 +125,10 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
     (lambda d: d["constraints"].update(pinned=["hot"]), ["pinned is ['hot']", "object of tables"]),
     (lambda d: d["constraints"].update(pinned={"hot": 0}), ["constraints", "'hot' pinned to 0", "a list"]),
     (lambda d: d["constraints"].update(pinned={"hot": [True]}), ["'hot' pinned to [True]"]),
+    (lambda d: d["constraints"].update(kinds={"hot": "row"}), ["table 'hot' by 'row'", "['row', 'column']"]),
+    (lambda d: d["constraints"].update(kinds=["hot"]), ["kinds is ['hot']", "object of tables"]),
+    (lambda d: d["constraints"].update(min_widths={"hot": "8"}), ["min_widths '8'", "table 'hot'"]),
+    (lambda d: d["constraints"].update(min_widths=8), ["min_widths is 8", "object of tables"]),
     (lambda d: d["constraints"].update(pinned={"hot": ["host-9"]}), ["'hot' to 'host-9'", "hosts host-0"]),
     (lambda d: d["constraints"].update(pinned={"hut": [0]}), ["pins ['hut']"]),
     (lambda d: d["constraints"].update(together={}), ["together is {}", "list of groups"]),

@@ -115,7 +115,7 @@ def test_what_cannot_be_decided_is_refused(do, error, words):
 def test_a_data_parallel_table_is_on_every_device_as_a_whole():
     """TorchRec caches no such table."""
     asked = problem(36 << 20)
-    asked = replace(asked, constraints=Constraints(kinds=(("hot", "data_parallel"),)))
+    asked = replace(asked, constraints=Constraints(kinds=(("hot", ("data_parallel",)),)))
     found = decide(asked)
     [hot] = [tier for tier in found.tiers if tier.table.name == "hot"]
     assert (hot.table.load_factor, hot.device_bytes) == (1.0, 2 * hot.table.bytes)

@@ -155,7 +155,7 @@ def test_a_model_of_another_setting_is_refused_before_any_search():
 def test_offers_have_hardware_of_their_own_and_constraints_may_fit_some_only():
     models = {"m": MODELS["m"], "n": AnalyticModel(Setting("another", 1536))}
     asked = replace(PROBLEM, topology=Topology(PROBLEM.topology.devices, "nvidia-h100"),
-                    constraints=Constraints(kinds=((TABLES[0].name, "data_parallel"),)))
+                    constraints=Constraints(kinds=((TABLES[0].name, ("data_parallel",)),)))
     found = sweep(asked, [replace(SMALL, most_hosts=1), replace(LARGE, model="n", most_hosts=1)], models,
                   SHARDERS["size_greedy"])
     assert [bool(c.plan) for c in found] == [False, True] and "one device" in found[0].why

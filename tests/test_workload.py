@@ -69,6 +69,8 @@ SPREAD = on_hosts("axxa", 1 << 20)
     (Constraints(unsplit=("b",)),
      ["cuts table 'b'", "b[0:15, 0:4]", "must stay whole (constraints.unsplit)"]),
     (Constraints(together=(("a", "c"),)), ["cuts table 'a'", "(constraints.together)"]),
+    (Constraints(kinds=(("a", ("row", "host_row")),)), ["a[0:100, 0:4] by column", "needs row or host_row"]),
+    (Constraints(min_widths=(("a", 8),)), ["4 columns of table 'a' on device 0", "8 or more", "min_widths"]),
     (Constraints(pinned=(("a", (1,)),)), ["cuts table 'a'", "(constraints.pinned)"]),
     (Constraints(pinned=(("b", (1, 2)),)),
      ["b[0:60, 0:4] on device 0", "table 'b' may only live on devices 1, 2"]),
@@ -246,8 +248,24 @@ def test_devices_that_hold_the_same_replicas_share_their_op_and_its_price():
     assert len(asked) == 5  # of six ops
 
 
+@pytest.mark.parametrize("plan, columns", [
+    (lambda t, on: place(column(t, 0)), "4096 columns of table 'wide' by column on device 0"),
+    (lambda t, on: place(column(t, 0, 0, 2000), column(t, 0, 2000, 2052), column(t, 1, 2052)), "2052 col"),
+    (lambda t, on: place(row(t, on)), "4096 columns of table 'wide' by row on devices 0, 1"),
+    (lambda t, on: place(replica(t, on)), "4096 columns of table 'wide' by data_parallel")])
+def test_shards_wider_than_fbgemm_runs_are_refused_but_on_a_cpu(plan, columns):
+    wide = Table("wide", 10, 4096, 1.0)
+    problem = Problem("p", (wide,), Topology((Device(1 << 30),) * 2), 64)
+    plan = plan(wide, problem.topology)
+    with pytest.raises(ShardCoreError, match=f"{columns}.* at most 2048"):
+        require_cover(plan, problem)
+    on_cpu = dataclasses.replace(TWO, hardware="cpu-x")
+    require_cover(plan, dataclasses.replace(problem, topology=on_cpu))
+    require_cover(place(column(wide, 0, 0, 2048), column(wide, 1, 2048)), problem)
+
+
 def test_cells_that_are_placed_twice_are_found_among_many_parts():
-    n = 600
+    n = 500
     wide = Table("wide", 10, n * 4, 1.0)
     problem = Problem("p", (wide,), Topology((Device(1 << 30),)), 64)
     parts = [column(wide, 0, 4 * i, 4 * i + 4) for i in range(n)]

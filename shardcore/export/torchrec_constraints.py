@@ -90,12 +90,12 @@ def whole(asked: Asked, theirs: Tables) -> tuple[str, ...]:
                  and set(types) <= WHOLE_TYPES)
 
 
-def kinds(asked: Asked, theirs: Tables, topology: Topology) -> Iterator[tuple[str, str]]:
+def kinds(asked: Asked, theirs: Tables, topology: Topology) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Tables whose sharding types all are of one kind that is on all devices, and that kind."""
     for name, table in theirs.items():
         of = {layout_of_torchrec(t) for t in types_of(asked, table) or ()}
         if len(of) == 1 and (layout := of.pop()) in ways(topology):
-            yield name, layout.name
+            yield name, (layout.name,)
 
 
 def types_of(asked: Asked, table: ModelTable) -> list[str] | None:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
@@ -264,8 +264,8 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0) -> Topology:
                host=f"host-{d.rank // topology.local_world_size}") for d in topology.devices))
 
 
-def _only_kinds(theirs: Mapping[str, ModelTable], asked: Mapping[str, str],
-                topology: Topology) -> Iterator[tuple[str, str]]:
+def _only_kinds(theirs: Mapping[str, ModelTable], asked: Container[str],
+                topology: Topology) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Tables that TorchRec runs by one kind of sharding, and that kind; without those asked for already.
 
     Raises ShardCoreError if the topology does not have that kind.
@@ -278,7 +278,7 @@ def _only_kinds(theirs: Mapping[str, ModelTable], asked: Mapping[str, str],
                 raise ShardCoreError(f"table {name!r} is in {table.path!r}, a {table.within}, which TorchRec "
                                      f"shards {' or '.join(table.sharding_types)} only; the topology has "
                                      f"{len(topology)} device, and it needs 2 or more to divide rows")
-            yield name, kind.name
+            yield name, (kind.name,)
 
 
 def _narrower(algorithm: str) -> list[str]:

@@ -13,7 +13,7 @@ from shardcore.publish.diff import diff, rebind_tables, relabel_devices, reorder
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.budget import Budget
 from shardcore.search.portfolio import annealing
-from shardcore.search.shards import priced
+from shardcore.search.shards import on_all_devices, priced
 from shardcore.types import Plan, Problem
 from shardcore.workload import require_plan
 
@@ -67,7 +67,7 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
 
 def _kept(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | None:
     """The old plan, priced anew. None if it is none of the problem, or not of the space."""
-    fixed = dict(problem.constraints.kinds)
+    fixed = {t.name for t in problem.tables if on_all_devices(t, problem)}
     try:
         left = _left(old, problem)
         require_plan(left, problem)
@@ -81,7 +81,8 @@ def _kept(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | N
 
 
 def _searched(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig, space: str) -> Plan:
-    left, fixed = _left(old, problem), dict(problem.constraints.kinds)
+    left = _left(old, problem)
+    fixed = {t.name for t in problem.tables if on_all_devices(t, problem)}
 
     def search(reshard: Reshard | None) -> Plan:
         return annealing(problem, model, seed=config.seed, budget=config.budget, space=space, reshard=reshard)

@@ -17,6 +17,7 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
 from shardcore.memory import host_bytes
 from shardcore.search.budget import Budget
+from shardcore.search.shards import on_all_devices
 from shardcore.types import Plan, Problem, Shard
 
 
@@ -56,7 +57,7 @@ def dealt(problem: Problem) -> Problem | None:
     room = np.full(len(topology.hosts), float(topology.host_memory_bytes))
     for name, devices in problem.pinned.items():
         room -= [takes[name] * (set(devices) <= set(host)) for host in topology.on_hosts]
-    bound = {*problem.pinned, *dict(asked.kinds)}
+    bound = {*problem.pinned, *(t.name for t in problem.tables if on_all_devices(t, problem))}
     kept = {name for group in asked.together for name in group}
     groups = [*asked.together, *((t.name,) for t in problem.tables if t.name not in kept)]
     units = {group[0]: n for group in groups

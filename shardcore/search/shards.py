@@ -15,22 +15,24 @@ Rows are divided in one way only, `division`. TorchRec trains no other (docs/tor
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from shardcore import memory
 from shardcore.cost.model import CostModel, price
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import (
     LAYOUTS,
     WHOLE_ROWS,
+    Group,
     Layout,
+    layout_of,
     possible_groups,
     run_of,
     shards_on,
 )
-from shardcore.topology import Topology
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
@@ -54,12 +56,12 @@ def bundles(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:
     return list(map(tuple, found.values()))
 
 
-def halve_columns(shard: Shard) -> tuple[Shard, Shard] | None:
+def halve_columns(shard: Shard, unit: int = MIN_WIDTH) -> tuple[Shard, Shard] | None:
     """The left and the right half. None where the shard cannot be cut.
 
-    Widths stay multiples of MIN_WIDTH: 12 columns become 4 and 8.
+    Widths stay multiples of a unit: 12 columns become 4 and 8.
     """
-    middle = shard.col_lo + shard.width // (2 * MIN_WIDTH) * MIN_WIDTH
+    middle = shard.col_lo + shard.width // (2 * unit) * unit
     if middle == shard.col_lo:
         return None
     return replace(shard, col_hi=middle), replace(shard, col_lo=middle)
@@ -68,23 +70,71 @@ def halve_columns(shard: Shard) -> tuple[Shard, Shard] | None:
 def division(table: Table, problem: Problem) -> Placement | None:
     """The table with its rows divided over a group of devices. None where that is impossible.
 
-    It takes the first group that constraints and the number of rows allow.
+    It takes the first kind that constraints and the number of rows allow. Of several groups, such as
+    hosts, it takes the one that `_dealt` says.
     """
-    if table.name in problem.whole:
-        return None
-    return _division(table, problem.topology, problem.pinned.get(table.name))
+    for layout in LAYOUTS.values():
+        if layout.divides_rows and why_not(layout, table, problem) is None:
+            groups = _groups(layout, table, problem)
+            group = groups[0] if len(groups) == 1 else _dealt(problem)[table.name]
+            return Placement(layout.name, Shard.whole(table), group)
+    return None
+
+
+@lru_cache(1 << 4)
+def _dealt(problem: Problem) -> Mapping[str, Group]:
+    """Groups for tables whose rows several may divide: the largest first, each where there are fewest bytes.
+
+    Tables that have to be divided go before others.
+    """
+    taken: dict[Group, int] = defaultdict(int)
+    found = {}
+    for table in sorted(problem.tables, key=lambda t: (problem.may_run(WHOLE_ROWS, t), -t.bytes)):
+        several = (groups for layout in LAYOUTS.values() if layout.divides_rows
+                   and why_not(layout, table, problem) is None
+                   and len(groups := _groups(layout, table, problem)) > 1)
+        if groups := next(several, None):
+            found[table.name] = min(groups, key=taken.__getitem__)
+            taken[found[table.name]] += table.bytes
+    return found
+
+
+def why_not(layout: Layout, table: Table, problem: Problem) -> str | None:
+    """Why a kind cannot run a table in a search. None if it can."""
+    try:
+        run_of(layout.name, table)
+    except ShardCoreError as error:
+        return str(error)
+    most = problem.topology.most_columns
+    if not problem.may_run(layout, table):
+        if layout.name not in problem.kinds_of.get(table.name, (layout.name,)):
+            return f"constraints.kinds do not have {layout.name}"
+        return f"{layout.name} has all {table.dim} columns in a shard; FBGEMM's CUDA op runs at most {most}"
+    if layout.divides_rows or layout.local_batch:
+        if layout.divides_rows and table.name in problem.whole:
+            return f"{layout.name} cuts it, and it must stay whole ({problem.kept_whole_by(table.name)})"
+        return None if _groups(layout, table, problem) else (
+            f"no devices share a table of {table.rows} rows by {layout.name}, where it may live")
+    width = table.dim if table.name in problem.whole else problem.most_width(table)
+    if not 0 < width <= most:
+        return f"no cut of its {table.dim} columns into shards of at most {most}, which FBGEMM's CUDA op runs"
+    return None
 
 
 @lru_cache(1 << 12)
-def _division(table: Table, topology: Topology, allowed: tuple[int, ...] | None) -> Placement | None:
-    """Cached, as many shards ask for the same table."""
-    for layout in LAYOUTS.values():
-        runs = layout.divides_rows and (layout.as_sequence or not table.sequence)
-        groups = possible_groups(layout, table.rows, topology, allowed) if runs else []
-        # A group of one device divides nothing.
-        for group in (g for g in groups if len(g) > 1):
-            return Placement(layout.name, Shard.whole(table), group)
-    return None
+def _groups(layout: Layout, table: Table, problem: Problem) -> tuple[Group, ...]:
+    """The groups of several devices that may share a table by a kind. Cached, as many shards ask for them."""
+    groups = possible_groups(layout, table.rows, problem.topology, problem.pinned.get(table.name))
+    # A group of one device divides nothing.
+    return tuple(group for group in groups if len(group) > 1)
+
+
+def on_all_devices(table: Table, problem: Problem) -> bool:
+    """Whether constraints.kinds leave a table only kinds whose shards are always on all devices."""
+    asked = (layout_of(kind) for kind in problem.kinds_of.get(table.name, ()))
+    kinds = [layout for layout in asked if why_not(layout, table, problem) is None]
+    return bool(kinds) and all(_groups(layout, table, problem) == (problem.topology.ranks,)
+                               for layout in kinds)
 
 
 def layout_of_shard(shard: Shard, problem: Problem) -> Layout:
@@ -100,6 +150,12 @@ def devices_of(shard: Shard, problem: Problem) -> tuple[int, ...]:
     devices = division(shard.table, problem).devices
     # All ranges have ceil(rows / n) rows, except the last (layouts.even_share).
     return (devices[shard.row_lo // -(-shard.table.rows // len(devices))],)
+
+
+def equal_parts(table: Table, n: int) -> list[Shard]:
+    """The table cut by columns into n shards of one width."""
+    width = table.dim // n
+    return [Shard(table, 0, table.rows, i * width, (i + 1) * width) for i in range(n)]
 
 
 def join_columns(shards: Iterable[Shard]) -> list[Shard]:

@@ -54,7 +54,7 @@ def hot_counts(problem: Problem, least_lookups: float) -> dict[str, int]:
 
 def heats(problem: Problem) -> list[tuple[Table, Heat]]:
     """The tables that may be divided, and how hot their rows are."""
-    fixed, batch = dict(problem.constraints.kinds), problem.global_batch
+    fixed, batch = problem.kinds_of, problem.global_batch
     tables = [table for table in problem.tables
               if table.sequence and table.name not in fixed and access.lookups(table, batch)]
     return list(zip(tables, heat_of(tables, problem.global_batch), strict=True))
@@ -130,8 +130,7 @@ def _within(table: Table, collections: set[str]) -> Table:
 
 def is_hot(table: Table, problem: Problem) -> bool:
     """Whether a table is hot rows of `with_hot_rows`."""
-    kinds = dict(problem.constraints.kinds)
-    return table.name.endswith(HOT) and kinds.get(table.name) == REPLICA.name and any(
+    return table.name.endswith(HOT) and problem.kinds_of.get(table.name) == (REPLICA.name,) and any(
         other.name == table.name.removesuffix(HOT) + COLD for other in problem.tables)
 
 
@@ -150,4 +149,6 @@ def _renamed(asked: Constraints, rows: Mapping[str, int]) -> Constraints:
     return replace(asked, unsplit=tuple(cold.get(name, name) for name in asked.unsplit),
                    pinned=tuple((cold.get(name, name), where) for name, where in asked.pinned),
                    together=tuple(tuple(cold.get(name, name) for name in group) for group in asked.together),
-                   kinds=(*asked.kinds, *((name + HOT, REPLICA.name) for name in rows)))
+                   min_widths=tuple((cold.get(name, name), width) for name, width in asked.min_widths),
+                   kinds=(*((cold.get(name, name), kinds) for name, kinds in asked.kinds),
+                          *((name + HOT, (REPLICA.name,)) for name in rows)))

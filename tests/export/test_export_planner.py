@@ -297,9 +297,9 @@ def test_managed_collision_on_one_device_is_refused_by_its_own_rule():
                                              "has 1 device, and it needs 2 or more to divide rows$"):
         wrapped_training.planner(1).plan(WRAPPED)
     # A kind that the user gives goes first.
-    with pytest.raises(ShardCoreError, match="runs table 'e' by row .constraints.kinds.; it needs .* none"):
+    with pytest.raises(ShardCoreError, match="runs table 'e' by row .constraints.kinds.: no devices"):
         plan_for(WRAPPED, Topology((Device(10**9),)), MODEL, dict.fromkeys((*LOOKUPS, "f3", "r0", "r1"), 2.0),
-                 constraints=Constraints(kinds=(("e", "row"), ("g", "row"))))
+                 constraints=Constraints(kinds=(("e", ("row",)), ("g", ("row",)))))
 
 
 def test_a_wrapped_collection_without_the_sharder_of_its_wrapper_is_refused_by_name():

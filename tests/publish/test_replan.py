@@ -148,6 +148,6 @@ def test_no_more_bytes_of_cut_tables_move_than_may(seed):
 def test_what_constraints_move_does_not_count(problem, old):
     """One table is pinned elsewhere, another is to be divided over all devices."""
     homes = {p.shard.table.name: p.devices[0] for p in old.placements}
-    asked = Constraints(pinned=(("t0", ((homes["t0"] + 1) % 4,)),), kinds=(("t1", "row"),))
+    asked = Constraints(pinned=(("t0", ((homes["t0"] + 1) % 4,)),), kinds=(("t1", ("row",)),))
     found = replan(old, replace(problem, constraints=asked), MODEL, ReplanConfig(0, budget=BUDGET))
     assert {m.table for m in diff(old, found).moves} == {"t0", "t1"}

@@ -135,9 +135,9 @@ CASES = {
                         constraints=Constraints(together=(("t0", "t1", "t2"), ("t3", "t7"), ("t8",)))),
     "given kinds": replace(with_slack(20, 4, 4.0), constraints=Constraints(
         unsplit=("t1",), pinned=(("t4", (0, 1)),),
-        kinds=(("t0", "data_parallel"), ("t2", "row"), ("t7", "data_parallel")))),
+        kinds=(("t0", ("data_parallel",)), ("t2", ("row",)), ("t7", ("data_parallel",))))),
     "all by given kinds": replace(with_slack(21, 2, 3.0), constraints=Constraints(
-        kinds=tuple((f"t{i}", "data_parallel") for i in range(12)))),
+        kinds=tuple((f"t{i}", ("data_parallel",)) for i in range(12)))),
     "together and pinned, tight": on_hosts(with_slack(19, 4, 1.3, optimizer="rowwise_adagrad"), Constraints(
         unsplit=("t1",), together=(("t0", "t2", "t4"), ("t5", "t6")),
         pinned=(("t2", ("b",)), ("t5", (0, "b")), ("t8", ("a",))))),

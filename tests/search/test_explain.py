@@ -35,7 +35,7 @@ def test_an_alternative_that_means_nothing_is_told_and_the_rest_stands():
     tables = (Table("small", 10, 8, 2.0), *PROBLEM.tables)
     devices = (Device(MOST_BYTES),) * 4
     problem = replace(PROBLEM, tables=tables, topology=Topology(devices),
-                      constraints=Constraints(kinds=(("small", "row"),)))
+                      constraints=Constraints(kinds=(("small", ("row",)),)))
     found = explain(solved(problem, "size_greedy"), problem, model_for(problem), SMALL)
     refused = [a for a in found.changes if a.total_ms is None]
     assert len(refused) == 1 and "more devices" in refused[0].what and "rows" in refused[0].error

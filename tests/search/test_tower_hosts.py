@@ -182,7 +182,7 @@ def test_a_sequence_that_is_on_every_device_is_so_beside_towers():
     hot = Table("s_hot", 50, 8, 2.0, sequence=True, collection="ec")
     problem = problem_of()
     problem = replace(problem, tables=(*problem.tables, hot),
-                      constraints=Constraints(kinds=(("s_hot", "data_parallel"),)))
+                      constraints=Constraints(kinds=(("s_hot", ("data_parallel",)),)))
     found = tower_hosts(problem, pairs(), MODEL)
     assert "s_hot" not in dict(found.problem.constraints.pinned)
     plan = SHARDERS["size_greedy"](found.problem, MODEL)

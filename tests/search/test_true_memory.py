@@ -90,7 +90,7 @@ def test_no_search_is_tried_more_often_however_it_is_called(searched, monkeypatc
     given, searches, asked = problem(), [], []
     old = anneal_columns(given, model_for(given), budget=Budget(evals=100))
     if searched == "fixed kinds":
-        given = replace(given, constraints=Constraints(kinds=(("t0", "row"),)))
+        given = replace(given, constraints=Constraints(kinds=(("t0", ("row",)),)))
 
     def require_fits(plan, of):
         asked.append(plan)

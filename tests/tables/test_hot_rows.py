@@ -56,7 +56,7 @@ def test_a_problem_runs_hot_rows_on_every_device():
     found = with_hot_rows(whole, {"t": 100})
     assert [(t.name, t.rows, t.collection) for t in found.tables] == [
         ("t_hot", 100, "ec"), ("t_cold", 49_900, "ec.cold"), ("u", 50_000, "ec.cold")]
-    assert found.constraints == Constraints(unsplit=("t_cold",), kinds=(("t_hot", "data_parallel"),))
+    assert found.constraints == Constraints(unsplit=("t_cold",), kinds=(("t_hot", ("data_parallel",)),))
 
 
 @pytest.mark.parametrize("make, said", [

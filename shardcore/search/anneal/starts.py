@@ -277,7 +277,7 @@ class Starts:
         """
         fixed, most_bytes = space.fixed, max(1, int(share * space.fixed.free.mean()))
         wanted = -(-self._whole_bytes(fixed) // most_bytes)
-        n = np.where(fixed.may_split, np.clip(wanted, 1, fixed.size), 1)
+        n = np.where(fixed.may_split, np.clip(wanted, space.cache.least_parts, fixed.size), 1)
         n[space.divided] = 0
         return n
 
@@ -292,7 +292,8 @@ class Starts:
         n[space.divided] = n[np.asarray(everywhere, dtype=np.int64)] = 0
         limit = share * max(single[n > 0].sum() / fixed.speed.sum(), 1e-300)
         most = np.where(fixed.may_split, np.minimum(len(fixed.free), fixed.size), 1)
-        return n * np.clip(np.ceil(np.minimum(single / limit, most)).astype(np.int64), 1, None)
+        parts = np.ceil(np.minimum(single / limit, most)).astype(np.int64)
+        return n * np.maximum(parts, space.cache.least_parts)
 
     def _shards(self, space: SearchSpace, n: np.ndarray) -> np.ndarray:
         """[N, 2] strips and units of n [S] equal shards, in the order of placing.
