@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from shardcore.fused import DENSE_OPTIMIZERS
 from shardcore.inputs import received_bytes, sample_bytes
 from shardcore.job import PAYLOADS, Job
-from shardcore.layouts import Layout, layout_of, run_of
+from shardcore.layouts import Layout, layout_of, merged, run_of
 from shardcore.outputs import output_bytes, table_output_rows
 from shardcore.tables.access import access_share
 from shardcore.types import OUTPUT_BYTES, Placement, Plan, Problem, Shard
@@ -50,7 +50,7 @@ def local_amounts(plan: Plan, problem: Problem) -> dict[Layout, dict[str, float]
     for number, table in enumerate(problem.tables):
         numbers[table.name] = of_collection.setdefault((table.collection, table.sequence), number), number
     runs: dict[Layout, list[Placement]] = {}
-    for placement in sorted(plan.placements, key=lambda p: numbers[p.shard.table.name]):
+    for placement in sorted(merged(plan.placements), key=lambda p: numbers[p.shard.table.name]):
         runs.setdefault(run_of(placement.kind, placement.shard.table), []).append(placement)
     outputs = {run: sum(OUTPUT_BYTES * p.shard.width * table_output_rows(p.shard.table, local)
                         for p in placements) for run, placements in runs.items()}
@@ -61,8 +61,7 @@ def local_amounts(plan: Plan, problem: Problem) -> dict[Layout, dict[str, float]
     for run, placements in runs.items():
         joined = collections[run.collection, run.sequence]
         cut = any(p.shard.width < p.shard.table.dim for p in placements)
-        # Several columns of a table on a device are one shard in TorchRec.
-        tables = [p.shard.table for p in {(p.shard.table, p.devices): p for p in placements}.values()]
+        tables = [p.shard.table for p in placements]
         found[run] = outputs_amounts(outputs[run], problem, cut, cut if run.sequence else len(joined) > 1)
         if run.sequence or run in last:
             found[run]["gradient"] = outputs[run] if run.sequence else sum(joined)

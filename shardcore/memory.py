@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from shardcore.errors import Infeasible, Overfull
 from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.inputs import sample_bytes
 from shardcore.job import Job
-from shardcore.layouts import WHOLE_ROWS, Layout, run_of, shards_on
+from shardcore.layouts import WHOLE_ROWS, Layout, merged, run_of, shards_on
 from shardcore.outputs import table_output_rows
 from shardcore.phases import phases_of, run_key, times_of
 from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Plan, Problem, Shard, Table
@@ -300,16 +300,13 @@ def used_bytes(plan: Plan, problem: Problem) -> list[int]:
 
 
 def _held(plan: Plan, problem: Problem) -> list[list[tuple[Layout, Shard]]]:
-    """Of each device its shards. Several columns of a table on a device are one shard in TorchRec."""
-    held: list[dict[Any, tuple[Layout, Shard]]] = [{} for _ in problem.topology.devices]
-    for placement in plan.placements:
+    """[D] the shards of each device, and how each runs."""
+    held: list[list[tuple[Layout, Shard]]] = [[] for _ in problem.topology.devices]
+    for placement in merged(plan.placements):
         layout = run_of(placement.kind, placement.shard.table)
         for device, shard in shards_on(placement):
-            key = layout.name, shard.table.name, shard.row_lo
-            if key in held[device]:
-                shard = replace(shard, col_lo=0, col_hi=shard.width + held[device][key][1].width)
-            held[device][key] = layout, shard
-    return [list(shards.values()) for shards in held]
+            held[device].append((layout, shard))
+    return held
 
 
 def require_fits(plan: Plan, problem: Problem) -> list[int]:
