@@ -10,7 +10,7 @@ from shardcore.job import PAYLOADS, Job
 from shardcore.layouts import Layout, layout_of, merged, run_of
 from shardcore.outputs import output_bytes, table_output_rows
 from shardcore.tables.access import access_share
-from shardcore.types import OUTPUT_BYTES, Placement, Plan, Problem, Shard
+from shardcore.types import OUTPUT_BYTES, Placement, Plan, Problem, Shard, Table
 
 SORTING_BYTES = 52
 """Bytes a lookup that FBGEMM's CUDA backward needs to sort rows. Given, not measured.
@@ -69,12 +69,19 @@ def local_amounts(plan: Plan, problem: Problem) -> dict[Layout, dict[str, float]
         found[run]["permuted"] = local * sum(sample_bytes(t, problem.job) for t in tables)
         if run.divides_rows:
             ranges = len(placements[0].devices)
-            found[run]["bucketized"] = local * sum(
-                sample_bytes(t, problem.job, ranges=ranges) for t in tables)
+            found[run]["bucketized"] = local * sum(bucketized_bytes(t, problem.job, ranges) for t in tables)
     first = next(iter(found.values()))
     first["batch"] = batch_bytes(problem)
     first["stepped"] = max(stepped_bytes(layout_of(p.kind), p.shard, problem) for p in plan.placements)
     return found
+
+
+def bucketized_bytes(table: Table, job: Job, ranges: int) -> float:
+    """Bytes of a sample's ids in buckets, one for each range of rows, with their lengths.
+
+    Of a sequence TorchRec keeps also where each id was (unbucketize_permute_tensor), to put its outputs back.
+    """
+    return sample_bytes(table, job, ranges=ranges) + table.sequence * table.looked_up * job.id_bytes
 
 
 def _last_to_need_gradients(runs: Iterable[Layout]) -> set[Layout]:

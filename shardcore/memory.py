@@ -28,6 +28,7 @@ import numpy as np
 from shardcore.access_statistics import ManagedCollision
 from shardcore.amounts import (
     batch_bytes,
+    bucketized_bytes,
     local_amounts,
     outputs_amounts,
     shard_amounts,
@@ -163,9 +164,10 @@ def _sent_again(layout: Layout, shard: Shard, problem: Problem) -> dict[str, flo
     """What a cut or divided shard adds to a local batch. Every device has that, but it counts here only."""
     # Of the group, not of the rows: the last range may be short.
     ranges = len(layout.groups(problem.topology)[0]) if layout.divides_rows else 1
-    again = problem.local_batch * sample_bytes(shard.table, problem.job, ranges=ranges)
-    return {"permuted": again * (shard.width < shard.table.dim and not layout.local_batch),
-            "bucketized": again * (ranges > 1), "stepped": stepped_bytes(layout, shard, problem)}
+    local, cut = problem.local_batch, shard.width < shard.table.dim and not layout.local_batch
+    return {"permuted": local * sample_bytes(shard.table, problem.job, ranges=ranges) * cut,
+            "bucketized": local * bucketized_bytes(shard.table, problem.job, ranges) * (ranges > 1),
+            "stepped": stepped_bytes(layout, shard, problem)}
 
 
 def table_bytes(table: Table, problem: Problem, width: int | None = None) -> int:

@@ -350,6 +350,39 @@ def test_what_does_not_fit_is_said_by_part_and_by_how_much():
         lower(Plan((column(TABLE, 0), column(OTHER, 0))), problem)
 
 
+LONG = Table("s", 1000, 4, 4000.0, sequence=True, collection="sequences")
+SHORT = Table("b", 1000, 8, 2.0, collection="tables")
+
+
+def test_a_divided_sequence_keeps_where_each_id_was_by_hand():
+    """Eleven local batches: 3 in the pipeline, and 2 each of ids permuted, arrived, bucketized, and places."""
+    problem = problem_of(LONG, hardware="cpu-some", batch=256)
+    plan = Plan((row(LONG, problem.topology),))
+    local = 128 * 4000 * 8
+    [amounts] = memory.local_amounts(plan, problem).values()
+    assert amounts["bucketized"] == 2 * local + 128 * 2 * 4
+    [device, _] = memory.by_part(plan, problem)
+    assert device.parts["ids"] == pytest.approx(11 * local, rel=1e-3)
+    pooled = replace(LONG, sequence=False)
+    [amounts] = memory.local_amounts(Plan((row(pooled, problem.topology),)),
+                                     replace(problem, tables=(pooled,))).values()
+    assert amounts["bucketized"] == local + 128 * 2 * 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("divided", [True, False])
+def test_long_sequences_take_what_torch_sees(divided):
+    """Of the holder of ids by far the most. TR 1924: ids of 9 to 11 local batches, outputs of the global."""
+    pytest.importorskip("torchrec")
+    from bench import memory as peaks
+
+    two = Topology((Device(2**34, host="h"),) * 2, "cpu")
+    problem = Problem("long", (SHORT, LONG), two, 256)
+    plan = Plan((column(SHORT, 0), row(LONG, two) if divided else column(LONG, 1)))
+    [found] = peaks.measured([(problem, plan)])
+    assert memory.used_bytes(plan, problem)[1] == pytest.approx(max(found[1]), rel=0.02)
+
+
 @pytest.mark.parametrize("seed", [100, pytest.param(101, marks=pytest.mark.long)])
 def test_the_count_is_the_peak_that_torch_sees(seed):
     """In TorchRec's own processes, under its pipeline, where most of it is weights, or ids.
