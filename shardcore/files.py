@@ -338,6 +338,7 @@ class _Plan:
 
 _PROVENANCE = {"algorithm": str, "space": str, "predicted_ms": float | None, "model": str,
                "model_version": str, "tower_ratio": float,
+               "extrapolated": tuple[str, ...],
                "datasets": Mapping[str, str], "torchrec": Mapping[str, Mapping[str, Any]]}
 """What others read of provenance; the rest is for people."""
 

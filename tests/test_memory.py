@@ -355,7 +355,7 @@ SHORT = Table("b", 1000, 8, 2.0, collection="tables")
 
 
 def test_a_divided_sequence_keeps_where_each_id_was_by_hand():
-    """Eleven local batches: 3 in the pipeline, and 2 each of ids permuted, arrived, bucketized, and places."""
+    """Eleven local batches: 3 in the pipeline, 2 each of ids permuted, arrived and bucketized, and places."""
     problem = problem_of(LONG, hardware="cpu-some", batch=256)
     plan = Plan((row(LONG, problem.topology),))
     local = 128 * 4000 * 8

@@ -20,7 +20,9 @@ from shardcore.tables.access import access_share, unique_rows
 from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.traffic import channels_of
 from shardcore.types import OF_IDS, PRECISION_BYTES, Problem, Setting, Shard
+from shardcore.workload import Workload
 
+CLOSED_FORM = "not measured: closed-form model"
 MS_PER_NS = 1e-6
 MS_PER_US = 1e-3
 
@@ -145,6 +147,10 @@ class AnalyticModel:
                 backward = backward + self._transfer_ms(channel, payload_bytes(sent_bytes, back), topology)
         ready = compute_ms + backward
         return CommCost(forward, backward, ready.max(-1, keepdims=True) - ready, input_ms + work_ms, work_ms)
+
+    def out_of_range(self, workload: Workload) -> list[str]:
+        """See model.CostModel. Its setting names a device that was not measured."""
+        return [CLOSED_FORM]
 
     def _transfer_ms(self, channel: Channel, sent_bytes: np.ndarray, topology: Topology) -> np.ndarray:
         """[..., D] ms of one collective.
