@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from shardcore.cost.collective_model import groups_of
+from shardcore.cost.collective_model import groups_of, is_ring
 from shardcore.cost.host_memory import HostMemoryModel, with_host_memory
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import ShardCoreError
@@ -19,7 +19,7 @@ from shardcore.outputs import payload_bytes
 from shardcore.tables.access import access_share, unique_rows
 from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.traffic import channels_of
-from shardcore.types import OF_IDS, PRECISION_BYTES, Problem, Setting, Shard
+from shardcore.types import PRECISION_BYTES, Problem, Setting, Shard
 from shardcore.workload import Workload
 
 CLOSED_FORM = "not measured: closed-form model"
@@ -169,7 +169,7 @@ class AnalyticModel:
 
         hosts: [n] number of each device's host.
         """
-        n_devices, rings = len(hosts), channel.collective not in ("all_to_all", *OF_IDS)
+        n_devices, rings = len(hosts), is_ring(channel)
         own, all_bytes = sent_bytes / n_devices, sent_bytes.sum(-1, keepdims=True) / n_devices
         # [n, n] masks of pairs. A device sends nothing to itself.
         same_host = (hosts[:, None] == hosts) & ~np.eye(n_devices, dtype=bool)

@@ -122,8 +122,9 @@ class MixedModel:
         return None
 
 
-def load(folders: Sequence[str | Path]) -> NeuralModel | MixedModel:
+def load(folders: str | Path | Sequence[str | Path]) -> NeuralModel | MixedModel:
     """The model of a folder, or of several folders of different precisions."""
+    folders = [folders] if isinstance(folders, str | Path) else folders
     models = sorted(map(neural.load, folders), key=lambda m: m.setting.precision)
     return models[0] if len(models) == 1 else MixedModel(tuple(models))
 
