@@ -4,7 +4,7 @@ The nouns are here; the verbs live in their modules and load when asked for:
 
   lower(plan, problem)       what one training step of a plan does          shardcore.workload
   price(workload, model)     what a model predicts that it costs            shardcore.cost.model
-  load_model(folder)         a trained cost model                           shardcore.cost.neural
+  load_model(folders)        a trained cost model, or one of each precision shardcore.cost.mixed
   SHARDERS                   name -> function(problem, model, seed=, budget=) -> Plan    shardcore.search
   replay(workload, setting)  what it costs, measured on real processes      shardcore.measure.replay
   load_plan(root, name)      a published plan and its problem               shardcore.publish.store
@@ -22,7 +22,7 @@ from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 _VERBS = {
     "lower": ("shardcore.workload", "lower"),
     "price": ("shardcore.cost.model", "price"),
-    "load_model": ("shardcore.cost.neural", "load"),
+    "load_model": ("shardcore.cost.mixed", "load"),
     "SHARDERS": ("shardcore.search", "SHARDERS"),
     "replay": ("shardcore.measure.replay", "replay"),
     "load_plan": ("shardcore.publish.store", "load_plan"),

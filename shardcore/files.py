@@ -125,8 +125,11 @@ def table_to_json(table: Table) -> dict[str, Any]:
                                            ("weighted", table.weighted, False),
                                            ("sequence", table.sequence, False), ("dedup", table.dedup, 1.0),
                                            ("collection", table.collection, ""),
-                                           ("load_factor", table.load_factor, 1.0))
+                                           ("load_factor", table.load_factor, 1.0),
+                                           ("row_shares", table.row_shares, None),
+                                           ("managed_collision", table.managed_collision, None))
                 if v != default}
+    optional |= {k: dataclasses.asdict(v) for k, v in optional.items() if dataclasses.is_dataclass(v)}
     return {"name": table.name, "rows": table.rows, "dim": table.dim, "pooling": table.pooling,
             **access, **optional}
 
@@ -340,6 +343,7 @@ class _Plan:
 
 _PROVENANCE = {"algorithm": str, "space": str, "predicted_ms": float | None, "model": str,
                "model_version": str, "tower_ratio": float,
+               "extrapolated": tuple[str, ...],
                "datasets": Mapping[str, str], "torchrec": Mapping[str, Mapping[str, Any]]}
 """What others read of provenance; the rest is for people."""
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardcore import fused
-from shardcore.access_statistics import Reuse, Zipf
+from shardcore.access_statistics import ManagedCollision, Reuse, RowShares, Zipf
 from shardcore.constraints import Constraints, devices_of_pins, require_tower_hosts
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.job import PAYLOADS, Job
@@ -69,7 +69,8 @@ class Table:
     pooling: mean lookups per sample, of all its features together.
     access: which rows those lookups hit.
     precision: of the weights.
-    ordered: whether ids are ordered by frequency, row 0 the most accessed; else they count as hashed.
+    ordered: whether the place of a row says how often it is looked up: ids are ordered by frequency, row 0
+        the most accessed, or as `row_shares` say. Else ids count as hashed.
     features: that look up in it. Each has a pooled output of its own.
     weighted: whether each lookup has a weight, which travels with its id.
     sequence: whether each lookup is an output of its own, as in an EmbeddingCollection. Else they are pooled.
@@ -80,6 +81,8 @@ class Table:
         Each runs ops and exchanges of its own. Pooled tables and sequences of one name are two.
     load_factor: share of its rows that a cache in device memory holds, while all are in the host's. 1: all
         are in device memory, and there is no cache.
+    row_shares: which ranges of rows are looked up how often, as measured. Only where ids are ordered.
+    managed_collision: memory of what maps raw ids to rows. None: nothing does.
     """
 
     name: str
@@ -95,6 +98,8 @@ class Table:
     dedup: float = 1.0
     collection: str = ""
     load_factor: float = 1.0
+    row_shares: RowShares | None = None
+    managed_collision: ManagedCollision | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pooling", float(self.pooling))  # equal tables have equal files
@@ -116,15 +121,15 @@ class Table:
         object.__setattr__(self, "load_factor", float(self.load_factor))
         require(0 <= self.load_factor <= 1,
                 f"{t} has load_factor {self.load_factor}; it needs a share of its rows, 0 to 1")
+        require(self.ordered or self.row_shares is None,
+                f"{t} has row_shares and ordered false; it needs ordered true, or no row_shares")
         if isinstance(self.access, Reuse):
             require(self.pooling == 0 or sum(self.access.bins) > 0,
                     f"{t} has pooling {self.pooling} but an empty reuse histogram")
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.rows, self.dim, self.pooling, self.access, self.precision, self.ordered,
-                     self.features, self.weighted, self.sequence, self.dedup, self.collection,
-                     self.load_factor))
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
     def __hash__(self) -> int:  # a table is part of every cache key, so its hash is kept
         return self._hash
@@ -433,5 +438,8 @@ class Problem:
         own = Setting(self.topology.hardware or setting.hardware, self.global_batch, self.precision,
                       self.optimizer, self.job.forward_payload, self.job.backward_payload)
         if own != setting:
+            remedy = ("give a model of each precision (plan --model A --model B); publish takes a single one"
+                      if "+" in own.precision else
+                      "measure and train one for the problem's setting, or change the problem")
             raise SettingMismatch(f"problem {self.name!r} is for ({own}), the cost model for ({setting}); "
-                                  "measure and train one for the problem's setting, or change the problem")
+                                  f"{remedy}")

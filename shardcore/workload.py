@@ -29,6 +29,7 @@ from shardcore.layouts import (
     Layout,
     device_names,
     layout_of,
+    merged,
     require_placement,
     run_of,
     runs_of,
@@ -122,7 +123,7 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
     used = (memory.require_fits if fits else memory.used_bytes)(plan, problem)
     n_devices = len(problem.topology)
     held: dict[tuple[Layout, int], list[Shard]] = defaultdict(list)
-    for placement in plan.placements:
+    for placement in merged(plan.placements):
         run = run_of(placement.kind, placement.shard.table)
         for device, shard in shards_on(placement):
             held[run, device].append(shard)
@@ -255,7 +256,7 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
     if not problem.whole and not problem.pinned:
         return
     homes: dict[tuple[str, ...], tuple[str, tuple[int, ...]]] = {}
-    for placement in plan.placements:
+    for placement in merged(plan.placements):
         shard, devices, name = placement.shard, placement.devices, placement.shard.table.name
         divided = layout_of(placement.kind).divides_rows and len(devices) > 1
         if name in problem.whole and (divided or shard != Shard.whole(shard.table)):

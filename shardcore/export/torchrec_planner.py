@@ -23,6 +23,7 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible, SettingMismatch, ShardCoreError
 from shardcore.export import fbgemm_statistics
 from shardcore.export import torchrec_constraints as constrained
+from shardcore.export.row_shares import with_row_shares
 from shardcore.export.torchrec import to_torchrec
 from shardcore.export.torchrec_modules import (
     ModelTable,
@@ -72,7 +73,7 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     global_batch: samples per step over all devices.
     lookups: one of three. Mean lookups per sample by feature: ids then follow DEFAULT_ACCESS. Batches of the
       model's data, a global batch or more of each feature, in one KeyedJaggedTensor or several: pooling and
-      reuse are read from them. A path of FBGEMM's
+      reuse are read from them, and where ids lie if that is uneven (Table.row_shares). A path of FBGEMM's
       reports (a folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
     job: how a step runs around the embeddings.
     deduplicated: groups of features that share an inverse index (see Table.dedup). Their tables stay together
@@ -85,7 +86,7 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     if not theirs:
         raise ShardCoreError("the model has no EmbeddingBagCollection or EmbeddingCollection; there is "
                              "nothing to place")
-    lookups = list(lookups) if deduplicated and isinstance(lookups, Iterator) else lookups
+    lookups = list(lookups) if isinstance(lookups, Iterator) else lookups
     statistics = _statistics(theirs, lookups, global_batch)
     ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
     factors, groups = _deduplicated(theirs, lookups, deduplicated, global_batch // len(ours))
@@ -97,8 +98,9 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     tables = tuple(Table(key, t.config.num_embeddings, t.config.embedding_dim, *statistics[key],
                          precision=precision[key], features=len(t.config.feature_names),
                          weighted=t.weighted, sequence=not t.pooled, dedup=factors.get(key, 1.0),
-                         collection=t.path)
+                         collection=t.path, managed_collision=t.managed_collision)
                    for key, t in theirs.items())
+    tables = with_row_shares(tables, theirs, lookups, len(ours))
     problem = Problem(name, tables, ours, global_batch, optimizer, job=job or Job())
     problem = with_hot_rows(problem, _hot_rows(module, theirs))
     constraints = constraints or Constraints()
