@@ -83,8 +83,11 @@ def _in_backward(name: str, weight: Any) -> str | None:
         raise ShardCoreError(f"table {name!r} has optimizers {', '.join(k.__name__ for k in kinds)} in "
                              "backward; TorchRec takes one")
     for kind, given in zip(kinds, getattr(weight, "_optimizer_kwargs", ({},)), strict=False):
-        theirs = given.get("optimizer") or optimizer_type_to_emb_opt_type(kind)
-        return getattr(theirs, "name", None) or kind.__name__
+        try:
+            theirs = given.get("optimizer") or optimizer_type_to_emb_opt_type(kind)
+        except ValueError:  # TorchRec has none of that type
+            theirs = None
+        return getattr(theirs, "name", kind.__name__)
     return None
 
 
