@@ -59,8 +59,8 @@ from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import CHANNELS
 from shardcore.samples import dataset
 from shardcore.search import Budget, compare
-from shardcore.search.anneal.sharder import anneal
 from shardcore.search.neuroshard import neuroshard
+from shardcore.search.portfolio import annealing as anneal
 from shardcore.search.shards import to_plan
 from shardcore.topology import Topology
 from shardcore.types import OUTPUT_BYTES, Problem, Setting, Shard

@@ -263,12 +263,6 @@ def ways(topology: Topology) -> tuple[Layout, ...]:
     return tuple(k for k in LAYOUTS.values() if len(topology) > 1 and k.groups(topology) == (topology.ranks,))
 
 
-def on_all_devices(table: Table, problem: Problem) -> bool:
-    """Whether constraints.kinds leave a table only kinds whose shards are always on all devices."""
-    kinds = problem.kinds_of.get(table.name)
-    return kinds is not None and {layout_of(kind) for kind in kinds} <= set(ways(problem.topology))
-
-
 def layout_of(kind: str) -> Layout:
     """The row of a kind. Raises ShardCoreError for an unknown name."""
     if kind not in LAYOUTS:

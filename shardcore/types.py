@@ -333,6 +333,17 @@ class Problem:
             require_tower_hosts({name: self.allowed_devices(name) for name in pooled},
                                 self.topology.on_hosts, p)
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.tables, self.topology, self.global_batch, self.optimizer,
+                     self.constraints, self.job))
+
+    def __hash__(self) -> int:  # a problem is the key of some caches, so its hash is kept
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:  # as of a Table
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
     @property
     def local_batch(self) -> int:
         return self.global_batch // len(self.topology)

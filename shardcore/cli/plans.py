@@ -163,7 +163,7 @@ def _plan_groups(args: argparse.Namespace, problem: Problem, model: CostModel, p
 
 def _require_agreeing(args: argparse.Namespace) -> None:
     """Raise ShardCoreError for options that are gone or contradict each other."""
-    from shardcore.search.anneal.sharder import SPACE_OF
+    from shardcore.search import SPACE_OF
 
     grouped.require_agreeing(args)
 
@@ -204,7 +204,7 @@ def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
     from shardcore.publish.diff import diff
     from shardcore.publish.replan import ReplanConfig, replan
     from shardcore.report import plan_report
-    from shardcore.search.anneal.sharder import SPACE_OF
+    from shardcore.search import SPACE_OF
     from shardcore.workload import lower
 
     # A plan's file is checked against the problem that it was made for. Whether it fits is not asked: memory

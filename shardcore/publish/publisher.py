@@ -24,8 +24,7 @@ from shardcore.publish.replan import ReplanConfig, replan
 from shardcore.report import plan_page, plan_report
 from shardcore.report.plan_explorer import Version, version_name
 from shardcore.report.text import percent_change
-from shardcore.search import BASELINES, DEFAULT_SHARDER, compare, known, sharder
-from shardcore.search.anneal.sharder import SPACE_OF
+from shardcore.search import BASELINES, DEFAULT_SHARDER, SPACE_OF, compare, known, sharder
 from shardcore.search.budget import Budget
 from shardcore.search.explain import explain
 from shardcore.search.learned.policy import Policy

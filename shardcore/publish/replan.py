@@ -7,16 +7,13 @@ from dataclasses import dataclass, replace
 
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.layouts import WHOLE_ROWS, on_all_devices
+from shardcore.layouts import WHOLE_ROWS
 from shardcore.memory import require_fits
 from shardcore.publish.diff import diff, rebind_tables, relabel_devices, reorder_columns
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.anneal.sharder import anneal_once
 from shardcore.search.budget import Budget
-from shardcore.search.fixed_kinds import with_fixed_kinds
-from shardcore.search.host_room import within_host_memory
-from shardcore.search.shards import priced
-from shardcore.search.true_memory import within_memory
+from shardcore.search.portfolio import annealing
+from shardcore.search.shards import on_all_devices, priced
 from shardcore.types import Plan, Problem
 from shardcore.workload import require_plan
 
@@ -86,10 +83,9 @@ def _kept(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | N
 def _searched(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig, space: str) -> Plan:
     left = _left(old, problem)
     fixed = {t.name for t in problem.tables if on_all_devices(t, problem)}
-    annealed = within_host_memory(within_memory(with_fixed_kinds("anneal", anneal_once)))
 
     def search(reshard: Reshard | None) -> Plan:
-        return annealed(problem, model, seed=config.seed, budget=config.budget, space=space, reshard=reshard)
+        return annealing(problem, model, seed=config.seed, budget=config.budget, space=space, reshard=reshard)
 
     if not left.placements:  # all tables are new
         return search(None)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
 
+from shardcore import progress
 from shardcore.errors import ShardCoreError
 
 
@@ -14,7 +14,7 @@ class Budget:
     """Limits of a search. None means no limit.
 
     evals: plans priced, or changes of plans tried.
-    seconds: wall time.
+    seconds: wall time. Compiling is not counted.
 
     A search returns its best plan once either limit is reached.
     It always returns one, however small the budget.
@@ -37,7 +37,7 @@ class Budget:
 
     def start(self) -> Meter:
         """Start the clock."""
-        return Meter(self, time.monotonic())
+        return Meter(self, progress.clock())
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Meter:
     """What one run has used of its budget.
 
     budget: the limits.
-    started_s: monotonic time of the start.
+    started_s: time of the start, by `progress.clock`.
     evals: used so far.
     """
 
@@ -69,7 +69,7 @@ class Meter:
 
     def seconds(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self.started_s
+        return progress.clock() - self.started_s
 
     def progress(self) -> float:
         """The share of the budget that is used, from 0 to 1. The limit closer to its end counts."""
@@ -80,6 +80,21 @@ class Meter:
         if self.budget.seconds is not None:
             parts.append(self.seconds() / self.budget.seconds)
         return min(1.0, max(parts))
+
+    def left_s(self) -> float | None:
+        """Seconds until the budget is used. None without limits, or if the rate is not known yet."""
+        done, used_s = self.progress(), self.seconds()
+        if self.budget.seconds is not None and done * self.budget.seconds <= used_s:
+            return max(0.0, self.budget.seconds - used_s)
+        return used_s / done - used_s if done > 0 else None
+
+    def report(self, phase: str, best_ms: float | None = None) -> None:
+        """Report progress to whoever listens (see shardcore.progress).
+
+        phase: present work, in a few words.
+        best_ms: cost of the best plan so far.
+        """
+        progress.report(phase, best_ms, self.left_s())
 
     def has_time(self, seconds: float) -> bool:
         """Whether this many more seconds fit the budget. Always true without a limit in seconds."""

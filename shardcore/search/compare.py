@@ -13,7 +13,7 @@ from shardcore.cost.model import CostModel, price
 from shardcore.errors import Infeasible
 from shardcore.search.budget import Budget
 from shardcore.search.learned.policy import Policy
-from shardcore.search.sharders import BASELINES, SHARDERS, known, sharder
+from shardcore.search.sharders import BASELINES, DEFAULT_SHARDER, SHARDERS, known, sharder
 from shardcore.step_cost import StepCost
 from shardcore.types import Plan, Problem
 from shardcore.workload import lower
@@ -77,8 +77,8 @@ def plans(problem: Problem, model: CostModel, seed: int = 0, budget: Budget | No
     return [o for o in outcomes if o.plan]
 
 
-WORTH_REPLAYING = ("anneal", "anneal_columns", "neuroshard", *(n for n in BASELINES if n != "random"),
-                   *(n for n in SHARDERS if n == "torchrec"))
+WORTH_REPLAYING = (DEFAULT_SHARDER, "anneal_columns", "neuroshard",
+                   *(n for n in BASELINES if n != "random"), *(n for n in SHARDERS if n == "torchrec"))
 
 
 @dataclass(frozen=True)

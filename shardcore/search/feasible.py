@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from shardcore.constraints import Constraints
-from shardcore.errors import Infeasible
-from shardcore.layouts import device_names, even_share, shards_on
+from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.layouts import WHOLE_ROWS, device_names, even_share, shards_on
 from shardcore.memory import free_bytes, gib
 from shardcore.search.free_memory import bundle_bytes, bytes_alone
 from shardcore.search.packing import (
@@ -25,9 +25,9 @@ from shardcore.search.packing import (
     too_tall,
     whole_impossible,
 )
-from shardcore.search.shards import Bundle, bundles, division
+from shardcore.search.shards import Bundle, bundles, division, why_not
 from shardcore.topology import DEFAULT_RESERVE, default_reserve
-from shardcore.types import MIN_WIDTH, Problem, Shard, Table
+from shardcore.types import Problem, Shard, Table
 
 MOST_DEVICES = 256
 """The largest number of further devices that a remedy suggests."""
@@ -43,7 +43,8 @@ def feasible_shards(problem: Problem) -> list[Shard]:
     """The shards to start from. Every table is whole, unless no device where it may live can hold it.
 
     Such a table is halved by columns until its shards fit.
-    If MIN_WIDTH columns are still too large, its rows are divided (`division`).
+    If its narrowest columns are still too large, its rows are divided (`division`).
+    Sequences are divided by rows at once where that is possible, and else cut into equal parts.
     Tables in problem.whole are never cut.
 
     Raises Infeasible if TorchRec trains no plan of the problem. Data-parallel tables are not considered.
@@ -52,11 +53,12 @@ def feasible_shards(problem: Problem) -> list[Shard]:
     - The tables take more memory than all devices have.
     - The tables pinned to some devices take more than these have.
     - A bundle, or a table that must stay whole, takes more than the largest device where it may live.
-    - MIN_WIDTH columns of a table take more, and its rows cannot be divided or a row range does not fit.
+    - The narrowest columns of a table take more, and its rows cannot be divided or a row range does not fit.
     - The row ranges of such tables find no packing.
     - More than MOST_PACKED tables take nearly all memory, and no packing is found.
       A search would not fill gaps better, and would take long to find out.
     """
+    _require_widths(problem)
     free = free_bytes(problem)
     needed, available = least_bytes(problem), sum(max(0, f) for f in free)
     if needed > available:
@@ -73,15 +75,30 @@ def feasible_shards(problem: Problem) -> list[Shard]:
     # Too large even as a narrow column: only a division of rows helps.
     for table in too_tall(problem, problem.tables, free):
         if why := _undividable(table, problem, free):
-            [largest] = largest_free(problem, [table], free)
-            columns = (Shard(table, 0, table.rows, 0, MIN_WIDTH),)
-            too_much = _too_much(columns, problem, largest)
-            raise _infeasible(problem, f"{MIN_WIDTH} columns of table {table.name!r} take {too_much}, "
-                              f"and {why}")
+            if not problem.may_run(WHOLE_ROWS, table):
+                raise _infeasible(problem, f"table {table.name!r} has to be divided by rows "
+                                           f"(constraints.kinds), and {why}")
+            [largest], width = largest_free(problem, [table], free), problem.unit_width(table)
+            too_much = _too_much((Shard(table, 0, table.rows, 0, width),), problem, largest)
+            raise _infeasible(problem, f"{width} columns of table {table.name!r} take {too_much}, and {why}")
     _require_pins_fit(problem, free)
     if len(problem.tables) > MOST_PACKED and needed > _NEARLY * available and not surely_fits(problem)(free):
         pack_or_raise(problem)
     return cut(problem, free) or list(pack_or_raise(problem).shards)
+
+
+def _require_widths(problem: Problem) -> None:
+    """Raise ShardCoreError for a table with more columns than FBGEMM runs where it may live."""
+    most = problem.topology.most_columns
+    for table in (t for t in problem.tables if t.dim > most):
+        if why := why_not(WHOLE_ROWS, table, problem):
+            raise ShardCoreError(f"problem {problem.name!r} cannot place table {table.name!r}: {why}")
+        if -(-table.dim // problem.most_width(table)) > len(problem.allowed_devices(table.name)):
+            raise ShardCoreError(
+                f"problem {problem.name!r} cannot place table {table.name!r}: it has {table.dim} columns, "
+                f"and FBGEMM's CUDA op runs at most {most} in a shard; it needs "
+                f"{-(-table.dim // problem.most_width(table))} devices, and it may live on "
+                f"{len(problem.allowed_devices(table.name))} (a CPU, by topology.hardware, has no limit)")
 
 
 def _describe(bundle: Bundle, problem: Problem) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 from shardcore import memory
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.layouts import LAYOUTS, layout_of, on_all_devices
-from shardcore.search.shards import priced, why_not
+from shardcore.layouts import LAYOUTS, layout_of, ways
+from shardcore.search.shards import on_all_devices, priced, why_not
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 
@@ -69,7 +69,7 @@ def _require_possible(table: Table, problem: Problem) -> None:
     kinds, asked = problem.kinds_of[table.name], problem.constraints
     for constraint, names in (("pinned", dict(asked.pinned)), ("together", sum(asked.together, ())),
                               ("unsplit", asked.unsplit)):
-        if table.name in names and on_all_devices(table, problem) and (
+        if table.name in names and {layout_of(kind) for kind in kinds} <= set(ways(problem.topology)) and (
                 constraint != "unsplit" or all(layout_of(kind).divides_rows for kind in kinds)):
             raise ShardCoreError(f"problem {problem.name!r} has table {table.name!r} in constraints.kinds "
                                  f"({', '.join(kinds)}, on all devices) and in constraints.{constraint}; it "
@@ -87,6 +87,6 @@ def _require_possible(table: Table, problem: Problem) -> None:
 def _placed(table: Table, problem: Problem) -> Placement:
     """The table on all devices, by the kind that takes least memory."""
     shard = Shard.whole(table)
-    ways = [Placement(kind, shard, problem.topology.ranks) for kind in problem.kinds_of[table.name]
+    placements = [Placement(kind, shard, problem.topology.ranks) for kind in problem.kinds_of[table.name]
             if why_not(layout_of(kind), table, problem) is None]
-    return min(ways, key=lambda way: max(memory.counted_bytes(Plan((way,)), problem)))
+    return min(placements, key=lambda p: max(memory.counted_bytes(Plan((p,)), problem)))

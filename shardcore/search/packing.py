@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardcore.layouts import even_share, shards_on
+from shardcore.layouts import WHOLE_ROWS, even_share, shards_on
 from shardcore.memory import Lookups, columns_bytes
 from shardcore.search.best_fit import best_fit
 from shardcore.search.free_memory import FreeMemory, bundle_bytes, bytes_alone, freedom
-from shardcore.search.shards import bundles, halve_columns
+from shardcore.search.shards import bundles, equal_parts, halve_columns
 from shardcore.search.shards import division as divided
 from shardcore.types import MIN_WIDTH, Placement, Problem, Shard, Table
 
@@ -49,11 +49,12 @@ def sum_bytes(tables: Sequence[Table], problem: Problem) -> int:
     return int(_each_bytes(tables, problem).sum())
 
 
-def _each_bytes(tables: Sequence[Table], problem: Problem, width: int | None = None) -> np.ndarray:
-    """[T] `table_bytes` of many tables, of all columns or of some."""
+def _each_bytes(tables: Sequence[Table], problem: Problem, narrowest: bool = False) -> np.ndarray:
+    """[T] `table_bytes` of many tables, of all columns or of the fewest that a shard may have."""
     rows, dim = np.array([(t.rows, t.dim) for t in tables], dtype=float).reshape(-1, 2).T
     lookups = Lookups.of_all(tables, problem)
-    return columns_bytes(lookups, rows, dim if width is None else 0 * dim + width, dim, problem)
+    width = np.array([problem.unit_width(t) for t in tables], dtype=float) if narrowest else dim
+    return columns_bytes(lookups, rows, width, dim, problem)
 
 
 def largest_free(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> list[int]:
@@ -80,7 +81,7 @@ class Division:
 def divisions(problem: Problem, free: Sequence[int]) -> Iterator[Division]:
     """Ways to divide the rows of tables, those with fewest first.
 
-    First, tables of which MIN_WIDTH columns fit no device where they may live.
+    First, tables that are too tall (`too_tall`).
     Then also the tallest of the others, 1, 2, 4, ... more: their columns are the coarsest to pack.
     It ends where a table that has to be divided cannot be, or where too little memory is left.
     """
@@ -100,11 +101,18 @@ def divisions(problem: Problem, free: Sequence[int]) -> Iterator[Division]:
 
 
 def too_tall(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> list[Table]:
-    """Tables that may be cut, but of which MIN_WIDTH columns fit no device where they may live."""
+    """Tables that may be cut, but that fit no device where they may live, however narrow their columns.
+
+    Columns of a sequence are cut only if its rows cannot be divided: TorchRec needs them equally wide.
+    """
     # Cut, ids are sent again: a few columns may take more than the whole table.
-    least = np.minimum(_each_bytes(tables, problem), _each_bytes(tables, problem, MIN_WIDTH))
-    too_large = np.flatnonzero(least > largest_free(problem, tables, free))
-    return [tables[i] for i in too_large if tables[i].name not in problem.whole]
+    least, whole = _each_bytes(tables, problem, narrowest=True), _each_bytes(tables, problem)
+    too_large = np.flatnonzero(np.minimum(least, whole) > largest_free(problem, tables, free))
+    also = {i for i, table in enumerate(tables if problem.kinds_of else ())
+            if not problem.may_run(WHOLE_ROWS, table)}
+    also |= {i for i in np.flatnonzero(whole > largest_free(problem, tables, free))
+             if tables[i].sequence and divided(tables[i], problem)}
+    return [tables[i] for i in sorted(also.union(too_large)) if tables[i].name not in problem.whole]
 
 
 def _with(division: Division, tables: Sequence[Table], problem: Problem,
@@ -151,21 +159,44 @@ def _halved(problem: Problem, division: Division) -> list[Shard] | None:
     shards: list[Shard] = []
     most = largest_free(problem, division.tables, division.free)
     fits = _each_bytes(division.tables, problem) <= most
+    fits &= np.array([t.dim <= problem.topology.most_columns for t in division.tables], dtype=bool)
+    cut = [(t, n) for t, fit, n in zip(division.tables, fits, most, strict=True) if t.sequence and not fit]
+    widths = {name: _equal_width([of for of in cut if of[0].collection == name], problem)
+              for name in {t.collection for t, _ in cut}}
     for table, whole_fits, largest in zip(division.tables, fits, most, strict=True):
         waiting = [Shard.whole(table)]
         if whole_fits:
             shards += waiting
+            continue
+        if table.sequence and table.name not in problem.whole:
+            if not (width := widths[table.collection]):
+                return None
+            shards += equal_parts(table, table.dim // width)
             continue
         while waiting:
             shard = waiting.pop()
             if bytes_alone(shard, problem) <= largest:
                 shards.append(shard)
                 continue
-            halves = None if table.name in problem.whole else halve_columns(shard)
+            halves = None if table.name in problem.whole else halve_columns(shard, problem.unit_width(table))
             if halves is None:
                 return None
             waiting += reversed(halves)
     return shards
+
+
+def _equal_width(cut: Sequence[tuple[Table, int]], problem: Problem) -> int:
+    """The most columns of which all of a collection's sequences that are cut may have parts. 0 if none fit.
+
+    TorchRec needs them equally wide. cut: the tables, and the most bytes of a part.
+    """
+    first = min(cut, key=lambda of: of[0].dim)[0]
+    for width in range(first.dim, 0, -MIN_WIDTH):
+        if all(t.dim % width == 0 and width % problem.unit_width(t) == 0
+               and t.dim // width <= len(problem.allowed_devices(t.name))
+               and bytes_alone(Shard(t, 0, t.rows, 0, width), problem) <= most for t, most in cut):
+            return width
+    return 0
 
 
 def pack(problem: Problem, free: Sequence[int], nodes: int = NODES) -> Packing | None:
@@ -181,10 +212,20 @@ def pack(problem: Problem, free: Sequence[int], nodes: int = NODES) -> Packing |
         return None
     for division in divisions(problem, free):
         placed = _packed(problem, division, nodes)
-        if placed is not None:
+        if placed is not None and _equally_wide(placed):
             placed = [*division.rows, *placed]
             return Packing(tuple(shard for shard, _ in placed), tuple(device for _, device in placed))
     return None
+
+
+def _equally_wide(placed: Placed) -> bool:
+    """Whether the columns of each sequence are cut into equal parts, once those of a device are joined."""
+    widths: dict[Table, dict[int, int]] = {}
+    for shard, device in placed:
+        if shard.table.sequence and shard.width < shard.table.dim:
+            on = widths.setdefault(shard.table, {})
+            on[device] = on.get(device, 0) + shard.width
+    return all(len(set(on.values())) == 1 for on in widths.values())
 
 
 def _packed(problem: Problem, division: Division, nodes: int) -> Placed | None:
@@ -195,8 +236,11 @@ def _packed(problem: Problem, division: Division, nodes: int) -> Placed | None:
         return whole
     pinned = [t for t in tables if t.name in problem.pinned]
     rest = [t for t in tables if t.name not in problem.pinned]
-    placed = _poured(problem, free, nodes, [tables])
-    return _poured(problem, free, nodes, [pinned, rest]) if placed is None and pinned else placed
+    if halved is None and any(t.sequence for t in tables):
+        return None  # it is not known how to cut them
+    parts = [shard for shard in halved or () if shard.table.sequence]
+    placed = _poured(problem, free, nodes, [tables], parts)
+    return _poured(problem, free, nodes, [pinned, rest], parts) if placed is None and pinned else placed
 
 
 def surely_fits(problem: Problem) -> Callable[[Sequence[int]], bool]:
@@ -204,12 +248,14 @@ def surely_fits(problem: Problem) -> Callable[[Sequence[int]], bool]:
 
     A table, or MIN_WIDTH columns of it, finds no memory only if every device has less than that left.
     That takes earlier tables to fill all but this much of each device.
-    The test never says yes if tables are pinned or in bundles.
+    The test never says yes if tables are pinned or in bundles, or only some kinds or widths may run them.
     """
-    if problem.pinned or problem.bundle_of:
+    asked, most = problem.constraints, problem.topology.most_columns
+    if problem.pinned or problem.bundle_of or asked.kinds or asked.min_widths or any(
+            t.dim > most for t in problem.tables):
         return lambda free: False
-    rows, dim, whole = np.array([(t.rows, t.dim, t.name in problem.whole) for t in problem.tables],
-                                dtype=float).T
+    rows, dim, whole = np.array([(t.rows, t.dim, t.sequence or t.name in problem.whole)
+                                 for t in problem.tables], dtype=float).T
     # as they are packed, or nearly so
     order = np.lexsort((-dim, np.where(whole > 0, -rows * dim, -rows), -whole))
     rows, dim, whole = rows[order], dim[order], whole[order] > 0
@@ -262,19 +308,24 @@ def _whole(problem: Problem, shards: Sequence[Shard], free: Sequence[int],
 
 
 def _poured(problem: Problem, free: Sequence[int], nodes: int,
-            groups: Sequence[Sequence[Table]]) -> Placed | None:
-    """Pack groups of tables, one after another. In each, tables that must stay whole go first."""
+            groups: Sequence[Sequence[Table]], parts: Sequence[Shard]) -> Placed | None:
+    """Pack groups of tables, one after another. In each, tables that must stay whole go first.
+
+    parts: of sequences. They are not cut further.
+    """
     room = FreeMemory(problem, free)
     placed: Placed = []
     for tables in groups:
-        fixed, _ = _whole(problem, _uncut(problem, tables), room.left.tolist(), nodes)
+        names = {t.name for t in tables if t.sequence and t.name not in problem.whole}
+        uncut = [*_uncut(problem, tables), *(part for part in parts if part.table.name in names)]
+        fixed, _ = _whole(problem, uncut, room.left.tolist(), nodes)
         if fixed is None:
             return None
         for shard, device in fixed:
             room.put(shard, device)
             placed.append((shard, device))
         # Tables whose columns are largest go first: small columns fill the gaps that large ones leave.
-        rest = sorted((Shard.whole(t) for t in tables if t.name not in problem.whole),
+        rest = sorted((Shard.whole(t) for t in tables if t.name not in problem.whole and not t.sequence),
                       key=lambda s: (freedom((s,), problem), -s.rows, -s.width))
         gaps = _gaps(room)
         for whole in rest:
@@ -324,9 +375,11 @@ def _pour(whole: Shard, room: FreeMemory) -> Placed | None:
 
 def _first_columns(shard: Shard, room: FreeMemory, device: int) -> tuple[Shard, Shard] | None:
     """The most columns that the device takes, and the rest. None if it takes none."""
+    unit = room.problem.unit_width(shard.table)
+
     def first(units: int) -> Shard:
-        return replace(shard, col_hi=shard.col_lo + units * MIN_WIDTH)
-    units = _most(shard.width // MIN_WIDTH, lambda n: bool(room.fits(first(n))[device]))
+        return replace(shard, col_hi=shard.col_lo + units * unit)
+    units = _most(shard.width // unit, lambda n: bool(room.fits(first(n))[device]))
     return (first(units), replace(shard, col_lo=first(units).col_hi)) if units else None
 
 

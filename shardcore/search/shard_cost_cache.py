@@ -4,7 +4,8 @@ A search works on integers. Two words, used in all of search/:
 
 strip: what devices divide among them. Mostly a whole table; else the columns of a row range, or a bundle.
   A bundle counts in the op of its first table, also where its tables are of several collections.
-unit: MIN_WIDTH columns of a strip. Tables kept together are a single unit.
+unit: the columns of which a strip's shards have multiples: Problem.unit_width, or MIN_WIDTH by default.
+  Tables kept together are a single unit. A sequence that is cut has equal parts, each a unit.
 
 Columns of a strip are exchangeable. So a shard is (strip, units): how many it has, not which.
 Two shards of a strip that meet on a device make one wider shard.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from math import gcd
 
 import numpy as np
 
@@ -25,7 +27,7 @@ from shardcore.cost.model import CommCost, CostModel, step_ms
 from shardcore.inputs import received_bytes
 from shardcore.layouts import runs_of
 from shardcore.outputs import output_bytes
-from shardcore.search.free_memory import bundle_bytes
+from shardcore.search.free_memory import IMPOSSIBLE, bundle_bytes
 from shardcore.search.shards import (
     Bundle,
     RowRange,
@@ -35,7 +37,7 @@ from shardcore.search.shards import (
     layout_of_shard,
     row_range,
 )
-from shardcore.types import MIN_WIDTH, Problem, Shard, Table
+from shardcore.types import Problem, Shard, Table
 from shardcore.workload import traffic_of_outputs
 
 ShardKey = tuple[int, int]
@@ -54,7 +56,9 @@ class ShardCostCache:
     freedom: [S] on how many devices it may be.
     kind: [S] number of how the strip runs.
     is_range: [S] whether the strip is a row range.
+    unit: [S] columns of a unit of the strip, or of the first table of a bundle.
     size: [S] units of the whole strip.
+    most: [S] units that a device may have.
     codes: [R, F] encodings.
     bytes: [R] memory.
     outputs: [R] bytes of outputs.
@@ -71,13 +75,19 @@ class ShardCostCache:
         for i, bundle in enumerate(self._strips):
             for shard in bundle:
                 self._strips_at[row_range(shard)].append((shard, i))
+        shards_of: dict[int, list[Shard]] = defaultdict(list)
+        for shard in shards if any(shard.table.sequence for shard in shards) else ():
+            shards_of[self._strip(shard)].append(shard)
         of_strip = [layout_of_shard(bundle[0], problem) for bundle in self._strips]
         self.kinds = tuple(run for run in runs_of(problem.tables) if run in of_strip)
         number = {run: k for k, run in enumerate(self.kinds)}
         self.kind = np.array([number[run] for run in of_strip])
         self.is_range = np.array([not bundle[0].full_rows for bundle in self._strips])
+        self.unit = np.array([_unit_width(bundle, shards_of[i], problem)
+                              for i, bundle in enumerate(self._strips)])
         self.size = np.array([self._units(i, bundle[0]) for i, bundle in enumerate(self._strips)])
         self._cut_before = {strip for strip, units in self.keys(shards) if units < self.size[strip]}
+        self.most = np.array([self._most(i) for i in range(len(self._strips))])
         self.allowed = np.ones((len(self._strips), len(problem.topology)), dtype=bool)
         for i, first in enumerate(bundle[0] for bundle in self._strips):
             if self.is_range[i] or first.table.name in problem.pinned:
@@ -105,9 +115,12 @@ class ShardCostCache:
 
     def key(self, shard: Shard) -> ShardKey:
         """A shard as strip and units. Of a table kept together with others, the key of their bundle."""
-        strip = next(i for whole, i in self._strips_at[row_range(shard)]
-                     if whole.col_lo <= shard.col_lo < whole.col_hi)
+        strip = self._strip(shard)
         return strip, self._units(strip, shard)
+
+    def _strip(self, shard: Shard) -> int:
+        return next(i for whole, i in self._strips_at[row_range(shard)]
+                    if whole.col_lo <= shard.col_lo < whole.col_hi)
 
     def keys(self, shards: Iterable[Shard]) -> list[ShardKey]:
         """One key for each bundle of these shards. All of a bundle's tables have to be given, or none."""
@@ -122,7 +135,21 @@ class ShardCostCache:
         return found
 
     def _units(self, strip: int, shard: Shard) -> int:
-        return shard.width // MIN_WIDTH if len(self._strips[strip]) == 1 else 1
+        return shard.width // int(self.unit[strip]) if len(self._strips[strip]) == 1 else 1
+
+    def _most(self, strip: int) -> int:
+        """Units that a device may have of a strip."""
+        table = self.table(strip)
+        if table.sequence and strip in self._cut_before:
+            return 1
+        if table.dim <= self.problem.topology.most_columns:
+            return int(self.size[strip])
+        return max(1, self.problem.most_width(table) // int(self.unit[strip]))
+
+    @property
+    def least_parts(self) -> np.ndarray:
+        """[S] shards that a strip has at least."""
+        return -(-self.size // self.most)
 
     def _columns(self, strip: int, low: int, high: int) -> Bundle:
         """Units low to high of a strip."""
@@ -131,13 +158,14 @@ class ShardCostCache:
         if high - low == self.size[strip]:
             return bundle
         whole = bundle[0]
-        col_lo, col_hi = (whole.col_lo + units * MIN_WIDTH for units in (low, high))
+        col_lo, col_hi = (whole.col_lo + units * int(self.unit[strip]) for units in (low, high))
         return (Shard(whole.table, whole.row_lo, whole.row_hi, col_lo, col_hi),)
 
     def may_split(self, key: ShardKey) -> bool:
         """Whether the shard may be cut by columns. A row range may not: it has only one device.
 
-        Of a sequence TorchRec needs all shards equally wide. So one is cut only where it does not fit whole.
+        Of a sequence TorchRec needs all shards equally wide. So one is cut only where it does not fit whole,
+        and then no further.
         """
         strip, units = key
         table = self.table(strip)
@@ -168,7 +196,9 @@ class ShardCostCache:
             return
         made, first = [self._columns(s, 0, u) for s, u in new], len(self.made)
         self.made += made
-        self.bytes = np.concatenate([self.bytes, [bundle_bytes(bundle, self.problem) for bundle in made]])
+        n_bytes = [bundle_bytes(bundle, self.problem) if u <= self.most[s] else IMPOSSIBLE
+                   for bundle, (s, u) in zip(made, new, strict=True)]
+        self.bytes = np.concatenate([self.bytes, n_bytes])
         batch = self.problem.global_batch
         outputs = [sum(output_bytes(s, batch) for s in bundle) for bundle in made]
         self.outputs = np.concatenate([self.outputs, np.array(outputs, dtype=np.int64)])
@@ -233,6 +263,14 @@ class ShardCostCache:
         compute_ms = (self.model.head(sums.reshape(-1, sums.shape[-1])).reshape(-1, len(self.kinds)).sum(1)
                       / self.speed)
         return float(self.total_ms(compute_ms, outputs, ids))
+
+
+def _unit_width(bundle: Bundle, shards: Sequence[Shard], problem: Problem) -> int:
+    """Columns of a unit of a strip. shards: of a sequence, how it is cut."""
+    table = bundle[0].table
+    if table.sequence and len(shards) > 1:
+        return gcd(*(shard.width for shard in shards))
+    return problem.unit_width(table)
 
 
 def _strips_of(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:

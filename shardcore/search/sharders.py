@@ -13,13 +13,13 @@ from shardcore.collector import rare_collections
 from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
 from shardcore.search import greedy, neuroshard, torchrec
-from shardcore.search.anneal import sharder as annealing
 from shardcore.search.beam import BeamConfig
 from shardcore.search.budget import Budget
 from shardcore.search.fixed_kinds import with_fixed_kinds
 from shardcore.search.host_room import within_host_memory
 from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.sharder import TABLE_WISE, place
+from shardcore.search.portfolio import annealing, portfolio
 from shardcore.search.true_memory import within_memory
 from shardcore.types import Plan, Problem
 
@@ -31,17 +31,19 @@ class Sharder(Protocol):
                  budget: Budget | None = None) -> Plan: ...
 
 
-DEFAULT_SHARDER = "anneal_columns"
+DEFAULT_SHARDER = "portfolio"
+SPACE_OF = {"portfolio": "all", "anneal": "all", "anneal_columns": "columns"}
+"""The space of each sharder that anneals (see anneal.sharder.SPACES)."""
 BASELINES = ("random", *greedy.ORDERS)
 """Sharders without a search. Published plans are shown against these."""
 
-_all = {"random": greedy.random, **greedy.ORDERS, "neuroshard": neuroshard.neuroshard,
-        **{name: partial(annealing.anneal_once, space=space) for name, space in annealing.SPACE_OF.items()}}
+_others = {"random": greedy.random, **greedy.ORDERS, "neuroshard": neuroshard.neuroshard}
 if torchrec.installed():
-    _all["torchrec"] = torchrec.torchrec
-SHARDERS: dict[str, Sharder] = {
-    name: rare_collections()(within_host_memory(within_memory(with_fixed_kinds(name, sharder))))
-    for name, sharder in _all.items()}
+    _others["torchrec"] = torchrec.torchrec
+_all = {"portfolio": portfolio, "anneal": annealing, "anneal_columns": partial(annealing, space="columns"),
+        **{name: within_host_memory(within_memory(with_fixed_kinds(name, of)))
+           for name, of in _others.items()}}
+SHARDERS: dict[str, Sharder] = {name: rare_collections()(of) for name, of in _all.items()}
 
 LEARNED: dict[str, tuple[str, BeamConfig]] = {
     **{name: (name, TABLE_WISE) for name in NETS},

@@ -15,7 +15,7 @@ Rows are divided in one way only, `division`. TorchRec trains no other (docs/tor
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -28,11 +28,11 @@ from shardcore.layouts import (
     WHOLE_ROWS,
     Group,
     Layout,
+    layout_of,
     possible_groups,
     run_of,
     shards_on,
 )
-from shardcore.topology import Topology
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
@@ -56,12 +56,12 @@ def bundles(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:
     return list(map(tuple, found.values()))
 
 
-def halve_columns(shard: Shard) -> tuple[Shard, Shard] | None:
+def halve_columns(shard: Shard, unit: int = MIN_WIDTH) -> tuple[Shard, Shard] | None:
     """The left and the right half. None where the shard cannot be cut.
 
-    Widths stay multiples of MIN_WIDTH: 12 columns become 4 and 8.
+    Widths stay multiples of a unit: 12 columns become 4 and 8.
     """
-    middle = shard.col_lo + shard.width // (2 * MIN_WIDTH) * MIN_WIDTH
+    middle = shard.col_lo + shard.width // (2 * unit) * unit
     if middle == shard.col_lo:
         return None
     return replace(shard, col_hi=middle), replace(shard, col_lo=middle)
@@ -70,12 +70,33 @@ def halve_columns(shard: Shard) -> tuple[Shard, Shard] | None:
 def division(table: Table, problem: Problem) -> Placement | None:
     """The table with its rows divided over a group of devices. None where that is impossible.
 
-    It takes the first kind and group that constraints and the number of rows allow.
+    It takes the first kind that constraints and the number of rows allow. Of several groups, such as
+    hosts, it takes the one that `_dealt` says.
     """
     for layout in LAYOUTS.values():
         if layout.divides_rows and why_not(layout, table, problem) is None:
-            return Placement(layout.name, Shard.whole(table), _groups(layout, table, problem)[0])
+            groups = _groups(layout, table, problem)
+            group = groups[0] if len(groups) == 1 else _dealt(problem)[table.name]
+            return Placement(layout.name, Shard.whole(table), group)
     return None
+
+
+@lru_cache(1 << 4)
+def _dealt(problem: Problem) -> Mapping[str, Group]:
+    """Groups for tables whose rows several may divide: the largest first, each where there are fewest bytes.
+
+    Tables that have to be divided go before others.
+    """
+    taken: dict[Group, int] = defaultdict(int)
+    found = {}
+    for table in sorted(problem.tables, key=lambda t: (problem.may_run(WHOLE_ROWS, t), -t.bytes)):
+        several = (groups for layout in LAYOUTS.values() if layout.divides_rows
+                   and why_not(layout, table, problem) is None
+                   and len(groups := _groups(layout, table, problem)) > 1)
+        if groups := next(several, None):
+            found[table.name] = min(groups, key=taken.__getitem__)
+            taken[found[table.name]] += table.bytes
+    return found
 
 
 def why_not(layout: Layout, table: Table, problem: Problem) -> str | None:
@@ -100,17 +121,20 @@ def why_not(layout: Layout, table: Table, problem: Problem) -> str | None:
     return None
 
 
-def _groups(layout: Layout, table: Table, problem: Problem) -> tuple[Group, ...]:
-    """The groups of several devices that may share a table by a kind."""
-    return _groups_of(layout, table.rows, problem.topology, problem.pinned.get(table.name))
-
-
 @lru_cache(1 << 12)
-def _groups_of(layout: Layout, rows: int, topology: Topology, allowed: tuple[int, ...] | None
-               ) -> tuple[Group, ...]:
-    """Cached, as many shards ask for the same table."""
+def _groups(layout: Layout, table: Table, problem: Problem) -> tuple[Group, ...]:
+    """The groups of several devices that may share a table by a kind. Cached, as many shards ask for them."""
+    groups = possible_groups(layout, table.rows, problem.topology, problem.pinned.get(table.name))
     # A group of one device divides nothing.
-    return tuple(g for g in possible_groups(layout, rows, topology, allowed) if len(g) > 1)
+    return tuple(group for group in groups if len(group) > 1)
+
+
+def on_all_devices(table: Table, problem: Problem) -> bool:
+    """Whether constraints.kinds leave a table only kinds whose shards are always on all devices."""
+    asked = (layout_of(kind) for kind in problem.kinds_of.get(table.name, ()))
+    kinds = [layout for layout in asked if why_not(layout, table, problem) is None]
+    return bool(kinds) and all(_groups(layout, table, problem) == (problem.topology.ranks,)
+                               for layout in kinds)
 
 
 def layout_of_shard(shard: Shard, problem: Problem) -> Layout:
@@ -126,6 +150,12 @@ def devices_of(shard: Shard, problem: Problem) -> tuple[int, ...]:
     devices = division(shard.table, problem).devices
     # All ranges have ceil(rows / n) rows, except the last (layouts.even_share).
     return (devices[shard.row_lo // -(-shard.table.rows // len(devices))],)
+
+
+def equal_parts(table: Table, n: int) -> list[Shard]:
+    """The table cut by columns into n shards of one width."""
+    width = table.dim // n
+    return [Shard(table, 0, table.rows, i * width, (i + 1) * width) for i in range(n)]
 
 
 def join_columns(shards: Iterable[Shard]) -> list[Shard]:

@@ -26,11 +26,11 @@ import numpy as np
 from shardcore.constraints import require_tower_hosts
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
-from shardcore.layouts import HOST, ID_CHANNELS, WORLD, on_all_devices
+from shardcore.layouts import HOST, ID_CHANNELS, WORLD
 from shardcore.limits import require, require_within
-from shardcore.memory import free_bytes, gib
+from shardcore.memory import free_bytes, gib, table_bytes
 from shardcore.search.feasible import shown
-from shardcore.search.free_memory import bytes_alone
+from shardcore.search.shards import on_all_devices
 from shardcore.towers import Towers
 from shardcore.types import COLLECTIVES, Plan, Problem, Shard, Table
 from shardcore.workload import Workload, lower
@@ -107,7 +107,7 @@ def tower_hosts(problem: Problem, towers: Towers, model: CostModel,
     at = [number[t.name] for t in problem.tables]
     shards = [Shard.whole(t) for t in problem.tables]
     np.add.at(load[:, _WORK], at, np.asarray(model.head(model.encode(shards)), dtype=float))
-    np.add.at(load[:, _MEMORY], at, [float(bytes_alone(s, problem)) for s in shards])
+    np.add.at(load[:, _MEMORY], at, [float(table_bytes(s.table, problem)) for s in shards])
     affinity = np.zeros((len(units), len(units)))
     of = [number[name] for name in towers.tables]
     np.add.at(affinity, np.ix_(of, of), towers.matrix() * (1 - np.eye(len(of))))

@@ -13,7 +13,7 @@ from shardcore.publish.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.fixed_kinds import set_aside
 from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem
+from shardcore.types import Placement, Plan, Problem, Table
 from shardcore.workload import lower
 
 MIB = 2**20
@@ -101,3 +101,106 @@ def test_constraints_that_contradict_each_other_are_both_named(others):
     with pytest.raises(ShardCoreError, match=rf"table 't2' in constraints.kinds \(row, on all devices\) and "
                        rf"in constraints.{name}; it needs to be in one"):
         plan(asked)
+
+
+# --- sets of kinds, and widths ------------------------------------------------------------------------------
+
+SEARCHES = ("size_greedy", "neuroshard", "anneal_columns", "anneal")
+GIB = 2**30
+LARGE = Table("large", 40_000_000, 128, 20.0)
+SMALL = Table("small", 1000, 64, 1.0)
+
+
+def searched(algorithm, tables, devices, batch=65536, **constraints) -> Plan:
+    """Plan on devices of 16 GiB, 8 on a host. It passes all checks of `lower`."""
+    topology = Topology(tuple(Device(16 * GIB, host=f"h{d // 8}") for d in range(devices)))
+    of = Problem("p", tuple(tables), topology, batch, constraints=Constraints(**constraints))
+    found = SHARDERS[algorithm](of, model_for(of), budget=Budget(evals=300))
+    lower(found, of)
+    return found
+
+
+def of_table(found: Plan, name: str) -> list[tuple[str, int, int]]:
+    """Kind, columns and number of devices of each placement of a table."""
+    return [(p.kind, p.shard.width, len(p.devices)) for p in found.placements if p.shard.table.name == name]
+
+
+@pytest.mark.parametrize("algorithm", SEARCHES)
+@pytest.mark.parametrize("kinds, devices, placed", [
+    (("host_row",), 16, ("host_row", 128, 8)),
+    (("row", "host_row"), 16, ("row", 128, 16)),
+    (("data_parallel", "row"), 16, ("row", 128, 16)),
+    (("host_row", "row"), 8, ("row", 128, 8))])
+def test_a_table_is_run_by_one_of_its_kinds(algorithm, kinds, devices, placed):
+    found = searched(algorithm, [LARGE, SMALL], devices, kinds=(("large", kinds),))
+    assert of_table(found, "large") == [placed]
+
+
+@pytest.mark.parametrize("algorithm", SEARCHES)
+def test_a_table_may_be_whole_or_divided_by_rows_but_not_cut(algorithm):
+    """TorchRec's ["table_wise", "row_wise"], for a table larger than a device and for a small one."""
+    asked = {"kinds": (("large", ("column", "row")), ("small", ("column", "row"))),
+             "min_widths": (("large", 128), ("small", 64))}
+    found = searched(algorithm, [LARGE, SMALL], 8, **asked)
+    assert of_table(found, "large") == [("row", 128, 8)]
+    assert of_table(found, "small") in ([("column", 64, 1)], [("row", 64, 8)])
+
+
+@pytest.mark.parametrize("algorithm", SEARCHES)
+def test_tables_divided_within_hosts_are_spread_over_them(algorithm):
+    tables = [replace(LARGE, name=f"large{i}", rows=100_000_000) for i in range(4)]
+    found = searched(algorithm, tables, 16, kinds=tuple((t.name, ("host_row",)) for t in tables))
+    assert sorted(p.devices[0] for p in found.placements) == [0, 0, 8, 8]
+
+
+@pytest.mark.parametrize("algorithm", SEARCHES)
+def test_shards_are_as_wide_as_asked(algorithm):
+    hot = Table("hot", 10_000, 96, 500.0)
+    found = searched(algorithm, [hot, SMALL], 4, kinds=(("hot", ("column",)),), min_widths=(("hot", 30),))
+    assert {width % 32 for _, width, _ in of_table(found, "hot")} == {0}
+
+
+@pytest.mark.parametrize("algorithm", SEARCHES)
+@pytest.mark.parametrize("dim, devices", [(4096, 2), (4100, 3), (2052, 2)])
+def test_tables_wider_than_fbgemm_runs_are_cut(algorithm, dim, devices):
+    wide = Table("wide", 1000, dim, 1.0)
+    widths = [width for _, width, _ in of_table(searched(algorithm, [wide, SMALL], devices, 600), "wide")]
+    assert max(widths) <= 2048 and sum(widths) == dim
+
+
+@pytest.mark.parametrize("constraints, devices, said", [
+    ({}, 1, "'wide': it has 4100 columns, .* CUDA op runs at most 2048 .* needs 3 devices, .* on 1"),
+    ({"pinned": (("wide", (0, 1)),)}, 4, "it needs 3 devices, and it may live on 2"),
+    ({"unsplit": ("wide",)}, 4, "'wide': no cut of its 4100 columns into shards of at most 2048"),
+    ({"min_widths": (("wide", 2052),)}, 4, "'wide': no cut of its 4100 columns into shards of at most 2048"),
+    ({"kinds": (("wide", ("row",)),)}, 4, "row has all 4100 columns in a shard; .* 2048. It needs column"),
+])
+def test_wide_tables_that_cannot_be_cut_are_refused(constraints, devices, said):
+    with pytest.raises(ShardCoreError, match=said):
+        searched("size_greedy", [Table("wide", 1000, 4100, 1.0)], devices, 600, **constraints)
+
+
+@pytest.mark.parametrize("algorithm", SEARCHES)
+@pytest.mark.parametrize("dim, rows, constraints, placed", [
+    (12, 1_000_000, {}, [("row", 12, 2)]),
+    (20, 600_000, {}, [("row", 20, 2)]),
+    (24, 500_000, {"kinds": (("hist", ("column",)),)}, [("column", 12, 1)] * 2),
+    (40, 300_000, {"kinds": (("hist", ("column",)),)}, [("column", 20, 1)] * 2)])
+def test_sequences_are_divided_by_rows_or_cut_into_equal_parts(algorithm, dim, rows, constraints, placed):
+    """Neither fits a device whole."""
+    hist = Table("hist", rows, dim, 1.0, sequence=True)
+    of = Problem("p", (hist, SMALL), Topology((Device(35 * MIB),) * 2), 48,
+                 constraints=Constraints(**constraints))
+    found = SHARDERS[algorithm](of, model_for(of), budget=Budget(evals=300))
+    lower(found, of)
+    assert of_table(found, "hist") == placed
+
+
+def test_sequences_of_a_collection_are_cut_equally_wide():
+    kinds = tuple((f"hist{i}", ("column",)) for i in range(2))
+    tables = tuple(Table(f"hist{i}", rows, 24, 1.0, sequence=True)
+                   for i, rows in enumerate((500_000, 900_000)))
+    of = Problem("p", tables, Topology((Device(35 * MIB),) * 7), 49, constraints=Constraints(kinds=kinds))
+    for algorithm in SEARCHES:
+        found = SHARDERS[algorithm](of, model_for(of), budget=Budget(evals=300))
+        assert {p.shard.width for p in found.placements} == {8} and len(found.placements) == 6

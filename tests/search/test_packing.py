@@ -16,12 +16,12 @@ from shardcore.layouts import shards_on
 from shardcore.memory import SHARE, free_bytes, table_bytes
 from shardcore.search import SHARDERS, feasible
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.anneal.sharder import anneal
 from shardcore.search.best_fit import best_fit
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_shards
 from shardcore.search.free_memory import FreeMemory, bundle_bytes, bytes_alone
 from shardcore.search.packing import least_bytes, pack, surely_fits
+from shardcore.search.portfolio import annealing as anneal
 from shardcore.search.shards import devices_of, division, layout_of_shard, placed
 from shardcore.topology import Device, Topology, default_reserve
 from shardcore.types import OPTIMIZERS, Plan, Problem, Setting, Shard, Table

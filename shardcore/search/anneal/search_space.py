@@ -31,8 +31,8 @@ from shardcore.search.anneal.compiled import SearchProblem
 from shardcore.search.anneal.rates import exchange_rates, id_rates, shared_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.search.shards import placed
-from shardcore.types import MIN_WIDTH, Placement, Problem, Shard, Table
+from shardcore.search.shards import division, placed
+from shardcore.types import Placement, Problem, Shard, Table
 
 LARGE = 1 << 19
 """Strips × devices of a large problem."""
@@ -67,15 +67,11 @@ class SearchSpace:
         """The number of a group that shares a table by a kind."""
         return self.groups.index((run_of(kind, table), devices))
 
-    def dividing(self, table: Table) -> int:
-        """The group of all devices that divides rows of a table."""
-        return next((g for g, (layout, group) in enumerate(self.groups) if layout.divides_rows
-                     and runs(layout, table) and len(group) == len(self.problem.topology)), 0)
-
     @property
     def always_shared(self) -> np.ndarray:
         """[N, 2] the divided strips, each with its group."""
-        pairs = [(s, self.dividing(self.cache.table(s))) for s in self.divided]
+        ways = [(s, division(self.cache.table(s), self.problem)) for s in self.divided]
+        pairs = [(s, self.number(way.kind, way.devices, self.cache.table(s))) for s, way in ways]
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
     @property
@@ -260,8 +256,8 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
     if not wanted and not divided:
         return found
     whole = [Shard.whole(cache.table(s)) for s in range(len(cache))]
-    bound = {*problem.pinned, *problem.whole, *divided}
-    free = np.array([wanted and not cache.is_range[s] and w.width == MIN_WIDTH * cache.size[s]
+    bound = {*problem.pinned, *problem.whole, *(divided - problem.kinds_of.keys())}
+    free = np.array([wanted and not cache.is_range[s] and w.width == cache.unit[s] * cache.size[s]
                      and w.table.pooling > 0
                      and w.table.name not in bound for s, w in enumerate(whole)], dtype=bool)
     for y, layout in enumerate(layouts):
@@ -274,7 +270,8 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
                       for shard, rows in zip(whole, share, strict=True)]
             fine = [not s.table.ordered and rows is not None for s, rows in zip(whole, share, strict=True)]
             divides = np.array(fine, dtype=bool) & (not cache.is_range.any())
-        found["may_share"][y] = free & divides & [runs(layout, shard.table) for shard in whole]
+        found["may_share"][y] = free & divides & [
+            runs(layout, shard.table) and problem.may_run(layout, shard.table) for shard in whole]
         found["shared_codes"][y] = model.encode(shards, layout.batch(problem))
         found["shared_bytes"][y] = [bytes_as(layout, shard, problem) for shard in shards]
         if layout.ids:

@@ -22,9 +22,9 @@ from shardcore.search.anneal import compiled
 from shardcore.search.anneal import search_space as spaces
 from shardcore.search.anneal.rates import exchange_rates
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.anneal.sharder import anneal
 from shardcore.search.anneal.starts import Starts
 from shardcore.search.free_memory import bytes_alone
+from shardcore.search.portfolio import annealing as anneal
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
