@@ -77,13 +77,13 @@ def require_possible(asked: Asked, theirs: Tables, compute_device: str) -> list[
     return lines
 
 
-def pooling_of(asked: Asked, theirs: Tables) -> dict[str, float]:
-    """Lookups by feature, an entry of pooling_factors each. TorchRec's default is one for every feature.
+def pooling_of(asked: Asked, theirs: Tables) -> dict[str | tuple[str, str], float]:
+    """Lookups by feature and by (table, feature), an entry of pooling_factors each.
 
-    Of a feature of several tables, TorchRec's default gives way to what another table states.
+    TorchRec's default is one for every feature. It gives way to what another table of the feature states.
     """
-    pooling: dict[str, float] = {}
-    for table in theirs.values():
+    pooling: dict[str | tuple[str, str], float] = {}
+    for key, table in theirs.items():
         found, features = asked.get(table.name), table.config.feature_names
         if found is None:
             raise ShardCoreError(f"table {table.name!r} has no constraints; it needs "
@@ -95,7 +95,8 @@ def pooling_of(asked: Asked, theirs: Tables) -> dict[str, float]:
             raise ShardCoreError(f"table {table.name!r} has pooling_factors {factors} for its "
                                  f"{len(features)} features {', '.join(features)}; it needs one for each")
         stated = dict(zip(features, factors, strict=True))
-        pooling = stated | pooling if by_default else pooling | stated
+        own = {} if by_default else {(key, feature): factor for feature, factor in stated.items()}
+        pooling = stated | pooling if by_default else pooling | stated | own
     return pooling
 
 
@@ -185,11 +186,45 @@ def broken(plan: Plan, asked: Asked, theirs: Tables, topology: Topology) -> dict
     for name, table in theirs.items():
         types = getattr(asked.get(table.name), "sharding_types", None)
         kind = sharded(placed[name], topology).sharding_type
-        # Whoever allows cuts by columns takes a whole table too.
-        taken = kind == WHOLE_ROWS.torchrec_whole and WHOLE_ROWS.torchrec_cut
-        if types and kind not in types and taken not in types:
+        if types and kind not in types and _as_cut(kind) not in types:
             found[name] = kind
     return found
+
+
+def _as_cut(sharding_type: str) -> str:
+    """The type of a table that is cut by columns, into one part: so a whole one may be written."""
+    layout = layout_of_torchrec(sharding_type)
+    return layout.torchrec_cut if sharding_type == layout.torchrec_whole else sharding_type
+
+
+def as_asked(plan: ShardingPlan, asked: Asked, theirs: Tables) -> list[str]:
+    """Write whole tables under a type that they may have: as whole, or as cut into one part.
+
+    Others of a collection that may be written as cut, too, join those that have to be: they run as one op.
+
+    Returns a line for each collection where types that were asked for make an op more than is priced.
+    """
+    lines = []
+    for path in dict.fromkeys(t.path for t in theirs.values() if t.pooled and not t.replica):
+        allowed = {t.name: getattr(asked.get(t.name), "sharding_types", None) for t in theirs.values()
+                   if t.path == path}
+        shardings = plan.plan[path]
+        layouts = {name: layout_of_torchrec(shardings[name].sharding_type) for name in allowed}
+        as_cut = {layouts[name].torchrec_cut for name, types in allowed.items()
+                  if shardings[name].sharding_type == layouts[name].torchrec_cut
+                  or types and shardings[name].sharding_type not in types}
+        for name, types in allowed.items():
+            whole, cut = layouts[name].torchrec_whole, layouts[name].torchrec_cut
+            written = cut if cut in as_cut and (not types or cut in types) else shardings[name].sharding_type
+            if types and written not in types:
+                written = whole
+            shardings[name] = replace(shardings[name], sharding_type=written)
+        runs = {shardings[name].sharding_type for name in allowed}
+        lines += [f"module {path!r} runs {layout.torchrec_whole} and {layout.torchrec_cut} tables, for their "
+                  "sharding_types allow no single one; they are priced as one op"
+                  for layout in LAYOUTS.values() if layout.cuts_columns
+                  and {layout.torchrec_whole, layout.torchrec_cut} <= runs]
+    return lines
 
 
 def without(kinds: Mapping[str, tuple[str, ...]], refused: Mapping[str, str], asked: Asked,

@@ -21,7 +21,9 @@ from shardcore.tables.public import DEFAULT_ACCESS
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    Lookups = Mapping[str, float] | Iterable[KeyedJaggedTensor] | KeyedJaggedTensor | str | Path
+    # By feature, or by (table, feature).
+    Means = Mapping[str | tuple[str, str], float]
+    Lookups = Means | Iterable[KeyedJaggedTensor] | KeyedJaggedTensor | str | Path
 
 
 def variable_features(lookups: Lookups) -> tuple[str, ...]:
@@ -48,16 +50,18 @@ def statistics_of(theirs: Mapping[str, ModelTable], lookups: Lookups,
     return _measured(theirs, lookups if isinstance(lookups, Iterable) else [lookups], global_batch)
 
 
-def _given(theirs: Mapping[str, ModelTable], lookups: Mapping[str, float]) -> dict[str, tuple[float, Zipf]]:
-    for name, table in theirs.items():
-        for feature in table.config.feature_names:
-            if feature not in lookups:
-                raise ShardCoreError(f"feature {feature!r} of table {name!r} has no lookups; given are "
-                                     f"{sorted(lookups)[:5]}")
-            if not isinstance(lookups[feature], Real):
-                raise ShardCoreError(f"feature {feature!r} of table {name!r} has lookups "
-                                     f"{lookups[feature]!r}; it needs a number, the mean of a sample")
-    return {name: (sum(lookups[f] for f in t.config.feature_names), DEFAULT_ACCESS)
+def _given(theirs: Mapping[str, ModelTable], lookups: Means) -> dict[str, tuple[float, Zipf]]:
+    def mean(name: str, feature: str) -> float:
+        found = lookups.get((name, feature), lookups.get(feature))
+        if found is None:
+            raise ShardCoreError(f"feature {feature!r} of table {name!r} has no lookups; given are "
+                                 f"{sorted(map(str, lookups))[:5]}")
+        if not isinstance(found, Real):
+            raise ShardCoreError(f"feature {feature!r} of table {name!r} has lookups {found!r}; it needs a "
+                                 "number, the mean of a sample")
+        return found
+
+    return {name: (sum(mean(name, f) for f in t.config.feature_names), DEFAULT_ACCESS)
             for name, t in theirs.items()}
 
 

@@ -61,11 +61,11 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
 
     topology: ours, or TorchRec's. Of the latter's memory RESERVED stays free.
     global_batch: samples per step over all devices.
-    lookups: one of three. Mean lookups per sample by feature: ids then follow DEFAULT_ACCESS. Batches of the
-      model's data, a global batch or more of each feature, in one KeyedJaggedTensor or several: pooling and
-      reuse are read from them. One whose features differ in samples (VBE) is a step of all ranks; its tables
-      get no replicas, for TorchRec fails with them. A path of FBGEMM's reports (a folder or a file): reuse is
-      then an estimate (see `fbgemm_statistics`).
+    lookups: one of three. Mean lookups per sample by feature, or by (table, feature): ids then follow
+      DEFAULT_ACCESS. Batches of the model's data, a global batch or more of each feature, in one
+      KeyedJaggedTensor or several: pooling and reuse are read from them. One whose features differ in samples
+      (VBE) is a step of all ranks; its tables get no replicas, for TorchRec fails with them. A path of
+      FBGEMM's reports (a folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
     optimizer: None: the one that the model's weights have (apply_optimizer_in_backward), or else exact_sgd.
     job: how a step runs around the embeddings.
     deduplicated: groups of features that share an inverse index (see Table.dedup). Their tables stay together
@@ -212,6 +212,7 @@ class ShardCorePlanner:
         self.found = self._search(theirs, model)
         made = to_torchrec(self.found, self.problem, module, self.compute_device,
                            constrained.settings_of(self.constraints, theirs))
+        notes += constrained.as_asked(made, self.constraints, theirs)
         require_all(made, module, sharders)
         self.unpriced = [
             *unpriced(made, sharders, self.problem), *notes,
