@@ -204,3 +204,13 @@ def test_payloads_that_no_price_has_are_refused_by_name():
         payloads_of([sharder])
     with pytest.raises(ShardCoreError, match="QCommsConfig has forward_precision int8; priced are fp32"):
         job_of(narrow)
+
+
+def test_index_deduplication_of_sharders_is_told():
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+
+    plain = to_torchrec(whole(), GIVEN, MODULE)
+    assert unpriced(plain, [EmbeddingCollectionSharder()]) == []
+    assert unpriced(plain, [EmbeddingCollectionSharder(use_index_dedup=True)]) == [
+        "EmbeddingCollectionSharder has use_index_dedup, which sends each id once; ids are priced as if it sent "
+        "all"]
