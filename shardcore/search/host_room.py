@@ -29,15 +29,15 @@ def within_host_memory(sharder: Callable[..., Plan]) -> Callable[..., Plan]:
 
     @wraps(sharder)
     def search(problem: Problem, model: CostModel, *, budget: Budget | None = None, **given: Any) -> Plan:
-        dealt_out = dealt(problem)
-        if dealt_out is None:
+        pinned = dealt(problem)
+        if pinned is None:
             return sharder(problem, model, budget=budget, **given)
         half = budget and budget.part(0.5)
         try:
             return sharder(problem, model, budget=half, **given)
         except Infeasible as error:
             try:
-                return sharder(dealt_out, model, budget=half, **given)
+                return sharder(pinned, model, budget=half, **given)
             except Infeasible:
                 raise error from None
 

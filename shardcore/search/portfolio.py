@@ -14,7 +14,7 @@ cheaper one does not, the searches begin again with more memory reserved.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -40,16 +40,12 @@ TRIES = 6
 """Searches with different reserves, at most, until a plan fits."""
 
 
-def portfolio(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
-              starts: Iterable[Plan] = ()) -> Plan:
+def portfolio(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
     """The cheapest plan of all searches within the budget (none: DEFAULT).
-
-    starts: plans of the problem that it is never dearer than, such as those of a smaller budget, or of less
-        memory. Those that do not fit are left out.
 
     Raises Infeasible if no search finds a plan, and SettingMismatch.
     """
-    return _Anytime("portfolio", problem, model, seed, budget).plan("all", others=True, starts=starts)
+    return _Anytime("portfolio", problem, model, seed, budget).plan("all", others=True)
 
 
 def annealing(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
@@ -78,15 +74,11 @@ class _Anytime:
         self.found_by = name
         self._passes_over = False  # cheaper plans that do not fit
 
-    def plan(self, space: str, others: bool = False, reshard: Reshard | None = None,
-             starts: Iterable[Plan] = ()) -> Plan:
+    def plan(self, space: str, others: bool = False, reshard: Reshard | None = None) -> Plan:
         """The cheapest plan when the budget ends.
 
         others: whether all searches take part, or annealing only.
         """
-        for start in starts:
-            with suppress(Infeasible):
-                self._keep(start.placements, str(start.provenance.get("algorithm", "start")))
         if self.searched is None:
             self._keep((), self.name)
         else:
@@ -138,6 +130,7 @@ class _Anytime:
             yield
 
     def _beam(self, problem: Problem, model: CostModel) -> Plan:
+        self.meter.report("NeuroShard's beam", self.best and self.best.provenance["predicted_ms"])
         config, meter = NeuroShardConfig(), Meter(Budget(seconds=self.meter.budget.seconds),
                                                   self.meter.started_s)
         return Beam(problem, model, GreedyGrid(config.caps), config, meter).plan()

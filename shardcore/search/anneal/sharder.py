@@ -50,8 +50,10 @@ _HOPEFUL = 1.5
 """Starts that cost more than this multiple of the cheapest are dropped."""
 _TRIALS_A_STRIP, _FEWEST, _MOST = 20, 500, 20_000
 """Trials of each start in the first round: so many for each strip, within limits."""
-_HALVED, _KEPT = 0.5, 3
-"""Starts that a round keeps: this share of the round before, and at least so many."""
+_OF_BEST = 0.5
+"""Trials of the best plan in a round, relative to those of all starts together."""
+_HALVED = 0.5
+"""Starts that a round keeps: this share of the round before."""
 _STAGES, _STAGE = 24, 100
 """Stages of a cooling, at most, and the fewest trials of one. After each, the budget is checked."""
 
@@ -96,12 +98,13 @@ class Search:
             self._waiting = []
             if number > 0:
                 trials *= 2
-                found = found[:max(_KEPT, int(np.ceil(len(found) * _HALVED)))]
-                self._cool(replace(self.best, fixed=self.best.space.fixed), trials * len(found), _WARM)
+                found = found[:int(np.ceil(len(found) * _HALVED))]
+                best = replace(self.best, fixed=self.best.space.fixed)
+                self._cool(best, int(trials * len(found) * _OF_BEST), _WARM)
             for start in found:
                 self._cool(start, trials, _HOT)
             yield number
-            if self._ended:
+            if self._ended or not self.meter.left():
                 return
             columns = self._best_by_columns
             if number == 0 and kind == "all" and columns and columns.ms <= _HOPEFUL * self.best.ms:
@@ -117,6 +120,7 @@ class Search:
         Raises Infeasible if there are none.
         """
         # A problem without a plan is refused before all else.
+        self.meter.report("finding shards that fit")
         shards, several = feasible_shards(self.problem), kind == "all"
         # Data-parallel tables may still fit where columns do not: outputs can take more than rows.
         with suppress(Infeasible) if several else nullcontext():
@@ -130,8 +134,10 @@ class Search:
 
     def _note(self, starts: Iterable[Start]) -> None:
         """Let the next round improve starts."""
+        self.meter.report("making plans to start from", self.best and self.best.ms)
         for start in starts:
             self._keep(start, start.state)
+            self.meter.report("making plans to start from", self.best.ms)
             self._waiting.append(start)
 
     def _cool(self, start: Start, trials: int, hot: float) -> None:
@@ -147,6 +153,7 @@ class Search:
             if self._ended:
                 return
             hot_ms, cold_ms = (mean_ms * hot * (_COLD / hot) ** (x / n_stages) for x in (stage, stage + 1))
+            self.meter.report("annealing", self.best.ms)
             self.compiled.anneal(self.head, start.fixed, state, each, hot_ms, cold_ms)
             self.meter.evals += each
             self._keep(start, state)
@@ -155,17 +162,19 @@ class Search:
 
     def _keep(self, start: Start, state: State) -> None:
         """Keep a plan that a start led to if it is the cheapest so far."""
-        ms = self._exact_ms(start, state)
-        start.ms = min(start.ms, ms)
-        if self.best is None or ms < self.best.ms:
-            self.best = replace(start, state=copy_of(state), ms=ms)
-        by_columns = not start.space.fixed.may_share.any()
-        if by_columns and (self._best_by_columns is None or ms < self._best_by_columns.ms):
-            self._best_by_columns = replace(start, state=copy_of(state), ms=ms)
+        present = replace(start, state=state)
+        present.ms = self._exact_ms(present)
+        start.ms = min(start.ms, present.ms)
+        cheapest = self.best is None or present.ms < self.best.ms
+        columns = self._best_by_columns
+        if not start.space.fixed.may_share.any() and (columns is None or present.ms < columns.ms):
+            self._best_by_columns = replace(present, state=copy_of(state))
+        if cheapest:
+            self.best = replace(present, state=copy_of(state))
 
-    def _exact_ms(self, start: Start, state: State) -> float:
+    def _exact_ms(self, start: Start) -> float:
         """The plan's cost by the model itself, not by the linear exchanges."""
-        fixed, space = start.fixed, start.space
+        state, fixed, space = start.state, start.fixed, start.space
         carried = {run: np.zeros(len(fixed.speed)) for run in space.runs}
         for run, n_bytes in zip(space.cache.kinds, state.carried.T, strict=False):
             carried[run] += n_bytes

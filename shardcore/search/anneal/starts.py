@@ -17,6 +17,7 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
 from shardcore.layouts import shards_on
 from shardcore.memory import free_bytes
+from shardcore.progress import COMPILING, stopped_clock
 from shardcore.search import greedy
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.budget import Meter
@@ -70,11 +71,11 @@ class Starts:
 
     def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
         # The clock stands still while numba compiles or reads from disk.
-        before_s = meter.seconds()
-        from shardcore.search.anneal import compiled
-        from shardcore.search.anneal import search_space as spaces
+        meter.report(COMPILING)
+        with stopped_clock():
+            from shardcore.search.anneal import compiled
+            from shardcore.search.anneal import search_space as spaces
 
-        meter.started_s += meter.seconds() - before_s
         self.compiled, self.spaces, self.meter = compiled, spaces, meter
         self.problem, self.model, self.seed = problem, model, seed
         self.head = model.compiled().head
@@ -240,8 +241,8 @@ class Starts:
         return None
 
     def _has_time(self) -> bool:
-        """Whether there is time for one more greedy plan. There always is for the first."""
-        return self._greedy_s is None or self.meter.has_time(self._greedy_s)
+        """Whether one more greedy plan ends in the first half of the budget. There is always one."""
+        return self._greedy_s is None or self.meter.has_time(self.meter.seconds() + 2 * self._greedy_s)
 
     def _state(self, space: SearchSpace) -> State:
         """A State with nothing placed."""
