@@ -88,6 +88,7 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     lookups = list(lookups) if isinstance(lookups, Iterator) else lookups
     statistics = torchrec_lookups.statistics_of(theirs, lookups, global_batch)
     ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
+    torchrec_topology.require_no_pods(len(ours.on_hosts[0]))
     factors, groups = torchrec_lookups.deduplicated_of(theirs, lookups, deduplicated,
                                                        global_batch // len(ours))
     precision = {key: named(t.config.data_type.name, PRECISIONS) for key, t in theirs.items()}
@@ -177,6 +178,7 @@ class ShardCorePlanner:
         self.lookups = list(lookups) if isinstance(lookups, Iterator) else lookups
         in_host = constrained.uses_host_memory(self.constraints)
         self.theirs = None if isinstance(topology, Topology) else topology
+        self.reserved = reserved
         self.topology = topology if self.theirs is None else our_topology(topology, reserved, in_host)
         if self.compute_device == "cpu" and model.setting.hardware.startswith("cpu"):
             self.topology = replace(self.topology, hardware=model.setting.hardware)
@@ -196,7 +198,6 @@ class ShardCorePlanner:
         theirs, sharders = tables_of(module), sharders or ()
         if sharders:
             require_sharders(module, sharders)
-        torchrec_topology.require_no_pods(len(self.topology.on_hosts[0]))
         notes = constrained.require_possible(self.constraints, theirs, self.compute_device)
         for name, table in theirs.items():
             notes += torchrec_fields.require_treated(table.config, f"config of table {name!r}")
@@ -270,8 +271,11 @@ class ShardCorePlanner:
             try:
                 found = sharder(self.algorithm)(self.problem, model, seed=self.seed, budget=self.budget)
             except Infeasible as error:
-                by_default = torchrec_topology.default_memory(self.theirs) if self.theirs else ""
-                raise Infeasible(f"{error}; {by_default}" if by_default else str(error)) from None
+                if self.theirs is None:
+                    raise
+                taken = (torchrec_topology.default_memory(self.theirs),
+                         f"of a device's memory, {self.reserved:.0%} stays free (reserved)")
+                raise Infeasible("; ".join([str(error), *filter(None, taken)])) from None
             refused = constrained.broken(found, self.constraints, theirs, self.topology)
             if not refused:
                 return found

@@ -121,8 +121,8 @@ def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (),
                 where = "with rows in host memory" if priced else "in device memory"
                 lines.append(f"table {name!r} of module {path!r} is priced as fused, {where}; it has "
                              + ", ".join([f"kernel {sharding.compute_kernel}", *given]))
-    lines += [f"{type(sharder).__name__} has use_index_dedup, which sends each id once; ids are priced as if it "
-              "sent all" for sharder in sharders if getattr(sharder, "_use_index_dedup", False)]
+    lines += [f"{type(sharder).__name__} has use_index_dedup, which sends each id once; ids are priced as "
+              "if it sent all" for sharder in sharders if getattr(sharder, "_use_index_dedup", False)]
     own = job.forward_payload, job.backward_payload
     return lines + [f"{op} of {type(sharder).__name__} is priced with {own[0]} forward, {own[1]} backward; "
                     f"it sends {sent[0]} forward, {sent[1]} backward"

@@ -68,9 +68,11 @@ def test_a_capacity_that_nobody_gave_is_told():
     line = "devices count as 32 GiB, TorchRec's default, which holds where hbm_cap is not given"
     assert any(line in said for said in planner(theirs()).unpriced)
     assert not any(line in said for said in planner(theirs(hbm_cap=80 * GIB)).unpriced)
-    with pytest.raises(Infeasible, match=r"does not fit.*; devices count as 32 GiB, TorchRec's default, "
-                                         r"which holds where hbm_cap is not given: Topology\(hbm_cap="):
+    with pytest.raises(Infeasible, match="devices count as 32 GiB, TorchRec's default, which holds where "
+                                         "hbm_cap is not given: .*; of a device's memory, 15% stays free .reserved.$"):
         planner(theirs(), rows=1_000_000_000)
+    with pytest.raises(Infeasible, match="tiers.; of a device's memory, 15% stays free .reserved.$"):
+        planner(theirs(hbm_cap=GIB), rows=1_000_000_000)
 
 
 def test_a_pod_of_one_host_is_a_host():
