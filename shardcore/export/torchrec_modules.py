@@ -181,6 +181,13 @@ def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) 
                                  f"{kind.__name__}Sharder()")
 
 
+def sharders_of(module: nn.Module, tables: Mapping[str, ModelTable],
+                sharders: Sequence[ModuleSharder[Any]]) -> list[ModuleSharder[Any]]:
+    """Those of the sharders that take a module with tables."""
+    types = {type(module.get_submodule(t.path)) for t in tables.values() if not t.replica}
+    return [sharder for sharder in sharders if sharder.module_type in types]
+
+
 def require_all(plan: ShardingPlan, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
     """Raise ShardCoreError for a module that a sharder takes and the plan leaves out.
 

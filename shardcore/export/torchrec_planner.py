@@ -22,6 +22,7 @@ from shardcore.export.torchrec_modules import (
     ModelTable,
     require_all,
     require_sharders,
+    sharders_of,
     tables_of,
     unpriced_wrappers,
 )
@@ -195,9 +196,10 @@ class ShardCorePlanner:
         Raises as `plan_for` and `to_torchrec` do, for a collection that no sharder takes, and for constraints
         that no plan can keep.
         """
-        theirs, sharders = tables_of(module), sharders or ()
+        theirs = tables_of(module)
         if sharders:
             require_sharders(module, sharders)
+        all_sharders, sharders = sharders or (), sharders_of(module, theirs, sharders or ())
         notes = constrained.require_possible(self.constraints, theirs, self.compute_device)
         for name, table in theirs.items():
             notes += torchrec_fields.require_treated(table.config, f"config of table {name!r}")
@@ -214,7 +216,7 @@ class ShardCorePlanner:
         made = to_torchrec(self.found, self.problem, module, self.compute_device,
                            constrained.settings_of(self.constraints, theirs))
         notes += constrained.as_asked(made, self.constraints, theirs)
-        require_all(made, module, sharders)
+        require_all(made, module, all_sharders)
         self.unpriced = [
             *unpriced(made, sharders, self.problem), *notes,
             *torchrec_optimizers.notes(self.model, own, self.problem.optimizer, sharders),

@@ -81,10 +81,15 @@ def payloads_of(sharders: Iterable[ModuleSharder[Any]]) -> tuple[str, str]:
     return sent.pop() if len(sent) == 1 else ("fp32", "fp32")
 
 
+def _of_collection(sharder: ModuleSharder[Any]) -> ModuleSharder[Any]:
+    """The sharder of the collection: within that of a wrapper, if it is one."""
+    return getattr(sharder, "_ebc_sharder", getattr(sharder, "_e_sharder", sharder))
+
+
 def _sent(sharder: ModuleSharder[Any]) -> dict[str, tuple[str, str]]:
     """Payloads forward and backward by operation. Without codecs all is sent in FP32."""
     found = {}
-    for op, codecs in (getattr(sharder, "qcomm_codecs_registry", None) or {}).items():
+    for op, codecs in (getattr(_of_collection(sharder), "qcomm_codecs_registry", None) or {}).items():
         both = {"forward": codecs.forward, "backward": codecs.backward}
         names = [str(codec.quantized_dtype).removeprefix("torch.") for codec in both.values()]
         for name, (field, codec) in zip(names, both.items(), strict=True):
@@ -122,7 +127,8 @@ def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (),
                 lines.append(f"table {name!r} of module {path!r} is priced as fused, {where}; it has "
                              + ", ".join([f"kernel {sharding.compute_kernel}", *given]))
     lines += [f"{type(sharder).__name__} has use_index_dedup, which sends each id once; ids are priced as "
-              "if it sent all" for sharder in sharders if getattr(sharder, "_use_index_dedup", False)]
+              "if it sent all" for sharder in sharders if getattr(
+                  _of_collection(sharder), "_use_index_dedup", False)]
     own = job.forward_payload, job.backward_payload
     return lines + [f"{op} of {type(sharder).__name__} is priced with {own[0]} forward, {own[1]} backward; "
                     f"it sends {sent[0]} forward, {sent[1]} backward"

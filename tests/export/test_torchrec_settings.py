@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parent))
 
 import training  # noqa: E402  (beside this file)
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm  # noqa: E402
+from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: E402
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry  # noqa: E402
 from torchrec.distributed.types import CacheParams, CacheStatistics, DataType, KeyValueParams, ShardingPlan  # noqa: E402
@@ -187,12 +188,23 @@ def test_the_payloads_of_sharders_are_priced():
 
     assert planned([sharder]).problem.job == job_of(QCOMMS) == Job(forward_payload="fp16",
                                                                    backward_payload="bf16")
+    # Sharders that take no module of the model do not count.
+    assert planned([EmbeddingCollectionSharder(), sharder]).problem.job == job_of(QCOMMS)
     # A job that is given counts as given. Sharders that differ are told apart.
     for said in (planned([sharder], Job()).unpriced,
                  planned([sharder, EmbeddingBagCollectionSharder()]).unpriced):
         assert [line.split()[0] for line in said if "it sends" in line] == [
             "pooled_embeddings_all_to_all", "pooled_embeddings_reduce_scatter",
             "sequence_embeddings_all_to_all"]
+
+
+def test_the_sharder_of_a_wrapper_sends_as_the_one_within():
+    from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+
+    within = EmbeddingBagCollectionSharder(
+        qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda")))
+    assert payloads_of([FeatureProcessedEmbeddingBagCollectionSharder(within)]) == ("fp16", "bf16")
+    assert payloads_of([FeatureProcessedEmbeddingBagCollectionSharder()]) == ("fp32", "fp32")
 
 
 def test_payloads_that_no_price_has_are_refused_by_name():
@@ -207,8 +219,6 @@ def test_payloads_that_no_price_has_are_refused_by_name():
 
 
 def test_index_deduplication_of_sharders_is_told():
-    from torchrec.distributed.embedding import EmbeddingCollectionSharder
-
     plain = to_torchrec(whole(), GIVEN, MODULE)
     assert unpriced(plain, [EmbeddingCollectionSharder()]) == []
     assert unpriced(plain, [EmbeddingCollectionSharder(use_index_dedup=True)]) == [
