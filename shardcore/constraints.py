@@ -18,7 +18,8 @@ Pins = Mapping[str, Sequence[int | str]]
 class Constraints:
     """What a user asks of a plan.
 
-    reserved_bytes: kept free on every device.
+    reserved_bytes: kept free on every device, for what is no embedding. Nothing unless it is given: files of
+      problems that lack it, and TorchRec's topologies, keep 15% of the smallest device.
     unsplit: names of tables that stay whole.
     pinned: of some tables, the devices that they may live on: indices, or names of hosts for all of theirs.
     together: groups of tables that live on one device, whole.

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardcore import plans_v1, renamed, workload
+from shardcore import plans_v1, problem_parts, renamed, workload
 from shardcore.access_statistics import Reuse, Zipf
 from shardcore.constraints import Constraints
 from shardcore.documents import VERSIONS, digest, document, open_document, open_versions, seal, unseal
@@ -297,6 +297,7 @@ def plan_to_json(plan: Plan, problem: Problem) -> dict[str, Any]:
     placements = [{"table": p.shard.table.name, "kind": p.kind, "columns": [p.shard.col_lo, p.shard.col_hi],
                    "devices": list(p.devices)} for p in plan.placements]
     return document("plan", seal({"problem": problem.name, "problem_digest": problem_digest(problem),
+                                    "problem_parts": problem_parts.parts_of(problem),
                                     "provenance": dict(plan.provenance), "placements": placements}))
 
 
@@ -339,6 +340,7 @@ class _Plan:
     problem_digest: str
     provenance: Mapping[str, Any]
     placements: tuple[_Placement, ...]
+    problem_parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 _PROVENANCE = {"algorithm": str, "space": str, "predicted_ms": float | None, "model": str,
@@ -363,7 +365,8 @@ def plan_from_json(data: Any, problem: Problem, what: str, version: int = VERSIO
     found = build(_Plan if version > 1 else plans_v1.PlanFile, data, what)
     if found.problem_digest != (own := problem_digest(problem)):
         raise ShardCoreError(f"{what} is a plan for problem {show(found.problem)} with digest "
-                             f"{show(found.problem_digest)}; problem {problem.name!r} here has {own}")
+                             f"{show(found.problem_digest)}; problem {problem.name!r} here has {own}"
+                             f"{problem_parts.refusal(getattr(found, 'problem_parts', {}), problem)}")
     tables = {t.name: t for t in problem.tables}
     for p in found.placements:
         if p.table not in tables:

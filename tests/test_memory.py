@@ -89,7 +89,8 @@ def test_a_cut_copies_ids():
 
 
 @pytest.mark.parametrize("optimizer, cell, row_bytes, of_replicas", [
-    ("exact_sgd", 0, 0, "sgd"), ("rowwise_adagrad", 0, 4, "rowwise_adagrad"), ("adam", 8, 0, "adam"),
+    ("exact_sgd", 0, 0, "sgd"), ("rowwise_adagrad", 0, 4, "rowwise_adagrad"),
+    ("exact_adagrad", 4, 0, "adagrad"), ("adam", 8, 0, "adam"),
     ("partial_rowwise_adam", 4, 4, "adam"), ("lamb", 8, 0, "adam")])
 def test_optimizer_state(optimizer, cell, row_bytes, of_replicas):
     """As FBGEMM keeps it, whatever updates replicas. Their state has the type of their weights."""

@@ -377,7 +377,9 @@ def export(args: argparse.Namespace) -> None:
     problem = files.read_problem(args.problem)
     if is_grouped(args.plan):
         grouped.export(args, problem)
-        return
-    plan = files.read_plan(args.plan, problem)
-    exported = to_torchrec(plan, problem, args.module, args.compute_device)
-    write_torchrec(args.out, exported)
+    else:
+        plan = files.read_plan(args.plan, problem)
+        write_torchrec(args.out, to_torchrec(plan, problem, args.module, args.compute_device))
+    if not all(t.collection for t in problem.tables):
+        print(f"note: nothing here knows whether the model has a module {args.module!r} with these tables; "
+              "read_torchrec(FILE, model) checks", file=sys.stderr)

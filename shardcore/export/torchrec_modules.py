@@ -145,12 +145,17 @@ def _inner() -> dict[type, str]:
 
 def _refused() -> tuple[type, ...]:
     """TorchRec's modules with tables that are sharded by rules of their own."""
-    from torchrec.modules import embedding_tower, itep_embedding_modules, pec_embedding_modules
+    from torchrec.modules import embedding_tower, itep_embedding_modules
 
+    try:
+        from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection
+    except ImportError:  # before TorchRec 1.7
+        pec = ()
+    else:
+        pec = (PECEmbeddingCollection,)
     return (embedding_tower.EmbeddingTower, embedding_tower.EmbeddingTowerCollection,
             itep_embedding_modules.ITEPEmbeddingBagCollection,
-            itep_embedding_modules.ITEPEmbeddingCollection, pec_embedding_modules.PECEmbeddingCollection,
-            *_inner())
+            itep_embedding_modules.ITEPEmbeddingCollection, *pec, *_inner())
 
 
 def _planned() -> list[str]:
@@ -201,25 +206,40 @@ def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) 
                                  f"{kind.__name__}Sharder()")
 
 
+def sharders_of(module: nn.Module, tables: Mapping[str, ModelTable],
+                sharders: Sequence[ModuleSharder[Any]]) -> list[ModuleSharder[Any]]:
+    """Those of the sharders that take a module with tables."""
+    types = {type(module.get_submodule(t.path)) for t in tables.values() if not t.replica}
+    return [sharder for sharder in sharders if sharder.module_type in types]
+
+
 def require_all(plan: ShardingPlan, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
-    """TorchRec's own check: raise ShardCoreError for a module that a sharder takes and the plan leaves out.
+    """Raise ShardCoreError for a module that a sharder takes and the plan leaves out.
+
+    TorchRec checks the same, in `validate_modules_inclusion_in_sharding_plan` of 1.7 and later.
 
     sharders: those of DistributedModelParallel. Empty: its defaults.
     """
-    from torchrec.distributed.planner.planners import validate_modules_inclusion_in_sharding_plan
-    from torchrec.distributed.planner.types import PlannerError
     from torchrec.distributed.sharding_plan import get_default_sharders
-    from torchrec.distributed.types import ShardingPlan
 
-    # The check looks for a module that is used twice at both of its paths. A plan has the first.
-    first: dict[int, str] = {}
-    everywhere = {path: plan.plan[of] for path, child in module.named_modules(remove_duplicate=False)
-                  if (of := first.setdefault(id(child), path)) in plan.plan}
-    try:
-        validate_modules_inclusion_in_sharding_plan(
-            ShardingPlan(everywhere), module, list(sharders) or get_default_sharders())
-    except PlannerError as error:
-        raise ShardCoreError(f"{str(error).rstrip('.')}; ShardCore plans {', '.join(_planned())}") from None
+    taken = {sharder.module_type: sharder for sharder in sharders or get_default_sharders()}
+    if missing := [path for path in _sharded_paths(module, "", taken, set()) if path not in plan.plan]:
+        raise ShardCoreError(f"modules {missing[:5]} are not present in the sharding plan; ShardCore plans "
+                             f"{', '.join(_planned())}")
+
+
+def _sharded_paths(module: nn.Module, path: str, taken: Mapping[type, ModuleSharder[Any]],
+                   seen: set[int]) -> Iterator[str]:
+    """Paths of the modules that sharders take. A module that is used twice has its first path only."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    sharder = taken.get(type(module))
+    if sharder and sharder.shardable_parameters(module):
+        yield path
+        return
+    for name, child in module.named_children():
+        yield from _sharded_paths(child, f"{path}.{name}" if path else name, taken, seen)
 
 
 def unpriced_wrappers(tables: Mapping[str, ModelTable]) -> list[str]:

@@ -199,7 +199,9 @@ def pack_or_raise(problem: Problem) -> Packing:
 
 def _infeasible(problem: Problem, reason: str) -> Infeasible:
     """The error with its reason and remedy."""
-    return Infeasible(f"problem {problem.name!r} does not fit: {reason}. {_remedy(problem)}")
+    reserved = problem.constraints.reserved_bytes
+    kept = f" ({gib(reserved)} of each stays free: constraints.reserved_bytes)" if reserved else ""
+    return Infeasible(f"problem {problem.name!r} does not fit: {reason}{kept}. {_remedy(problem)}")
 
 
 def _remedy(problem: Problem) -> str:

@@ -114,6 +114,28 @@ def test_uneven_rows_are_gone_and_it_is_said(stored, capsys):
                                        "does; leave it out\n")
 
 
+@pytest.fixture
+def exporting(stored):
+    """Arguments that export a plan to torchrec.json, without the module."""
+    problem = files.read_problem(stored / "problem.json")
+    plan = Plan(tuple(column(t, i % len(problem.topology)) for i, t in enumerate(problem.tables)))
+    files.write_plan(stored / "plan.json", plan, problem)
+    return ["export", str(stored / "plan.json"), "--problem", str(stored / "problem.json"), "--out",
+            str(stored / "torchrec.json"), "--module"]
+
+
+@pytest.mark.parametrize("module", ["", ".", "a..b", "a/b", " m", "m.", "\x1b[1m"])
+def test_what_cannot_be_a_path_of_a_module_is_refused(stored, exporting, capsys, module):
+    assert main([*exporting, module]) == 1
+    assert capsys.readouterr().err.startswith("error: module is '")
+    assert not (stored / "torchrec.json").exists()
+
+
+def test_an_export_says_that_nothing_knows_the_model(exporting, capsys):
+    assert main([*exporting, "nonsense.path"]) == 0
+    assert "nothing here knows whether the model has a module 'nonsense.path'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("devices", ["65537", "1000000000000"])
 def test_a_problem_of_more_devices_than_there_are_is_one_line(tmp_path, capsys, devices):
     made = ["problem", "mlperf-dlrm-dcnv2", "--devices", devices, "--out", str(tmp_path / "p.json")]

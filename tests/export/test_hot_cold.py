@@ -142,7 +142,10 @@ def test_each_of_several_collections_goes_under_its_own_path():
     exported = to_torchrec(plan, given, collections(hot=True), "cpu")
     assert {path: sorted(of) for path, of in exported.plan.items()} == {
         "user.cold": ["a_cold", "b"], "item.cold.cold": ["a_cold", "b"]}
-    assert to_torchrec(plan, given, "of.none", "cpu") == exported
+    assert to_torchrec(plan, given, "item.cold", "cpu") == exported
+    with pytest.raises(ShardCoreError, match="module is 'of.none'; all tables of problem 'model' name their "
+                                             "collections, which are 'user', 'user.cold', 'item.cold'"):
+        to_torchrec(plan, given, "of.none", "cpu")
 
 
 def test_tables_without_a_collection_go_under_the_path_that_is_given():

@@ -302,3 +302,9 @@ def test_what_is_said_to_be_enough_is_enough(n, n_tables):
     for enough in ((Device(devices[0].memory_bytes + round(more * 2**20)),) * n,
                    devices * ((n + others) // n) + devices[:(n + others) % n]):
         assert SHARDERS["size_greedy"](of(enough), MODEL)
+
+
+def test_memory_that_stays_free_is_told_where_it_is_missed():
+    small = problem_of([Table("t", 1000, 64, 1.0)], [500_000], reserved_bytes=300_000)
+    with pytest.raises(Infeasible, match=r"\(0.3 MiB of each stays free: constraints.reserved_bytes\). It"):
+        SHARDERS["size_greedy"](small, MODEL)
