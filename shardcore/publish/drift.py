@@ -8,10 +8,14 @@ from dataclasses import dataclass, replace
 from shardcore.cost.model import CostModel, price
 from shardcore.errors import ShardCoreError
 from shardcore.publish.decisions import DEFAULT_THRESHOLD, worth_it
-from shardcore.publish.diff import Diff, diff, rebind_tables
-from shardcore.publish.replan import ReplanConfig, replan
+from shardcore.publish.diff import Diff, diff
+from shardcore.publish.replan import ReplanConfig, forced_moves, replan
+from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
+
+_FRESH = ("rows", "dim", "features", "pooling", "access")
+"""Of a Table, what changes while a job runs."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,8 @@ def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, config: 
           threshold: float = DEFAULT_THRESHOLD) -> Drift:
     """How far a plan of `problem` is from the best plan of `now`, and what a re-plan would save.
 
-    Tables have the same shapes in both problems. Each search gets the config's budget. Neither
-    result is dearer than the plan itself.
+    Tables may have grown. Each search gets the config's budget. Neither result is dearer than the plan
+    itself.
 
     Raises what `lower` raises if the plan is no longer valid. A new plan is then needed at any cost.
     """
@@ -64,7 +68,7 @@ def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, config: 
 
     # A short search may end worse than its start, so the old plan competes too.
     def searched(limit: ReplanConfig) -> tuple[float, Plan]:
-        found = replan(old, now, model, limit)
+        found = replan(plan, now, model, limit)
         return min(((price(lower(found, now), model).total_ms, found), (now_ms, old)), key=lambda x: x[0])
 
     best_ms, best = searched(replace(config, max_moved_tables=None, max_moved_bytes=None))
@@ -73,27 +77,20 @@ def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, config: 
     if replan_ms < best_ms:
         best_ms, best = replan_ms, replanned
     return Drift(planned_ms=planned_ms, now_ms=now_ms, best_ms=best_ms, best=best, replan_ms=replan_ms,
-                 replan=replanned, moves=diff(old, replanned), most_tables=config.max_moved_tables,
-                 threshold=threshold)
+                 replan=replanned, moves=diff(plan, replanned, now, forced_moves(plan, now)),
+                 most_tables=config.max_moved_tables, threshold=threshold)
 
 
 def refreshed(problem: Problem, tables: Iterable[Table]) -> Problem:
-    """The problem with the pooling and access statistics of fresh `tables`. Unknown names are ignored.
+    """The problem with the shapes, features, pooling and access statistics of fresh `tables`.
 
-    Raises ShardCoreError for a table of another shape, or if no name is known.
+    Unknown names are ignored. Raises ShardCoreError if no name is known.
     """
     fresh = {t.name: t for t in tables}
-    known = [t for t in problem.tables if t.name in fresh]
-    if not known:
+    if not any(t.name in fresh for t in problem.tables):
         raise ShardCoreError(f"none of the {len(fresh)} tables with fresh statistics is one of problem "
                              f"{problem.name!r}'s, which has "
                              f"{', '.join(t.name for t in problem.tables[:3])}, ...")
-    for table in known:
-        new = fresh[table.name]
-        if (new.rows, new.dim) != (table.rows, table.dim):
-            raise ShardCoreError(f"table {table.name!r} is {new.rows} × {new.dim} with fresh statistics, "
-                                 f"{table.rows} × {table.dim} in problem {problem.name!r}; a table of "
-                                 "another shape needs a new plan")
     return replace(problem, tables=tuple(
-        replace(t, pooling=fresh[t.name].pooling, access=fresh[t.name].access) if t.name in fresh else t
+        replace(t, **{name: getattr(fresh[t.name], name) for name in _FRESH}) if t.name in fresh else t
         for t in problem.tables))

@@ -19,12 +19,13 @@ from shardcore.limits import MOST_COUNT, MOST_SEED, require_within
 from shardcore.memory import used_bytes
 from shardcore.publish import store
 from shardcore.publish.decisions import DEFAULT_THRESHOLD, Decision, worth_it
-from shardcore.publish.diff import diff, rebind_tables, relabel_devices
-from shardcore.publish.replan import ReplanConfig, replan
+from shardcore.publish.diff import Diff, diff, relabel_devices
+from shardcore.publish.replan import ReplanConfig, forced_moves, replan
 from shardcore.report import plan_page, plan_report
 from shardcore.report.plan_explorer import Version, version_name
 from shardcore.report.text import percent_change
 from shardcore.search import BASELINES, DEFAULT_SHARDER, compare, known, sharder
+from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.anneal.sharder import SPACE_OF
 from shardcore.search.budget import Budget
 from shardcore.search.explain import explain
@@ -113,12 +114,14 @@ class Before:
     """What was published for a problem before.
 
     decision: the last one.
-    plan: its plan, with the problem's current tables. None: its files are of no use any more.
+    published: its plan, with the tables of that time. None: its files are of no use any more.
+    plan: its plan, with the problem's current tables.
     cost: its cost under the current model. None: it is no longer valid for the problem.
     why_not: why it is no longer valid, or of no use.
     """
 
     decision: Decision
+    published: Plan | None
     plan: Plan | None
     cost: StepCost | None
     why_not: str = ""
@@ -126,6 +129,12 @@ class Before:
     @property
     def total_ms(self) -> float | None:
         return self.cost.total_ms if self.cost else None
+
+    def moves(self, plan: Plan, problem: Problem) -> Diff | None:
+        """What moves from it to a plan. None: it is of no use any more."""
+        if self.published is None:
+            return None
+        return diff(self.published, plan, problem, forced_moves(self.published, problem))
 
 
 @dataclass(frozen=True)
@@ -169,14 +178,15 @@ class Publisher:
         if decision is None:
             return None
         # A plan that no longer fits is loaded too: the decision says why it is replaced.
-        plan = None
+        published = plan = None
         try:
-            plan = rebind_tables(store.load_plan(self.plans, problem.name, fits=False)[0], problem)
-            return Before(decision, plan, price(lower(plan, problem), self.model))
+            published = store.load_plan(self.plans, problem.name, fits=False)[0]
+            plan = rebind_tables(published, problem)
+            return Before(decision, published, plan, price(lower(plan, problem), self.model))
         except Unreachable:
             raise
         except ShardCoreError as error:
-            return Before(decision, plan, None, str(error))
+            return Before(decision, published, plan, None, str(error))
 
     def _decision(self, problem: Problem, before: Before | None, **made: Any) -> Decision:
         """A decision with the fields that all share. made: the other fields."""
@@ -227,7 +237,7 @@ class Publisher:
         else:
             plan = Plan(found.placements, {**found.provenance, **self.provenance})
             cost = price(lower(plan, problem), self.model)
-        outcome, reason = self._judged(plan, cost, before)
+        outcome, reason = self._judged(plan, cost, before, problem)
         candidate = store.version_of(plan, problem)
         current = store.version_of(before.plan, problem) if outcome == "kept" else candidate
         decision = self._decision(problem, before, outcome=outcome, reason=reason, current=current,
@@ -265,7 +275,8 @@ class Publisher:
             raise Infeasible(outcome.error)
         return relabel_devices(outcome.plan, before.plan, problem) if before and before.plan else outcome.plan
 
-    def _judged(self, plan: Plan, cost: StepCost, before: Before | None) -> tuple[str, str]:
+    def _judged(self, plan: Plan, cost: StepCost, before: Before | None,
+                problem: Problem) -> tuple[str, str]:
         """The outcome of a candidate, and why."""
         if before is None:
             return "first", "no plan was published for this problem"
@@ -277,7 +288,7 @@ class Publisher:
         return "better" if better else "kept", (
             f"{cost.total_ms:.3f} ms instead of {before.total_ms:.3f} ms "
             f"({percent_change(cost.total_ms, before.total_ms)}, threshold {self.config.threshold:.1%}), "
-            f"moving {plan_report.moved_words(diff(before.plan, plan))}")
+            f"moving {plan_report.moved_words(before.moves(plan, problem))}")
 
     def _add(self, problem: Problem, plan: Plan, decision: Decision, before: Before | None,
              others: Mapping[str, compare.Outcome]) -> None:
@@ -291,7 +302,7 @@ class Publisher:
         explained = explain(plan, problem, self.model, _EXPLAIN, others)
         now = Version(version_name(store.version_of(plan, problem)), plan, cost, workload.memory_bytes)
         page = plan_page.page(now, problem, explained, decisions,
-                              diff(before.plan, plan) if before and before.plan else None, beyond,
+                              before and before.moves(plan, problem), beyond,
                               _version(before, problem))
         store.add(self.plans, problem, plan, {
             "predicted": dataclasses.asdict(cost), "total_ms": cost.total_ms,
