@@ -37,8 +37,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
     p.add_argument("--max-moved-tables", type=natural, metavar="N", help="most tables that the re-plan may "
                    "move; default: any number")
-    p.add_argument("--threshold", type=amount, default=0.02, help="a re-plan pays if it is cheaper by this "
-                   "share")
+    p.add_argument("--threshold", type=amount, default=0.0, help="a re-plan pays if its gain exceeds "
+                   "both its margin and this share of the cost")
     p.add_argument("--budget-evals", type=positive(int), help="plans to price in each of the searches")
     p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--out", type=Path, metavar="FOLDER", help="write the re-plan there, with the problem of "

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from shardcore.cost.model import CostModel, price
 from shardcore.errors import ShardCoreError
-from shardcore.publish.decisions import DEFAULT_THRESHOLD, worth_it
 from shardcore.publish.diff import Diff, diff
+from shardcore.publish.gain import Gain, gain
 from shardcore.publish.replan import ReplanConfig, forced_moves, replan
 from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.types import Plan, Problem, Table
@@ -29,8 +29,9 @@ class Drift:
     replan_ms: cost of the best plan found with at most `most_tables` moves.
     replan: that plan.
     moves: what moves for `replan`.
+    gain: what `replan` saves, and how sure that is.
     most_tables: how many tables may move. None: any number.
-    threshold: the share of now_ms by which a re-plan must be cheaper to pay.
+    threshold: the share of now_ms by which a re-plan must be cheaper to pay, whatever its margin.
     """
 
     planned_ms: float
@@ -40,6 +41,7 @@ class Drift:
     replan_ms: float
     replan: Plan
     moves: Diff
+    gain: Gain
     most_tables: int | None
     threshold: float
 
@@ -51,11 +53,11 @@ class Drift:
     @property
     def pays(self) -> bool:
         """Whether the re-plan is worth its moves."""
-        return worth_it(self.replan_ms, self.now_ms, self.threshold)
+        return self.gain.worth_it(self.threshold)
 
 
 def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, config: ReplanConfig,
-          threshold: float = DEFAULT_THRESHOLD) -> Drift:
+          threshold: float = 0.0) -> Drift:
     """How far a plan of `problem` is from the best plan of `now`, and what a re-plan would save.
 
     Tables may have grown. Each search gets the config's budget. Neither result is dearer than the plan
@@ -64,7 +66,8 @@ def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, config: 
     Raises what `lower` raises if the plan is no longer valid. A new plan is then needed at any cost.
     """
     old = rebind_tables(plan, now)
-    planned_ms, now_ms = (price(lower(p, of), model).total_ms for p, of in ((plan, problem), (old, now)))
+    planned, cost = (price(lower(p, of), model) for p, of in ((plan, problem), (old, now)))
+    now_ms = cost.total_ms
 
     # A short search may end worse than its start, so the old plan competes too.
     def searched(limit: ReplanConfig) -> tuple[float, Plan]:
@@ -76,9 +79,10 @@ def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, config: 
     # The unlimited search is heuristic as well. It can lose to the limited one.
     if replan_ms < best_ms:
         best_ms, best = replan_ms, replanned
-    return Drift(planned_ms=planned_ms, now_ms=now_ms, best_ms=best_ms, best=best, replan_ms=replan_ms,
+    saved = gain((old, cost), (replanned, price(lower(replanned, now), model)), now, model)
+    return Drift(planned_ms=planned.total_ms, now_ms=now_ms, best_ms=best_ms, best=best, replan_ms=replan_ms,
                  replan=replanned, moves=diff(plan, replanned, now, forced_moves(plan, now)),
-                 most_tables=config.max_moved_tables, threshold=threshold)
+                 gain=saved, most_tables=config.max_moved_tables, threshold=threshold)
 
 
 def refreshed(problem: Problem, tables: Iterable[Table]) -> Problem:

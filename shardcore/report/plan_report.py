@@ -136,6 +136,10 @@ def _rows(alternatives: Sequence[Alternative], total_ms: float) -> list[tuple[st
 
 def moves_text(found: Diff) -> str:
     """Tables that move, grow, are new or are gone, in a few words, and what a checkpoint loses."""
+    return "; ".join(_moves_words(found))
+
+
+def _moves_words(found: Diff) -> list[str]:
     forced, chosen = found.forced, found.chosen
     said = [f"{moved_words(found)} to move" if found.moves else "nothing moves"]
     if forced.moves:
@@ -151,7 +155,7 @@ def moves_text(found: Diff) -> str:
         names = [m.table for m in found.moves if m.loses == loses]
         said.append(f"{_count(len(names), 'table')} by another kind of sharding or in other parts "
                     f"({_few(names)}): a checkpoint loses {loses}")
-    return "; ".join(said)
+    return said
 
 
 def replan_text(found: Diff, config: ReplanConfig) -> str:
@@ -208,18 +212,21 @@ def drift_text(x: Drift) -> str:
              f"The best plan found costs {x.best_ms:.3f} ms: the plan is {x.behind:.1%} behind."]
     if x.moves.moves:
         lines.append(f"With {moved} moving{limit} ({gib(x.moves.bytes)} of weights) it costs "
-                     f"{x.replan_ms:.3f} ms, {percent_change(x.replan_ms, x.now_ms)}: that "
-                     f"{'pays' if x.pays else 'does not pay'} (threshold {x.threshold:.1%}).")
+                     f"{x.replan_ms:.3f} ms: {x.gain}, which {'pays' if x.pays else 'does not pay'}"
+                     f"{threshold_words(x.threshold)}.")
     else:
         within = " within that limit" * (x.most_tables is not None)
         lines.append(f"No better plan was found{within}: keep it.")
-    if x.moves:
-        said = moves_text(x.moves)
-        lines.append(f"{said[0].upper()}{said[1:]}.")
+    lines += [f"{said[0].upper()}{said[1:]}." for said in _moves_words(x.moves)[1:]]
     return "\n".join(lines)
 
 
 # --- decisions -------------------------------------------------------------------------------------------
+
+def threshold_words(threshold: float) -> str:
+    """The least gain that was asked for, if any."""
+    return f" (at least {threshold:.1%} asked)" if threshold else ""
+
 
 DECISION_HEADERS = ("decided", "outcome", "version", "ms", "considered, ms", "model", "reason")
 
