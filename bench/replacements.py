@@ -83,7 +83,7 @@ def text(of: Sequence[Pair]) -> str:
                                                       if p.gain.ms > 0.02 * p.gain.before_ms])),
              ("the interval, gains below 10%", _right(accepted(small)))]
     return "\n\n".join([
-        f"{len(of)} pairs of {len(problems)} problems; errors of ops and exchanges: see gain.errors_of. The "
+        f"{len(of)} pairs of {len(problems)} problems; errors: see cost/known_errors.py. The "
         f"calibration is {calibration(of):.2f} (in use: {gain.CALIBRATION}); calibrated without the problem, "
         f"{inside:.1%} of the differences are within their interval (nominal {gain.CONFIDENCE:.0%}).",
         report.markdown_table(("rule", "replacements", "really faster", "share"),

@@ -89,7 +89,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
 def plan(args: argparse.Namespace) -> None:
     from shardcore import files
     from shardcore.compiling import compiled
-    from shardcore.cost import mixed
+    from shardcore.cost import known_errors, mixed
     from shardcore.cost.model import at_confidence
     from shardcore.report import plan_report
     from shardcore.search import DEFAULT_SHARDER, known, sharder
@@ -124,10 +124,12 @@ def plan(args: argparse.Namespace) -> None:
         found = search(problem, cautious, seed=args.seed, budget=budget)
     found = Plan(found.placements, {**found.provenance, **provenance})
     seconds, cost = time.monotonic() - began, found.provenance["predicted_ms"]
+    named = f"{known_errors.label(model)}, model {provenance['model_digest'][:8]}"
     # Towers only narrow where tables may live: a plan with them is one of the problem that was asked.
     files.write_plan(args.out, found, asked)
     sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
     print(f"{args.out}: {cost:.3f} ms predicted{sure}, found in {seconds:.2f} s by {args.algorithm}{why}")
+    print(f"under {named}")
     if args.towers:
         print(plan_report.towers_text(tower_traffic(found, problem)))
     if args.explain:

@@ -17,11 +17,12 @@ samples hold their noise too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
+from shardcore.cost.known_errors import errors_of
 from shardcore.cost.model import CostModel
 from shardcore.layouts import shards_on
 from shardcore.outputs import output_bytes
@@ -30,8 +31,6 @@ from shardcore.types import Plan, Problem, Shard
 
 CONFIDENCE = 0.9
 CALIBRATION = 0.56
-USUAL_ERRORS = (0.05, 0.13)
-"""Of the shipped model: mean errors of ops and of exchanges. They stand in where a model knows none."""
 
 
 @dataclass(frozen=True)
@@ -69,19 +68,6 @@ def gain(before: tuple[Plan, StepCost], now: tuple[Plan, StepCost], problem: Pro
         errors_of(model), (lookups, sent), (compute, exchanges), strict=True))
     totals = [cost.total_ms for cost in costs]
     return Gain(totals[0] - totals[1], CALIBRATION * sqrt(max(0.0, variance)), totals[0])
-
-
-def errors_of(model: CostModel) -> tuple[float, float]:
-    """Mean relative errors of ops and of exchanges, on samples that the model was not trained on."""
-    found = [_errors(getattr(one, "meta", {}).get("metrics", {}))
-             for one in getattr(model, "models", (model,))]
-    return max(c for c, _ in found), max(x for _, x in found)
-
-
-def _errors(metrics: Mapping[str, Any]) -> tuple[float, float]:
-    exchanges = [metrics[name] for name in ("forward_comm_mape", "backward_comm_mape") if name in metrics]
-    return (metrics["compute_mape"] / 100 if "compute_mape" in metrics else USUAL_ERRORS[0],
-            sum(exchanges) / len(exchanges) / 100 if exchanges else USUAL_ERRORS[1])
 
 
 def _changed(old: Plan, new: Plan, work: Callable[[Shard], float]) -> float:

@@ -233,9 +233,9 @@ DECISION_HEADERS = ("decided", "outcome", "version", "ms", "considered, ms", "mo
 
 def decision_row(x: Decision) -> tuple[str, ...]:
     """A row under DECISION_HEADERS. Its ms are those under the model of that time."""
-    model = x.provenance.get("model_version")
+    model, data = x.provenance.get("model_version"), str(x.provenance.get("data", ""))[:8]
     return (when(x.decided_at), x.outcome, x.current, _ms(x.total_ms), _ms(x.candidate_ms),
-            f"version {model}" if model else "-", x.reason)
+            f"version {model}{f', data {data}' * bool(data)}" if model else "-", x.reason)
 
 
 def history_text(decisions: Iterable[Decision]) -> str:

@@ -7,6 +7,7 @@ import pytest
 from shapes import column, replica, row
 
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.known_errors import USUAL_ERRORS, errors_of
 from shardcore.cost.model import price
 from shardcore.publish import gain
 from shardcore.topology import Device, Topology
@@ -48,7 +49,7 @@ def test_the_more_moves_the_less_is_known_of_the_difference(problem):
     # Devices exchange all of their tables: the errors of the two costs are independent.
     cost = of(old, problem)[1]
     compute, exchanges = max(cost.compute_ms), cost.total_ms - max(cost.compute_ms)
-    alone = [gain.CALIBRATION * error * ms for error, ms in zip(gain.USUAL_ERRORS, (compute, exchanges),
+    alone = [gain.CALIBRATION * error * ms for error, ms in zip(USUAL_ERRORS, (compute, exchanges),
                                                                strict=True)]
     assert margins[-1] == pytest.approx(sqrt(2) * sqrt(sum(x * x for x in alone)))
 
@@ -71,8 +72,8 @@ def test_a_model_that_errs_more_is_less_sure(problem):
         models = (MODEL, Erring(MODEL.setting))
 
     erring, both = Erring(MODEL.setting), Both(MODEL.setting)
-    assert gain.errors_of(MODEL) == gain.USUAL_ERRORS
-    assert gain.errors_of(erring) == gain.errors_of(both) == (0.1, 0.4)
+    assert errors_of(MODEL) == USUAL_ERRORS
+    assert errors_of(erring) == errors_of(both) == (0.1, 0.4)
     assert margin(spread(problem), spread(problem, 1), problem, erring) > margin(
         spread(problem), spread(problem, 1), problem)
 
