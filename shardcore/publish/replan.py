@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, device_names, shards_on
 from shardcore.limits import MOST_BYTES, MOST_COUNT, MOST_SEED, require_within
-from shardcore.memory import held_bytes, require_fits, used_bytes
+from shardcore.memory import fits, held_bytes, require_fits, used_bytes
 from shardcore.publish.diff import Diff, diff, relabel_devices, reorder_columns
 from shardcore.search.anneal.reshard import Reshard, rebind_tables
 from shardcore.search.anneal.sharder import anneal_once
@@ -18,7 +20,7 @@ from shardcore.search.fixed_kinds import with_fixed_kinds
 from shardcore.search.host_room import within_host_memory
 from shardcore.search.shards import priced
 from shardcore.search.true_memory import within_memory
-from shardcore.types import Plan, Problem
+from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import require_plan
 
 _TRIES = 4
@@ -159,7 +161,7 @@ def _searched(old: Plan, problem: Problem, model: CostModel, config: ReplanConfi
             names = {p.shard.table.name for p in stays.placements}
             was = Plan(tuple(p for p in old.placements if p.shard.table.name in names))
             return _moving_little(was, config, lambda tables, n_bytes: reorder_columns(
-                search(Reshard(stays, tables, n_bytes)), old))
+                _with_room(stays, problem, lambda start: search(Reshard(start, tables, n_bytes))), old))
         found = search(Reshard(stays))
     except ShardCoreError:
         # A fresh search cannot respect a limit on moves.
@@ -187,6 +189,49 @@ def _moving_little(was: Plan, config: ReplanConfig,
         tables = None if tables is None else max(0, tables - max(0, too_many))
         n_bytes = None if n_bytes is None else max(0, n_bytes - max(0, too_much))
     raise Infeasible(f"no plan was found that moves at most {config.limits}; allow more to move")
+
+
+def _with_room(stays: Plan, problem: Problem, search: Callable[[Plan], Plan]) -> Plan:
+    """The plan of a search from what stays. It places the other tables uncut.
+
+    Where they find no room so, they are placed in parts first.
+    """
+    try:
+        return search(stays)
+    except Infeasible:
+        if (start := _filled_up(stays, problem)) is None:
+            raise
+        return search(start)
+
+
+def _filled_up(stays: Plan, problem: Problem) -> Plan | None:
+    """What stays, and the other tables in the fewest equal parts, each where most memory is left.
+
+    None: a table finds no room. Tables that constraints bind to others, or to a kind, are left out.
+    """
+    bound = {*problem.bundle_of, *dict(problem.constraints.kinds)}
+    there = {p.shard.table.name for p in stays.placements} | bound
+    filled: Plan | None = stays
+    for table in sorted((t for t in problem.tables if t.name not in there), key=lambda t: -t.bytes):
+        if (filled := _in_parts(table, filled, problem)) is None:
+            break
+    return filled
+
+
+def _in_parts(table: Table, plan: Plan, problem: Problem) -> Plan | None:
+    units, allowed = table.dim // MIN_WIDTH, problem.allowed_devices(table.name)
+    whole = table.name in problem.constraints.unsplit
+    for n in (n for n in range(1, 2 if whole else units + 1) if units % n == 0 and n <= len(allowed)):
+        used = used_bytes(plan, problem) if plan.placements else [0] * len(problem.topology)
+        left = np.array(held_bytes(problem)) - used
+        roomiest = sorted(allowed, key=lambda d: -left[d])[:n]
+        width = table.dim // n
+        parts = (Placement(WHOLE_ROWS.name, Shard(table, 0, table.rows, i * width, (i + 1) * width), (d,))
+                 for i, d in enumerate(roomiest))
+        filled = Plan((*plan.placements, *parts))
+        if fits(filled, problem):
+            return filled
+    return None
 
 
 def _left(old: Plan, problem: Problem) -> Plan:

@@ -175,12 +175,12 @@ def moved_words(found: Diff) -> str:
     return f"{_count(len(found.moves), 'table')}, {gib(found.bytes)} of weights" if found.moves else "nothing"
 
 
-MOVES_HEADERS = ("table", "moves", "why", "was", "is")
+MOVES_HEADERS = ("table", "moves", "had to", "was", "is")
 
 
 def moves_rows(found: Diff) -> list[tuple[str, ...]]:
     """A row under MOVES_HEADERS for each table that moves."""
-    return [(m.table, gib(m.bytes), "had to" if m.forced else "by choice", where(m.old), where(m.new))
+    return [(m.table, gib(m.bytes), "yes" if m.forced else "", where(m.old), where(m.new))
             for m in found.moves]
 
 

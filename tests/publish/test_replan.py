@@ -119,6 +119,25 @@ def test_tables_of_a_named_device_move_and_the_others_stay(problem, old, gone, r
     assert set(homes.values()) <= set(now.values())
 
 
+def test_what_has_to_move_is_cut_where_no_device_has_room_for_it_whole():
+    """Two of three devices stay, each with room for half of a table."""
+    tables = tuple(Table(f"t{i}", 4000, 64, 2.0) for i in range(3))
+    size = tables[0].bytes
+    problem = Problem("tight", tables, Topology((Device(size + size // 2 + 450_000),) * 3), 240)
+    old = Plan(tuple(Placement("column", Shard.whole(t), (i,)) for i, t in enumerate(tables)))
+    fewer = replace(problem, topology=Topology(problem.topology.devices[:2]))
+    was, of = without_devices(old, problem, fewer, (0,))
+    for config in (ReplanConfig(0, budget=BUDGET), ReplanConfig(max_moved_bytes=0, budget=BUDGET)):
+        found = replan(was, of, MODEL, config)
+        assert {p.shard.table.name: p.devices for p in found.placements if p.shard.width == 64} == {
+            "t1": (0,), "t2": (1,)}
+        assert sorted(p.devices for p in found.placements if p.shard.table.name == "t0") == [(0,), (1,)]
+        assert lower(found, fewer)
+    whole = replace(fewer, constraints=Constraints(unsplit=("t0",)))
+    with pytest.raises(Infeasible):
+        replan(was, whole, MODEL, ReplanConfig(0, budget=BUDGET))
+
+
 def test_devices_that_cannot_be_gone_are_refused_by_name(problem, old):
     three = replace(problem, topology=Topology(problem.topology.devices[:3]))
     for gone, now, said in (((4,), problem, "device 4 of problem 'again'.*0 to 3"),
