@@ -36,7 +36,7 @@ def history(client: mlflow.MlflowClient, name: str) -> list[ModelRecord]:
         reigns.setdefault(version, []).append((begin, end))
     return [ModelRecord(str(v.version), v.creation_timestamp / 1000, _number(v.tags.get("score")),
                         _replay_error(client, v), v.tags.get("gate", ""), v.tags.get("setting", ""),
-                        tuple(reigns.get(str(v.version), ())))
+                        tuple(reigns.get(str(v.version), ())), v.tags.get("data", ""))
             for v in client.search_model_versions(f"name = '{name}'")]
 
 

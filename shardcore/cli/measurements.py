@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -96,7 +97,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 def train(args: argparse.Namespace) -> None:
     from shardcore import schema
-    from shardcore.cost import accuracy, drift_correction, fit, neural, step_factors
+    from shardcore.cost import accuracy, drift_correction, fit, known_errors, neural, step_factors
     from shardcore.samples import dataset, replays
 
     require_folder(args.out)
@@ -120,7 +121,11 @@ def train(args: argparse.Namespace) -> None:
     model = step_factors.fit(trained.model, replayed)
     if replayed:
         print(step_factors.said(trained.model, model, len(replayed)), file=sys.stderr)
+    provenance = {**model.meta["provenance"], "data": replays.data_digest(args.datasets)}
+    model = dataclasses.replace(model, meta={**model.meta, "provenance": provenance})
     neural.save(model, args.out)
+    print("\n".join([f"{args.out}: {known_errors.label(model)}", *known_errors.worse_than_usual(model)]),
+          file=sys.stderr)
     metrics = accuracy.evaluate(model, accuracy.held_out(known.compute), accuracy.held_out(known.comm))
     print(json.dumps(metrics, indent=1))
 

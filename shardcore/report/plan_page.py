@@ -69,7 +69,7 @@ def page(now: Version, problem: Problem, explained: Explanation, decisions: Sequ
 
 def comparison(problem: Problem, now: Version, before: Version) -> str:
     """A page of two plans of a problem. Versions name them."""
-    said = plan_report.moves_text(diff(before.plan, now.plan))
+    said = plan_report.moves_text(diff(before.plan, now.plan, problem))
     title = f"{problem.name}: {now.name} against {before.name}"
     ms, was = now.cost.total_ms, before.cost.total_ms
     totals = f"<b>{ms:.2f} ms</b> predicted for a step, {percent_change(ms, was)} against {was:.2f} ms"
@@ -201,13 +201,10 @@ def _against(a: Alternative, total_ms: float) -> tuple[str, str]:
 
 
 def _moves(moves: Diff) -> str:
-    rows = [(m.table, gib(m.bytes), plan_report.where(m.old), plan_report.where(m.new))
-            for m in moves.moves[:MOST_ROWS]]
-    listed = ""
-    if rows:
-        listed = _table(("table", "moves", "was", "is"), rows, words=(2, 3)) + _rest(len(moves.moves))
+    rows = plan_report.moves_rows(moves)[:MOST_ROWS]
+    listed = _table(plan_report.MOVES_HEADERS, rows, words=(2, 3, 4)) if rows else ""
     said = plan_report.moves_text(moves)
-    return f"<p>{escape(said[0].upper() + said[1:])}.</p>{listed}"
+    return f"<p>{escape(said[0].upper() + said[1:])}.</p>{listed}{_rest(len(moves.moves))}"
 
 
 def _history(decisions: Sequence[Decision]) -> str:
