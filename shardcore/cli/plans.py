@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardcore.cli import grouped
-from shardcore.cli.options import amount, command, natural, positive
+from shardcore.cli.options import command, gib, natural, positive, positive_gib
 from shardcore.errors import ShardCoreError
 from shardcore.types import Plan, Problem, Setting
 
@@ -54,7 +54,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
                    "made for, where it has changed since: tables new, gone, or with other statistics")
     p.add_argument("--max-moved-tables", type=natural, metavar="N", help="with --start: most tables that may "
                    "move; default: any number")
-    p.add_argument("--max-moved-gib", type=amount, metavar="G", help="with --start: most GiB of weights "
+    p.add_argument("--max-moved-gib", type=gib, metavar="G", help="with --start: most GiB of weights "
                    "that may move; default: any number")
     p.add_argument("--towers", type=Path, metavar="TOWERS.json", help="tables that belong together on a "
                    "host, and how many times smaller a tower module makes what crosses hosts (docs/plan.md)")
@@ -289,13 +289,13 @@ def price(args: argparse.Namespace) -> None:
 
 def _add_replay(commands: argparse._SubParsersAction) -> None:
     p = command(commands, replay, "Run one training step of plans for real on this machine, in alternation, "
-                "and time its parts per device.")
+                "and time its parts per device.", folders={"append": ()})
     p.add_argument("plans", type=Path, nargs="+", metavar="PLAN.json", help="plans of the same problem")
     p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
     p.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     p.add_argument("--hardware", help="the setting's name of the device; default: its own")
     p.add_argument("--repeats", type=positive(int), default=50, help="steps of each plan that enter a median")
-    p.add_argument("--arena-gib", type=positive(float), default=1.0, help="weights in memory a process, the "
+    p.add_argument("--arena-gib", type=positive_gib, default=1.0, help="weights in memory a process, the "
                    "largest shard")
     p.add_argument("--timeout-s", type=positive(float), default=120.0, help="a round of steps that takes "
                    "longer has hung")

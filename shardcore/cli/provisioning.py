@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardcore.cli.options import command, natural, positive, require_folder
+from shardcore.cli.options import command, natural, positive, require_outputs
 from shardcore.errors import ShardCoreError
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ _WRITTEN = ("problem.json", "plan.json", "clusters.json", "curve.png")
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, provision, _PROVISION)
+    p = command(commands, provision, _PROVISION, folders={"out": _WRITTEN})
     p.add_argument("problem", type=Path, metavar="PROBLEM.json")
     p.add_argument("--offers", type=Path, required=True, metavar="OFFERS.json", help="types of machines, "
                    "with devices, memory, links, price and cost model (docs/plan.md)")
@@ -53,13 +52,9 @@ def provision(args: argparse.Namespace) -> None:
     problem, offers = files.read_problem(args.problem), read_offers(args.offers)
     target = Target(args.step_ms, args.samples_per_s, args.price_per_hour)
     # Folders of models are relative to the file that names them.
-    models = {offer.model: mixed.load([args.offers.parent / offer.model]) for offer in offers}
-    require_folder(args.out)
-    for name in _WRITTEN:
-        for read in (args.problem, args.offers):
-            if (out := args.out / name).exists() and out.samefile(read):
-                raise ShardCoreError(f"--out {args.out} would get {name} in the place of {read}, which is "
-                                     "read; it needs to be another folder")
+    folders = {offer.model: args.offers.parent / offer.model for offer in offers}
+    require_outputs(args, folders.values())
+    models = {name: mixed.load([folder]) for name, folder in folders.items()}
     began = time.monotonic()
     found = sweep(problem, offers, models, search, args.seed, Budget(args.budget_evals), _say)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -74,9 +69,9 @@ def provision(args: argparse.Namespace) -> None:
     except ShardCoreError as error:
         _draw(found, None, args.out)
         raise ShardCoreError(f"{error}. All that were searched are in {args.out}/clusters.json") from None
-    _draw(found, first, args.out)
     files.write_problem(args.out / "problem.json", first.problem)
     files.write_plan(args.out / "plan.json", first.plan, first.problem)
+    _draw(found, first, args.out)
     print(f"{args.out}: {first.words}, {first.price_per_hour:,.2f} an hour, {first.step_ms:.3f} ms a step; "
           f"{len(found)} clusters searched in {time.monotonic() - began:.0f} s\n")
     print(provision_report.table([first, *others]))
@@ -92,11 +87,9 @@ def provision(args: argparse.Namespace) -> None:
 
 def _draw(found: Sequence[Cluster], chosen: Cluster | None, out: Path) -> None:
     from shardcore import files
-    from shardcore.report import provision_report
+    from shardcore.report import figures, provision_report
 
-    drawn = io.BytesIO()
-    provision_report.figure(found, chosen).savefig(drawn, dpi=120, format="png")
-    files.write_atomic(out / "curve.png", drawn.getvalue())
+    files.write_atomic(out / "curve.png", figures.png(provision_report.figure(found, chosen)))
 
 
 def _say(done: int, of: int) -> None:
