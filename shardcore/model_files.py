@@ -13,6 +13,7 @@ from shardcore import files
 from shardcore.documents import digest, document, open_document, seal, unseal
 from shardcore.errors import ShardCoreError
 from shardcore.schema import read_bytes
+from shardcore.tensor_files import UNREADABLE
 
 MODEL_JSON, MODEL_WEIGHTS = "model.json", "weights.safetensors"
 
@@ -41,8 +42,7 @@ def read_model(folder: str | Path, schema: str = "model") -> tuple[dict[str, Any
                              "edited")
     try:
         return meta, load(weights)
-    # of types that numpy does not have
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (SafetensorError, *UNREADABLE) as error:
         raise ShardCoreError(f"{path} is not safetensors: {error}") from None
 
 
