@@ -12,7 +12,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.schema import read_json, show
 
 VERSIONS = {"problem": 1, "pool": 1, "plan": 2, "grouped-plan": 1, "model": 1, "policy": 1, "towers": 1,
-            "offers": 1, "hot-ids": 1, "row-counts": 1, "rows": 1}
+            "offers": 1, "hot-ids": 1, "row-counts": 1, "rows": 1, "rows-complete": 1}
 """By schema. A file of an earlier version is read by its migration.
 
 A plan of version 1 names no kinds of sharding: see plans_v1.

@@ -13,9 +13,10 @@ from shardcore import files
 from shardcore.documents import digest, document, open_document, seal, unseal
 from shardcore.errors import ShardCoreError
 from shardcore.schema import read_bytes
-from shardcore.tensor_files import UNREADABLE
 
 MODEL_JSON, MODEL_WEIGHTS = "model.json", "weights.safetensors"
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
+"""Errors of safetensors for types that numpy does not have, beside SafetensorError."""
 
 
 def write_model(folder: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray],

@@ -76,7 +76,8 @@ class HotIds:
 def write_hot_ids(path: str | Path, hot: Iterable[HotIds]) -> None:
     """Write hot ids of several tables to a file."""
     tables = list(hot)
-    write_tensors(path, _SCHEMA, {"rows": {h.table: h.rows for h in tables}}, {h.table: h.ids for h in tables})
+    write_tensors(path, _SCHEMA, {"rows": {h.table: h.rows for h in tables}},
+                  {h.table: h.ids for h in tables})
 
 
 def read_hot_ids(path: str | Path) -> dict[str, HotIds]:
