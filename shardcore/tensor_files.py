@@ -27,7 +27,7 @@ def write_tensors(path: str | Path, schema: str, meta: Mapping[str, Any],
     from safetensors.numpy import save
 
     own = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    body = seal({**meta, _DIGESTS: {name: _sha256(tensor) for name, tensor in own.items()}})
+    body = seal({**meta, _DIGESTS: {name: tensor_sha256(tensor) for name, tensor in own.items()}})
     write_atomic(path, save(own, {_META: json.dumps(document(schema, body))}))
 
 
@@ -44,13 +44,13 @@ def read_tensors(path: str | Path, schema: str) -> tuple[dict[str, Any], dict[st
         raise ShardCoreError(f"{path} is not safetensors: {error}") from None
     body = unseal(opened(parse_json(about.encode(), path), schema, path)[0], path)
     said = read(body.pop(_DIGESTS, None), Mapping[str, str], f"{path}: {_DIGESTS}")
-    if said != {name: _sha256(tensor) for name, tensor in tensors.items()}:
+    if said != {name: tensor_sha256(tensor) for name, tensor in tensors.items()}:
         raise ShardCoreError(f"{path} has tensors that do not match their digests; it was cut short or "
                              "edited")
     return body, tensors
 
 
-def _sha256(tensor: np.ndarray) -> str:
+def tensor_sha256(tensor: np.ndarray) -> str:
     """Digest of a tensor's type, shape and cells."""
     found = hashlib.sha256(f"{tensor.dtype.str} {tensor.shape}".encode())
     found.update(tensor.data if tensor.size else b"")

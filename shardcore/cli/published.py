@@ -125,11 +125,11 @@ def _read(path: Path, problem: Path | None) -> Plan:
 
 def _with_statistics_of(path: Path, problem: Problem) -> Problem:
     """The problem with fresh statistics from a problem file or a pool."""
-    from shardcore import files, schema
+    from shardcore import files
+    from shardcore.documents import is_document
     from shardcore.publish.drift import refreshed
 
-    found = schema.read_json(path)
-    if isinstance(found, dict) and found.get("schema") == "shardcore/pool":
+    if is_document(path, "pool"):
         return refreshed(problem, files.read_pool(path))
     fresh = files.read_problem(path)
     # A pool may lack tables. A problem that lacks some is another problem.
