@@ -112,8 +112,9 @@ def plan(args: argparse.Namespace) -> None:
               flush=True)
     began, why = time.monotonic(), ""
     if args.towers:
-        problem, of_towers = _with_towers(args.towers, problem, cautious)
+        problem, of_towers = _with_towers(args.towers, problem, cautious, budget)
         provenance |= of_towers
+        budget = budget and budget.without(time.monotonic() - began)
     if args.start:
         found, why = _replanned(args, problem, cautious, budget)
     else:
@@ -184,13 +185,18 @@ def _require_agreeing(args: argparse.Namespace) -> None:
                                  "to start from")
 
 
-def _with_towers(path: Path, problem: Problem, model: CostModel) -> tuple[Problem, dict[str, Any]]:
-    """The problem with the towers of a file, and what a plan's provenance says of them."""
-    from shardcore.search.tower_hosts import tower_hosts
+def _with_towers(path: Path, problem: Problem, model: CostModel,
+                 budget: Budget | None) -> tuple[Problem, dict[str, Any]]:
+    """The problem with the towers of a file, and what a plan's provenance says of them.
+
+    Hosts are searched for a third of the budget's seconds at most.
+    """
+    from shardcore.search.tower_hosts import TowerConfig, tower_hosts
     from shardcore.towers import read_towers
 
     towers = read_towers(path)
-    found = tower_hosts(problem, towers, model)
+    seconds = budget.seconds and budget.seconds / 3 if budget else None
+    found = tower_hosts(problem, towers, model, TowerConfig(seconds=seconds))
     return found.problem, {"tower_ratio": towers.compression_ratio,
                            "towers": {"affinity_inside": found.affinity_inside,
                                       "loads": [list(host) for host in found.loads]}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,8 @@ _PROVISION = """Find the cheapest cluster, of machines that can be had, that tra
 the fastest for a price. Every number of hosts of every offer is searched, if its devices divide the batch
 evenly. The problem's own topology does not count."""
 
+_EVERY_S = 2.0
+"""Seconds without a line of progress, at most by one search."""
 _WRITTEN = ("problem.json", "plan.json", "clusters.json", "curve.png")
 
 
@@ -34,6 +36,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
                         "fastest that it buys is wanted")
     p.add_argument("--algorithm", help="searches plans; anneal_columns, the default, or another of `plan`")
     p.add_argument("--budget-evals", type=positive(int), default=20_000, help="plans to price a cluster")
+    p.add_argument("--budget-s", type=positive(float), help="seconds to search, for all clusters together "
+                   "(none: as long as the plans to price take)")
     p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets problem.json and plan.json "
                    "of the chosen cluster, clusters.json with all of them, and curve.png; the last two even "
@@ -56,7 +60,8 @@ def provision(args: argparse.Namespace) -> None:
     require_outputs(args, folders.values())
     models = {name: mixed.load([folder]) for name, folder in folders.items()}
     began = time.monotonic()
-    found = sweep(problem, offers, models, search, args.seed, Budget(args.budget_evals), _say)
+    found = sweep(problem, offers, models, search, args.seed, Budget(args.budget_evals), args.budget_s,
+                  _say())
     args.out.mkdir(parents=True, exist_ok=True)
     # Before the choice: if none meets the target, all that was searched is still there.
     files.write_json(args.out / "clusters.json", [
@@ -92,6 +97,16 @@ def _draw(found: Sequence[Cluster], chosen: Cluster | None, out: Path) -> None:
     files.write_atomic(out / "curve.png", figures.png(provision_report.figure(found, chosen)))
 
 
-def _say(done: int, of: int) -> None:
-    if done % max(1, of // 10) == 0 or done == of:
-        print(f"clusters: {done} of {of} searched", file=sys.stderr, flush=True)
+def _say() -> Callable[[int, int], None]:
+    """Says how many clusters are searched: each tenth of them, and about every two seconds."""
+    began = last = time.monotonic()
+
+    def note(done: int, of: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if done % max(1, of // 10) == 0 or now - last > _EVERY_S:
+            last = now
+            left = f", {(now - began) / done * (of - done):.0f} s left" * (done < of)
+            print(f"clusters: {done} of {of} searched{left}", file=sys.stderr, flush=True)
+
+    return note

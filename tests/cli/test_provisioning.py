@@ -33,6 +33,16 @@ def test_it_writes_the_cheapest_clusters_plan_and_all_that_it_searched(problem, 
     assert (tmp_path / "out/curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_out_of_time_each_cluster_still_has_a_plan(problem, model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(OFFER, "most_hosts", 8)
+    assert asked(tmp_path, model, problem, "--step-ms", "1e6", "--budget-s", "1e-6") == 0
+    found = json.loads((tmp_path / "out/clusters.json").read_text())
+    # Of 1 to 8 hosts four divide the batch. The poor offer has no room.
+    assert ["step_ms" in c for c in found] == [True] * 4 + [False] * 4
+    err = capsys.readouterr().err
+    assert "clusters: 1 of 8 searched, " in err and " s left" in err and "clusters: 8 of 8 searched\n" in err
+
+
 def test_an_offer_whose_name_looks_like_a_formula_is_drawn_as_it_is(problem, model, tmp_path, monkeypatch):
     """matplotlib takes what is between two dollars for a formula."""
     monkeypatch.setitem(OFFER, "name", r"A$_$ \frac{ $^$")
