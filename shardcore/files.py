@@ -48,9 +48,9 @@ def write_atomic(path: str | Path, content: bytes) -> None:
     cannot be done. A device or pipe (/dev/null, /dev/stdout) is written to: to rename a file over it would
     take it from everybody."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path.parent, path.name)
     try:
-        if path.exists() and not path.is_dir() and (not path.is_file() or _is_open_file(path)):
+        if _is_written_through(path):
             path.write_bytes(content)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,6 +67,38 @@ def write_atomic(path: str | Path, content: bytes) -> None:
         if isinstance(error, OSError):
             raise ShardCoreError(f"cannot write {path}: {error.strerror}") from None
         raise
+
+
+def require_writable(path: str | Path, what: str, folder: bool = False) -> None:
+    """Raise ShardCoreError if a file, or files in a folder, could not be written there.
+
+    what: its name, for messages. It tries, for permissions do not tell all. What is not there yet stays so.
+    """
+    path = Path(path)
+    try:
+        if path.exists() and path.is_dir() != folder:
+            kinds = ("file", "folder") if folder else ("folder", "file")
+            raise ShardCoreError("{} {} is a {}; it needs to be a {}".format(what, path, *kinds))
+        if _is_written_through(path):
+            return
+        at = path if folder else path.parent
+        while not os.path.lexists(at):
+            at = at.parent
+        temporary = _temporary(at, path.name)
+        temporary.unlink(missing_ok=True)
+        open(temporary, "xb").close()
+        temporary.unlink()
+    except OSError as error:
+        raise ShardCoreError(f"{what} {path} cannot be written: {error.strerror}") from None
+
+
+def _temporary(folder: Path, name: str) -> Path:
+    return folder / f".{name}.{os.getpid()}.tmp"
+
+
+def _is_written_through(path: Path) -> bool:
+    """Whether a path is a device or pipe, or leads to what a process has open."""
+    return path.exists() and not path.is_dir() and (not path.is_file() or _is_open_file(path))
 
 
 def _is_open_file(path: Path) -> bool:

@@ -37,7 +37,7 @@ WAITS_S = (1e-3, 1e6)
 """The ends of a time after which something counts as hung: clocks overflow at longer ones."""
 MOST_PINS = 1 << 22
 """Devices in all different sets of them that pins mean: a host's name may mean thousands."""
-PATH_NAME = f"a name of letters, digits and . _ -, {MOST_PATH_NAME} at most"
+PATH_NAME = f"a name of letters, digits and . _ -, the first a letter or digit, {MOST_PATH_NAME} at most"
 """For messages: what `is_path_name` asks for."""
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 

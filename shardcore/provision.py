@@ -26,6 +26,8 @@ from shardcore.topology import LINKS, Device, Topology, default_reserve
 from shardcore.types import Plan, Problem
 from shardcore.workload import lower
 
+_LEAST_S = 1e-3
+"""For the clusters that are left when the time is up: each still gets a plan."""
 MOST_PRICE = 1e9
 """Of an hour, in any currency; and watts."""
 
@@ -204,12 +206,12 @@ def searched(cluster: Cluster, model: CostModel, sharder: Sharder, seed: int = 0
 
 
 def sweep(problem: Problem, offers: Sequence[Offer], models: Mapping[str, CostModel], sharder: Sharder,
-          seed: int = 0, budget: Budget | None = None,
+          seed: int = 0, budget: Budget | None = None, seconds: float | None = None,
           note: Callable[[int, int], None] = lambda done, of: None) -> list[Cluster]:
     """All clusters, searched.
 
     models: by the offers' `model`.
-    budget: of each search.
+    budget: of each search. seconds: of all, shared evenly by those that are left. None: no limit.
     note: told how many are done, of how many.
 
     Raises SettingMismatch for a model of another setting than the problem's. Raises ShardCoreError where no
@@ -222,10 +224,15 @@ def sweep(problem: Problem, offers: Sequence[Offer], models: Mapping[str, CostMo
     asked, found = list(clusters(problem, offers)), []
     require(bool(asked), f"problem {problem.name!r} has global_batch {problem.global_batch}, which no number "
             f"of hosts of offers {', '.join(offer.name for offer in offers)} divides evenly")
+    whole = Budget(seconds=seconds).start()
     for cluster in asked:
         shape = cluster.hosts, cluster.offer.devices
         others = [other for other in found if (other.hosts, other.offer.devices) == shape]
-        found.append(searched(cluster, models[cluster.offer.model], sharder, seed, budget, others))
+        own = budget
+        if seconds is not None:
+            share = max(seconds - whole.seconds(), _LEAST_S) / (len(asked) - len(found))
+            own = replace(budget or Budget(), seconds=share)
+        found.append(searched(cluster, models[cluster.offer.model], sharder, seed, own, others))
         note(len(found), len(asked))
     return found
 

@@ -23,7 +23,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from requests import RequestException
 
-from shardcore import files, model_files
+from shardcore import files, model_files, schema
 from shardcore.cost import neural
 from shardcore.errors import ShardCoreError
 from tasks import services
@@ -119,7 +119,7 @@ def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None,
     version = existing[0] if existing else _upload(client, folder, name, run_id, {**tags, DIGEST_TAG: digest})
     client.set_registered_model_alias(name, CHALLENGER, version.version)
     if (card := folder.with_name(CARD)).exists():
-        version = client.update_model_version(name, version.version, card.read_text())
+        version = client.update_model_version(name, version.version, schema.read_text(card))
     return version
 
 

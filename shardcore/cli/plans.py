@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardcore.cli import grouped
-from shardcore.cli.options import amount, command, natural, positive
+from shardcore.cli.options import command, gib, natural, positive, positive_gib
 from shardcore.errors import ShardCoreError
 from shardcore.types import Plan, Problem, Setting
 
@@ -58,7 +58,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
                    "where there are fewer now")
     p.add_argument("--max-moved-tables", type=natural, metavar="N", help="with --start: most tables that may "
                    "move; default: any number")
-    p.add_argument("--max-moved-gib", type=amount, metavar="G", help="with --start: most GiB of weights "
+    p.add_argument("--max-moved-gib", type=gib, metavar="G", help="with --start: most GiB of weights "
                    "that may move, beyond what has to; default: any number")
     p.add_argument("--towers", type=Path, metavar="TOWERS.json", help="tables that belong together on a "
                    "host, and how many times smaller a tower module makes what crosses hosts (docs/plan.md)")
@@ -116,8 +116,9 @@ def plan(args: argparse.Namespace) -> None:
               flush=True)
     began, why = time.monotonic(), ""
     if args.towers:
-        problem, of_towers = _with_towers(args.towers, problem, cautious)
+        problem, of_towers = _with_towers(args.towers, problem, cautious, budget)
         provenance |= of_towers
+        budget = budget and budget.without(time.monotonic() - began)
     if args.start:
         found, why = _replanned(args, problem, cautious, budget)
     else:
@@ -190,13 +191,18 @@ def _require_agreeing(args: argparse.Namespace) -> None:
             raise ShardCoreError(f"--{name.replace('_', '-')} {shown} needs --start, the plan to start from")
 
 
-def _with_towers(path: Path, problem: Problem, model: CostModel) -> tuple[Problem, dict[str, Any]]:
-    """The problem with the towers of a file, and what a plan's provenance says of them."""
-    from shardcore.search.tower_hosts import tower_hosts
+def _with_towers(path: Path, problem: Problem, model: CostModel,
+                 budget: Budget | None) -> tuple[Problem, dict[str, Any]]:
+    """The problem with the towers of a file, and what a plan's provenance says of them.
+
+    Hosts are searched for a third of the budget's seconds at most.
+    """
+    from shardcore.search.tower_hosts import TowerConfig, tower_hosts
     from shardcore.towers import read_towers
 
     towers = read_towers(path)
-    found = tower_hosts(problem, towers, model)
+    seconds = budget.seconds and budget.seconds / 3 if budget else None
+    found = tower_hosts(problem, towers, model, TowerConfig(seconds=seconds))
     return found.problem, {"tower_ratio": towers.compression_ratio,
                            "towers": {"affinity_inside": found.affinity_inside,
                                       "loads": [list(host) for host in found.loads]}}
@@ -298,13 +304,13 @@ def price(args: argparse.Namespace) -> None:
 
 def _add_replay(commands: argparse._SubParsersAction) -> None:
     p = command(commands, replay, "Run one training step of plans for real on this machine, in alternation, "
-                "and time its parts per device.")
+                "and time its parts per device.", folders={"append": ()})
     p.add_argument("plans", type=Path, nargs="+", metavar="PLAN.json", help="plans of the same problem")
     p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
     p.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     p.add_argument("--hardware", help="the setting's name of the device; default: its own")
     p.add_argument("--repeats", type=positive(int), default=50, help="steps of each plan that enter a median")
-    p.add_argument("--arena-gib", type=positive(float), default=1.0, help="weights in memory a process, the "
+    p.add_argument("--arena-gib", type=positive_gib, default=1.0, help="weights in memory a process, the "
                    "largest shard")
     p.add_argument("--timeout-s", type=positive(float), default=120.0, help="a round of steps that takes "
                    "longer has hung")

@@ -6,7 +6,7 @@ import argparse
 from itertools import islice
 from pathlib import Path
 
-from shardcore.cli.options import amount, command, natural, positive
+from shardcore.cli.options import amount, command, natural, positive, require_outputs
 from shardcore.errors import ShardCoreError
 from shardcore.types import Plan, Problem
 
@@ -29,7 +29,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--model", type=Path, action="append", help="folder of a trained model, which prices both")
 
     p = command(commands, drift, "Say how far a published plan is from the best, now that its tables' "
-                "statistics changed, and what a re-plan would save.")
+                "statistics changed, and what a re-plan would save.",
+                folders={"out": ("problem.json", "plan.json")})
     p.add_argument("plans", metavar="PLANS", help="folder or URL of published plans")
     p.add_argument("name", help="of the problem")
     p.add_argument("--fresh", type=Path, required=True, metavar="FILE.json", help="a problem or a pool of "
@@ -62,6 +63,7 @@ def diff(args: argparse.Namespace) -> None:
     if bool(args.page) != bool(args.model):
         raise ShardCoreError(f"diff was given --{'page' if args.page else 'model'} alone; it needs --page "
                              "and --model, or neither")
+    require_outputs(args, [] if args.problem else [p.with_name("problem.json") for p in (args.old, args.new)])
     (old, _), (new, problem) = (_read(path, args.problem) for path in (args.old, args.new))
     print(plan_report.diff_text(moves_of(old, new, problem)))
     if args.page:
@@ -124,11 +126,11 @@ def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:
 
 def _with_statistics_of(path: Path, problem: Problem) -> Problem:
     """The problem with fresh shapes and statistics from a problem file or a pool."""
-    from shardcore import files, schema
+    from shardcore import files
+    from shardcore.documents import is_document
     from shardcore.publish.drift import refreshed
 
-    found = schema.read_json(path)
-    if isinstance(found, dict) and found.get("schema") == "shardcore/pool":
+    if is_document(path, "pool"):
         return refreshed(problem, files.read_pool(path))
     fresh = files.read_problem(path)
     # A pool may lack tables. A problem that lacks some is another problem.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
 from shardcore.report import plan_report
+from shardcore.report.figures import svg
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,7 +69,7 @@ def page(name: str, records: Sequence[ModelRecord], first: Sequence[str] = ()) -
         f"<h1>{escape(name)}</h1>", *(f"<p><b>{escape(x)}.</b></p>" for x in first),
         '<p class="note">Each version was judged on the held-out data of its '
         "time. Shaded: plans were published under it.</p>",
-        f"<figure>{_svg(figure(records))}</figure>",
+        f"<figure>{svg(figure(records))}</figure>",
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>", "</body></html>\n"])
 
 
@@ -99,15 +99,6 @@ def figure(records: Sequence[ModelRecord]) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     return made
-
-
-def _svg(made: Figure) -> str:
-    import matplotlib
-
-    text = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardcore"}):
-        made.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg"):]
 
 
 def _reign(begin: float, end: float | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from shardcore.memory import gib
 from shardcore.publish.decisions import Decision
 from shardcore.publish.diff import Diff, diff
 from shardcore.report import plan_report
+from shardcore.report.figures import svg
 from shardcore.report.plan_explorer import PARTS, STYLE, Version, explorer, policy, version_name
 from shardcore.report.text import percent_change
 from shardcore.search.explain import Alternative, Explanation
@@ -56,7 +56,7 @@ def page(now: Version, problem: Problem, explained: Explanation, decisions: Sequ
         f"{problem.global_batch:,}.<br>{escape(decision.outcome.capitalize())}: "
         f"{escape(decision.reason)}.</p>",
         *([_warning(extrapolated)] if extrapolated else []),
-        f"<figure>{_svg(figure(explained))}</figure>",
+        f"<figure>{svg(figure(explained))}</figure>",
         "<h2>What bounds it</h2>", *(f"<p>{escape(line)}</p>" for line in plan_report.sentences(explained)),
         _shards(explained), _memory(explained),
         "<h2>Instead</h2>", _alternatives(explained),
@@ -152,18 +152,6 @@ def _bars(axes: Axes, heights: np.ndarray, below: np.ndarray, color: str, label:
     axes.set_xlim(-0.7, n - 0.3)
     axes.set_xticks(np.arange(0, n, -(-n // _MOST_TICKS)))
     return below + heights
-
-
-def _svg(made: Figure) -> str:
-    """The figure as SVG for HTML. The same figure gives the same text."""
-    import matplotlib
-
-    text = io.StringIO()
-    # A fixed salt and no date: equal figures give equal pages.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardcore",
-                                "font.family": "sans-serif"}):
-        made.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg"):]
 
 
 # --- tables ----------------------------------------------------------------------------------------------

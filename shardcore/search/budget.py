@@ -35,6 +35,11 @@ class Budget:
         """With a share of the seconds. The limit of evaluations stays, so that a run stays repeatable."""
         return self if self.seconds is None else replace(self, seconds=self.seconds * share)
 
+    def without(self, seconds: float) -> Budget:
+        """What is left after these seconds: a tenth of the budget at least."""
+        return self if self.seconds is None else replace(self, seconds=max(self.seconds - seconds,
+                                                                           self.seconds / 10))
+
     def start(self) -> Meter:
         """Start the clock."""
         return Meter(self, progress.clock())
