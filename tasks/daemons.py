@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from shardcore.errors import ShardCoreError
+from shardcore.errors import ShardCoreError, escaped
 
 _MARK = "SHARDCORE_DAEMON"
 STORES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "MLFLOW_BACKEND_STORE_URI",
@@ -92,11 +92,11 @@ class Daemon:
         self._id.unlink(missing_ok=True)
 
     def last_lines(self, count: int) -> list[str]:
-        """The last lines of its log."""
+        """The last lines of its log. Control characters are escaped: a terminal would obey them."""
         try:
             with open(self.log, "rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                return [line for line in log.read().decode(errors="replace").splitlines()
+                return [escaped(line) for line in log.read().decode(errors="replace").splitlines()
                         if line.strip()][-count:]
         except FileNotFoundError:
             return []

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from shardcore.errors import ShardCoreError
+from shardcore.errors import ShardCoreError, redacted
 
 _DATABASES = {"prefect_database": ("postgresql+asyncpg", "sqlite+aiosqlite"),
               "mlflow_database": ("postgresql", "mysql", "sqlite", "mssql")}
@@ -59,7 +58,7 @@ class StackConfig:
             scheme, _, rest = value.partition("://")
             known = rest and {scheme, scheme.partition("+")[0]} & set(kinds)
             if value and not (known and value.isprintable() and " " not in value):
-                raise ShardCoreError(f"stack.{name} is {_shortened(re.sub('//.*@', '//…@', value))}; it "
+                raise ShardCoreError(f"stack.{name} is {_shortened(redacted(value))}; it "
                                      f"needs a URL that begins with "
                                      f"{' or '.join(f'{kind}://' for kind in kinds)}")
         if (wrong := _wrong_folder(self.folder)):
@@ -99,7 +98,7 @@ def require_usable(config: StackConfig, folder: Path) -> None:
             # Binding tells whether the address is this machine's.
             s.bind((config.host, 0))
             every = s.getsockname()[0] == "0.0.0.0"
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError, TypeError) as error:  # of a name with NUL, of one that is too long
         raise ShardCoreError(f"stack.host is {_shortened(config.host)}, which is no IPv4 address of this "
                              f"machine ({error}); 127.0.0.1 serves this machine, 0.0.0.0 others "
                              "too") from None

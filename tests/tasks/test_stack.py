@@ -6,9 +6,11 @@ import logging.config
 import os
 import re
 import shlex
+import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from unittest import mock
@@ -301,13 +303,52 @@ def test_a_line_of_the_flows_log_has_what_the_message_has_in_extra(tmp_path):
     assert wanted.items() <= line.items() and line["timestamp"]
 
 
-def test_ray_is_kept_in_the_stack_unless_its_sockets_paths_would_be_too_long():
-    assert ray_folder(Path("/srv/shardcore/.stack")) == Path("/srv/shardcore/.stack/ray")
-    longest = Path("/" + "x" * 32)  # 33 bytes and /ray: 37, and Ray's 70 make 107
-    assert ray_folder(longest) == longest / "ray" and (longest / "x") not in ray_folder(longest / "x").parents
-    far = Path("/home/somebody/projects/recommendation/models/sharding/.stack")
-    assert (far not in ray_folder(far).parents
-            and ray_folder(far) == ray_folder(far) != ray_folder(far / "other"))
+@pytest.fixture
+def short():
+    """A folder whose path has 20 bytes."""
+    with tempfile.TemporaryDirectory(prefix="abc-", dir="/tmp") as made:
+        yield Path(made + "x" * (20 - len(made)))
+        shutil.rmtree(made + "x" * (20 - len(made)), ignore_errors=True)
+
+
+def test_ray_is_kept_in_the_stack_unless_its_sockets_paths_would_be_too_long(short):
+    fits = short / ("x" * 12)  # 33 bytes and /ray: 37, and Ray's 70 make 107
+    far = [short / ("x" * 13), short / ("y" * 60)]
+    for folder in (fits, *far):
+        stack_services.write_settings(StackConfig(), folder)
+    assert ray_folder(fits) == fits / "ray"
+    found = [ray_folder(folder) for folder in far]
+    try:
+        assert found == [ray_folder(folder) for folder in far]  # for other commands
+        assert found[0] != found[1] and all(len(str(path)) <= 37 and path.is_dir() for path in found)
+        assert {stat.S_IMODE(path.parent.stat().st_mode) for path in found} == {0o700}
+        assert {path.parent.stat().st_uid for path in found} == {os.geteuid()}
+    finally:
+        for path in found:
+            shutil.rmtree(path.parent)
+
+
+@pytest.mark.parametrize("others", ["link", "open", "gone", "file"])
+def test_a_temporary_folder_of_ray_that_others_may_have_is_not_used_again(short, others):
+    far = short / ("x" * 40)
+    stack_services.write_settings(StackConfig(), far)
+    before = ray_folder(far).parent
+    shutil.rmtree(before)
+    (short / "theirs/ray/tmp").mkdir(parents=True)
+    (short / "theirs/ray/tmp/kept").touch()
+    {"link": lambda: before.symlink_to(short / "theirs"), "file": before.touch, "gone": bool,
+     "open": lambda: shutil.copytree(short / "theirs", before)}[others]()
+    if others == "open":
+        before.chmod(0o755)
+    try:
+        stack.down(StackConfig(str(far)))
+        kept = before if others == "open" else short / "theirs"
+        assert (kept / "ray/tmp/kept").exists()
+        stack_services.write_settings(StackConfig(), far)
+        assert ray_folder(far).parent != before and stack_services.is_private(ray_folder(far).parent)
+    finally:
+        shutil.rmtree(ray_folder(far).parent)
+        shutil.rmtree(before, ignore_errors=True) if others == "open" else before.unlink(missing_ok=True)
 
 
 def test_the_last_sessions_of_ray_are_kept(tmp_path):
