@@ -48,7 +48,7 @@ class Unreachable(ShardCoreError):
     content."""
 
 
-_USER = re.compile(r"(?<=://)(?:[^\s'\"/]*|[^\s'\"/:@]*:[^\s'\"]*)@")
+_USER = re.compile(r"(?<=://)(?:[^\s'\"/:@]*:[^\s'\"]*|[^\s'\"/]*)@")
 """The user and password of a URL. A password with a slash is wrong there, and still a password."""
 _SECRET = re.compile(r"(?i)([?&][^=&\s]*(?:pass|pwd|secret|token|key|sig)[^=&\s]*=)[^&\s'\"]+")
 """A secret among the parameters of a URL."""

@@ -19,9 +19,11 @@ import psutil
 from shardcore.errors import ShardCoreError, escaped
 
 _MARK = "SHARDCORE_DAEMON"
+ALLOWED_HOSTS = "SHARDCORE_ALLOWED_HOSTS"
+"""stack.allowed_hosts, in the environment of services."""
 STORES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "MLFLOW_BACKEND_STORE_URI",
-          "MLFLOW_ARTIFACTS_DESTINATION")
-"""Names in the environment that say where a service keeps what it has."""
+          "MLFLOW_ARTIFACTS_DESTINATION", ALLOWED_HOSTS)
+"""Names in the environment that say where a service keeps what it has, and to whom it answers."""
 _TAIL_BYTES = 64 << 10
 _CLOCK_S = 1.0
 """How far the clocks of processes and of files may differ."""

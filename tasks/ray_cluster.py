@@ -47,9 +47,9 @@ def ray_cluster() -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS") or "local"
     options = {"log_to_driver": False, "logging_level": logging.WARNING,
                "namespace": runtime.flow_run.name or None}
-    of_our_own = address == "local"
+    of_our_own, connected = address == "local", threading.Event()
     lost, every_s, looks = ((_lost_process(), _LOOK_EVERY_S, 1) if of_our_own
-                            else (_lost_head(address), _ASK_EVERY_S, _ASKED))
+                            else (_lost_head(address, connected), _ASK_EVERY_S, _ASKED))
     with owned.owned() if of_our_own else nullcontext(), _ending_with_it(lost, every_s, looks) as still_there:
         try:
             if of_our_own:
@@ -67,6 +67,7 @@ def ray_cluster() -> Iterator[None]:
         except Exception as error:  # Ray raises many kinds, Exception itself among them
             raise ShardCoreError(f"cannot connect to Ray at {address}: "
                                  f"{' '.join(str(error).split())[:200]}") from None
+        connected.set()
         try:
             yield
         finally:
@@ -91,12 +92,12 @@ def _lost_process() -> Callable[[], str]:
     return lost
 
 
-def _lost_head(address: str) -> Callable[[], str]:
-    """Tells that the head of a cluster does not answer. "": it does."""
+def _lost_head(address: str, connected: threading.Event) -> Callable[[], str]:
+    """Tells that the head of a cluster does not answer. "": it does, or we have not connected yet."""
     import ray
 
     def lost() -> str:
-        if not ray.is_initialized():
+        if not connected.is_set():
             return ""
         head = ray.get_runtime_context().gcs_address if address == "auto" else address
         try:

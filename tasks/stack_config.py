@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ _DATABASES = {"prefect_database": ("postgresql+asyncpg", "sqlite+aiosqlite"),
 _LONGEST_PATH, _LONGEST_NAME = 1000, 255
 """Bytes of a folder's path, to which file names are added, and of each name in it."""
 
+_ALLOWED_HOST = r"[A-Za-z0-9*]([A-Za-z0-9.*-]{0,251}[A-Za-z0-9*])?"
 _RAY_PORTS = ("ray_port", "ray_client_port", "dashboard_port", "metrics_port")
 _WORKER_PORTS = range(10002, 20000)
 """Of Ray's workers, unless it is told others. `ray start` ends if another of its ports is one of them."""
@@ -33,6 +35,8 @@ class StackConfig:
     object_store_mib: memory of Ray's object store.
     prefect_database, mlflow_database: SQLAlchemy URLs. Empty: SQLite in the folder.
     artifacts: where MLflow keeps files. Empty: in the folder.
+    allowed_hosts: more names and addresses at which browsers and clients reach MLflow, such as a proxy's.
+      It answers 403 to others. "*": any.
     """
 
     folder: str = ".stack"
@@ -47,12 +51,17 @@ class StackConfig:
     prefect_database: str = ""
     mlflow_database: str = ""
     artifacts: str = ""
+    allowed_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("folder", "host"):
             if not getattr(self, name).strip():
                 raise ShardCoreError(f"stack.{name} is empty; it needs a value such as "
                                      f"{getattr(StackConfig, name)}")
+        for name in self.allowed_hosts:
+            if not re.fullmatch(_ALLOWED_HOST, name):
+                raise ShardCoreError(f"stack.allowed_hosts has {_shortened(name)}; it needs names or "
+                                     "addresses without a port, such as shardcore.example.org or 10.0.0.*")
         for name, kinds in _DATABASES.items():
             value = getattr(self, name)
             scheme, _, rest = value.partition("://")

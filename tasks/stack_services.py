@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shlex
+import socket
 import stat
 import sys
 import tempfile
@@ -16,10 +17,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+import psutil
+
 from shardcore import schema
 from shardcore.errors import ShardCoreError
 from tasks import owned
-from tasks.daemons import Daemon
+from tasks.daemons import ALLOWED_HOSTS, Daemon
 from tasks.lost_runs import AT_ONCE, POOL, WORKER, Api
 from tasks.services import LOOPBACK, get, reach_directly
 from tasks.stack_config import StackConfig
@@ -35,6 +38,8 @@ _RAY_SOCKET_BYTES = 70
 _QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1",
           "MLFLOW_DISABLE_TELEMETRY": "true",
           "DVC_NO_ANALYTICS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_PRIVATE = ("10.*", "192.168.*", *(f"172.{n}.*" for n in range(16, 32)))
+"""Patterns of private addresses, which MLflow allows by default."""
 _PROGRAMS = """case ":$PATH:" in *:FOLDER:*) ;; *) PATH=FOLDER:$PATH; export PATH ;; esac
 """
 """Shell lines that find `prefect` and `mlflow` of this environment, whether it is active or not."""
@@ -107,7 +112,8 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
               # Derived from the token, so that sessions survive a restart.
               "MLFLOW_FLASK_SERVER_SECRET_KEY": hashlib.sha256(token.encode()).hexdigest(),
               "MLFLOW_BACKEND_STORE_URI": config.mlflow_database or f"sqlite:///{folder / 'mlflow.db'}",
-              "MLFLOW_ARTIFACTS_DESTINATION": config.artifacts or str(folder / "mlflow-artifacts")}
+              "MLFLOW_ARTIFACTS_DESTINATION": config.artifacts or str(folder / "mlflow-artifacts"),
+              **mlflow_hosts(config)}
     ray = {"port": config.ray_port, "ray-client-server-port": config.ray_client_port,
            "dashboard-host": config.host, "dashboard-port": config.dashboard_port,
            "metrics-export-port": config.metrics_port, "temp-dir": ray_folder(folder),
@@ -143,6 +149,27 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
         Service(watch, {}, lambda: watch.process() is not None),
     ]
     return {s.daemon.name: s for s in found}
+
+
+def mlflow_hosts(config: StackConfig) -> dict[str, str]:
+    """The environment that tells MLflow at which names and addresses it is reached. It answers 403 to others.
+
+    By default it knows loopback and private addresses. A page of another origin may not change anything.
+    """
+    if config.on_loopback and not config.allowed_hosts:
+        return {}
+    ours = [config.host]
+    if config.host == "0.0.0.0":
+        ours = [socket.gethostname(), *(address.address for found in psutil.net_if_addrs().values()
+                                        for address in found if address.family == socket.AF_INET)]
+    named = list(dict.fromkeys([*LOOPBACK, *ours, *config.allowed_hosts]))
+    origins = [origin for name in named
+               for origin in (f"http://{name}:{config.mlflow_port}", f"http://{name}", f"https://{name}")]
+    hosts = [host for name in (*named, *_PRIVATE) for host in (name, f"{name}:*")]
+    return {"MLFLOW_SERVER_ALLOWED_HOSTS": os.environ.get("MLFLOW_SERVER_ALLOWED_HOSTS", ",".join(hosts)),
+            "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": os.environ.get("MLFLOW_SERVER_CORS_ALLOWED_ORIGINS",
+                                                                 ",".join(origins)),
+            ALLOWED_HOSTS: ",".join(config.allowed_hosts)}
 
 
 def ray_folder(folder: Path) -> Path:
