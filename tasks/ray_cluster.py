@@ -27,6 +27,8 @@ from tasks import console, lost_runs, owned, services
 
 _LOCAL_OBJECT_STORE_BYTES = 256 << 20  # requests and timings are small
 _LOCAL_RAY = {
+    # Or a worker that asked for no GPU sees all.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # A cluster of more than one machine would listen at all addresses.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # Nobody will start another head: everything ends with it.

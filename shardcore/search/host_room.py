@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
+from types import NoneType
 from typing import Any
 
 import numpy as np
 
-from shardcore.cost.model import CostModel
+from shardcore.cost.model import CostModel, require_model
 from shardcore.errors import Infeasible
+from shardcore.limits import require_type
 from shardcore.memory import host_bytes
 from shardcore.search.budget import Budget
 from shardcore.types import Plan, Problem, Shard
@@ -28,6 +30,9 @@ def within_host_memory(sharder: Callable[..., Plan]) -> Callable[..., Plan]:
 
     @wraps(sharder)
     def search(problem: Problem, model: CostModel, *, budget: Budget | None = None, **given: Any) -> Plan:
+        require_type(problem, Problem, "problem", "a Problem")
+        require_model(model)
+        require_type(budget, (Budget, NoneType), "budget", "a Budget, such as Budget(evals=10_000), or None")
         dealt = _dealt(problem)
         if dealt is None:
             return sharder(problem, model, budget=budget, **given)
