@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardcore.limits import MOST_BATCH, require
+from shardcore.limits import MOST_BATCH, require, require_types
 
 MOST_COLLISION_BYTES = 1 << 20
 """Of managed collision, for a row or a lookup, at most."""
@@ -31,6 +31,7 @@ class Reuse:
     batch: int
 
     def __post_init__(self) -> None:
+        require_types(self, "a reuse histogram")
         object.__setattr__(self, "bins", tuple(map(float, self.bins)))
         total = sum(self.bins)
         if (len(self.bins) == REUSE_BINS and 0 <= min(self.bins) and max(self.bins) <= 1 + 1e-6
@@ -57,6 +58,7 @@ class Zipf:
     alpha: float
 
     def __post_init__(self) -> None:
+        require_types(self, "zipf")
         object.__setattr__(self, "alpha", float(self.alpha))
         require(0 <= self.alpha < 10, f"zipf alpha is {self.alpha}; it needs to be within 0 and 10")
 

@@ -31,6 +31,7 @@ from shardcore.limits import (
     require,
     require_known,
     require_name,
+    require_types,
     require_within,
 )
 from shardcore.topology import Topology
@@ -102,6 +103,7 @@ class Table:
     managed_collision: ManagedCollision | None = None
 
     def __post_init__(self) -> None:
+        require_types(self, "table")
         object.__setattr__(self, "pooling", float(self.pooling))  # equal tables have equal files
         require_name(self.name, "a table")
         t = f"table {self.name!r}"
@@ -178,9 +180,13 @@ class Shard:
 
     def __post_init__(self) -> None:
         t = self.table
-        if 0 <= self.row_lo < self.row_hi <= t.rows and 0 <= self.col_lo < self.col_hi <= t.dim and (
-                self.width % MIN_WIDTH == self.col_lo % MIN_WIDTH == 0):
-            return  # searches make many: words only where they are needed
+        try:
+            if 0 <= self.row_lo < self.row_hi <= t.rows and 0 <= self.col_lo < self.col_hi <= t.dim and (
+                    self.width % MIN_WIDTH == self.col_lo % MIN_WIDTH == 0):
+                return  # searches make many: words only where they are needed
+        except (AttributeError, TypeError):
+            require_types(self, "a shard")
+            raise
         require(0 <= self.row_lo < self.row_hi <= t.rows,
                 f"shard of table {t.name!r} has rows [{self.row_lo}, {self.row_hi}); the table has [0, "
                 f"{t.rows})")
@@ -230,7 +236,13 @@ class Placement:
     devices: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "devices", tuple(int(d) for d in self.devices))
+        try:
+            object.__setattr__(self, "devices", tuple(int(d) for d in self.devices))
+        except (TypeError, ValueError):
+            require_types(self, "a placement")
+            raise
+        if type(self.shard) is not Shard or type(self.kind) is not str:
+            require_types(self, "a placement")
         require(len(self.devices) > 0 and len(set(self.devices)) == len(self.devices)
                 and min(self.devices) >= 0,
                 f"placement of {self.shard.label} names devices {self.devices}; it needs one or more "
@@ -247,6 +259,15 @@ class Plan:
 
     placements: tuple[Placement, ...]
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        require_types(self, "a plan")
+
+    def __repr__(self) -> str:
+        tables = {p.shard.table.name for p in self.placements}
+        devices = {d for p in self.placements for d in p.devices}
+        by = f", by {self.provenance['algorithm']}" if "algorithm" in self.provenance else ""
+        return f"Plan({len(tables)} tables in {len(self.placements)} shards on {len(devices)} devices{by})"
 
 
 def precision_of(tables: Iterable[Table]) -> str:
@@ -273,6 +294,7 @@ class Setting:
     backward_payload: str = "fp32"
 
     def __post_init__(self) -> None:
+        require_types(self, "setting")
         require(is_path_name(self.hardware),
                 f"setting has hardware {self.hardware!r}; it needs {PATH_NAME}, such as 'nvidia-h200'")
         require_within(self, "setting", batch=(1, MOST_BATCH))
@@ -307,7 +329,7 @@ class Problem:
     job: Job = Job()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tables", tuple(self.tables))
+        require_types(self, "problem")
         p = f"problem {self.name!r}"
         require(is_path_name(self.name), f"{p} needs {PATH_NAME}, for its plans are kept in a folder of "
                 "that name")
@@ -337,6 +359,10 @@ class Problem:
             pooled = (t.name for t in self.tables if not t.sequence)
             require_tower_hosts({name: self.allowed_devices(name) for name in pooled},
                                 self.topology.on_hosts, p)
+
+    def __repr__(self) -> str:
+        return (f"Problem({self.name!r}, {len(self.tables)} tables, {self.topology!r}, global batch "
+                f"{self.global_batch})")
 
     @cached_property
     def _hash(self) -> int:

@@ -35,6 +35,7 @@ from shardcore.layouts import (
     runs_of,
     shards_on,
 )
+from shardcore.limits import require_type
 from shardcore.outputs import output_bytes
 from shardcore.topology import Topology
 from shardcore.traffic import channels_of, lanes, row_in, shared_on_hosts
@@ -92,6 +93,11 @@ class Workload:
     global_batch: int
     job: Job = Job()
 
+    def __repr__(self) -> str:
+        ops = {id(op): len(op.shards) for ops in self.ops for op in ops}
+        return (f"Workload({sum(ops.values())} shards in {len(ops)} ops, {self.topology!r}, global batch "
+                f"{self.global_batch})")
+
     def __getstate__(self) -> dict[str, Any]:  # layouts are compared by identity, so they stay in a process
         return {k: v for k, v in self.__dict__.items() if k != "lanes"}
 
@@ -118,6 +124,8 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
     Raises it too for a placement that its kind does not allow, and for a broken constraint.
     Raises Infeasible if a device would hold more than it may, unless `fits` is False.
     """
+    require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
+    require_type(problem, Problem, "problem", "a Problem")
     require_cover(plan, problem)
     require_constraints(plan, problem)
     used = (memory.require_fits if fits else memory.used_bytes)(plan, problem)

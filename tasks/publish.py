@@ -14,7 +14,7 @@ from prefect import get_run_logger, task
 
 from shardcore import files, report
 from shardcore.cost import known_errors, neural
-from shardcore.errors import ShardCoreError, Unreachable
+from shardcore.errors import ShardCoreError, Unreachable, redacted
 from shardcore.publish import store
 from shardcore.publish.publisher import HEADERS, PublishConfig, Published, Publisher
 from shardcore.report import models_page
@@ -92,7 +92,8 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     run = _log(plans, names, version, "\n".join(lines), models_html)
     model_link = links.model_version(version.name, version.version)
     run_link = links.mlflow_run(run.info.experiment_id, run.info.run_id)
-    create_markdown_artifact(f"Under {model_link}, in {plans}; pages in MLflow's {run_link}\n\n{table}",
+    where = redacted(str(plans))
+    create_markdown_artifact(f"Under {model_link}, in {where}; pages in MLflow's {run_link}\n\n{table}",
                              key="published-plans", description=title)
     if failures:
         logger.info("published:\n%s", report.text_table(HEADERS, rows))
@@ -141,7 +142,7 @@ def _log(plans: str | Path, names: Sequence[str], version: ModelVersion, table: 
     """An MLflow run with the pages of the published plans, and of the models."""
     with registry.run(run_name=f"publish-{version.name}-{version.version}") as run:
         mlflow.set_tags({"stage": "publish", "model": version.name, "model_version": str(version.version),
-                         "plans": str(plans)})
+                         "plans": redacted(str(plans))})
         mlflow.set_tag("mlflow.note.content", table)
         mlflow.log_text(models, store.MODELS)
         for name in names:

@@ -14,7 +14,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from shardcore.errors import ShardCoreError
 from shardcore.job import Job
+from shardcore.limits import require_type, shown
 from shardcore.step_cost import PredictedCost
 from shardcore.topology import Topology
 from shardcore.types import Problem, Setting, Shard
@@ -217,8 +219,17 @@ def step_ms(compute_ms: np.ndarray, comm: CommCost, job: Job) -> np.ndarray:
     return (compute_ms + comm.total_ms).max(-1) + exposed_input_ms(comm, job) + job.dense_ms
 
 
+def require_model(model: object) -> None:
+    """Raise ShardCoreError unless something can be asked for costs."""
+    if not all(hasattr(model, name) for name in ("setting", "encode", "head", "comm")):
+        raise ShardCoreError(f"model is {shown(model)}; it needs to be a cost model, as load_model(folder) "
+                             "gives")
+
+
 def price(workload: Workload, model: CostModel) -> PredictedCost:
     """The cost that a model predicts for one step of a workload, and what of it was not measured."""
+    require_type(workload, Workload, "workload", "a Workload, as lower(plan, problem) gives")
+    require_model(model)
     n_devices = len(workload.ops)
     forward, backward = np.zeros(n_devices), np.zeros(n_devices)
     # Devices that run the same shards share an Op. It is priced once.

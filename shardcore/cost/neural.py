@@ -6,6 +6,7 @@ Shapes: N shards, G ops, D devices; ... any leading dimensions.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from shardcore.cost.host_memory import HostMemoryModel, with_host_memory
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import ID_CHANNELS, Channel
+from shardcore.limits import require_type
 from shardcore.topology import Topology
 from shardcore.traffic import channels_of
 from shardcore.types import COLLECTIVES, Problem, Setting, Shard
@@ -256,6 +258,7 @@ def load(folder: str | Path) -> NeuralModel:
     Raises ShardCoreError for a file that is missing, cut short or edited.
     Raises it too for a model trained on other features than this ShardCore computes.
     """
+    require_type(folder, (str, os.PathLike), "folder of a model", "a path")
     meta, weights = model_files.read_model(folder)
     setting = files.setting_from_json(meta.pop("setting", None), f"{folder}: setting")
     # Weights are matrices by position, so names have to agree in order too.

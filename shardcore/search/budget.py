@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardcore import progress
 from shardcore.errors import ShardCoreError
+from shardcore.limits import require_types
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Budget:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
+        require_types(self, "budget")
         for name in ("evals", "seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
