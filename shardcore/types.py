@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from shardcore import fused
 from shardcore.access_statistics import ManagedCollision, Reuse, RowShares, Zipf
@@ -35,9 +35,6 @@ from shardcore.limits import (
     require_within,
 )
 from shardcore.topology import Topology
-
-if TYPE_CHECKING:
-    from shardcore.layouts import Layout
 
 PRECISION_BYTES = {name: precision.bytes for name, precision in fused.PRECISIONS.items()}
 OPTIMIZERS = tuple(fused.OPTIMIZERS)
@@ -310,6 +307,14 @@ class Setting:
         return f"{self.hardware}, batch {self.batch}, {self.precision}, {self.optimizer}{payloads * short}"
 
 
+class Kind(Protocol):
+    """Fields of a kind of sharding that constraints concern (see layouts.Layout)."""
+
+    name: str
+    divides_rows: bool
+    cuts_columns: bool
+
+
 @dataclass(frozen=True)
 class Problem:
     """Tables to place on a topology.
@@ -394,14 +399,14 @@ class Problem:
         """For each table that only some kinds may run, these."""
         return dict(self.constraints.kinds)
 
-    def may_run(self, layout: Layout, table: Table) -> bool:
+    def may_run(self, kind: Kind, table: Table) -> bool:
         """Whether a kind may run a table, by constraints.kinds and by how wide its shards would be.
 
         Searches cut columns only where a device has all rows, so others have all columns.
         """
         wide = table.dim > self.topology.most_columns
-        return (layout.name in self.kinds_of.get(table.name, (layout.name,))
-                and not (wide and (layout.divides_rows or not layout.cuts_columns)))
+        return (kind.name in self.kinds_of.get(table.name, (kind.name,))
+                and not (wide and (kind.divides_rows or not kind.cuts_columns)))
 
     @cached_property
     def _min_widths(self) -> Mapping[str, int]:
