@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shardcore.cli import grouped
 from shardcore.cli.options import amount, command, natural, positive
 from shardcore.errors import ShardCoreError
+from shardcore.progress import clock
 from shardcore.types import Plan, Problem, Setting
 
 if TYPE_CHECKING:
@@ -84,7 +84,6 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
 
 def plan(args: argparse.Namespace) -> None:
     from shardcore import files
-    from shardcore.compiling import compiled
     from shardcore.cost import mixed
     from shardcore.cost.model import at_confidence
     from shardcore.report import plan_report
@@ -107,10 +106,7 @@ def plan(args: argparse.Namespace) -> None:
     # The search uses the cautious model. The range check below needs the plain one.
     cautious = at_confidence(model, args.confidence)
     provenance, budget = _provenance(args), _budget(args)
-    if not compiled():
-        print("compiling the search, once in this installation: about half a minute", file=sys.stderr,
-              flush=True)
-    began, why = time.monotonic(), ""
+    began, why = clock(), ""
     if args.towers:
         problem, of_towers = _with_towers(args.towers, problem, cautious)
         provenance |= of_towers
@@ -119,7 +115,7 @@ def plan(args: argparse.Namespace) -> None:
     else:
         found = search(problem, cautious, seed=args.seed, budget=budget)
     found = Plan(found.placements, {**found.provenance, **provenance})
-    seconds, cost = time.monotonic() - began, found.provenance["predicted_ms"]
+    seconds, cost = clock() - began, found.provenance["predicted_ms"]
     # Towers only narrow where tables may live: a plan with them is one of the problem that was asked.
     files.write_plan(args.out, found, asked)
     sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
@@ -149,12 +145,12 @@ def _budget(args: argparse.Namespace) -> Budget | None:
 def _plan_groups(args: argparse.Namespace, problem: Problem, model: CostModel, policy: Policy | None) -> None:
     from shardcore.cost.model import at_confidence
 
-    began, cautious = time.monotonic(), at_confidence(model, args.confidence)
+    began, cautious = clock(), at_confidence(model, args.confidence)
     best = grouped.chosen(args, problem, cautious, _budget(args), policy)
     of_groups = grouped.write(args, best, problem, _provenance(args))
     found, own = of_groups.plan, of_groups.problem
     print(f"{args.out}: {grouped.words(best, problem)}: {best.cost.total_ms:.3f} ms predicted, found in "
-          f"{time.monotonic() - began:.2f} s by {found.provenance['algorithm']}")
+          f"{clock() - began:.2f} s by {found.provenance['algorithm']}")
     if args.explain:
         print("\nThe plan of one group:")
         _say_explained(found, own, cautious.for_problem(own), _budget(args))

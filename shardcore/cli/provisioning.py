@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcore.cli.options import command, natural, positive, require_folder
 from shardcore.errors import ShardCoreError
+from shardcore.progress import clock
 
 if TYPE_CHECKING:
     from shardcore.provision import Cluster
@@ -60,7 +60,7 @@ def provision(args: argparse.Namespace) -> None:
             if (out := args.out / name).exists() and out.samefile(read):
                 raise ShardCoreError(f"--out {args.out} would get {name} in the place of {read}, which is "
                                      "read; it needs to be another folder")
-    began = time.monotonic()
+    began = clock()
     found = sweep(problem, offers, models, search, args.seed, Budget(args.budget_evals), _say)
     args.out.mkdir(parents=True, exist_ok=True)
     # Before the choice: if none meets the target, all that was searched is still there.
@@ -78,7 +78,7 @@ def provision(args: argparse.Namespace) -> None:
     files.write_problem(args.out / "problem.json", first.problem)
     files.write_plan(args.out / "plan.json", first.plan, first.problem)
     print(f"{args.out}: {first.words}, {first.price_per_hour:,.2f} an hour, {first.step_ms:.3f} ms a step; "
-          f"{len(found)} clusters searched in {time.monotonic() - began:.0f} s\n")
+          f"{len(found)} clusters searched in {clock() - began:.0f} s\n")
     print(provision_report.table([first, *others]))
     if left_out := sum(offer.most_hosts for offer in offers) - len(found):
         print(f"\n{left_out} clusters were left out: their devices do not divide the global batch of "

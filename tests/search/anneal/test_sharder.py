@@ -8,7 +8,7 @@ import pytest
 from conformance import BATCH, check_plan, draw_problem, draw_tables, every_plan, model_for, table_bytes
 from shapes import column, on_hosts, row, with_room
 
-from shardcore import memory
+from shardcore import memory, progress
 from shardcore.access_statistics import Zipf
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
@@ -17,7 +17,6 @@ from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, shards_on
 from shardcore.outputs import output_bytes
 from shardcore.search import SHARDERS, Budget
-from shardcore.search import budget as budget_module
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal import search_space as spaces
 from shardcore.search.anneal.rates import exchange_rates
@@ -368,7 +367,7 @@ class Clock:
 def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_plans, annealed, monkeypatch):
     """A first plan there is, however long it takes; no other one is begun that would end after the budget."""
     clock, begun = Clock(), []
-    monkeypatch.setattr(budget_module, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
     state, anneal = Starts._state, compiled.anneal
 
     def slowly(self, space):
