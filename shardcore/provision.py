@@ -9,10 +9,11 @@ hold up all.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardcore import progress
 from shardcore.cost.model import CostModel, price
 from shardcore.documents import open_document
 from shardcore.errors import Infeasible, ShardCoreError
@@ -191,13 +192,11 @@ def searched(cluster: Cluster, model: CostModel, sharder: Sharder, seed: int = 0
 
 
 def sweep(problem: Problem, offers: Sequence[Offer], models: Mapping[str, CostModel], sharder: Sharder,
-          seed: int = 0, budget: Budget | None = None,
-          note: Callable[[int, int], None] = lambda done, of: None) -> list[Cluster]:
+          seed: int = 0, budget: Budget | None = None) -> list[Cluster]:
     """All clusters, searched.
 
     models: by the offers' `model`.
     budget: of each search.
-    note: told how many are done, of how many.
 
     Raises SettingMismatch for a model of another setting than the problem's. Raises ShardCoreError where no
     number of hosts divides the batch, and as `clusters`.
@@ -210,8 +209,8 @@ def sweep(problem: Problem, offers: Sequence[Offer], models: Mapping[str, CostMo
     require(bool(asked), f"problem {problem.name!r} has global_batch {problem.global_batch}, which no number "
             f"of hosts of offers {', '.join(offer.name for offer in offers)} divides evenly")
     for cluster in asked:
-        found.append(searched(cluster, models[cluster.offer.model], sharder, seed, budget))
-        note(len(found), len(asked))
+        with progress.part(f"cluster {len(found) + 1} of {len(asked)}, {cluster.words}"):
+            found.append(searched(cluster, models[cluster.offer.model], sharder, seed, budget))
     return found
 
 

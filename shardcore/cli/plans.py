@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardcore.cli import grouped
 from shardcore.cli.options import amount, command, natural, positive
+from shardcore.cli.progress_line import shown
 from shardcore.errors import ShardCoreError
-from shardcore.progress import clock
+from shardcore.progress import clock, report
 from shardcore.types import Plan, Problem, Setting
 
 if TYPE_CHECKING:
@@ -96,7 +97,9 @@ def plan(args: argparse.Namespace) -> None:
     args.algorithm = known(args.algorithm or (policy.name if policy else DEFAULT_SHARDER))
     search = sharder(args.algorithm, policy)
     _require_agreeing(args)
-    asked = problem = files.read_problem(args.problem)
+    with shown():
+        report(f"reading {args.problem}")
+        asked = problem = files.read_problem(args.problem)
     loaded = mixed.load(args.model)
     if args.groups is not None:
         _plan_groups(args, problem, loaded, policy)
@@ -107,17 +110,20 @@ def plan(args: argparse.Namespace) -> None:
     cautious = at_confidence(model, args.confidence)
     provenance, budget = _provenance(args), _budget(args)
     began, why = clock(), ""
-    if args.towers:
-        problem, of_towers = _with_towers(args.towers, problem, cautious)
-        provenance |= of_towers
-    if args.start:
-        found, why = _replanned(args, problem, cautious, budget)
-    else:
-        found = search(problem, cautious, seed=args.seed, budget=budget)
-    found = Plan(found.placements, {**found.provenance, **provenance})
-    seconds, cost = clock() - began, found.provenance["predicted_ms"]
-    # Towers only narrow where tables may live: a plan with them is one of the problem that was asked.
-    files.write_plan(args.out, found, asked)
+    with shown():
+        report(args.algorithm)
+        if args.towers:
+            problem, of_towers = _with_towers(args.towers, problem, cautious)
+            provenance |= of_towers
+        if args.start:
+            found, why = _replanned(args, problem, cautious, budget)
+        else:
+            found = search(problem, cautious, seed=args.seed, budget=budget)
+        found = Plan(found.placements, {**found.provenance, **provenance})
+        seconds, cost = clock() - began, found.provenance["predicted_ms"]
+        report(f"writing {args.out}", cost)
+        # Towers only narrow where tables may live: a plan with them is one of the problem that was asked.
+        files.write_plan(args.out, found, asked)
     sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
     print(f"{args.out}: {cost:.3f} ms predicted{sure}, found in {seconds:.2f} s by {args.algorithm}{why}")
     if args.towers:
@@ -224,7 +230,9 @@ def _say_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budge
     from shardcore.report import plan_report
     from shardcore.search.explain import explain
 
-    print(f"\n{plan_report.text(explain(plan, problem, model, budget))}")
+    with shown():
+        explained = explain(plan, problem, model, budget)
+    print(f"\n{plan_report.text(explained)}")
 
 
 def _say_extrapolated(sentences: Sequence[str]) -> None:

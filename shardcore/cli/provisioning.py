@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcore.cli.options import command, natural, positive, require_folder
+from shardcore.cli.progress_line import shown
 from shardcore.errors import ShardCoreError
 from shardcore.progress import clock
 
@@ -61,7 +62,8 @@ def provision(args: argparse.Namespace) -> None:
                 raise ShardCoreError(f"--out {args.out} would get {name} in the place of {read}, which is "
                                      "read; it needs to be another folder")
     began = clock()
-    found = sweep(problem, offers, models, search, args.seed, Budget(args.budget_evals), _say)
+    with shown():
+        found = sweep(problem, offers, models, search, args.seed, Budget(args.budget_evals))
     args.out.mkdir(parents=True, exist_ok=True)
     # Before the choice: if none meets the target, all that was searched is still there.
     files.write_json(args.out / "clusters.json", [
@@ -98,7 +100,3 @@ def _draw(found: Sequence[Cluster], chosen: Cluster | None, out: Path) -> None:
     provision_report.figure(found, chosen).savefig(drawn, dpi=120, format="png")
     files.write_atomic(out / "curve.png", drawn.getvalue())
 
-
-def _say(done: int, of: int) -> None:
-    if done % max(1, of // 10) == 0 or done == of:
-        print(f"clusters: {done} of {of} searched", file=sys.stderr, flush=True)
