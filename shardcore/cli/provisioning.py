@@ -20,7 +20,6 @@ _PROVISION = """Find the cheapest cluster, of machines that can be had, that tra
 the fastest for a price. Every number of hosts of every offer is searched, if its devices divide the batch
 evenly. The problem's own topology does not count."""
 
-"""Seconds without a line of progress, at most by one search."""
 _WRITTEN = ("problem.json", "plan.json", "clusters.json", "curve.png")
 
 
