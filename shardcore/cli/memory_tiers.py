@@ -27,7 +27,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
                    "given, not measured; left out, the problem says it, or 25")
     p.add_argument("--model", type=Path, action="append", help="folder of a trained model; give one for each "
                    "precision")
-    p.add_argument("--algorithm", help="with --model: searches plans; anneal_columns, the default, or "
+    p.add_argument("--algorithm", help="with --model: searches plans; portfolio, the default, or "
                    "another of `plan`")
     budget = p.add_mutually_exclusive_group()
     budget.add_argument("--budget-s", type=positive(float), help="seconds to search for each share")

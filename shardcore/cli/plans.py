@@ -63,8 +63,8 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
                    "that may move, beyond what has to; default: any number")
     p.add_argument("--towers", type=Path, metavar="TOWERS.json", help="tables that belong together on a "
                    "host, and how many times smaller a tower module makes what crosses hosts (docs/plan.md)")
-    p.add_argument("--algorithm", help="anneal_columns, the default (tables whole or cut by columns), anneal "
-                   "(also rows divided over all devices, and copies on all), random, size_greedy, "
+    p.add_argument("--algorithm", help="portfolio, the default (the cheapest plan of several searches), "
+                   "anneal, anneal_columns (tables whole or cut by columns only), random, size_greedy, "
                    "dim_greedy, lookup_greedy, size_lookup_greedy, neuroshard or torchrec "
                    "(where installed); with --policy: dreamshard, dreamshard_direct or autoshard (tables "
                    "whole), or these with _columns (also cut by columns)")

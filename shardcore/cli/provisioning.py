@@ -33,7 +33,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     target.add_argument("--samples-per-s", type=positive(float), help="the fewest samples a second")
     target.add_argument("--price-per-hour", type=positive(float), help="what the cluster may cost; the "
                         "fastest that it buys is wanted")
-    p.add_argument("--algorithm", help="searches plans; anneal_columns, the default, or another of `plan`")
+    p.add_argument("--algorithm", help="searches plans; portfolio, the default, or another of `plan`")
     p.add_argument("--budget-evals", type=positive(int), default=20_000, help="plans to price a cluster")
     p.add_argument("--budget-s", type=positive(float), help="seconds to search, for all clusters together "
                    "(none: as long as the plans to price take)")
