@@ -126,9 +126,12 @@ class Search:
         self.meter.report("finding shards that fit")
         shards, several = feasible_shards(self.problem), kind == "all"
         # Data-parallel tables may still fit where columns do not: outputs can take more than rows.
+        before_s = self.meter.seconds()
         with suppress(Infeasible) if several else nullcontext():
             self._note(self.starts.by_columns("columns" if several else kind, shards))
-        if several:
+        took_s = self.meter.seconds() - before_s
+        # Very many tables take long to encode. Then a plan in time is worth more than one of the whole space.
+        if several and (self.best is None or self.meter.has_time(took_s)):
             self._note(self.starts.shared(shards, fits=self.best is not None))
         if self.best is None:
             pack_or_raise(self.problem)
