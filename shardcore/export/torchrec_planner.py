@@ -233,7 +233,8 @@ class ShardCorePlanner:
                    else constrained.pooling_of(self.constraints, theirs))
         job = self.job or Job(forward_payload=payloads[0], backward_payload=payloads[1])
         problem = problem_for(module, self.topology, self.batch_size * len(self.topology), lookups, optimizer,
-                              constrained.ours(self.constraints, theirs, self.topology), job=job)
+                              constrained.ours(self.constraints, theirs, self.topology,
+                                               self.compute_device), job=job)
         return replace(problem, tables=constrained.applied(problem.tables, self.constraints, theirs,
                                                            self.topology))
 
@@ -241,9 +242,10 @@ class ShardCorePlanner:
         if self.lookups is None:
             return constrained.default_pooling(self.constraints, theirs)
         variable = torchrec_lookups.variable_features(self.lookups)
-        return [f"features {', '.join(map(repr, variable[:5]))}{', ...' * (len(variable) > 5)} have batches "
-                "of their own sizes (VBE): their lookups are those of the data, their outputs count as those "
-                f"of batch_size {self.batch_size}"] * bool(variable)
+        shown = ", ".join(map(repr, variable[:5])) + ", ..." * (len(variable) > 5)
+        of_vbe = (f"features {shown} have batches of their own sizes (VBE): their lookups are those of the "
+                  f"data, their outputs count as those of batch_size {self.batch_size}")
+        return [*constrained.unused_pooling(self.constraints, theirs), *([of_vbe] if variable else [])]
 
     def collective_plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None,
                         pg: dist.ProcessGroup | None = None) -> ShardingPlan:

@@ -15,7 +15,14 @@ import training  # noqa: E402  (beside this file)
 import wrapped_training  # noqa: E402
 from laws import by_hand  # noqa: E402
 from shapes import column  # noqa: E402
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor  # noqa: E402
+from torchrec import (  # noqa: E402
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+)
 from torchrec.distributed.planner import ParameterConstraints  # noqa: E402
 from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
 from torchrec.distributed.types import ShardingPlan, ShardingPlanner  # noqa: E402
@@ -30,6 +37,7 @@ from shardcore.export.torchrec import from_torchrec, to_torchrec  # noqa: E402
 from shardcore.export.torchrec_json import _require_of  # noqa: E402
 from shardcore.export.torchrec_modules import tables_of  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner, our_topology, plan_for, problem_for  # noqa: E402
+from shardcore.layouts import LAYOUTS  # noqa: E402
 from shardcore.search import Budget  # noqa: E402
 from shardcore.tables.public import DEFAULT_ACCESS  # noqa: E402
 from shardcore.topology import Device, Topology
@@ -559,3 +567,23 @@ def test_a_stated_pooling_factor_of_a_shared_feature_beats_the_default_of_anothe
     theirs = tables_of(MODULE)
     assert theirs["left.c"].config.feature_names == ["f0"] and theirs["a"].config.feature_names == ["f0"]
     assert torchrec_constraints.pooling_of(asked, theirs)["f0"] == 10.0
+
+
+def test_pooling_factors_beside_lookups_are_told():
+    made = planner({"t": ParameterConstraints(pooling_factors=[7.0])}, lookups={"f0": 2.0})
+    made.plan(table_in(DataType.FP32))
+    assert made.problem.tables[0].pooling == 2.0
+    assert "pooling_factors of tables 't' are not used: the planner has lookups" in made.unpriced
+
+
+@pytest.mark.parametrize(("device", "replicated"), [("cuda", True), ("cpu", False)])
+def test_sequences_have_no_replicas_on_a_cpu(device, replicated):
+    """TorchRec's dense kernel pools there."""
+    module = EmbeddingCollection(device=torch.device("meta"), tables=[
+        EmbeddingConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["f"])])
+    made = planner({}, TheirTopology(2, device, hbm_cap=10**9, ddr_cap=10**9), lookups={"f": 500.0})
+    made.plan(module)
+    assert ("data_parallel" in made.problem.kinds_of.get("t", LAYOUTS)) == replicated
+    asked = {"t": ParameterConstraints(sharding_types=["data_parallel"])}
+    with pytest.raises(ShardCoreError, match="plan replicates table 't' of the EmbeddingCollection ''; on a"):
+        planner(asked, TheirTopology(2, "cpu")).plan(module)
