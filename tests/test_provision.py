@@ -158,4 +158,16 @@ def test_offers_have_hardware_of_their_own_and_constraints_may_fit_some_only():
                     constraints=Constraints(kinds=((TABLES[0].name, ("data_parallel",)),)))
     found = sweep(asked, [replace(SMALL, most_hosts=1), replace(LARGE, model="n", most_hosts=1)], models,
                   SHARDERS["size_greedy"])
-    assert [bool(c.plan) for c in found] == [False, True] and "one device" in found[0].why
+    assert [bool(c.plan) for c in found] == [False, True] and "no devices share" in found[0].why
+
+
+def test_more_memory_is_never_dearer():
+    """A search that does worse with more memory: the plan found with less stays possible."""
+    def worse(problem, model, *, seed=0, budget=None):
+        roomy = problem.topology.devices[0].memory_bytes > 2 * GIB
+        return SHARDERS["random" if roomy else "size_lookup_greedy"](problem, model, seed=seed)
+
+    found = sweep(PROBLEM, [SMALL, replace(SMALL, name="large", memory_bytes=8 * GIB)], MODELS, worse)
+    by = {(c.offer.name, c.hosts): c.step_ms for c in found}
+    assert all(by["large", hosts] <= ms for (name, hosts), ms in by.items() if name == "small")
+    assert any(c.plan.provenance["algorithm"] != "random" for c in found if c.offer.name == "large")

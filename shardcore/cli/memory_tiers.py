@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from shardcore.cli.options import command, natural, positive
+from shardcore.cli.options import command, natural, positive, positive_gib
 from shardcore.errors import ShardCoreError
 from shardcore.types import Problem
 
@@ -20,7 +20,7 @@ to the tables there."""
 def add_commands(commands: argparse._SubParsersAction) -> None:
     p = command(commands, tiers, _TIERS, outputs=("out", "plan"))
     p.add_argument("problem", type=Path, metavar="PROBLEM.json")
-    p.add_argument("--host-gib", type=positive(float), help="memory of each host that tables may take; left "
+    p.add_argument("--host-gib", type=positive_gib, help="memory of each host that tables may take; left "
                    "out, the problem says it")
     p.add_argument("--link-gbps", type=positive(float), help="GB/s between a device and its host's memory, "
                    "given, not measured; left out, the problem says it, or 25")

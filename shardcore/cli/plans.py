@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardcore.cli import grouped
-from shardcore.cli.options import amount, command, natural, positive
+from shardcore.cli.options import command, gib, natural, positive, positive_gib
 from shardcore.errors import ShardCoreError
 from shardcore.types import Plan, Problem, Setting
 
@@ -51,11 +51,15 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--start", type=Path, metavar="PLAN", help="improve this plan of the problem instead of "
                    "planning afresh (annealing)")
     p.add_argument("--start-problem", type=Path, metavar="PROBLEM.json", help="the problem that --start was "
-                   "made for, where it has changed since: tables new, gone, or with other statistics")
+                   "made for, where it has changed since: tables new, gone, of another shape or with other "
+                   "statistics, or other devices")
+    p.add_argument("--without", type=natural, nargs="+", action="extend", metavar="DEVICE", help="with "
+                   "--start: devices of its problem that are gone; default: those with the highest numbers, "
+                   "where there are fewer now")
     p.add_argument("--max-moved-tables", type=natural, metavar="N", help="with --start: most tables that may "
                    "move; default: any number")
-    p.add_argument("--max-moved-gib", type=amount, metavar="G", help="with --start: most GiB of weights "
-                   "that may move; default: any number")
+    p.add_argument("--max-moved-gib", type=gib, metavar="G", help="with --start: most GiB of weights "
+                   "that may move, beyond what has to; default: any number")
     p.add_argument("--towers", type=Path, metavar="TOWERS.json", help="tables that belong together on a "
                    "host, and how many times smaller a tower module makes what crosses hosts (docs/plan.md)")
     p.add_argument("--algorithm", help="anneal_columns, the default (tables whole or cut by columns), anneal "
@@ -85,7 +89,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
 def plan(args: argparse.Namespace) -> None:
     from shardcore import files
     from shardcore.compiling import compiled
-    from shardcore.cost import mixed
+    from shardcore.cost import known_errors, mixed
     from shardcore.cost.model import at_confidence
     from shardcore.report import plan_report
     from shardcore.search import DEFAULT_SHARDER, known, sharder
@@ -112,18 +116,21 @@ def plan(args: argparse.Namespace) -> None:
               flush=True)
     began, why = time.monotonic(), ""
     if args.towers:
-        problem, of_towers = _with_towers(args.towers, problem, cautious)
+        problem, of_towers = _with_towers(args.towers, problem, cautious, budget)
         provenance |= of_towers
+        budget = budget and budget.without(time.monotonic() - began)
     if args.start:
         found, why = _replanned(args, problem, cautious, budget)
     else:
         found = search(problem, cautious, seed=args.seed, budget=budget)
     found = Plan(found.placements, {**found.provenance, **provenance})
     seconds, cost = time.monotonic() - began, found.provenance["predicted_ms"]
+    named = f"{known_errors.label(model)}, model {provenance['model_digest'][:8]}"
     # Towers only narrow where tables may live: a plan with them is one of the problem that was asked.
     files.write_plan(args.out, found, asked)
     sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
     print(f"{args.out}: {cost:.3f} ms predicted{sure}, found in {seconds:.2f} s by {args.algorithm}{why}")
+    print(f"under {named}")
     if args.towers:
         print(plan_report.towers_text(tower_traffic(found, problem)))
     if args.explain:
@@ -178,19 +185,24 @@ def _require_agreeing(args: argparse.Namespace) -> None:
     if args.start and args.towers:
         raise ShardCoreError(f"--start {args.start} and --towers {args.towers} were both given; a plan with "
                              "towers is made afresh, so leave one out")
-    for name in ("start_problem", "max_moved_tables", "max_moved_gib"):
-        if getattr(args, name) is not None and not args.start:
-            raise ShardCoreError(f"--{name.replace('_', '-')} {getattr(args, name)} needs --start, the plan "
-                                 "to start from")
+    for name in ("start_problem", "without", "max_moved_tables", "max_moved_gib"):
+        if (given := getattr(args, name)) is not None and not args.start:
+            shown = " ".join(map(str, given)) if isinstance(given, list) else given
+            raise ShardCoreError(f"--{name.replace('_', '-')} {shown} needs --start, the plan to start from")
 
 
-def _with_towers(path: Path, problem: Problem, model: CostModel) -> tuple[Problem, dict[str, Any]]:
-    """The problem with the towers of a file, and what a plan's provenance says of them."""
-    from shardcore.search.tower_hosts import tower_hosts
+def _with_towers(path: Path, problem: Problem, model: CostModel,
+                 budget: Budget | None) -> tuple[Problem, dict[str, Any]]:
+    """The problem with the towers of a file, and what a plan's provenance says of them.
+
+    Hosts are searched for a third of the budget's seconds at most.
+    """
+    from shardcore.search.tower_hosts import TowerConfig, tower_hosts
     from shardcore.towers import read_towers
 
     towers = read_towers(path)
-    found = tower_hosts(problem, towers, model)
+    seconds = budget.seconds and budget.seconds / 3 if budget else None
+    found = tower_hosts(problem, towers, model, TowerConfig(seconds=seconds))
     return found.problem, {"tower_ratio": towers.compression_ratio,
                            "towers": {"affinity_inside": found.affinity_inside,
                                       "loads": [list(host) for host in found.loads]}}
@@ -202,26 +214,29 @@ def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
     from shardcore import files
     from shardcore.cost.model import price
     from shardcore.publish.diff import diff
-    from shardcore.publish.replan import ReplanConfig, replan
+    from shardcore.publish.replan import ReplanConfig, forced_moves, replan, without_devices
     from shardcore.report import plan_report
     from shardcore.search import SPACE_OF
     from shardcore.workload import lower
 
     # A plan's file is checked against the problem that it was made for. Whether it fits is not asked: memory
     # may have been counted otherwise, and what is searched has to fit anyway.
-    old = files.read_plan(args.start, files.read_problem(args.start_problem) if args.start_problem
-                          else problem, fits=False)
+    before = files.read_problem(args.start_problem) if args.start_problem else problem
+    old = files.read_plan(args.start, before, fits=False)
     if "tower_ratio" in old.provenance:
         raise ShardCoreError(f"--start {args.start} is a plan with towers, which is made afresh: give "
                              "--towers instead")
     most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
     config = ReplanConfig(args.max_moved_tables, most_bytes, space=SPACE_OF[args.algorithm], seed=args.seed,
                           budget=budget)
-    found = replan(old, problem, model, config)
+    was, of = without_devices(old, before, problem, sorted({*(args.without or ())}))
+    found = replan(was, of, model, config)
+    moved = diff(was, found, problem, forced_moves(was, of))
+    found = Plan(found.placements, {**found.provenance, "moved": moved.document()})
     # A plan of another problem has no cost in this one.
-    before = ("" if args.start_problem else
-              f", which cost {price(lower(old, problem, fits=False), model).total_ms:.3f} ms")
-    return found, f", starting from {args.start}{before}; {plan_report.moves_text(diff(old, found))}"
+    cost = ("" if args.start_problem else
+            f", which cost {price(lower(old, problem, fits=False), model).total_ms:.3f} ms")
+    return found, f", starting from {args.start}{cost}; {plan_report.replan_text(moved, config)}"
 
 
 def _say_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None) -> None:
@@ -289,13 +304,13 @@ def price(args: argparse.Namespace) -> None:
 
 def _add_replay(commands: argparse._SubParsersAction) -> None:
     p = command(commands, replay, "Run one training step of plans for real on this machine, in alternation, "
-                "and time its parts per device.")
+                "and time its parts per device.", folders={"append": ()})
     p.add_argument("plans", type=Path, nargs="+", metavar="PLAN.json", help="plans of the same problem")
     p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
     p.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     p.add_argument("--hardware", help="the setting's name of the device; default: its own")
     p.add_argument("--repeats", type=positive(int), default=50, help="steps of each plan that enter a median")
-    p.add_argument("--arena-gib", type=positive(float), default=1.0, help="weights in memory a process, the "
+    p.add_argument("--arena-gib", type=positive_gib, default=1.0, help="weights in memory a process, the "
                    "largest shard")
     p.add_argument("--timeout-s", type=positive(float), default=120.0, help="a round of steps that takes "
                    "longer has hung")

@@ -7,17 +7,23 @@ leave out the wrapper: each rank would then map ids to rows by itself.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardcore.access_statistics import ManagedCollision
 from shardcore.errors import ShardCoreError
 from shardcore.tables.hot_rows import COLD, HOT, INSIDE
 
 if TYPE_CHECKING:
     from torch import nn
     from torchrec.distributed.types import ModuleSharder, ShardingPlan
+
+
+_HISTORY = 1.25
+"""Ids that managed collision keeps until it evicts, over those of its steps (MCHManagedCollisionModule)."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class ModelTable:
     replica: whether the model itself has it on every rank, so that no TorchRec plan names it.
     within: the type of what wraps its collection. "": nothing does.
     sharding_types: those that TorchRec has for what wraps its collection. (): all.
+    managed_collision: memory of what maps its raw ids to rows. None: nothing does.
     """
 
     path: str
@@ -42,6 +49,7 @@ class ModelTable:
     replica: bool = False
     within: str = ""
     sharding_types: tuple[str, ...] = ()
+    managed_collision: ManagedCollision | None = None
 
 
 def tables_of(module: nn.Module, whole: bool = False) -> dict[str, ModelTable]:
@@ -105,8 +113,25 @@ def _of_collection(collection: nn.Module, path: str, wrapper: nn.Module | None =
     within, types = "", ()
     if wrapper is not None:
         within, types = type(wrapper).__name__, tuple(sorted(_sharder_of(wrapper).sharding_types("cuda")))
-    return [ModelTable(path, c.name, c, pooled, weighted, within=within, sharding_types=types)
+    return [ModelTable(path, c.name, c, pooled, weighted, within=within, sharding_types=types,
+                       managed_collision=_managed_collision(wrapper, c))
             for c in configs]
+
+
+def _managed_collision(wrapper: nn.Module | None, config: Any) -> ManagedCollision | None:
+    """Memory of the module that maps raw ids of a table to rows. None: the wrapper has no such."""
+    if (collection := getattr(wrapper, "_managed_collision_collection", None)) is None:
+        return None
+    from torchrec.modules.mc_modules import MCHManagedCollisionModule
+
+    module = collection._managed_collision_modules[config.name]
+    rows = config.num_embeddings
+    of_rows = sum(x.element_size() * x.numel() for x in (*module.buffers(), *module.parameters())
+                  if len(x.shape) and x.shape[0] == rows)
+    if not isinstance(module, MCHManagedCollisionModule):  # a hash table, which keeps no history
+        return ManagedCollision(-(-of_rows // rows))
+    kept = 1 + sum(of_history for _, _, of_history in module._eviction_policy.metadata_info)
+    return ManagedCollision(-(-of_rows // rows), math.ceil(_HISTORY * module._eviction_interval * kept * 8))
 
 
 def _inner() -> dict[type, str]:

@@ -17,6 +17,7 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible, SettingMismatch, ShardCoreError
 from shardcore.export import torchrec_constraints as constrained
 from shardcore.export import torchrec_fields, torchrec_lookups, torchrec_optimizers, torchrec_topology
+from shardcore.export.row_shares import with_row_shares
 from shardcore.export.torchrec import to_torchrec
 from shardcore.export.torchrec_modules import (
     ModelTable,
@@ -64,7 +65,8 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     global_batch: samples per step over all devices.
     lookups: one of three. Mean lookups per sample by feature, or by (table, feature): ids then follow
       DEFAULT_ACCESS. Batches of the model's data, a global batch or more of each feature, in one
-      KeyedJaggedTensor or several: pooling and reuse are read from them. One whose features differ in samples
+      KeyedJaggedTensor or several: pooling and reuse are read from them, and where ids lie if that is uneven
+       (Table.row_shares). One whose features differ in samples
       (VBE) is a step of all ranks; its tables get no replicas, for TorchRec fails with them. A path of
       FBGEMM's reports (a folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
     optimizer: None: the one that the model's weights have (apply_optimizer_in_backward), or else exact_sgd.
@@ -100,8 +102,9 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     tables = tuple(Table(key, t.config.num_embeddings, t.config.embedding_dim, *statistics[key],
                          precision=precision[key], features=len(t.config.feature_names),
                          weighted=t.weighted, sequence=not t.pooled, dedup=factors.get(key, 1.0),
-                         collection=t.path)
+                         collection=t.path, managed_collision=t.managed_collision)
                    for key, t in theirs.items())
+    tables = with_row_shares(tables, theirs, lookups, len(ours))
     problem = Problem(name, tables, ours, global_batch, optimizer or own or "exact_sgd", job=job or Job())
     problem = with_hot_rows(problem, _hot_rows(module, theirs))
     constraints = constraints or Constraints()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardcore import progress
 from shardcore.errors import ShardCoreError
+from shardcore.limits import require_types
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Budget:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
+        require_types(self, "budget")
         for name in ("evals", "seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -34,6 +36,11 @@ class Budget:
     def part(self, share: float) -> Budget:
         """With a share of the seconds. The limit of evaluations stays, so that a run stays repeatable."""
         return self if self.seconds is None else replace(self, seconds=self.seconds * share)
+
+    def without(self, seconds: float) -> Budget:
+        """What is left after these seconds: a tenth of the budget at least."""
+        return self if self.seconds is None else replace(self, seconds=max(self.seconds - seconds,
+                                                                           self.seconds / 10))
 
     def start(self) -> Meter:
         """Start the clock."""

@@ -31,6 +31,7 @@ from shardcore.search.budget import Budget, Meter
 from shardcore.search.fixed_kinds import set_aside
 from shardcore.search.host_room import dealt
 from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig
+from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import priced
 from shardcore.types import Placement, Plan, Problem
 
@@ -73,6 +74,7 @@ class _Anytime:
         self.best: Plan | None = None
         self.found_by = name
         self._passes_over = False  # cheaper plans that do not fit
+        self._cache: ShardCostCache | None = None
 
     def plan(self, space: str, others: bool = False, reshard: Reshard | None = None) -> Plan:
         """The cheapest plan when the budget ends.
@@ -110,17 +112,16 @@ class _Anytime:
     def _steps(self, problem: Problem, space: str, others: bool, reshard: Reshard | None) -> Iterator[None]:
         """Search a problem step by step. Raise Overfull for a cheaper plan that does not fit."""
         model = self.model.for_problem(problem) if problem.tables != self.problem.tables else self.model
-        search = Search(problem, model, self.meter, self.seed)
+        search = Search(problem, model, self.meter, self.seed, self._cache)
         beam_evals = _beam_evals(problem) if others else None
         for number in search.rounds(space, reshard):
+            self._cache = search.starts.cache
             self._keep(search.placements, self.name, search.best.ms)
             if others and number == 0 and len(problem.topology) > 1:
                 for name, sharder in greedy.ORDERS.items():
                     with suppress(Infeasible):
-                        plan = sharder(problem, model, seed=self.seed)
-                        self._keep(plan.placements, name)
-                    if not self.meter.left():
-                        break
+                        if self.meter.left():
+                            self._keep(sharder(problem, model, seed=self.seed).placements, name)
             if beam_evals is not None and self.meter.evals >= beam_evals:
                 beam_evals = None
                 with suppress(Infeasible):

@@ -33,6 +33,7 @@ from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Meter
 from shardcore.search.feasible import feasible_shards, pack_or_raise
+from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.types import Placement, Problem
 from shardcore.workload import traffic_of_outputs
 
@@ -62,10 +63,12 @@ class Search:
     """One annealing run.
 
     best: the cheapest plan met, in its space. None before the first.
+    cache: of a search of the same problem with another reserve, whose shards need no second encoding.
     """
 
-    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
-        self.starts = Starts(problem, model, meter, seed)
+    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int,
+                 cache: ShardCostCache | None = None) -> None:
+        self.starts = Starts(problem, model, meter, seed, cache)
         self.compiled, self.head = self.starts.compiled, self.starts.head
         self.problem, self.model, self.meter = problem, model, meter
         self.best: Start | None = None

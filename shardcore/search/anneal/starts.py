@@ -69,7 +69,8 @@ class Start:
 class Starts:
     """Makes starts in the spaces of a problem. What is encoded for one is kept for the next."""
 
-    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
+    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int,
+                 cache: ShardCostCache | None = None) -> None:
         # The clock stands still while numba compiles or reads from disk.
         meter.report(COMPILING)
         with stopped_clock():
@@ -79,7 +80,7 @@ class Starts:
         self.compiled, self.spaces, self.meter = compiled, spaces, meter
         self.problem, self.model, self.seed = problem, model, seed
         self.head = model.compiled().head
-        self._cache: ShardCostCache | None = None
+        self.cache = cache and cache.with_reserve(problem)  # of the last shards
         self._greedy_s: float | None = None  # seconds of the longest greedy plan so far, if one was found
 
     def by_columns(self, kind: str, shards: Sequence[Shard]) -> Iterator[Start]:
@@ -339,9 +340,9 @@ class Starts:
 
         Encoding its shards again would take longer than anything else.
         """
-        if self._cache is None or not self._cache.covers(shards):
-            self._cache = ShardCostCache(self.problem, self.model, shards)
-        return self._cache
+        if self.cache is None or not self.cache.covers(shards):
+            self.cache = ShardCostCache(self.problem, self.model, shards)
+        return self.cache
 
     def _placed(self, space: SearchSpace, shards: Sequence[tuple[Shard, int]], shared: np.ndarray) -> Start:
         """A start with shards on their devices, and strips shared by groups. Bundles are placed as one."""

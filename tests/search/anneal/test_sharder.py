@@ -427,3 +427,14 @@ def test_in_a_large_problem_what_weighs_little_is_not_cut(monkeypatch):
         tight = with_room(replace(tight, topology=Topology((Device(int(1.03 * needed / 3)),) * 3)))
         for space in ("columns", "all"):
             check_plan(anneal(tight, model_for(tight), budget=Budget(evals=2000), space=space), tight)
+
+
+def test_tables_without_lookups_cost_no_more_than_those_with_some():
+    """They may be replicated too, so that no output travels."""
+    def best(pooling: float) -> float:
+        tables = tuple(Table(f"t{i}", 100, 128, pooling) for i in range(12))
+        problem = Problem("idle", tables, Topology((Device(1 << 30),) * 4), 8192)
+        model = AnalyticModel(Setting("made-up", 8192))
+        return price(lower(anneal(problem, model, budget=Budget(evals=2000)), problem), model).total_ms
+
+    assert best(0.0) <= best(0.01) <= best(1.0)
