@@ -255,6 +255,16 @@ def without(kinds: Mapping[str, tuple[str, ...]], refused: Mapping[str, str], as
     return left
 
 
+def require_no_grid(plan: ShardingPlan) -> None:
+    """Raise ShardCoreError for a table that runs as grid_shard: TorchRec has it not for VBE."""
+    for path, module in plan.plan.items():
+        for name, sharding in module.items():
+            if sharding.sharding_type == "grid_shard":
+                raise ShardCoreError(f"table {name!r} of module {path!r} runs grid_shard, for its "
+                                     "sharding_types allow no other, and its batches have sizes of their own "
+                                     "(VBE), which TorchRec's grid_shard does not take: allow another type")
+
+
 def settings_of(asked: Asked, theirs: Tables) -> ShardingPlan:
     """The constraints' kernel settings, in the form of a plan."""
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
