@@ -9,11 +9,11 @@ hold up all.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardcore import memory
+from shardcore import memory, progress
 from shardcore.cost.model import CostModel, price
 from shardcore.documents import open_document
 from shardcore.errors import Infeasible, ShardCoreError
@@ -206,13 +206,11 @@ def searched(cluster: Cluster, model: CostModel, sharder: Sharder, seed: int = 0
 
 
 def sweep(problem: Problem, offers: Sequence[Offer], models: Mapping[str, CostModel], sharder: Sharder,
-          seed: int = 0, budget: Budget | None = None, seconds: float | None = None,
-          note: Callable[[int, int], None] = lambda done, of: None) -> list[Cluster]:
+          seed: int = 0, budget: Budget | None = None, seconds: float | None = None) -> list[Cluster]:
     """All clusters, searched.
 
     models: by the offers' `model`.
     budget: of each search. seconds: of all, shared evenly by those that are left. None: no limit.
-    note: told how many are done, of how many.
 
     Raises SettingMismatch for a model of another setting than the problem's. Raises ShardCoreError where no
     number of hosts divides the batch, and as `clusters`.
@@ -232,8 +230,8 @@ def sweep(problem: Problem, offers: Sequence[Offer], models: Mapping[str, CostMo
         if seconds is not None:
             share = max(seconds - whole.seconds(), _LEAST_S) / (len(asked) - len(found))
             own = replace(budget or Budget(), seconds=share)
-        found.append(searched(cluster, models[cluster.offer.model], sharder, seed, own, others))
-        note(len(found), len(asked))
+        with progress.part(f"cluster {len(found) + 1} of {len(asked)}, {cluster.words}"):
+            found.append(searched(cluster, models[cluster.offer.model], sharder, seed, own, others))
     return found
 
 

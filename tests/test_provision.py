@@ -8,6 +8,7 @@ import pytest
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import Infeasible, SettingMismatch, ShardCoreError
+from shardcore.progress import listening
 from shardcore.provision import (
     Cluster,
     Offer,
@@ -50,10 +51,12 @@ def test_every_number_of_hosts_that_divides_the_batch_is_a_cluster():
 
 
 def test_more_machines_are_faster_and_the_cheapest_that_is_fast_enough_is_chosen():
-    noted = []
-    found = sweep(PROBLEM, [SMALL, LARGE], MODELS, SHARDERS["size_greedy"],
-                  note=lambda *done: noted.append(done))
-    assert noted == [(n, 6) for n in range(1, 7)] and all(c.plan for c in found)
+    heard = []
+    with listening(lambda phase, best_ms, left_s: heard.append(phase)):
+        found = sweep(PROBLEM, [SMALL, LARGE], MODELS, SHARDERS["size_greedy"])
+    assert [p for p in heard if p.endswith("begins")] == [
+        f"cluster {n} of 6, {c.words}: begins" for n, c in enumerate(found, 1)]
+    assert all(c.plan for c in found)
     alone, four = found[0], found[3]
     assert four.step_ms < alone.step_ms and four.price_per_hour == 4 and four.watts == 400
     assert four.samples_per_s == pytest.approx(1536e3 / four.step_ms)

@@ -9,14 +9,15 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardcore.cli import grouped
 from shardcore.cli.options import command, gib, natural, positive, positive_gib
+from shardcore.cli.progress_line import shown
 from shardcore.errors import ShardCoreError
+from shardcore.progress import clock, report
 from shardcore.types import Plan, Problem, Setting
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
                    "that may move, beyond what has to; default: any number")
     p.add_argument("--towers", type=Path, metavar="TOWERS.json", help="tables that belong together on a "
                    "host, and how many times smaller a tower module makes what crosses hosts (docs/plan.md)")
-    p.add_argument("--algorithm", help="anneal_columns, the default (tables whole or cut by columns), anneal "
-                   "(also rows divided over all devices, and copies on all), random, size_greedy, "
+    p.add_argument("--algorithm", help="portfolio, the default (the cheapest plan of several searches), "
+                   "anneal, anneal_columns (tables whole or cut by columns only), random, size_greedy, "
                    "dim_greedy, lookup_greedy, size_lookup_greedy, neuroshard or torchrec "
                    "(where installed); with --policy: dreamshard, dreamshard_direct or autoshard (tables "
                    "whole), or these with _columns (also cut by columns)")
@@ -88,7 +89,6 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
 
 def plan(args: argparse.Namespace) -> None:
     from shardcore import files
-    from shardcore.compiling import compiled
     from shardcore.cost import known_errors, mixed
     from shardcore.cost.model import at_confidence
     from shardcore.report import plan_report
@@ -101,7 +101,9 @@ def plan(args: argparse.Namespace) -> None:
     args.algorithm = known(args.algorithm or (policy.name if policy else DEFAULT_SHARDER))
     search = sharder(args.algorithm, policy)
     _require_agreeing(args)
-    asked = problem = files.read_problem(args.problem)
+    with shown():
+        report(f"reading {args.problem}")
+        asked = problem = files.read_problem(args.problem)
     loaded = mixed.load(args.model)
     if args.groups is not None:
         _plan_groups(args, problem, loaded, policy)
@@ -111,23 +113,23 @@ def plan(args: argparse.Namespace) -> None:
     # The search uses the cautious model. The range check below needs the plain one.
     cautious = at_confidence(model, args.confidence)
     provenance, budget = _provenance(args), _budget(args)
-    if not compiled():
-        print("compiling the search, once in this installation: about half a minute", file=sys.stderr,
-              flush=True)
-    began, why = time.monotonic(), ""
-    if args.towers:
-        problem, of_towers = _with_towers(args.towers, problem, cautious, budget)
-        provenance |= of_towers
-        budget = budget and budget.without(time.monotonic() - began)
-    if args.start:
-        found, why = _replanned(args, problem, cautious, budget)
-    else:
-        found = search(problem, cautious, seed=args.seed, budget=budget)
-    found = Plan(found.placements, {**found.provenance, **provenance})
-    seconds, cost = time.monotonic() - began, found.provenance["predicted_ms"]
+    began, why = clock(), ""
+    with shown():
+        report(args.algorithm)
+        if args.towers:
+            problem, of_towers = _with_towers(args.towers, problem, cautious, budget)
+            provenance |= of_towers
+            budget = budget and budget.without(clock() - began)
+        if args.start:
+            found, why = _replanned(args, problem, cautious, budget)
+        else:
+            found = search(problem, cautious, seed=args.seed, budget=budget)
+        found = Plan(found.placements, {**found.provenance, **provenance})
+        seconds, cost = clock() - began, found.provenance["predicted_ms"]
+        report(f"writing {args.out}", cost)
+        # Towers only narrow where tables may live: a plan with them is one of the problem that was asked.
+        files.write_plan(args.out, found, asked)
     named = f"{known_errors.label(model)}, model {provenance['model_digest'][:8]}"
-    # Towers only narrow where tables may live: a plan with them is one of the problem that was asked.
-    files.write_plan(args.out, found, asked)
     sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
     print(f"{args.out}: {cost:.3f} ms predicted{sure}, found in {seconds:.2f} s by {args.algorithm}{why}")
     print(f"under {named}")
@@ -156,12 +158,12 @@ def _budget(args: argparse.Namespace) -> Budget | None:
 def _plan_groups(args: argparse.Namespace, problem: Problem, model: CostModel, policy: Policy | None) -> None:
     from shardcore.cost.model import at_confidence
 
-    began, cautious = time.monotonic(), at_confidence(model, args.confidence)
+    began, cautious = clock(), at_confidence(model, args.confidence)
     best = grouped.chosen(args, problem, cautious, _budget(args), policy)
     of_groups = grouped.write(args, best, problem, _provenance(args))
     found, own = of_groups.plan, of_groups.problem
     print(f"{args.out}: {grouped.words(best, problem)}: {best.cost.total_ms:.3f} ms predicted, found in "
-          f"{time.monotonic() - began:.2f} s by {found.provenance['algorithm']}")
+          f"{clock() - began:.2f} s by {found.provenance['algorithm']}")
     if args.explain:
         print("\nThe plan of one group:")
         _say_explained(found, own, cautious.for_problem(own), _budget(args))
@@ -243,7 +245,9 @@ def _say_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budge
     from shardcore.report import plan_report
     from shardcore.search.explain import explain
 
-    print(f"\n{plan_report.text(explain(plan, problem, model, budget))}")
+    with shown():
+        explained = explain(plan, problem, model, budget)
+    print(f"\n{plan_report.text(explained)}")
 
 
 def _say_extrapolated(sentences: Sequence[str]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcore.cli.options import command, natural, positive, require_outputs
+from shardcore.cli.progress_line import shown
 from shardcore.errors import ShardCoreError
+from shardcore.progress import clock
 
 if TYPE_CHECKING:
     from shardcore.provision import Cluster
@@ -19,8 +20,6 @@ _PROVISION = """Find the cheapest cluster, of machines that can be had, that tra
 the fastest for a price. Every number of hosts of every offer is searched, if its devices divide the batch
 evenly. The problem's own topology does not count."""
 
-_EVERY_S = 2.0
-"""Seconds without a line of progress, at most by one search."""
 _WRITTEN = ("problem.json", "plan.json", "clusters.json", "curve.png")
 
 
@@ -34,7 +33,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     target.add_argument("--samples-per-s", type=positive(float), help="the fewest samples a second")
     target.add_argument("--price-per-hour", type=positive(float), help="what the cluster may cost; the "
                         "fastest that it buys is wanted")
-    p.add_argument("--algorithm", help="searches plans; anneal_columns, the default, or another of `plan`")
+    p.add_argument("--algorithm", help="searches plans; portfolio, the default, or another of `plan`")
     p.add_argument("--budget-evals", type=positive(int), default=20_000, help="plans to price a cluster")
     p.add_argument("--budget-s", type=positive(float), help="seconds to search, for all clusters together "
                    "(none: as long as the plans to price take)")
@@ -59,9 +58,9 @@ def provision(args: argparse.Namespace) -> None:
     folders = {offer.model: args.offers.parent / offer.model for offer in offers}
     require_outputs(args, folders.values())
     models = {name: mixed.load([folder]) for name, folder in folders.items()}
-    began = time.monotonic()
-    found = sweep(problem, offers, models, search, args.seed, Budget(args.budget_evals), args.budget_s,
-                  _say())
+    began = clock()
+    with shown():
+        found = sweep(problem, offers, models, search, args.seed, Budget(args.budget_evals), args.budget_s)
     args.out.mkdir(parents=True, exist_ok=True)
     # Before the choice: if none meets the target, all that was searched is still there.
     files.write_json(args.out / "clusters.json", [
@@ -78,7 +77,7 @@ def provision(args: argparse.Namespace) -> None:
     files.write_plan(args.out / "plan.json", first.plan, first.problem)
     _draw(found, first, args.out)
     print(f"{args.out}: {first.words}, {first.price_per_hour:,.2f} an hour, {first.step_ms:.3f} ms a step; "
-          f"{len(found)} clusters searched in {time.monotonic() - began:.0f} s\n")
+          f"{len(found)} clusters searched in {clock() - began:.0f} s\n")
     print(provision_report.table([first, *others]))
     if left_out := sum(offer.most_hosts for offer in offers) - len(found):
         print(f"\n{left_out} clusters were left out: their devices do not divide the global batch of "
@@ -96,17 +95,3 @@ def _draw(found: Sequence[Cluster], chosen: Cluster | None, out: Path) -> None:
 
     files.write_atomic(out / "curve.png", figures.png(provision_report.figure(found, chosen)))
 
-
-def _say() -> Callable[[int, int], None]:
-    """Says how many clusters are searched: each tenth of them, and about every two seconds."""
-    began = last = time.monotonic()
-
-    def note(done: int, of: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if done % max(1, of // 10) == 0 or now - last > _EVERY_S:
-            last = now
-            left = f", {(now - began) / done * (of - done):.0f} s left" * (done < of)
-            print(f"clusters: {done} of {of} searched{left}", file=sys.stderr, flush=True)
-
-    return note

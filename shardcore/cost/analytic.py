@@ -87,7 +87,7 @@ class AnalyticModel:
         """`head` for one op at a time."""
         from shardcore.cost import compiled
 
-        return Compiled(compiled.linear, np.concatenate([[self.launch_ms], self._rates()]))
+        return Compiled(compiled.ready(compiled.linear), np.concatenate([[self.launch_ms], self._rates()]))
 
     def _rates(self) -> np.ndarray:
         """[4] ms per unit of each driver."""

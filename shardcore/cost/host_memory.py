@@ -78,7 +78,8 @@ class HostMemoryModel:
 
         inner = self.model.compiled(*([] if level is None else [level]))
         which = compiled.HEADS.index(inner.head)
-        return Compiled(compiled.beside_link, np.concatenate([[float(which)], inner.parameters]))
+        return Compiled(compiled.ready(compiled.beside_link),
+                        np.concatenate([[float(which)], inner.parameters]))
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         return self.model.comm(traffic, compute_ms, topology)

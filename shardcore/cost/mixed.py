@@ -99,7 +99,8 @@ class MixedModel:
 
         parameters = [model.compiled(level).parameters for model in self.models]
         numbers = [len(parameters), *map(len, parameters)]
-        return Compiled(compiled.several, np.concatenate([np.array(numbers, dtype=float), *parameters]))
+        return Compiled(compiled.ready(compiled.several),
+                        np.concatenate([np.array(numbers, dtype=float), *parameters]))
 
     @property
     def of_exchanges(self) -> NeuralModel:

@@ -123,7 +123,7 @@ class NeuralModel:
         numbers = (w["contention.0.bias"].size, w["band.log_ms"].size, nets.LOAD_FLOOR, error)
         arrays = (w["launch"], w["band.log_ms"], w["band.width"], 1 / w["load_typical"],
                   w["contention.0.weight"], w["contention.0.bias"], w["contention.1.weight"])
-        return Compiled(compiled.contended,
+        return Compiled(compiled.ready(compiled.contended),
                         np.concatenate([numbers, *(np.ravel(x) for x in arrays)], dtype=float))
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:

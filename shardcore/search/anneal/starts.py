@@ -17,7 +17,7 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
 from shardcore.layouts import shards_on
 from shardcore.memory import free_bytes
-from shardcore.progress import COMPILING, stopped_clock
+from shardcore.progress import stopped_clock
 from shardcore.search import greedy
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.budget import Meter
@@ -71,9 +71,7 @@ class Starts:
 
     def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int,
                  cache: ShardCostCache | None = None) -> None:
-        # The clock stands still while numba compiles or reads from disk.
-        meter.report(COMPILING)
-        with stopped_clock():
+        with stopped_clock():  # numba takes a second to import
             from shardcore.search.anneal import compiled
             from shardcore.search.anneal import search_space as spaces
 
