@@ -1,4 +1,4 @@
-"""What TorchRec's ParameterConstraints ask of a plan of ours, table by table.
+"""TorchRec's ParameterConstraints as constraints and tables of ours, table by table.
 
 They go by a table's name in its collection, `theirs` by ours.
 """

@@ -66,9 +66,9 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     lookups: one of three. Mean lookups per sample by feature, or by (table, feature): ids then follow
       DEFAULT_ACCESS. Batches of the model's data, a global batch or more of each feature, in one
       KeyedJaggedTensor or several: pooling and reuse are read from them, and where ids lie if that is uneven
-       (Table.row_shares). One whose features differ in samples
-      (VBE) is a step of all ranks; its tables get no replicas, for TorchRec fails with them. A path of
-      FBGEMM's reports (a folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
+      (Table.row_shares). One whose features differ in samples (VBE) is a step of all ranks; its tables get
+      no replicas, for TorchRec fails with them. A path of FBGEMM's reports (a folder or a file): reuse is
+      then an estimate (see `fbgemm_statistics`).
     optimizer: None: the one that the model's weights have (apply_optimizer_in_backward), or else exact_sgd.
     job: how a step runs around the embeddings.
     deduplicated: groups of features that share an inverse index (see Table.dedup). Their tables stay together

@@ -1,4 +1,4 @@
-"""What TorchRec's ParameterConstraints ask of a plan: kinds, widths, kernels and lookups."""
+"""TorchRec's ParameterConstraints in a plan: kinds, widths, kernels and lookups."""
 
 import sys
 from pathlib import Path
@@ -89,7 +89,7 @@ def test_a_table_larger_than_a_device_gets_the_allowed_type_that_fits():
     (["table_row_wise", "column_wise"], {"table_row_wise", "column_wise"}),
     (["row_wise", "grid_shard"], {"row_wise", "grid_shard"})])
 def test_a_plan_never_has_a_sharding_type_that_was_not_asked_for(types, kinds):
-    """Of a kind, TorchRec has a type for whole tables and one for cut ones: either may be asked for alone."""
+    """TorchRec has a type for whole tables of a kind and one for cut ones: either may be asked for alone."""
     for memory in (150e6, 1e9):
         found = of_one_table(types, rows=1_000_000, dim=64, memory=memory, hosts=2, per_host=2)
         assert found.sharding_type in kinds
