@@ -33,7 +33,7 @@ def parts_of(problem: Problem) -> dict[str, str]:
 
 
 def refusal(kept: Mapping[str, str], problem: Problem) -> str:
-    """What differs in a problem from the one of which parts are kept, in words for the end of a message.
+    """Names of what differs in a problem from the one of which parts are kept, for the end of a message.
 
     "": nothing that was kept.
     """

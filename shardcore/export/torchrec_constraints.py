@@ -1,4 +1,4 @@
-"""What TorchRec's ParameterConstraints ask of a plan of ours, table by table.
+"""TorchRec's ParameterConstraints as constraints and tables of ours, table by table.
 
 They go by a table's name in its collection, `theirs` by ours.
 """
@@ -108,6 +108,13 @@ def default_pooling(asked: Asked, theirs: Tables) -> list[str]:
             "is TorchRec's default too"] if names else []
 
 
+def unused_pooling(asked: Asked, theirs: Tables) -> list[str]:
+    """A line where tables state pooling_factors beside lookups, which count instead."""
+    names = [t.name for t in theirs.values() if (c := asked.get(t.name)) and list(c.pooling_factors) != [1.0]]
+    shown = ", ".join(map(repr, names[:5])) + ", ..." * (len(names) > 5)
+    return [f"pooling_factors of tables {shown} are not used: the planner has lookups"] if names else []
+
+
 # --- what the search may choose -----------------------------------------------------------------------------
 
 
@@ -116,14 +123,19 @@ CUTS = {t for layout in LAYOUTS.values() if layout.cuts_columns for t in layout.
 """TorchRec's sharding types that cut columns."""
 
 
-def ours(asked: Asked, theirs: Tables, topology: Topology) -> Constraints:
+def ours(asked: Asked, theirs: Tables, topology: Topology, compute_device: str) -> Constraints:
     """Constraints of a search: the kinds that may run each table, and the fewest columns of its shards."""
     kinds, widths = {}, {}
     for name, table in theirs.items():
-        if (c := asked.get(table.name)) is None:
-            continue
-        if (found := _kinds_of(c, topology)) is not None:
+        c = asked.get(table.name)
+        found = c and _kinds_of(c, topology)
+        if compute_device == "cpu" and not table.pooled:
+            # The dense kernel pools there, so sequences have no replicas.
+            found = tuple(kind for kind in found or LAYOUTS if kind not in REPLICAS) or found
+        if found is not None:
             kinds[name] = found
+        if c is None:
+            continue
         types, dim = set(c.sharding_types or ()), table.config.embedding_dim
         if least := dim if types and not types & CUTS else c.min_partition:
             widths[name] = min(least, dim)
@@ -241,6 +253,16 @@ def without(kinds: Mapping[str, tuple[str, ...]], refused: Mapping[str, str], as
             raise ShardCoreError(f"the plan shards table {name!r} {found}; its constraints have "
                                  f"sharding_types {', '.join(types)}: allow it too")
     return left
+
+
+def require_no_grid(plan: ShardingPlan) -> None:
+    """Raise ShardCoreError for a table that runs as grid_shard: TorchRec has it not for VBE."""
+    for path, module in plan.plan.items():
+        for name, sharding in module.items():
+            if sharding.sharding_type == "grid_shard":
+                raise ShardCoreError(f"table {name!r} of module {path!r} runs grid_shard, for its "
+                                     "sharding_types allow no other, and its batches have sizes of their own "
+                                     "(VBE), which TorchRec's grid_shard does not take: allow another type")
 
 
 def settings_of(asked: Asked, theirs: Tables) -> ShardingPlan:

@@ -196,7 +196,7 @@ def require_treated(record: object, what: str) -> list[str]:
 
 
 def check(kind: type, values: Mapping[str, Any], what: str) -> list[str]:
-    """As `require_treated`, of values by field."""
+    """Do the same as `require_treated` for values by field."""
     treatments, defaults, lines = FIELDS[kind_of(kind)], defaults_of(kind), []
     for name, value in values.items():
         if _same(value, defaults.get(name, UNKNOWN)):

@@ -243,7 +243,7 @@ def _sharded_paths(module: nn.Module, path: str, taken: Mapping[type, ModuleShar
 
 
 def unpriced_wrappers(tables: Mapping[str, ModelTable]) -> list[str]:
-    """What the price of a plan leaves out of modules that wrap collections, a line each."""
+    """Effects of modules that wrap collections which a price leaves out, a line each."""
     wrappers = {t.path: t.within for t in tables.values() if t.within}
     return [f"module {path!r} is priced as the collection within; what its {kind} does to ids and weights "
             "besides is not" for path, kind in wrappers.items()]

@@ -104,7 +104,7 @@ def under(model: CostModel, optimizer: str) -> CostModel:
 
 def notes(model: CostModel, own: str | None, counted: str,
           sharders: Sequence[ModuleSharder[Any]]) -> list[str]:
-    """What counts as the optimizer, and what its settings leave out, a line each.
+    """Lines that say which optimizer counts, and which of its settings do not.
 
     own: the job's. None: it sets none.
     counted: what memory counts.

@@ -66,9 +66,9 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     lookups: one of three. Mean lookups per sample by feature, or by (table, feature): ids then follow
       DEFAULT_ACCESS. Batches of the model's data, a global batch or more of each feature, in one
       KeyedJaggedTensor or several: pooling and reuse are read from them, and where ids lie if that is uneven
-       (Table.row_shares). One whose features differ in samples
-      (VBE) is a step of all ranks; its tables get no replicas, for TorchRec fails with them. A path of
-      FBGEMM's reports (a folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
+      (Table.row_shares). One whose features differ in samples (VBE) is a step of all ranks; its tables get
+      no replicas, for TorchRec fails with them. A path of FBGEMM's reports (a folder or a file): reuse is
+      then an estimate (see `fbgemm_statistics`).
     optimizer: None: the one that the model's weights have (apply_optimizer_in_backward), or else exact_sgd.
     job: how a step runs around the embeddings.
     deduplicated: groups of features that share an inverse index (see Table.dedup). Their tables stay together
@@ -110,10 +110,14 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     constraints = constraints or Constraints()
     kinds = dict(constraints.kinds) | dict(problem.constraints.kinds)
     kinds |= _only_kinds(theirs, kinds, ours)
+    widths = dict(constraints.min_widths)
     if variable := torchrec_lookups.variable_features(lookups):
-        kinds |= _no_replicas(tables, kinds, variable)
+        kinds |= _kinds_of_variable(tables, kinds, variable)
+        # TorchRec's grid_shard is host_row that is cut.
+        widths |= {t.name: t.dim for t in tables if set(kinds[t.name]) <= _GRID}
     return replace(problem, constraints=replace(
-        constraints, together=(*constraints.together, *groups), kinds=tuple(kinds.items())))
+        constraints, together=(*constraints.together, *groups), kinds=tuple(kinds.items()),
+        min_widths=tuple(widths.items())))
 
 
 def _hot_rows(module: nn.Module, theirs: Mapping[str, ModelTable]) -> dict[str, int]:
@@ -219,6 +223,8 @@ class ShardCorePlanner:
         made = to_torchrec(self.found, self.problem, module, self.compute_device,
                            constrained.settings_of(self.constraints, theirs))
         notes += constrained.as_asked(made, self.constraints, theirs)
+        if self.lookups is not None and torchrec_lookups.variable_features(self.lookups):
+            constrained.require_no_grid(made)
         require_all(made, module, all_sharders)
         self.unpriced = [
             *unpriced(made, sharders, self.problem), *notes,
@@ -236,7 +242,8 @@ class ShardCorePlanner:
                    else constrained.pooling_of(self.constraints, theirs))
         job = self.job or Job(forward_payload=payloads[0], backward_payload=payloads[1])
         problem = problem_for(module, self.topology, self.batch_size * len(self.topology), lookups, optimizer,
-                              constrained.ours(self.constraints, theirs, self.topology), job=job)
+                              constrained.ours(self.constraints, theirs, self.topology,
+                                               self.compute_device), job=job)
         return replace(problem, tables=constrained.applied(problem.tables, self.constraints, theirs,
                                                            self.topology))
 
@@ -244,9 +251,10 @@ class ShardCorePlanner:
         if self.lookups is None:
             return constrained.default_pooling(self.constraints, theirs)
         variable = torchrec_lookups.variable_features(self.lookups)
-        return [f"features {', '.join(map(repr, variable[:5]))}{', ...' * (len(variable) > 5)} have batches "
-                "of their own sizes (VBE): their lookups are those of the data, their outputs count as those "
-                f"of batch_size {self.batch_size}"] * bool(variable)
+        shown = ", ".join(map(repr, variable[:5])) + ", ..." * (len(variable) > 5)
+        of_vbe = (f"features {shown} have batches of their own sizes (VBE): their lookups are those of the "
+                  f"data, their outputs count as those of batch_size {self.batch_size}")
+        return [*constrained.unused_pooling(self.constraints, theirs), *([of_vbe] if variable else [])]
 
     def collective_plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None,
                         pg: dist.ProcessGroup | None = None) -> ShardingPlan:
@@ -316,14 +324,23 @@ def _only_kinds(theirs: Mapping[str, ModelTable], asked: Mapping[str, tuple[str,
     return found
 
 
-def _no_replicas(tables: Sequence[Table], asked: Mapping[str, tuple[str, ...]],
-                 variable: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Kinds of tables without replicas. Raises ShardCoreError if they leave a table none."""
+_GRID = {layout.name for layout in LAYOUTS.values() if layout.divides_rows and layout.cuts_columns}
+
+
+def _kinds_of_variable(tables: Sequence[Table], asked: Mapping[str, tuple[str, ...]],
+                       variable: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Kinds that run tables whose features have batches of their own sizes (VBE): those that TorchRec has.
+
+    It fails with data_parallel, and has no grid_shard. So rows are divided over a host only where nothing
+    else may run a table.
+
+    Raises ShardCoreError if they leave a table none.
+    """
     found = {}
     for table in tables:
-        found[table.name] = tuple(kind for kind in asked.get(table.name, LAYOUTS)
-                                  if kind not in constrained.REPLICAS)
-        if not found[table.name]:
+        able = tuple(kind for kind in asked.get(table.name, LAYOUTS) if kind not in constrained.REPLICAS)
+        found[table.name] = tuple(kind for kind in able if kind not in _GRID) or able
+        if not able:
             raise ShardCoreError(f"table {table.name!r} may run data_parallel only, and feature "
                                  f"{variable[0]!r} has batches of a size of its own (VBE), with which "
                                  "TorchRec fails: allow another kind")

@@ -73,7 +73,7 @@ def job_of(qcomms: QCommsConfig) -> Job:
 
 
 def payloads_of(sharders: Iterable[ModuleSharder[Any]]) -> tuple[str, str]:
-    """What the collectives of sharders send forward and backward, if all send the same. Else FP32.
+    """Payloads of the sharders' collectives, forward and backward, if all send the same. Else FP32.
 
     Raises ShardCoreError for payloads that are not priced.
     """
@@ -103,7 +103,7 @@ def _sent(sharder: ModuleSharder[Any]) -> dict[str, tuple[str, str]]:
 
 def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (),
              problem: Problem | None = None) -> list[str]:
-    """What the price of a plan leaves out, a line each.
+    """Effects that the price of a plan leaves out, a line each.
 
     Tables are priced as fused ops, in device memory unless the problem has rows of theirs in host memory, and
     collectives with the job's payloads. Of replicas no model has the time of the dense optimizer.

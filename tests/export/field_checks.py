@@ -100,7 +100,7 @@ def as_usual(pooled: bool = True) -> Outcome:
 # --- values, and what the plan then has ---------------------------------------------------------------------
 
 Obeys = Callable[[Outcome], bool]
-"""Whether an outcome obeys the value."""
+"""Predicate: an outcome obeys the value."""
 
 
 def _first(outcome: Outcome) -> Any:

@@ -205,11 +205,10 @@ def test_a_sharded_job_says_which_tables_its_ops_hold(tmp_path):
     reported_in(tmp_path, sharded_job)
     held = [f.part for f in read_statistics(tmp_path)]
     assert sorted((p.col_lo, p.col_hi) for p in held if p.table == "b") == [(0, 4), (4, 8)]
-    assert main(["problem", str(tmp_path), "--devices", "2", "--batch", "512", "--out",
-                 str(tmp_path / "problem.json")]) == 0
-    assert ({t.name: (t.rows, t.dim, t.pooling) for t in files.read_problem(tmp_path / "problem.json").tables}
-            == {
-                n: (r, d, POOLING[n]) for n, (r, d, _) in TABLES.items()})
+    out = tmp_path.with_suffix(".json")
+    assert main(["problem", str(tmp_path), "--devices", "2", "--batch", "512", "--out", str(out)]) == 0
+    assert {t.name: (t.rows, t.dim, t.pooling) for t in files.read_problem(out).tables} == {
+        n: (r, d, POOLING[n]) for n, (r, d, _) in TABLES.items()}
     reported, measured = (problem_for(Model(), ONE, BATCH, source) for source in (tmp_path, [kjt(0)]))
     assert {t.name: t.pooling for t in reported.tables} == POOLING
     for found, true in zip(reported.tables, measured.tables, strict=True):

@@ -53,6 +53,24 @@ def test_tables_of_such_batches_get_no_replicas():
                     constraints=Constraints(kinds=(("t0", ("data_parallel",)),)))
 
 
+def test_rows_are_divided_over_a_host_only_whole():
+    """TorchRec's grid_shard does not take such batches; its table_row_wise does."""
+    on_hosts = Topology(tuple(Device(2**30, host=f"h{d // 2}") for d in range(4)))
+
+    def plan(types):
+        asked = {"t0": ParameterConstraints(sharding_types=types)}
+        made = ShardCorePlanner(on_hosts, 2, asked, model=AnalyticModel(Setting("gpu", 8)),
+                                lookups=batch(2, 8), algorithm="size_greedy")
+        return made.plan(model()).plan["m"], made.problem
+
+    plain, problem = plan(None)
+    assert "host_row" not in problem.kinds_of["t0"]
+    assert {s.sharding_type for s in plain.values()} == {"table_wise"}
+    assert plan(["table_row_wise"])[0]["t0"].sharding_type == "table_row_wise"
+    with pytest.raises(ShardCoreError, match="table 't0' of module 'm' runs grid_shard, .*VBE.*allow ano"):
+        plan(["grid_shard"])
+
+
 def test_a_planner_tells_what_such_batches_leave_out():
     def plan(lookups, asked=None):
         made = ShardCorePlanner(TWO, 4, asked, model=AnalyticModel(Setting("gpu", 8)), lookups=lookups,
