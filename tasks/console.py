@@ -83,6 +83,7 @@ class Work:
     total: int
     clock: Callable[[], float] = time.monotonic
     _began: float = field(init=False)
+    _shown: tuple[float, str] = field(init=False)
 
     def __post_init__(self) -> None:
         self._began = self.clock()
@@ -90,8 +91,14 @@ class Work:
 
     def done(self, n: int) -> None:
         """Show that n parts are done."""
-        progress(n / self.total if self.total else 1.0,
-                 f"{self.what}: {pace(n, self.total, self.clock() - self._began)}")
+        self._shown = (n / self.total if self.total else 1.0,
+                       f"{self.what}: {pace(n, self.total, self.clock() - self._began)}")
+        progress(*self._shown)
+
+    def heard(self, phase: str, best_ms: float | None, left_s: float | None) -> None:
+        """Show what the present part does (see shardcore.progress.Listener)."""
+        share, message = self._shown
+        progress(share, f"{message}; {phase}{'' if best_ms is None else f', best {best_ms:.3f} ms'}")
 
 
 def pace(done: int, total: int, seconds: float) -> str:

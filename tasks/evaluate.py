@@ -104,7 +104,7 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
     shape = config.shape()
     problems, rows = [draw_problem(pool, i, model.setting, config.seed, shape)
                       for i in range(config.problems)], []
-    console.progress(0.0, "compiling the searches: half a minute, once for an installation")
+    console.progress(0.0, "compiling the searches: a quarter of a minute, once for an installation")
     # Compilation must not count as search time.
     compare.compile_searches(problems[0], model)
     work = console.Work("problems compared", len(problems))

@@ -15,6 +15,7 @@ from prefect import get_run_logger, task
 from shardcore import files, report
 from shardcore.cost import known_errors, neural
 from shardcore.errors import ShardCoreError, Unreachable, redacted
+from shardcore.progress import listening
 from shardcore.publish import store
 from shardcore.publish.publisher import HEADERS, PublishConfig, Published, Publisher
 from shardcore.report import models_page
@@ -59,7 +60,8 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
         for i, path in enumerate(problems):
             work.done(i)
             try:
-                published = _publish(publisher, path, names)
+                with listening(work.heard):
+                    published = _publish(publisher, path, names)
                 rows.append(published.row())
             # One problem's error must not stop the others.
             except Exception as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 import prefect
 import pytest
 
+from shardcore.progress import listening, report
 from tasks import console
 from tasks.console import RESULT, STAGE, Screen, Work, duration
 
@@ -203,6 +204,14 @@ def test_work_says_how_far_it_is_and_how_long_it_takes_yet(clock, shown):
                      ("progress", "problems: 4 of 4, 4.0 a minute, 0 s left", 1.0)]
     assert console.pace(160, 400, 16.0) == "160 of 400, 10.0 a second, 24 s left"
     assert console.pace(0, 400, 16.0) == "0 of 400"
+
+
+def test_work_shows_what_its_present_part_reports(clock, shown):
+    work = Work("problems", 4, clock)
+    with listening(work.heard):
+        report("annealing", 2.5)
+    report("not heard")
+    assert shown[1:] == [("progress", "problems: 0 of 4; annealing, best 2.500 ms", 0.0)]
 
 
 @pytest.mark.parametrize("seconds, said", [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"),
