@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+from shardcore import memory
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible, Overfull
 from shardcore.memory import every_plan_bytes, require_fits
 from shardcore.search.budget import Budget
+from shardcore.search.exact_memory import lacking, repaired, roomiest
+from shardcore.search.feasible import DoesNotFit, remedy
+from shardcore.search.fixed_kinds import set_aside
+from shardcore.search.shards import priced
 from shardcore.types import Plan, Problem
 
 TRIES = 6
 """Searches, at most."""
+_NEAR = 2
+"""Searches near a plan that fits, at most."""
 _FIRST = 2 / 3
 """The first search's share of the seconds. The others have to keep the budget too."""
 
@@ -27,7 +35,8 @@ def within_memory(sharder: Callable[..., Plan]) -> Callable[..., Plan]:
     The first search has two thirds of the seconds, each further one half of what is left. Each has as many
     evaluations.
 
-    Raises Overfull, for the first plan, if none of TRIES fits.
+    A plan that takes too much is repaired, if that suffices. If none of TRIES fits, it searches near a plan
+    that does (`_near`), unless there is a plan to start from. Raises the first error if no plan is found.
     """
 
     @wraps(sharder)
@@ -41,21 +50,82 @@ def within_memory(sharder: Callable[..., Plan]) -> Callable[..., Plan]:
             try:
                 found = sharder(asked if more else problem, model, budget=budget and budget.part(share),
                                 **given)
-            except Infeasible:
+            except Infeasible as error:
                 if first is None:
-                    raise
+                    first = error
+                    break
                 enough = more
             else:
                 try:
                     require_fits(found, problem)
                     return found
                 except Overfull as error:
+                    # Moves may be limited where there is a plan to start from.
+                    if given.get("reshard") is None and (plan := _repaired(found, problem, model)):
+                        return plan
                     first, too_little = first or error, more
                     more = cautious if more < cautious else more + max(more, error.too_much)
             if enough is not None:
                 more = (too_little + enough) // 2
             left -= share
             share = left / 2
-        raise first
+        if given.get("reshard") is None and (plan := _fitting(problem)):
+            return _near(plan, sharder, problem, model, budget=budget and budget.part(left), **given)
+        raise Infeasible(f"{first}. {remedy(problem)}") if isinstance(first, DoesNotFit) else first
 
     return search
+
+
+def _fitting(problem: Problem) -> Plan | None:
+    """A plan that fits. None if none is found."""
+    plan, lacks = roomiest(problem)
+    return plan if plan and lacks <= 0 and memory.fits(plan, problem) else None
+
+
+def _repaired(plan: Plan, problem: Problem, model: CostModel) -> Plan | None:
+    """The plan with shards moved to devices where they fit. None if that does not suffice."""
+    found = repaired(plan, problem)
+    return found and priced(found.placements, problem, model, **{
+        k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")})
+
+
+def _near(plan: Plan, sharder: Callable[..., Plan], problem: Problem, model: CostModel, *,
+          budget: Budget | None, **given: Any) -> Plan:
+    """A plan that fits, or a cheaper one that a search finds near it.
+
+    Tables that groups share in the plan stay so. The search has as much memory as it counts for the others,
+    and less of it as long as its plans take too much.
+    """
+    packed = priced(plan.placements, problem, model, algorithm=sharder.__name__, seed=given.get("seed", 0),
+                    packed=True)
+    kinds = {p.shard.table.name: (p.kind,) for p in plan.placements if len(p.devices) > 1}
+    asked = replace(problem, constraints=replace(
+        problem.constraints, kinds=tuple((dict(problem.kinds_of) | kinds).items())))
+    with suppress(Infeasible):
+        asked = _with_room(asked, plan)
+        for _ in range(_NEAR):
+            near = sharder(asked, model, budget=budget and budget.part(1 / _NEAR), **given)
+            near = near if memory.fits(near, problem) else _repaired(near, problem, model) or near
+            if (too_much := lacking(near, problem)) <= 0:
+                return min(packed, near, key=lambda plan: plan.provenance["predicted_ms"])
+            asked = _with_more(asked, -too_much)
+    return packed
+
+
+def _with_room(problem: Problem, plan: Plan) -> Problem:
+    """The problem with as much memory as searches count for a plan."""
+    ample = _with_more(problem, 1 << 48)
+    _, others = set_aside(ample)
+    if others is None:
+        return ample
+    names = {table.name for table in others.tables}
+    rest = Plan(tuple(p for p in plan.placements if p.shard.table.name in names))
+    counted = memory.counted_bytes(rest, others)
+    free = memory.free_bytes(others)
+    return _with_more(problem, (1 << 48) + max(n - f for n, f in zip(counted, free, strict=True) if n))
+
+
+def _with_more(problem: Problem, more: int) -> Problem:
+    """The problem with more memory on each device."""
+    devices = tuple(replace(d, memory_bytes=max(1, d.memory_bytes + more)) for d in problem.topology.devices)
+    return replace(problem, topology=replace(problem.topology, devices=devices))
