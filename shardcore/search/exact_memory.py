@@ -11,6 +11,7 @@ Shapes: D devices, P phases.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,18 +24,18 @@ import numpy as np
 from shardcore import memory
 from shardcore.amounts import local_amounts, shard_amounts
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, Group, Layout, run_of, shards_on
+from shardcore.op_limits import MOST_IDS, TooManyInOneOp, may_bind, most_features, op_ids, require_ops
 from shardcore.phases import run_key, times_of
 from shardcore.search.shards import Bundle, bundles, shared_groups, why_not
+from shardcore.search.vector_packing import VectorPacking
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 _ALL = 1500
 """With fewer ways to run all tables, each is tried."""
-_NODES = 400
-"""Steps of the depth-first search that packs few shards."""
-_FEW = 12
-"""Shards that are packed so."""
 _SHARES = (1.0, 0.7, 0.5, 0.3, 0.1)
 """Of the room on a device, what a shard may take in further tries."""
+_OF_OP = 1024.0
+"""Bytes as which a feature or an id counts that is too many in an op."""
 _MOVES = 5000
 """Moves that repair a plan, at most."""
 _NEARLY = 1.1
@@ -72,7 +73,8 @@ def roomiest(problem: Problem, quick: bool = False) -> tuple[Plan | None, int]:
         plan, lacks = search.packed(ways, found)
         if plan is not None and (found[0] is None or lacks < found[1]):
             # Parts of a table that meet on a device are one shard, so the packing may have counted too much.
-            found = plan, lacking(plan, problem)
+            exact = lacking(plan, problem)
+            found = plan, exact if within_ops(plan, problem) else max(exact, math.ceil(lacks), 1)
             if found[1] <= 0:
                 break
     return found
@@ -90,8 +92,7 @@ def repaired(plan: Plan, problem: Problem) -> Plan | None:
 
     Each move is one that leaves the fuller of two devices least full. Tables keep their kinds and widths.
     """
-    base, vector = _phases(plan, problem, {})
-    may_hold = np.array(memory.held_bytes(problem), dtype=float)
+    base, vector, may_hold = _phases(plan, problem, {})
     load = np.tile(base, (len(may_hold), 1))
     placements, movable = list(plan.placements), defaultdict(set)
     where = defaultdict(set)
@@ -103,21 +104,21 @@ def repaired(plan: Plan, problem: Problem) -> Plan | None:
             movable[p.devices[0]].add(i)
     used = np.isin(np.arange(len(load)), [d for p in placements for d in p.devices])
     for _ in range(_MOVES):
-        lacks = np.where(used, load.max(1) - may_hold, -np.inf)
+        lacks = np.where(used, (load - may_hold).max(1), -np.inf)
         device = int(lacks.argmax())
         if lacks[device] <= 0:
             found = Plan(tuple(placements))
-            return found if memory.fits(found, problem) else None
+            return found if memory.fits(found, problem) and within_ops(found, problem) else None
         at = sorted(movable[device])
         if not at:
             return None
         shards = [placements[i].shard for i in at]
         vectors = np.array([vector(run_of(WHOLE_ROWS.name, s.table), s) for s in shards])
-        stay = (load[device] - vectors).max(1) - may_hold[device]
+        stay = (load[device] - vectors - may_hold[device]).max(1)
         come = np.full((len(at), len(load)), np.inf)
         for k, s in enumerate(shards):
             targets = [d for d in problem.allowed_devices(s.table.name) if d not in where[s.table.name]]
-            come[k, targets] = (load[targets] + vectors[k]).max(1) - may_hold[targets]
+            come[k, targets] = (load[targets] + vectors[k] - may_hold[targets]).max(1)
         after = np.maximum(stay[:, None], come)
         # Of moves after which both fit, the smallest shard.
         after = np.where(after <= 0, vectors.max(1)[:, None] - vectors.max() - 1, after)
@@ -133,6 +134,15 @@ def repaired(plan: Plan, problem: Problem) -> Plan | None:
         movable[int(target)].add(i)
         where[name] = where[name] - {device} | {int(target)}
     return None
+
+
+def within_ops(plan: Plan, problem: Problem) -> bool:
+    """Whether no op has more than FBGEMM runs."""
+    try:
+        require_ops(plan, problem)
+    except TooManyInOneOp:
+        return False
+    return True
 
 
 class _Search:
@@ -228,20 +238,20 @@ class _Search:
             return None, 0
         some = [Placement(WHOLE_ROWS.name, s, (i % self.n,))
                 for i, bundle in enumerate(parts) for s in bundle]
-        base, vector = _phases(Plan((*shared, *some)), self.problem, self._amounts)
+        base, vector, may_hold = _phases(Plan((*shared, *some)), self.problem, self._amounts)
         load = np.tile(base, (self.n, 1))
         for placement in shared:
             for device, shard in shards_on(placement):
                 load[device] += vector(run_of(placement.kind, shard.table), shard)
-        self.room = (self.may_hold - load.max(1)).max()
+        self.room = (may_hold - load).min(1).max()
         vectors = np.array([sum(vector(run_of(WHOLE_ROWS.name, s.table), s) for s in bundle)
                             for bundle in parts]).reshape(len(parts), load.shape[1])
         most = best[1] if best[0] is not None else np.inf
         # However shards are packed, in each phase all devices together take their sum.
-        together = (load.sum(0) + vectors.sum(0)).max() - np.maximum(self.may_hold, 0).sum()
+        together = (load.sum(0) + vectors.sum(0) - np.maximum(may_hold, 0).sum(0)).max()
         if len(shared) and together / self.n >= most:
             return None, 0
-        packing = _Packing(self.may_hold, load, bool(shared), vectors,
+        packing = VectorPacking(may_hold, load, bool(shared), vectors,
                            [self.problem.allowed_devices(b[0].table.name) for b in parts],
                            [b[0].table.name for b in parts])
         lacks, devices = packing.best(most)
@@ -252,8 +262,11 @@ class _Search:
 
 
 def _phases(plan: Plan, problem: Problem, known: dict[tuple[Layout, Shard], tuple[int, dict[str, float]]]
-            ) -> tuple[np.ndarray, Callable[[Layout, Shard], np.ndarray]]:
-    """[P] bytes of a local batch in each phase, and the bytes of a shard: (run, shard) -> [P].
+            ) -> tuple[np.ndarray, Callable[[Layout, Shard], np.ndarray], np.ndarray]:
+    """[P] bytes of a local batch in each phase, the bytes of a shard: (run, shard) -> [P], and the most that
+    devices may have [D, P].
+
+    Where an op may have too many features or ids, these are counted as phases, too.
 
     known: amounts of shards, kept for the next plan.
     """
@@ -271,94 +284,19 @@ def _phases(plan: Plan, problem: Problem, known: dict[tuple[Layout, Shard], tupl
         if key not in known:
             known[key] = sum(memory.resident_bytes(run, shard, problem)), shard_amounts(run, shard, problem)
         resident, amounts = known[key]
-        return resident + of(run, amounts)
+        in_phases = resident + of(run, amounts)
+        if not counted:
+            return in_phases
+        in_op = np.zeros((len(number), 2))
+        in_op[number[run]] = 0 if run.sequence else shard.table.features, op_ids(run, shard, problem)
+        return np.concatenate([in_phases, in_op.ravel() * _OF_OP])
 
-    return sum(of(run, amounts) for run, amounts in local.items()), vector
-
-
-class _Packing:
-    """Shards to pack.
-
-    may_hold: [D] bytes.
-    load: [D, P] bytes before.
-    used: whether each device has a shard before.
-    vectors: [N, P] bytes of shards.
-    allowed: (N) devices of each shard.
-    names: (N) of its table. Shards of a table go to different devices.
-    """
-
-    def __init__(self, may_hold: np.ndarray, load: np.ndarray, used: bool, vectors: np.ndarray,
-                 allowed: Sequence[Sequence[int]], names: Sequence[str]) -> None:
-        self.may_hold, self.load, self.vectors, self.names = may_hold, load, vectors, names
-        self.before = (load.max(1) - may_hold).max() if used else -np.inf
-        self.allowed = [None if len(a) == len(may_hold) else np.array(a) for a in allowed]
-        self.restricted = any(a is not None for a in self.allowed)
-        size = vectors.max(1) if len(vectors) else np.zeros(0)
-        # Those with least freedom first, then the largest.
-        self.order = np.lexsort((-size, [len(a) for a in allowed])).tolist()
-        self.rank = np.argsort(self.order)
-        shards: dict[str, list[int]] = {}
-        for i, name in enumerate(names):
-            shards.setdefault(name, []).append(i)
-        self.siblings = {name: of if len(of) > 1 else () for name, of in shards.items()}
-
-    def best(self, most: float) -> tuple[float, list[int] | None]:
-        """The bytes that some device lacks, and the device of each shard.
-
-        None if no packing is found that lacks less than `most`.
-        """
-        found = min((self._greedy(full) for full in (False, True)), key=lambda x: x[0])
-        if found[0] > 0 and len(self.order) <= _FEW:
-            self._nodes, self._best = _NODES, (min(found[0], most), None)
-            self._deepen(0, self.load.copy(), self.before, [0] * len(self.order))
-            found = self._best if self._best[1] is not None else found
-        return found if found[0] < most and found[1] is not None else (found[0], None)
-
-    def _after(self, i: int, load: np.ndarray, devices: Sequence[int], placed: int) -> np.ndarray:
-        """[D] bytes that each device lacks with shard i. inf where it may not be."""
-        lacks = (load + self.vectors[i]).max(1) - self.may_hold
-        if self.allowed[i] is not None:
-            inside = np.full(len(lacks), np.inf)
-            inside[self.allowed[i]] = lacks[self.allowed[i]]
-            lacks = inside
-        for j in self.siblings[self.names[i]]:
-            if self.rank[j] < placed:
-                lacks[devices[j]] = np.inf
-        return lacks
-
-    def _greedy(self, full: bool) -> tuple[float, list[int] | None]:
-        """Place shards by falling size. full: on the fullest device that has room; else on the emptiest."""
-        load, devices, worst = self.load.copy(), [0] * len(self.order), self.before
-        for placed, i in enumerate(self.order):
-            lacks = self._after(i, load, devices, placed)
-            fits = lacks <= 0
-            device = int(np.where(fits, lacks, -np.inf).argmax() if full and fits.any() else lacks.argmin())
-            if lacks[device] == np.inf:
-                return np.inf, None
-            load[device] += self.vectors[i]
-            devices[i], worst = device, max(worst, lacks[device])
-        return worst, devices
-
-    def _deepen(self, placed: int, load: np.ndarray, worst: float, devices: list[int]) -> None:
-        """Try all packings in turn, the emptiest device first, as far as steps allow."""
-        if worst >= self._best[0] or self._nodes <= 0 or self._best[0] <= 0:
-            return
-        if placed == len(self.order):
-            self._best = worst, devices.copy()
-            return
-        i, seen = self.order[placed], set()
-        lacks = self._after(i, load, devices, placed)
-        for device in np.argsort(lacks, kind="stable").tolist():
-            # Devices with equal loads are the same, unless some shards may not use both.
-            state = (load[device].tobytes(), self.may_hold[device])
-            if lacks[device] >= self._best[0] or (state in seen and not self.restricted):
-                continue
-            seen.add(state)
-            self._nodes -= 1
-            devices[i] = device
-            load[device] += self.vectors[i]
-            self._deepen(placed + 1, load, max(worst, lacks[device]), devices)
-            load[device] -= self.vectors[i]
+    base, counted = sum(of(run, amounts) for run, amounts in local.items()), may_bind(problem)
+    in_op = np.array([(most_features(run.batch(problem)), MOST_IDS) for run in number], dtype=float).ravel()
+    more = in_op * _OF_OP if counted else np.zeros(0)
+    may_hold = np.tile(np.array(memory.held_bytes(problem), dtype=float)[:, None], len(base))
+    return (np.concatenate([base, 0 * more]), vector,
+            np.concatenate([may_hold, np.tile(more, (len(may_hold), 1))], axis=1))
 
 
 # --- ways to run tables -------------------------------------------------------------------------------------

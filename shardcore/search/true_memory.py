@@ -12,8 +12,9 @@ from shardcore import memory
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible, Overfull
 from shardcore.memory import every_plan_bytes, require_fits
+from shardcore.op_limits import TooManyInOneOp, require_ops
 from shardcore.search.budget import Budget
-from shardcore.search.exact_memory import lacking, repaired, roomiest
+from shardcore.search.exact_memory import lacking, repaired, roomiest, within_ops
 from shardcore.search.feasible import DoesNotFit, remedy
 from shardcore.search.fixed_kinds import set_aside
 from shardcore.search.shards import priced
@@ -58,7 +59,14 @@ def within_memory(sharder: Callable[..., Plan]) -> Callable[..., Plan]:
             else:
                 try:
                     require_fits(found, problem)
+                    require_ops(found, problem)
                     return found
+                except TooManyInOneOp as error:
+                    # Less memory would not spread them.
+                    first = first or error
+                    if given.get("reshard") is None and (plan := _repaired(found, problem, model)):
+                        return plan
+                    break
                 except Overfull as error:
                     # Moves may be limited where there is a plan to start from.
                     if given.get("reshard") is None and (plan := _repaired(found, problem, model)):
@@ -79,7 +87,12 @@ def within_memory(sharder: Callable[..., Plan]) -> Callable[..., Plan]:
 def _fitting(problem: Problem) -> Plan | None:
     """A plan that fits. None if none is found."""
     plan, lacks = roomiest(problem)
-    return plan if plan and lacks <= 0 and memory.fits(plan, problem) else None
+    return plan if plan and lacks <= 0 and fits(plan, problem) else None
+
+
+def fits(plan: Plan, problem: Problem) -> bool:
+    """Whether each device has the memory, and no op more than FBGEMM runs."""
+    return memory.fits(plan, problem) and within_ops(plan, problem)
 
 
 def _repaired(plan: Plan, problem: Problem, model: CostModel) -> Plan | None:
@@ -105,8 +118,8 @@ def _near(plan: Plan, sharder: Callable[..., Plan], problem: Problem, model: Cos
         asked = _with_room(asked, plan)
         for _ in range(_NEAR):
             near = sharder(asked, model, budget=budget and budget.part(1 / _NEAR), **given)
-            near = near if memory.fits(near, problem) else _repaired(near, problem, model) or near
-            if (too_much := lacking(near, problem)) <= 0:
+            near = near if fits(near, problem) else _repaired(near, problem, model) or near
+            if (too_much := lacking(near, problem)) <= 0 and fits(near, problem):
                 return min(packed, near, key=lambda plan: plan.provenance["predicted_ms"])
             asked = _with_more(asked, -too_much)
     return packed
