@@ -24,7 +24,7 @@ from shardcore.cost import neural, replay_metrics
 from shardcore.measure import hosts, pairs
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.rank_order import order
-from shardcore.search.anneal.sharder import anneal
+from shardcore.search.portfolio import annealing as anneal
 from shardcore.types import Table
 from shardcore.workload import lower
 

@@ -39,7 +39,7 @@ from shardcore.measure import hosts
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, greedy
-from shardcore.search.anneal.sharder import anneal
+from shardcore.search.portfolio import annealing as anneal
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import GROUPS, Plan, Problem, Table

@@ -31,7 +31,7 @@ from shardcore.cost.metrics import mape
 from shardcore.cost.model import price
 from shardcore.measure import hosts
 from shardcore.measure.replay import ReplayConfig, replay_all
-from shardcore.search.anneal.sharder import anneal
+from shardcore.search.portfolio import annealing as anneal
 from shardcore.search.tower_hosts import tower_hosts, tower_traffic
 from shardcore.step_cost import StepCost
 from shardcore.towers import Towers

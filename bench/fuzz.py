@@ -33,35 +33,12 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.fuzz_damage import damage_decision, damage_json, damage_model, damage_part, damage_yaml, sealed
-from bench.fuzz_files import (
-    HAS_TORCHREC,
-    ROOT,
-    Nonsense,
-    Sound,
-    make,
-    use_dmp,
-    use_fbgemm,
-    use_grouped,
-    use_lock,
-    use_measurements,
-    use_model,
-    use_offers,
-    use_params,
-    use_plan,
-    use_plans,
-    use_policy,
-    use_pool,
-    use_problem,
-    use_replays,
-    use_request,
-    use_torchrec,
-)
+from bench.fuzz_files import ROOT, Nonsense, Sound, make
+from bench.fuzz_formats import FORMATS
 from shardcore import report
 from shardcore.errors import MOST_CHARACTERS, ShardCoreError
 
@@ -69,45 +46,6 @@ LIMIT_S = 20
 MEMORY_BYTES = 4 << 30
 """Of a process that reads, beside the libraries' own."""
 OUTCOMES = ("refused", "accepted", "nonsense", "exception", "hang", "crash")
-
-
-# --- formats ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Format:
-    """parts: what it needs of the sound files. damage, use: as their names say."""
-
-    parts: tuple[str, ...]
-    damage: Callable[[Path, random.Random], None]
-    use: Callable[[Path, Sound], None]
-
-
-def _json(name: str, seal: Callable[[dict], dict] | None = None) -> Callable[[Path, random.Random], None]:
-    return lambda folder, rng: damage_json(folder / name, rng, seal)
-
-
-FORMATS = {
-    "problem": Format(("problem.json",), _json("problem.json"), use_problem),
-    "pool": Format(("pool.json",), _json("pool.json", sealed), use_pool),
-    "plan": Format(("plan.json",), _json("plan.json", sealed), use_plan),
-    "grouped": Format(("grouped.json",), _json("grouped.json", sealed), use_grouped),
-    "model": Format(("model",), damage_model, use_model),
-    "policy": Format(("policy",), lambda folder, rng: damage_model(folder, rng, "policy"), use_policy),
-    "offers": Format(("offers.json",), _json("offers.json"), use_offers),
-    "plans": Format(("plans",), damage_decision, use_plans),
-    "replays": Format(("replays",), _json("replays/replays.json", sealed), use_replays),
-    "measurements": Format(("measurements",), damage_part, use_measurements),
-    "torchrec": Format(("torchrec.json",), _json("torchrec.json", sealed), use_torchrec),
-    "dmp": Format(("dmp.json",), _json("dmp.json", sealed), use_dmp),
-    "fbgemm": Format(("fbgemm.json",), _json("fbgemm.json"), use_fbgemm),
-    "params": Format(("params.yaml",), lambda folder, rng: damage_yaml(folder / "params.yaml", rng),
-                     use_params),
-    "lock": Format(("dvc.lock",), lambda folder, rng: damage_yaml(folder / "dvc.lock", rng), use_lock),
-    "request": Format(("request.json",), _json("request.json"), use_request),
-}
-if not HAS_TORCHREC:
-    del FORMATS["torchrec"], FORMATS["dmp"]
 
 
 def judge(name: str, number: int, sound: Sound, folder: Path, damage: bool = True) -> dict[str, Any]:

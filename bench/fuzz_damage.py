@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gzip
 import hashlib
 import io
 import json
@@ -15,9 +16,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 import yaml
+from safetensors import safe_open
+from safetensors.numpy import save
 
 from shardcore import files
+from shardcore.tensor_files import tensor_sha256
 
 ODD = (None, True, False, 0, 1, -1, 2, 3, 0.5, -0.5, 1e308, -1e308, 1e-320, float("nan"), float("inf"),
        10**17, 2**53, 2**63,
@@ -200,7 +205,7 @@ def damage_model(folder: Path, rng: random.Random, name: str = "model") -> None:
 
 
 def _damaged_weights(content: bytes, rng: random.Random) -> bytes:
-    from safetensors.numpy import load, save
+    from safetensors.numpy import load
 
     weights = {k: v.copy() for k, v in load(content).items()}
     name = rng.choice(sorted(weights))
@@ -240,3 +245,97 @@ def damage_yaml(path: Path, rng: random.Random) -> None:
     else:
         with contextlib.suppress(yaml.YAMLError, UnicodeError, ValueError, RecursionError):
             path.write_text(yaml.safe_dump(damaged(yaml.safe_load(text), rng)), "utf-8", "surrogatepass")
+
+
+def damage_tensors(path: Path, rng: random.Random) -> None:
+    """A file of write_tensors: its bytes, its meta or a tensor. Digests are made right again."""
+    content = path.read_bytes()
+    if rng.random() < 0.3:
+        path.write_bytes(cut(content, rng))
+        return
+    with safe_open(path, "np") as file:
+        meta = json.loads(file.metadata()["shardcore"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    if rng.random() < 0.5:
+        meta = damaged(meta, rng)
+    else:
+        _damage_tensor(tensors, rng)
+        meta["tensors_sha256"] = {name: tensor_sha256(tensor) for name, tensor in tensors.items()}
+    with contextlib.suppress(ValueError, TypeError, RecursionError, AttributeError):
+        meta = sealed(meta)
+    path.write_bytes(save({k: np.ascontiguousarray(v) for k, v in tensors.items()},
+                          {"shardcore": json.dumps(meta)} if rng.random() < 0.95 else None))
+
+
+def damage_rows(folder: Path, rng: random.Random) -> None:
+    """A folder of save_rows: a file lost, complete.json, or rows. Digests are mostly made right again."""
+    complete = folder / "rows/complete.json"
+    path = rng.choice(sorted((folder / "rows").glob("rows-*")))
+    what = rng.random()
+    if what < 0.1:
+        path.unlink()
+    elif what < 0.4:
+        damage_json(complete, rng, sealed)
+    elif what < 0.6:
+        path.write_bytes(cut(path.read_bytes(), rng))
+    else:
+        with safe_open(path, "np") as file:
+            meta = json.loads(file.metadata()["shardcore"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        if what < 0.8:
+            meta = damaged(meta, rng)
+        else:  # what loads must still be the same weights
+            _damage_tensor(tensors, rng, values=False)
+        content = save({k: np.ascontiguousarray(v) for k, v in tensors.items()},
+                       {"shardcore": json.dumps(meta)})
+        path.write_bytes(content)
+        said = json.loads(complete.read_bytes())
+        said["files"][path.name] = hashlib.sha256(content).hexdigest()
+        complete.write_text(json.dumps(sealed(said)))
+
+
+def _damage_tensor(tensors: dict[str, np.ndarray], rng: random.Random, values: bool = True) -> None:
+    name = rng.choice(sorted(tensors))
+    tensor = tensors.pop(name)
+    what = rng.randrange(6 if values else 5)
+    if what == 1:
+        tensors[rng.choice([f"{name}_", "", "x" * 5000, "a\nb"])] = tensor
+    elif what == 2:
+        tensors[name] = tensor.astype(rng.choice([np.float16, np.int32, np.uint8, np.bool_]))
+    elif what == 3:
+        tensors[name] = tensor[:-1] if len(tensor) > 1 and rng.random() < 0.5 else tensor[None]
+    elif what == 4:
+        tensors[name] = np.concatenate([tensor, tensor])
+    elif what == 5:
+        flat = tensor.reshape(-1).copy()
+        flat[rng.randrange(flat.size)] = rng.choice([-1, 2**62, -(2**63), 2**63 - 1, 0, 1])
+        tensors[name] = flat.reshape(tensor.shape)
+
+
+def damage_batch(folder: Path, rng: random.Random) -> None:
+    """A torch.save of a batch, plain or gzipped."""
+    path = folder / rng.choice(["batch.pt", "batch.pt.gz"])
+    what = rng.random()
+    if what < 0.4:
+        path.write_bytes(cut(path.read_bytes(), rng))
+        return
+    tensors = list(torch.load(folder / "batch.pt", weights_only=True))
+    i = rng.randrange(3)
+    if what < 0.5:
+        tensors[i] = rng.choice([None, 1, "x", [], {}, torch.Size([3]), torch.zeros(0)])
+    elif what < 0.7:
+        tensors[i] = rng.choice([
+            tensors[i].float(), tensors[i].int(), tensors[i].to("meta"), tensors[i].to_sparse(),
+            tensors[i][None], tensors[i][:1].expand(3 << 30, *tensors[i].shape[1:]), tensors[i] > 0,
+            tensors[i].flip(0)])
+    else:
+        flat = tensors[i].reshape(-1).clone()
+        flat[rng.randrange(len(flat))] = rng.choice([-1, 2**62, -(2**63), 2**63 - 1, 2**40, 7])
+        tensors[i] = flat.reshape(tensors[i].shape)
+    sink = io.BytesIO()
+    torch.save(tuple(tensors) if rng.random() < 0.9 else tensors, sink,
+               _use_new_zipfile_serialization=rng.random() < 0.9)
+    content = sink.getvalue()
+    if rng.random() < 0.15:
+        content = cut(content, rng)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)

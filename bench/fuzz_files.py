@@ -1,8 +1,8 @@
-"""Sound files of every format for bench/fuzz.py, and what users do with what they read of each."""
+"""Sound files of every format for bench/fuzz.py."""
 
 from __future__ import annotations
 
-import contextlib
+import gzip
 import importlib.util
 import json
 import shutil
@@ -11,34 +11,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
-from mlflow.exceptions import MlflowException
 
-from flows.refresh import SECTIONS
-from shardcore import files, grouped_plans, schema
-from shardcore.cost import accuracy, fit, neural, ranges, replay_records
-from shardcore.cost.model import CostModel, group_costs, price
+from shardcore import files, grouped_plans
+from shardcore.cost import fit, neural
+from shardcore.cost.model import CostModel, price
 from shardcore.draws.problems import ProblemConfig, draw_problem
-from shardcore.errors import ShardCoreError
-from shardcore.export import dmp_collection, fbgemm_statistics, torchrec_json
+from shardcore.export import dmp_collection, torchrec_json
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measurements import Spread, StepSample
-from shardcore.provision import clusters, read_offers
 from shardcore.publish import store
 from shardcore.samples import dataset, replays
-from shardcore.search import SHARDERS
-from shardcore.search.learned import sharder
-from shardcore.search.learned.policy import NETS, Policy, read_policy, write_policy
-from shardcore.sharding_groups import CONTIGUOUS, GroupedPlan, Grouping, members, problem_of_group
-from shardcore.types import COLLECTIVES, Placement, Plan, Problem, Setting, Shard
+from shardcore.search.learned.policy import NETS, Policy, write_policy
+from shardcore.sharding_groups import CONTIGUOUS, GroupedPlan, Grouping, problem_of_group
+from shardcore.tables.hot_ids import HotIds, write_hot_ids
+from shardcore.tables.row_counts import RowCounts, write_row_counts
+from shardcore.types import Placement, Plan, Problem, Setting, Shard
 from shardcore.workload import lower
-from tasks import cache, params, served_model
 
 HAS_TORCHREC = importlib.util.find_spec("torchrec") is not None
 if HAS_TORCHREC:
+    from shardcore.export import hot_cold_rows
     from shardcore.export.torchrec import to_torchrec
 
 ROOT = Path(__file__).parents[1]
+REPORT, TABLES = "tbe-0-config-estimation-1.json", "tbe-0-tables.json"
+ENTRY = f"{'ab' * 16}.dir"
+"""Of DVC's cache: the files of a folder."""
 
 
 class Nonsense(Exception):
@@ -105,10 +105,32 @@ def make(folder: Path) -> None:
                                                  for t in problem.tables[:2]]},
                                      {"shards": [], "batch": 64}])
     law = {"heavy_hitters": [0.2, 0.1, 0.05], "zipf_q": 2.0, "zipf_s": 1.1}
-    _write(folder / "fbgemm.json", {
+    _write(folder / "fbgemm" / REPORT, {
         "embedding_specs": [[20000, 8], [300, 12]], "feature_table_map": [0, 0, 1],
         "pooling_params": {"Ls": [8.0, 9.0, 8.0]},
         "batch_params": {"Bs": [256, 256, 256]}, "indices_params_list": [law, law, law]})
+    _write(folder / "fbgemm" / TABLES, [
+        {"module": "bags", "table": name, "row_lo": 0, "row_hi": rows, "col_lo": 0, "col_hi": dim}
+        for name, rows, dim in (("large", 20000, 8), ("small", 300, 12))])
+    _write(folder / "towers.json", {
+        "schema": "shardcore/towers", "version": 1, "compression_ratio": 4.0,
+        "towers": [[problem.tables[0].name, problem.tables[1].name]],
+        "tables": [t.name for t in problem.tables[:3]],
+        "affinity": [[0.0, 1.0, 2.0], [1.0, 0.0, 0.5], [2.0, 0.5, 0.0]]})
+    write_hot_ids(folder / "hot.safetensors", [HotIds("t0", 500, np.arange(0, 60, 2)),
+                                               HotIds("t1", 90, np.array([7]))])
+    write_row_counts(folder / "counts.safetensors", RowCounts(
+        64, {"t0": np.arange(500)[::-1].copy(), "t1": np.ones(90, np.int64)}))
+    lengths = torch.tensor([[2, 0, 3, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
+    batch = (torch.arange(10), torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)]),
+             lengths)
+    torch.save(batch, folder / "batch.pt")
+    (folder / "batch.pt.gz").write_bytes(gzip.compress((folder / "batch.pt").read_bytes()))
+    _write(folder / "cache" / ENTRY, [{"md5": "ab" * 16, "relpath": "a.csv"},
+                                      {"md5": "cd" * 16, "relpath": "b"}])
+    _write(folder / ".dvc/tmp/rwlock", {
+        "write": {"data": {"pid": 1, "cmd": "dvc"}}, "read": {"x": [{"pid": 2**22 + 1, "cmd": "dvc"}]}})
+    (folder / ".dvc/tmp/lock").write_text(" 123")
     # One device could not hold all tables.
     grouping = Grouping(2, CONTIGUOUS, 5)
     one = GroupedPlan(grouping, plan, problem_of_group(problem, grouping))
@@ -118,6 +140,19 @@ def make(folder: Path) -> None:
                                      to_torchrec(plan, problem, "model.bags", "cpu"))
         dmp_collection.write_dmp_collection(
             folder / "dmp.json", dmp_collection.to_dmp_collection(one, problem, "model.bags", "cpu"), 5)
+        hot_cold_rows.save_rows(hot_collection(), folder / "rows")
+
+
+def hot_collection() -> Any:
+    """A collection of two small tables, one with hot rows."""
+    from torchrec import EmbeddingConfig
+
+    from shardcore.export.hot_cold import HotColdEmbeddingCollection
+
+    return HotColdEmbeddingCollection(
+        [EmbeddingConfig(name="h", num_embeddings=50, embedding_dim=8, feature_names=["f"]),
+         EmbeddingConfig(name="k", num_embeddings=20, embedding_dim=8, feature_names=["q"])],
+        {"h": HotIds("h", 50, np.array([0, 3, 17]))})
 
 
 def _untrained(name: str, setting: Setting) -> Policy:
@@ -130,149 +165,5 @@ def _untrained(name: str, setting: Setting) -> Policy:
 
 
 def _write(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value))
-
-
-# --- what users do with them --------------------------------------------------------------------------------
-
-
-def _require(condition: Any, what: str) -> None:
-    if not condition:
-        raise Nonsense(what)
-
-
-def _is_cost(*values: Any) -> bool:
-    found = np.concatenate([np.ravel(np.asarray(v, dtype=float)) for v in values])
-    return bool(np.isfinite(found).all() and (found >= 0).all())
-
-
-def _priced(plan: Plan, problem: Problem, model: CostModel) -> None:
-    cost = price(lower(plan, problem), model)
-    _require(_is_cost(cost.device_ms), f"it costs {cost.total_ms} ms")
-
-
-def use_problem(folder: Path, sound: Sound) -> None:
-    problem = files.read_problem(folder / "problem.json")
-    files.write_problem(folder / "again.json", problem)
-    _require(files.read_problem(folder / "again.json") == problem, "written and read again it is another")
-    with contextlib.suppress(ShardCoreError):  # of what does not fit, say
-        _priced(SHARDERS["lookup_greedy"](problem, sound.model), problem, sound.model)
-
-
-def use_pool(folder: Path, sound: Sound) -> None:
-    tables = files.read_pool(folder / "pool.json")
-    _require(_is_cost(group_costs([[Shard.whole(t)] for t in tables], sound.model)), "a table's cost is no "
-             "cost")
-
-
-def use_plan(folder: Path, sound: Sound) -> None:
-    _priced(files.read_plan(folder / "plan.json", sound.problem), sound.problem, sound.model)
-
-
-def use_grouped(folder: Path, sound: Sound) -> None:
-    found = grouped_plans.read_grouped(folder / "grouped.json", sound.problem)
-    lower(found.plan, found.problem)
-    _require(members(sound.problem.topology, found.grouping), "there are no groups")
-
-
-def use_dmp(folder: Path, sound: Sound) -> None:
-    arguments, every = dmp_collection.read_dmp_collection(folder / "dmp.json")
-    _require(every >= 1 and arguments["world_size"] % arguments["sharding_group_size"] == 0, "groups differ")
-
-
-def use_model(folder: Path, sound: Sound) -> None:
-    model = neural.load(folder / "model")
-    workload = lower(sound.plan, sound.problem)
-    _require(_is_cost(price(workload, model).device_ms), "its price is no cost")
-    sums = model.encode([p.shard for p in sound.plan.placements])
-    low, high = model.interval(sums, 0.9)
-    _require(_is_cost(low, high) and (low <= high).all(), "its interval is none")
-    ranges.out_of_range(model, workload)
-
-
-def use_policy(folder: Path, sound: Sound) -> None:
-    policy = read_policy(folder / "policy")
-    _priced(sharder.place(policy, policy.name, sound.problem, sound.model), sound.problem, sound.model)
-
-
-def use_offers(folder: Path, sound: Sound) -> None:
-    for cluster in clusters(sound.problem, read_offers(folder / "offers.json")):
-        _require(_is_cost(cluster.price_per_hour, cluster.watts or 0.0), f"{cluster.words} has no price")
-
-
-def use_plans(folder: Path, sound: Sound) -> None:
-    name = sound.problem.name
-    for decision in store.history(folder / "plans", name):
-        _require(decision.problem == name, "a decision is another problem's")
-    plan, problem = store.load_plan(folder / "plans", name)
-    _require(problem.name == name, "the plan is another problem's")
-    _priced(plan, problem, sound.model)
-    store.prune(folder / "plans", name, store.FEWEST_KEPT)
-    _require(store.load_plan(folder / "plans", name)[0] == plan, "pruning took the plan")
-
-
-def use_replays(folder: Path, sound: Sound) -> None:
-    rows = replay_records.judge([replays.read(folder / "replays")], sound.model)
-    _require(_is_cost([(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in rows]), "a replay's time is none")
-
-
-def use_measurements(folder: Path, sound: Sound) -> None:
-    where = folder / "measurements"
-    for setting in dataset.settings(where):
-        samples = [s for s in dataset.read_compute(where, setting) if s.error is None]
-        _require(_is_cost([(s.total_ms, s.forward.q1_ms, s.backward.q3_ms, s.slowdown) for s in samples]
-                          or 0.0),
-                 "a timing is none")
-        if samples:
-            _require(_is_cost(accuracy.predict(sound.model, samples)), "what was measured cannot be priced")
-        for s in dataset.read_comm(where, setting):
-            ways = COLLECTIVES[s.request.collective]
-            times_ms = [] if s.error else [x.median_ms for way in ways for x in getattr(s, way)]
-            _require(s.error or _is_cost(times_ms, s.waiting_ms), "an exchange's time is none")
-    dataset.disturbed_ids(where, 0.02)
-    dataset.merge_parts(where)
-
-
-def use_torchrec(folder: Path, sound: Sound) -> None:
-    plan = torchrec_json.read_torchrec(folder / "torchrec.json")
-    torchrec_json.read_qcomms(folder / "torchrec.json")
-    _require(torchrec_json.from_json(torchrec_json.to_json(plan)) == plan, "written and read again it is "
-             "another")
-
-
-def use_fbgemm(folder: Path, sound: Sound) -> None:
-    tables = fbgemm_statistics.reported_tables(folder / "fbgemm.json")
-    _require(_is_cost(group_costs([[Shard.whole(t)] for t in tables], sound.model)), "a table's cost is no "
-             "cost")
-
-
-def use_params(folder: Path, sound: Sound) -> None:
-    for name, cls in SECTIONS.items():
-        params.section(name, cls, folder / "params.yaml")
-
-
-def use_lock(folder: Path, sound: Sound) -> None:
-    with contextlib.chdir(folder):
-        for path, md5 in cache.results():
-            _require((folder / path).resolve().is_relative_to(folder.resolve()), "a result is outside")
-            _require(set(md5.removesuffix(".dir")) <= set("0123456789abcdef"), "a hash is none")
-
-
-def use_request(folder: Path, sound: Sound) -> None:
-    groups = [served_model.GroupInput(**g) for g in _objects(schema.read_json(folder / "request.json"))]
-    served = served_model.ServedCostModel()
-    served._model = sound.model
-    try:
-        answers = served.predict(None, groups)
-    except MlflowException as error:
-        _require(error.error_code == "INVALID_PARAMETER_VALUE", f"it is answered as {error.error_code}")
-        raise ShardCoreError(error.message) from None
-    _require(_is_cost([(a["ms"], a["forward_ms"], a["low_ms"], a["high_ms"]) for a in answers] or 0.0),
-             "an answer is no cost")
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    """What MLflow passes on: it has checked the rest against the model's signature."""
-    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
-        raise ShardCoreError("the request is no list of objects")
-    return value

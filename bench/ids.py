@@ -21,8 +21,8 @@ from shardcore.cost.model import CostModel, price
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.inputs import expected_bytes
 from shardcore.job import Job
-from shardcore.search.anneal.sharder import anneal
 from shardcore.search.budget import Budget
+from shardcore.search.portfolio import annealing as anneal
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem

@@ -41,11 +41,11 @@ from shardcore.errors import Infeasible
 from shardcore.memory import table_bytes
 from shardcore.search import SHARDERS, Budget, compare, sharder
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.anneal.sharder import anneal
 from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.learner import PolicyConfig
 from shardcore.search.learned.policy import NETS, Policy, read_policy, write_policy
 from shardcore.search.learned.train import train
+from shardcore.search.portfolio import annealing as anneal
 from shardcore.tables.generate import generate_pool
 from shardcore.tables.held_out import kept_for_testing
 from shardcore.topology import Device, Topology

@@ -62,12 +62,13 @@ def one(arguments: list[str]) -> None:
     """Run the command in this process; its last line is JSON: the seconds of each part and of the search."""
     import importlib
 
+    from shardcore import progress
     from shardcore.cli import main as command
-    from shardcore.search import SHARDERS, budget
+    from shardcore.search import SHARDERS
 
     if arguments[0] == "--processor":
         _, *arguments = arguments
-        budget.time = SimpleNamespace(monotonic=time.process_time)
+        progress.time = SimpleNamespace(monotonic=time.process_time)
         time.perf_counter = time.process_time
     seconds = dict.fromkeys([*PARTS, "search"], 0.0)
     for part, places in PARTS.items():

@@ -39,7 +39,7 @@ from shardcore.memory import every_plan_bytes, table_bytes
 from shardcore.report import model_report
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, greedy
-from shardcore.search.anneal.sharder import anneal
+from shardcore.search.portfolio import annealing as anneal
 from shardcore.tables.generate import generate_pool
 from shardcore.types import Plan, Problem
 from shardcore.workload import lower

@@ -42,8 +42,8 @@ from shardcore.errors import Infeasible
 from shardcore.layouts import WHOLE_ROWS
 from shardcore.memory import bytes_as, every_plan_bytes
 from shardcore.search import SHARDERS, Budget, compare, greedy
-from shardcore.search.anneal.sharder import anneal
 from shardcore.search.bound import bound
+from shardcore.search.portfolio import annealing as anneal
 from shardcore.search.torchrec import TorchRecConfig
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology

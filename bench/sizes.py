@@ -28,8 +28,8 @@ from shardcore import files, report
 from shardcore.cost import neural
 from shardcore.memory import every_plan_bytes, table_bytes
 from shardcore.search import BASELINES, SHARDERS, Budget
-from shardcore.search.anneal.sharder import anneal
 from shardcore.search.bound import bound
+from shardcore.search.portfolio import annealing as anneal
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem

@@ -4,13 +4,15 @@ The nouns are here; the verbs live in their modules and load when asked for:
 
   lower(plan, problem)       what one training step of a plan does          shardcore.workload
   price(workload, model)     what a model predicts that it costs            shardcore.cost.model
-  load_model(folder)         a trained cost model                           shardcore.cost.neural
+  load_model(folders)        a trained cost model, or one of each precision shardcore.cost.mixed
   SHARDERS                   name -> function(problem, model, seed=, budget=) -> Plan    shardcore.search
+  Budget(evals=, seconds=)   how long a search may run                       shardcore.search
   replay(workload, setting)  what it costs, measured on real processes      shardcore.measure.replay
   load_plan(root, name)      a published plan and its problem               shardcore.publish.store
 """
 
 from importlib import import_module
+from importlib.metadata import version
 
 from shardcore.access_statistics import Reuse, Zipf
 from shardcore.constraints import Constraints
@@ -22,7 +24,8 @@ from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 _VERBS = {
     "lower": ("shardcore.workload", "lower"),
     "price": ("shardcore.cost.model", "price"),
-    "load_model": ("shardcore.cost.neural", "load"),
+    "load_model": ("shardcore.cost.mixed", "load"),
+    "Budget": ("shardcore.search", "Budget"),
     "SHARDERS": ("shardcore.search", "SHARDERS"),
     "replay": ("shardcore.measure.replay", "replay"),
     "load_plan": ("shardcore.publish.store", "load_plan"),
@@ -34,8 +37,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return version("shardcore")
     if name not in _VERBS:
         raise AttributeError(f"module 'shardcore' has no attribute {name!r}")
     module, attribute = _VERBS[name]
     return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from shardcore.fused import DENSE_OPTIMIZERS
 from shardcore.inputs import received_bytes, sample_bytes
 from shardcore.job import PAYLOADS, Job
-from shardcore.layouts import Layout, layout_of, run_of
+from shardcore.layouts import Layout, layout_of, merged, run_of
 from shardcore.outputs import output_bytes, table_output_rows
 from shardcore.tables.access import access_share
-from shardcore.types import OUTPUT_BYTES, Placement, Plan, Problem, Shard
+from shardcore.types import OUTPUT_BYTES, Placement, Plan, Problem, Shard, Table
 
 SORTING_BYTES = 52
 """Bytes a lookup that FBGEMM's CUDA backward needs to sort rows. Given, not measured.
@@ -50,7 +50,7 @@ def local_amounts(plan: Plan, problem: Problem) -> dict[Layout, dict[str, float]
     for number, table in enumerate(problem.tables):
         numbers[table.name] = of_collection.setdefault((table.collection, table.sequence), number), number
     runs: dict[Layout, list[Placement]] = {}
-    for placement in sorted(plan.placements, key=lambda p: numbers[p.shard.table.name]):
+    for placement in sorted(merged(plan.placements), key=lambda p: numbers[p.shard.table.name]):
         runs.setdefault(run_of(placement.kind, placement.shard.table), []).append(placement)
     outputs = {run: sum(OUTPUT_BYTES * p.shard.width * table_output_rows(p.shard.table, local)
                         for p in placements) for run, placements in runs.items()}
@@ -61,8 +61,7 @@ def local_amounts(plan: Plan, problem: Problem) -> dict[Layout, dict[str, float]
     for run, placements in runs.items():
         joined = collections[run.collection, run.sequence]
         cut = any(p.shard.width < p.shard.table.dim for p in placements)
-        # Several columns of a table on a device are one shard in TorchRec.
-        tables = [p.shard.table for p in {(p.shard.table, p.devices): p for p in placements}.values()]
+        tables = [p.shard.table for p in placements]
         found[run] = outputs_amounts(outputs[run], problem, cut, cut if run.sequence else len(joined) > 1)
         if run.sequence or run in last:
             found[run]["gradient"] = outputs[run] if run.sequence else sum(joined)
@@ -70,12 +69,19 @@ def local_amounts(plan: Plan, problem: Problem) -> dict[Layout, dict[str, float]
         found[run]["permuted"] = local * sum(sample_bytes(t, problem.job) for t in tables)
         if run.divides_rows:
             ranges = len(placements[0].devices)
-            found[run]["bucketized"] = local * sum(
-                sample_bytes(t, problem.job, ranges=ranges) for t in tables)
+            found[run]["bucketized"] = local * sum(bucketized_bytes(t, problem.job, ranges) for t in tables)
     first = next(iter(found.values()))
     first["batch"] = batch_bytes(problem)
     first["stepped"] = max(stepped_bytes(layout_of(p.kind), p.shard, problem) for p in plan.placements)
     return found
+
+
+def bucketized_bytes(table: Table, job: Job, ranges: int) -> float:
+    """Bytes of a sample's ids in buckets, one for each range of rows, with their lengths.
+
+    Of a sequence TorchRec keeps also where each id was (unbucketize_permute_tensor), to put its outputs back.
+    """
+    return sample_bytes(table, job, ranges=ranges) + table.sequence * table.looked_up * job.id_bytes
 
 
 def _last_to_need_gradients(runs: Iterable[Layout]) -> set[Layout]:

@@ -9,13 +9,20 @@ Import this module before anything is compiled.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numba
 from numba import njit
 from numba.core.caching import UserProvidedCacheLocator as Locator
+from numba.core.dispatcher import Dispatcher
+
+from shardcore import progress
+from shardcore.collector import rare_collections
 
 _PACKAGE = Path(__file__).parent
 _SOURCES = ("compiling.py", "cost/compiled.py", "search/anneal/compiled/*.py", "search/bound_compiled.py")
@@ -23,15 +30,49 @@ _KEPT = 3
 """Number of cache folders to keep, one for each version of the sources."""
 
 # error_model="numpy": a division by zero gives inf, and needs no check in inner loops.
-OPTIONS = {"cache": True, "error_model": "numpy", "_nrt": False}
+# nogil: others, such as who shows progress, run meanwhile.
+OPTIONS = {"cache": True, "error_model": "numpy", "_nrt": False, "nogil": True}
 """For functions that Python calls: kept on disk, no Python errors, no reference counts."""
-inner = njit(error_model="numpy", _nrt=False)
-"""For functions that only compiled ones call. They are inlined, so they need no cache entry."""
+inner = njit(error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""For functions that only compiled ones call. They need no cache entry, and no way in for Python."""
 
 
-def compiled() -> bool:
-    """Whether code is kept already. Before, the first search compiles for about half a minute."""
-    return any(cache_folder().glob("*/*.nbi"))
+def entry(signature: numba.core.typing.Signature, convert: Callable[[Any], Any] = lambda value: value
+          ) -> Callable[[Callable], Callable]:
+    """Declare a function that Python calls. It is compiled for one signature, when first called.
+
+    Its attribute `ready` compiles it before.
+
+    convert: applied to each argument of a call.
+    """
+    def declare(function: Callable) -> Callable:
+        compiled = njit(**OPTIONS)(function)
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            return ready(compiled, signature)(*map(convert, args))
+
+        call.ready = functools.partial(ready, compiled, signature)
+        return call
+
+    return declare
+
+
+def ready(function: Dispatcher, signature: numba.core.typing.Signature) -> Dispatcher:
+    """The function compiled for a signature, and for no other. No clock counts what that takes."""
+    if not function.signatures:
+        if not _kept(function):
+            progress.report(progress.COMPILING)
+        with progress.stopped_clock(), rare_collections():
+            function.compile(signature)
+        function.disable_compile()
+    return function
+
+
+def _kept(function: Dispatcher) -> bool:
+    """Whether the function's code is on disk."""
+    name = f"{function.py_func.__module__.rpartition('.')[2]}.{function.py_func.__qualname__}-*.nbi"
+    return any(Path(numba.config.CACHE_DIR).glob(f"*/{name}"))
 
 
 def copy_compiled(package: Path, copy: Path) -> None:

@@ -8,17 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardcore.errors import ShardCoreError
-from shardcore.limits import MOST_BYTES, MOST_DIM, MOST_PINS, require, require_within
+from shardcore.limits import MOST_BYTES, MOST_DIM, MOST_PINS, require, require_type, require_within, shown
 
 Pins = Mapping[str, Sequence[int | str]]
 """Of some tables, the devices that they may live on: indices, or names of hosts for all of theirs."""
+
+
+_FORMS = {"unsplit": '["t0"]', "pinned": '[("t0", [0, "host-1"])]', "together": '[["t0", "t1"]]',
+          "kinds": '[("t0", "data_parallel")]'}
+"""Examples of each field, for messages."""
 
 
 @dataclass(frozen=True)
 class Constraints:
     """What a user asks of a plan.
 
-    reserved_bytes: kept free on every device.
+    reserved_bytes: kept free on every device, for what is no embedding. Nothing unless it is given: files of
+      problems that lack it, and TorchRec's topologies, keep 15% of the smallest device.
     unsplit: names of tables that stay whole.
     pinned: of some tables, the devices that they may live on: indices, or names of hosts for all of theirs.
     together: groups of tables that live on one device, whole.
@@ -34,6 +40,14 @@ class Constraints:
     min_widths: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
+        require_type(self.reserved_bytes, int, "constraints.reserved_bytes", "a whole number")
+        for name, form in _FORMS.items():
+            value, pairs = getattr(self, name), name in ("pinned", "kinds")
+            good = isinstance(value, (list, tuple)) and (not pairs or all(
+                isinstance(x, (list, tuple)) and len(x) == 2 and isinstance(x[0], str) for x in value))
+            require(good, f"constraints.{name} is {shown(value)}; it needs to be a list, such as {form}")
+        for name in self.unsplit:
+            require_type(name, str, "constraints.unsplit has a table that", "a table's name")
         object.__setattr__(self, "unsplit", tuple(self.unsplit))
         require_within(self, "constraints", reserved_bytes=(0, MOST_BYTES))
         for name, where in self.pinned:

@@ -12,7 +12,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.schema import read_json, show
 
 VERSIONS = {"problem": 1, "pool": 1, "plan": 2, "grouped-plan": 1, "model": 1, "policy": 1, "towers": 1,
-            "offers": 1}
+            "offers": 1, "hot-ids": 1, "row-counts": 1, "rows": 1, "rows-complete": 1}
 """By schema. A file of an earlier version is read by its migration.
 
 A plan of version 1 names no kinds of sharding: see plans_v1.
@@ -43,7 +43,12 @@ def open_document(path: str | Path, schema: str) -> dict[str, Any]:
 
 def open_versions(path: str | Path, schema: str) -> tuple[dict[str, Any], int]:
     """A document of the latest version, or an earlier one, and which that is."""
-    data, latest = read_json(path), VERSIONS[schema]
+    return opened(read_json(path), schema, path)
+
+
+def opened(data: Any, schema: str, path: str | Path) -> tuple[dict[str, Any], int]:
+    """The same of a document that was read from a path."""
+    latest = VERSIONS[schema]
     if not isinstance(data, dict) or data.get("schema") != f"shardcore/{schema}":
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         grouped = ": it is of one sharding group, which only price and export read" * (

@@ -1,5 +1,7 @@
 """What goes wrong and a user can mend: errors of one line."""
 
+import re
+
 MOST_CHARACTERS = 300
 """Of an error's message; a longer one is cut in the middle."""
 
@@ -8,13 +10,13 @@ class ShardCoreError(ValueError):
     """What a user can mend: the message names the thing, its value and what would be right.
 
     It is one line of printable characters, at most `most`: values in it come from files that anybody may have
-    written.
+    written. It has no password of a URL.
     """
 
     most = MOST_CHARACTERS
 
     def __init__(self, message: str = ""):
-        super().__init__(shortened(escaped(shortened(message, 1 << 12)), self.most))
+        super().__init__(shortened(escaped(redacted(shortened(message, 1 << 12))), self.most))
 
 
 class Infeasible(ShardCoreError):
@@ -44,6 +46,17 @@ class SettingMismatch(ShardCoreError):
 class Unreachable(ShardCoreError):
     """A file is there, or may be, but a disk or service did not give it. This says nothing about its
     content."""
+
+
+_USER = re.compile(r"(?<=://)(?:[^\s'\"/:@]*:[^\s'\"]*|[^\s'\"/]*)@")
+"""The user and password of a URL. A password with a slash is wrong there, and still a password."""
+_SECRET = re.compile(r"(?i)([?&][^=&\s]*(?:pass|pwd|secret|token|key|sig)[^=&\s]*=)[^&\s'\"]+")
+"""A secret among the parameters of a URL."""
+
+
+def redacted(text: str) -> str:
+    """Text without the users, passwords and secrets of its URLs."""
+    return _SECRET.sub(r"\1…", _USER.sub("…@", text)) if "://" in text else text
 
 
 def escaped(text: str) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardcore import plans_v1, renamed, workload
+from shardcore import plans_v1, problem_parts, renamed, workload
 from shardcore.access_statistics import Reuse, Zipf
 from shardcore.constraints import Constraints
 from shardcore.documents import VERSIONS, digest, document, open_document, open_versions, seal, unseal
@@ -48,9 +48,9 @@ def write_atomic(path: str | Path, content: bytes) -> None:
     cannot be done. A device or pipe (/dev/null, /dev/stdout) is written to: to rename a file over it would
     take it from everybody."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path.parent, path.name)
     try:
-        if path.exists() and not path.is_dir() and (not path.is_file() or _is_open_file(path)):
+        if _is_written_through(path):
             path.write_bytes(content)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,6 +67,38 @@ def write_atomic(path: str | Path, content: bytes) -> None:
         if isinstance(error, OSError):
             raise ShardCoreError(f"cannot write {path}: {error.strerror}") from None
         raise
+
+
+def require_writable(path: str | Path, what: str, folder: bool = False) -> None:
+    """Raise ShardCoreError if a file, or files in a folder, could not be written there.
+
+    what: its name, for messages. It tries, for permissions do not tell all. What is not there yet stays so.
+    """
+    path = Path(path)
+    try:
+        if path.exists() and path.is_dir() != folder:
+            kinds = ("file", "folder") if folder else ("folder", "file")
+            raise ShardCoreError("{} {} is a {}; it needs to be a {}".format(what, path, *kinds))
+        if _is_written_through(path):
+            return
+        at = path if folder else path.parent
+        while not os.path.lexists(at):
+            at = at.parent
+        temporary = _temporary(at, path.name)
+        temporary.unlink(missing_ok=True)
+        open(temporary, "xb").close()
+        temporary.unlink()
+    except OSError as error:
+        raise ShardCoreError(f"{what} {path} cannot be written: {error.strerror}") from None
+
+
+def _temporary(folder: Path, name: str) -> Path:
+    return folder / f".{name}.{os.getpid()}.tmp"
+
+
+def _is_written_through(path: Path) -> bool:
+    """Whether a path is a device or pipe, or leads to what a process has open."""
+    return path.exists() and not path.is_dir() and (not path.is_file() or _is_open_file(path))
 
 
 def _is_open_file(path: Path) -> bool:
@@ -125,8 +157,11 @@ def table_to_json(table: Table) -> dict[str, Any]:
                                            ("weighted", table.weighted, False),
                                            ("sequence", table.sequence, False), ("dedup", table.dedup, 1.0),
                                            ("collection", table.collection, ""),
-                                           ("load_factor", table.load_factor, 1.0))
+                                           ("load_factor", table.load_factor, 1.0),
+                                           ("row_shares", table.row_shares, None),
+                                           ("managed_collision", table.managed_collision, None))
                 if v != default}
+    optional |= {k: dataclasses.asdict(v) for k, v in optional.items() if dataclasses.is_dataclass(v)}
     return {"name": table.name, "rows": table.rows, "dim": table.dim, "pooling": table.pooling,
             **access, **optional}
 
@@ -294,6 +329,7 @@ def plan_to_json(plan: Plan, problem: Problem) -> dict[str, Any]:
     placements = [{"table": p.shard.table.name, "kind": p.kind, "columns": [p.shard.col_lo, p.shard.col_hi],
                    "devices": list(p.devices)} for p in plan.placements]
     return document("plan", seal({"problem": problem.name, "problem_digest": problem_digest(problem),
+                                    "problem_parts": problem_parts.parts_of(problem),
                                     "provenance": dict(plan.provenance), "placements": placements}))
 
 
@@ -336,10 +372,12 @@ class _Plan:
     problem_digest: str
     provenance: Mapping[str, Any]
     placements: tuple[_Placement, ...]
+    problem_parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 _PROVENANCE = {"algorithm": str, "space": str, "predicted_ms": float | None, "model": str,
                "model_version": str, "tower_ratio": float,
+               "extrapolated": tuple[str, ...],
                "datasets": Mapping[str, str], "torchrec": Mapping[str, Mapping[str, Any]]}
 """What others read of provenance; the rest is for people."""
 
@@ -359,7 +397,8 @@ def plan_from_json(data: Any, problem: Problem, what: str, version: int = VERSIO
     found = build(_Plan if version > 1 else plans_v1.PlanFile, data, what)
     if found.problem_digest != (own := problem_digest(problem)):
         raise ShardCoreError(f"{what} is a plan for problem {show(found.problem)} with digest "
-                             f"{show(found.problem_digest)}; problem {problem.name!r} here has {own}")
+                             f"{show(found.problem_digest)}; problem {problem.name!r} here has {own}"
+                             f"{problem_parts.refusal(getattr(found, 'problem_parts', {}), problem)}")
     tables = {t.name: t for t in problem.tables}
     for p in found.placements:
         if p.table not in tables:

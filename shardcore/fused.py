@@ -51,6 +51,7 @@ class Precision:
 OPTIMIZERS = {
     "exact_sgd": Optimizer("EXACT_SGD", dense="sgd"),
     "rowwise_adagrad": Optimizer("EXACT_ROWWISE_ADAGRAD", ("row",), dense="rowwise_adagrad"),
+    "exact_adagrad": Optimizer("EXACT_ADAGRAD", ("cell",), dense="adagrad"),
     "adam": Optimizer("ADAM", ("cell", "cell"), dense="adam"),
     "partial_rowwise_adam": Optimizer("PARTIAL_ROWWISE_ADAM", ("cell", "row"), dense="adam"),
     # Torch has no LAMB, and TorchRec's is a placeholder. Like it, Adam keeps two full moments.

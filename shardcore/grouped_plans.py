@@ -7,11 +7,11 @@ the digest of the whole problem, and that of a group's, which follows from it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardcore import files
+from shardcore import files, problem_parts
 from shardcore.documents import document, is_document, open_document, seal, unseal
 from shardcore.errors import ShardCoreError
 from shardcore.schema import build, show
@@ -32,6 +32,7 @@ def write_grouped(path: str | Path, grouped: GroupedPlan, problem: Problem) -> N
     of_group = files.plan_to_json(grouped.plan, grouped.problem)
     files.write_json(path, document(SCHEMA, seal({
         "problem": problem.name, "problem_digest": files.problem_digest(problem),
+        "problem_parts": problem_parts.parts_of(problem),
         "groups": asdict(grouped.grouping),
         "plan": {k: v for k, v in of_group.items() if k not in ("schema", "version", "digest")}})))
 
@@ -44,7 +45,8 @@ def read_grouped(path: str | Path, problem: Problem) -> GroupedPlan:
     found = build(_GroupedPlan, unseal(open_document(path, SCHEMA), path), str(path))
     if found.problem_digest != (own := files.problem_digest(problem)):
         raise ShardCoreError(f"{path} is a grouped plan for problem {show(found.problem)} with digest "
-                             f"{show(found.problem_digest)}; problem {problem.name!r} here has {own}")
+                             f"{show(found.problem_digest)}; problem {problem.name!r} here has {own}"
+                             f"{problem_parts.refusal(found.problem_parts, problem)}")
     grouping = build(Grouping, found.groups, f"{path}: groups")
     try:
         of_group = problem_of_group(problem, grouping)
@@ -63,3 +65,4 @@ class _GroupedPlan:
     problem_digest: str
     groups: Mapping[str, Any]
     plan: Mapping[str, Any]
+    problem_parts: Mapping[str, str] = field(default_factory=dict)

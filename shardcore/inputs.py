@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from shardcore.job import Job
-from shardcore.layouts import Layout, run_of, shards_on
+from shardcore.layouts import Layout, merged, run_of, shards_on
 from shardcore.tables.access import access_share
 from shardcore.types import Plan, Problem, Shard, Table
 
@@ -106,7 +106,7 @@ def count_bytes(plan: Plan, problem: Problem) -> int:
 
 
 def _inputs(plan: Plan) -> Iterator[tuple[Layout, int, Shard]]:
-    """Run and device that ids go to, and the shard. Several columns of a table on a device are one."""
-    found = {(run_of(placement.kind, shard.table), device, shard.table, shard.row_lo, shard.row_hi): shard
-             for placement in plan.placements for device, shard in shards_on(placement)}
-    return ((run, device, shard) for (run, device, *_), shard in found.items() if run.ids)
+    """Runs and devices that ids go to, with the shard."""
+    for placement in merged(plan.placements):
+        run = run_of(placement.kind, placement.shard.table)
+        yield from ((run, device, shard) for device, shard in shards_on(placement) if run.ids)

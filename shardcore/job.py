@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardcore.fused import DENSE_OPTIMIZERS
-from shardcore.limits import MOST_MS, MOST_RATIO, require, require_known, require_within
+from shardcore.limits import MOST_MS, MOST_RATIO, require, require_known, require_types, require_within
 
 HIDES_IDS = {"none": False, "sparse_dist": True}
 """TorchRec's pipelines, and whether ids travel while the dense part runs.
@@ -47,6 +47,7 @@ class Job:
     replica_optimizer: str | None = None
 
     def __post_init__(self) -> None:
+        require_types(self, "job")
         for name in ("dense_forward_ms", "dense_backward_ms"):  # a file may have whole numbers
             if type(value := getattr(self, name)) is int:
                 object.__setattr__(self, name, float(value))

@@ -331,6 +331,25 @@ def shards_on(placement: Placement) -> Iterator[tuple[int, Shard]]:
         yield device, Shard(shard.table, shard.row_lo + lo, shard.row_lo + hi, shard.col_lo, shard.col_hi)
 
 
+def merged(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """The placements as they run: all columns of a table that a kind has on a group of devices are one shard.
+
+    TorchRec's planner merges them, and its fused kernel fails on shards of unequal width of one table.
+    Columns are interchangeable, so a merged shard starts at its first column and is as wide as all together.
+    """
+    shards: dict[tuple[Any, ...], list[Shard]] = {}
+    for p in placements:
+        shards.setdefault((p.kind, p.shard.table.name, p.shard.row_lo, p.devices), []).append(p.shard)
+    if len(shards) == len(placements):  # the most common case
+        return tuple(placements)
+    found = []
+    for (kind, _, _, devices), parts in shards.items():
+        lo = min(s.col_lo for s in parts)
+        found.append(Placement(kind, replace(parts[0], col_lo=lo, col_hi=lo + sum(s.width for s in parts)),
+                               devices))
+    return tuple(found)
+
+
 @lru_cache(maxsize=16)
 def group_of(layout: Layout, topology: Topology) -> Mapping[frozenset[int], Group]:
     """The group that a set of devices is. There may be thousands of groups."""

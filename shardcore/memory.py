@@ -17,16 +17,18 @@ Shapes: D devices.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardcore.access_statistics import ManagedCollision
 from shardcore.amounts import (
     batch_bytes,
+    bucketized_bytes,
     local_amounts,
     outputs_amounts,
     shard_amounts,
@@ -38,9 +40,10 @@ from shardcore.errors import Infeasible, Overfull
 from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.inputs import sample_bytes
 from shardcore.job import Job
-from shardcore.layouts import WHOLE_ROWS, Layout, run_of, shards_on
+from shardcore.layouts import WHOLE_ROWS, Layout, merged, run_of, shards_on
 from shardcore.outputs import table_output_rows
 from shardcore.phases import phases_of, run_key, times_of
+from shardcore.tables.access import access_share
 from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Plan, Problem, Shard, Table
 
 PARTS = ("weights", "optimizer state", "ids", "sorting", "outputs", "payloads", "received outputs",
@@ -62,6 +65,8 @@ Source: momentum1 and momentum2 in FBGEMM's split_table_batched_embeddings_ops_t
 CACHED_ROW_BYTES = 16
 """Bytes a cached row beside its weights: its id and its last batch, 8 each (lxu_cache_state and lxu_state in
 FBGEMM's split_table_batched_embeddings_ops_training.py)."""
+CACHE_SET_ROWS = 32
+"""Rows of a set of the cache, which has whole sets (DEFAULT_ASSOC, in the same file)."""
 SHARE = 0.5
 """Of an even share of tables, for `every_plan_bytes`. With less, searches count more. With more, they count
 too little more often (docs/benchmarks, memory)."""
@@ -89,17 +94,22 @@ class DeviceMemory:
 
 
 def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int, int]:
-    """Bytes of a shard's weights in device memory, with its cache, and of its optimizer's state there."""
+    """Bytes of a shard's weights in device memory, and of its optimizer's state there.
+
+    Weights are with their cache, and with what maps ids to rows.
+    """
     a_cell, a_row = STATE_BYTES[problem.optimizer]
+    of = Lookups.of(shard.table, problem)
+    beside = math.ceil(shard.rows * of.mapped_bytes + of.seen_bytes * problem.global_batch * of.pooling
+                       * (access_share(shard) if of.seen_bytes else 0))
     if shard.table.in_host_memory:
-        cached, of = shard.table.cached(shard.rows), Lookups.of(shard.table, problem)
-        weights = cached * (shard.width * of.weight_bytes + of.cached_bytes) + shard.rows * of.mapped_bytes
-        return weights, shard.rows * a_row
+        cached = shard.table.cached(shard.rows)
+        return cached * (shard.width * of.weight_bytes + of.cached_bytes) + beside, shard.rows * a_row
     if layout.dense_gradient:
         # Torch's optimizers keep state of the weights' type.
         dense, each = DENSE_OPTIMIZERS[problem.replica_optimizer], PRECISION_BYTES[shard.table.precision]
         a_cell, a_row = dense.state_bytes("cell", each), dense.state_bytes("row", each)
-    return shard.bytes, shard.rows * (shard.width * a_cell + a_row)
+    return shard.bytes + beside, shard.rows * (shard.width * a_cell + a_row)
 
 
 def host_bytes(shard: Shard, problem: Problem) -> int:
@@ -154,9 +164,10 @@ def _sent_again(layout: Layout, shard: Shard, problem: Problem) -> dict[str, flo
     """What a cut or divided shard adds to a local batch. Every device has that, but it counts here only."""
     # Of the group, not of the rows: the last range may be short.
     ranges = len(layout.groups(problem.topology)[0]) if layout.divides_rows else 1
-    again = problem.local_batch * sample_bytes(shard.table, problem.job, ranges=ranges)
-    return {"permuted": again * (shard.width < shard.table.dim and not layout.local_batch),
-            "bucketized": again * (ranges > 1), "stepped": stepped_bytes(layout, shard, problem)}
+    local, cut = problem.local_batch, shard.width < shard.table.dim and not layout.local_batch
+    return {"permuted": local * sample_bytes(shard.table, problem.job, ranges=ranges) * cut,
+            "bucketized": local * bucketized_bytes(shard.table, problem.job, ranges) * (ranges > 1),
+            "stepped": stepped_bytes(layout, shard, problem)}
 
 
 def table_bytes(table: Table, problem: Problem, width: int | None = None) -> int:
@@ -174,7 +185,8 @@ class Lookups(NamedTuple):
     weight_bytes: of a weight.
     cached: rows in device memory, of all rows.
     cached_bytes: of a cached row beside its weights. 0 without a cache.
-    mapped_bytes: of a row, cached or not, for there is a cache.
+    mapped_bytes: of a row, cached or not: for there is a cache, or managed collision.
+    seen_bytes: of a lookup, that managed collision keeps.
     in_host: 1 where rows, and state of cells, are in host memory. Else 0.
     """
 
@@ -186,15 +198,18 @@ class Lookups(NamedTuple):
     cached: Any
     cached_bytes: Any
     mapped_bytes: Any
+    seen_bytes: Any
     in_host: Any
 
     @classmethod
     def of(cls, table: Table, problem: Problem) -> Lookups:
+        collision = table.managed_collision or ManagedCollision(0)
         return cls(table.looked_up, sample_bytes(table, problem.job),
                    table_output_rows(table, problem.global_batch), int(table.sequence),
                    PRECISION_BYTES[table.precision],
                    table.cached(table.rows), CACHED_ROW_BYTES * table.in_host_memory,
-                   MAPPED_ROW_BYTES * (0 < table.load_factor < 1), int(table.in_host_memory))
+                   MAPPED_ROW_BYTES * (0 < table.load_factor < 1) + collision.row_bytes,
+                   collision.lookup_bytes, int(table.in_host_memory))
 
     @classmethod
     def of_all(cls, tables: Iterable[Table], problem: Problem) -> Lookups:
@@ -207,7 +222,8 @@ def columns_bytes(lookups: Lookups, rows: Any, width: Any, dim: Any, problem: Pr
     """Bytes of `width` of `dim` columns, with all rows. Numbers, or arrays of them."""
     a_cell, a_row = STATE_BYTES[problem.optimizer]
     resident = (lookups.cached * (width * lookups.weight_bytes + lookups.cached_bytes)
-                + rows * (width * a_cell * (1 - lookups.in_host) + lookups.mapped_bytes + a_row))
+                + rows * (width * a_cell * (1 - lookups.in_host) + lookups.mapped_bytes + a_row)
+                + np.ceil(problem.global_batch * lookups.pooling * lookups.seen_bytes))
     arrived = problem.global_batch * lookups.sample_bytes
     outputs = lookups.outputs * OUTPUT_BYTES * width
     permuted = 2 * problem.local_batch * lookups.sample_bytes * (width < dim)
@@ -288,10 +304,30 @@ def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
         phase = phases[int(np.argmax(np.array([amounts[name] for name in names]) @ times))]
         parts = dict.fromkeys(PARTS, 0.0)
         parts["weights"], parts["optimizer state"] = (sum(n) for n in zip((0, 0), *resident, strict=True))
+        parts["weights"] += _cache_padding(held)
         for (part, run, name), n in phase.alive.items():
             parts[part] += n * amounts[run, name]
         found.append(DeviceMemory(phase.name, {part: int(n) for part, n in parts.items()}))
     return found
+
+
+def _cache_padding(held: Iterable[tuple[Layout, Shard]]) -> int:
+    """Bytes that a device's caches take beyond what each shard's rows need (`resident_bytes`).
+
+    An op has one cache for all of its shards. It has whole sets of rows, each as wide as the widest shard
+    with a cache (max_D_cache in FBGEMM's split_table_batched_embeddings_ops_training.py).
+    """
+    ops: dict[tuple[Layout, str], list[Shard]] = defaultdict(list)
+    for layout, shard in held:
+        if 0 < shard.table.load_factor < 1:
+            ops[layout, shard.table.precision].append(shard)
+    padding = 0
+    for (_, precision), shards in ops.items():
+        rows, widths = ([s.table.cached(s.rows) for s in shards], [s.width for s in shards])
+        all_rows = -(-sum(rows) // CACHE_SET_ROWS) * CACHE_SET_ROWS
+        cells = all_rows * max(widths) - sum(r * w for r, w in zip(rows, widths, strict=True))
+        padding += cells * PRECISION_BYTES[precision] + (all_rows - sum(rows)) * CACHED_ROW_BYTES
+    return padding
 
 
 def used_bytes(plan: Plan, problem: Problem) -> list[int]:
@@ -300,16 +336,13 @@ def used_bytes(plan: Plan, problem: Problem) -> list[int]:
 
 
 def _held(plan: Plan, problem: Problem) -> list[list[tuple[Layout, Shard]]]:
-    """Of each device its shards. Several columns of a table on a device are one shard in TorchRec."""
-    held: list[dict[Any, tuple[Layout, Shard]]] = [{} for _ in problem.topology.devices]
-    for placement in plan.placements:
+    """[D] the shards of each device, and how each runs."""
+    held: list[list[tuple[Layout, Shard]]] = [[] for _ in problem.topology.devices]
+    for placement in merged(plan.placements):
         layout = run_of(placement.kind, placement.shard.table)
         for device, shard in shards_on(placement):
-            key = layout.name, shard.table.name, shard.row_lo
-            if key in held[device]:
-                shard = replace(shard, col_lo=0, col_hi=shard.width + held[device][key][1].width)
-            held[device][key] = layout, shard
-    return [list(shards.values()) for shards in held]
+            held[device].append((layout, shard))
+    return held
 
 
 def require_fits(plan: Plan, problem: Problem) -> list[int]:

@@ -15,6 +15,8 @@ from shardcore.errors import ShardCoreError
 from shardcore.schema import read_bytes
 
 MODEL_JSON, MODEL_WEIGHTS = "model.json", "weights.safetensors"
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
+"""Errors of safetensors for types that numpy does not have, beside SafetensorError."""
 
 
 def write_model(folder: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray],
@@ -41,8 +43,7 @@ def read_model(folder: str | Path, schema: str = "model") -> tuple[dict[str, Any
                              "edited")
     try:
         return meta, load(weights)
-    # of types that numpy does not have
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (SafetensorError, *UNREADABLE) as error:
         raise ShardCoreError(f"{path} is not safetensors: {error}") from None
 
 

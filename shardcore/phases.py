@@ -187,8 +187,9 @@ Amounts of a run on a device:
 
 Amounts of a run's part of a local batch. A plan decides them, and they are the same on all devices:
 
-- permuted: its ids in the order of the plan. Those of a table cut by columns are in it several times.
-- bucketized: its ids of tables whose rows are divided.
+- permuted: its ids in the order of the plan. Those of a table cut by columns are in it several times. A batch
+  whose features are in that order already is not copied; it counts as if, for its order is not known.
+- bucketized: its ids of tables whose rows are divided. Of sequences, also where each id was.
 - local: its outputs. There, back, cast, clamped, decoded, recast: as above.
 - copied: as they travel back, if they are not the whole of a tensor.
 - together: as local, if outputs of several runs are joined to one tensor.

@@ -9,10 +9,11 @@ hold up all.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardcore import memory, progress
 from shardcore.cost.model import CostModel, price
 from shardcore.documents import open_document
 from shardcore.errors import Infeasible, ShardCoreError
@@ -25,6 +26,8 @@ from shardcore.topology import LINKS, Device, Topology, default_reserve
 from shardcore.types import Plan, Problem
 from shardcore.workload import lower
 
+_LEAST_S = 1e-3
+"""For the clusters that are left when the time is up: each still gets a plan."""
 MOST_PRICE = 1e9
 """Of an hour, in any currency; and watts."""
 
@@ -180,24 +183,34 @@ def clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:
 
 
 def searched(cluster: Cluster, model: CostModel, sharder: Sharder, seed: int = 0,
-             budget: Budget | None = None) -> Cluster:
-    """The cluster with a plan, or why there is none."""
+             budget: Budget | None = None, others: Iterable[Cluster] = ()) -> Cluster:
+    """The cluster with the cheapest plan, or why there is none.
+
+    others: clusters whose plans it may have too: as many hosts of as many devices. So more memory is never
+        dearer.
+    """
+    problem, plans, why = cluster.problem, [], ""
+    own = model.for_problem(problem)
     try:
-        own = model.for_problem(cluster.problem)
-        plan = sharder(cluster.problem, own, seed=seed, budget=budget)
+        plans.append(sharder(problem, own, seed=seed, budget=budget))
     except ShardCoreError as error:  # such as constraints that mean nothing on one device
-        return replace(cluster, why=str(error))
-    return replace(cluster, plan=plan, cost=price(lower(plan, cluster.problem), own))
+        why = str(error)
+    plans += (replace(other.plan, provenance=other.plan.provenance | {"setting": str(own.setting)})
+              for other in others if other.plan and memory.fits(other.plan, problem))
+    costs = [price(lower(plan, problem), own) for plan in plans]
+    if not plans:
+        return replace(cluster, why=why)
+    best = min(range(len(plans)), key=lambda i: costs[i].total_ms)
+    provenance = plans[best].provenance | {"predicted_ms": costs[best].total_ms}
+    return replace(cluster, plan=replace(plans[best], provenance=provenance), cost=costs[best])
 
 
 def sweep(problem: Problem, offers: Sequence[Offer], models: Mapping[str, CostModel], sharder: Sharder,
-          seed: int = 0, budget: Budget | None = None,
-          note: Callable[[int, int], None] = lambda done, of: None) -> list[Cluster]:
+          seed: int = 0, budget: Budget | None = None, seconds: float | None = None) -> list[Cluster]:
     """All clusters, searched.
 
     models: by the offers' `model`.
-    budget: of each search.
-    note: told how many are done, of how many.
+    budget: of each search. seconds: of all, shared evenly by those that are left. None: no limit.
 
     Raises SettingMismatch for a model of another setting than the problem's. Raises ShardCoreError where no
     number of hosts divides the batch, and as `clusters`.
@@ -209,9 +222,16 @@ def sweep(problem: Problem, offers: Sequence[Offer], models: Mapping[str, CostMo
     asked, found = list(clusters(problem, offers)), []
     require(bool(asked), f"problem {problem.name!r} has global_batch {problem.global_batch}, which no number "
             f"of hosts of offers {', '.join(offer.name for offer in offers)} divides evenly")
+    whole = Budget(seconds=seconds).start()
     for cluster in asked:
-        found.append(searched(cluster, models[cluster.offer.model], sharder, seed, budget))
-        note(len(found), len(asked))
+        shape = cluster.hosts, cluster.offer.devices
+        others = [other for other in found if (other.hosts, other.offer.devices) == shape]
+        own = budget
+        if seconds is not None:
+            share = max(seconds - whole.seconds(), _LEAST_S) / (len(asked) - len(found))
+            own = replace(budget or Budget(), seconds=share)
+        with progress.part(f"cluster {len(found) + 1} of {len(asked)}, {cluster.words}"):
+            found.append(searched(cluster, models[cluster.offer.model], sharder, seed, own, others))
     return found
 
 

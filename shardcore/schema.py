@@ -13,7 +13,8 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -24,6 +25,8 @@ from shardcore.errors import ShardCoreError, Unreachable, escaped, shortened
 T = TypeVar("T")
 MOST_FILE_BYTES = 1 << 29
 """Largest file. A problem of a million tables is smaller."""
+MOST_MAPPED_BYTES = 1 << 44
+"""Largest file that is mapped into memory or read in pieces."""
 MOST_YAML_BYTES = 1 << 18
 """Largest YAML file. Parsing takes 14 s per MiB."""
 MOST_VALUES = 1 << 25
@@ -49,34 +52,57 @@ class Readable(Protocol):
 
 def read_bytes(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> bytes:
     """A file's content. Raises ShardCoreError for a file that is missing, too large or not regular."""
-    try:
+    with _reading(path):
         if isinstance(path, str | os.PathLike):
-            if "\0" in str(path):
-                raise OSError(0, "no file has such a name")
-            content = content_of(path, most)
-        else:
-            content = path.read_bytes()
-            _require_size(path, len(content), most)
+            return content_of(path, most)
+        content = path.read_bytes()
+    _require_size(path, len(content), most)
+    return content
+
+
+def require_file(path: str | Path, most: int = MOST_MAPPED_BYTES) -> int:
+    """The size of a file that another library opens. Raises ShardCoreError as read_bytes does."""
+    with _reading(path):
+        size = _size_of(path)
+    _require_size(path, size, most)
+    return size
+
+
+@contextmanager
+def _reading(path: Any) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         kind = ShardCoreError if isinstance(error, ABSENT) or not error.errno else Unreachable
         raise kind(f"cannot read {path}: {error.strerror or 'there is no such file'}") from None
-    return content
 
 
 def content_of(path: str | os.PathLike, most: int = MOST_FILE_BYTES) -> bytes:
     """As read_bytes, but raises OSError if the file cannot be read."""
-    found = os.stat(path)
-    # Reading a pipe may never end.
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(0, "it is a folder" if stat.S_ISDIR(found.st_mode) else "it is no file")
-    _require_size(path, found.st_size, most)
-    # Files of /proc claim a size of 0, and some never end.
-    size = max(found.st_size, 1 << 16)
-    with open(path, "rb") as f:
+    _require_size(path, size := _size_of(path), most)
+    # Files of /proc claim a size of 0, and reading some of them never ends.
+    if size == 0:
+        return b""
+    with open(path, "rb", opener=_at_once) as f:
         content = f.read(size + 1)
     if len(content) > size:
         raise OSError(0, "it grows while it is read")
     return content
+
+
+def _size_of(path: str | os.PathLike) -> int:
+    if "\0" in str(path):
+        raise OSError(0, "no file has such a name")
+    found = os.stat(path)
+    # To open or read a pipe or device may never end.
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(0, "it is a folder" if stat.S_ISDIR(found.st_mode) else "it is no file")
+    return found.st_size
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open without waiting for a writer, should a pipe have taken the file's place."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def names_in(folder: str | Path) -> list[str]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from shardcore import memory
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.fused import OPTIMIZERS
-from shardcore.layouts import run_of, shards_on
+from shardcore.layouts import merged, run_of, shards_on
 from shardcore.limits import require, require_known, require_within
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Shard
@@ -148,7 +148,7 @@ def synced_bytes(plan: Plan, problem: Problem) -> list[tuple[int, int]]:
     NCCL reduces them in place: this takes no more memory.
     """
     found = [(0, 0)] * len(problem.topology)
-    for placement in plan.placements:
+    for placement in merged(plan.placements):
         layout = run_of(placement.kind, placement.shard.table)
         if layout.dense_gradient:
             continue

@@ -46,3 +46,13 @@ class StepCost:
     @property
     def total_ms(self) -> float:
         return max(self.device_ms) + self.dense_ms
+
+
+@dataclass(frozen=True)
+class PredictedCost(StepCost):
+    """A StepCost that a model predicts.
+
+    extrapolated: sentences on what of the step the model has not measured (model.CostModel.out_of_range).
+    """
+
+    extrapolated: tuple[str, ...] = field(default=(), kw_only=True)

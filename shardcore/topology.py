@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,12 +19,15 @@ from shardcore.limits import (
     is_path_name,
     require,
     require_name,
+    require_type,
+    require_types,
     require_within,
 )
 
 LINKS = ("within_host_gbps", "between_hosts_gbps", "host_link_gbps", "latency_ms")
 """What a topology may give of its links."""
 BYTES_PER_MS_PER_GBPS = 1e6
+GIB = 1 << 30
 DEFAULT_RESERVE = 0.15
 """The share of the smallest device that is kept free where a problem's file does not say how much.
 
@@ -46,6 +49,7 @@ class Device:
     host: str = "host-0"
 
     def __post_init__(self) -> None:
+        require_types(self, "a device")
         object.__setattr__(self, "speed", float(self.speed))
         require_name(self.host, "a device's host")
         require_within(self, "a device", memory_bytes=(1, MOST_BYTES))
@@ -83,7 +87,7 @@ class Topology:
     host_memory_gbps: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "devices", tuple(self.devices))
+        require_types(self, "topology")
         require(1 <= len(self.devices) <= MOST_DEVICES,
                 f"a topology has {len(self.devices) or 'no'} devices; it needs 1 to {MOST_DEVICES}")
         require(self.hardware is None or is_path_name(self.hardware),
@@ -96,6 +100,30 @@ class Topology:
                 f"{self.host_link_gbps}; it needs the first where each device has a link of its own to other "
                 "hosts, and the second where those of a host share one")
         require_within(self, "topology", latency_ms=(0, MOST_MS))
+
+    @classmethod
+    def of_hosts(cls, hosts: int, devices: int, memory_gib: float, **given: Any) -> Topology:
+        """A topology of equal hosts.
+
+        devices: of each host.
+        memory_gib: of each device, what embeddings may use.
+        given: other fields of a Topology, such as hardware="nvidia-h100" and within_host_gbps=400.
+        """
+        for what, value in (("hosts", hosts), ("devices", devices)):
+            require_type(value, int, what, "a whole number")
+            require(1 <= value <= MOST_DEVICES, f"{what} is {value}; it needs 1 to {MOST_DEVICES}")
+        require_type(memory_gib, (int, float), "memory_gib", "a number")
+        require(0 < memory_gib * GIB <= MOST_BYTES,
+                f"memory_gib is {memory_gib}; it needs more than 0, at most {MOST_BYTES // GIB:,}")
+        return cls(tuple(Device(int(memory_gib * GIB), host=f"host-{h}") for h in range(hosts)
+                         for _ in range(devices)), **given)
+
+    def __repr__(self) -> str:
+        sizes = sorted({device.memory_bytes / GIB for device in self.devices})
+        memory = f"{sizes[0]:.4g}" if len(sizes) == 1 else f"{sizes[0]:.4g} to {sizes[-1]:.4g}"
+        given = "".join(f", {f.name} {value}" for f in fields(self)
+                        if f.name != "devices" and (value := getattr(self, f.name)) is not None)
+        return f"Topology({len(self.devices)} devices on {len(self.hosts)} hosts, {memory} GiB each{given})"
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:

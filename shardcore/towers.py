@@ -19,6 +19,9 @@ from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_RATIO, require
 from shardcore.schema import build, show
 
+MOST_AFFINITY = (1e-100, 1e100)
+"""The ends of an affinity that is not 0: sums and shares of many stay finite."""
+
 
 @dataclass(frozen=True)
 class Towers:
@@ -27,7 +30,8 @@ class Towers:
     compression_ratio: bytes that enter a tower module for each byte that leaves it, 1 or more.
     towers: groups of tables. Each stays on one host. One host may have several.
     tables: [M] that the matrix is of.
-    affinity: [M, M] how much two tables belong together, 0 or more, symmetric. The diagonal does not matter.
+    affinity: [M, M] how much two tables belong together, 0 or within MOST_AFFINITY, symmetric. The
+        diagonal does not matter.
 
     A table that is nowhere here is a group of its own, without affinity to others.
     """
@@ -61,7 +65,8 @@ class Towers:
     def _require_values(self) -> None:
         """Raise ShardCoreError naming a cell of the matrix that is negative, not finite or not symmetric."""
         a = self.matrix()
-        for wrong, ought in ((~(np.isfinite(a) & (a >= 0)), "a finite number, 0 or more"),
+        low, high = MOST_AFFINITY
+        for wrong, ought in ((~((a == 0) | (a >= low) & (a <= high)), f"0, or {low:g} to {high:g}"),
                              (np.abs(a - a.T) > 1e-9 * np.maximum(a, a.T), "to be symmetric")):
             if wrong.any():
                 i, j = (int(x) for x in np.argwhere(wrong)[0])

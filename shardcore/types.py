@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from shardcore import fused
-from shardcore.access_statistics import Reuse, Zipf
+from shardcore.access_statistics import ManagedCollision, Reuse, RowShares, Zipf
 from shardcore.constraints import Constraints, devices_of_pins, require_tower_hosts
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.job import PAYLOADS, Job
@@ -31,12 +31,10 @@ from shardcore.limits import (
     require,
     require_known,
     require_name,
+    require_types,
     require_within,
 )
 from shardcore.topology import Topology
-
-if TYPE_CHECKING:
-    from shardcore.layouts import Layout
 
 PRECISION_BYTES = {name: precision.bytes for name, precision in fused.PRECISIONS.items()}
 OPTIMIZERS = tuple(fused.OPTIMIZERS)
@@ -69,7 +67,8 @@ class Table:
     pooling: mean lookups per sample, of all its features together.
     access: which rows those lookups hit.
     precision: of the weights.
-    ordered: whether ids are ordered by frequency, row 0 the most accessed; else they count as hashed.
+    ordered: whether the place of a row says how often it is looked up: ids are ordered by frequency, row 0
+        the most accessed, or as `row_shares` say. Else ids count as hashed.
     features: that look up in it. Each has a pooled output of its own.
     weighted: whether each lookup has a weight, which travels with its id.
     sequence: whether each lookup is an output of its own, as in an EmbeddingCollection. Else they are pooled.
@@ -80,6 +79,8 @@ class Table:
         Each runs ops and exchanges of its own. Pooled tables and sequences of one name are two.
     load_factor: share of its rows that a cache in device memory holds, while all are in the host's. 1: all
         are in device memory, and there is no cache.
+    row_shares: which ranges of rows are looked up how often, as measured. Only where ids are ordered.
+    managed_collision: memory of what maps raw ids to rows. None: nothing does.
     """
 
     name: str
@@ -95,8 +96,11 @@ class Table:
     dedup: float = 1.0
     collection: str = ""
     load_factor: float = 1.0
+    row_shares: RowShares | None = None
+    managed_collision: ManagedCollision | None = None
 
     def __post_init__(self) -> None:
+        require_types(self, "table")
         object.__setattr__(self, "pooling", float(self.pooling))  # equal tables have equal files
         require_name(self.name, "a table")
         t = f"table {self.name!r}"
@@ -116,15 +120,15 @@ class Table:
         object.__setattr__(self, "load_factor", float(self.load_factor))
         require(0 <= self.load_factor <= 1,
                 f"{t} has load_factor {self.load_factor}; it needs a share of its rows, 0 to 1")
+        require(self.ordered or self.row_shares is None,
+                f"{t} has row_shares and ordered false; it needs ordered true, or no row_shares")
         if isinstance(self.access, Reuse):
             require(self.pooling == 0 or sum(self.access.bins) > 0,
                     f"{t} has pooling {self.pooling} but an empty reuse histogram")
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.rows, self.dim, self.pooling, self.access, self.precision, self.ordered,
-                     self.features, self.weighted, self.sequence, self.dedup, self.collection,
-                     self.load_factor))
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
     def __hash__(self) -> int:  # a table is part of every cache key, so its hash is kept
         return self._hash
@@ -173,9 +177,13 @@ class Shard:
 
     def __post_init__(self) -> None:
         t = self.table
-        if 0 <= self.row_lo < self.row_hi <= t.rows and 0 <= self.col_lo < self.col_hi <= t.dim and (
-                self.width % MIN_WIDTH == self.col_lo % MIN_WIDTH == 0):
-            return  # searches make many: words only where they are needed
+        try:
+            if 0 <= self.row_lo < self.row_hi <= t.rows and 0 <= self.col_lo < self.col_hi <= t.dim and (
+                    self.width % MIN_WIDTH == self.col_lo % MIN_WIDTH == 0):
+                return  # searches make many: words only where they are needed
+        except (AttributeError, TypeError):
+            require_types(self, "a shard")
+            raise
         require(0 <= self.row_lo < self.row_hi <= t.rows,
                 f"shard of table {t.name!r} has rows [{self.row_lo}, {self.row_hi}); the table has [0, "
                 f"{t.rows})")
@@ -225,7 +233,13 @@ class Placement:
     devices: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "devices", tuple(int(d) for d in self.devices))
+        try:
+            object.__setattr__(self, "devices", tuple(int(d) for d in self.devices))
+        except (TypeError, ValueError):
+            require_types(self, "a placement")
+            raise
+        if type(self.shard) is not Shard or type(self.kind) is not str:
+            require_types(self, "a placement")
         require(len(self.devices) > 0 and len(set(self.devices)) == len(self.devices)
                 and min(self.devices) >= 0,
                 f"placement of {self.shard.label} names devices {self.devices}; it needs one or more "
@@ -242,6 +256,15 @@ class Plan:
 
     placements: tuple[Placement, ...]
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        require_types(self, "a plan")
+
+    def __repr__(self) -> str:
+        tables = {p.shard.table.name for p in self.placements}
+        devices = {d for p in self.placements for d in p.devices}
+        by = f", by {self.provenance['algorithm']}" if "algorithm" in self.provenance else ""
+        return f"Plan({len(tables)} tables in {len(self.placements)} shards on {len(devices)} devices{by})"
 
 
 def precision_of(tables: Iterable[Table]) -> str:
@@ -268,6 +291,7 @@ class Setting:
     backward_payload: str = "fp32"
 
     def __post_init__(self) -> None:
+        require_types(self, "setting")
         require(is_path_name(self.hardware),
                 f"setting has hardware {self.hardware!r}; it needs {PATH_NAME}, such as 'nvidia-h200'")
         require_within(self, "setting", batch=(1, MOST_BATCH))
@@ -281,6 +305,14 @@ class Setting:
         payloads = f", payloads {self.forward_payload} and {self.backward_payload}"
         short = (self.forward_payload, self.backward_payload) != ("fp32", "fp32")
         return f"{self.hardware}, batch {self.batch}, {self.precision}, {self.optimizer}{payloads * short}"
+
+
+class Kind(Protocol):
+    """Fields of a kind of sharding that constraints concern (see layouts.Layout)."""
+
+    name: str
+    divides_rows: bool
+    cuts_columns: bool
 
 
 @dataclass(frozen=True)
@@ -302,7 +334,7 @@ class Problem:
     job: Job = Job()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tables", tuple(self.tables))
+        require_types(self, "problem")
         p = f"problem {self.name!r}"
         require(is_path_name(self.name), f"{p} needs {PATH_NAME}, for its plans are kept in a folder of "
                 "that name")
@@ -332,6 +364,10 @@ class Problem:
             pooled = (t.name for t in self.tables if not t.sequence)
             require_tower_hosts({name: self.allowed_devices(name) for name in pooled},
                                 self.topology.on_hosts, p)
+
+    def __repr__(self) -> str:
+        return (f"Problem({self.name!r}, {len(self.tables)} tables, {self.topology!r}, global batch "
+                f"{self.global_batch})")
 
     @cached_property
     def _hash(self) -> int:
@@ -363,14 +399,14 @@ class Problem:
         """For each table that only some kinds may run, these."""
         return dict(self.constraints.kinds)
 
-    def may_run(self, layout: Layout, table: Table) -> bool:
+    def may_run(self, kind: Kind, table: Table) -> bool:
         """Whether a kind may run a table, by constraints.kinds and by how wide its shards would be.
 
         Searches cut columns only where a device has all rows, so others have all columns.
         """
         wide = table.dim > self.topology.most_columns
-        return (layout.name in self.kinds_of.get(table.name, (layout.name,))
-                and not (wide and (layout.divides_rows or not layout.cuts_columns)))
+        return (kind.name in self.kinds_of.get(table.name, (kind.name,))
+                and not (wide and (kind.divides_rows or not kind.cuts_columns)))
 
     @cached_property
     def _min_widths(self) -> Mapping[str, int]:
@@ -433,5 +469,8 @@ class Problem:
         own = Setting(self.topology.hardware or setting.hardware, self.global_batch, self.precision,
                       self.optimizer, self.job.forward_payload, self.job.backward_payload)
         if own != setting:
+            remedy = ("give a model of each precision (plan --model A --model B); publish takes a single one"
+                      if "+" in own.precision else
+                      "measure and train one for the problem's setting, or change the problem")
             raise SettingMismatch(f"problem {self.name!r} is for ({own}), the cost model for ({setting}); "
-                                  "measure and train one for the problem's setting, or change the problem")
+                                  f"{remedy}")

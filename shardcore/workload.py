@@ -29,11 +29,13 @@ from shardcore.layouts import (
     Layout,
     device_names,
     layout_of,
+    merged,
     require_placement,
     run_of,
     runs_of,
     shards_on,
 )
+from shardcore.limits import require_type
 from shardcore.op_limits import require_ops
 from shardcore.outputs import output_bytes
 from shardcore.topology import Topology
@@ -92,6 +94,11 @@ class Workload:
     global_batch: int
     job: Job = Job()
 
+    def __repr__(self) -> str:
+        ops = {id(op): len(op.shards) for ops in self.ops for op in ops}
+        return (f"Workload({sum(ops.values())} shards in {len(ops)} ops, {self.topology!r}, global batch "
+                f"{self.global_batch})")
+
     def __getstate__(self) -> dict[str, Any]:  # layouts are compared by identity, so they stay in a process
         return {k: v for k, v in self.__dict__.items() if k != "lanes"}
 
@@ -119,6 +126,8 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
     Raises Infeasible if a device would hold more than it may, or run more in an op than FBGEMM does, unless
     `fits` is False.
     """
+    require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
+    require_type(problem, Problem, "problem", "a Problem")
     require_cover(plan, problem)
     require_constraints(plan, problem)
     used = (memory.require_fits if fits else memory.used_bytes)(plan, problem)
@@ -126,7 +135,7 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
         require_ops(plan, problem)
     n_devices = len(problem.topology)
     held: dict[tuple[Layout, int], list[Shard]] = defaultdict(list)
-    for placement in plan.placements:
+    for placement in merged(plan.placements):
         run = run_of(placement.kind, placement.shard.table)
         for device, shard in shards_on(placement):
             held[run, device].append(shard)
@@ -260,7 +269,7 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
     if not problem.whole and not problem.pinned:
         return
     homes: dict[tuple[str, ...], tuple[str, tuple[int, ...]]] = {}
-    for placement in plan.placements:
+    for placement in merged(plan.placements):
         shard, devices, name = placement.shard, placement.devices, placement.shard.table.name
         divided = layout_of(placement.kind).divides_rows and len(devices) > 1
         if name in problem.whole and (divided or shard != Shard.whole(shard.table)):

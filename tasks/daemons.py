@@ -16,12 +16,14 @@ from pathlib import Path
 
 import psutil
 
-from shardcore.errors import ShardCoreError
+from shardcore.errors import ShardCoreError, escaped
 
 _MARK = "SHARDCORE_DAEMON"
+ALLOWED_HOSTS = "SHARDCORE_ALLOWED_HOSTS"
+"""stack.allowed_hosts, in the environment of services."""
 STORES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "MLFLOW_BACKEND_STORE_URI",
-          "MLFLOW_ARTIFACTS_DESTINATION")
-"""Names in the environment that say where a service keeps what it has."""
+          "MLFLOW_ARTIFACTS_DESTINATION", ALLOWED_HOSTS)
+"""Names in the environment that say where a service keeps what it has, and to whom it answers."""
 _TAIL_BYTES = 64 << 10
 _CLOCK_S = 1.0
 """How far the clocks of processes and of files may differ."""
@@ -92,11 +94,11 @@ class Daemon:
         self._id.unlink(missing_ok=True)
 
     def last_lines(self, count: int) -> list[str]:
-        """The last lines of its log."""
+        """The last lines of its log. Control characters are escaped: a terminal would obey them."""
         try:
             with open(self.log, "rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                return [line for line in log.read().decode(errors="replace").splitlines()
+                return [escaped(line) for line in log.read().decode(errors="replace").splitlines()
                         if line.strip()][-count:]
         except FileNotFoundError:
             return []

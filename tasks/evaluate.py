@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_COUNT, MOST_REPEATS, MOST_SEED, require_within
 from shardcore.measure.replay import ReplayConfig
-from shardcore.report import model_report
+from shardcore.report import figures, model_report
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, compare
 from shardcore.search.budget import Budget
@@ -242,6 +241,4 @@ def write_metrics(out: Path, accuracy: dict[str, float], sharders: dict[str, flo
 
 
 def _write_figure(path: Path, figure: Any) -> None:
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=120)
-    files.write_atomic(path, content.getvalue())
+    files.write_atomic(path, figures.png(figure))

@@ -6,12 +6,14 @@ The registered model has a tag for it, with the last changes.
 from __future__ import annotations
 
 import json
+import math
 import time
 
 import mlflow
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
+from shardcore.limits import MOST_UNIX_S
 from shardcore.report.models_page import ModelRecord
 
 CHAMPIONS = "shardcore.champions"
@@ -36,15 +38,15 @@ def history(client: mlflow.MlflowClient, name: str) -> list[ModelRecord]:
         reigns.setdefault(version, []).append((begin, end))
     return [ModelRecord(str(v.version), v.creation_timestamp / 1000, _number(v.tags.get("score")),
                         _replay_error(client, v), v.tags.get("gate", ""), v.tags.get("setting", ""),
-                        tuple(reigns.get(str(v.version), ())))
+                        tuple(reigns.get(str(v.version), ())), v.tags.get("data", ""))
             for v in client.search_model_versions(f"name = '{name}'")]
 
 
 def _changes(client: mlflow.MlflowClient, name: str) -> list[tuple[str, float]]:
     try:
         found = json.loads(client.get_registered_model(name).tags.get(CHAMPIONS, "[]"))
-        return [(str(version), float(at)) for version, at in found]
-    except (ValueError, TypeError):  # edited by hand into something else
+        return [(str(version), float(at)) for version, at in found if 0 <= float(at) <= MOST_UNIX_S]
+    except (ValueError, TypeError, RecursionError, OverflowError):  # edited by hand into something else
         return []
 
 
@@ -52,13 +54,14 @@ def _replay_error(client: mlflow.MlflowClient, version: ModelVersion) -> float |
     if not version.run_id:
         return None
     try:
-        return client.get_run(version.run_id).data.metrics.get("replay_mape")
+        return _number(client.get_run(version.run_id).data.metrics.get("replay_mape"))
     except MlflowException:  # its run was deleted
         return None
 
 
-def _number(text: str | None) -> float | None:
+def _number(value: str | float | None) -> float | None:
     try:
-        return float(text) if text else None
+        number = float("nan" if value is None else value)
     except ValueError:
         return None
+    return number if math.isfinite(number) else None

@@ -4,7 +4,8 @@ A run is `python -m tasks.services …`, or a flow that is started by itself. It
 is TMPDIR for everything it starts. All its processes carry the folder's path in their environment.
 
 A guardian is a small process in a session of its own. It waits until the run has ended or was killed. Then it
-ends every process with that path in its environment, and removes the folder. Servers end last: flows still
+ends every process with that path in its environment, and removes the folder. Were both killed, the next run
+does this: no process holds the folder's lock then. Servers end last: flows still
 tell a Prefect server how they ended, and return their actors to Ray.
 
 This file is also the guardian's program, so it imports only the standard library. It reads /proc, which Linux
@@ -14,6 +15,7 @@ has. Elsewhere a run that ends normally ends the processes it knows. A killed ru
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
@@ -32,6 +34,8 @@ GOES_ON = "what was finished is kept, and a rerun goes on from there"
 _LAST_WORDS_S, _SERVERS_S, _KILLED_S = 5.0, 3.0, 2.0
 """Time to end after SIGTERM, the same for servers, and the time to end after SIGKILL."""
 _EVERY_S = 0.05
+_PREFIX, _LOCK = "shardcore-", "lock"
+"""Of the names of runs' folders; the name of the file in it that the run and its guardian lock."""
 _LONGEST_BASE = 18
 """Bytes of the folder's parent. Paths of Ray's sockets add 70 bytes to its folder, and may have 107."""
 
@@ -42,15 +46,17 @@ def owned() -> Iterator[None]:
     if os.environ.get(RUN):
         yield
         return
+    end_left()
     # Only this process holds the write end. So the pipe closes however this process ends.
     read, write = os.pipe()
-    guardian = subprocess.Popen([sys.executable, "-I", "-S", __file__, _base()], stdin=read,
+    guardian = subprocess.Popen([sys.executable, "-I", "-S", __file__, short_temporary()], stdin=read,
                                 stdout=subprocess.PIPE, text=True,
                                 cwd="/", start_new_session=True)
     os.close(read)
     folder = guardian.stdout.readline().strip()
     if not folder:
-        raise OSError(f"no temporary folder can be made in {_base()}")
+        raise OSError(f"no temporary folder can be made in {short_temporary()}")
+    held = _hold(folder)
     # SPT_NOENV: processes that change their title (Ray's workers) must not overwrite their environment.
     ours = {RUN: folder, "TMPDIR": folder, "SPT_NOENV": "1"}
     before = {name: os.environ.get(name) for name in ours}
@@ -68,6 +74,7 @@ def owned() -> Iterator[None]:
         # Somebody killed the guardian: do its work here.
         if guardian.wait():
             _sweep(folder)
+        os.close(held)
         guardian.stdout.close()
 
 
@@ -90,7 +97,31 @@ def end_with_parent() -> None:
             raise SystemExit("the process that started this one has ended")
 
 
-def _base() -> str:
+def end_left() -> None:
+    """End what runs left that were killed together with their guardians, and remove their folders."""
+    base = short_temporary()
+    for name in os.listdir(base):
+        folder = os.path.join(base, name)
+        with suppress(OSError):  # it is no run's, or another user's, or somebody holds it
+            if name.startswith(_PREFIX) and os.lstat(folder).st_uid == os.geteuid():
+                held = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _sweep(folder)
+                finally:
+                    os.close(held)
+
+
+def _hold(folder: str) -> int:
+    """Lock a run's folder for as long as this process lives, as the run and its guardian do. Returns the
+    lock's file."""
+    held = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    return held
+
+
+def short_temporary() -> str:
+    """The temporary folder, or /tmp if paths of Ray's sockets in it would be too long."""
     base = tempfile.gettempdir()
     return base if len(os.fsencode(base)) <= _LONGEST_BASE or not os.access("/tmp", os.W_OK) else "/tmp"
 
@@ -101,7 +132,8 @@ def _base() -> str:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    folder = tempfile.mkdtemp(prefix="shardcore-", dir=sys.argv[1])
+    folder = tempfile.mkdtemp(prefix=_PREFIX, dir=sys.argv[1])
+    _hold(folder)
     with suppress(OSError):  # the run may have ended already
         print(folder, flush=True)
         # It was killed, or its native code ended it: Ray's may, with no word of ours.

@@ -13,8 +13,8 @@ from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
 from shardcore import files, report
-from shardcore.cost import neural
-from shardcore.errors import ShardCoreError, Unreachable
+from shardcore.cost import known_errors, neural
+from shardcore.errors import ShardCoreError, Unreachable, redacted
 from shardcore.publish import store
 from shardcore.publish.publisher import HEADERS, PublishConfig, Published, Publisher
 from shardcore.report import models_page
@@ -79,18 +79,21 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
             update_progress_artifact(progress, 100.0 * (i + 1) / len(problems), description=done)
         if unreached:  # so the version does not count as published, and the watch asks again
             raise Unreachable(unreached)
+    models, first = model_history.history(client, version.name), known_errors.worse_than_usual(model)
+    models_html = models_page.page(version.name, models, first)
+    store.write(plans, store.MODELS, models_html.encode())
     title = f"Plans under {version.name} version {version.version}"
     table = report.markdown_table(HEADERS, rows)
-    lines = [f"# {title}", "", table, "", *(f"- no new plan: {f}" for f in failures)]
+    lines = [f"# {title}", "", *(f"**{x}.**\n" for x in first), f"Model: {known_errors.label(model)}", "",
+             table, "", *(f"- no new plan: {f}" for f in failures)]
     store.write(plans, store.REPORT, "\n".join(lines).encode(errors="replace"))
-    models = model_history.history(client, version.name)
-    store.write(plans, store.MODELS, models_page.page(version.name, models).encode())
     create_markdown_artifact(report.markdown_table(models_page.HEADERS, models_page.rows(models)),
                              key="models", description=f"Versions of {version.name}")
-    run = _log(plans, names, version, "\n".join(lines), models_page.page(version.name, models))
+    run = _log(plans, names, version, "\n".join(lines), models_html)
     model_link = links.model_version(version.name, version.version)
     run_link = links.mlflow_run(run.info.experiment_id, run.info.run_id)
-    create_markdown_artifact(f"Under {model_link}, in {plans}; pages in MLflow's {run_link}\n\n{table}",
+    where = redacted(str(plans))
+    create_markdown_artifact(f"Under {model_link}, in {where}; pages in MLflow's {run_link}\n\n{table}",
                              key="published-plans", description=title)
     if failures:
         logger.info("published:\n%s", report.text_table(HEADERS, rows))
@@ -101,7 +104,9 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     outcomes = Counter(row[-1] for row in rows)
     logger.info("%d plans under %s version %s: %s", len(rows), version.name, version.version,
                 ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items()), extra=console.RESULT)
-    return report.text_table(HEADERS, rows)
+    head = [*(f"{x}." for x in first), f"Model: {version.name} version {version.version}, "
+            f"{known_errors.label(model)}"]
+    return "\n".join([*head, "", report.text_table(HEADERS, rows)])
 
 
 def _publish(publisher: Publisher, path: Path, names: list[str]) -> Published:
@@ -124,6 +129,7 @@ def _provenance(model: neural.NeuralModel, version: ModelVersion, config: Publis
     trained = model.meta["provenance"]
     return {"model": version.name, "model_version": str(version.version), "setting": str(model.setting),
             "data_version": trained.get("data_version", "unversioned"),
+            "data": trained.get("data", "unknown"),
             "model_git_commit": trained.get("git_commit", "no git"), "model_seed": trained.get("seed"),
             **({"datasets": dict(trained["datasets"])} if "datasets" in trained else {}),
             "git_commit": git_commit(), "algorithm": config.algorithm,
@@ -136,7 +142,7 @@ def _log(plans: str | Path, names: Sequence[str], version: ModelVersion, table: 
     """An MLflow run with the pages of the published plans, and of the models."""
     with registry.run(run_name=f"publish-{version.name}-{version.version}") as run:
         mlflow.set_tags({"stage": "publish", "model": version.name, "model_version": str(version.version),
-                         "plans": str(plans)})
+                         "plans": redacted(str(plans))})
         mlflow.set_tag("mlflow.note.content", table)
         mlflow.log_text(models, store.MODELS)
         for name in names:

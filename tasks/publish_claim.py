@@ -15,11 +15,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import mlflow
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
+from shardcore.limits import MOST_UNIX_S
 from tasks import registry
 
 PUBLISHED, PUBLISHING = "shardcore.published", "shardcore.publishing"
@@ -70,7 +72,8 @@ def read(client: mlflow.MlflowClient, model: str) -> PublishState:
     published, publishing = _tag(found.tags, PUBLISHED), _tag(found.tags, PUBLISHING)
     return PublishState(
         model, None if champion is None else str(champion), published=published.get("version"),
-        at=published.get("at"), publishing=publishing.get("version"), until=publishing.get("until"))
+        at=_time(published.get("at")), publishing=publishing.get("version"),
+        until=_time(publishing.get("until")))
 
 
 def claim(client: mlflow.MlflowClient, model: str, version: str) -> None:
@@ -115,6 +118,12 @@ def _tag(tags: dict[str, str], name: str) -> dict:
     """A tag's value. {}: it was edited by hand into something else."""
     try:
         value = json.loads(tags.get(name, "{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _time(value: Any) -> float | None:
+    """A time of a tag, Unix s. None: it was edited by hand into no time."""
+    known = isinstance(value, int | float) and 0 <= value <= MOST_UNIX_S
+    return float(value) if known else None

@@ -8,6 +8,7 @@ A local Ray listens only at loopback and asks for a token, as the stack's does. 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import secrets
@@ -22,10 +23,12 @@ from pathlib import Path
 import psutil
 
 from shardcore.errors import ShardCoreError
-from tasks import owned, services
+from tasks import console, lost_runs, owned, services
 
 _LOCAL_OBJECT_STORE_BYTES = 256 << 20  # requests and timings are small
 _LOCAL_RAY = {
+    # Or a worker that asked for no GPU sees all.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # A cluster of more than one machine would listen at all addresses.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # Nobody will start another head: everything ends with it.
@@ -33,6 +36,8 @@ _LOCAL_RAY = {
 
 _NEEDED = ("gcs_server", "raylet")
 _LOOK_EVERY_S, _LAST_WORDS_S = 0.5, 5.0
+_ASK_EVERY_S, _ASKED = 2.0, 3
+"""Time between two questions to a cluster's head, and how many in a row it may leave open."""
 
 
 @contextmanager
@@ -44,9 +49,10 @@ def ray_cluster() -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS") or "local"
     options = {"log_to_driver": False, "logging_level": logging.WARNING,
                "namespace": runtime.flow_run.name or None}
-    of_our_own = address == "local"
-    with (owned.owned() if of_our_own else nullcontext(),
-          _ending_with_it() if of_our_own else nullcontext(bool) as ends_now):
+    of_our_own, connected = address == "local", threading.Event()
+    lost, every_s, looks = ((_lost_process(), _LOOK_EVERY_S, 1) if of_our_own
+                            else (_lost_head(address, connected), _ASK_EVERY_S, _ASKED))
+    with owned.owned() if of_our_own else nullcontext(), _ending_with_it(lost, every_s, looks) as still_there:
         try:
             if of_our_own:
                 _close()
@@ -63,43 +69,82 @@ def ray_cluster() -> Iterator[None]:
         except Exception as error:  # Ray raises many kinds, Exception itself among them
             raise ShardCoreError(f"cannot connect to Ray at {address}: "
                                  f"{' '.join(str(error).split())[:200]}") from None
+        connected.set()
         try:
             yield
         finally:
-            ends_now()
-            ray.shutdown()
+            if still_there():
+                ray.shutdown()
+            else:
+                # It would wait a minute for what is lost, also when the process ends.
+                atexit.unregister(ray.shutdown)
 
 
-@contextmanager
-def _ending_with_it() -> Iterator[Callable[[], None]]:
-    """Raise ShardCoreError soon after the head or raylet of our own Ray has ended.
-
-    Ray itself may wait for them for a minute. If Ray's own code does not react to the interrupt in time, say
-    so and end this process. Yields the function to call before Ray is shut down.
-    """
+def _lost_process() -> Callable[[], str]:
+    """Tells which process of our own Ray has ended. "": none."""
     found: dict[str, psutil.Process] = {}
-    over = threading.Event()
 
     def lost() -> str:
+        if len(found) < len(_NEEDED):  # looking disturbs measurements, so stop once all are found
+            with suppress(psutil.NoSuchProcess):
+                found.update({name: p for p in psutil.Process().children() if (name := p.name()) in _NEEDED})
         ended = [name for name, process in found.items() if not _lives(process)]
         return f"this run's Ray has lost its {' and its '.join(ended)}; {owned.GOES_ON}" if ended else ""
 
+    return lost
+
+
+def _lost_head(address: str, connected: threading.Event) -> Callable[[], str]:
+    """Tells that the head of a cluster does not answer. "": it does, or we have not connected yet."""
+    import ray
+
+    def lost() -> str:
+        if not connected.is_set():
+            return ""
+        head = ray.get_runtime_context().gcs_address if address == "auto" else address
+        try:
+            services.require_answer(head, "Ray")
+        except ShardCoreError:
+            return f"Ray's head at {head} does not answer any more; {owned.GOES_ON}"
+        return ""
+
+    return lost
+
+
+@contextmanager
+def _ending_with_it(lost: Callable[[], str], every_s: float, looks: int) -> Iterator[Callable[[], bool]]:
+    """Raise ShardCoreError soon after Ray is lost.
+
+    Ray itself may wait for a minute. If Ray's own code does not react to the interrupt in time, say so and
+    end this process. Yields the function to call before Ray is shut down: whether it is still there.
+
+    lost: says how it was lost. "": it was not.
+    every_s: time between two calls of that.
+    looks: calls one after the other that say so.
+    """
+    from prefect import runtime
+
+    over, run = threading.Event(), runtime.flow_run.id
+
     def watch() -> None:
-        while not over.wait(_LOOK_EVERY_S) and not lost():
-            if len(found) < len(_NEEDED):  # looking disturbs measurements, so stop once all are found
-                with suppress(psutil.NoSuchProcess):
-                    found.update({name: p for p in psutil.Process().children()
-                                  if (name := p.name()) in _NEEDED})
-        if not over.is_set():
-            # An interrupt reaches the main thread even while it waits.
-            os.kill(os.getpid(), signal.SIGINT)
-            if not over.wait(_LAST_WORDS_S):
-                print(f"error: {lost()}", file=sys.stderr, flush=True)
-                os._exit(1)
+        missed, said = 0, ""
+        while missed < looks:
+            if over.wait(every_s):
+                return
+            said = lost()
+            missed = missed + 1 if said else 0
+        # An interrupt reaches the main thread even while it waits.
+        os.kill(os.getpid(), signal.SIGINT)
+        if not over.wait(_LAST_WORDS_S):
+            console.show("warning", said)
+            print(f"error: {said}", file=sys.stderr, flush=True)
+            with suppress(OSError, ValueError):
+                lost_runs.crash(lost_runs.Api.of_client(), run, said)
+            os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
     try:
-        yield lambda: None if lost() else over.set()
+        yield lambda: not lost() and not over.set()
     except BaseException:
         # What was there when the run let Ray go did not end the run.
         if over.is_set() or not (said := lost()):

@@ -158,11 +158,11 @@ def forget_dead_users() -> None:
         with suppress(BlockingIOError):
             fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
-                users = json.loads(_DVC_USERS.read_bytes())
+                users = schema.read_json(_DVC_USERS)
                 left = {"write": {path: user for path, user in users["write"].items() if _works(user["pid"])},
                         "read": {path: kept for path, each in users["read"].items()
                                  if (kept := [user for user in each if _works(user["pid"])])}}
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
                 left = {}
             files.write_atomic(_DVC_USERS, json.dumps(left).encode())
 
@@ -184,7 +184,7 @@ def why(errors: Sequence[str]) -> str:
         holders = [f"process {found[1]} ({found[2]})" for line in errors if (found := _HOLDER.search(line))]
         return f"{first} {', '.join(holders)}; wait until that has ended, or end it"
     if first.startswith("Unable to acquire lock") and _DVC_LOCK.exists():
-        holder = _DVC_LOCK.read_text().strip()
+        holder = schema.read_bytes(_DVC_LOCK, 4096).decode(errors="replace").strip()
         return (f"{_DVC_LOCK} is held by process {holder}, another DVC in this folder; wait until that has "
                 "ended, or end it")
     return first

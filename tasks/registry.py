@@ -23,9 +23,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from requests import RequestException
 
-from shardcore import files, model_files
+from shardcore import files, model_files, schema
 from shardcore.cost import neural
-from shardcore.errors import ShardCoreError
+from shardcore.errors import ShardCoreError, shortened
 from tasks import services
 
 T = TypeVar("T")
@@ -50,6 +50,11 @@ def connect() -> mlflow.MlflowClient:
     for name in ("mlflow.store.db.utils", "mlflow.tracking.fluent", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
     uri = mlflow.get_tracking_uri()
+    scheme, separator, _ = uri.partition("://")
+    if scheme == "file" or not separator and not scheme.startswith("databricks"):
+        raise ShardCoreError(f"MLflow's store is {uri!r} (MLFLOW_TRACKING_URI), a folder, which MLflow does "
+                             "not write any more; it needs a database or server, such as "
+                             "sqlite:///mlflow.db or http://127.0.0.1:5000")
     if uri.startswith("http"):
         services.require_answer(uri, "MLflow (MLFLOW_TRACKING_URI)")
     try:
@@ -58,7 +63,7 @@ def connect() -> mlflow.MlflowClient:
         _end_left_runs(client)
     except (MlflowException, OSError) as error:
         raise ShardCoreError(f"MLflow cannot be used at {uri}: "
-                             f"{' '.join(str(error).split())[:200]}") from None
+                             f"{_line(error)}") from None
     return client
 
 
@@ -70,7 +75,7 @@ def plain_errors() -> Iterator[None]:
         yield
     except (MlflowException, RequestException) as error:
         raise ShardCoreError(f"MLflow failed at {mlflow.get_tracking_uri()}: "
-                             f"{' '.join(str(error).split())[:200]}; what was finished is kept, and a rerun "
+                             f"{_line(error)}; what was finished is kept, and a rerun "
                              "goes on from there") from None
 
 
@@ -102,7 +107,12 @@ def find(client: mlflow.MlflowClient, name: str, alias: str) -> ModelVersion | N
                                                             and "alias" in str(error)):
             return None
         raise ShardCoreError(f"the registry cannot say which version of {name!r} is {alias}: "
-                             f"{' '.join(str(error).split())[:200]}") from None
+                             f"{_line(error)}") from None
+
+
+def _line(error: Exception) -> str:
+    """An error in one line."""
+    return shortened(" ".join(str(error).split()), 200)
 
 
 def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None,
@@ -119,7 +129,7 @@ def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None,
     version = existing[0] if existing else _upload(client, folder, name, run_id, {**tags, DIGEST_TAG: digest})
     client.set_registered_model_alias(name, CHALLENGER, version.version)
     if (card := folder.with_name(CARD)).exists():
-        version = client.update_model_version(name, version.version, card.read_text())
+        version = client.update_model_version(name, version.version, schema.read_text(card))
     return version
 
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 import http.client
 import logging
 import os
+import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import urllib.request
@@ -46,9 +49,12 @@ def reach_directly(env: MutableMapping[str, str], *hosts: str) -> None:
 
 
 def get(url: str, headers: Mapping[str, str] | None = None, data: bytes | None = None,
-        timeout_s: float = 5.0) -> bytes:
-    """The answer of a service on this machine, without a proxy. Raises OSError if it refuses or is silent."""
-    request = urllib.request.Request(url, data, dict(headers or {}))
+        timeout_s: float = 5.0, method: str | None = None) -> bytes:
+    """The answer of a service on this machine, without a proxy. Raises OSError if it refuses or is silent.
+
+    method: of HTTP. None: GET, or POST if there are data.
+    """
+    request = urllib.request.Request(url, data, dict(headers or {}), method=method)
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
                 request, timeout=timeout_s) as answer:
@@ -98,25 +104,36 @@ def prefect_server() -> Iterator[str]:
 
 @contextmanager
 def _own_server() -> Iterator[tuple[str, subprocess.Popen]]:
-    """The URL of our own Prefect server, and the server. In an owned run it ends after the flows."""
+    """The URL of our own Prefect server, and the server. In an owned run it ends after the flows.
+
+    It asks for a password, which this process and what it starts know, and its database goes with it.
+    """
     held = reserve_port()
     port = held.getsockname()[1]
-    url = f"http://127.0.0.1:{port}/api"
+    url, user = f"http://127.0.0.1:{port}/api", f"shardcore:{secrets.token_urlsafe(32)}"
+    # For the processes that we start.
+    client, before = {"PREFECT_API_URL": url, "PREFECT_API_AUTH_STRING": user}, dict(os.environ)
+    folder = tempfile.mkdtemp(prefix="prefect-")
     with owned.serving():
         server = subprocess.Popen(
             [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port),
              "--no-ui"],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env={**os.environ, "PREFECT_SERVER_API_AUTH_STRING": user,
+                 "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder}/prefect.db"},
             # A terminal's interrupt is not for it: runs have to tell it how they ended.
             start_new_session=True)
     try:
         _wait_healthy(f"{url}/health", server)
-        os.environ["PREFECT_API_URL"] = url  # for the processes that we start
+        os.environ.update(client)
         yield url, server
     finally:
-        os.environ.pop("PREFECT_API_URL", None)
+        for name in client:
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
         held.close()
-        # In an owned run the guardian ends it, after the flows.
+        # In an owned run the guardian ends it and removes its database, after the flows.
         if not os.environ.get(owned.RUN):
             server.terminate()
             try:
@@ -124,6 +141,7 @@ def _own_server() -> Iterator[tuple[str, subprocess.Popen]]:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _wait_healthy(url: str, server: subprocess.Popen, timeout_s: float = 120) -> None:

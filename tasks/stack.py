@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import math
 import os
 import shutil
 import socket
@@ -24,12 +25,15 @@ import psutil
 
 from shardcore import report
 from shardcore.errors import ShardCoreError
-from tasks import daemons, params, paths
+from tasks import daemons, lost_runs, owned, params, paths
 from tasks.stack_config import StackConfig, require_usable
 from tasks.stack_services import (
     USER,
     Service,
+    is_private,
+    prefect_api,
     ray_folder,
+    read_token,
     services,
     temporary_folder,
     write_private,
@@ -37,6 +41,8 @@ from tasks.stack_services import (
 )
 
 PATIENCE_S = 180.0
+_SUBMITTING_S = 30.0
+"""Time for flow runs that a killed worker was starting."""
 _KEPT_SESSIONS = 3
 """Sessions of Ray whose logs are kept."""
 
@@ -45,9 +51,11 @@ def up(config: StackConfig, say: Callable[[str], None] = print) -> None:
     """Start all services and wait for them. Raises ShardCoreError if a port is taken or a service ends."""
     folder = Path(config.folder).resolve()
     require_usable(config, folder)
+    owned.end_left()
     with _alone(folder):
         began = time.monotonic()
-        stack = services(config, folder, write_settings(config, folder))
+        token = write_settings(config, folder)
+        stack = services(config, folder, token)
         missing = [n for n, s in stack.items() if not s.daemon.runs_as_told()]
         # Nothing runs, so nobody uses the temporary files.
         if len(missing) == len(stack):
@@ -61,7 +69,12 @@ def up(config: StackConfig, say: Callable[[str], None] = print) -> None:
                 _wait([stack["prefect"]], began)
             stack[name].daemon.start()
         _wait([stack["worker"]], began)
-        _deploy(config, folder, stack["worker"].daemon.env)
+        api = prefect_api(config, token)
+        for run in _lost_runs(stack, api, _SUBMITTING_S):
+            if lost_runs.end(api, run):
+                say(f"ended {run}")
+        if _deploy(config, folder, stack["worker"].daemon.env):
+            lost_runs.limit_runs(api)
         _wait(stack.values(), began, say)
 
 
@@ -71,15 +84,17 @@ def down(config: StackConfig) -> None:
     if folder.exists():
         with _alone(folder):
             daemons.stop([s.daemon for s in reversed(services(config, folder, "").values())])
-            _empty(temporary_folder(folder))
+            if is_private(ray_folder(folder).parent):
+                _empty(temporary_folder(folder))
 
 
 def status(config: StackConfig) -> tuple[str, bool]:
     """A text for the user, and whether all services are healthy."""
     folder = Path(config.folder).resolve()
-    token = (folder / "token").read_text().strip() if (folder / "token").exists() else ""
+    token = read_token(folder)
     rows, ends, healthy = [], [], True
-    for name, service in services(config, folder, token).items():
+    stack = services(config, folder, token)
+    for name, service in stack.items():
         state, process = service.state(), service.daemon.process()
         healthy = healthy and state == "healthy"
         since = (datetime.fromtimestamp(process.create_time()).strftime("%Y-%m-%d %H:%M:%S")
@@ -89,6 +104,7 @@ def status(config: StackConfig) -> tuple[str, bool]:
         if state in ("died", "silent"):
             ends += [f"\n{name}: {state}; the last lines of {_shown(service.daemon.log)}:"]
             ends += [f"  {line[:200]}" for line in service.daemon.last_lines(8)]
+    ends += [f"\nstuck: {run}; make up ends it" for run in _lost_runs(stack, prefect_api(config, token))]
     text = report.text_table(("service", "state", "since", "process", "page", "log"), rows)
     where = {"clients": f". {_shown(folder / 'env.sh')}",
              "login": f"{USER}, with the password in {_shown(folder / 'token')}; "
@@ -99,9 +115,10 @@ def status(config: StackConfig) -> tuple[str, bool]:
 
 
 def _empty(folder: Path) -> None:
-    """Delete the content of a folder."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """Delete the content of a folder, if it is there."""
+    if folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(exist_ok=True, mode=0o700)
 
 
 def _forget_sessions(ray: Path) -> None:
@@ -134,8 +151,19 @@ def _wait(waited: Iterable[Service], began: float, say: Callable[[str], None] = 
         time.sleep(0.2)
 
 
-def _deploy(config: StackConfig, folder: Path, env: dict[str, str]) -> None:
-    """Deploy prefect.yaml if it, the flows or the database changed since the last time.
+def _lost_runs(stack: dict[str, Service], api: lost_runs.Api,
+               patience_s: float = 0.0) -> list[lost_runs.LostRun]:
+    """Runs that a worker which has ended left. None if Prefect does not answer."""
+    worker = stack["worker"].daemon.process()
+    try:
+        return lost_runs.find(api, worker.create_time() if worker else math.inf,
+                                    patience_s)
+    except (OSError, ValueError):
+        return []
+
+
+def _deploy(config: StackConfig, folder: Path, env: dict[str, str]) -> bool:
+    """Deploy prefect.yaml if it, the flows or the database changed since the last time. Returns whether so.
 
     Otherwise a schedule that was switched on in Prefect's page would be switched off.
     """
@@ -146,7 +174,7 @@ def _deploy(config: StackConfig, folder: Path, env: dict[str, str]) -> None:
     texts = [config.prefect_database, *(p.read_text() for p in (file, *sorted(Path("flows").glob("*.py"))))]
     version = hashlib.sha256("\n".join(texts).encode()).hexdigest()
     if (known := folder / "deployed").exists() and known.read_text() == version:
-        return
+        return False
     done = subprocess.run([sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"], env=env,
                           text=True,
                           stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -156,6 +184,7 @@ def _deploy(config: StackConfig, folder: Path, env: dict[str, str]) -> None:
         raise ShardCoreError(f"prefect.yaml cannot be deployed; {_shown(folder / 'logs' / 'deploy.log')} "
                              f"ends with: {last}")
     write_private(known, version)
+    return True
 
 
 def _require_free(host: str, port: int, name: str, patience_s: float) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from shardcore.errors import ShardCoreError
+from shardcore.errors import ShardCoreError, redacted
 
 _DATABASES = {"prefect_database": ("postgresql+asyncpg", "sqlite+aiosqlite"),
               "mlflow_database": ("postgresql", "mysql", "sqlite", "mssql")}
@@ -18,6 +18,7 @@ _DATABASES = {"prefect_database": ("postgresql+asyncpg", "sqlite+aiosqlite"),
 _LONGEST_PATH, _LONGEST_NAME = 1000, 255
 """Bytes of a folder's path, to which file names are added, and of each name in it."""
 
+_ALLOWED_HOST = r"[A-Za-z0-9*]([A-Za-z0-9.*-]{0,251}[A-Za-z0-9*])?"
 _RAY_PORTS = ("ray_port", "ray_client_port", "dashboard_port", "metrics_port")
 _WORKER_PORTS = range(10002, 20000)
 """Of Ray's workers, unless it is told others. `ray start` ends if another of its ports is one of them."""
@@ -34,6 +35,8 @@ class StackConfig:
     object_store_mib: memory of Ray's object store.
     prefect_database, mlflow_database: SQLAlchemy URLs. Empty: SQLite in the folder.
     artifacts: where MLflow keeps files. Empty: in the folder.
+    allowed_hosts: more names and addresses at which browsers and clients reach MLflow, such as a proxy's.
+      It answers 403 to others. "*": any.
     """
 
     folder: str = ".stack"
@@ -48,18 +51,23 @@ class StackConfig:
     prefect_database: str = ""
     mlflow_database: str = ""
     artifacts: str = ""
+    allowed_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("folder", "host"):
             if not getattr(self, name).strip():
                 raise ShardCoreError(f"stack.{name} is empty; it needs a value such as "
                                      f"{getattr(StackConfig, name)}")
+        for name in self.allowed_hosts:
+            if not re.fullmatch(_ALLOWED_HOST, name):
+                raise ShardCoreError(f"stack.allowed_hosts has {_shortened(name)}; it needs names or "
+                                     "addresses without a port, such as shardcore.example.org or 10.0.0.*")
         for name, kinds in _DATABASES.items():
             value = getattr(self, name)
             scheme, _, rest = value.partition("://")
             known = rest and {scheme, scheme.partition("+")[0]} & set(kinds)
             if value and not (known and value.isprintable() and " " not in value):
-                raise ShardCoreError(f"stack.{name} is {_shortened(re.sub('//.*@', '//…@', value))}; it "
+                raise ShardCoreError(f"stack.{name} is {_shortened(redacted(value))}; it "
                                      f"needs a URL that begins with "
                                      f"{' or '.join(f'{kind}://' for kind in kinds)}")
         if (wrong := _wrong_folder(self.folder)):
@@ -99,7 +107,7 @@ def require_usable(config: StackConfig, folder: Path) -> None:
             # Binding tells whether the address is this machine's.
             s.bind((config.host, 0))
             every = s.getsockname()[0] == "0.0.0.0"
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError, TypeError) as error:  # of a name with NUL, of one that is too long
         raise ShardCoreError(f"stack.host is {_shortened(config.host)}, which is no IPv4 address of this "
                              f"machine ({error}); 127.0.0.1 serves this machine, 0.0.0.0 others "
                              "too") from None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import importlib.util
-import json
 import os
+import re
 import secrets
 import shlex
 import socket
+import stat
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,19 +17,29 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from tasks.daemons import Daemon
+import psutil
+
+from shardcore import schema
+from shardcore.errors import ShardCoreError
+from tasks import owned
+from tasks.daemons import ALLOWED_HOSTS, Daemon
+from tasks.lost_runs import AT_ONCE, POOL, WORKER, Api
 from tasks.services import LOOPBACK, get, reach_directly
 from tasks.stack_config import StackConfig
 
 USER = "shardcore"
-POOL = "local"
-"""The work pool of prefect.yaml's deployments."""
 _SOCKET_PATH_BYTES = 107
+_RAY_LINK = "ray-sessions"
+"""Name of a link to the temporary folder of Ray's sessions."""
+_MOST_TOKEN = 1000
+"""Bytes of the token's file."""
 _RAY_SOCKET_BYTES = 70
 """Bytes that Ray adds to its folder in the paths of its sockets."""
 _QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1",
           "MLFLOW_DISABLE_TELEMETRY": "true",
           "DVC_NO_ANALYTICS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_PRIVATE = ("10.*", "192.168.*", *(f"172.{n}.*" for n in range(16, 32)))
+"""Patterns of private addresses, which MLflow allows by default."""
 _PROGRAMS = """case ":$PATH:" in *:FOLDER:*) ;; *) PATH=FOLDER:$PATH; export PATH ;; esac
 """
 """Shell lines that find `prefect` and `mlflow` of this environment, whether it is active or not."""
@@ -94,9 +104,7 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
     def daemon(name: str, *command: str, **env: str) -> Daemon:
         return Daemon(name, command, {**base, **env}, folder)
 
-    prefect = {"PREFECT_SERVER_API_AUTH_STRING": f"{USER}:{token}",
-               # What waits for its turn looks again so often.
-               "PREFECT_DEPLOYMENT_CONCURRENCY_SLOT_WAIT_SECONDS": "5"}
+    prefect = {"PREFECT_SERVER_API_AUTH_STRING": f"{USER}:{token}"}
     if config.prefect_database:
         prefect["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = config.prefect_database
     mlflow = {"MLFLOW_AUTH_CONFIG_PATH": str(folder / "mlflow-auth.ini"), "MLFLOW_AUTH_ADMIN_USERNAME": USER,
@@ -104,7 +112,8 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
               # Derived from the token, so that sessions survive a restart.
               "MLFLOW_FLASK_SERVER_SECRET_KEY": hashlib.sha256(token.encode()).hexdigest(),
               "MLFLOW_BACKEND_STORE_URI": config.mlflow_database or f"sqlite:///{folder / 'mlflow.db'}",
-              "MLFLOW_ARTIFACTS_DESTINATION": config.artifacts or str(folder / "mlflow-artifacts")}
+              "MLFLOW_ARTIFACTS_DESTINATION": config.artifacts or str(folder / "mlflow-artifacts"),
+              **mlflow_hosts(config)}
     ray = {"port": config.ray_port, "ray-client-server-port": config.ray_client_port,
            "dashboard-host": config.host, "dashboard-port": config.dashboard_port,
            "metrics-export-port": config.metrics_port, "temp-dir": ray_folder(folder),
@@ -114,8 +123,7 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
     api, bearer = client["PREFECT_API_URL"], {"Authorization": f"Bearer {token}"}
     dashboard, metrics = config.url(config.dashboard_port), config.url(config.metrics_port)
     worker = daemon("worker", *python, "prefect", "worker", "start", "--pool", POOL, "--type", "process",
-                    "--name",
-                    f"stack@{socket.gethostname()}", PREFECT_WORKER_QUERY_SECONDS="2")
+                    "--name", WORKER, "--limit", str(AT_ONCE), PREFECT_WORKER_QUERY_SECONDS="2")
     watch = daemon("watch", *python, "tasks.watch")
     found = [
         Service(daemon("prefect", *python, "prefect", "server", "start", "--host", config.host, "--port",
@@ -137,18 +145,62 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
                  for k in ("ray_port", "ray_client_port", "dashboard_port", "metrics_port")},
                 lambda: bool(get(f"{dashboard}/api/version", bearer) and get(f"{metrics}/metrics")),
                 dashboard),
-        Service(worker, {}, lambda: _polls(worker, api, client["PREFECT_API_AUTH_STRING"])),
+        Service(worker, {}, lambda: _polls(worker, prefect_api(config, token))),
         Service(watch, {}, lambda: watch.process() is not None),
     ]
     return {s.daemon.name: s for s in found}
 
 
+def mlflow_hosts(config: StackConfig) -> dict[str, str]:
+    """The environment that tells MLflow at which names and addresses it is reached. It answers 403 to others.
+
+    By default it knows loopback and private addresses. A page of another origin may not change anything.
+    """
+    if config.on_loopback and not config.allowed_hosts:
+        return {}
+    ours = [config.host]
+    if config.host == "0.0.0.0":
+        ours = [socket.gethostname(), *(address.address for found in psutil.net_if_addrs().values()
+                                        for address in found if address.family == socket.AF_INET)]
+    named = list(dict.fromkeys([*LOOPBACK, *ours, *config.allowed_hosts]))
+    origins = [origin for name in named
+               for origin in (f"http://{name}:{config.mlflow_port}", f"http://{name}", f"https://{name}")]
+    hosts = [host for name in (*named, *_PRIVATE) for host in (name, f"{name}:*")]
+    return {"MLFLOW_SERVER_ALLOWED_HOSTS": os.environ.get("MLFLOW_SERVER_ALLOWED_HOSTS", ",".join(hosts)),
+            "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": os.environ.get("MLFLOW_SERVER_CORS_ALLOWED_ORIGINS",
+                                                                 ",".join(origins)),
+            ALLOWED_HOSTS: ",".join(config.allowed_hosts)}
+
+
 def ray_folder(folder: Path) -> Path:
-    """Folder of Ray's sessions: in the stack's folder, unless the paths of its sockets become too long."""
-    inside = folder / "ray"
-    if len(os.fsencode(inside)) + _RAY_SOCKET_BYTES <= _SOCKET_PATH_BYTES:
+    """Folder of Ray's sessions: in the stack's folder, unless the paths of its sockets become too long.
+
+    Then it is in a temporary folder with a name that nobody can guess. A link in the stack's folder names it.
+    """
+    inside, link = folder / "ray", folder / _RAY_LINK
+    if len(os.fsencode(inside)) + _RAY_SOCKET_BYTES <= _SOCKET_PATH_BYTES or not link.is_symlink():
         return inside
-    return Path(tempfile.gettempdir()) / f"ray-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]}"
+    return link.readlink() / "ray"
+
+
+def is_private(folder: Path) -> bool:
+    """Whether a path is a folder of this user that is closed to others."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _link_ray_folder(folder: Path) -> None:
+    """Make the temporary folder of Ray's sessions if there has to be one. After a reboot its name may be
+    another user's.
+    """
+    link = folder / _RAY_LINK
+    too_long = len(os.fsencode(folder / "ray")) + _RAY_SOCKET_BYTES > _SOCKET_PATH_BYTES
+    if too_long and not (link.is_symlink() and is_private(link.readlink())):
+        link.unlink(missing_ok=True)
+        link.symlink_to(tempfile.mkdtemp(prefix="ray-", dir=owned.short_temporary()))
 
 
 def temporary_folder(folder: Path) -> Path:
@@ -156,15 +208,31 @@ def temporary_folder(folder: Path) -> Path:
     return ray_folder(folder) / "tmp"
 
 
+def read_token(folder: Path) -> str:
+    """The token of a stack. "": it has none yet. Raises ShardCoreError if its file holds something else."""
+    file = folder / "token"
+    if not file.exists():
+        return ""
+    token = schema.read_text(file, _MOST_TOKEN).strip()
+    if not re.fullmatch(r"[!-9;-~]+", token):
+        raise ShardCoreError(f"{file} holds no token; it needs printable characters without spaces and "
+                             "colons. Delete it, and make up writes another")
+    return token
+
+
 def write_settings(config: StackConfig, folder: Path) -> str:
     """Write the files that services and clients read. Returns the token, which the first call creates."""
-    for made in (folder / "logs", ray_folder(folder), temporary_folder(folder)):
-        made.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (folder / "logs").mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Ray opens its folder to everybody, so the one around it is closed.
+    folder.chmod(0o700)
+    _link_ray_folder(folder)
+    for made in (ray_folder(folder), temporary_folder(folder)):
+        made.mkdir(exist_ok=True, mode=0o700)
     if not (folder / "token").exists():
         # This database keeps the password that it was created with.
         (folder / "mlflow-auth.db").unlink(missing_ok=True)
         write_private(folder / "token", secrets.token_urlsafe(32))
-    token = (folder / "token").read_text().strip()
+    token = read_token(folder)
     env = client_env(config, folder, token)
     exports = "".join(f"export {k}={shlex.quote(v)}\n" for k, v in env.items())
     hosts = ",".join(dict.fromkeys((*LOOPBACK, config.client_host)))
@@ -198,13 +266,14 @@ def logging_config(lines: Path) -> str:
     return yaml.safe_dump(config)
 
 
-def _polls(worker: Daemon, api: str, user: str) -> bool:
+def prefect_api(config: StackConfig, token: str) -> Api:
+    return Api(f"{config.url(config.prefect_port)}/api", f"{USER}:{token}")
+
+
+def _polls(worker: Daemon, api: Api) -> bool:
     """Whether the worker asked the server for work since it started."""
     process = worker.process()
-    headers = {"Authorization": f"Basic {base64.b64encode(user.encode()).decode()}",
-               "Content-Type": "application/json"}
-    known = json.loads(get(f"{api}/work_pools/{POOL}/workers/filter", headers, b"{}"))
-    seen = [datetime.fromisoformat(w["last_heartbeat_time"]).timestamp() for w in known
+    seen = [datetime.fromisoformat(w["last_heartbeat_time"]).timestamp() for w in api.workers()
             if w["name"] in worker.command and w["last_heartbeat_time"]]
     return process is not None and any(s > process.create_time() for s in seen)
 

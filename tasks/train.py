@@ -17,12 +17,13 @@ from mlflow.entities import Metric
 from prefect import get_run_logger, task
 
 from shardcore import files, model_files, schema
-from shardcore.cost import accuracy, drift_correction, fit, neural, step_factors, study
+from shardcore.cost import accuracy, drift_correction, fit, known_errors, neural, pace, step_factors, study
 from shardcore.cost.metrics import coverage
 from shardcore.errors import ShardCoreError
 from shardcore.measurements import ComputeSample
 from shardcore.report import model_report
 from shardcore.samples import dataset, replays
+from shardcore.types import Setting
 from tasks import console, paths, registry
 from tasks.commit import git_commit
 from tasks.setting import SettingConfig
@@ -32,16 +33,17 @@ from tasks.setting import SettingConfig
 class TrainConfig(fit.FitConfig):
     """FitConfig, and fields of the stage.
 
-    datasets: shipped folders whose samples of the same setting are added, for training and evaluation.
+    datasets: shipped folders whose samples of the same setting are added, for training and evaluation. None:
+      all that have any, unless their machine is faster or slower (see cost/pace.py).
     learning_curve: whether to train on parts of the samples too. That takes as long as two trainings more.
     """
 
-    datasets: tuple[str, ...] = ()
+    datasets: tuple[str, ...] | None = None
     learning_curve: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for folder in self.datasets:
+        for folder in self.datasets or ():
             if Path(folder).parts[:1] != (str(paths.DATASETS),) or ".." in Path(folder).parts:
                 raise ShardCoreError(f"train config has the dataset {folder!r}; it needs to be a folder in "
                                      f"{paths.DATASETS}/, which DVC watches")
@@ -64,14 +66,22 @@ def data_version() -> str:
         return "unversioned"
 
 
-def parts_digest(folder: Path) -> str:
-    """The version of a dataset folder.
+def of_same_hardware(setting: Setting, measurements: Path) -> tuple[list[Path], dict[str, str]]:
+    """Shipped folders with samples of a setting, and those of them that cannot join, with the reason.
 
-    Its file names have digests of their content, which are checked when they are read. Replays have theirs
-    inside.
+    Two machines may have one name: what takes much longer on one of them, or less, is not joined.
     """
-    parts = sorted(p.name for p in folder.iterdir() if p.suffix in (".parquet", ".json"))
-    return files.digest([*parts, *replays.digests(folder)])
+    joined, refused = [], {}
+    own = dataset.read_compute(measurements, setting)
+    for folder in sorted(p for p in paths.DATASETS.glob("*") if p.is_dir()):
+        if setting not in dataset.settings(folder):
+            continue
+        found = pace.pace(own, dataset.read_compute(folder, setting))
+        if pace.is_equal(found):
+            joined.append(folder)
+        else:
+            refused[str(folder)] = f"ops take {found:.2f} times as long here"
+    return joined, refused
 
 
 @task(task_run_name="train-model")
@@ -85,7 +95,10 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig,
     logger = get_run_logger()
     client = registry.connect()
     setting = wanted.of_dataset(measurements)
-    shipped = [Path(f) for f in config.datasets]
+    shipped, refused = (of_same_hardware(setting, measurements) if config.datasets is None
+                        else ([Path(f) for f in config.datasets], {}))
+    for folder, why in refused.items():
+        logger.warning("%s is of the same hardware, but does not join: %s", folder, why)
     for path in shipped:
         if not dataset.settings(path) and not replays.digests(path):
             raise ShardCoreError(f"{path} holds neither samples nor replays; train.datasets in params.yaml "
@@ -109,7 +122,7 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig,
     with registry.run(run_name=f"train-{setting.hardware}") as run:
         # A model's provenance says which data and code it came from.
         version, commit = data_version(), git_commit()
-        versions = {measurements: version, **{path: parts_digest(path) for path in shipped}}
+        versions = {measurements: version, **{path: replays.parts_digest(path) for path in shipped}}
         mlflow.log_params({**dataclasses.asdict(config),
                            **{f"setting_{k}": v for k, v in dataclasses.asdict(setting).items()}})
         mlflow.set_tags({"git_commit": commit, "data_version": version})
@@ -121,7 +134,11 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig,
             logger.info(step_factors.said(trained.model, fitted, len(replayed)))
         joined = {"datasets": {str(path): versions[path] for path in shipped}} if shipped else {}
         model = dataclasses.replace(fitted, meta={**fitted.meta, "provenance": {
-            "data_version": version, "git_commit": commit, "seed": config.seed, **joined}})
+            "data_version": version, "git_commit": commit, "seed": config.seed,
+            "data": replays.data_digest([measurements, *shipped]), **joined,
+            **({"not_joined": refused} if refused else {})}})
+        for sentence in known_errors.worse_than_usual(model):
+            logger.warning("%s", sentence)
         studied = _study(model, known, config)
         card = model_report.model_card(model, studied, registry.model_name(setting.hardware))
         mlflow.log_metrics(studied.flat())

@@ -12,12 +12,23 @@ import pytest
 from shardcore import compiling
 
 PACKAGE = Path(compiling.__file__).parent
-COMPILED = """
-from shardcore.cost import compiled
-from shardcore.search.anneal import compiled as annealing
-for f in {**vars(annealing), **vars(compiled)}.values():
-    if getattr(f, "nopython_signatures", None) and f.stats.cache_path:
-        print(f.stats.cache_path, sum(f.stats.cache_misses.values()))
+LISTENED = """
+import shardcore
+from shardcore.progress import listening
+from tests.warm_up import warm_up
+with listening(lambda phase, best_ms, left_s: print(phase)):
+    warm_up()
+print(shardcore.__file__)
+"""
+SEARCHED = """
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.search import SHARDERS, Budget
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Setting, Table
+problem = Problem("p", (Table("a", 1000, 16, 2.0),), Topology((Device(2**30), Device(2**30))), 64)
+SHARDERS["anneal_columns"](problem, AnalyticModel(Setting("made-up", 64)), budget=Budget(evals=200))
+from shardcore import compiling
+print(*sorted(path.name.partition("-")[0] for path in compiling.cache_folder().glob("*/*.nbi")))
 """
 
 
@@ -41,12 +52,6 @@ def test_the_folder_is_another_for_every_edit_of_a_compiled_source_and_for_no_ot
     assert len(found) == 4
 
 
-def test_what_is_compiled_already_is_known(copy, monkeypatch):
-    assert compiling.compiled()  # the suite compiles before its tests
-    monkeypatch.setattr(compiling, "_PACKAGE", copy)
-    assert not compiling.compiled()
-
-
 def test_the_folders_used_last_are_kept(copy, monkeypatch):
     monkeypatch.setattr(compiling, "_PACKAGE", copy)
     kept = []
@@ -67,10 +72,21 @@ def test_where_the_package_cannot_be_written_the_user_s_cache_has_it(copy, tmp_p
     assert compiling.cache_folder().parent == tmp_path / ".cache/shardcore"
 
 
+def run(code: str, package: Path) -> list[str]:
+    """Lines that code prints with this copy of the package."""
+    return subprocess.run([sys.executable, "-c", code], cwd=package.parent,
+                          env={**os.environ, "PYTHONPATH": f"{package.parent}:{PACKAGE.parent}"},
+                          text=True, stdout=subprocess.PIPE, check=True, timeout=300).stdout.splitlines()
+
+
 def test_a_copy_that_is_given_what_is_compiled_compiles_nothing(copy):
     compiling.copy_compiled(PACKAGE, copy)
-    said = subprocess.run([sys.executable, "-c", COMPILED], cwd=copy.parent,
-                          env={**os.environ, "PYTHONPATH": str(copy.parent)},
-                          text=True, stdout=subprocess.PIPE, check=True, timeout=300).stdout.split()
-    paths, misses = said[::2], said[1::2]
-    assert len(paths) >= 8 and all(Path(path).is_relative_to(copy) for path in paths) and set(misses) == {"0"}
+    assert run(LISTENED, copy) == [str(copy / "__init__.py")]
+
+
+@pytest.mark.long
+def test_a_search_compiles_only_what_it_runs(copy):
+    [names] = run(SEARCHED, copy)
+    # Neither heads of other models nor the bound's loops.
+    assert set(names.split()) == {"compiled.linear", "greedy.greedy", "run.anneal",
+                                  *(f"state.{name}" for name in ("refresh", "rewind", "share"))}

@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from shapes import column, on_hosts, replica, row
 
 from shardcore import memory
+from shardcore.access_statistics import ManagedCollision
 from shardcore.errors import Infeasible
 from shardcore.fused import DENSE_OPTIMIZERS, PRECISIONS
 from shardcore.job import Job
@@ -87,7 +89,8 @@ def test_a_cut_copies_ids():
 
 
 @pytest.mark.parametrize("optimizer, cell, row_bytes, of_replicas", [
-    ("exact_sgd", 0, 0, "sgd"), ("rowwise_adagrad", 0, 4, "rowwise_adagrad"), ("adam", 8, 0, "adam"),
+    ("exact_sgd", 0, 0, "sgd"), ("rowwise_adagrad", 0, 4, "rowwise_adagrad"),
+    ("exact_adagrad", 4, 0, "adagrad"), ("adam", 8, 0, "adam"),
     ("partial_rowwise_adam", 4, 4, "adam"), ("lamb", 8, 0, "adam")])
 def test_optimizer_state(optimizer, cell, row_bytes, of_replicas):
     """As FBGEMM keeps it, whatever updates replicas. Their state has the type of their weights."""
@@ -253,6 +256,67 @@ def test_rows_in_host_memory_leave_a_cache_a_map_and_state_of_rows(factor, optim
     assert memory.host_bytes(whole, plain) == 0
 
 
+def cached(name: str, rows: int, dim: int, load_factor: float = 0.2, precision: str = "fp32") -> Table:
+    return Table(name, rows, dim, 2.0, load_factor=load_factor, precision=precision)
+
+
+@pytest.mark.parametrize("tables", [
+    (cached("a", 4_000_000, 128), cached("b", 1_000_000, 1024)),
+    (cached("a", 4_000_000, 128), cached("b", 1_000_000, 1024, 1.0)),
+    (cached("a", 4_000_000, 128), cached("b", 1_000_000, 1024, 0.0)),
+    (cached("a", 4_000_001, 128, 0.1), cached("b", 33, 64, 0.5), cached("c", 1000, 512, 0.9)),
+    (cached("a", 9, 8),),
+    (cached("a", 4_000, 128, precision="fp16"), cached("b", 1_000, 256, precision="fp16")),
+])
+def test_a_cache_is_as_wide_as_the_widest_shard_of_its_op(tables, monkeypatch):
+    """By FBGEMM's own op, on the meta device, as if there was a card with room for it."""
+    pytest.importorskip("fbgemm_gpu")
+    from fbgemm_gpu.split_embedding_configs import SparseType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 40))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    where = {"fused": EmbeddingLocation.DEVICE, "fused_uvm": EmbeddingLocation.MANAGED,
+             "fused_uvm_caching": EmbeddingLocation.MANAGED_CACHING}
+    few = [t for t in tables if 0 < t.load_factor < 1]
+    op = SplitTableBatchedEmbeddingBagsCodegen(
+        [(t.rows, t.dim, where[t.kernel], ComputeDevice.CUDA) for t in tables], device=torch.device("meta"),
+        weights_precision=SparseType(tables[0].precision),
+        cache_load_factor=sum(t.rows * t.load_factor for t in few) / sum(t.rows for t in few))
+    names = ("weights_dev", "lxu_cache_weights", "lxu_cache_state", "lxu_state", "cache_index_table_map")
+    real = sum(x.numel() * x.element_size() for x in (getattr(op, name) for name in names))
+    own = Topology((Device(1 << 40),), host_memory_bytes=1 << 40, host_memory_gbps=1.0)
+    problem = Problem("p", tables, own, 64)
+    [device] = memory.by_part(Plan(tuple(column(t, 0) for t in tables)), problem)
+    # A row of a cache's last set more or less.
+    assert device.parts["weights"] == pytest.approx(real, rel=1e-6, abs=32 * (4 * op.max_D_cache + 16))
+    # Of another precision, or on another device, a table has a cache of another op.
+    alone = [memory.by_part(Plan((column(t, 0),)), replace(problem, tables=(t,)))[0] for t in tables]
+    other = (tables[0], *(replace(t, precision="bf16") for t in tables[1:]))
+    if tables[0].precision == "fp32":
+        apart = memory.by_part(Plan(tuple(column(t, 0) for t in other)), replace(problem, tables=other))[0]
+        halves = [memory.by_part(Plan((column(t, 0),)), replace(problem, tables=(t,)))[0] for t in other[1:]]
+        if len(tables) == 2:
+            assert apart.parts["weights"] == sum(x.parts["weights"] for x in (alone[0], *halves))
+
+
+def test_managed_collision_takes_bytes_for_each_row_and_lookup():
+    """Of rows and lookups of the device's range. Searches count the same."""
+    table = replace(TABLE, managed_collision=ManagedCollision(32, 40))
+    plain, problem = problem_of(TABLE), problem_of(table)
+    two = problem.topology
+    for placed, rows, lookups in ((column(table, 0), 1000, 64 * 3), (row(table, two), 500, 64 * 1.5)):
+        before = replace(placed, shard=replace(placed.shard, table=TABLE))
+        more = memory.by_part(Plan((placed,)), problem)[0].parts["weights"] - memory.by_part(
+            Plan((before,)), plain)[0].parts["weights"]
+        assert more == rows * 32 + lookups * 40
+    assert memory.table_bytes(table, problem) - memory.table_bytes(TABLE, plain) == 1000 * 32 + 64 * 3 * 40
+
+
 def test_a_host_that_cannot_hold_its_rows_is_named():
     table = replace(TABLE, load_factor=0.5)
     own = Topology((Device(1 << 30, host="a"), Device(1 << 30, host="b")), host_memory_bytes=31_999,
@@ -285,6 +349,39 @@ def test_what_does_not_fit_is_said_by_part_and_by_how_much():
     with pytest.raises(Infeasible, match=r"device 0 .* would hold 100608 bytes \(weights .*\); it may hold "
                                          r"40000 bytes, 60608 bytes too little. It would fit with"):
         lower(Plan((column(TABLE, 0), column(OTHER, 0))), problem)
+
+
+LONG = Table("s", 1000, 4, 4000.0, sequence=True, collection="sequences")
+SHORT = Table("b", 1000, 8, 2.0, collection="tables")
+
+
+def test_a_divided_sequence_keeps_where_each_id_was_by_hand():
+    """Eleven local batches: 3 in the pipeline, 2 each of ids permuted, arrived and bucketized, and places."""
+    problem = problem_of(LONG, hardware="cpu-some", batch=256)
+    plan = Plan((row(LONG, problem.topology),))
+    local = 128 * 4000 * 8
+    [amounts] = memory.local_amounts(plan, problem).values()
+    assert amounts["bucketized"] == 2 * local + 128 * 2 * 4
+    [device, _] = memory.by_part(plan, problem)
+    assert device.parts["ids"] == pytest.approx(11 * local, rel=1e-3)
+    pooled = replace(LONG, sequence=False)
+    [amounts] = memory.local_amounts(Plan((row(pooled, problem.topology),)),
+                                     replace(problem, tables=(pooled,))).values()
+    assert amounts["bucketized"] == local + 128 * 2 * 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("divided", [True, False])
+def test_long_sequences_take_what_torch_sees(divided):
+    """Of the holder of ids by far the most. TR 1924: ids of 9 to 11 local batches, outputs of the global."""
+    pytest.importorskip("torchrec")
+    from bench import memory as peaks
+
+    two = Topology((Device(2**34, host="h"),) * 2, "cpu")
+    problem = Problem("long", (SHORT, LONG), two, 256)
+    plan = Plan((column(SHORT, 0), row(LONG, two) if divided else column(LONG, 1)))
+    [found] = peaks.measured([(problem, plan)])
+    assert memory.used_bytes(plan, problem)[1] == pytest.approx(max(found[1]), rel=0.02)
 
 
 @pytest.mark.parametrize("seed", [100, pytest.param(101, marks=pytest.mark.long)])

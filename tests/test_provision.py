@@ -8,6 +8,7 @@ import pytest
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import Infeasible, SettingMismatch, ShardCoreError
+from shardcore.progress import listening
 from shardcore.provision import (
     Cluster,
     Offer,
@@ -50,10 +51,12 @@ def test_every_number_of_hosts_that_divides_the_batch_is_a_cluster():
 
 
 def test_more_machines_are_faster_and_the_cheapest_that_is_fast_enough_is_chosen():
-    noted = []
-    found = sweep(PROBLEM, [SMALL, LARGE], MODELS, SHARDERS["size_greedy"],
-                  note=lambda *done: noted.append(done))
-    assert noted == [(n, 6) for n in range(1, 7)] and all(c.plan for c in found)
+    heard = []
+    with listening(lambda phase, best_ms, left_s: heard.append(phase)):
+        found = sweep(PROBLEM, [SMALL, LARGE], MODELS, SHARDERS["size_greedy"])
+    assert [p for p in heard if p.endswith("begins")] == [
+        f"cluster {n} of 6, {c.words}: begins" for n, c in enumerate(found, 1)]
+    assert all(c.plan for c in found)
     alone, four = found[0], found[3]
     assert four.step_ms < alone.step_ms and four.price_per_hour == 4 and four.watts == 400
     assert four.samples_per_s == pytest.approx(1536e3 / four.step_ms)
@@ -159,3 +162,15 @@ def test_offers_have_hardware_of_their_own_and_constraints_may_fit_some_only():
     found = sweep(asked, [replace(SMALL, most_hosts=1), replace(LARGE, model="n", most_hosts=1)], models,
                   SHARDERS["size_greedy"])
     assert [bool(c.plan) for c in found] == [False, True] and "no devices share" in found[0].why
+
+
+def test_more_memory_is_never_dearer():
+    """A search that does worse with more memory: the plan found with less stays possible."""
+    def worse(problem, model, *, seed=0, budget=None):
+        roomy = problem.topology.devices[0].memory_bytes > 2 * GIB
+        return SHARDERS["random" if roomy else "size_lookup_greedy"](problem, model, seed=seed)
+
+    found = sweep(PROBLEM, [SMALL, replace(SMALL, name="large", memory_bytes=8 * GIB)], MODELS, worse)
+    by = {(c.offer.name, c.hosts): c.step_ms for c in found}
+    assert all(by["large", hosts] <= ms for (name, hosts), ms in by.items() if name == "small")
+    assert any(c.plan.provenance["algorithm"] != "random" for c in found if c.offer.name == "large")

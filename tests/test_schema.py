@@ -188,6 +188,13 @@ def test_yaml_of_odd_numbers_tags_and_half_characters_is_refused(text, tmp_path)
         schema.read_yaml(tmp_path / "a.yaml")
 
 
-def test_a_file_that_grows_while_it_is_read_is_refused():
+def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "log").write_bytes(b"12345")
+    monkeypatch.setattr(schema, "_size_of", lambda path: 3)
     with pytest.raises(ShardCoreError, match="it grows while it is read"):
-        schema.read_bytes("/proc/self/pagemap")
+        schema.read_bytes(tmp_path / "log")
+
+
+def test_files_that_claim_no_size_are_read_as_empty_at_once():
+    """/proc/kmsg waits for the kernel's next message."""
+    assert schema.read_bytes("/proc/self/pagemap") == schema.read_bytes("/proc/kmsg") == b""

@@ -9,7 +9,7 @@ from shardcore import files
 from shardcore.constraints import Constraints
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.grouped_plans import read_grouped, write_grouped
-from shardcore.publish.diff import rebind_tables
+from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.sharding_groups import (
     GroupedPlan,
     Grouping,

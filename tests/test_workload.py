@@ -1,9 +1,12 @@
 import dataclasses
 import pickle
+from collections import Counter
 from itertools import permutations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from shapes import ALL_REDUCE, ALL_TO_ALL, column, entering, host_row, on_hosts, replica, row, sends
 
 from shardcore import memory
@@ -11,7 +14,9 @@ from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.inputs import count_bytes
 from shardcore.layouts import CHANNELS, IDS, LAYOUTS
+from shardcore.search.shards import consolidate
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import Op, lower, require_cover, traffic_of_outputs
@@ -223,6 +228,38 @@ def test_each_collection_runs_ops_and_exchanges_of_its_own():
     merged = dataclasses.replace(work, traffic=once)
     more = [price(w, model).forward_comm_ms[3] for w in (work, merged)]
     assert more[0] == pytest.approx(more[1] + 2.0, abs=1e-3)
+
+
+@given(data=st.data(), sequence=st.booleans(), of_hosts=st.booleans())
+def test_parts_of_a_table_on_a_device_cost_what_one_shard_of_their_columns_does(data, sequence, of_hosts):
+    """In any order, with other shards between: price, memory and ids are those of the consolidated plan."""
+    table, where = Table("t", 1000, 32, 5.0, sequence=sequence), on_hosts("xyxy")
+    problem = Problem("p", (table, B), where, 64)
+    edges = [0, *sorted(4 * e for e in data.draw(st.sets(st.integers(1, 7)))), 32]
+    parts = [host_row(table, data.draw(st.sampled_from([(0, 2), (1, 3)])), a, b)
+             if of_hosts and not sequence
+             else column(table, data.draw(st.integers(0, 1)), a, b)
+             for a, b in zip(edges, edges[1:], strict=False)]
+    plan = place(*data.draw(st.permutations([*parts, column(B, 0)])))
+    model, works = AnalyticModel(Setting("m", 64)), [lower(p, problem) for p in
+                                                     (plan, place(*consolidate(plan.placements)))]
+    assert price(works[0], model).device_ms == pytest.approx(price(works[1], model).device_ms)
+    assert works[0].memory_bytes == works[1].memory_bytes
+    np.testing.assert_array_equal(works[0].traffic, works[1].traffic)
+    assert count_bytes(plan, problem) == count_bytes(place(*consolidate(plan.placements)), problem)
+    for ops in works[0].ops:
+        assert set(Counter(s.table.name for op in ops for s in op.shards).values()) <= {1}
+
+
+def test_a_table_in_many_parts_on_one_device_is_whole():
+    table = Table("t", 100_000, 128, 20.0)
+    problem = Problem("p", (table, B), Topology((Device(1 << 34),) * 2), 4096,
+                      constraints=Constraints(unsplit=("t",)))
+    parts, whole = ([column(table, 0, lo, lo + wide) for lo in range(0, 128, wide)] for wide in (4, 128))
+    works = [lower(place(*of, column(B, 1)), problem) for of in (parts, whole)]
+    assert works[0].ops == works[1].ops
+    assert works[0].memory_bytes == works[1].memory_bytes
+    assert place(*parts) != place(*whole)
 
 
 def test_traffic_of_columns_without_shards():

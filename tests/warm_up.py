@@ -1,5 +1,4 @@
-"""Compile what the suite uses and keep it on disk (half a minute, once): otherwise each worker does, at the
-same time.
+"""Compile what the suite uses and keep it on disk (20 s, once): otherwise each worker does, at the same time.
 
     python tests/warm_up.py
 """
@@ -10,10 +9,15 @@ from shardcore.search.anneal import compiled as annealing
 
 
 def warm_up() -> list[str]:
-    """Signatures are given, so that importing compiles, or reads what was compiled; says for what."""
-    functions = {**vars(annealing), **vars(compiled), **vars(bound_compiled)}
-    return sorted(name for name, f in functions.items() if getattr(f, "nopython_signatures", None)
-                  and f.stats.cache_path)
+    """The names of all functions that Python calls, once each is compiled or read from disk."""
+    heads = {head.__name__: head for head in (*compiled.HEADS, compiled.beside_link)}
+    for head in heads.values():
+        compiled.ready(head)
+    functions = {**vars(annealing), **vars(bound_compiled)}
+    entries = {name: f for name, f in functions.items() if hasattr(f, "ready")}
+    for entry in entries.values():
+        entry.ready()
+    return sorted({**heads, **entries})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from shardcore.cli import (
     hot_rows,
@@ -19,21 +18,26 @@ from shardcore.cli import (
     published,
     topologies,
 )
-from shardcore.cli.options import Formatter
+from shardcore.cli.options import Formatter, require_outputs
 from shardcore.collector import rare_collections
 from shardcore.errors import ShardCoreError
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parser_of_all() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = argparse.ArgumentParser(prog="python -m shardcore", description=__doc__,
                                      formatter_class=Formatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for group in (plans, problems, hot_rows, memory_tiers, measurements, policies, topologies, provisioning,
                   published):
         group.add_commands(commands)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser_of_all().parse_args(argv)
     try:
-        _require_other(args)
+        require_outputs(args)
         with rare_collections():
             args.command(args)
         sys.stdout.flush()
@@ -50,20 +54,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     return 0
 
-
-def _require_other(args: argparse.Namespace) -> None:
-    """Raise ShardCoreError if a file that the command writes is one that it reads, or writes besides."""
-    written: list[tuple[str, Path]] = []
-    read: list[tuple[str, Path]] = []
-    for name, value in vars(args).items():
-        found = written if name in args.outputs else read
-        found += [(name, path) for path in (value if isinstance(value, list) else [value])
-                  if isinstance(path, Path)]
-    for i, (name, out) in enumerate(written):
-        for other, path in read:
-            if path.is_file() and out.is_file() and path.samefile(out):
-                raise ShardCoreError(f"--{name} {out} is the {other} that is read; it needs to be another "
-                                     "file")
-        for other, path in written[:i]:
-            if path.resolve() == out.resolve():
-                raise ShardCoreError(f"--{other} and --{name} are both {out}; they need to be two files")

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from shardcore.cli.progress_line import shown
 from shardcore.errors import ShardCoreError
 from shardcore.types import Plan, Problem
 
@@ -39,8 +40,9 @@ def chosen(args: argparse.Namespace, problem: Problem, model: CostModel,
     from shardcore.sharding_groups import require_size
 
     search = sharder(args.algorithm, policy)
-    of = candidates(problem, model, search, require_size(args.groups, problem), args.sync_every or 1,
-                    seed=args.seed, budget=budget)
+    with shown():
+        of = candidates(problem, model, search, require_size(args.groups, problem), args.sync_every or 1,
+                        seed=args.seed, budget=budget)
     found = best(of)
     n = len(problem.topology)
     print(text_table(

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from shardcore.cli.options import command, natural, positive
+from shardcore.cli.progress_line import shown
 
 _HOT_ROWS = """Find how many rows of a problem's sequence tables to have on every device, and write the
 problem with these as tables of their own. A plan is searched for each of some thresholds of lookups a batch;
@@ -48,8 +49,9 @@ def hot_rows(args: argparse.Namespace) -> None:
     problem, model = files.read_problem(args.problem), mixed.load(args.model)
     budget = Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
     search = sharder(known(args.algorithm or "anneal"))
-    tried = try_thresholds(problem, model, search, args.seed, budget,
-                           lambda t: print(thresholds_line(t), file=sys.stderr, flush=True))
+    with shown() as line:
+        tried = try_thresholds(problem, model, search, args.seed, budget,
+                               lambda t: line.say(thresholds_line(t)))
     best = best_of(tried)
     files.write_problem(args.out, best.problem)
     if args.plan:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
 
-from shardcore.cli.options import command, natural, positive, require_folder
+from shardcore.cli.options import command, natural, positive, positive_gib
 from shardcore.errors import ShardCoreError
+from shardcore.model_files import MODEL_JSON, MODEL_WEIGHTS
 from shardcore.types import OPTIMIZERS, PRECISION_BYTES
 
 
@@ -23,7 +25,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 def _add_measure(commands: argparse._SubParsersAction) -> None:
     p = command(commands, measure, "Measure fused embedding ops on this machine's device; a rerun goes on "
-                "where the last one ended.")
+                "where the last one ended.", folders={"out": ()})
     p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there "
                    "is one")
     p.add_argument("--minutes", type=positive(float), default=10.0, help="time to spend on ops, start and "
@@ -39,7 +41,7 @@ def _add_measure(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--precision", choices=PRECISION_BYTES, default="fp32", help="of the weights")
     p.add_argument("--optimizer", choices=OPTIMIZERS, default="exact_sgd")
     p.add_argument("--hardware", help="the setting's name of the device; default: its own")
-    p.add_argument("--arena-gib", type=positive(float), help="weights in memory, the largest shard measured; "
+    p.add_argument("--arena-gib", type=positive_gib, help="weights in memory, the largest shard measured; "
                    "default: 1 on cpu, on cuda half of the free memory with the optimizer's state")
     p.add_argument("--max-shards", type=positive(int), default=30, help="of a group")
     p.add_argument("--max-width", type=positive(int), default=256, help="columns of a shard")
@@ -81,7 +83,8 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, train, "Train cost models on the samples of one setting in dataset folders.")
+    p = command(commands, train, "Train cost models on the samples of one setting in dataset folders.",
+                folders={"out": (MODEL_JSON, MODEL_WEIGHTS)})
     p.add_argument("datasets", type=Path, nargs="+", metavar="DIR")
     p.add_argument("--hardware", help="choose one of the datasets' settings, together with the next "
                    "three")
@@ -96,10 +99,9 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 def train(args: argparse.Namespace) -> None:
     from shardcore import schema
-    from shardcore.cost import accuracy, drift_correction, fit, neural, step_factors
+    from shardcore.cost import accuracy, drift_correction, fit, known_errors, neural, step_factors
     from shardcore.samples import dataset, replays
 
-    require_folder(args.out)
     # Samples of different settings must not train one model.
     found = sorted({s for folder in args.datasets for s in dataset.settings(folder)}, key=str)
     chosen = [s for s in found if all(getattr(args, k) in (None, getattr(s, k))
@@ -120,7 +122,11 @@ def train(args: argparse.Namespace) -> None:
     model = step_factors.fit(trained.model, replayed)
     if replayed:
         print(step_factors.said(trained.model, model, len(replayed)), file=sys.stderr)
+    provenance = {**model.meta["provenance"], "data": replays.data_digest(args.datasets)}
+    model = dataclasses.replace(model, meta={**model.meta, "provenance": provenance})
     neural.save(model, args.out)
+    print("\n".join([f"{args.out}: {known_errors.label(model)}", *known_errors.worse_than_usual(model)]),
+          file=sys.stderr)
     metrics = accuracy.evaluate(model, accuracy.held_out(known.compute), accuracy.held_out(known.comm))
     print(json.dumps(metrics, indent=1))
 
@@ -135,13 +141,15 @@ def _say_progress(model: str, epoch: int, values: dict[str, float]) -> None:
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, report, "Say what a dataset covers, how noisy it is, how it drifts and repeats.")
+    p = command(commands, report, "Say what a dataset covers, how noisy it is, how it drifts and repeats.",
+                folders={"out": ()})
     p.add_argument("dataset", type=Path, metavar="DIR")
     p.add_argument("--out", type=Path, metavar="FOLDER", help="write the plots there")
 
 
 def report(args: argparse.Namespace) -> None:
-    from shardcore.report import dataset_report, text_table
+    from shardcore import files
+    from shardcore.report import dataset_report, figures, text_table
     from shardcore.samples import dataset, replays
 
     found = dataset.settings(args.dataset)
@@ -159,6 +167,6 @@ def report(args: argparse.Namespace) -> None:
         if args.out:
             named = setting.hardware, setting.batch, setting.precision, setting.optimizer
             path = args.out / f"{'-'.join(map(str, named))}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            dataset_report.dataset_figure(samples, repeats, str(setting)).savefig(path, dpi=120)
+            made = dataset_report.dataset_figure(samples, repeats, str(setting))
+            files.write_atomic(path, figures.png(made))
             print(path)

@@ -7,7 +7,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from shardcore.cli.options import command, natural, positive
+from shardcore.cli.options import command, natural, positive, positive_gib
+from shardcore.cli.progress_line import shown
 from shardcore.errors import ShardCoreError
 from shardcore.types import Problem
 
@@ -20,13 +21,13 @@ to the tables there."""
 def add_commands(commands: argparse._SubParsersAction) -> None:
     p = command(commands, tiers, _TIERS, outputs=("out", "plan"))
     p.add_argument("problem", type=Path, metavar="PROBLEM.json")
-    p.add_argument("--host-gib", type=positive(float), help="memory of each host that tables may take; left "
+    p.add_argument("--host-gib", type=positive_gib, help="memory of each host that tables may take; left "
                    "out, the problem says it")
     p.add_argument("--link-gbps", type=positive(float), help="GB/s between a device and its host's memory, "
                    "given, not measured; left out, the problem says it, or 25")
     p.add_argument("--model", type=Path, action="append", help="folder of a trained model; give one for each "
                    "precision")
-    p.add_argument("--algorithm", help="with --model: searches plans; anneal_columns, the default, or "
+    p.add_argument("--algorithm", help="with --model: searches plans; portfolio, the default, or "
                    "another of `plan`")
     budget = p.add_mutually_exclusive_group()
     budget.add_argument("--budget-s", type=positive(float), help="seconds to search for each share")
@@ -77,8 +78,9 @@ def _searched(args: argparse.Namespace, problem: Problem) -> Problem:
                              "plan of")
     model = mixed.load(args.model)
     budget = Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
-    tried = try_shares(problem, model, sharder(known(args.algorithm or DEFAULT_SHARDER)), args.seed, budget,
-                       lambda t: print(share_line(t), file=sys.stderr, flush=True))
+    with shown() as line:
+        tried = try_shares(problem, model, sharder(known(args.algorithm or DEFAULT_SHARDER)), args.seed,
+                           budget, lambda t: line.say(share_line(t)))
     best = best_of(tried)
     if args.plan:
         files.write_plan(args.plan, best.plan, best.problem)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from shardcore.errors import ShardCoreError
+from shardcore.limits import MOST_BYTES
 from shardcore.schema import MOST_INT
+
+MOST_GIB = MOST_BYTES >> 30
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -18,21 +23,70 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def command(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace], None], summary: str,
-            outputs: Sequence[str] = ("out",)) -> argparse.ArgumentParser:
+            outputs: Sequence[str] = ("out",), folders: Mapping[str, Sequence[str]] = MappingProxyType({})
+            ) -> argparse.ArgumentParser:
     """The parser of a command. The command has the name of the function that runs it, with dashes.
 
-    outputs: options that name what it writes. None of that may be what it reads.
+    outputs: options that name files that it writes. Every other path is one that it reads.
+    folders: options that name folders that it writes, each with the names of files there that it replaces.
     """
     parser = commands.add_parser(run.__name__.replace("_", "-"), help=summary, description=summary,
                                  formatter_class=Formatter)
-    parser.set_defaults(command=run, outputs=outputs)
+    parser.register("type", Path, path)
+    parser.set_defaults(command=run, folders=folders, outputs=dict.fromkeys(outputs, ("",)) | dict(folders))
     return parser
 
 
-def require_folder(out: Path) -> None:
-    """Raise ShardCoreError if --out is a file. Called before long work, which would be lost."""
-    if out.exists() and not out.is_dir():
-        raise ShardCoreError(f"--out {out} is a file; it needs to be a folder")
+def path(text: str) -> Path:
+    """A path. Python takes an empty one, of a variable that is not set, for the folder where it runs."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file or folder")
+    return Path(text)
+
+
+def require_outputs(args: argparse.Namespace, also_read: Iterable[Path] = ()) -> None:
+    """Raise ShardCoreError for an output that cannot be written, or would replace what the command reads.
+
+    Called before the work, which would be lost. also_read: paths that its arguments only imply.
+    """
+    from shardcore.files import require_writable
+
+    given = [(name, found) for name, value in vars(args).items()
+             for one in (value if isinstance(value, list) else [value]) if (found := _local(one))]
+    read = [(name, found) for name, found in given if name not in args.outputs]
+    read += [("file", found) for found in also_read]
+    written: list[tuple[str, Path]] = []
+    for name, out in ((name, found) for name, found in given if name in args.outputs):
+        require_writable(out, f"--{name}", folder=name in args.folders)
+        for place in [out / file for file in args.outputs[name]] or [out]:
+            for what, source in read:
+                if _replaces(place, source):
+                    raise ShardCoreError(f"--{name} {place} is {_in(place, source)}the {what} that is read; "
+                                         "it needs to be another file")
+            for other, before in written:
+                if place.resolve() == before.resolve():
+                    raise ShardCoreError(f"--{other} and --{name} are both {place}; "
+                                         "they need to be two files")
+            written.append((name, place))
+
+
+def _local(value: object) -> Path | None:
+    """The path that an argument means: a Path, or text that names what is there."""
+    if isinstance(value, str):
+        text = value.removeprefix("file://")
+        return Path(text) if text and os.path.exists(text) else None
+    return value if isinstance(value, Path) else None
+
+
+def _replaces(place: Path, source: Path) -> bool:
+    """Whether to write a place changes a file or folder that is read."""
+    if place.is_file() and source.is_file() and place.samefile(source):
+        return True
+    return place.resolve() == source.resolve() or bool(_in(place, source))
+
+
+def _in(place: Path, source: Path) -> str:
+    return "in " * (source.is_dir() and source.resolve() in place.resolve().parents)
 
 
 def natural(text: str) -> int:
@@ -42,20 +96,27 @@ def natural(text: str) -> int:
     return value
 
 
-def amount(text: str) -> float:
+def amount(text: str, most: int = MOST_INT) -> float:
     value = float(text)
-    if not 0 <= value <= MOST_INT:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 0 to {MOST_INT}")
+    if not 0 <= value <= most:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 0 to {most}")
     return value
 
 
-def positive(kind: type) -> Callable[[str], int | float]:
+def positive(kind: type, most: int = MOST_INT) -> Callable[[str], int | float]:
     def parse(text: str) -> int | float:
         value = kind(text)
-        if not 0 < value <= MOST_INT:
-            raise argparse.ArgumentTypeError(f"{text} is not a positive number up to {MOST_INT}")
+        if not 0 < value <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not a positive number up to {most}")
         return value
 
     # argparse names the type in its message.
     parse.__name__ = kind.__name__
     return parse
+
+
+def gib(text: str) -> float:
+    return amount(text, MOST_GIB)
+
+
+positive_gib = positive(float, MOST_GIB)

@@ -9,14 +9,15 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardcore.cli import grouped
-from shardcore.cli.options import amount, command, natural, positive
+from shardcore.cli.options import command, gib, natural, positive, positive_gib
+from shardcore.cli.progress_line import shown
 from shardcore.errors import ShardCoreError
+from shardcore.progress import clock, report
 from shardcore.types import Plan, Problem, Setting
 
 if TYPE_CHECKING:
@@ -51,15 +52,19 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--start", type=Path, metavar="PLAN", help="improve this plan of the problem instead of "
                    "planning afresh (annealing)")
     p.add_argument("--start-problem", type=Path, metavar="PROBLEM.json", help="the problem that --start was "
-                   "made for, where it has changed since: tables new, gone, or with other statistics")
+                   "made for, where it has changed since: tables new, gone, of another shape or with other "
+                   "statistics, or other devices")
+    p.add_argument("--without", type=natural, nargs="+", action="extend", metavar="DEVICE", help="with "
+                   "--start: devices of its problem that are gone; default: those with the highest numbers, "
+                   "where there are fewer now")
     p.add_argument("--max-moved-tables", type=natural, metavar="N", help="with --start: most tables that may "
                    "move; default: any number")
-    p.add_argument("--max-moved-gib", type=amount, metavar="G", help="with --start: most GiB of weights "
-                   "that may move; default: any number")
+    p.add_argument("--max-moved-gib", type=gib, metavar="G", help="with --start: most GiB of weights "
+                   "that may move, beyond what has to; default: any number")
     p.add_argument("--towers", type=Path, metavar="TOWERS.json", help="tables that belong together on a "
                    "host, and how many times smaller a tower module makes what crosses hosts (docs/plan.md)")
-    p.add_argument("--algorithm", help="anneal_columns, the default (tables whole or cut by columns), anneal "
-                   "(also rows divided over all devices, and copies on all), random, size_greedy, "
+    p.add_argument("--algorithm", help="portfolio, the default (the cheapest plan of several searches), "
+                   "anneal, anneal_columns (tables whole or cut by columns only), random, size_greedy, "
                    "dim_greedy, lookup_greedy, size_lookup_greedy, neuroshard or torchrec "
                    "(where installed); with --policy: dreamshard, dreamshard_direct or autoshard (tables "
                    "whole), or these with _columns (also cut by columns)")
@@ -84,8 +89,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
 
 def plan(args: argparse.Namespace) -> None:
     from shardcore import files
-    from shardcore.compiling import compiled
-    from shardcore.cost import mixed
+    from shardcore.cost import known_errors, mixed
     from shardcore.cost.model import at_confidence
     from shardcore.report import plan_report
     from shardcore.search import DEFAULT_SHARDER, known, sharder
@@ -97,7 +101,9 @@ def plan(args: argparse.Namespace) -> None:
     args.algorithm = known(args.algorithm or (policy.name if policy else DEFAULT_SHARDER))
     search = sharder(args.algorithm, policy)
     _require_agreeing(args)
-    asked = problem = files.read_problem(args.problem)
+    with shown():
+        report(f"reading {args.problem}")
+        asked = problem = files.read_problem(args.problem)
     loaded = mixed.load(args.model)
     if args.groups is not None:
         _plan_groups(args, problem, loaded, policy)
@@ -107,23 +113,26 @@ def plan(args: argparse.Namespace) -> None:
     # The search uses the cautious model. The range check below needs the plain one.
     cautious = at_confidence(model, args.confidence)
     provenance, budget = _provenance(args), _budget(args)
-    if not compiled():
-        print("compiling the search, once in this installation: about half a minute", file=sys.stderr,
-              flush=True)
-    began, why = time.monotonic(), ""
-    if args.towers:
-        problem, of_towers = _with_towers(args.towers, problem, cautious)
-        provenance |= of_towers
-    if args.start:
-        found, why = _replanned(args, problem, cautious, budget)
-    else:
-        found = search(problem, cautious, seed=args.seed, budget=budget)
-    found = Plan(found.placements, {**found.provenance, **provenance})
-    seconds, cost = time.monotonic() - began, found.provenance["predicted_ms"]
-    # Towers only narrow where tables may live: a plan with them is one of the problem that was asked.
-    files.write_plan(args.out, found, asked)
+    began, why = clock(), ""
+    with shown():
+        report(args.algorithm)
+        if args.towers:
+            problem, of_towers = _with_towers(args.towers, problem, cautious, budget)
+            provenance |= of_towers
+            budget = budget and budget.without(clock() - began)
+        if args.start:
+            found, why = _replanned(args, problem, cautious, budget)
+        else:
+            found = search(problem, cautious, seed=args.seed, budget=budget)
+        found = Plan(found.placements, {**found.provenance, **provenance})
+        seconds, cost = clock() - began, found.provenance["predicted_ms"]
+        report(f"writing {args.out}", cost)
+        # Towers only narrow where tables may live: a plan with them is one of the problem that was asked.
+        files.write_plan(args.out, found, asked)
+    named = f"{known_errors.label(model)}, model {provenance['model_digest'][:8]}"
     sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
     print(f"{args.out}: {cost:.3f} ms predicted{sure}, found in {seconds:.2f} s by {args.algorithm}{why}")
+    print(f"under {named}")
     if args.towers:
         print(plan_report.towers_text(tower_traffic(found, problem)))
     if args.explain:
@@ -149,12 +158,12 @@ def _budget(args: argparse.Namespace) -> Budget | None:
 def _plan_groups(args: argparse.Namespace, problem: Problem, model: CostModel, policy: Policy | None) -> None:
     from shardcore.cost.model import at_confidence
 
-    began, cautious = time.monotonic(), at_confidence(model, args.confidence)
+    began, cautious = clock(), at_confidence(model, args.confidence)
     best = grouped.chosen(args, problem, cautious, _budget(args), policy)
     of_groups = grouped.write(args, best, problem, _provenance(args))
     found, own = of_groups.plan, of_groups.problem
     print(f"{args.out}: {grouped.words(best, problem)}: {best.cost.total_ms:.3f} ms predicted, found in "
-          f"{time.monotonic() - began:.2f} s by {found.provenance['algorithm']}")
+          f"{clock() - began:.2f} s by {found.provenance['algorithm']}")
     if args.explain:
         print("\nThe plan of one group:")
         _say_explained(found, own, cautious.for_problem(own), _budget(args))
@@ -163,7 +172,7 @@ def _plan_groups(args: argparse.Namespace, problem: Problem, model: CostModel, p
 
 def _require_agreeing(args: argparse.Namespace) -> None:
     """Raise ShardCoreError for options that are gone or contradict each other."""
-    from shardcore.search.anneal.sharder import SPACE_OF
+    from shardcore.search import SPACE_OF
 
     grouped.require_agreeing(args)
 
@@ -178,19 +187,24 @@ def _require_agreeing(args: argparse.Namespace) -> None:
     if args.start and args.towers:
         raise ShardCoreError(f"--start {args.start} and --towers {args.towers} were both given; a plan with "
                              "towers is made afresh, so leave one out")
-    for name in ("start_problem", "max_moved_tables", "max_moved_gib"):
-        if getattr(args, name) is not None and not args.start:
-            raise ShardCoreError(f"--{name.replace('_', '-')} {getattr(args, name)} needs --start, the plan "
-                                 "to start from")
+    for name in ("start_problem", "without", "max_moved_tables", "max_moved_gib"):
+        if (given := getattr(args, name)) is not None and not args.start:
+            shown = " ".join(map(str, given)) if isinstance(given, list) else given
+            raise ShardCoreError(f"--{name.replace('_', '-')} {shown} needs --start, the plan to start from")
 
 
-def _with_towers(path: Path, problem: Problem, model: CostModel) -> tuple[Problem, dict[str, Any]]:
-    """The problem with the towers of a file, and what a plan's provenance says of them."""
-    from shardcore.search.tower_hosts import tower_hosts
+def _with_towers(path: Path, problem: Problem, model: CostModel,
+                 budget: Budget | None) -> tuple[Problem, dict[str, Any]]:
+    """The problem with the towers of a file, and what a plan's provenance says of them.
+
+    Hosts are searched for a third of the budget's seconds at most.
+    """
+    from shardcore.search.tower_hosts import TowerConfig, tower_hosts
     from shardcore.towers import read_towers
 
     towers = read_towers(path)
-    found = tower_hosts(problem, towers, model)
+    seconds = budget.seconds and budget.seconds / 3 if budget else None
+    found = tower_hosts(problem, towers, model, TowerConfig(seconds=seconds))
     return found.problem, {"tower_ratio": towers.compression_ratio,
                            "towers": {"affinity_inside": found.affinity_inside,
                                       "loads": [list(host) for host in found.loads]}}
@@ -202,33 +216,38 @@ def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
     from shardcore import files
     from shardcore.cost.model import price
     from shardcore.publish.diff import diff
-    from shardcore.publish.replan import ReplanConfig, replan
+    from shardcore.publish.replan import ReplanConfig, forced_moves, replan, without_devices
     from shardcore.report import plan_report
-    from shardcore.search.anneal.sharder import SPACE_OF
+    from shardcore.search import SPACE_OF
     from shardcore.workload import lower
 
     # A plan's file is checked against the problem that it was made for. Whether it fits is not asked: memory
     # may have been counted otherwise, and what is searched has to fit anyway.
-    old = files.read_plan(args.start, files.read_problem(args.start_problem) if args.start_problem
-                          else problem, fits=False)
+    before = files.read_problem(args.start_problem) if args.start_problem else problem
+    old = files.read_plan(args.start, before, fits=False)
     if "tower_ratio" in old.provenance:
         raise ShardCoreError(f"--start {args.start} is a plan with towers, which is made afresh: give "
                              "--towers instead")
     most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
     config = ReplanConfig(args.max_moved_tables, most_bytes, space=SPACE_OF[args.algorithm], seed=args.seed,
                           budget=budget)
-    found = replan(old, problem, model, config)
+    was, of = without_devices(old, before, problem, sorted({*(args.without or ())}))
+    found = replan(was, of, model, config)
+    moved = diff(was, found, problem, forced_moves(was, of))
+    found = Plan(found.placements, {**found.provenance, "moved": moved.document()})
     # A plan of another problem has no cost in this one.
-    before = ("" if args.start_problem else
-              f", which cost {price(lower(old, problem, fits=False), model).total_ms:.3f} ms")
-    return found, f", starting from {args.start}{before}; {plan_report.moves_text(diff(old, found))}"
+    cost = ("" if args.start_problem else
+            f", which cost {price(lower(old, problem, fits=False), model).total_ms:.3f} ms")
+    return found, f", starting from {args.start}{cost}; {plan_report.replan_text(moved, config)}"
 
 
 def _say_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None) -> None:
     from shardcore.report import plan_report
     from shardcore.search.explain import explain
 
-    print(f"\n{plan_report.text(explain(plan, problem, model, budget))}")
+    with shown():
+        explained = explain(plan, problem, model, budget)
+    print(f"\n{plan_report.text(explained)}")
 
 
 def _say_extrapolated(sentences: Sequence[str]) -> None:
@@ -289,13 +308,13 @@ def price(args: argparse.Namespace) -> None:
 
 def _add_replay(commands: argparse._SubParsersAction) -> None:
     p = command(commands, replay, "Run one training step of plans for real on this machine, in alternation, "
-                "and time its parts per device.")
+                "and time its parts per device.", folders={"append": ()})
     p.add_argument("plans", type=Path, nargs="+", metavar="PLAN.json", help="plans of the same problem")
     p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
     p.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     p.add_argument("--hardware", help="the setting's name of the device; default: its own")
     p.add_argument("--repeats", type=positive(int), default=50, help="steps of each plan that enter a median")
-    p.add_argument("--arena-gib", type=positive(float), default=1.0, help="weights in memory a process, the "
+    p.add_argument("--arena-gib", type=positive_gib, default=1.0, help="weights in memory a process, the "
                    "largest shard")
     p.add_argument("--timeout-s", type=positive(float), default=120.0, help="a round of steps that takes "
                    "longer has hung")
@@ -377,7 +396,9 @@ def export(args: argparse.Namespace) -> None:
     problem = files.read_problem(args.problem)
     if is_grouped(args.plan):
         grouped.export(args, problem)
-        return
-    plan = files.read_plan(args.plan, problem)
-    exported = to_torchrec(plan, problem, args.module, args.compute_device)
-    write_torchrec(args.out, exported)
+    else:
+        plan = files.read_plan(args.plan, problem)
+        write_torchrec(args.out, to_torchrec(plan, problem, args.module, args.compute_device))
+    if not all(t.collection for t in problem.tables):
+        print(f"note: nothing here knows whether the model has a module {args.module!r} with these tables; "
+              "read_torchrec(FILE, model) checks", file=sys.stderr)

@@ -8,12 +8,14 @@ import json
 import sys
 from pathlib import Path
 
-from shardcore.cli.options import command, natural, positive, require_folder
+from shardcore.cli.options import command, natural, positive
+from shardcore.model_files import MODEL_WEIGHTS
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
     p = command(commands, train_policy, "Train a policy that places tables (DreamShard, AutoShard) against a "
-                "cost model, on problems drawn from a pool. No device takes part. `plan --policy` uses it.")
+                "cost model, on problems drawn from a pool. No device takes part. `plan --policy` uses it.",
+                folders={"out": ("policy.json", MODEL_WEIGHTS)})
     p.add_argument("name", help="dreamshard (as published: a cost network of its own rewards it), "
                    "dreamshard_direct (the cost model does) or autoshard (even compute does)")
     p.add_argument("--model", type=Path, required=True, help="folder of a trained cost model")
@@ -41,7 +43,6 @@ def train_policy(args: argparse.Namespace) -> None:
     from shardcore.search.learned.problems import PolicyProblems, make_policy
     from shardcore.tables.generate import generate_pool
 
-    require_folder(args.out)
     model = neural.load(args.model)
     like = files.read_problem(args.like).topology if args.like else None
     pool = files.read_pool(args.pool) if args.pool else generate_pool()

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from shardcore.cli.options import command, natural, positive
+from shardcore.cli.options import command, natural, positive, positive_gib
 from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
 from shardcore.fused import DENSE_OPTIMIZERS
@@ -23,7 +23,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
                    "FBGEMM's reports (docs/torchrec.md) or a POOL.json")
     p.add_argument("--devices", type=positive(int), default=4)
     p.add_argument("--hosts", type=positive(int), default=1, help="of equally many of the devices")
-    p.add_argument("--memory-gib", type=positive(float), default=24.0, help="a device, of which 15%% is kept "
+    p.add_argument("--memory-gib", type=positive_gib, default=24.0, help="a device, of which 15%% is kept "
                    "for the dense part, unless drawn from a pool")
     p.add_argument("--batch", type=positive(int), default=2048, help="global batch")
     p.add_argument("--draw", type=natural, metavar="INDEX", help="which problem to draw from a pool")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import io
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardcore.cli.options import command, natural, positive, require_folder
+from shardcore.cli.options import command, natural, positive, require_outputs
+from shardcore.cli.progress_line import shown
 from shardcore.errors import ShardCoreError
+from shardcore.progress import clock
 
 if TYPE_CHECKING:
     from shardcore.provision import Cluster
@@ -24,7 +24,7 @@ _WRITTEN = ("problem.json", "plan.json", "clusters.json", "curve.png")
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, provision, _PROVISION)
+    p = command(commands, provision, _PROVISION, folders={"out": _WRITTEN})
     p.add_argument("problem", type=Path, metavar="PROBLEM.json")
     p.add_argument("--offers", type=Path, required=True, metavar="OFFERS.json", help="types of machines, "
                    "with devices, memory, links, price and cost model (docs/plan.md)")
@@ -33,8 +33,10 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     target.add_argument("--samples-per-s", type=positive(float), help="the fewest samples a second")
     target.add_argument("--price-per-hour", type=positive(float), help="what the cluster may cost; the "
                         "fastest that it buys is wanted")
-    p.add_argument("--algorithm", help="searches plans; anneal_columns, the default, or another of `plan`")
+    p.add_argument("--algorithm", help="searches plans; portfolio, the default, or another of `plan`")
     p.add_argument("--budget-evals", type=positive(int), default=20_000, help="plans to price a cluster")
+    p.add_argument("--budget-s", type=positive(float), help="seconds to search, for all clusters together "
+                   "(none: as long as the plans to price take)")
     p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets problem.json and plan.json "
                    "of the chosen cluster, clusters.json with all of them, and curve.png; the last two even "
@@ -53,15 +55,12 @@ def provision(args: argparse.Namespace) -> None:
     problem, offers = files.read_problem(args.problem), read_offers(args.offers)
     target = Target(args.step_ms, args.samples_per_s, args.price_per_hour)
     # Folders of models are relative to the file that names them.
-    models = {offer.model: mixed.load([args.offers.parent / offer.model]) for offer in offers}
-    require_folder(args.out)
-    for name in _WRITTEN:
-        for read in (args.problem, args.offers):
-            if (out := args.out / name).exists() and out.samefile(read):
-                raise ShardCoreError(f"--out {args.out} would get {name} in the place of {read}, which is "
-                                     "read; it needs to be another folder")
-    began = time.monotonic()
-    found = sweep(problem, offers, models, search, args.seed, Budget(args.budget_evals), _say)
+    folders = {offer.model: args.offers.parent / offer.model for offer in offers}
+    require_outputs(args, folders.values())
+    models = {name: mixed.load([folder]) for name, folder in folders.items()}
+    began = clock()
+    with shown():
+        found = sweep(problem, offers, models, search, args.seed, Budget(args.budget_evals), args.budget_s)
     args.out.mkdir(parents=True, exist_ok=True)
     # Before the choice: if none meets the target, all that was searched is still there.
     files.write_json(args.out / "clusters.json", [
@@ -74,11 +73,11 @@ def provision(args: argparse.Namespace) -> None:
     except ShardCoreError as error:
         _draw(found, None, args.out)
         raise ShardCoreError(f"{error}. All that were searched are in {args.out}/clusters.json") from None
-    _draw(found, first, args.out)
     files.write_problem(args.out / "problem.json", first.problem)
     files.write_plan(args.out / "plan.json", first.plan, first.problem)
+    _draw(found, first, args.out)
     print(f"{args.out}: {first.words}, {first.price_per_hour:,.2f} an hour, {first.step_ms:.3f} ms a step; "
-          f"{len(found)} clusters searched in {time.monotonic() - began:.0f} s\n")
+          f"{len(found)} clusters searched in {clock() - began:.0f} s\n")
     print(provision_report.table([first, *others]))
     if left_out := sum(offer.most_hosts for offer in offers) - len(found):
         print(f"\n{left_out} clusters were left out: their devices do not divide the global batch of "
@@ -92,13 +91,7 @@ def provision(args: argparse.Namespace) -> None:
 
 def _draw(found: Sequence[Cluster], chosen: Cluster | None, out: Path) -> None:
     from shardcore import files
-    from shardcore.report import provision_report
+    from shardcore.report import figures, provision_report
 
-    drawn = io.BytesIO()
-    provision_report.figure(found, chosen).savefig(drawn, dpi=120, format="png")
-    files.write_atomic(out / "curve.png", drawn.getvalue())
+    files.write_atomic(out / "curve.png", figures.png(provision_report.figure(found, chosen)))
 
-
-def _say(done: int, of: int) -> None:
-    if done % max(1, of // 10) == 0 or done == of:
-        print(f"clusters: {done} of {of} searched", file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@ import argparse
 from itertools import islice
 from pathlib import Path
 
-from shardcore.cli.options import amount, command, natural, positive
+from shardcore.cli.options import amount, command, natural, positive, require_outputs
 from shardcore.errors import ShardCoreError
 from shardcore.types import Plan, Problem
 
@@ -29,16 +29,17 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--model", type=Path, action="append", help="folder of a trained model, which prices both")
 
     p = command(commands, drift, "Say how far a published plan is from the best, now that its tables' "
-                "statistics changed, and what a re-plan would save.")
+                "statistics changed, and what a re-plan would save.",
+                folders={"out": ("problem.json", "plan.json")})
     p.add_argument("plans", metavar="PLANS", help="folder or URL of published plans")
     p.add_argument("name", help="of the problem")
     p.add_argument("--fresh", type=Path, required=True, metavar="FILE.json", help="a problem or a pool of "
-                   "tables with the pooling and access statistics of now")
+                   "tables with the shapes, pooling and access statistics of now")
     p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
     p.add_argument("--max-moved-tables", type=natural, metavar="N", help="most tables that the re-plan may "
                    "move; default: any number")
-    p.add_argument("--threshold", type=amount, default=0.02, help="a re-plan pays if it is cheaper by this "
-                   "share")
+    p.add_argument("--threshold", type=amount, default=0.0, help="a re-plan pays if its gain exceeds "
+                   "both its margin and this share of the cost")
     p.add_argument("--budget-evals", type=positive(int), help="plans to price in each of the searches")
     p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--out", type=Path, metavar="FOLDER", help="write the re-plan there, with the problem of "
@@ -62,8 +63,9 @@ def diff(args: argparse.Namespace) -> None:
     if bool(args.page) != bool(args.model):
         raise ShardCoreError(f"diff was given --{'page' if args.page else 'model'} alone; it needs --page "
                              "and --model, or neither")
-    old, new = (_read(path, args.problem) for path in (args.old, args.new))
-    print(plan_report.diff_text(moves_of(old, new)))
+    require_outputs(args, [] if args.problem else [p.with_name("problem.json") for p in (args.old, args.new)])
+    (old, _), (new, problem) = (_read(path, args.problem) for path in (args.old, args.new))
+    print(plan_report.diff_text(moves_of(old, new, problem)))
     if args.page:
         _write_comparison(args)
         print(f"{args.page}: both plans, for a browser")
@@ -74,9 +76,9 @@ def _write_comparison(args: argparse.Namespace) -> None:
     from shardcore import files
     from shardcore.cost import mixed
     from shardcore.cost.model import price
-    from shardcore.publish.diff import rebind_tables
     from shardcore.report import plan_page
     from shardcore.report.plan_explorer import Version
+    from shardcore.search.anneal.reshard import rebind_tables
     from shardcore.search.tower_hosts import as_planned
     from shardcore.workload import lower
 
@@ -85,7 +87,7 @@ def _write_comparison(args: argparse.Namespace) -> None:
     problem.require_setting(model.setting)
     versions = []
     for path in (args.new, args.old):
-        plan = rebind_tables(_read(path, args.problem), problem)
+        plan = rebind_tables(_read(path, args.problem)[0], problem)
         work = lower(plan, as_planned(plan, problem), fits=False)
         versions.append(Version(str(path), plan, price(work, model), work.memory_bytes))
     files.write_atomic(args.page, plan_page.comparison(problem, *versions).encode())
@@ -114,20 +116,21 @@ def drift(args: argparse.Namespace) -> None:
         print(f"{args.out}/plan.json: the re-plan, for {args.out}/problem.json")
 
 
-def _read(path: Path, problem: Path | None) -> Plan:
+def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:
     """A plan with its problem: the given one, or problem.json beside it."""
     from shardcore import files
 
-    return files.read_plan(path, files.read_problem(problem or path.with_name("problem.json")))
+    of = files.read_problem(problem or path.with_name("problem.json"))
+    return files.read_plan(path, of), of
 
 
 def _with_statistics_of(path: Path, problem: Problem) -> Problem:
-    """The problem with fresh statistics from a problem file or a pool."""
-    from shardcore import files, schema
+    """The problem with fresh shapes and statistics from a problem file or a pool."""
+    from shardcore import files
+    from shardcore.documents import is_document
     from shardcore.publish.drift import refreshed
 
-    found = schema.read_json(path)
-    if isinstance(found, dict) and found.get("schema") == "shardcore/pool":
+    if is_document(path, "pool"):
         return refreshed(problem, files.read_pool(path))
     fresh = files.read_problem(path)
     # A pool may lack tables. A problem that lacks some is another problem.

@@ -68,6 +68,10 @@ def _rank(problem: Problem) -> int:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in given:
             raise ShardCoreError(f"{name} is not set, though RANK is; a job needs both")
+    for name, most in (("MASTER_PORT", 65535), ("LOCAL_RANK", n - 1)):
+        found = given.get(name, "0")
+        if not found.isascii() or not found.isdecimal() or len(found) > 5 or int(found) > most:
+            raise ShardCoreError(f"{name} is {found!r}; it needs a whole number of 0 to {most}")
     return int(given["RANK"])
 
 

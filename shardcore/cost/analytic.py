@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from shardcore.cost.collective_model import groups_of
+from shardcore.cost.collective_model import groups_of, is_ring
 from shardcore.cost.host_memory import HostMemoryModel, with_host_memory
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import ShardCoreError
@@ -19,8 +19,10 @@ from shardcore.outputs import payload_bytes
 from shardcore.tables.access import access_share, unique_rows
 from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.traffic import channels_of
-from shardcore.types import OF_IDS, PRECISION_BYTES, Problem, Setting, Shard
+from shardcore.types import PRECISION_BYTES, Problem, Setting, Shard
+from shardcore.workload import Workload
 
+CLOSED_FORM = "not measured: closed-form model"
 MS_PER_NS = 1e-6
 MS_PER_US = 1e-3
 
@@ -85,7 +87,7 @@ class AnalyticModel:
         """`head` for one op at a time."""
         from shardcore.cost import compiled
 
-        return Compiled(compiled.linear, np.concatenate([[self.launch_ms], self._rates()]))
+        return Compiled(compiled.ready(compiled.linear), np.concatenate([[self.launch_ms], self._rates()]))
 
     def _rates(self) -> np.ndarray:
         """[4] ms per unit of each driver."""
@@ -146,6 +148,10 @@ class AnalyticModel:
         ready = compute_ms + backward
         return CommCost(forward, backward, ready.max(-1, keepdims=True) - ready, input_ms + work_ms, work_ms)
 
+    def out_of_range(self, workload: Workload) -> list[str]:
+        """See model.CostModel. Its setting names a device that was not measured."""
+        return [CLOSED_FORM]
+
     def _transfer_ms(self, channel: Channel, sent_bytes: np.ndarray, topology: Topology) -> np.ndarray:
         """[..., D] ms of one collective.
 
@@ -163,23 +169,27 @@ class AnalyticModel:
 
         hosts: [n] number of each device's host.
         """
-        n_devices, rings = len(hosts), channel.collective not in ("all_to_all", *OF_IDS)
+        n_devices, rings = len(hosts), is_ring(channel)
         own, all_bytes = sent_bytes / n_devices, sent_bytes.sum(-1, keepdims=True) / n_devices
-        # [n, n] masks of pairs. A device sends nothing to itself.
-        same_host = (hosts[:, None] == hosts) & ~np.eye(n_devices, dtype=bool)
-        other_host = ~same_host & ~np.eye(n_devices, dtype=bool)
+        # Sums by host: pairs of a thousand devices are too many. A device sends nothing to itself.
+        on_host = np.eye(int(hosts.max()) + 1)[hosts]  # [n, H]
+
+        def of_host(x: np.ndarray) -> np.ndarray:
+            return (x @ on_host)[..., hosts]
+
+        mates, own_host = on_host.sum(0)[hosts] - 1, of_host(own)
+        others = n_devices - 1 - mates
         # a link is as busy as the busier of its two directions
-        within = np.maximum(own * same_host.sum(1), own @ same_host)
-        out, into = own * other_host.sum(1), own @ other_host
+        within = np.maximum(own * mates, own_host - own)
+        out, into = own * others, own.sum(-1, keepdims=True) - own_host
         if rings:
             # All but a part of the bytes enters and leaves every device, and every host.
             moved = np.broadcast_to(own.max(-1, keepdims=True) * (n_devices - 1), own.shape)
-            within, out = moved * same_host.any(), moved * other_host.any()
+            within, out = moved * mates.any(), moved * others.any()
             into = out
         elif topology.host_link_gbps:
             # A host's link carries what all of its devices send and receive.
-            on_host = hosts[:, None] == hosts
-            out, into = (x @ on_host for x in (out, into))
+            out, into = of_host(out), of_host(into)
             if channel.group == CROSS:
                 out, into = (np.broadcast_to(x.sum(-2, keepdims=True), x.shape) for x in (out, into))
         between = np.maximum(out, into)

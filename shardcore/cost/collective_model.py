@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, CROSS, HOST, ID_CHANNELS, IDS, WORLD, Channel
 from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.types import CAST, COLLECTIVES, OF_IDS, PAYLOADS
@@ -78,6 +79,7 @@ ORDER = "order_ids"
 samples that tell it apart."""
 ALL_TO_ALL = Channel("all_to_all")
 """Its rates stand in for those of a channel that was not measured."""
+_RINGS = ("reduce_scatter", "all_reduce")
 SKEW_LIMIT_MS = 10.0
 LEAST_IN_STEP, MOST_IN_STEP = 1e-3, 1e3
 """Range of a collective's time in a step over its time alone. Factors beyond it are discarded."""
@@ -101,7 +103,7 @@ def exchange_terms(channel: Channel, owned_bytes: np.ndarray, hosts: np.ndarray,
     owned = np.asarray(owned_bytes, dtype=float)
     skew = np.minimum(np.asarray(skew_ms, dtype=float), SKEW_LIMIT_MS)[..., None]
     times = 1
-    if channel.collective in ("all_to_all", *OF_IDS):
+    if not is_ring(channel):
         # A device receives its ids as it receives gradients backward: `owned` bytes, a part from each device.
         far_rounds, *of_links = _all_to_all(owned, hosts, channel.group == CROSS)
         times = ALL_TO_ALLS_OF_IDS if channel.collective in OF_IDS else 1
@@ -110,6 +112,17 @@ def exchange_terms(channel: Channel, owned_bytes: np.ndarray, hosts: np.ndarray,
         twice = channel.collective == "all_reduce"
         far_rounds, *of_links = _ring(2 * owned if twice else owned.max(-1, keepdims=True), hosts)
     return [1.0 * times, (len(hosts) - 1.0) * times, far_rounds * times, skew, *of_links]
+
+
+def is_ring(channel: Channel) -> bool:
+    """Whether a collective sends round a ring, or from each device to each other one.
+
+    Raises ShardCoreError for a collective whose law is not known.
+    """
+    if channel.collective not in (*_RINGS, "all_to_all", *OF_IDS):
+        raise ShardCoreError(f"collective {channel.collective!r} has no price; known are "
+                             f"{', '.join(COLLECTIVES)}")
+    return channel.collective in _RINGS
 
 
 def _all_to_all(owned: np.ndarray, hosts: np.ndarray, shares_links: bool) -> Terms:
@@ -182,6 +195,7 @@ def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np
     members, hosts = groups_of(channel, topology)
     if members.shape[1] < 2 or not owned.any():
         return forward, backward
+    is_ring(channel)  # raises for a collective without a law
     rates = {way: explicit_links(in_step(w, channel, way) * rates_of(w, channel, way, payloads[way]),
                                  topology, _share(channel, payloads[way]))
              for way in COLLECTIVES[channel.collective]}

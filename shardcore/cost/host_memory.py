@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from shardcore.cost.model import BoundableCostModel, CommCost, Compiled
+from shardcore.cost.ranges import and_more
 from shardcore.tables.host_rows import link_bytes_of
 from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.types import Problem, Setting, Shard
+from shardcore.workload import Workload
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +78,19 @@ class HostMemoryModel:
 
         inner = self.model.compiled(*([] if level is None else [level]))
         which = compiled.HEADS.index(inner.head)
-        return Compiled(compiled.beside_link, np.concatenate([[float(which)], inner.parameters]))
+        return Compiled(compiled.ready(compiled.beside_link),
+                        np.concatenate([[float(which)], inner.parameters]))
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         return self.model.comm(traffic, compute_ms, topology)
+
+    def out_of_range(self, workload: Workload) -> list[str]:
+        """See model.CostModel."""
+        names = {s.table.name: None for ops in workload.ops for op in ops for s in op.shards
+                 if s.table.in_host_memory}
+        of_link = [f"table {next(iter(names))!r}{and_more(names)} has rows in host memory: the topology "
+                   f"gives the {self.gbps:g} GB/s of their link, not measured"] if names else []
+        return [*self.model.out_of_range(workload), *of_link]
 
     @property
     def lower(self) -> _BoundableHostMemoryModel | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardcore.cost import neural, ranges
+from shardcore.cost import neural
 from shardcore.cost.collective_model import ALL_TO_ALL, is_measured
 from shardcore.cost.host_memory import HostMemoryModel, with_host_memory
 from shardcore.cost.model import BoundableCostModel, CommCost, Compiled, CostModel
@@ -99,7 +99,8 @@ class MixedModel:
 
         parameters = [model.compiled(level).parameters for model in self.models]
         numbers = [len(parameters), *map(len, parameters)]
-        return Compiled(compiled.several, np.concatenate([np.array(numbers, dtype=float), *parameters]))
+        return Compiled(compiled.ready(compiled.several),
+                        np.concatenate([np.array(numbers, dtype=float), *parameters]))
 
     @property
     def of_exchanges(self) -> NeuralModel:
@@ -110,30 +111,28 @@ class MixedModel:
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         return self.of_exchanges.comm(traffic, compute_ms, topology)
 
+    def out_of_range(self, workload: Workload) -> list[str]:
+        """See model.CostModel. Each precision's shards against its own model."""
+        found = [m.out_of_range(_only(m.setting.precision, workload, m is self.of_exchanges))
+                 for m in self.models]
+        return list(dict.fromkeys(sentence for sentences in found for sentence in sentences))
+
     @property
     def lower(self) -> BoundableCostModel | None:
         """None: an op of a single precision saves less launches than one of all."""
         return None
 
 
-def load(folders: Sequence[str | Path]) -> NeuralModel | MixedModel:
+def load(folders: str | Path | Sequence[str | Path]) -> NeuralModel | MixedModel:
     """The model of a folder, or of several folders of different precisions."""
+    folders = [folders] if isinstance(folders, str | Path) else folders
     models = sorted(map(neural.load, folders), key=lambda m: m.setting.precision)
     return models[0] if len(models) == 1 else MixedModel(tuple(models))
 
 
 def out_of_range(model: CostModel, workload: Workload) -> list[str]:
-    """As ranges.out_of_range, of each precision's shards against its own model."""
-    if isinstance(model, HostMemoryModel):
-        return out_of_range(model.model, workload)
-    if isinstance(model, NeuralModel):
-        return ranges.out_of_range(model, workload)
-    # Laws have no measured range.
-    if not isinstance(model, MixedModel):
-        return []
-    found = [ranges.out_of_range(m, _only(m.setting.precision, workload, m is model.of_exchanges))
-             for m in model.models]
-    return list(dict.fromkeys(sentence for sentences in found for sentence in sentences))
+    """Sentences on what of a step a model has not measured (see model.CostModel)."""
+    return model.out_of_range(workload)
 
 
 def _only(precision: str, workload: Workload, exchanges: bool) -> Workload:

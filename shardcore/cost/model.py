@@ -14,8 +14,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from shardcore.errors import ShardCoreError
 from shardcore.job import Job
-from shardcore.step_cost import StepCost
+from shardcore.limits import require_type, shown
+from shardcore.step_cost import PredictedCost
 from shardcore.topology import Topology
 from shardcore.types import Problem, Setting, Shard
 from shardcore.workload import Workload
@@ -57,6 +59,9 @@ class CostModel(Protocol):
         traffic: [L C, ..., D] bytes of each of layouts.CHANNELS, in each lane, as in Workload.
         compute_ms: [..., D] of each device. It sets the skew with which devices arrive.
         """
+
+    def out_of_range(self, workload: Workload) -> list[str]:
+        """Sentences on what of a step the model has not measured. Empty where it has measured all."""
 
     @property
     def lower(self) -> BoundableCostModel | None:
@@ -172,6 +177,9 @@ class QuantileCostModel:
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         return self.model.comm(traffic, compute_ms, topology)
 
+    def out_of_range(self, workload: Workload) -> list[str]:
+        return self.model.out_of_range(workload)
+
     @property
     def lower(self) -> BoundableCostModel | None:
         # The inner model's bound holds only if no quantile lies below its head.
@@ -211,8 +219,17 @@ def step_ms(compute_ms: np.ndarray, comm: CommCost, job: Job) -> np.ndarray:
     return (compute_ms + comm.total_ms).max(-1) + exposed_input_ms(comm, job) + job.dense_ms
 
 
-def price(workload: Workload, model: CostModel) -> StepCost:
-    """The cost that a model predicts for one step of a workload."""
+def require_model(model: object) -> None:
+    """Raise ShardCoreError unless something can be asked for costs."""
+    if not all(hasattr(model, name) for name in ("setting", "encode", "head", "comm")):
+        raise ShardCoreError(f"model is {shown(model)}; it needs to be a cost model, as load_model(folder) "
+                             "gives")
+
+
+def price(workload: Workload, model: CostModel) -> PredictedCost:
+    """The cost that a model predicts for one step of a workload, and what of it was not measured."""
+    require_type(workload, Workload, "workload", "a Workload, as lower(plan, problem) gives")
+    require_model(model)
     n_devices = len(workload.ops)
     forward, backward = np.zeros(n_devices), np.zeros(n_devices)
     # Devices that run the same shards share an Op. It is priced once.
@@ -234,4 +251,5 @@ def price(workload: Workload, model: CostModel) -> StepCost:
     input_ms = np.full(n_devices, exposed_input_ms(comm, workload.job))
     *parts, input_ms = (tuple(map(float, x)) for x in (forward, backward, comm.forward_ms, comm.backward_ms,
                                                        comm.waiting_ms, input_ms))
-    return StepCost(*parts, input_ms=input_ms, dense_ms=workload.job.dense_ms)
+    return PredictedCost(*parts, input_ms=input_ms, dense_ms=workload.job.dense_ms,
+                         extrapolated=tuple(model.out_of_range(workload)))

@@ -6,6 +6,7 @@ Shapes: N shards, G ops, D devices; ... any leading dimensions.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +15,21 @@ from typing import Any
 import numpy as np
 
 from shardcore import files, model_files, schema
-from shardcore.cost import collective_model, features, nets, quantiles
+from shardcore.access_statistics import Zipf
+from shardcore.cost import collective_model, features, nets, quantiles, ranges
 from shardcore.cost import weights as required
 from shardcore.cost.host_memory import HostMemoryModel, with_host_memory
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import ID_CHANNELS, Channel
+from shardcore.limits import require_type
 from shardcore.topology import Topology
 from shardcore.traffic import channels_of
 from shardcore.types import COLLECTIVES, Problem, Setting, Shard
+from shardcore.workload import Workload
 
+_SOME_LOOKUPS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+"""Lookups a sample that a shard without any is compared with."""
 _AT_ONCE = 1 << 16
 """Shards encoded at a time. The network's layers take 100 times the memory of its result."""
 
@@ -76,11 +82,20 @@ class NeuralModel:
 
         None: the setting's batch.
         """
+        batch = batch or self.setting.batch
         # In chunks, which bound the memory (see _AT_ONCE).
-        found = [nets.encode(self.weights,
-                             *features.features(shards[i:i + _AT_ONCE], batch or self.setting.batch))
+        found = [self._encode(shards[i:i + _AT_ONCE], batch)
                  for i in range(0, max(1, len(shards)), _AT_ONCE)]
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        codes = found[0] if len(found) == 1 else np.concatenate(found)
+        if idle := [i for i, shard in enumerate(shards) if not shard.table.pooling]:
+            # No op without lookups was measured. It runs, and takes no longer than one with some.
+            busy = [self._encode([_with_lookups(shards[i], pooling) for i in idle], batch)
+                    for pooling in _SOME_LOOKUPS]
+            codes[idle, -2:] = np.minimum.reduce([codes[idle, -2:], *(each[:, -2:] for each in busy)])
+        return codes
+
+    def _encode(self, shards: Sequence[Shard], batch: int) -> np.ndarray:
+        return nets.encode(self.weights, *features.features(shards, batch))
 
     def head(self, sums: np.ndarray) -> np.ndarray:
         """[...] ms, forward + backward, of ops from summed encodings [..., K + 2]. 0 for an empty op."""
@@ -108,7 +123,7 @@ class NeuralModel:
         numbers = (w["contention.0.bias"].size, w["band.log_ms"].size, nets.LOAD_FLOOR, error)
         arrays = (w["launch"], w["band.log_ms"], w["band.width"], 1 / w["load_typical"],
                   w["contention.0.weight"], w["contention.0.bias"], w["contention.1.weight"])
-        return Compiled(compiled.contended,
+        return Compiled(compiled.ready(compiled.contended),
                         np.concatenate([numbers, *(np.ravel(x) for x in arrays)], dtype=float))
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
@@ -116,6 +131,10 @@ class NeuralModel:
         both = nets.parts(self.weights, np.asarray(sums, dtype=float))
         total = both.sum(-1)
         return np.divide(both[..., 0], total, out=np.zeros_like(total), where=total > 0)
+
+    def out_of_range(self, workload: Workload) -> list[str]:
+        """See model.CostModel."""
+        return ranges.out_of_range(self, workload)
 
     @property
     def lower(self) -> NeuralModel:
@@ -197,6 +216,12 @@ class NeuralModel:
         return found
 
 
+def _with_lookups(shard: Shard, pooling: float) -> Shard:
+    """The shard, had its table so many lookups a sample."""
+    access = shard.table.access if isinstance(shard.table.access, Zipf) else Zipf(1.0)
+    return dataclasses.replace(shard, table=dataclasses.replace(shard.table, pooling=pooling, access=access))
+
+
 def physical(model: NeuralModel) -> NeuralModel:
     """An ablation: the same measurements without learned correction and contention. Rates and launch only.
 
@@ -233,6 +258,7 @@ def load(folder: str | Path) -> NeuralModel:
     Raises ShardCoreError for a file that is missing, cut short or edited.
     Raises it too for a model trained on other features than this ShardCore computes.
     """
+    require_type(folder, (str, os.PathLike), "folder of a model", "a path")
     meta, weights = model_files.read_model(folder)
     setting = files.setting_from_json(meta.pop("setting", None), f"{folder}: setting")
     # Weights are matrices by position, so names have to agree in order too.

@@ -29,7 +29,6 @@ def _non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """argmin |a x - b| over x >= 0. Exact: it tries every set of positive terms, as K is small.
 
     A trace of ridge shares the rate evenly among terms that the data cannot tell apart.
-    An example: one latency, and one a peer, when all exchanges had two ranks.
     """
     # Unit columns, so that one ridge suits terms of any unit.
     norms = np.linalg.norm(a, axis=0)

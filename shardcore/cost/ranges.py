@@ -77,12 +77,16 @@ def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
     Each names the worst case of a kind, and how many more there are.
     """
     found: dict[str, list[tuple[str, float]]] = {name: [] for name in QUANTITIES}
+    known: dict[int, dict[str, list[float]]] = {}  # devices of replicas share their Op
     for device, ops in enumerate(workload.ops):
         for op in ops:
-            for name, values in op_quantities(op.shards, op.batch).items():
-                of_shard = name.startswith("shard_")
-                named = [_name(s) for s in op.shards] if of_shard else [f"device {device}"]
-                found[name] += zip(named, values, strict=True)
+            if first := id(op) not in known:
+                known[id(op)] = op_quantities(op.shards, op.batch)
+            for name, values in known[id(op)].items():
+                if name.startswith("shard_"):
+                    found[name] += zip(map(_name, op.shards), values, strict=True) if first else ()
+                else:
+                    found[name].append((f"device {device}", values[0]))
     if len(workload.topology) > 1:
         found["devices"].append(("the topology", len(workload.topology)))
         for channel, sent in zip(workload.channels, workload.traffic, strict=True):
@@ -110,7 +114,7 @@ def _beyond(name: str, values: Sequence[tuple[str, float]],
     for side, end, limit in ((above, quantity.upper, high), (below, quantity.lower, low)):
         if side:
             value, owner = side[0]
-            more = _and_more(side)
+            more = and_more(side)
             yield (f"{owner} {quantity.phrase.format(quantity.show(value))}{more}; "
                    f"{end} measured {quantity.show(limit)}")
 
@@ -118,6 +122,10 @@ def _beyond(name: str, values: Sequence[tuple[str, float]],
 def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
     """Sentences on links, collectives and speeds that were not measured."""
     topology = workload.topology
+    if topology.hardware is None:
+        yield f"the topology names no hardware: prices are those of {model.setting.hardware}"
+    elif topology.hardware != model.setting.hardware:
+        yield f"the topology has {topology.hardware}; the model was measured on {model.setting.hardware}"
     used = list(dict.fromkeys(c for c, sent in zip(workload.channels, workload.traffic, strict=True)
                               if sent.any() and collective_model.groups_of(c, topology)[0].shape[1] > 1))
     links = [collective_model.measured_links(model.weights, c) for c in used]
@@ -143,11 +151,16 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
     tables = {s.table.name: s.table for ops in workload.ops for op in ops for s in op.shards}
     sequences = [name for name, table in tables.items() if table.sequence]
     if sequences and "op_sequences" not in model.meta["ranges"]:
-        yield (f"table {sequences[0]!r}{_and_more(sequences)} is a sequence: its lookups are priced as "
+        yield (f"table {sequences[0]!r}{and_more(sequences)} is a sequence: its lookups are priced as "
                "pooled ones with an output for each, not measured")
+    replicas = dict.fromkeys(s.table.name for ops in workload.ops for op in ops
+                             if op.run.dense_gradient for s in op.shards)
+    if replicas:
+        yield (f"table {next(iter(replicas))!r}{and_more(replicas)} is replicated: its dense kernel is "
+               "priced as a fused op, without its dense optimizer, not measured")
     weighted = [name for name, table in tables.items() if table.weighted]
     if weighted:
-        yield (f"table {weighted[0]!r}{_and_more(weighted)} has weights of lookups, which are priced to "
+        yield (f"table {weighted[0]!r}{and_more(weighted)} has weights of lookups, which are priced to "
                "travel only, not measured")
     if (ratio := workload.job.tower_ratio) is not None:
         yield (f"outputs cross hosts {ratio:g} times smaller, as given; the compute and memory of the tower "
@@ -162,6 +175,6 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
                "measured hardware")
 
 
-def _and_more(of: Sized) -> str:
+def and_more(of: Sized) -> str:
     """How many there are beside the one that is named."""
     return f" (and {len(of) - 1} more)" if len(of) > 1 else ""

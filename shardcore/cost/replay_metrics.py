@@ -20,7 +20,7 @@ import numpy as np
 from shardcore.cost.metrics import kendall_tau, mape, spearman
 from shardcore.measurements import Spread
 
-OURS, RANDOM = "anneal_columns", "random"
+OURS, RANDOM = "portfolio", "random"
 FEWEST = 5
 """The fewest problems that can refuse a model. With fewer, a bootstrap interval means too little."""
 _DRAWS = 4000

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardcore import files, schema
 from shardcore.errors import ShardCoreError
+from shardcore.export import torchrec_fields
 from shardcore.export.torchrec import to_torchrec
 from shardcore.export.torchrec_json import from_json, to_json
 from shardcore.limits import MOST_DEVICES, require, require_within
@@ -61,13 +62,22 @@ def arguments_of(grouped: GroupedPlan, problem: Problem) -> Arguments:
 
 
 def to_dmp_collection(grouped: GroupedPlan, problem: Problem, module: nn.Module | str,
-                      compute_device: str | None = None) -> dict[str, Any]:
-    """Keyword arguments of DMPCollection: `plan`, of one group, and those of Arguments.
+                      compute_device: str | None = None, **others: Any) -> dict[str, Any]:
+    """Keyword arguments of DMPCollection: `plan`, of one group, those of Arguments, and others.
 
     The parameters are those of `to_torchrec`, which raises the same. problem: the whole.
+    others: further arguments of DMPCollection.
+
+    Raises ShardCoreError for one of the others that follows from the plan, or under which its price does not
+    hold (see `torchrec_fields`).
     """
-    return {"plan": to_torchrec(grouped.plan, grouped.problem, module, compute_device),
-            **asdict(arguments_of(grouped, problem))}
+    own = {"plan": to_torchrec(grouped.plan, grouped.problem, module, compute_device),
+           **asdict(arguments_of(grouped, problem))}
+    if twice := sorted({"module", *own} & set(others)):
+        raise ShardCoreError(f"DMPCollection's {twice[0]} follows from the plan; leave it out")
+    if others:
+        torchrec_fields.check(torchrec_fields.records()["DMPCollection"], others, "DMPCollection")
+    return own | others
 
 
 def write_dmp_collection(path: str | Path, arguments: Mapping[str, Any], sync_every: int) -> None:

@@ -4,13 +4,15 @@ Each rank writes the rows that it has, with the ids of each. To load, each rank 
 from the files of all ranks. So training goes on with other hot ids (as heat drifts), another plan, or another
 number of ranks.
 
-A rank holds one file's tensors at a time in memory.
+A rank holds one file's tensors at a time in memory. complete.json, written last, has the digest of each file:
+a folder that is not whole, and a flipped bit, are refused.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardcore.documents import document, open_document, opened, seal, unseal
 from shardcore.errors import ShardCoreError
 from shardcore.export.hot_cold import HotColdEmbeddingCollection, hot_cold_modules
 from shardcore.export.torchrec_modules import path_in_model
-from shardcore.files import write_atomic
+from shardcore.files import write_atomic, write_json
+from shardcore.model_files import UNREADABLE
+from shardcore.schema import build, parse_json, require_file, show
 from shardcore.tables.hot_rows import COLD
 
-_SCHEMA, _VERSION = "shardcore/rows", "1"
+_ROWS, _COMPLETE, _META = "rows", "rows-complete", "shardcore"
 _FUSED_STATE = {"momentum1": "sum"}
 """Optimizer state of FBGEMM's fused optimizers and of torch.optim's: Adagrad, row-wise or not, has one."""
 _STEPS, _FUSED_STEPS = "step", "iter"
@@ -65,19 +70,21 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0 and (old := next(folder.glob("rows-*.safetensors"), None)):
             raise ShardCoreError(f"{folder} has rows already, such as {old.name}; save to an empty folder")
+    digests: dict[str, str] = {}
     with _all_or_none():
         for i, part in enumerate(parts):
-            about = {"schema": _SCHEMA, "version": _VERSION, "table": part.table,
-                     "columns": json.dumps(part.columns)}
+            about = document(_ROWS, {"table": part.table, "columns": part.columns})
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.tensors.items()}
-            write_atomic(folder / f"rows-{rank:05d}-{i:05d}.safetensors",
-                         save({"ids": torch.from_numpy(part.ids), **tensors}, about))
+            content = save({"ids": torch.from_numpy(part.ids), **tensors}, {_META: json.dumps(about)})
+            name = f"rows-{rank:05d}-{i:05d}.safetensors"
+            write_atomic(folder / name, content)
+            digests[name] = hashlib.sha256(content).hexdigest()
+    of_ranks = _gathered(digests)
     with _all_or_none():
         # Written last: without it the folder is not whole.
         if rank == 0:
-            files = len(list(folder.glob("rows-*.safetensors")))
-            write_atomic(folder / "complete.json", json.dumps(
-                {"schema": _SCHEMA, "version": _VERSION, "ranks": n, "files": files}).encode())
+            files = {name: digest for of in of_ranks for name, digest in of.items()}
+            write_json(folder / "complete.json", document(_COMPLETE, seal({"ranks": n, "files": files})))
 
 
 def load_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -88,24 +95,18 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
 
     Raises ShardCoreError for a folder that is not whole, and for rows that are missing in it.
     """
-    from safetensors import safe_open
-
     with _all_or_none():
         folder = Path(folder)
         files = _complete(folder)
         parts = list(_parts(model, optimizer, replicas=True))
         missing = [{name: np.full(len(part.ids), part.columns[1] - part.columns[0]) for name in part.tensors}
                    for part in parts]
-        for path in files:
-            with safe_open(path, "pt") as file:
-                about = file.metadata()
-                wanted = [i for i, part in enumerate(parts) if part.table == about["table"]]
-                if not wanted:
-                    continue
-                lo, hi = json.loads(about["columns"])
-                ids = file.get_tensor("ids").numpy()
-                for i in wanted:
-                    _fill(parts[i], missing[i], file, ids, (lo, hi))
+        tables = {part.table for part in parts}
+        for path, digest in files.items():
+            if (rows := _read(path, digest, tables)) is not None:
+                for part, lacking in zip(parts, missing, strict=True):
+                    if part.table == rows.table:
+                        _fill(part, lacking, rows)
         for part, lacking in zip(parts, missing, strict=True):
             for name, columns in lacking.items():
                 if (columns > 0).any():
@@ -114,20 +115,19 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
                                          f"{part.ids[np.argmax(columns > 0)]}")
 
 
-def _fill(part: _Part, missing: dict[str, np.ndarray], file: Any, ids: np.ndarray,
-          columns: tuple[int, int]) -> None:
-    """Copy what a file has of a part's rows. ids: those of the file."""
+def _fill(part: _Part, missing: dict[str, np.ndarray], found: _Part) -> None:
+    """Copy what a file has of a part's rows."""
+    ids, columns = found.ids, found.columns
     at = np.searchsorted(ids, part.ids).clip(max=max(len(ids) - 1, 0))
     have = np.flatnonzero(ids[at] == part.ids) if len(ids) else np.zeros(0, dtype=int)
     lo, hi = max(columns[0], part.columns[0]), min(columns[1], part.columns[1])
     if not len(have) or lo >= hi:
         return
-    rows, known = torch.from_numpy(at[have]), set(file.keys())
-    into = torch.from_numpy(have)
+    rows, into = torch.from_numpy(at[have]), torch.from_numpy(have)
     for name, tensor in part.tensors.items():
-        if name not in known:
+        if name not in found.tensors:
             continue
-        source = file.get_tensor(name)
+        source = found.tensors[name]
         if source.ndim != tensor.ndim:
             kinds = {1: "rows", 2: "cells"}
             raise ShardCoreError(
@@ -138,8 +138,8 @@ def _fill(part: _Part, missing: dict[str, np.ndarray], file: Any, ids: np.ndarra
             tensor[into.to(tensor.device)] = source[rows].to(tensor)
             missing[name][have] = 0
         else:
-            found = source[:, lo - columns[0]:hi - columns[0]][rows]
-            tensor[into.to(tensor.device), lo - part.columns[0]:hi - part.columns[0]] = found.to(tensor)
+            cells = source[:, lo - columns[0]:hi - columns[0]][rows]
+            tensor[into.to(tensor.device), lo - part.columns[0]:hi - part.columns[0]] = cells.to(tensor)
             missing[name][have] -= hi - lo
 
 
@@ -225,17 +225,70 @@ def _require_known(names: Any, known: Any, table: str) -> None:
                                  f"SGD and Adagrad ({', '.join(known)}) only")
 
 
-def _complete(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("rows-*.safetensors"))
+# --- files ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Complete:
+    """complete.json: how many ranks wrote, and the digest of each file."""
+
+    ranks: int
+    files: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Header:
+    """A file's own description of its rows."""
+
+    table: str
+    columns: tuple[int, int]
+
+
+def _complete(folder: Path) -> dict[Path, str]:
+    """Files of rows, each with its digest. Raises ShardCoreError for a folder that is not whole."""
+    path, there = folder / "complete.json", {p.name for p in folder.glob("rows-*.safetensors")}
+    if not path.exists():
+        raise ShardCoreError(f"{folder} has {len(there)} files of rows and no complete.json; it needs a "
+                             "folder that save_rows finished")
+    said = build(_Complete, unseal(open_document(path, _COMPLETE), path), str(path)).files
+    if differ := sorted(there ^ set(said)):
+        raise ShardCoreError(f"{folder} and its complete.json differ in {len(differ)} files, such as "
+                             f"{show(differ[0])}; it needs a folder that save_rows finished")
+    return {folder / name: digest for name, digest in sorted(said.items())}
+
+
+def _read(path: Path, digest: str, tables: Collection[str]) -> _Part | None:
+    """The rows of a file. None if they are of none of these tables.
+
+    Raises ShardCoreError for a file that does not match its digest.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    require_file(path)
     try:
-        said = json.loads((folder / "complete.json").read_text())
-        wanted = said["files"] if said["schema"] == _SCHEMA and said["version"] == _VERSION else None
-    except (OSError, ValueError, KeyError, TypeError):
-        wanted = None
-    if wanted != len(files):
-        raise ShardCoreError(f"{folder} has {len(files)} files of rows and complete.json says {wanted}; it "
-                             "needs a folder that save_rows finished")
-    return files
+        with safe_open(path, "pt") as file:
+            about = parse_json((file.metadata() or {}).get(_META, "null").encode(), path)
+            header = build(_Header, opened(about, _ROWS, path)[0], str(path))
+            if header.table not in tables:
+                return None
+            with open(path, "rb") as content:
+                if hashlib.file_digest(content, "sha256").hexdigest() != digest:
+                    raise ShardCoreError(f"{path} does not match its digest in complete.json; it was cut "
+                                         "short or edited")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        ids, (lo, hi) = tensors.pop("ids").numpy(), header.columns
+    except ShardCoreError:
+        raise
+    except (SafetensorError, *UNREADABLE) as error:
+        raise ShardCoreError(f"{path} is no file of rows: {type(error).__name__}: {error}") from None
+    if ids.ndim != 1 or ids.dtype != np.int64 or not (ids[1:] > ids[:-1]).all():
+        raise ShardCoreError(f"{path} has ids {ids.dtype} {list(ids.shape)}; they need to be int64, rising")
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tuple(tensor.shape) not in ((len(ids),), (len(ids), hi - lo)):
+            raise ShardCoreError(f"{path} has {show(name)} {tensor.dtype} {list(tensor.shape)} for "
+                                 f"{len(ids)} rows and columns {lo} to {hi}; it needs numbers of rows or "
+                                 "cells")
+    return _Part(header.table, ids, (lo, hi), tensors)
 
 
 def _ranks() -> tuple[int, int]:
@@ -246,20 +299,22 @@ def _ranks() -> tuple[int, int]:
 @contextmanager
 def _all_or_none() -> Iterator[None]:
     """Around what may fail on some ranks. An error of one is raised on all, so that none waits for it."""
-    from safetensors import SafetensorError
-
     own: ShardCoreError | None = None
     try:
         yield
     except ShardCoreError as error:
         own = error
-    except SafetensorError as error:
-        own = ShardCoreError(f"a file of rows is damaged: {error}")
     except OSError as error:
         own = ShardCoreError(str(error))
-    said: list[Any] = [own and str(own)]
-    if dist.is_available() and dist.is_initialized():
-        said = [None] * dist.get_world_size()
-        dist.all_gather_object(said, own and str(own))
+    said = _gathered(own and str(own))
     if own or any(said):
         raise own or ShardCoreError(next(filter(None, said)))
+
+
+def _gathered(value: Any) -> list[Any]:
+    """A value of each rank."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found

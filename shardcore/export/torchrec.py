@@ -22,6 +22,7 @@ Ranks are TorchRec's numbers of devices, host by host (Topology.ranks).
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,10 @@ from shardcore.workload import require_cover
 if TYPE_CHECKING:
     from torch import nn
     from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingPlan
+
+
+_PATH = re.compile(r"[\w-]+(\.[\w-]+)*")
+"""Names of modules, joined by dots. Those of a list are numbers."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,17 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
 
 
 def _as_named(problem: Problem, path: str) -> dict[str, ModelTable]:
-    """The tables of a model that is not here. path: the collection of those that name none."""
+    """The tables of a model that is not here. path: the collection of those that name none.
+
+    Raises ShardCoreError for a path that no module of a model has, or that no table is in.
+    """
+    if not _PATH.fullmatch(path):
+        raise ShardCoreError(f"module is {path!r}; it needs the path of the collection in the model, such as "
+                             "sparse_arch.embedding_bag_collection")
+    named = list(dict.fromkeys(t.collection for t in problem.tables))
+    if "" not in named and path not in named:
+        raise ShardCoreError(f"module is {path!r}; all tables of problem {problem.name!r} name their "
+                             f"collections, which are {', '.join(map(repr, named[:5]))}: give one of them")
     hot = {t.name: t.collection or path for t in problem.tables if is_hot(t, problem)}
     divided = set(hot.values())
     found = {}

@@ -6,15 +6,18 @@ They go by a table's name in its collection, `theirs` by ours.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
+from shardcore.export import torchrec_fields
 from shardcore.export.torchrec import sharded
 from shardcore.export.torchrec_modules import ModelTable
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS, layout_of_torchrec, ways
+from shardcore.layouts import LAYOUTS, WHOLE_ROWS, layout_of, layout_of_torchrec
 from shardcore.topology import Topology
-from shardcore.types import Placement, Plan
+from shardcore.types import Placement, Plan, Table
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner import ParameterConstraints
@@ -23,56 +26,77 @@ if TYPE_CHECKING:
     Asked = Mapping[str, ParameterConstraints]
     Tables = Mapping[str, ModelTable]
 
-WHOLE_TYPES = {layout.torchrec_whole for layout in LAYOUTS.values() if not layout.divides_rows}
-"""TorchRec's sharding types that do not cut a table."""
+REPLICAS = tuple(layout.name for layout in LAYOUTS.values() if layout.dense_gradient)
+"""Kinds that run the dense kernel."""
+LOAD_FACTORS = {"fused_uvm": 0.0, "fused_uvm_caching": None}
+"""Kernels with rows in host memory, and the share of rows in device memory. None: that of the cache."""
+CACHED = 0.2
+"""Share of rows in a cache where nobody says. TorchRec's and FBGEMM's default."""
+NO_KERNELS = {"quant": "runs inference", "virtual": "has no rows to place before its ids come"}
+"""Kernels that no plan has, by a part of their names, and why."""
 
 
-def require_possible(asked: Asked, theirs: Tables) -> None:
-    """Raise ShardCoreError for constraints that no plan of ours can keep.
+def require_possible(asked: Asked, theirs: Tables, compute_device: str) -> list[str]:
+    """Effects of constraints that a price leaves out, a line each.
 
-    That is of tables that the model lacks, of types and kernels that TorchRec lacks, and of batches that
-    differ by feature.
+    Raises ShardCoreError for constraints that no plan of ours can keep, naming table, field and value.
     """
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
-    names, kernels = {t.name for t in theirs.values()}, {kernel.value for kernel in EmbeddingComputeKernel}
+    of_name, lines = {t.name: t for t in theirs.values()}, []
+    kernels = {kernel.value for kernel in EmbeddingComputeKernel}
     for name, c in asked.items():
-        if name not in names:
+        what = f"ParameterConstraints of table {name!r}"
+        if name not in of_name:
             raise ShardCoreError(f"constraints are for table {name!r}, which the model does not have; it has "
-                                 f"{', '.join(map(repr, sorted(names)[:5]))}{', ...' * (len(names) > 5)}")
+                                 f"{', '.join(map(repr, sorted(of_name)[:5]))}{', ...' * (len(of_name) > 5)}")
+        values = torchrec_fields.values_of(c)
+        if set(c.num_poolings or ()) == {1}:  # as if left out
+            del values["num_poolings"]
+        lines += torchrec_fields.check(type(c), values, what)
         for kernel in c.compute_kernels or ():
             if kernel not in kernels:
-                raise ShardCoreError(f"constraints of table {name!r} have compute kernel {kernel!r}; "
-                                     f"TorchRec's are {', '.join(sorted(kernels))}")
+                raise ShardCoreError(f"{what} has compute kernel {kernel!r}; TorchRec's are "
+                                     f"{', '.join(sorted(kernels))}")
+            if why := next((why for part, why in NO_KERNELS.items() if part in kernel), None):
+                raise ShardCoreError(f"{what} has compute_kernels {c.compute_kernels}; {kernel} {why}: "
+                                     "leave it out")
         for of in c.sharding_types or ():
             if layout_of_torchrec(of) is None:
                 known = [of for layout in LAYOUTS.values() for of in layout.torchrec]
-                raise ShardCoreError(f"constraints of table {name!r} have sharding type {of!r}; known are "
-                                     f"{', '.join(known)}")
-        if c.batch_sizes:
-            raise ShardCoreError(f"constraints of table {name!r} have batch_sizes {c.batch_sizes}; ShardCore "
-                                 "prices one batch for all features, so leave them out")
+                raise ShardCoreError(f"{what} has sharding type {of!r}; known are {', '.join(known)}")
+        if not _asked_kinds(c):
+            raise ShardCoreError(f"{what} has sharding_types {c.sharding_types} and compute_kernels "
+                                 f"{c.compute_kernels}; 'dense' runs data_parallel tables, and no others")
+        if c.device_group not in (None, compute_device):
+            raise ShardCoreError(f"{what} has device_group {c.device_group!r}; the topology's "
+                                 f"compute_device is {compute_device!r}, and all tables of a plan live there")
+        features = of_name[name].config.feature_names
+        if c.feature_names is not None and sorted(c.feature_names) != sorted(features):
+            raise ShardCoreError(f"{what} has feature_names {c.feature_names}; the table's are {features}")
+    return lines
 
 
-def pooling_of(asked: Asked, theirs: Tables) -> dict[str, float]:
-    """Lookups by feature. A single factor holds for every feature of its table.
+def pooling_of(asked: Asked, theirs: Tables) -> dict[str | tuple[str, str], float]:
+    """Lookups by feature and by (table, feature), an entry of pooling_factors each.
 
-    Of a feature of several tables, TorchRec's default of one gives way to what another table states.
+    TorchRec's default is one for every feature. It gives way to what another table of the feature states.
     """
-    pooling: dict[str, float] = {}
-    for table in theirs.values():
+    pooling: dict[str | tuple[str, str], float] = {}
+    for key, table in theirs.items():
         found, features = asked.get(table.name), table.config.feature_names
         if found is None:
             raise ShardCoreError(f"table {table.name!r} has no constraints; it needs "
                                  f"ParameterConstraints(pooling_factors=[mean lookups per sample of "
                                  f"{', '.join(features)}]), or give the planner `lookups`")
-        factors = (found.pooling_factors * len(features) if len(found.pooling_factors) == 1
-                   else found.pooling_factors)
+        by_default = list(found.pooling_factors) == [1.0]
+        factors = found.pooling_factors * len(features) if by_default else found.pooling_factors
         if len(factors) != len(features):
-            raise ShardCoreError(f"table {table.name!r} has {len(factors)} pooling_factors for its "
-                                 f"{len(features)} features")
+            raise ShardCoreError(f"table {table.name!r} has pooling_factors {factors} for its "
+                                 f"{len(features)} features {', '.join(features)}; it needs one for each")
         stated = dict(zip(features, factors, strict=True))
-        pooling = stated | pooling if list(found.pooling_factors) == [1.0] else pooling | stated
+        own = {} if by_default else {(key, feature): factor for feature, factor in stated.items()}
+        pooling = stated | pooling if by_default else pooling | stated | own
     return pooling
 
 
@@ -84,53 +108,139 @@ def default_pooling(asked: Asked, theirs: Tables) -> list[str]:
             "is TorchRec's default too"] if names else []
 
 
-def whole(asked: Asked, theirs: Tables) -> tuple[str, ...]:
-    """Tables, by our names, that no sharding type asked for cuts."""
-    return tuple(name for name, t in theirs.items() if (types := types_of(asked, t))
-                 and set(types) <= WHOLE_TYPES)
+# --- what the search may choose -----------------------------------------------------------------------------
 
 
-def kinds(asked: Asked, theirs: Tables, topology: Topology) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Tables whose sharding types all are of one kind that is on all devices, and that kind."""
+_ALL_TYPES = tuple(t for layout in LAYOUTS.values() for t in layout.torchrec)
+CUTS = {t for layout in LAYOUTS.values() if layout.cuts_columns for t in layout.torchrec[1:]}
+"""TorchRec's sharding types that cut columns."""
+
+
+def ours(asked: Asked, theirs: Tables, topology: Topology) -> Constraints:
+    """Constraints of a search: the kinds that may run each table, and the fewest columns of its shards."""
+    kinds, widths = {}, {}
     for name, table in theirs.items():
-        of = {layout_of_torchrec(t) for t in types_of(asked, table) or ()}
-        if len(of) == 1 and (layout := of.pop()) in ways(topology):
-            yield name, (layout.name,)
+        if (c := asked.get(table.name)) is None:
+            continue
+        if (found := _kinds_of(c, topology)) is not None:
+            kinds[name] = found
+        types, dim = set(c.sharding_types or ()), table.config.embedding_dim
+        if least := dim if types and not types & CUTS else c.min_partition:
+            widths[name] = min(least, dim)
+    return Constraints(kinds=tuple(kinds.items()), min_widths=tuple(widths.items()))
 
 
-def types_of(asked: Asked, table: ModelTable) -> list[str] | None:
-    found = asked.get(table.name)
-    return found.sharding_types if found else None
+def _kinds_of(c: ParameterConstraints, topology: Topology) -> tuple[str, ...] | None:
+    """Kinds that sharding_types and compute_kernels leave a table, of those on the topology. None: all.
+
+    Where the topology has none of them, those that were asked for.
+    """
+    kinds = _asked_kinds(c)
+    there = tuple(kind for kind in kinds if _is_on(kind, topology)) or kinds
+    return None if set(kinds) == set(LAYOUTS) else there
 
 
-def too_narrow(plan: Plan, asked: Asked, theirs: Tables) -> tuple[str, ...]:
-    """Tables, by our names, that a plan cuts to fewer columns than their min_partition."""
-    least = {name: c.min_partition or 0 for name, t in theirs.items() if (c := asked.get(t.name))}
-    return tuple(dict.fromkeys(
-        p.shard.table.name for p in plan.placements
-        if p.shard.width < min(p.shard.table.dim, least.get(p.shard.table.name, 0))))
+def _asked_kinds(c: ParameterConstraints) -> tuple[str, ...]:
+    kinds = tuple(dict.fromkeys(layout_of_torchrec(t).name for t in c.sharding_types or _ALL_TYPES))
+    kernels = set(c.compute_kernels or ())
+    if kernels == {"dense"}:
+        return tuple(kind for kind in kinds if kind in REPLICAS)
+    # TorchRec replicates with its dense kernel alone.
+    replicates = not kernels or "dense" in kernels and kernel_of(c) == "fused"
+    return tuple(kind for kind in kinds if replicates or kind not in REPLICAS)
 
 
-def kept_whole(names: Sequence[str], asked: Asked, theirs: Tables) -> str:
-    """That tables, by our names, are not cut because of their min_partition, and what would be right."""
-    shown = ", ".join(f"{name!r} ({asked[theirs[name].name].min_partition})" for name in names[:5])
-    return (f"tables {shown}{', ...' * (len(names) > 5)} were kept whole, for a cut was narrower than their "
-            "min_partition (a smaller one allows more plans)")
+def _is_on(kind: str, topology: Topology) -> bool:
+    return bool(layout_of(kind).groups(topology)) and (len(topology) > 1 or kind == WHOLE_ROWS.name)
 
 
-def broken(plan: Plan, asked: Asked, theirs: Tables, topology: Topology) -> str:
-    """Why the plan breaks a sharding_types constraint. "": it breaks none."""
+def kernel_of(c: ParameterConstraints) -> str:
+    """Kernel of a table that is not replicated. Dense kernels are for replicas."""
+    return next((k for k in c.compute_kernels or () if k != "dense"), "fused")
+
+
+def uses_host_memory(asked: Asked) -> bool:
+    return any(kernel_of(c) in LOAD_FACTORS for c in asked.values())
+
+
+def applied(tables: tuple[Table, ...], asked: Asked, theirs: Tables, topology: Topology) -> tuple[Table, ...]:
+    """The tables with weights of lookups, and with rows in host memory if the topology gives that."""
+    found = []
+    for table in tables:
+        if c := asked.get(theirs[table.name].name):
+            table = replace(table, weighted=table.weighted or c.is_weighted)
+            if topology.gives_host_memory and (kernel := kernel_of(c)) in LOAD_FACTORS:
+                given = getattr(c.cache_params, "load_factor", None)
+                share = LOAD_FACTORS[kernel] if kernel == "fused_uvm" else CACHED if given is None else given
+                table = replace(table, load_factor=share)
+        found.append(table)
+    return tuple(found)
+
+
+def broken(plan: Plan, asked: Asked, theirs: Tables, topology: Topology) -> dict[str, str]:
+    """By table, the sharding type of the plan, where the table's sharding_types do not have it."""
     placed: dict[str, list[Placement]] = defaultdict(list)
     for p in plan.placements:
         placed[p.shard.table.name].append(p)
+    found = {}
     for name, table in theirs.items():
-        types, kind = types_of(asked, table), sharded(placed[name], topology).sharding_type
-        # Whoever allows cuts by columns takes a whole table too.
-        taken = kind == WHOLE_ROWS.torchrec_whole and WHOLE_ROWS.torchrec_cut
-        if types and kind not in types and taken not in types:
-            return (f"the plan found shards table {name!r} {kind}; its constraints ask for "
-                    f"{', '.join(types)}: allow it, or only {WHOLE_ROWS.torchrec_whole} to keep it whole")
-    return ""
+        types = getattr(asked.get(table.name), "sharding_types", None)
+        kind = sharded(placed[name], topology).sharding_type
+        if types and kind not in types and _as_cut(kind) not in types:
+            found[name] = kind
+    return found
+
+
+def _as_cut(sharding_type: str) -> str:
+    """The type of a table that is cut by columns, into one part: so a whole one may be written."""
+    layout = layout_of_torchrec(sharding_type)
+    return layout.torchrec_cut if sharding_type == layout.torchrec_whole else sharding_type
+
+
+def as_asked(plan: ShardingPlan, asked: Asked, theirs: Tables) -> list[str]:
+    """Write whole tables under a type that they may have: as whole, or as cut into one part.
+
+    Others of a collection that may be written as cut, too, join those that have to be: they run as one op.
+
+    Returns a line for each collection where types that were asked for make an op more than is priced.
+    """
+    lines = []
+    for path in dict.fromkeys(t.path for t in theirs.values() if t.pooled and not t.replica):
+        allowed = {t.name: getattr(asked.get(t.name), "sharding_types", None) for t in theirs.values()
+                   if t.path == path}
+        shardings = plan.plan[path]
+        layouts = {name: layout_of_torchrec(shardings[name].sharding_type) for name in allowed}
+        as_cut = {layouts[name].torchrec_cut for name, types in allowed.items()
+                  if shardings[name].sharding_type == layouts[name].torchrec_cut
+                  or types and shardings[name].sharding_type not in types}
+        for name, types in allowed.items():
+            whole, cut = layouts[name].torchrec_whole, layouts[name].torchrec_cut
+            written = cut if cut in as_cut and (not types or cut in types) else shardings[name].sharding_type
+            if types and written not in types:
+                written = whole
+            shardings[name] = replace(shardings[name], sharding_type=written)
+        runs = {shardings[name].sharding_type for name in allowed}
+        lines += [f"module {path!r} runs {layout.torchrec_whole} and {layout.torchrec_cut} tables, for their "
+                  "sharding_types allow no single one; they are priced as one op"
+                  for layout in LAYOUTS.values() if layout.cuts_columns
+                  and {layout.torchrec_whole, layout.torchrec_cut} <= runs]
+    return lines
+
+
+def without(kinds: Mapping[str, tuple[str, ...]], refused: Mapping[str, str], asked: Asked,
+            theirs: Tables) -> dict[str, tuple[str, ...]]:
+    """Kinds of tables, without those that ran as a type that was not asked for.
+
+    Raises ShardCoreError if they leave a table none.
+    """
+    left = dict(kinds)
+    for name, found in refused.items():
+        left[name] = tuple(k for k in kinds[name] if found not in layout_of(k).torchrec)
+        if not left[name]:
+            types = asked[theirs[name].name].sharding_types
+            raise ShardCoreError(f"the plan shards table {name!r} {found}; its constraints have "
+                                 f"sharding_types {', '.join(types)}: allow it too")
+    return left
 
 
 def settings_of(asked: Asked, theirs: Tables) -> ShardingPlan:
@@ -140,10 +250,8 @@ def settings_of(asked: Asked, theirs: Tables) -> ShardingPlan:
     modules: dict[str, Any] = {}
     for table in theirs.values():
         if c := asked.get(table.name):
-            # Dense kernels are for replicas, which to_torchrec chooses itself.
-            kernel = next((k for k in c.compute_kernels or () if k != "dense"), "fused")
             modules.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = ParameterSharding(
-                "", kernel, cache_params=c.cache_params, enforce_hbm=c.enforce_hbm,
+                "", kernel_of(c), cache_params=c.cache_params, enforce_hbm=c.enforce_hbm,
                 stochastic_rounding=c.stochastic_rounding,
                 bounds_check_mode=c.bounds_check_mode, output_dtype=c.output_dtype,
                 key_value_params=c.key_value_params)

@@ -115,7 +115,9 @@ def _sharding(value: Any, what: str) -> ParameterSharding:
 
     made = decode(ParameterSharding, value, what)
     for name, kinds in (("sharding_type", ShardingType), ("compute_kernel", EmbeddingComputeKernel)):
-        if getattr(made, name) not in (known := [kind.value for kind in kinds]):
+        # Quantised kernels are for inference: none of a training plan's collections has them.
+        known = [kind.value for kind in kinds if not kind.value.startswith("quant")]
+        if getattr(made, name) not in known:
             raise ShardCoreError(f"{what}, {name} is {schema.show(getattr(made, name))}; TorchRec knows "
                                  f"{', '.join(known)}")
     if wrong := [rank for rank in made.ranks or () if not 0 <= rank < MOST_DEVICES]:
@@ -125,7 +127,25 @@ def _sharding(value: Any, what: str) -> ParameterSharding:
         if set(made.ranks) != placed:
             raise ShardCoreError(f"{what} has ranks {schema.show(made.ranks)}; its shards are on "
                                  f"{schema.show(sorted(placed))}")
+    if made.sharding_spec is not None:
+        _require_shape(made, what)
     return made
+
+
+def _require_shape(sharding: ParameterSharding, what: str) -> None:
+    """Raise ShardCoreError for shards that are not as their sharding type has them."""
+    kind, shards = sharding.sharding_type, sharding.sharding_spec.shards
+    ranges = [{(s.shard_offsets[i], s.shard_sizes[i]) for s in shards} for i in (0, 1)]
+    right = {"table_wise": (len(shards) == 1, "one shard"),
+             "grid_shard": (len(shards) > 1, "shards on several ranks"),
+             **dict.fromkeys(("column_wise", "table_column_wise"),
+                             (len(ranges[0]) == 1, "all rows in each shard")),
+             **dict.fromkeys(("row_wise", "table_row_wise"),
+                             (len(ranges[1]) == 1, "all columns in each shard"))}
+    holds, needed = right.get(kind, (True, ""))
+    if not holds:
+        raise ShardCoreError(f"{what} is {kind} in {len(shards)} shards of other rows or columns; it needs "
+                             f"{needed}")
 
 
 def encode(value: Any, what: str) -> Any:
@@ -182,15 +202,23 @@ def decode(kind: Any, value: Any, what: str) -> Any:
         if missing := [name for name in needed if name not in value]:
             raise ShardCoreError(f"{what} lacks the key {missing[0]!r}")
         try:
-            return kind(**{k: decode(hints[k], v, f"{what}, {k}") for k, v in value.items()})
+            made = kind(**{k: decode(hints[k], v, f"{what}, {k}") for k, v in value.items()})
+            share = getattr(made, "load_factor", None)
+            if share is not None and not 0 < share <= 1:
+                raise ShardCoreError(f"{what}, load_factor is {share}; it needs to be above 0, at most 1")
+            return made
         except (ValueError, TypeError) as error:  # TorchRec checks its settings itself
             raise ShardCoreError(str(error) if isinstance(error, ShardCoreError)
                                  else f"{what}: {error}") from None
     if kind in (int, float, str, bool):
-        return schema.read(value, kind, what)
-    if isinstance(value, list | Mapping):
-        raise ShardCoreError(f"{what} is {schema.show(value)}; it needs to be a number or text")
-    return value
+        found = schema.read(value, kind, what)
+        if kind in (int, float) and found < 0:
+            raise ShardCoreError(f"{what} is {found}; it needs to be 0 or more")
+        return found
+    if kind is Any and not isinstance(value, list | Mapping):
+        return value
+    raise ShardCoreError(f"{what} is {schema.show(value)}; a file can hold no "
+                         f"{getattr(kind, '__name__', kind)}")
 
 
 def _spec(shards: Any, what: str) -> Any:

@@ -7,17 +7,23 @@ leave out the wrapper: each rank would then map ids to rows by itself.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardcore.access_statistics import ManagedCollision
 from shardcore.errors import ShardCoreError
 from shardcore.tables.hot_rows import COLD, HOT, INSIDE
 
 if TYPE_CHECKING:
     from torch import nn
     from torchrec.distributed.types import ModuleSharder, ShardingPlan
+
+
+_HISTORY = 1.25
+"""Ids that managed collision keeps until it evicts, over those of its steps (MCHManagedCollisionModule)."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class ModelTable:
     replica: whether the model itself has it on every rank, so that no TorchRec plan names it.
     within: the type of what wraps its collection. "": nothing does.
     sharding_types: those that TorchRec has for what wraps its collection. (): all.
+    managed_collision: memory of what maps its raw ids to rows. None: nothing does.
     """
 
     path: str
@@ -42,6 +49,7 @@ class ModelTable:
     replica: bool = False
     within: str = ""
     sharding_types: tuple[str, ...] = ()
+    managed_collision: ManagedCollision | None = None
 
 
 def tables_of(module: nn.Module, whole: bool = False) -> dict[str, ModelTable]:
@@ -105,8 +113,25 @@ def _of_collection(collection: nn.Module, path: str, wrapper: nn.Module | None =
     within, types = "", ()
     if wrapper is not None:
         within, types = type(wrapper).__name__, tuple(sorted(_sharder_of(wrapper).sharding_types("cuda")))
-    return [ModelTable(path, c.name, c, pooled, weighted, within=within, sharding_types=types)
+    return [ModelTable(path, c.name, c, pooled, weighted, within=within, sharding_types=types,
+                       managed_collision=_managed_collision(wrapper, c))
             for c in configs]
+
+
+def _managed_collision(wrapper: nn.Module | None, config: Any) -> ManagedCollision | None:
+    """Memory of the module that maps raw ids of a table to rows. None: the wrapper has no such."""
+    if (collection := getattr(wrapper, "_managed_collision_collection", None)) is None:
+        return None
+    from torchrec.modules.mc_modules import MCHManagedCollisionModule
+
+    module = collection._managed_collision_modules[config.name]
+    rows = config.num_embeddings
+    of_rows = sum(x.element_size() * x.numel() for x in (*module.buffers(), *module.parameters())
+                  if len(x.shape) and x.shape[0] == rows)
+    if not isinstance(module, MCHManagedCollisionModule):  # a hash table, which keeps no history
+        return ManagedCollision(-(-of_rows // rows))
+    kept = 1 + sum(of_history for _, _, of_history in module._eviction_policy.metadata_info)
+    return ManagedCollision(-(-of_rows // rows), math.ceil(_HISTORY * module._eviction_interval * kept * 8))
 
 
 def _inner() -> dict[type, str]:
@@ -120,12 +145,17 @@ def _inner() -> dict[type, str]:
 
 def _refused() -> tuple[type, ...]:
     """TorchRec's modules with tables that are sharded by rules of their own."""
-    from torchrec.modules import embedding_tower, itep_embedding_modules, pec_embedding_modules
+    from torchrec.modules import embedding_tower, itep_embedding_modules
 
+    try:
+        from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection
+    except ImportError:  # before TorchRec 1.7
+        pec = ()
+    else:
+        pec = (PECEmbeddingCollection,)
     return (embedding_tower.EmbeddingTower, embedding_tower.EmbeddingTowerCollection,
             itep_embedding_modules.ITEPEmbeddingBagCollection,
-            itep_embedding_modules.ITEPEmbeddingCollection, pec_embedding_modules.PECEmbeddingCollection,
-            *_inner())
+            itep_embedding_modules.ITEPEmbeddingCollection, *pec, *_inner())
 
 
 def _planned() -> list[str]:
@@ -176,25 +206,40 @@ def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) 
                                  f"{kind.__name__}Sharder()")
 
 
+def sharders_of(module: nn.Module, tables: Mapping[str, ModelTable],
+                sharders: Sequence[ModuleSharder[Any]]) -> list[ModuleSharder[Any]]:
+    """Those of the sharders that take a module with tables."""
+    types = {type(module.get_submodule(t.path)) for t in tables.values() if not t.replica}
+    return [sharder for sharder in sharders if sharder.module_type in types]
+
+
 def require_all(plan: ShardingPlan, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
-    """TorchRec's own check: raise ShardCoreError for a module that a sharder takes and the plan leaves out.
+    """Raise ShardCoreError for a module that a sharder takes and the plan leaves out.
+
+    TorchRec checks the same, in `validate_modules_inclusion_in_sharding_plan` of 1.7 and later.
 
     sharders: those of DistributedModelParallel. Empty: its defaults.
     """
-    from torchrec.distributed.planner.planners import validate_modules_inclusion_in_sharding_plan
-    from torchrec.distributed.planner.types import PlannerError
     from torchrec.distributed.sharding_plan import get_default_sharders
-    from torchrec.distributed.types import ShardingPlan
 
-    # The check looks for a module that is used twice at both of its paths. A plan has the first.
-    first: dict[int, str] = {}
-    everywhere = {path: plan.plan[of] for path, child in module.named_modules(remove_duplicate=False)
-                  if (of := first.setdefault(id(child), path)) in plan.plan}
-    try:
-        validate_modules_inclusion_in_sharding_plan(
-            ShardingPlan(everywhere), module, list(sharders) or get_default_sharders())
-    except PlannerError as error:
-        raise ShardCoreError(f"{str(error).rstrip('.')}; ShardCore plans {', '.join(_planned())}") from None
+    taken = {sharder.module_type: sharder for sharder in sharders or get_default_sharders()}
+    if missing := [path for path in _sharded_paths(module, "", taken, set()) if path not in plan.plan]:
+        raise ShardCoreError(f"modules {missing[:5]} are not present in the sharding plan; ShardCore plans "
+                             f"{', '.join(_planned())}")
+
+
+def _sharded_paths(module: nn.Module, path: str, taken: Mapping[type, ModuleSharder[Any]],
+                   seen: set[int]) -> Iterator[str]:
+    """Paths of the modules that sharders take. A module that is used twice has its first path only."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    sharder = taken.get(type(module))
+    if sharder and sharder.shardable_parameters(module):
+        yield path
+        return
+    for name, child in module.named_children():
+        yield from _sharded_paths(child, f"{path}.{name}" if path else name, taken, seen)
 
 
 def unpriced_wrappers(tables: Mapping[str, ModelTable]) -> list[str]:

@@ -7,41 +7,34 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from numbers import Real
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from shardcore.access_statistics import Reuse, Zipf
 from shardcore.constraints import Constraints
 from shardcore.cost.mixed import out_of_range
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible, SettingMismatch, ShardCoreError
-from shardcore.export import fbgemm_statistics
 from shardcore.export import torchrec_constraints as constrained
+from shardcore.export import torchrec_fields, torchrec_lookups, torchrec_optimizers, torchrec_topology
+from shardcore.export.row_shares import with_row_shares
 from shardcore.export.torchrec import to_torchrec
 from shardcore.export.torchrec_modules import (
     ModelTable,
     require_all,
     require_sharders,
+    sharders_of,
     tables_of,
     unpriced_wrappers,
 )
-from shardcore.export.torchrec_settings import unpriced, unpriced_hardware, unpriced_optimizers
+from shardcore.export.torchrec_settings import payloads_of, unpriced, unpriced_hardware
+from shardcore.export.torchrec_topology import our_topology
 from shardcore.fused import PRECISIONS, named
 from shardcore.job import Job
-from shardcore.layouts import layout_of_torchrec, ways
+from shardcore.layouts import LAYOUTS, layout_of, layout_of_torchrec, ways
 from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
-from shardcore.search.anneal.sharder import SPACE_OF
-from shardcore.tables import access
-from shardcore.tables.deduplication import dedup_of
 from shardcore.tables.hot_rows import with_hot_rows
-from shardcore.tables.public import DEFAULT_ACCESS
-from shardcore.topology import Device, Topology
+from shardcore.topology import Topology
 from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
 
@@ -51,9 +44,8 @@ if TYPE_CHECKING:
     from torchrec.distributed.planner import ParameterConstraints
     from torchrec.distributed.planner import Topology as TheirTopology
     from torchrec.distributed.types import ModuleSharder, ShardingPlan
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    Lookups = Mapping[str, float] | Iterable[KeyedJaggedTensor] | KeyedJaggedTensor | str | Path
+    from shardcore.export.torchrec_lookups import Lookups
 
 BATCH_SIZE = 512
 """Samples per rank, if none are given. The default of TorchRec's planner."""
@@ -62,7 +54,7 @@ RESERVED = 0.15
 
 
 def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_batch: int, lookups: Lookups,
-                optimizer: str = "exact_sgd", constraints: Constraints | None = None,
+                optimizer: str | None = None, constraints: Constraints | None = None,
                 name: str = "model", job: Job | None = None,
                 deduplicated: Sequence[Sequence[str]] = ()) -> Problem:
     """The tables of a model's collections (see `tables_of`) as a Problem.
@@ -71,25 +63,37 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
 
     topology: ours, or TorchRec's. Of the latter's memory RESERVED stays free.
     global_batch: samples per step over all devices.
-    lookups: one of three. Mean lookups per sample by feature: ids then follow DEFAULT_ACCESS. Batches of the
-      model's data, a global batch or more of each feature, in one KeyedJaggedTensor or several: pooling and
-      reuse are read from them. A path of FBGEMM's
-      reports (a folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
+    lookups: one of three. Mean lookups per sample by feature, or by (table, feature): ids then follow
+      DEFAULT_ACCESS. Batches of the model's data, a global batch or more of each feature, in one
+      KeyedJaggedTensor or several: pooling and reuse are read from them, and where ids lie if that is uneven
+       (Table.row_shares). One whose features differ in samples
+      (VBE) is a step of all ranks; its tables get no replicas, for TorchRec fails with them. A path of
+      FBGEMM's reports (a folder or a file): reuse is then an estimate (see `fbgemm_statistics`).
+    optimizer: None: the one that the model's weights have (apply_optimizer_in_backward), or else exact_sgd.
     job: how a step runs around the embeddings.
     deduplicated: groups of features that share an inverse index (see Table.dedup). Their tables stay together
       on a device. Lookups have to be batches of data, not deduplicated.
 
-    Raises ShardCoreError for a feature without lookups, ids out of range, too few samples, or a data type
-    without a cost model.
+    Raises ShardCoreError for a feature without lookups, ids out of range, too few samples, a data type
+    without a cost model, another optimizer than the weights have, and settings of tables that are refused
+    (see `torchrec_fields`).
     """
     theirs = tables_of(module, whole=True)
     if not theirs:
         raise ShardCoreError("the model has no EmbeddingBagCollection or EmbeddingCollection; there is "
                              "nothing to place")
-    lookups = list(lookups) if deduplicated and isinstance(lookups, Iterator) else lookups
-    statistics = _statistics(theirs, lookups, global_batch)
+    for key, table in theirs.items():
+        torchrec_fields.require_treated(table.config, f"config of table {key!r}")
+    own = torchrec_optimizers.optimizer_of(module, theirs)
+    if optimizer and own and optimizer != own:
+        raise ShardCoreError(f"optimizer is {optimizer!r}; the model's weights have {own!r} in backward: "
+                             "leave it out")
+    lookups = list(lookups) if isinstance(lookups, Iterator) else lookups
+    statistics = torchrec_lookups.statistics_of(theirs, lookups, global_batch)
     ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
-    factors, groups = _deduplicated(theirs, lookups, deduplicated, global_batch // len(ours))
+    torchrec_topology.require_no_pods(len(ours.on_hosts[0]))
+    factors, groups = torchrec_lookups.deduplicated_of(theirs, lookups, deduplicated,
+                                                       global_batch // len(ours))
     precision = {key: named(t.config.data_type.name, PRECISIONS) for key, t in theirs.items()}
     for key, table in theirs.items():
         if precision[key] is None:
@@ -98,13 +102,16 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     tables = tuple(Table(key, t.config.num_embeddings, t.config.embedding_dim, *statistics[key],
                          precision=precision[key], features=len(t.config.feature_names),
                          weighted=t.weighted, sequence=not t.pooled, dedup=factors.get(key, 1.0),
-                         collection=t.path)
+                         collection=t.path, managed_collision=t.managed_collision)
                    for key, t in theirs.items())
-    problem = Problem(name, tables, ours, global_batch, optimizer, job=job or Job())
+    tables = with_row_shares(tables, theirs, lookups, len(ours))
+    problem = Problem(name, tables, ours, global_batch, optimizer or own or "exact_sgd", job=job or Job())
     problem = with_hot_rows(problem, _hot_rows(module, theirs))
     constraints = constraints or Constraints()
     kinds = dict(constraints.kinds) | dict(problem.constraints.kinds)
-    kinds |= dict(_only_kinds(theirs, kinds, ours))
+    kinds |= _only_kinds(theirs, kinds, ours)
+    if variable := torchrec_lookups.variable_features(lookups):
+        kinds |= _no_replicas(tables, kinds, variable)
     return replace(problem, constraints=replace(
         constraints, together=(*constraints.together, *groups), kinds=tuple(kinds.items())))
 
@@ -127,35 +134,37 @@ def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostM
     global_batch: samples of a step over all devices. None: the cost model's.
     job: how a step runs around the embeddings. None: the default.
 
-    The optimizer is that of the cost model. Raises as `problem_for` and all sharders do, and for an
-    unknown algorithm.
+    The optimizer is the one that the model's weights have, or else that of the cost model. Raises as
+    `problem_for` and all sharders do, and for an unknown algorithm.
     """
     _require_model(model)
     search = sharder(algorithm)
     batch = global_batch or model.setting.batch
-    problem = problem_for(module, topology, batch, lookups, model.setting.optimizer, constraints, job=job)
-    return search(problem, model.for_problem(problem), seed=seed, budget=budget), problem
+    optimizer = torchrec_optimizers.optimizer_of(module, tables_of(module)) or model.setting.optimizer
+    problem = problem_for(module, topology, batch, lookups, optimizer, constraints, job=job)
+    priced = torchrec_optimizers.under(model, problem.optimizer).for_problem(problem)
+    return search(problem, priced, seed=seed, budget=budget), problem
 
 
 class ShardCorePlanner:
     """A drop-in for TorchRec's EmbeddingShardingPlanner. It is a torchrec ShardingPlanner.
 
-    topology: TorchRec's or ours. TorchRec's bandwidths are ignored, because the cost model measured its own.
+    topology: TorchRec's or ours. Bandwidths of TorchRec's are used where they are not its defaults.
     batch_size: samples per rank.
-    constraints: TorchRec's, by table: pooling_factors, sharding_types, compute_kernels and kernel settings.
+    constraints: TorchRec's, by table. How each field is treated: `torchrec_fields.FIELDS`.
     model: the cost model.
     algorithm, seed, budget: of the search.
     lookups: as in `problem_for`, instead of pooling_factors.
     reserved: share of HBM kept free of embeddings.
-    job: how a step runs around the embeddings: pipeline, dense part, payloads. None: the default.
+    job: how a step runs around the embeddings: pipeline, dense part, payloads. None: the default, with the
+      payloads of the sharders' codecs.
 
-    A table whose sharding_types never cut it stays whole. One whose types are of one kind on all devices gets
-    that kind. A plan that breaks other sharding_types is searched again with columns only, then refused. A
-    table that was cut below its min_partition is kept whole in another search. The first compute kernel that
-    is not dense is used.
+    The optimizer that counts is the one that the module's weights or the sharders have, or else that of the
+    cost model.
 
     After a plan, `problem` and `found` are the problem and our plan. `unpriced` has a line for each setting
-    that the price leaves out, and for what lies beyond the measured range.
+    that the price leaves out, for defaults that nobody may have meant, and for what lies beyond the measured
+    range.
     """
 
     def __init__(self, topology: TheirTopology | Topology, batch_size: int | None = BATCH_SIZE,
@@ -169,9 +178,14 @@ class ShardCorePlanner:
         # Registering avoids importing TorchRec with this module.
         ShardingPlanner.register(type(self))
         self.compute_device = getattr(topology, "compute_device", "cuda")
-        self.topology = topology if isinstance(topology, Topology) else our_topology(topology, reserved)
-        self.batch_size, self.constraints, self.lookups = (batch_size or BATCH_SIZE, dict(constraints or {}),
-                                                           lookups)
+        self.batch_size, self.constraints = batch_size or BATCH_SIZE, dict(constraints or {})
+        self.lookups = list(lookups) if isinstance(lookups, Iterator) else lookups
+        in_host = constrained.uses_host_memory(self.constraints)
+        self.theirs = None if isinstance(topology, Topology) else topology
+        self.reserved = reserved
+        self.topology = topology if self.theirs is None else our_topology(topology, reserved, in_host)
+        if self.compute_device == "cpu" and model.setting.hardware.startswith("cpu"):
+            self.topology = replace(self.topology, hardware=model.setting.hardware)
         self.model, self.algorithm, self.seed, self.budget, self.job = model, algorithm, seed, budget, job
         self.problem: Problem | None = None
         self.found: Plan | None = None
@@ -188,30 +202,51 @@ class ShardCorePlanner:
         theirs = tables_of(module)
         if sharders:
             require_sharders(module, sharders)
-        constrained.require_possible(self.constraints, theirs)
-        lookups = (self.lookups if self.lookups is not None
-                   else constrained.pooling_of(self.constraints, theirs))
-        kinds = dict(constrained.kinds(self.constraints, theirs, self.topology))
-        whole = tuple(n for n in constrained.whole(self.constraints, theirs) if n not in kinds)
-        batch = self.batch_size * len(self.topology)
-        self.problem = problem_for(module, self.topology, batch, lookups, self.model.setting.optimizer,
-                                   Constraints(unsplit=whole, kinds=tuple(kinds.items())), job=self.job)
+        all_sharders, sharders = sharders or (), sharders_of(module, theirs, sharders or ())
+        notes = constrained.require_possible(self.constraints, theirs, self.compute_device)
+        for name, table in theirs.items():
+            notes += torchrec_fields.require_treated(table.config, f"config of table {name!r}")
+        own = torchrec_optimizers.optimizer_of(module, theirs, sharders)
+        self.problem = self._problem(module, theirs, own or self.model.setting.optimizer,
+                                     payloads_of(sharders))
+        model = torchrec_optimizers.under(self.model, self.problem.optimizer)
         try:
-            model = self.model.for_problem(self.problem)
+            model = model.for_problem(self.problem)
         except SettingMismatch as error:
             raise SettingMismatch(f"batch_size {self.batch_size} on {len(self.topology)} devices: "
                                   f"{error}") from None
-        self.found = self._search(theirs)
+        self.found = self._search(theirs, model)
         made = to_torchrec(self.found, self.problem, module, self.compute_device,
                            constrained.settings_of(self.constraints, theirs))
-        require_all(made, module, sharders or ())
+        notes += constrained.as_asked(made, self.constraints, theirs)
+        require_all(made, module, all_sharders)
         self.unpriced = [
-            *unpriced(made, sharders or (), self.problem.optimizer, self.problem.job),
-            *unpriced_optimizers(module, self.problem.optimizer), *unpriced_wrappers(theirs),
-            *(constrained.default_pooling(self.constraints, theirs) if self.lookups is None else ()),
+            *unpriced(made, sharders, self.problem), *notes,
+            *torchrec_optimizers.notes(self.model, own, self.problem.optimizer, sharders),
+            *unpriced_wrappers(theirs), *self._notes_of_lookups(theirs),
+            *([] if self.theirs is None else torchrec_topology.notes(
+                self.theirs, self.topology.gives_host_memory)),
             *unpriced_hardware(self.model.setting, self.compute_device),
             *(f"extrapolated: {line}" for line in out_of_range(model, lower(self.found, self.problem)))]
         return made
+
+    def _problem(self, module: nn.Module, theirs: Mapping[str, ModelTable], optimizer: str,
+                 payloads: tuple[str, str]) -> Problem:
+        lookups = (self.lookups if self.lookups is not None
+                   else constrained.pooling_of(self.constraints, theirs))
+        job = self.job or Job(forward_payload=payloads[0], backward_payload=payloads[1])
+        problem = problem_for(module, self.topology, self.batch_size * len(self.topology), lookups, optimizer,
+                              constrained.ours(self.constraints, theirs, self.topology), job=job)
+        return replace(problem, tables=constrained.applied(problem.tables, self.constraints, theirs,
+                                                           self.topology))
+
+    def _notes_of_lookups(self, theirs: Mapping[str, ModelTable]) -> list[str]:
+        if self.lookups is None:
+            return constrained.default_pooling(self.constraints, theirs)
+        variable = torchrec_lookups.variable_features(self.lookups)
+        return [f"features {', '.join(map(repr, variable[:5]))}{', ...' * (len(variable) > 5)} have batches "
+                "of their own sizes (VBE): their lookups are those of the data, their outputs count as those "
+                f"of batch_size {self.batch_size}"] * bool(variable)
 
     def collective_plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None,
                         pg: dist.ProcessGroup | None = None) -> ShardingPlan:
@@ -231,167 +266,71 @@ class ShardCorePlanner:
             raise result
         return result
 
-    def _search(self, theirs: Mapping[str, ModelTable]) -> Plan:
-        """A plan that keeps the constraints. The search knows neither sharding_types nor min_partition.
+    def _search(self, theirs: Mapping[str, ModelTable], model: CostModel) -> Plan:
+        """A plan that keeps the constraints.
 
-        So its plan is checked. It is searched again with tables whole that were cut too narrow, and with
-        columns only if it has a sharding type that was not asked for.
+        The search knows kinds. Where sharding_types allow a kind with columns cut only, or only without, and
+        the plan has the other, it runs again without that kind for that table.
         """
-        for algorithm in (self.algorithm, *_narrower(self.algorithm)):
-            search, problem = sharder(algorithm), self.problem
-            found = search(problem, self.model.for_problem(problem), seed=self.seed, budget=self.budget)
-            whole: tuple[str, ...] = ()
-            while narrow := constrained.too_narrow(found, self.constraints, theirs):
-                whole = (*whole, *narrow)
-                unsplit = (*self.problem.constraints.unsplit, *whole)
-                problem = replace(problem, constraints=replace(problem.constraints, unsplit=unsplit))
-                try:
-                    found = search(problem, self.model.for_problem(problem), seed=self.seed,
-                                   budget=self.budget)
-                except Infeasible as error:
-                    raise Infeasible(f"{constrained.kept_whole(whole, self.constraints, theirs)}, and then "
-                                     f"no plan was found: {error}") from None
+        while True:
+            try:
+                found = sharder(self.algorithm)(self.problem, model, seed=self.seed, budget=self.budget)
+            except Infeasible as error:
+                if self.theirs is None:
+                    raise
+                taken = (torchrec_topology.default_memory(self.theirs),
+                         f"of a device's memory, {self.reserved:.0%} stays free (reserved)")
+                raise Infeasible("; ".join([str(error), *filter(None, taken)])) from None
             refused = constrained.broken(found, self.constraints, theirs, self.topology)
             if not refused:
                 return found
-        raise ShardCoreError(refused)
+            constraints = self.problem.constraints
+            kinds = constrained.without(dict(constraints.kinds), refused, self.constraints, theirs)
+            self.problem = replace(self.problem, constraints=replace(constraints, kinds=tuple(kinds.items())))
 
 
-def our_topology(topology: TheirTopology, reserved: float = 0.0) -> Topology:
-    """TorchRec's devices and hosts as ours. On a CPU, DDR counts as HBM. The cost model has the links."""
-    cuda = topology.compute_device == "cuda"
-    return Topology(tuple(
-        Device(int((d.storage.hbm if cuda else d.storage.ddr) * (1 - reserved)),
-               host=f"host-{d.rank // topology.local_world_size}") for d in topology.devices))
+def _only_kinds(theirs: Mapping[str, ModelTable], asked: Mapping[str, tuple[str, ...]],
+                topology: Topology) -> dict[str, tuple[str, ...]]:
+    """Kinds of the tables for whose wrapper TorchRec has some sharding types only.
 
+    asked: kinds that may run tables.
 
-def _only_kinds(theirs: Mapping[str, ModelTable], asked: Container[str],
-                topology: Topology) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Tables that TorchRec runs by one kind of sharding, and that kind; without those asked for already.
-
-    Raises ShardCoreError if the topology does not have that kind.
+    Raises ShardCoreError if they leave a table none, or if the topology does not have the only one.
     """
+    found = {}
     for name, table in theirs.items():
-        kinds = {layout for of in table.sharding_types if (layout := layout_of_torchrec(of))}
-        if len(kinds) == 1 and name not in asked:
-            kind = kinds.pop()
-            if kind not in ways(topology):
-                raise ShardCoreError(f"table {name!r} is in {table.path!r}, a {table.within}, which TorchRec "
-                                     f"shards {' or '.join(table.sharding_types)} only; the topology has "
-                                     f"{len(topology)} device, and it needs 2 or more to divide rows")
-            yield name, (kind.name,)
+        if not table.sharding_types:
+            continue
+        able = {layout.name for t in table.sharding_types if (layout := layout_of_torchrec(t))}
+        kinds = tuple(kind for kind in asked.get(name, LAYOUTS) if kind in able)
+        what = (f"table {name!r} is in {table.path!r}, a {table.within}, which TorchRec shards "
+                f"{' or '.join(table.sharding_types)} only")
+        if not kinds:
+            raise ShardCoreError(f"{what}; constraints have it run by {', '.join(asked[name])}: allow "
+                                 f"{', '.join(sorted(able))}")
+        if name not in asked and len(kinds) == 1 and layout_of(kinds[0]) not in ways(topology):
+            raise ShardCoreError(f"{what}; the topology has {len(topology)} device, and it needs 2 or more "
+                                 "to divide rows")
+        if kinds != tuple(LAYOUTS):
+            found[name] = kinds
+    return found
 
 
-def _narrower(algorithm: str) -> list[str]:
-    """Sharders to try next if a plan breaks constraints: those that only cut columns."""
-    return ([name for name, space in SPACE_OF.items() if space == "columns"]
-            if SPACE_OF.get(algorithm) == "all" else [])
+def _no_replicas(tables: Sequence[Table], asked: Mapping[str, tuple[str, ...]],
+                 variable: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Kinds of tables without replicas. Raises ShardCoreError if they leave a table none."""
+    found = {}
+    for table in tables:
+        found[table.name] = tuple(kind for kind in asked.get(table.name, LAYOUTS)
+                                  if kind not in constrained.REPLICAS)
+        if not found[table.name]:
+            raise ShardCoreError(f"table {table.name!r} may run data_parallel only, and feature "
+                                 f"{variable[0]!r} has batches of a size of its own (VBE), with which "
+                                 "TorchRec fails: allow another kind")
+    return found
 
 
 def _require_model(model: CostModel) -> None:
     if not hasattr(model, "setting"):
         raise ShardCoreError(f"model is {model!r}; it needs a cost model, as shardcore.load_model(FOLDER) "
                              "gives")
-
-
-def _statistics(theirs: Mapping[str, ModelTable], lookups: Lookups,
-                global_batch: int) -> dict[str, tuple[float, Reuse | Zipf]]:
-    """Pooling and access of each table."""
-    if isinstance(lookups, (str, Path)):
-        return _reported(theirs, lookups)
-    if isinstance(lookups, Mapping):
-        return _given(theirs, lookups)
-    # A single KeyedJaggedTensor is not an Iterable.
-    return _measured(theirs, lookups if isinstance(lookups, Iterable) else [lookups], global_batch)
-
-
-def _given(theirs: Mapping[str, ModelTable], lookups: Mapping[str, float]) -> dict[str, tuple[float, Zipf]]:
-    for name, table in theirs.items():
-        for feature in table.config.feature_names:
-            if feature not in lookups:
-                raise ShardCoreError(f"feature {feature!r} of table {name!r} has no lookups; given are "
-                                     f"{sorted(lookups)[:5]}")
-            if not isinstance(lookups[feature], Real):
-                raise ShardCoreError(f"feature {feature!r} of table {name!r} has lookups "
-                                     f"{lookups[feature]!r}; it needs a number, the mean of a sample")
-    return {name: (sum(lookups[f] for f in t.config.feature_names), DEFAULT_ACCESS)
-            for name, t in theirs.items()}
-
-
-def _reported(theirs: Mapping[str, ModelTable], path: str | Path) -> dict[str, tuple[float, Reuse]]:
-    return fbgemm_statistics.matched(fbgemm_statistics.read_statistics(path), {
-        name: (t.path, t.name, t.config.num_embeddings, t.config.embedding_dim)
-        for name, t in theirs.items()})
-
-
-def _measured(theirs: Mapping[str, ModelTable], batches: Iterable[KeyedJaggedTensor],
-              global_batch: int) -> dict[str, tuple[float, Reuse]]:
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-    ids: dict[str, list[np.ndarray]] = defaultdict(list)
-    samples: dict[str, int] = defaultdict(int)
-    for batch in batches:
-        if not isinstance(batch, KeyedJaggedTensor):
-            raise ShardCoreError(f"lookups has {batch!r:.80}; it needs KeyedJaggedTensors, or mean lookups "
-                                 "by feature, or the path of FBGEMM's reports")
-        # Weighted, plain and sequence features may come in tensors of their own.
-        for feature, values in batch.to_dict().items():
-            samples[feature] += batch.stride()
-            ids[feature].append(values.values().cpu().numpy())
-    found = {}
-    for name, table in theirs.items():
-        features = table.config.feature_names
-        for feature in features:
-            if feature not in ids:
-                raise ShardCoreError(f"feature {feature!r} of table {name!r} is not in the data; there are "
-                                     f"{list(ids)[:5]}")
-            # Fewer samples would show too little reuse of ids in a batch.
-            if samples[feature] < global_batch:
-                raise ShardCoreError(f"lookups has {samples[feature]} samples of feature {feature!r}; it "
-                                     f"needs a global batch of the model's data, {global_batch}, or more")
-            if samples[feature] != samples[features[0]]:
-                raise ShardCoreError(f"lookups has {samples[feature]} samples of feature {feature!r} and "
-                                     f"{samples[features[0]]} of {features[0]!r}; table {name!r} needs as "
-                                     "many of each")
-            for values in ids[feature]:
-                _require_rows(values, feature, name, table.config.num_embeddings)
-        all_ids, n = np.concatenate([of for f in features for of in ids[f]]), samples[features[0]]
-        found[name] = len(all_ids) / n, access.reuse_of(all_ids, n)
-    return found
-
-
-def _deduplicated(theirs: Mapping[str, ModelTable], lookups: Lookups, groups: Sequence[Sequence[str]],
-                  batch: int) -> tuple[dict[str, float], list[tuple[str, ...]]]:
-    """The dedup of the tables of some groups of features, and the tables of each group of several."""
-    if not groups:
-        return {}, []
-    if isinstance(lookups, (str, Path, Mapping)):
-        raise ShardCoreError(f"deduplicated has {list(groups[0])}; its factor is read from batches of data, "
-                             "so lookups need to be KeyedJaggedTensors")
-    group_of = {feature: tuple(group) for group in groups for feature in group}
-    tables: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for name, table in theirs.items():
-        found = {group_of.get(f) for f in table.config.feature_names}
-        if len(found) > 1:
-            raise ShardCoreError(f"table {name!r} has features {table.config.feature_names}; deduplicated "
-                                 "needs all of them in one group, or none")
-        if (group := found.pop()) is not None:
-            tables[group].append(name)
-    for group in map(tuple, groups):
-        if group not in tables:
-            raise ShardCoreError(f"deduplicated has {list(group)}; no table has these features")
-    batches = lookups if isinstance(lookups, Iterable) else [lookups]
-    of: dict[str, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
-    for jagged in batches:
-        for feature, values in jagged.to_dict().items():
-            of[feature].append((values.values().cpu().numpy(), values.lengths().cpu().numpy()))
-    joined = {f: tuple(map(np.concatenate, zip(*parts, strict=True))) for f, parts in of.items()}
-    factors = {group: dedup_of([joined[f] for f in group], batch) for group in tables}
-    return ({name: factors[group] for group, names in tables.items() for name in names},
-            [tuple(names) for names in tables.values() if len(names) > 1])
-
-
-def _require_rows(ids: np.ndarray, feature: str, table: str, rows: int) -> None:
-    if len(ids) and not 0 <= ids.min() <= ids.max() < rows:
-        raise ShardCoreError(f"feature {feature!r} has ids {ids.min()} to {ids.max()}, table {table!r} rows "
-                             f"0 to {rows - 1}; give ids as the collection gets them")

@@ -11,14 +11,13 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from shardcore.errors import ShardCoreError
-from shardcore.export import torchrec_json
-from shardcore.fused import OPTIMIZERS, named
-from shardcore.job import Job
+from shardcore.export import torchrec_fields, torchrec_json
+from shardcore.job import PAYLOADS, Job
 from shardcore.layouts import layout_of_torchrec
-from shardcore.types import Setting
+from shardcore.types import Problem, Setting
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
     from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
 
 PLACEMENT = ("sharding_type", "ranks", "sharding_spec")
@@ -56,80 +55,97 @@ def with_settings(settings: Mapping[str, Any], what: str) -> ParameterSharding:
     return torchrec_json.decode(ParameterSharding, {"sharding_type": "", **settings}, what)
 
 
-_TORCH = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_TORCH = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 """Payloads by torch's names."""
 
 
+def job_of(qcomms: QCommsConfig) -> Job:
+    """A job that sends outputs and gradients as TorchRec's config says.
+
+    Raises ShardCoreError naming a field that is refused, or a precision that is not priced.
+    """
+    torchrec_fields.require_treated(qcomms, "QCommsConfig")
+    payloads = {name: getattr(qcomms, name).value for name in ("forward_precision", "backward_precision")}
+    for name, payload in payloads.items():
+        if payload not in PAYLOADS:
+            raise ShardCoreError(f"QCommsConfig has {name} {payload}; priced are {', '.join(PAYLOADS)}")
+    return Job(forward_payload=payloads["forward_precision"], backward_payload=payloads["backward_precision"])
+
+
+def payloads_of(sharders: Iterable[ModuleSharder[Any]]) -> tuple[str, str]:
+    """What the collectives of sharders send forward and backward, if all send the same. Else FP32.
+
+    Raises ShardCoreError for payloads that are not priced.
+    """
+    sent = {payloads for sharder in sharders for payloads in _sent(sharder).values()}
+    return sent.pop() if len(sent) == 1 else ("fp32", "fp32")
+
+
+def _of_collection(sharder: ModuleSharder[Any]) -> ModuleSharder[Any]:
+    """The sharder of the collection: within that of a wrapper, if it is one."""
+    return getattr(sharder, "_ebc_sharder", getattr(sharder, "_e_sharder", sharder))
+
+
+def _sent(sharder: ModuleSharder[Any]) -> dict[str, tuple[str, str]]:
+    """Payloads forward and backward by operation. Without codecs all is sent in FP32."""
+    found = {}
+    for op, codecs in (getattr(_of_collection(sharder), "qcomm_codecs_registry", None) or {}).items():
+        both = {"forward": codecs.forward, "backward": codecs.backward}
+        names = [str(codec.quantized_dtype).removeprefix("torch.") for codec in both.values()]
+        for name, (field, codec) in zip(names, both.items(), strict=True):
+            if name not in _TORCH:
+                precision = getattr(getattr(codec, "_comm_precision", None), "name", name)
+                raise ShardCoreError(f"{op.lower()} of {type(sharder).__name__} has {field}_precision "
+                                     f"{precision}; priced are {', '.join(PAYLOADS)}")
+        found[op.lower()] = tuple(_TORCH[name] for name in names)
+    return found or {"output": ("fp32", "fp32")}
+
+
 def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (),
-             optimizer: str | None = None, job: Job | None = None) -> list[str]:
+             problem: Problem | None = None) -> list[str]:
     """What the price of a plan leaves out, a line each.
 
-    Tables are priced as fused ops in device memory, collectives with the job's payloads (None: FP32).
-    Sharders are checked for other payloads, and for another optimizer in fused_params. (For one that is set
-    on parameters see unpriced_optimizers.) Of replicas no model has the time of the dense optimizer.
+    Tables are priced as fused ops, in device memory unless the problem has rows of theirs in host memory, and
+    collectives with the job's payloads. Of replicas no model has the time of the dense optimizer.
+
+    problem: None: it has no rows in host memory, and sends FP32.
+
+    Raises ShardCoreError for payloads of sharders that are not priced.
     """
-    job = job or Job()
-    said = _unpriced_replicas(plan, optimizer, job)
+    job = problem.job if problem else Job()
+    in_host = {(t.collection, t.name.removeprefix(f"{t.collection}."))
+               for t in (problem.tables if problem else ()) if t.in_host_memory}
+    lines = _unpriced_replicas(plan, problem)
     for path, module in plan.plan.items():
         for name, sharding in module.items():
+            priced = (path, name) in in_host
+            known = (*PLACEMENT, "compute_kernel", *(["cache_params"] if priced else []))
             given = [f"{f.name}={value}" for f in fields(sharding)
-                     if f.name not in (*PLACEMENT, "compute_kernel")
-                     and (value := getattr(sharding, f.name)) is not None]
-            if sharding.compute_kernel not in PLAIN_KERNELS or given:
-                said.append(f"table {name!r} of module {path!r} is priced as fused, in device memory; it has "
-                            + ", ".join([f"kernel {sharding.compute_kernel}", *given]))
-    for sharder in sharders:
-        # Optimizers differ in time and in memory for their state.
-        own = getattr((getattr(sharder, "fused_params", None) or {}).get("optimizer"), "name", None)
-        if optimizer and own and named(own, OPTIMIZERS) != optimizer:
-            said.append(f"tables of {type(sharder).__name__} are priced, and their state counted, as under "
-                        f"{optimizer}; its optimizer is {own}")
-        # Without codecs all is sent in FP32.
-        sent = {op.lower(): tuple(str(codec.quantized_dtype).removeprefix("torch.")
-                                  for codec in (codecs.forward, codecs.backward))
-                for op, codecs in (getattr(sharder, "qcomm_codecs_registry", None) or {}).items()
-                } or {"output": ("float32", "float32")}
-        priced = tuple(_TORCH[payload] for payload in (job.forward_payload, job.backward_payload))
-        said += [f"{op} of {type(sharder).__name__} is priced with {priced[0]} forward, {priced[1]} "
-                 f"backward; it sends {own[0]} forward, {own[1]} backward"
-                 for op, own in sent.items() if own != priced]
-    return said
-
-
-def unpriced_optimizers(module: nn.Module, optimizer: str) -> list[str]:
-    """A line for each other optimizer that apply_optimizer_in_backward set on weights of tables.
-
-    optimizer: what tables are priced and counted with.
-    """
-    from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
-
-    other: dict[str, list[str]] = {}
-    for path, parameter in module.named_parameters():
-        *_, collection, table, _ = ("", "", *path.split("."))
-        if collection not in ("embedding_bags", "embeddings"):
-            continue
-        for kind in getattr(parameter, "_optimizer_classes", ()):
-            theirs = optimizer_type_to_emb_opt_type(kind)
-            if theirs is None or named(theirs.name, OPTIMIZERS) != optimizer:
-                other.setdefault(kind.__name__, []).append(table)
-    return [f"tables {', '.join(map(repr, tables[:3]))}{', ...' * (len(tables) > 3)} are priced, and their "
-            f"state counted, as under {optimizer}; their optimizer in backward is {kind}"
-            for kind, tables in other.items()]
+                     if f.name not in known and (value := getattr(sharding, f.name)) is not None]
+            if sharding.compute_kernel not in PLAIN_KERNELS and not priced or given:
+                where = "with rows in host memory" if priced else "in device memory"
+                lines.append(f"table {name!r} of module {path!r} is priced as fused, {where}; it has "
+                             + ", ".join([f"kernel {sharding.compute_kernel}", *given]))
+    lines += [f"{type(sharder).__name__} has use_index_dedup, which sends each id once; ids are priced as "
+              "if it sent all" for sharder in sharders if getattr(
+                  _of_collection(sharder), "_use_index_dedup", False)]
+    own = job.forward_payload, job.backward_payload
+    return lines + [f"{op} of {type(sharder).__name__} is priced with {own[0]} forward, {own[1]} backward; "
+                    f"it sends {sent[0]} forward, {sent[1]} backward"
+                    for sharder in sharders for op, sent in _sent(sharder).items() if sent != own]
 
 
 def unpriced_hardware(setting: Setting, compute_device: str) -> list[str]:
     """A line if a cost model was measured on another type of device than a plan is for."""
-    measured_on_cpu = setting.hardware.startswith("cpu")
-    if measured_on_cpu == (compute_device == "cpu"):
+    if compute_device == ("cpu" if setting.hardware.startswith("cpu") else "cuda"):
         return []
     return [f"devices are of type {compute_device}; the cost model was measured on {setting.hardware}"]
 
 
-def _unpriced_replicas(plan: ShardingPlan, optimizer: str | None, job: Job) -> list[str]:
+def _unpriced_replicas(plan: ShardingPlan, problem: Problem | None) -> list[str]:
     replicas = [name for module in plan.plan.values() for name, sharding in module.items()
                 if (layout := layout_of_torchrec(sharding.sharding_type)) and layout.dense_gradient]
-    dense = job.replica_optimizer or (OPTIMIZERS[optimizer].dense if optimizer else None)
     shown = ", ".join(map(repr, replicas[:3])) + (", ..." if len(replicas) > 3 else "")
-    under, by = f", under {optimizer}" if optimizer else "", f", {dense}," if dense else ""
+    under, by = (f", under {problem.optimizer}", f", {problem.replica_optimizer},") if problem else ("", "")
     return [f"replicas of {shown} are priced as if updated in backward{under}; a dense optimizer{by} steps "
             "over all of their weights later, which is not timed"] if replicas else []

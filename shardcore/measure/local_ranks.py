@@ -20,6 +20,8 @@ from shardcore.errors import ShardCoreError
 from shardcore.measure import processes
 from shardcore.measure.hosts import Place
 
+MOST_RANKS = 128
+"""Processes of a gang on one machine. Each loads torch, which takes some 200 MB."""
 _LOOPBACK = "127.0.0.1"
 _GRACE_S = 1.0
 """How long a rank that lost another waits to be told why: the other's own report comes first if there is
@@ -47,10 +49,14 @@ def run(name: str, work: Callable[..., None], ranks: int, arguments: Sequence[An
     init_method: for collectives.Rank, one for all: a port of this machine's loopback, or of the first place.
     places: of each rank, see hosts.box_of. None: this machine. Processes are named "<name>-rank-<rank>".
     `work` and `arguments` need to be picklable.
-    Raises ShardCoreError where a rank fails (with the ShardCoreError or RuntimeError it raised), dies, or
-    none says anything for timeout_s: it names the rank and the reason. No process is left when the iterator
-    ends, raises or is closed.
+    Raises ShardCoreError for more than MOST_RANKS, and where a rank fails (with the ShardCoreError or
+    RuntimeError it raised), dies, or none says anything for timeout_s: it names the rank and the reason.
+    No process is left when the iterator ends, raises or is closed.
     """
+    if ranks > MOST_RANKS:
+        raise ShardCoreError(f"{name}: {ranks:,} devices need as many processes on this machine, and at most "
+                             f"{MOST_RANKS} are started; take a problem of fewer devices, or a job with a "
+                             "rank on each device where the command allows it")
     pipes, running = [], []
     address = places[0].address if places else _LOOPBACK
     with _reserved_port(address, places[0] if places else None) as port:

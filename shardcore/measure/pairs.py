@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shardcore.limits import MOST_REPEATS, WAITS_S, require, require_within
-from shardcore.measure import collectives, local_ranks
+from shardcore.measure import collectives, hardware, local_ranks
 from shardcore.measure.hosts import Place
 from shardcore.rank_order import Groups, Links, levels
 from shardcore.types import Problem
@@ -76,6 +76,7 @@ def measure(ranks: int, config: PairConfig, device: str = "cpu", note: Note = la
 
     Raises ShardCoreError if a rank dies or hangs. No process stays behind.
     """
+    hardware.require_device(device)
     heard = local_ranks.run("pairs", _work, ranks, (ranks, config, device), config.timeout_s, on or None)
     for rank, said in heard:
         if rank == 0 and isinstance(said, Found):
@@ -109,6 +110,7 @@ def measure_rank(rank: int, ranks: int, init_method: str, config: PairConfig, de
 
 def measure_job(config: PairConfig, device: str = "cpu", note: Note = lambda done, of: None) -> Found:
     """The same in a job that torchrun or the like has started. Each of its processes calls this."""
+    hardware.require_device(device)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return measure_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", config, device,

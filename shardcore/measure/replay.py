@@ -35,6 +35,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ import torch
 
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.job import Job
-from shardcore.limits import MOST_BYTES, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
+from shardcore.limits import MOST_BYTES, MOST_REPEATS, MOST_SEED, WAITS_S, require_type, require_within
 from shardcore.measure import exchanges, id_transfer, local_ranks
 from shardcore.measure.collectives import CollectiveConfig, Rank, wait_and_transfer, wait_until
 from shardcore.measure.devices import device_of
@@ -105,6 +106,9 @@ def replay(workload: Workload, setting: Setting, config: ReplayConfig | None = N
 
     Raises as replay_all.
     """
+    require_type(workload, Workload, "workload", "a Workload, as lower(plan, problem) gives")
+    require_type(setting, Setting, "setting", "a Setting, as a model's or a problem's")
+    require_type(config, (ReplayConfig, NoneType), "config", "a ReplayConfig or None")
     return replay_all([workload], setting, config, device)[0]
 
 

@@ -13,8 +13,6 @@ from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_UNIX_S, is_path_name
 
 OUTCOMES = ("first", "better", "kept", "no longer fits", "restored")
-DEFAULT_THRESHOLD = 0.02
-"""A new plan must be cheaper by this share of the current plan's cost."""
 _SCHEMA, _SCHEMA_VERSION = "shardcore/decision", 1
 
 
@@ -33,7 +31,8 @@ class Decision:
     candidate_ms: cost of the candidate under the current model. None: unknown.
     previous_ms: cost of the previous plan under the current model. None: there was none, or it is no longer
       valid for this problem.
-    threshold: the share of previous_ms by which a candidate must be cheaper.
+    margin_ms: by how much the gain may be wrong (see gain.Gain). None: there was nothing to compare.
+    threshold: the share of previous_ms by which a candidate must be cheaper, whatever its margin.
     decided_at: Unix s. 0: unknown.
     parent: id of the decision before.
     provenance: model, model_version, data_version, git_commit, setting, algorithm, its settings and seed.
@@ -47,6 +46,7 @@ class Decision:
     problem_digest: str
     candidate_ms: float | None = None
     previous_ms: float | None = None
+    margin_ms: float | None = None
     threshold: float = 0.0
     decided_at: float = 0.0
     parent: str | None = None
@@ -64,7 +64,7 @@ class Decision:
                                  f"it takes its candidate, {self.candidate}")
         if self.parent is not None:
             require_id(self.parent, "decision has parent")
-        for name in ("candidate_ms", "previous_ms", "threshold", "decided_at"):
+        for name in ("candidate_ms", "previous_ms", "margin_ms", "threshold", "decided_at"):
             if not 0 <= (getattr(self, name) or 0) < math.inf:
                 raise ShardCoreError(f"decision has {name} {getattr(self, name)}; it needs 0 or more")
         # datetime cannot show later times.
@@ -115,8 +115,3 @@ def require_id(found: str, what: str) -> str:
     if not files.DIGEST.fullmatch(found):
         raise ShardCoreError(f"{what} {schema.show(found)}; it needs 16 hex digits")
     return found
-
-
-def worth_it(candidate_ms: float, previous_ms: float | None, threshold: float) -> bool:
-    """Whether a candidate should replace the previous plan. previous_ms None: that plan is invalid."""
-    return previous_ms is None or candidate_ms < previous_ms * (1 - threshold)

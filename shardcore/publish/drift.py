@@ -7,11 +7,15 @@ from dataclasses import dataclass, replace
 
 from shardcore.cost.model import CostModel, price
 from shardcore.errors import ShardCoreError
-from shardcore.publish.decisions import DEFAULT_THRESHOLD, worth_it
-from shardcore.publish.diff import Diff, diff, rebind_tables
-from shardcore.publish.replan import ReplanConfig, replan
+from shardcore.publish.diff import Diff, diff
+from shardcore.publish.gain import Gain, gain
+from shardcore.publish.replan import ReplanConfig, forced_moves, replan
+from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
+
+_FRESH = ("rows", "dim", "features", "pooling", "access")
+"""Of a Table, what changes while a job runs."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,9 @@ class Drift:
     replan_ms: cost of the best plan found with at most `most_tables` moves.
     replan: that plan.
     moves: what moves for `replan`.
+    gain: what `replan` saves, and how sure that is.
     most_tables: how many tables may move. None: any number.
-    threshold: the share of now_ms by which a re-plan must be cheaper to pay.
+    threshold: the share of now_ms by which a re-plan must be cheaper to pay, whatever its margin.
     """
 
     planned_ms: float
@@ -36,6 +41,7 @@ class Drift:
     replan_ms: float
     replan: Plan
     moves: Diff
+    gain: Gain
     most_tables: int | None
     threshold: float
 
@@ -47,24 +53,25 @@ class Drift:
     @property
     def pays(self) -> bool:
         """Whether the re-plan is worth its moves."""
-        return worth_it(self.replan_ms, self.now_ms, self.threshold)
+        return self.gain.worth_it(self.threshold)
 
 
 def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, config: ReplanConfig,
-          threshold: float = DEFAULT_THRESHOLD) -> Drift:
+          threshold: float = 0.0) -> Drift:
     """How far a plan of `problem` is from the best plan of `now`, and what a re-plan would save.
 
-    Tables have the same shapes in both problems. Each search gets the config's budget. Neither
-    result is dearer than the plan itself.
+    Tables may have grown. Each search gets the config's budget. Neither result is dearer than the plan
+    itself.
 
     Raises what `lower` raises if the plan is no longer valid. A new plan is then needed at any cost.
     """
     old = rebind_tables(plan, now)
-    planned_ms, now_ms = (price(lower(p, of), model).total_ms for p, of in ((plan, problem), (old, now)))
+    planned, cost = (price(lower(p, of), model) for p, of in ((plan, problem), (old, now)))
+    now_ms = cost.total_ms
 
     # A short search may end worse than its start, so the old plan competes too.
     def searched(limit: ReplanConfig) -> tuple[float, Plan]:
-        found = replan(old, now, model, limit)
+        found = replan(plan, now, model, limit)
         return min(((price(lower(found, now), model).total_ms, found), (now_ms, old)), key=lambda x: x[0])
 
     best_ms, best = searched(replace(config, max_moved_tables=None, max_moved_bytes=None))
@@ -72,28 +79,22 @@ def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, config: 
     # The unlimited search is heuristic as well. It can lose to the limited one.
     if replan_ms < best_ms:
         best_ms, best = replan_ms, replanned
-    return Drift(planned_ms=planned_ms, now_ms=now_ms, best_ms=best_ms, best=best, replan_ms=replan_ms,
-                 replan=replanned, moves=diff(old, replanned), most_tables=config.max_moved_tables,
-                 threshold=threshold)
+    saved = gain((old, cost), (replanned, price(lower(replanned, now), model)), now, model)
+    return Drift(planned_ms=planned.total_ms, now_ms=now_ms, best_ms=best_ms, best=best, replan_ms=replan_ms,
+                 replan=replanned, moves=diff(plan, replanned, now, forced_moves(plan, now)),
+                 gain=saved, most_tables=config.max_moved_tables, threshold=threshold)
 
 
 def refreshed(problem: Problem, tables: Iterable[Table]) -> Problem:
-    """The problem with the pooling and access statistics of fresh `tables`. Unknown names are ignored.
+    """The problem with the shapes, features, pooling and access statistics of fresh `tables`.
 
-    Raises ShardCoreError for a table of another shape, or if no name is known.
+    Unknown names are ignored. Raises ShardCoreError if no name is known.
     """
     fresh = {t.name: t for t in tables}
-    known = [t for t in problem.tables if t.name in fresh]
-    if not known:
+    if not any(t.name in fresh for t in problem.tables):
         raise ShardCoreError(f"none of the {len(fresh)} tables with fresh statistics is one of problem "
                              f"{problem.name!r}'s, which has "
                              f"{', '.join(t.name for t in problem.tables[:3])}, ...")
-    for table in known:
-        new = fresh[table.name]
-        if (new.rows, new.dim) != (table.rows, table.dim):
-            raise ShardCoreError(f"table {table.name!r} is {new.rows} × {new.dim} with fresh statistics, "
-                                 f"{table.rows} × {table.dim} in problem {problem.name!r}; a table of "
-                                 "another shape needs a new plan")
     return replace(problem, tables=tuple(
-        replace(t, pooling=fresh[t.name].pooling, access=fresh[t.name].access) if t.name in fresh else t
+        replace(t, **{name: getattr(fresh[t.name], name) for name in _FRESH}) if t.name in fresh else t
         for t in problem.tables))

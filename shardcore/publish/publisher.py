@@ -15,17 +15,18 @@ from shardcore import files
 from shardcore.cost import mixed, neural
 from shardcore.cost.model import price
 from shardcore.errors import Infeasible, ShardCoreError, Unreachable
-from shardcore.limits import MOST_COUNT, MOST_SEED, require_within
+from shardcore.limits import MOST_COUNT, MOST_MS, MOST_SEED, require_within
 from shardcore.memory import used_bytes
 from shardcore.publish import store
-from shardcore.publish.decisions import DEFAULT_THRESHOLD, Decision, worth_it
-from shardcore.publish.diff import diff, rebind_tables, relabel_devices
-from shardcore.publish.replan import ReplanConfig, replan
+from shardcore.publish.decisions import Decision
+from shardcore.publish.diff import Diff, diff, relabel_devices
+from shardcore.publish.gain import CONFIDENCE, Gain, gain
+from shardcore.publish.replan import ReplanConfig, forced_moves, replan
 from shardcore.report import plan_page, plan_report
 from shardcore.report.plan_explorer import Version, version_name
 from shardcore.report.text import percent_change
-from shardcore.search import BASELINES, DEFAULT_SHARDER, compare, known, sharder
-from shardcore.search.anneal.sharder import SPACE_OF
+from shardcore.search import BASELINES, DEFAULT_SHARDER, SPACE_OF, compare, known, sharder, torchrec
+from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.budget import Budget
 from shardcore.search.explain import explain
 from shardcore.search.learned.policy import Policy
@@ -38,6 +39,8 @@ _logger = logging.getLogger(__name__)
 HEADERS = ("problem", "tables", "devices", "published ms", "best baseline", "against it", "against random",
            "balance", "extrapolated", "decision")
 """Headers of a table of `Published.row`s."""
+_FOR_TORCHREC = 4_096
+"""The most tables times devices for which TorchRec's planner runs: it takes about a second for these."""
 _EXPLAIN = Budget(evals=10_000)
 """Budget of each search for the alternatives on a report page."""
 
@@ -46,34 +49,39 @@ _EXPLAIN = Budget(evals=10_000)
 class PublishConfig:
     """What is searched, and which plans are published.
 
-    algorithm: sharder of the published plans. Baselines are the other sharders.
+    algorithm: sharder of the published plans. Baselines are other sharders.
     seed: of the search.
     budget_evals: plans that the search may price.
-    threshold: share by which a new plan must be cheaper to replace the published one.
+    threshold: least share by which a new plan must be cheaper to replace the published one. In any case its
+      gain has to exceed the model's error of the difference (see gain).
     keep_versions: how many decisions per problem keep their versions.
     max_moved_tables: how many tables may move from a published plan that still fits. null: any number. Needs
       an algorithm that anneals.
     plans: the folder or object-store URL to publish in.
+    torchrec_s: seconds for TorchRec's planner as a baseline, where it is installed and problems are small. 0:
+      leave it out.
     """
 
     algorithm: str = DEFAULT_SHARDER
     seed: int = 0
     budget_evals: int = 200_000
-    threshold: float = DEFAULT_THRESHOLD
+    threshold: float = 0.0
     keep_versions: int = 20
     max_moved_tables: int | None = None
     plans: str = "plans"
+    torchrec_s: float = 10.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "algorithm", known(self.algorithm))
         require_within(self, "publish config", budget_evals=(1, MOST_COUNT), seed=(0, MOST_SEED),
-                       keep_versions=(store.FEWEST_KEPT, MOST_COUNT), max_moved_tables=(0, MOST_COUNT))
+                       keep_versions=(store.FEWEST_KEPT, MOST_COUNT), max_moved_tables=(0, MOST_COUNT),
+                       torchrec_s=(0, MOST_MS))
         if not self.plans or not self.plans.isprintable():
             raise ShardCoreError(f"publish config has plans {self.plans!r}; it needs a folder or URL, such "
                                  "as 'plans'")
         if not 0 <= self.threshold < 1:
             raise ShardCoreError(f"publish config has threshold {self.threshold}; it needs a share within 0 "
-                                 "and 1, such as 0.02")
+                                 "and 1, such as 0.01")
         if self.max_moved_tables is not None and self.algorithm not in SPACE_OF:
             raise ShardCoreError(f"publish config has max_moved_tables {self.max_moved_tables} and algorithm "
                                  f"{self.algorithm!r}; it needs 0 or more, and one of {', '.join(SPACE_OF)}")
@@ -113,12 +121,14 @@ class Before:
     """What was published for a problem before.
 
     decision: the last one.
-    plan: its plan, with the problem's current tables. None: its files are of no use any more.
+    published: its plan, with the tables of that time. None: its files are of no use any more.
+    plan: its plan, with the problem's current tables.
     cost: its cost under the current model. None: it is no longer valid for the problem.
     why_not: why it is no longer valid, or of no use.
     """
 
     decision: Decision
+    published: Plan | None
     plan: Plan | None
     cost: StepCost | None
     why_not: str = ""
@@ -126,6 +136,12 @@ class Before:
     @property
     def total_ms(self) -> float | None:
         return self.cost.total_ms if self.cost else None
+
+    def moves(self, plan: Plan, problem: Problem) -> Diff | None:
+        """What moves from it to a plan. None: it is of no use any more."""
+        if self.published is None:
+            return None
+        return diff(self.published, plan, problem, forced_moves(self.published, problem))
 
 
 @dataclass(frozen=True)
@@ -169,14 +185,15 @@ class Publisher:
         if decision is None:
             return None
         # A plan that no longer fits is loaded too: the decision says why it is replaced.
-        plan = None
+        published = plan = None
         try:
-            plan = rebind_tables(store.load_plan(self.plans, problem.name, fits=False)[0], problem)
-            return Before(decision, plan, price(lower(plan, problem), self.model))
+            published = store.load_plan(self.plans, problem.name, fits=False)[0]
+            plan = rebind_tables(published, problem)
+            return Before(decision, published, plan, price(lower(plan, problem), self.model))
         except Unreachable:
             raise
         except ShardCoreError as error:
-            return Before(decision, plan, None, str(error))
+            return Before(decision, published, plan, None, str(error))
 
     def _decision(self, problem: Problem, before: Before | None, **made: Any) -> Decision:
         """A decision with the fields that all share. made: the other fields."""
@@ -227,11 +244,14 @@ class Publisher:
         else:
             plan = Plan(found.placements, {**found.provenance, **self.provenance})
             cost = price(lower(plan, problem), self.model)
-        outcome, reason = self._judged(plan, cost, before)
+        gained = gain((before.plan, before.cost), (plan, cost), problem, self.model) if (
+            before and before.cost) else None
+        outcome, reason = self._judged(plan, before, gained, problem)
         candidate = store.version_of(plan, problem)
         current = store.version_of(before.plan, problem) if outcome == "kept" else candidate
         decision = self._decision(problem, before, outcome=outcome, reason=reason, current=current,
-                                  candidate=candidate, candidate_ms=cost.total_ms)
+                                  candidate=candidate, candidate_ms=cost.total_ms,
+                                  margin_ms=gained and gained.margin_ms)
         self._add(problem, plan, decision, before, others)
         if outcome == "kept":
             # The old plan for the problem as it is now: the same version where that has not changed.
@@ -241,8 +261,21 @@ class Publisher:
                          bool(mixed.out_of_range(self.model, lower(plan, problem))))
 
     def _others(self, problem: Problem) -> dict[str, compare.Outcome]:
-        return {name: compare.run(name, problem, self.model, self.config.seed) for name in BASELINES
+        """Plans to compare with: by BASELINES, NeuroShard's beam, and TorchRec's planner if it may run."""
+        budget = Budget(evals=self.config.budget_evals)
+        asked: dict[str, Budget | None] = {**dict.fromkeys(BASELINES), "neuroshard": budget}
+        if (torchrec.installed() and self.config.torchrec_s
+                and len(problem.tables) * len(problem.topology) <= _FOR_TORCHREC):
+            asked["torchrec"] = Budget(seconds=self.config.torchrec_s)
+        return {name: self._compared(name, problem, budget) for name, budget in asked.items()
                 if name != self.config.algorithm}
+
+    def _compared(self, name: str, problem: Problem, budget: Budget | None) -> compare.Outcome:
+        try:
+            return compare.run(name, problem, self.model, self.config.seed, budget)
+        except ShardCoreError as error:
+            # What a baseline cannot plan must not keep ours from being published.
+            return compare.Outcome(name, 0.0, error=str(error))
 
     def _search(self, problem: Problem, before: Before | None) -> Plan:
         """A plan by the config's algorithm. Annealing starts from the published plan, if there is one.
@@ -265,19 +298,20 @@ class Publisher:
             raise Infeasible(outcome.error)
         return relabel_devices(outcome.plan, before.plan, problem) if before and before.plan else outcome.plan
 
-    def _judged(self, plan: Plan, cost: StepCost, before: Before | None) -> tuple[str, str]:
-        """The outcome of a candidate, and why."""
+    def _judged(self, plan: Plan, before: Before | None, gained: Gain | None,
+                problem: Problem) -> tuple[str, str]:
+        """The outcome of a candidate, and why. gained: over a plan before that is still valid."""
         if before is None:
             return "first", "no plan was published for this problem"
-        if before.cost is None:
+        if gained is None:
             return "no longer fits", f"of the plan before: {before.why_not}"
         if plan is before.plan:
             return "kept", "the search finds no other plan"
-        better = worth_it(cost.total_ms, before.total_ms, self.config.threshold)
+        better, threshold = gained.worth_it(self.config.threshold), self.config.threshold
         return "better" if better else "kept", (
-            f"{cost.total_ms:.3f} ms instead of {before.total_ms:.3f} ms "
-            f"({percent_change(cost.total_ms, before.total_ms)}, threshold {self.config.threshold:.1%}), "
-            f"moving {plan_report.moved_words(diff(before.plan, plan))}")
+            f"{gained} at {CONFIDENCE:.0%} confidence{plan_report.threshold_words(threshold)}: "
+            f"{'replaced' if better else 'kept'}; {gained.before_ms - gained.ms:.3f} ms instead of "
+            f"{gained.before_ms:.3f} ms; {plan_report.moves_text(before.moves(plan, problem))}")
 
     def _add(self, problem: Problem, plan: Plan, decision: Decision, before: Before | None,
              others: Mapping[str, compare.Outcome]) -> None:
@@ -291,7 +325,7 @@ class Publisher:
         explained = explain(plan, problem, self.model, _EXPLAIN, others)
         now = Version(version_name(store.version_of(plan, problem)), plan, cost, workload.memory_bytes)
         page = plan_page.page(now, problem, explained, decisions,
-                              diff(before.plan, plan) if before and before.plan else None, beyond,
+                              before and before.moves(plan, problem), beyond,
                               _version(before, problem))
         store.add(self.plans, problem, plan, {
             "predicted": dataclasses.asdict(cost), "total_ms": cost.total_ms,

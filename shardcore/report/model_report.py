@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardcore.cost import collective_model, ranges, replay_metrics
+from shardcore.cost import collective_model, known_errors, ranges, replay_metrics
 from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.study import LearningCurve
@@ -287,7 +287,12 @@ def model_card(model: NeuralModel, studied: Studied, name: str) -> str:
     """
     # The page must stay below 5,000 characters, which is all that a model registry keeps.
     use = _USE.replace("NAME", name).replace("BATCH", str(model.setting.batch))
-    return "\n\n".join([f"# Cost model of {model.setting.hardware}", _what_it_is(model),
+    refused = model.meta["provenance"].get("not_joined", {})
+    first = [*known_errors.worse_than_usual(model),
+             *(f"{folder} is of the same hardware, but did not join: {why}"
+               for folder, why in refused.items())]
+    return "\n\n".join([f"# Cost model of {model.setting.hardware}", *(f"**{x}.**" for x in first),
+                        known_errors.label(model), _what_it_is(model),
                         "## Trained on", _trained_on(model), "## Where to trust it", _ranges(model),
                         "## How good it is", _how_good(studied), "## How to use it", use])
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
 from shardcore.report import plan_report
+from shardcore.report.figures import svg
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-HEADERS = ("version", "registered", "error, %", "error of replayed plans, %", "champion", "gate", "setting")
+HEADERS = ("version", "registered", "error, %", "error of replayed plans, %", "champion", "gate", "setting",
+           "data")
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222;
        max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
@@ -32,6 +33,7 @@ class ModelRecord:
     replay_error: percent, mean error of replayed plans. None: there were none.
     gate: what the gate said.
     reigns: from when to when plans were published under it, Unix s. None: still.
+    data: digest of what it was trained on. "": unknown.
     """
 
     version: str
@@ -41,17 +43,22 @@ class ModelRecord:
     gate: str
     setting: str
     reigns: tuple[tuple[float, float | None], ...] = ()
+    data: str = ""
 
 
 def rows(records: Sequence[ModelRecord]) -> list[tuple[str, ...]]:
     """Rows under HEADERS, the last version first."""
     return [(x.version, plan_report.when(x.registered_at), _percent(x.error), _percent(x.replay_error),
-             "; ".join(_reign(*reign) for reign in x.reigns) or "never", x.gate or "-", x.setting)
+             "; ".join(_reign(*reign) for reign in x.reigns) or "never", x.gate or "-", x.setting,
+             x.data[:8] or "unknown")
             for x in sorted(records, key=lambda x: -x.registered_at)]
 
 
-def page(name: str, records: Sequence[ModelRecord]) -> str:
-    """The page as one self-contained HTML file."""
+def page(name: str, records: Sequence[ModelRecord], first: Sequence[str] = ()) -> str:
+    """The page as one self-contained HTML file.
+
+    first: sentences about the champion, which come first.
+    """
     head = "".join(f"<th>{escape(h)}</th>" for h in HEADERS)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n"
                    for row in rows(records))
@@ -59,9 +66,10 @@ def page(name: str, records: Sequence[ModelRecord]) -> str:
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src "
         f"'unsafe-inline'\"><title>{escape(name)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{escape(name)}</h1>", '<p class="note">Each version was judged on the held-out data of its '
+        f"<h1>{escape(name)}</h1>", *(f"<p><b>{escape(x)}.</b></p>" for x in first),
+        '<p class="note">Each version was judged on the held-out data of its '
         "time. Shaded: plans were published under it.</p>",
-        f"<figure>{_svg(figure(records))}</figure>",
+        f"<figure>{svg(figure(records))}</figure>",
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>", "</body></html>\n"])
 
 
@@ -91,15 +99,6 @@ def figure(records: Sequence[ModelRecord]) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     return made
-
-
-def _svg(made: Figure) -> str:
-    import matplotlib
-
-    text = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardcore"}):
-        made.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg"):]
 
 
 def _reign(begin: float, end: float | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from shardcore.memory import gib
 from shardcore.publish.decisions import Decision
 from shardcore.publish.diff import Diff, diff
 from shardcore.report import plan_report
+from shardcore.report.figures import svg
 from shardcore.report.plan_explorer import PARTS, STYLE, Version, explorer, policy, version_name
 from shardcore.report.text import percent_change
 from shardcore.search.explain import Alternative, Explanation
@@ -56,7 +56,7 @@ def page(now: Version, problem: Problem, explained: Explanation, decisions: Sequ
         f"{problem.global_batch:,}.<br>{escape(decision.outcome.capitalize())}: "
         f"{escape(decision.reason)}.</p>",
         *([_warning(extrapolated)] if extrapolated else []),
-        f"<figure>{_svg(figure(explained))}</figure>",
+        f"<figure>{svg(figure(explained))}</figure>",
         "<h2>What bounds it</h2>", *(f"<p>{escape(line)}</p>" for line in plan_report.sentences(explained)),
         _shards(explained), _memory(explained),
         "<h2>Instead</h2>", _alternatives(explained),
@@ -69,7 +69,7 @@ def page(now: Version, problem: Problem, explained: Explanation, decisions: Sequ
 
 def comparison(problem: Problem, now: Version, before: Version) -> str:
     """A page of two plans of a problem. Versions name them."""
-    said = plan_report.moves_text(diff(before.plan, now.plan))
+    said = plan_report.moves_text(diff(before.plan, now.plan, problem))
     title = f"{problem.name}: {now.name} against {before.name}"
     ms, was = now.cost.total_ms, before.cost.total_ms
     totals = f"<b>{ms:.2f} ms</b> predicted for a step, {percent_change(ms, was)} against {was:.2f} ms"
@@ -154,18 +154,6 @@ def _bars(axes: Axes, heights: np.ndarray, below: np.ndarray, color: str, label:
     return below + heights
 
 
-def _svg(made: Figure) -> str:
-    """The figure as SVG for HTML. The same figure gives the same text."""
-    import matplotlib
-
-    text = io.StringIO()
-    # A fixed salt and no date: equal figures give equal pages.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardcore",
-                                "font.family": "sans-serif"}):
-        made.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg"):]
-
-
 # --- tables ----------------------------------------------------------------------------------------------
 
 
@@ -201,13 +189,10 @@ def _against(a: Alternative, total_ms: float) -> tuple[str, str]:
 
 
 def _moves(moves: Diff) -> str:
-    rows = [(m.table, gib(m.bytes), plan_report.where(m.old), plan_report.where(m.new))
-            for m in moves.moves[:MOST_ROWS]]
-    listed = ""
-    if rows:
-        listed = _table(("table", "moves", "was", "is"), rows, words=(2, 3)) + _rest(len(moves.moves))
+    rows = plan_report.moves_rows(moves)[:MOST_ROWS]
+    listed = _table(plan_report.MOVES_HEADERS, rows, words=(2, 3, 4)) if rows else ""
     said = plan_report.moves_text(moves)
-    return f"<p>{escape(said[0].upper() + said[1:])}.</p>{listed}"
+    return f"<p>{escape(said[0].upper() + said[1:])}.</p>{listed}{_rest(len(moves.moves))}"
 
 
 def _history(decisions: Sequence[Decision]) -> str:

@@ -10,6 +10,7 @@ from shardcore.memory import gib
 from shardcore.publish.decisions import Decision
 from shardcore.publish.diff import Diff
 from shardcore.publish.drift import Drift
+from shardcore.publish.replan import ReplanConfig
 from shardcore.report.text import percent_change, text_table
 from shardcore.search.explain import Alternative, Explanation
 from shardcore.search.tower_hosts import TowerTraffic
@@ -134,11 +135,39 @@ def _rows(alternatives: Sequence[Alternative], total_ms: float) -> list[tuple[st
 
 
 def moves_text(found: Diff) -> str:
-    """Tables that move, are new or are gone, in a few words."""
+    """Tables that move, grow, are new or are gone, in a few words, and what a checkpoint loses."""
+    return "; ".join(_moves_words(found))
+
+
+def _moves_words(found: Diff) -> list[str]:
+    forced, chosen = found.forced, found.chosen
     said = [f"{moved_words(found)} to move" if found.moves else "nothing moves"]
-    said += [f"{_count(len(names), 'table')} {words}: {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+    if forced.moves:
+        said.append(f"{moved_words(forced)} had to ({_few(m.table for m in forced.moves)}), "
+                    f"{moved_words(chosen)} by choice")
+    if found.resized:
+        said.append(f"{_count(len(found.resized), 'table')} of another shape "
+                    f"({_few(r.new.name for r in found.resized)}), {gib(found.new_bytes)} of new weights; a "
+                    "checkpoint of the old shape does not load")
+    said += [f"{_count(len(names), 'table')} {words}: {_few(names)}"
              for names, words in ((found.added, "new"), (found.removed, "gone")) if names]
-    return "; ".join(said)
+    for loses in dict.fromkeys(m.loses for m in found.moves if m.loses):
+        names = [m.table for m in found.moves if m.loses == loses]
+        said.append(f"{_count(len(names), 'table')} by another kind of sharding or in other parts "
+                    f"({_few(names)}): a checkpoint loses {loses}")
+    return said
+
+
+def replan_text(found: Diff, config: ReplanConfig) -> str:
+    """As moves_text. It also says if moves that could not be avoided exceed the limits."""
+    beyond = max(config.exceeded_by(found)) > 0
+    return moves_text(found) + (f"; more than the limit of {config.limits}, which does not count what had to "
+                                "move") * beyond
+
+
+def _few(names: Iterable[str]) -> str:
+    found = list(names)
+    return ", ".join(found[:3]) + ", ..." * (len(found) > 3)
 
 
 def moved_words(found: Diff) -> str:
@@ -146,10 +175,18 @@ def moved_words(found: Diff) -> str:
     return f"{_count(len(found.moves), 'table')}, {gib(found.bytes)} of weights" if found.moves else "nothing"
 
 
+MOVES_HEADERS = ("table", "moves", "had to", "was", "is")
+
+
+def moves_rows(found: Diff) -> list[tuple[str, ...]]:
+    """A row under MOVES_HEADERS for each table that moves."""
+    return [(m.table, gib(m.bytes), "yes" if m.forced else "", where(m.old), where(m.new))
+            for m in found.moves]
+
+
 def diff_text(found: Diff) -> str:
     """Moves table by table."""
-    rows = [(m.table, gib(m.bytes), where(m.old), where(m.new)) for m in found.moves]
-    listed = [text_table(("table", "moves", "was", "is"), rows, words=(2, 3))] if rows else []
+    listed = [text_table(MOVES_HEADERS, moves_rows(found), words=(2, 3, 4))] if found.moves else []
     return "\n\n".join([moves_text(found), *listed])
 
 
@@ -173,26 +210,32 @@ def drift_text(x: Drift) -> str:
              f"{x.planned_ms:.3f} ms "
              "with the statistics that it was made for.",
              f"The best plan found costs {x.best_ms:.3f} ms: the plan is {x.behind:.1%} behind."]
-    if x.moves:
+    if x.moves.moves:
         lines.append(f"With {moved} moving{limit} ({gib(x.moves.bytes)} of weights) it costs "
-                     f"{x.replan_ms:.3f} ms, {percent_change(x.replan_ms, x.now_ms)}: that "
-                     f"{'pays' if x.pays else 'does not pay'} (threshold {x.threshold:.1%}).")
+                     f"{x.replan_ms:.3f} ms: {x.gain}, which {'pays' if x.pays else 'does not pay'}"
+                     f"{threshold_words(x.threshold)}.")
     else:
         within = " within that limit" * (x.most_tables is not None)
         lines.append(f"No better plan was found{within}: keep it.")
+    lines += [f"{said[0].upper()}{said[1:]}." for said in _moves_words(x.moves)[1:]]
     return "\n".join(lines)
 
 
 # --- decisions -------------------------------------------------------------------------------------------
+
+def threshold_words(threshold: float) -> str:
+    """The least gain that was asked for, if any."""
+    return f" (at least {threshold:.1%} asked)" if threshold else ""
+
 
 DECISION_HEADERS = ("decided", "outcome", "version", "ms", "considered, ms", "model", "reason")
 
 
 def decision_row(x: Decision) -> tuple[str, ...]:
     """A row under DECISION_HEADERS. Its ms are those under the model of that time."""
-    model = x.provenance.get("model_version")
+    model, data = x.provenance.get("model_version"), str(x.provenance.get("data", ""))[:8]
     return (when(x.decided_at), x.outcome, x.current, _ms(x.total_ms), _ms(x.candidate_ms),
-            f"version {model}" if model else "-", x.reason)
+            f"version {model}{f', data {data}' * bool(data)}" if model else "-", x.reason)
 
 
 def history_text(decisions: Iterable[Decision]) -> str:

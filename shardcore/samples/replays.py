@@ -230,6 +230,21 @@ def append(folder: Path, problem: Problem, made: Made, setting: Setting, config:
     return known
 
 
+def parts_digest(folder: Path) -> str:
+    """The version of a dataset folder.
+
+    Its file names have digests of their content, which are checked when they are read. Replays have theirs
+    inside.
+    """
+    parts = sorted(p.name for p in folder.iterdir() if p.suffix in (".parquet", ".json"))
+    return files.digest([*parts, *digests(folder)])
+
+
+def data_digest(folders: Sequence[Path]) -> str:
+    """The version of several dataset folders together."""
+    return files.digest(sorted(map(parts_digest, folders)))
+
+
 def _known(folder: Path, problem: Problem, setting: Setting) -> dict[str, StepSample]:
     found: dict[str, StepSample] = {}
     for where in _folders(folder / dataset.REPLAYS):

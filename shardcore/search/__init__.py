@@ -17,6 +17,16 @@ TorchRec's planner is listed where it is installed (see `torchrec`).
 """
 
 from shardcore.search.budget import Budget
-from shardcore.search.sharders import BASELINES, DEFAULT_SHARDER, LEARNED, SHARDERS, Sharder, known, sharder
+from shardcore.search.sharders import (
+    BASELINES,
+    DEFAULT_SHARDER,
+    LEARNED,
+    SHARDERS,
+    SPACE_OF,
+    Sharder,
+    known,
+    sharder,
+)
 
-__all__ = ["BASELINES", "DEFAULT_SHARDER", "LEARNED", "SHARDERS", "Budget", "Sharder", "known", "sharder"]
+__all__ = ["BASELINES", "DEFAULT_SHARDER", "LEARNED", "SHARDERS", "SPACE_OF", "Budget", "Sharder", "known",
+           "sharder"]

@@ -5,14 +5,13 @@ Shapes: T tables, N shards, C + 1 capacities, M steps of time, S speeds, P price
 
 import numba
 import numpy as np
-from numba import njit
 
-from shardcore.compiling import OPTIONS
+from shardcore.compiling import entry
 
 _F1, _F2, _I1, _I2 = numba.float64[::1], numba.float64[:, ::1], numba.int64[::1], numba.int32[:, ::1]
 
 
-@njit(numba.void(_I1, _I1, _F1, _F2, _I2), **OPTIONS)
+@entry(numba.void(_I1, _I1, _F1, _F2, _I2))
 def knapsack(first, weight, worth, best, chosen):
     """The most worth of shards by table and capacity: at most one shard of a table.
 
@@ -37,7 +36,7 @@ def knapsack(first, weight, worth, best, chosen):
                         chosen[t, c] = i
 
 
-@njit(numba.void(_I1, _I1, _F1, _F1, _F1, _F2), **OPTIONS)
+@entry(numba.void(_I1, _I1, _F1, _F1, _F1, _F2))
 def divided(first, fits, load, worth, prices, gains):
     """What tables gain by their best shards at prices of load, at most one shard of a table.
 
@@ -60,7 +59,7 @@ def divided(first, fits, load, worth, prices, gains):
             gains[p, m] += gains[p, m - 1]
 
 
-@njit(numba.void(_F1, _F1, _F1, _I1), **OPTIONS)
+@entry(numba.void(_F1, _F1, _F1, _I1))
 def together(one, other, most, at):
     """What two collect who divide a capacity.
 
@@ -74,7 +73,7 @@ def together(one, other, most, at):
                 most[m], at[m] = both, j
 
 
-@njit(numba.void(_F1, _F1, _I2, _F1, _F1, _I1), **OPTIONS)
+@entry(numba.void(_F1, _F1, _I2, _F1, _F1, _I1))
 def beside(shared, own, left, count, most, at):
     """As `together`, for devices of several speeds. What is shared takes capacity from each.
 

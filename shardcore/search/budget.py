@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
 
+from shardcore import progress
 from shardcore.errors import ShardCoreError
+from shardcore.limits import require_types
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class Budget:
     """Limits of a search. None means no limit.
 
     evals: plans priced, or changes of plans tried.
-    seconds: wall time.
+    seconds: wall time. Compiling is not counted.
 
     A search returns its best plan once either limit is reached.
     It always returns one, however small the budget.
@@ -25,6 +26,7 @@ class Budget:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
+        require_types(self, "budget")
         for name in ("evals", "seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -35,9 +37,14 @@ class Budget:
         """With a share of the seconds. The limit of evaluations stays, so that a run stays repeatable."""
         return self if self.seconds is None else replace(self, seconds=self.seconds * share)
 
+    def without(self, seconds: float) -> Budget:
+        """What is left after these seconds: a tenth of the budget at least."""
+        return self if self.seconds is None else replace(self, seconds=max(self.seconds - seconds,
+                                                                           self.seconds / 10))
+
     def start(self) -> Meter:
         """Start the clock."""
-        return Meter(self, time.monotonic())
+        return Meter(self, progress.clock())
 
 
 @dataclass
@@ -45,7 +52,7 @@ class Meter:
     """What one run has used of its budget.
 
     budget: the limits.
-    started_s: monotonic time of the start.
+    started_s: time of the start, by `progress.clock`.
     evals: used so far.
     """
 
@@ -69,7 +76,7 @@ class Meter:
 
     def seconds(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self.started_s
+        return progress.clock() - self.started_s
 
     def progress(self) -> float:
         """The share of the budget that is used, from 0 to 1. The limit closer to its end counts."""
@@ -80,6 +87,21 @@ class Meter:
         if self.budget.seconds is not None:
             parts.append(self.seconds() / self.budget.seconds)
         return min(1.0, max(parts))
+
+    def left_s(self) -> float | None:
+        """Seconds until the budget is used. None without limits, or if the rate is not known yet."""
+        done, used_s = self.progress(), self.seconds()
+        if self.budget.seconds is not None and done * self.budget.seconds <= used_s:
+            return max(0.0, self.budget.seconds - used_s)
+        return used_s / done - used_s if done > 0 else None
+
+    def report(self, phase: str, best_ms: float | None = None) -> None:
+        """Report progress to whoever listens (see shardcore.progress).
+
+        phase: present work, in a few words.
+        best_ms: cost of the best plan so far.
+        """
+        progress.report(phase, best_ms, self.left_s())
 
     def has_time(self, seconds: float) -> bool:
         """Whether this many more seconds fit the budget. Always true without a limit in seconds."""

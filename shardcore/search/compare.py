@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,9 +10,10 @@ import numpy as np
 from shardcore.constraints import Constraints
 from shardcore.cost.model import CostModel, price
 from shardcore.errors import Infeasible
+from shardcore.progress import clock
 from shardcore.search.budget import Budget
 from shardcore.search.learned.policy import Policy
-from shardcore.search.sharders import BASELINES, SHARDERS, known, sharder
+from shardcore.search.sharders import BASELINES, DEFAULT_SHARDER, SHARDERS, known, sharder
 from shardcore.step_cost import StepCost
 from shardcore.types import Plan, Problem
 from shardcore.workload import lower
@@ -24,7 +24,7 @@ class Outcome:
     """What a sharder found.
 
     algorithm: its name.
-    seconds: wall time.
+    seconds: wall time, without compiling.
     plan, cost: the plan and its predicted cost, if any.
     error: otherwise, why there is none.
     """
@@ -43,13 +43,13 @@ def run(algorithm: str, problem: Problem, model: CostModel, seed: int = 0,
     Infeasible becomes part of the outcome; other errors are raised.
     """
     algorithm = known(algorithm)
-    began = time.monotonic()
+    began = clock()
     try:
         plan = sharder(algorithm, policy)(problem, model, seed=seed, budget=budget)
     except Infeasible as error:
-        return Outcome(algorithm, time.monotonic() - began, error=str(error))
+        return Outcome(algorithm, clock() - began, error=str(error))
     # Pricing for the report is not part of the search's time.
-    seconds = time.monotonic() - began
+    seconds = clock() - began
     return Outcome(algorithm, seconds, plan, price(lower(plan, problem), model))
 
 
@@ -77,8 +77,8 @@ def plans(problem: Problem, model: CostModel, seed: int = 0, budget: Budget | No
     return [o for o in outcomes if o.plan]
 
 
-WORTH_REPLAYING = ("anneal", "anneal_columns", "neuroshard", *(n for n in BASELINES if n != "random"),
-                   *(n for n in SHARDERS if n == "torchrec"))
+WORTH_REPLAYING = (DEFAULT_SHARDER, "anneal_columns", "neuroshard",
+                   *(n for n in BASELINES if n != "random"), *(n for n in SHARDERS if n == "torchrec"))
 
 
 @dataclass(frozen=True)

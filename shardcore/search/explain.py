@@ -20,10 +20,9 @@ from shardcore.layouts import ID_CHANNELS
 from shardcore.limits import MOST_BYTES
 from shardcore.memory import DeviceMemory, by_part, held_bytes
 from shardcore.search import compare
-from shardcore.search.anneal.sharder import SPACE_OF
 from shardcore.search.bound import Bound, bound
 from shardcore.search.budget import Budget
-from shardcore.search.sharders import BASELINES, SHARDERS
+from shardcore.search.sharders import BASELINES, SHARDERS, SPACE_OF
 from shardcore.search.tower_hosts import TowerTraffic, tower_traffic
 from shardcore.step_cost import StepCost
 from shardcore.topology import Device, Topology

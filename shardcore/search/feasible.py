@@ -201,7 +201,10 @@ def pack_or_raise(problem: Problem) -> Packing:
 
 
 def _infeasible(problem: Problem, reason: str) -> DoesNotFit:
-    return DoesNotFit(f"problem {problem.name!r} does not fit: {reason}")
+    """The error with its reason. Its remedy takes long to find, see `remedy`."""
+    reserved = problem.constraints.reserved_bytes
+    kept = f" ({gib(reserved)} of each stays free: constraints.reserved_bytes)" if reserved else ""
+    return DoesNotFit(f"problem {problem.name!r} does not fit: {reason}{kept}")
 
 
 def remedy(problem: Problem) -> str:

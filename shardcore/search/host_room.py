@@ -29,22 +29,22 @@ def within_host_memory(sharder: Callable[..., Plan]) -> Callable[..., Plan]:
 
     @wraps(sharder)
     def search(problem: Problem, model: CostModel, *, budget: Budget | None = None, **given: Any) -> Plan:
-        dealt = _dealt(problem)
-        if dealt is None:
+        pinned = dealt(problem)
+        if pinned is None:
             return sharder(problem, model, budget=budget, **given)
         half = budget and budget.part(0.5)
         try:
             return sharder(problem, model, budget=half, **given)
         except Infeasible as error:
             try:
-                return sharder(dealt, model, budget=half, **given)
+                return sharder(pinned, model, budget=half, **given)
             except Infeasible:
                 raise error from None
 
     return search
 
 
-def _dealt(problem: Problem) -> Problem | None:
+def dealt(problem: Problem) -> Problem | None:
     """The problem with its tables in host memory pinned to hosts: the largest first, where most room is.
 
     Tables that constraints keep together are dealt as one. Those that are pinned, or of a fixed kind, stay as

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardcore import progress
 from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
 from shardcore.search.budget import Budget
@@ -51,7 +52,8 @@ def try_thresholds(problem: Problem, model: CostModel, sharder: Sharder, seed: i
         if same is not None:
             return same
         own = with_hot_rows(problem, rows)
-        plan, why = searched(own, model, sharder, seed, budget)
+        with progress.part(f"{sum(rows.values()):,} hot rows"):
+            plan, why = searched(own, model, sharder, seed, budget)
         found.append(Threshold(least_lookups=least_lookups, rows=rows, problem=own, plan=plan, why=why))
         say(found[-1])
         return found[-1]

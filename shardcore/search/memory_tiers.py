@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from shardcore import progress
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
 from shardcore.layouts import WHOLE_ROWS
@@ -60,7 +61,8 @@ def try_shares(problem: Problem, model: CostModel, sharder: Sharder, seed: int =
             break
         if any(own == tried.problem for tried in found):
             continue
-        plan, why = searched(own, model, sharder, seed, budget)
+        with progress.part(f"{share:.0%} of the memory"):
+            plan, why = searched(own, model, sharder, seed, budget)
         if plan is not None:
             own, plan = filled(plan, own, model)
         found.append(Share(share=share, problem=own, plan=plan, why=why))

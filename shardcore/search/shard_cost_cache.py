@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from copy import copy
 from math import gcd
 
 import numpy as np
@@ -104,6 +105,12 @@ class ShardCostCache:
     def __len__(self) -> int:
         """S."""
         return len(self._strips)
+
+    def with_reserve(self, problem: Problem) -> ShardCostCache:
+        """The same shards in a problem that differs in constraints.reserved_bytes only."""
+        other = copy(self)
+        other.problem = problem
+        return other
 
     def covers(self, shards: Iterable[Shard]) -> bool:
         """Whether these shards make up exactly the strips of the cache."""

@@ -5,22 +5,26 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial, wraps
+from types import NoneType
+from typing import Any, Protocol
 
 from shardcore import renamed
 from shardcore.collector import rare_collections
-from shardcore.cost.model import CostModel
+from shardcore.cost.model import CostModel, require_model
 from shardcore.errors import ShardCoreError
+from shardcore.limits import require_type
 from shardcore.search import greedy, neuroshard, torchrec
-from shardcore.search.anneal import sharder as annealing
 from shardcore.search.beam import BeamConfig
 from shardcore.search.budget import Budget
 from shardcore.search.fixed_kinds import with_fixed_kinds
 from shardcore.search.host_room import within_host_memory
 from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.sharder import TABLE_WISE, place
-from shardcore.search.true_memory import within_memory
+from shardcore.search.named_sharders import NamedSharders
+from shardcore.search.portfolio import annealing, portfolio
+from shardcore.search.true_memory import or_packed, within_memory
 from shardcore.types import Plan, Problem
 
 
@@ -31,17 +35,37 @@ class Sharder(Protocol):
                  budget: Budget | None = None) -> Plan: ...
 
 
-DEFAULT_SHARDER = "anneal_columns"
+DEFAULT_SHARDER = "portfolio"
+SPACE_OF = {"portfolio": "all", "anneal": "all", "anneal_columns": "columns"}
+"""The space of each sharder that anneals (see anneal.sharder.SPACES)."""
 BASELINES = ("random", *greedy.ORDERS)
 """Sharders without a search. Published plans are shown against these."""
 
-_all = {"random": greedy.random, **greedy.ORDERS, "neuroshard": neuroshard.neuroshard,
-        **{name: partial(annealing.anneal_once, space=space) for name, space in annealing.SPACE_OF.items()}}
+
+def _checked(search: Callable[..., Plan]) -> Sharder:
+    """A sharder that names an argument of another type, and collects garbage rarely."""
+    @wraps(search)
+    def checked(problem: Problem, model: CostModel, *, budget: Budget | None = None, **given: Any) -> Plan:
+        require_type(problem, Problem, "problem", "a Problem")
+        require_model(model)
+        require_type(budget, (Budget, NoneType), "budget", "a Budget, such as Budget(evals=10_000), or None")
+        with rare_collections():
+            return search(problem, model, budget=budget, **given)
+
+    return checked
+
+
+_others = {"random": greedy.random, **greedy.ORDERS, "neuroshard": neuroshard.neuroshard}
 if torchrec.installed():
-    _all["torchrec"] = torchrec.torchrec
-SHARDERS: dict[str, Sharder] = {
-    name: rare_collections()(within_host_memory(within_memory(with_fixed_kinds(name, sharder))))
-    for name, sharder in _all.items()}
+    _others["torchrec"] = torchrec.torchrec
+_annealing = {"portfolio": portfolio, "anneal": annealing,
+              "anneal_columns": partial(annealing, space="columns")}
+_all = {**{name: or_packed(name, of) for name, of in _annealing.items()},
+        **{name: within_host_memory(within_memory(with_fixed_kinds(name, of)))
+           for name, of in _others.items()}}
+SHARDERS: dict[str, Sharder] = NamedSharders({name: _checked(of) for name, of in _all.items()},
+                                             lambda name: sharder(name))
+"""By name. A name that is not known raises ShardCoreError."""
 
 LEARNED: dict[str, tuple[str, BeamConfig]] = {
     **{name: (name, TABLE_WISE) for name in NETS},
@@ -79,5 +103,5 @@ def sharder(name: str, policy: Policy | None = None) -> Sharder:
         raise ShardCoreError(f"algorithm {name!r} needs a policy {wanted!r}, and "
                              f"{'none' if policy is None else repr(policy.name)} was given; "
                              f"python -m shardcore train-policy {wanted} makes one, for --policy")
-    return rare_collections()(within_host_memory(within_memory(with_fixed_kinds(
+    return _checked(within_host_memory(within_memory(with_fixed_kinds(
         name, partial(place, policy, name, config=config)))))

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardcore import progress
 from shardcore.cost.model import CostModel, price
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import CHANNELS, Channel
@@ -166,7 +167,8 @@ def candidates(problem: Problem, model: CostModel, sharder: Sharder, among: Iter
     found = []
     for grouping in groupings(problem, sync_every, among):
         try:
-            found.append(_searched(problem, grouping, model, sharder, seed, budget))
+            with progress.part(f"groups of {grouping.size}, {grouping.layout}"):
+                found.append(_searched(problem, grouping, model, sharder, seed, budget))
         except ShardCoreError as error:
             found.append(Candidate(grouping, why=str(error)))
     return found

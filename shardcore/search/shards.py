@@ -260,6 +260,7 @@ def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, 
     Raises what `workload.lower` raises, but not if the plan does not fit (see true_memory.py).
     """
     plan = Plan(consolidate(placements))
-    predicted_ms = price(lower(plan, problem, fits=False), model).total_ms
-    return replace(plan,
-                   provenance={**provenance, "setting": str(model.setting), "predicted_ms": predicted_ms})
+    cost = price(lower(plan, problem, fits=False), model)
+    beyond = {"extrapolated": list(cost.extrapolated)} if cost.extrapolated else {}
+    return replace(plan, provenance={**provenance, "setting": str(model.setting),
+                                     "predicted_ms": cost.total_ms, **beyond})

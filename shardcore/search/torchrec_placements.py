@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,13 @@ def _placed_as(sharding: Any, table: Table, name: str, topology: Topology) -> li
         raise ShardCoreError(f"the plan shards table {name!r} {sharding.sharding_type} without a "
                              "sharding_spec; it needs one")
     by_columns: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
+    # Ranks that get no rows count: a table may have fewer rows than there are ranks.
+    shards = Counter((s.shard_offsets[1], s.shard_sizes[1]) for s in sharding.sharding_spec.shards)
+    alone = any(len(group) == 1 for group in layout.groups(topology))
+    for (low, width), n in shards.items():
+        if layout.divides_rows and n == 1 and not alone:
+            raise ShardCoreError(f"the plan has columns {low} to {low + width} of table {name!r} in one "
+                                 f"shard; TorchRec divides rows over ranks in {sharding.sharding_type}")
     for shard in sharding.sharding_spec.shards:
         (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
         if rows and columns:

@@ -29,6 +29,7 @@ from shardcore.errors import Infeasible
 from shardcore.layouts import HOST, ID_CHANNELS, WORLD
 from shardcore.limits import require, require_within
 from shardcore.memory import free_bytes, gib, table_bytes
+from shardcore.search.budget import Budget
 from shardcore.search.feasible import shown
 from shardcore.search.shards import on_all_devices
 from shardcore.towers import Towers
@@ -51,11 +52,12 @@ _PAIRS = 1_000_000
 @dataclass(frozen=True)
 class TowerConfig:
     """tolerance: by how much a host's work or memory may exceed its share before affinity stops counting;
-    most_starts: of the local search; seed: of the random ones."""
+    most_starts: of the local search; seed: of the random ones; seconds: when a division that fits will do."""
 
     tolerance: float = 0.1
     most_starts: int = 16
     seed: int = 0
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
         require_within(self, "towers", tolerance=(0, 1e6), most_starts=(1, 10_000))
@@ -233,7 +235,7 @@ class Division:
     def __init__(self, affinity: np.ndarray, load: np.ndarray, capacity: np.ndarray, allowed: np.ndarray,
                  config: TowerConfig) -> None:
         self.config, self.load, self.allowed, self.memory = config, load, allowed, capacity[:, _MEMORY]
-        self.affinity = affinity.copy()
+        self.affinity, self._meter = affinity.copy(), Budget(seconds=config.seconds).start()
         self._inside_units = float(np.trace(affinity)) / 2
         np.fill_diagonal(self.affinity, 0.0)
         self.all_affinity = float(self.affinity.sum()) / 2
@@ -247,6 +249,8 @@ class Division:
         found = [self._improved(self._greedy())]
         # A random start often ends better than the greedy one where units are many.
         for _ in range(min(self.config.most_starts, max(2, 1 + _PAIRS // n**2)) - 1):
+            if not self._meter.left():
+                break
             found.append(self._improved(np.array([rng.choice(np.flatnonzero(w)) for w in self.allowed])))
         return min(found, key=self.cost)
 
@@ -303,6 +307,9 @@ class Division:
         while changed and passes < _MOST_PASSES:
             changed, passes = False, passes + 1
             for u in range(len(host)):
+                # What does not fit is worth waiting for.
+                if not self._meter.left() and (totals[:, _MEMORY] <= self.memory).all():
+                    return host
                 here, now = host[u], self._penalty(totals, hosts)
                 by_move = self._by_move(u, here, totals, now, near)
                 by_swap = self._by_swap(u, host, totals, now, near)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -77,11 +78,47 @@ def within_memory(sharder: Callable[..., Plan]) -> Callable[..., Plan]:
                 more = (too_little + enough) // 2
             left -= share
             share = left / 2
-        if given.get("reshard") is None and (plan := _fitting(problem)):
-            return _near(plan, sharder, problem, model, budget=budget and budget.part(left), **given)
-        raise Infeasible(f"{first}. {remedy(problem)}") if isinstance(first, DoesNotFit) else first
+        return _packed(first, sharder, sharder.__name__, problem, model,
+                       budget=budget and budget.part(left), **given)
 
     return search
+
+
+def or_packed(name: str, sharder: Callable[..., Plan]) -> Callable[..., Plan]:
+    """A sharder that searches near a plan that fits exactly (`_near`) if it finds none by itself.
+
+    name: of the sharder.
+    """
+
+    @wraps(sharder)
+    def search(problem: Problem, model: CostModel, *, budget: Budget | None = None, **given: Any) -> Plan:
+        began_s = time.monotonic()
+        try:
+            plan = sharder(problem, model, budget=budget, **given)
+            require_ops(plan, problem)
+            return plan
+        except TooManyInOneOp as error:
+            if given.get("reshard") is None and (plan := _repaired(plan, problem, model)):
+                return plan
+            first = error
+        except Infeasible as error:
+            first = error
+        if budget and budget.seconds:
+            left = 1 - (time.monotonic() - began_s) / budget.seconds
+            budget = budget.part(max(0.1, left))
+        return _packed(first, sharder, name, problem, model, budget=budget, **given)
+
+    return search
+
+
+def _packed(error: Infeasible, sharder: Callable[..., Plan], name: str, problem: Problem, model: CostModel, *,
+            budget: Budget | None, **given: Any) -> Plan:
+    """A plan of a search near one that fits exactly. Raises the error if there is none, with its remedy."""
+    if given.get("reshard") is None and (plan := _fitting(problem)):
+        packed = priced(plan.placements, problem, model, algorithm=name, seed=given.get("seed", 0),
+                        packed=True)
+        return _near(packed, sharder, problem, model, budget=budget, **given)
+    raise Infeasible(f"{error}. {remedy(problem)}") if isinstance(error, DoesNotFit) else error
 
 
 def _fitting(problem: Problem) -> Plan | None:
@@ -102,20 +139,18 @@ def _repaired(plan: Plan, problem: Problem, model: CostModel) -> Plan | None:
         k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")})
 
 
-def _near(plan: Plan, sharder: Callable[..., Plan], problem: Problem, model: CostModel, *,
+def _near(packed: Plan, sharder: Callable[..., Plan], problem: Problem, model: CostModel, *,
           budget: Budget | None, **given: Any) -> Plan:
     """A plan that fits, or a cheaper one that a search finds near it.
 
     Tables that groups share in the plan stay so. The search has as much memory as it counts for the others,
     and less of it as long as its plans take too much.
     """
-    packed = priced(plan.placements, problem, model, algorithm=sharder.__name__, seed=given.get("seed", 0),
-                    packed=True)
-    kinds = {p.shard.table.name: (p.kind,) for p in plan.placements if len(p.devices) > 1}
+    kinds = {p.shard.table.name: (p.kind,) for p in packed.placements if len(p.devices) > 1}
     asked = replace(problem, constraints=replace(
         problem.constraints, kinds=tuple((dict(problem.kinds_of) | kinds).items())))
     with suppress(Infeasible):
-        asked = _with_room(asked, plan)
+        asked = _with_room(asked, packed)
         for _ in range(_NEAR):
             near = sharder(asked, model, budget=budget and budget.part(1 / _NEAR), **given)
             near = near if fits(near, problem) else _repaired(near, problem, model) or near

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardcore.access_statistics import REUSE_BINS, Reuse, Zipf
+from shardcore.access_statistics import MOST_RANGES, REUSE_BINS, Reuse, RowShares, Zipf
 from shardcore.types import Shard, Table
 
 BIN_LOW = np.array([1] + [2 ** (k - 1) + 1 for k in range(1, REUSE_BINS)], dtype=np.float64)
@@ -32,6 +32,10 @@ Bins 0 to 9 follow from the public access and unique-row shares of dlrm_datasets
 rounding. Higher bins have 0.7 of their upper edge, as those do. The last bin has no upper edge: 1.5 times its
 lower one.
 """
+UNEVEN = 1.25
+"""Lookups of the busiest row range, over those that hashing the same ids would give it, from which a table
+counts as uneven. Samples and divisions of even tables differ by less."""
+_HASHED, _FEWEST_RANGES = 8, 64
 _ZIPF_BUCKETS = 512
 
 
@@ -150,10 +154,12 @@ def unique_rows(shard: Shard, batch: int) -> float:
 def unique_rows_of(shards: Sequence[Shard], batch: int) -> np.ndarray:
     """[N] expected unique rows that one batch touches in each of many shards.
 
-    Results are cached. A row range of a table that is not ordered has its share of unique rows.
+    Results are cached. A row range has its share of the table's unique rows: measured, or by its rows. Where
+    ids are ordered by frequency, those of its ranks.
     """
-    keys = [(s.table, batch, s.row_lo, s.row_hi) if s.table.ordered else (s.table, batch, 0, s.table.rows)
-            for s in shards]
+    by_rank = [s.table.ordered and s.table.row_shares is None for s in shards]
+    keys = [(s.table, batch, s.row_lo, s.row_hi) if ranked else (s.table, batch, 0, s.table.rows)
+            for s, ranked in zip(shards, by_rank, strict=True)]
     found = [_KNOWN.get(key) for key in keys]
     if new := dict.fromkeys((key for key, rows in zip(keys, found, strict=True) if rows is None), 0.0):
         hit = [key for key in new if lookups(key[0], batch) > 0]
@@ -167,7 +173,22 @@ def unique_rows_of(shards: Sequence[Shard], batch: int) -> np.ndarray:
             _KNOWN.clear()
         if len(new) <= _MOST_KNOWN:
             _KNOWN.update(new)
-    return np.array(found, dtype=float) * [1.0 if s.table.ordered else s.rows / s.table.rows for s in shards]
+    found = np.array(found, dtype=float) * [1.0 if ranked else _unique_share(s)
+                                            for s, ranked in zip(shards, by_rank, strict=True)]
+    return np.minimum(found, [s.rows for s in shards])
+
+
+def _unique_share(shard: Shard) -> float:
+    table = shard.table
+    if table.row_shares is None or shard.full_rows:
+        return shard.rows / table.rows
+    return _inside(table.row_shares.unique, shard)
+
+
+def _inside(shares: tuple[float, ...], shard: Shard) -> float:
+    """The share of a shard's rows, from shares of equal ranges of all rows. Ranges count as even inside."""
+    edges, sums = np.linspace(0, shard.table.rows, len(shares) + 1), np.cumsum((0.0, *shares))
+    return float(np.diff(np.interp((shard.row_lo, shard.row_hi), edges, sums / sums[-1]))[0])
 
 
 _Rows = tuple[Table, int, int, int]
@@ -267,6 +288,8 @@ def access_share(shard: Shard) -> float:
         return 1.0
     if not table.ordered or table.pooling == 0:
         return shard.rows / table.rows
+    if table.row_shares:
+        return _inside(table.row_shares.lookups, shard)
     if isinstance(table.access, Zipf):
         low, high = _zipf_cdf(np.array([[shard.row_lo, shard.row_hi]]), [table])[0]
         return float(high - low)
@@ -277,6 +300,27 @@ def access_share(shard: Shard) -> float:
     inside = np.clip(np.minimum(edges[1:], shard.row_hi) - np.maximum(edges[:-1], shard.row_lo), 0, None)
     # Rows of the histogram come in order of popularity, as the table's rows do.
     return float((counts * inside).sum() / max((counts * sizes).sum(), 1e-12))
+
+
+def row_shares_of(ids: np.ndarray, rows: int, n_devices: int) -> RowShares | None:
+    """The shares of a batch's ids [L] in ranges of rows. None where ids lie as if they were hashed.
+
+    n_devices: that may divide the rows. Ids count as hashed if no device has markedly more than if the same
+    rows lay anywhere (UNEVEN). A hot row makes its device busy either way.
+    """
+    if len(ids) == 0 or n_devices < 2 or rows < n_devices:
+        return None
+    hit, counts = np.unique(ids, return_counts=True)
+    rng, devices = np.random.default_rng(0), min(n_devices, MOST_RANGES)
+    busiest, *hashed = (np.bincount(where, counts, devices).max() for where in (
+        hit * devices // rows, *(rng.integers(0, devices, len(hit)) for _ in range(_HASHED))))
+    if busiest <= UNEVEN * max(hashed):
+        return None
+    # A multiple of the devices, so that ranges end where theirs do.
+    n = min(rows, -(-_FEWEST_RANGES // devices) * devices)
+    lookups, unique = (np.bincount(hit * n // rows, of, n) for of in (counts, None))
+    return RowShares(*(tuple((of / of.sum()).round(9).tolist()) for of in (lookups, unique)))
+
 
 def reuse_of(ids: np.ndarray, batch: int) -> Reuse:
     """The reuse histogram of a stream of `batch` samples."""

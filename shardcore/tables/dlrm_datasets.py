@@ -6,10 +6,8 @@ Shapes: T tables, B samples of a batch.
 from __future__ import annotations
 
 import gzip
-import shutil
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +15,12 @@ import numpy as np
 import torch
 
 from shardcore.errors import ShardCoreError
+from shardcore.schema import require_file
 from shardcore.tables.access import reuse_of
 from shardcore.types import Table
+
+_MOST_RATIO, _LEAST_UNPACKED = 50, 1 << 24
+"""A gzipped batch unpacks to some 4 times its size. Small ones may have any ratio."""
 
 
 def dlrm_datasets_pool(path: str | Path, dim: int = 64) -> tuple[Table, ...]:
@@ -48,25 +50,27 @@ def _read_batch(path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     what = f"dlrm_datasets file {str(path)!r}"
     wanted = ("it needs to be the torch.save of "
               "(indices, offsets [tables × batch + 1], lengths [tables, batch])")
+    if not path.exists():
+        source = "github.com/facebookresearch/dlrm_datasets"
+        raise ShardCoreError(f"{what} does not exist; download it from {source}")
+    require_file(path)
     with tempfile.TemporaryDirectory() as folder:
         try:
             plain = _unpacked(path, Path(folder))
-        except FileNotFoundError:
-            source = "github.com/facebookresearch/dlrm_datasets"
-            raise ShardCoreError(f"{what} does not exist; download it from {source}") from None
-        except IsADirectoryError:
-            raise ShardCoreError(f"{what} is a folder; {wanted}") from None
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ShardCoreError(f"{what} is cut short or damaged ({error}); download it again") from None
-        try:
+            _require_stored(plain)
             # weights_only: a downloaded pickle must not run code.
-            content = torch.load(plain, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(plain))
+            content = torch.load(plain, weights_only=True, map_location="cpu", mmap=True)
+        except ShardCoreError:
+            raise
         except Exception as error:  # to the unpickler, foreign bytes may look like any opcode
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            why = f"cannot be read, being foreign or cut short ({reason})"
+            why = f"cannot be read, being foreign, damaged or cut short ({reason})"
             raise ShardCoreError(f"{what} {why}; {wanted}") from None
     tensors = tuple(content) if isinstance(content, (tuple, list)) else ()
-    whole = all(isinstance(x, torch.Tensor) and x.dtype in (torch.int32, torch.int64) for x in tensors)
+    # A view of a cell, repeated, would fill memory once it is used.
+    whole = all(isinstance(x, torch.Tensor) and x.dtype in (torch.int32, torch.int64)
+                and x.layout == torch.strided and x.device.type == "cpu" and x.is_contiguous()
+                for x in tensors)
     if len(tensors) != 3 or not whole:
         raise ShardCoreError(f"{what} holds {_kind(content)}; {wanted}, whole numbers all")
     for problem in _batch_problems(*tensors):
@@ -78,6 +82,9 @@ def _batch_problems(indices: torch.Tensor, offsets: torch.Tensor, lengths: torch
     shapes = [list(x.shape) for x in (indices, offsets, lengths)]
     if lengths.ndim != 2 or 0 in lengths.shape or indices.ndim != 1 or shapes[1] != [lengths.numel() + 1]:
         yield f"has indices {shapes[0]}, offsets {shapes[1]}, lengths {shapes[2]}"
+        return
+    if lengths.min() < 0:
+        yield f"has a negative length {int(lengths.min())}"
         return
     first, last = int(offsets[0]), int(offsets[-1])
     if (first != 0 or last != len(indices)
@@ -93,9 +100,25 @@ def _unpacked(path: Path, folder: Path) -> Path:
         if raw.read(2) != b"\x1f\x8b":
             return path
         raw.seek(0)
+        most = max(_LEAST_UNPACKED, _MOST_RATIO * path.stat().st_size)
         with gzip.open(raw) as packed, (folder / "batch.pt").open("wb") as plain:
-            shutil.copyfileobj(packed, plain, 1 << 20)
+            while block := packed.read(1 << 20):
+                if plain.tell() + len(block) > most:
+                    raise ShardCoreError(f"dlrm_datasets file {str(path)!r} unpacks to more than {most:,} "
+                                         f"bytes, over {_MOST_RATIO} times its size; no batch does")
+                plain.write(block)
     return folder / "batch.pt"
+
+
+def _require_stored(path: Path) -> None:
+    """Raise ShardCoreError for an archive that unpacks to more than its size: torch.save packs nothing."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    size = path.stat().st_size
+    packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+    if packed or sum(entry.file_size for entry in entries) > size:
+        raise ShardCoreError(f"{path.name} has packed or overlapping entries, and torch.save writes none; "
+                             "write it with torch.save")
 
 
 def _kind(content: object) -> str:

@@ -10,8 +10,7 @@ Shapes: H hot ids, L ids.
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from shardcore.errors import ShardCoreError
+from shardcore.schema import build, show
+from shardcore.tensor_files import read_tensors, write_tensors
 
-_SCHEMA, _VERSION = "shardcore/hot_ids", 1
+_SCHEMA = "hot-ids"
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ class HotIds:
         if not 1 <= len(ids) < self.rows:
             raise ShardCoreError(f"table {self.table!r} was given {len(ids)} hot ids; it has {self.rows} "
                                  f"rows, so 1 to {self.rows - 1} would be right")
-        if not (ids[0] >= 0 and ids[-1] < self.rows and (np.diff(ids) > 0).all()):
+        if not (ids[0] >= 0 and ids[-1] < self.rows and (ids[1:] > ids[:-1]).all()):
             raise ShardCoreError(f"table {self.table!r} was given hot ids {ids.min()} to {ids.max()}; it "
                                  f"needs different ones of 0 to {self.rows - 1}, rising")
 
@@ -74,41 +75,28 @@ class HotIds:
 
 def write_hot_ids(path: str | Path, hot: Iterable[HotIds]) -> None:
     """Write hot ids of several tables to a file."""
-    from safetensors.numpy import save
-
-    from shardcore.files import write_atomic
-
     tables = list(hot)
-    tensors = {h.table: h.ids for h in tables}
-    about = {"schema": _SCHEMA, "version": str(_VERSION),
-             "tables": json.dumps({h.table: [h.rows, h.digest] for h in tables})}
-    write_atomic(Path(path), save(tensors, about))
+    write_tensors(path, _SCHEMA, {"rows": {h.table: h.rows for h in tables}},
+                  {h.table: h.ids for h in tables})
 
 
 def read_hot_ids(path: str | Path) -> dict[str, HotIds]:
     """Hot ids by table. Raises ShardCoreError for a file that `write_hot_ids` did not write."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "np") as file:
-            about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, OSError) as error:
-        raise ShardCoreError(f"cannot read hot ids from {path}: {str(error)[:200]}") from None
-    if about.get("schema") != _SCHEMA or about.get("version") != str(_VERSION):
-        raise ShardCoreError(f"{path} has schema {about.get('schema')!r}, version {about.get('version')!r}; "
-                             f"hot ids have {_SCHEMA!r}, version {_VERSION}")
-    try:
-        said = {str(name): (int(rows), int(digest))
-                for name, (rows, digest) in json.loads(about["tables"]).items()}
-    except (KeyError, ValueError, TypeError, AttributeError):
-        raise ShardCoreError(f"{path} does not say how many rows its tables have") from None
+    meta, tensors = read_tensors(path, _SCHEMA)
+    rows = build(_Meta, meta, str(path)).rows
+    if differ := sorted(set(rows) ^ set(tensors)):
+        raise ShardCoreError(f"{path} lacks the hot ids or the number of rows of table {show(differ[0])}")
     found = {}
-    for name, (rows, digest) in said.items():
-        ids = tensors.get(name)
-        if ids is None or ids.ndim != 1 or ids.dtype != np.int64:
-            raise ShardCoreError(f"{path} lacks the hot ids of table {name!r}")
-        found[name] = HotIds(name, rows, ids)
-        if found[name].digest != digest:
-            raise ShardCoreError(f"{path} has hot ids of table {name!r} that were changed; write it anew")
+    for name, ids in tensors.items():
+        if ids.ndim != 1 or ids.dtype != np.int64:
+            raise ShardCoreError(f"{path} has hot ids of table {show(name)} that are {ids.dtype} "
+                                 f"{list(ids.shape)}; they need to be int64, in a row")
+        found[name] = HotIds(name, rows[name], ids)
     return found
+
+
+@dataclass(frozen=True)
+class _Meta:
+    """What a file says beside the ids."""
+
+    rows: Mapping[str, int]

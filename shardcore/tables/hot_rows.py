@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardcore.access_statistics import Reuse, Zipf
+from shardcore.access_statistics import Reuse, RowShares, Zipf
 from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import LAYOUTS
@@ -85,15 +85,19 @@ def divided(table: Table, rows: int, batch: int) -> tuple[Table, Table]:
 
     rows: how many are hot. batch: samples for which their lookups are told.
 
-    Ids of each part keep their order. Raises ShardCoreError for a number of rows that leaves a part empty.
+    Ids of each part keep their order. With measured row shares, the others keep those of unique rows:
+    they are looked up about equally often.
+
+    Raises ShardCoreError for a number of rows that leaves a part empty.
     """
     _require_divisible(table, rows)
     share = access_of_hottest(table, rows, batch)
     # A replica is whole in device memory.
     hot = replace(table, name=table.name + HOT, rows=rows, pooling=table.pooling * share[0], access=share[1],
-                  load_factor=1.0)
+                  load_factor=1.0, ordered=table.ordered and not table.row_shares, row_shares=None)
+    shares = table.row_shares and RowShares(table.row_shares.unique, table.row_shares.unique)
     cold = replace(table, name=table.name + COLD, rows=table.rows - rows,
-                   pooling=table.pooling * (1 - share[0]), access=share[2])
+                   pooling=table.pooling * (1 - share[0]), access=share[2], row_shares=shares)
     return hot, cold
 
 

@@ -13,8 +13,10 @@ import numpy as np
 
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_BATCH, require_within
+from shardcore.schema import MOST_INT, build, show
+from shardcore.tensor_files import read_tensors, write_tensors
 
-_SCHEMA, _VERSION = "shardcore/row_counts", "1"
+_SCHEMA = "row-counts"
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +34,13 @@ class RowCounts:
         require_within(self, "row counts", samples=(1, MOST_BATCH))
         for name, counts in self.counts.items():
             if counts.ndim != 1 or counts.dtype != np.int64 or (counts < 0).any():
-                raise ShardCoreError(f"row counts of table {name!r} are {counts.dtype} {list(counts.shape)}; "
-                                     "they need to be int64, one for each row, 0 or more")
+                raise ShardCoreError(f"row counts of table {show(name)} are {counts.dtype} "
+                                     f"{list(counts.shape)}; they need to be int64, one for each row, 0 or "
+                                     "more")
+            # As floats: whole numbers overflow.
+            if (total := counts.sum(dtype=float)) > MOST_INT:
+                raise ShardCoreError(f"row counts of table {show(name)} are {total:.3g} together; they need "
+                                     f"to be {MOST_INT:,} at most")
 
     def of(self, table: str, rows: int) -> np.ndarray:
         """[rows] of a table. Raises ShardCoreError if they are of another one, or there are none."""
@@ -47,31 +54,10 @@ class RowCounts:
 
 
 def write_row_counts(path: str | Path, counts: RowCounts) -> None:
-    from safetensors.numpy import save
-
-    from shardcore.files import write_atomic
-
-    about = {"schema": _SCHEMA, "version": _VERSION, "samples": str(counts.samples)}
-    write_atomic(Path(path), save({k: np.ascontiguousarray(v) for k, v in counts.counts.items()}, about))
+    write_tensors(path, _SCHEMA, {"samples": counts.samples}, counts.counts)
 
 
 def read_row_counts(path: str | Path) -> RowCounts:
     """What `write_row_counts` wrote. Raises ShardCoreError for another file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "np") as file:
-            about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, OSError) as error:
-        raise ShardCoreError(f"cannot read row counts from {path}: {str(error)[:200]}") from None
-    if about.get("schema") != _SCHEMA or about.get("version") != _VERSION:
-        raise ShardCoreError(f"{path} has schema {about.get('schema')!r}, version {about.get('version')!r}; "
-                             f"row counts have {_SCHEMA!r}, version {_VERSION}")
-    samples = about.get("samples", "")
-    if not samples.isdecimal():
-        raise ShardCoreError(f"{path} says it counted {samples[:20]!r} samples; it needs a number of them")
-    try:
-        return RowCounts(int(samples), tensors)
-    except ShardCoreError as error:
-        raise ShardCoreError(f"{path}: {error}") from None
+    meta, counts = read_tensors(path, _SCHEMA)
+    return build(RowCounts, meta, str(path), counts=counts)

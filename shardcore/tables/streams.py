@@ -34,7 +34,8 @@ def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndar
     if table.dedup > 1:
         ranks = _fewer(ranks, round(len(ranks) / table.dedup), rng)
     lengths = _lengths(table, len(ranks), access.distinct_values(table, batch), rng)
-    ids = ranks if table.ordered else _scatter(ranks, table.rows)
+    ids = (_scatter(ranks, table.rows) if not table.ordered else
+           ranks if table.row_shares is None else _by_shares(ranks, table))
     return ids, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
@@ -81,6 +82,36 @@ def _scatter(ranks: np.ndarray, rows: int) -> np.ndarray:
     while math.gcd(step, rows) != 1:
         step += 1
     return (ranks * step + rows // 3) % rows
+
+
+def _by_shares(ranks: np.ndarray, table: Table) -> np.ndarray:
+    """Rows of ranks, so that each range of rows has about its shares of lookups and of unique rows.
+
+    Hot ranks go to the ranges with most lookups for each unique row, scattered over those with about as many.
+    Each rank has a row of its own.
+    """
+    shares = [np.array(of) for of in (table.row_shares.lookups, table.row_shares.unique)]
+    edges = np.rint(np.linspace(0, table.rows, len(shares[0]) + 1)).astype(np.int64)
+    heat = np.rint(np.log2(np.maximum(shares[0], 1e-12) / np.maximum(shares[1], 1e-12)))
+    order = np.argsort(-heat, kind="stable")
+    sizes, n = np.diff(edges)[order], _ranks(table)
+    last = np.minimum(np.rint(n * np.cumsum(shares[1][order] / shares[1].sum())), np.cumsum(sizes))
+    # A range that is full leaves its ranks to those before and after it.
+    least = n - np.cumsum(sizes[::-1])[::-1][1:]
+    first = np.concatenate([[0], np.maximum(last[:-1], least)]).astype(np.int64)
+    starts = [*first[np.flatnonzero(np.diff(heat[order], prepend=np.inf))], n]
+    scattered = ranks.copy()
+    for start, end in zip(starts, starts[1:], strict=False):
+        alike = (ranks >= start) & (ranks < end)
+        scattered[alike] = start + _scatter(ranks[alike] - start, int(end - start))
+    ranks, of = scattered, np.searchsorted(first, scattered, side="right") - 1
+    held = np.diff(np.append(first, n))[of]
+    return edges[:-1][order][of] + (ranks - first[of]) * sizes[of] // np.maximum(held, 1)
+
+
+def _ranks(table: Table) -> int:
+    """Rows that the table's streams may have."""
+    return table.rows if isinstance(table.access, Zipf) else len(access.reference_counts(table))
 
 
 def shard_stream(shard: Shard, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -52,4 +52,4 @@ def test_drift_of_hot_rows_is_told_and_new_ids_are_written(problem, tmp_path, ca
     assert list(read_hot_ids(tmp_path / "new.safetensors")[name].ids) == [0, 1, 7]
     (tmp_path / "counts.safetensors").write_bytes(b"none")
     assert main(given) == 1
-    assert "cannot read row counts from" in capsys.readouterr().err
+    assert "counts.safetensors is not safetensors: " in capsys.readouterr().err

@@ -32,6 +32,37 @@ def test_plan_improves_a_plan_that_there_is(stored, model, capsys):
             and "--max-moved-gib 1.0 needs --start" in capsys.readouterr().err)
 
 
+def test_a_plan_goes_on_where_tables_grew_and_a_device_is_gone(stored, model, problem, capsys):
+    """Tables that grew are the same tables, and the device that is gone is one in the middle."""
+    old, new, path, now = (stored / n for n in ("old.json", "new.json", "problem.json", "now.json"))
+    six = replace(problem, topology=replace(problem.topology, devices=(Device(8 << 20),) * 8))
+    files.write_problem(path, six)
+    plan = Plan(tuple(column(t, i % 8) for i, t in enumerate(six.tables)))
+    files.write_plan(old, plan, six)
+    grown = tuple(replace(t, rows=t.rows * 3 // 2) for t in problem.tables)
+    files.write_problem(now, replace(six, tables=grown, topology=replace(
+        six.topology, devices=six.topology.devices[:4])))
+    asked = ["plan", str(now), "--model", str(model), "--budget-evals", "2000", "--start", str(old),
+             "--start-problem", str(path), "--max-moved-tables", "1", "--out", str(new)]
+    assert main([*asked, "--without", "1", "2", "--without", "5", "6"]) == 0
+    said = capsys.readouterr().out
+    found = files.read_plan(new, files.read_problem(now))
+    moved, homes = found.provenance["moved"], {p.shard.table.name: p.devices for p in found.placements}
+    assert moved["forced"]["tables"] and not moved["added"] and len(moved["chosen"]["tables"]) <= 1
+    assert set(moved["forced"]["tables"]) == {f"t{i}" for i in range(24) if i % 8 in (1, 2, 5, 6)}
+    stays = {p.shard.table.name: (0, 3, 4, 7).index(p.devices[0]) for p in plan.placements
+             if p.devices[0] in (0, 3, 4, 7)}
+    others = {name for name, device in stays.items() if homes[name] != (device,)}
+    assert others == set(moved["chosen"]["tables"])
+    assert ("12 tables," in said and "had to (" in said and "24 tables of another shape" in said
+            and "more than the limit of 1 tables, which does not count what had to move" in said)
+    assert moved["new_bytes"] == sum(t.bytes for t in grown) - sum(t.bytes for t in problem.tables)
+    assert main([*asked, "--without", "9"]) == 1
+    assert "device 9 of problem 'shifting' cannot be gone" in capsys.readouterr().err
+    assert main([*asked[:6], "--out", str(new), "--without", "3"]) == 1
+    assert "--without 3 needs --start" in capsys.readouterr().err
+
+
 def test_a_plan_that_fits_no_more_is_named_and_can_be_a_start(stored, model, capsys):
     """As one of an older version that counted less: with a little more than the memory there is now."""
     old, new, path = stored / "old.json", stored / "new.json", stored / "problem.json"
@@ -112,6 +143,28 @@ def test_uneven_rows_are_gone_and_it_is_said(stored, capsys):
     assert capsys.readouterr().err == ("error: --uneven-rows is gone: plans divide rows evenly now, "
                                        "as TorchRec "
                                        "does; leave it out\n")
+
+
+@pytest.fixture
+def exporting(stored):
+    """Arguments that export a plan to torchrec.json, without the module."""
+    problem = files.read_problem(stored / "problem.json")
+    plan = Plan(tuple(column(t, i % len(problem.topology)) for i, t in enumerate(problem.tables)))
+    files.write_plan(stored / "plan.json", plan, problem)
+    return ["export", str(stored / "plan.json"), "--problem", str(stored / "problem.json"), "--out",
+            str(stored / "torchrec.json"), "--module"]
+
+
+@pytest.mark.parametrize("module", ["", ".", "a..b", "a/b", " m", "m.", "\x1b[1m"])
+def test_what_cannot_be_a_path_of_a_module_is_refused(stored, exporting, capsys, module):
+    assert main([*exporting, module]) == 1
+    assert capsys.readouterr().err.startswith("error: module is '")
+    assert not (stored / "torchrec.json").exists()
+
+
+def test_an_export_says_that_nothing_knows_the_model(exporting, capsys):
+    assert main([*exporting, "nonsense.path"]) == 0
+    assert "nothing here knows whether the model has a module 'nonsense.path'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("devices", ["65537", "1000000000000"])

@@ -22,6 +22,21 @@ def test_exchanges_of_two_ranks_alone_fit_too():
                for way in ("forward", "backward"))
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 6])
+def test_latency_beyond_one_number_of_ranks_grows_by_a_seventh_a_message(ranks):
+    """That is what published all-to-alls, all-gathers and all-reduces do. Half went to the message before."""
+    comm = comm_samples(60, ranks=(ranks,))
+    model = fitted(comm)
+    rates = model.weights[collective_model.weight(ALL_TO_ALL, "forward")]
+    once, message = rates[collective_fit.ONCE], rates[collective_fit.MESSAGES]
+    assert message == pytest.approx(once / 7)
+    assert once + (ranks - 1) * message == pytest.approx(0.1 + 0.02 * (ranks - 1), rel=0.01)
+    assert max(collective_fit.errors(model.weights, comm).values()) < 0.5
+    # Of several numbers of ranks, the samples say.
+    several = fitted(comm_samples(60, ranks=(2, 4))).weights[collective_model.weight(ALL_TO_ALL, "forward")]
+    assert several[[collective_fit.ONCE, collective_fit.MESSAGES]] == pytest.approx([0.1, 0.02], rel=0.01)
+
+
 def test_only_exchanges_that_the_model_prices_count():
     compute, comm = compute_samples(linear_law, 60), comm_samples(60, ranks=(2,))
     # TorchRec has no codec for all-reduces.

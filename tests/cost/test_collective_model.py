@@ -2,13 +2,18 @@
 hosts measured."""
 
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from laws import SETTING, comm_samples, exchange_law, spread
 from shapes import ALL_REDUCE, ALL_TO_ALL, column, host_row, replica, row, sends
 
 from bench import links
+from shardcore import traffic
 from shardcore.cost import collective_fit, collective_model, fit, neural, ranges
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS, IDS, LAYOUTS, Channel
 from shardcore.measurements import CollectiveRequest, CollectiveSample
 from shardcore.topology import Device, Topology
@@ -301,8 +306,9 @@ def said(model: neural.NeuralModel, topology: Topology) -> str:
     of_host = ([host_row(d, g) for g in LAYOUTS["host_row"].groups(topology)[:1] if len(g) > 1]
                or [column(d, 0)])
     placements = (column(a, 0), row(b, topology), replica(c, topology), *of_host)
-    return "\n".join(ranges.out_of_range(model,
-                                         lower(Plan(placements), Problem("p", (a, b, c, d), topology, 256))))
+    problem = Problem("p", (a, b, c, d), replace(topology, hardware=model.setting.hardware), 256)
+    return "\n".join(line for line in ranges.out_of_range(model, lower(Plan(placements), problem))
+                     if "is replicated" not in line)
 
 
 def test_what_was_not_measured_is_named(of_hosts):
@@ -327,3 +333,15 @@ def test_what_was_not_measured_is_named(of_hosts):
     assert given == ("the topology gives between_hosts_gbps 3: the explicit link model prices its exchanges "
                      "from there, "
                      "not measured")
+
+
+def test_a_collective_without_a_law_is_refused_not_taken_for_a_ring(of_hosts, monkeypatch):
+    other, topology, owned = Channel("broadcast"), on_hosts(2), np.ones(2)
+    said = "collective 'broadcast' has no price; known are all_to_all, reduce_scatter, all_reduce"
+    with pytest.raises(ShardCoreError, match=said):
+        collective_model.exchange_terms(other, owned, np.zeros(2, dtype=int))
+    with pytest.raises(ShardCoreError, match=said):
+        collective_model.collective_ms(of_hosts.weights, other, owned, topology)
+    monkeypatch.setattr(traffic, "CHANNELS", (other, *CHANNELS[1:]))
+    with pytest.raises(ShardCoreError, match=said):
+        AnalyticModel(SETTING).comm(np.ones((len(CHANNELS), 2)), np.zeros(2), topology)

@@ -7,6 +7,7 @@ import pytest
 from laws import by_hand, pool
 from shapes import column
 
+import shardcore
 from shardcore import model_files
 from shardcore.cost import mixed, neural
 from shardcore.cost.mixed import MixedModel
@@ -96,8 +97,18 @@ def test_a_problem_of_one_precision_has_that_ones_model(both):
     assert both.for_problem(problem(*LONG, *SHORT)).setting.precision == "fp16+fp32"
     three = MixedModel((of_precision(both.models[0], "bf16"), *both.models))
     assert three.for_problem(problem(*LONG, *SHORT)).setting.precision == "fp16+fp32"
-    with pytest.raises(SettingMismatch, match=r"is for \(.*fp16\+fp32.*\), the cost model for \(.*fp32"):
+    with pytest.raises(SettingMismatch, match=r"is for \(.*fp16\+fp32.*\), the cost model for \(.*fp32.*\); "
+                                              r"give a model of each precision .*publish takes a single one"):
         problem(*LONG, *SHORT).require_setting(both.models[1].setting)
+
+
+def test_one_folder_or_several_load(both, tmp_path):
+    for model in both.models:
+        neural.save(model, tmp_path / model.setting.precision)
+    folders = [tmp_path / "fp32", tmp_path / "fp16"]
+    assert shardcore.load_model(folders).setting == both.setting
+    for one in (folders[0], str(folders[0]), folders[:1]):
+        assert shardcore.load_model(one).setting == both.models[1].setting
 
 
 def test_what_is_beyond_the_measured_is_that_of_its_own_model(both):

@@ -9,10 +9,11 @@ from shapes import column, replica, row
 
 from shardcore.cost import nets
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.cost.model import group_costs, price
+from shardcore.cost.model import at_confidence, group_costs, price
 from shardcore.errors import SettingMismatch
 from shardcore.job import Job
 from shardcore.layouts import ID_CHANNELS
+from shardcore.search.shards import to_plan
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
@@ -60,6 +61,53 @@ def test_trained_model_tells_forward_from_backward(model):
         sums = model.encode([Shard.whole(t) for t in TABLES[device::2]]).sum(0)
         parts = (cost.forward_compute_ms[device], cost.backward_compute_ms[device])
         assert parts == pytest.approx(nets.parts(model.weights, sums))
+
+
+CLOSED = ("not measured: closed-form model",)
+
+
+def test_a_price_says_what_was_not_measured(model):
+    """Also that of a cautious model, and a plan. Whose setting is a card's name, the more."""
+    task, analytic = problem(1, 1), AnalyticModel(Setting("nvidia-h100", 256))
+    work = lower(spread_plan(2), task)
+    assert price(work, analytic).extrapolated == CLOSED
+    assert to_plan([Shard.whole(t) for t in TABLES], [0] * len(TABLES), task, analytic
+                   ).provenance["extrapolated"] == list(CLOSED)
+    unnamed = ("the topology names no hardware: prices are those of law",)
+    assert price(work, model).extrapolated == price(work, at_confidence(model, 0.9)).extrapolated == unnamed
+    named = dataclasses.replace(task, topology=dataclasses.replace(task.topology, hardware="law"))
+    assert price(lower(spread_plan(2), named), model).extrapolated == ()
+    assert "extrapolated" not in to_plan([Shard.whole(t) for t in TABLES], [0] * len(TABLES), named,
+                                         model).provenance
+    other = dataclasses.replace(task, topology=dataclasses.replace(task.topology, hardware="nvidia-h100"))
+    assert price(lower(spread_plan(2), other), model).extrapolated == (
+        "the topology has nvidia-h100; the model was measured on law",)
+
+
+@pytest.mark.parametrize("kind, sequence, said", [
+    ("row", False, "row shards: their reduce-scatter is priced with the rates of the all-to-all"),
+    ("row", True, "table 't' is a sequence: its lookups are priced as pooled ones"),
+    ("data_parallel", False, "table 't' is replicated: its dense kernel is priced as a fused op"),
+    ("data_parallel", False, "data_parallel shards: their all-reduce is priced with the rates"),
+])
+def test_kinds_that_were_never_measured_are_named(model, kind, sequence, said):
+    table = dataclasses.replace(TABLES[0], name="t", sequence=sequence)
+    topology = Topology((Device(1 << 30),) * 2, "law")
+    cost = price(lower(Plan((Placement(kind, Shard.whole(table), (0, 1)),)),
+                       Problem("p", (table,), topology, 256)), model)
+    assert any(line.startswith(said) for line in cost.extrapolated), cost.extrapolated
+    # The plan without that kind has no such line.
+    whole = price(lower(Plan((column(TABLES[0], 0),)), Problem("p", TABLES[:1], topology, 256)), model)
+    assert whole.extrapolated == ()
+
+
+def test_rows_in_host_memory_are_priced_by_a_link_that_is_given():
+    table = dataclasses.replace(TABLES[0], load_factor=0.5)
+    topology = Topology((Device(1 << 30),), host_memory_bytes=1 << 30, host_memory_gbps=25.0)
+    task = Problem("p", (table,), topology, 256)
+    cost = price(lower(Plan((column(table, 0),)), task), AnalyticModel(SETTING).for_problem(task))
+    assert cost.extrapolated == (*CLOSED, f"table {table.name!r} has rows in host memory: the topology gives "
+                                 "the 25 GB/s of their link, not measured")
 
 
 def test_a_device_twice_as_fast_computes_in_half_the_time(any_model):

@@ -13,7 +13,7 @@ from laws import SETTING, by_hand, pool
 from shapes import ALL_TO_ALL, REDUCE_SCATTER, WITHIN, host_row, on_hosts, row, sends
 
 from shardcore import files, model_files, schema
-from shardcore.access_statistics import Zipf
+from shardcore.access_statistics import REUSE_BINS, Reuse, Zipf
 from shardcore.cost import collective_model, features, neural
 from shardcore.cost.model import QuantileCostModel, at_confidence, group_costs, price
 from shardcore.errors import SettingMismatch, ShardCoreError
@@ -98,6 +98,23 @@ def test_far_beyond_the_range_costs_grow_as_the_drivers(model):
 
 
 # --- communication
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_shard_without_lookups_costs_no_more_than_one_with_some(model, sequence):
+    """Also beside others, and of a table whose histogram is empty."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        rows, dim = int(10 ** rng.uniform(1, 7)), 4 * int(rng.integers(1, 32))
+        access = Zipf(float(rng.choice([0.0, 1.05])))
+        some = [Shard.whole(Table("t", rows, dim, pooling, access, sequence=sequence))
+                for pooling in (0.0002, 0.001, 0.01, 0.05, 0.5, 5.0)]
+        none = [Shard.whole(Table("t", rows, dim, 0.0, access, sequence=sequence))
+                for access in (access, Reuse((0.0,) * REUSE_BINS, 64))]
+        for beside in (np.zeros(model.encode(none).shape[1]), model.encode([Shard.whole(pool()[0])])[0]):
+            least, *others = (model.head(beside + model.encode(shards)) for shards in (none, some))
+            assert least.max() <= np.min(others) * (1 + 1e-3)
+            assert least.min() > 0  # its op runs
 
 
 def test_permuting_devices_permutes_costs(model):

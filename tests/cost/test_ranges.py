@@ -12,6 +12,7 @@ from shardcore.workload import lower
 
 
 def beyond(model, tables, n_devices: int, placements, **links) -> list[str]:
+    links.setdefault("hardware", SETTING.hardware)
     problem = Problem("p", tables, topology(n_devices, **links), 256)
     return ranges.out_of_range(model, lower(Plan(tuple(placements)), problem))
 

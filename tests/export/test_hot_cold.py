@@ -1,15 +1,20 @@
 """Hot rows on every rank: outputs, training, checkpoints by id, and what is refused."""
 
+import hashlib
+import json
 from dataclasses import replace
 
 import hot_cold_training as training
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load, save
 from shapes import replica, row
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType
 
+from shardcore import documents, files
 from shardcore.access_statistics import Zipf
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import ShardCoreError
@@ -142,7 +147,10 @@ def test_each_of_several_collections_goes_under_its_own_path():
     exported = to_torchrec(plan, given, collections(hot=True), "cpu")
     assert {path: sorted(of) for path, of in exported.plan.items()} == {
         "user.cold": ["a_cold", "b"], "item.cold.cold": ["a_cold", "b"]}
-    assert to_torchrec(plan, given, "of.none", "cpu") == exported
+    assert to_torchrec(plan, given, "item.cold", "cpu") == exported
+    with pytest.raises(ShardCoreError, match="module is 'of.none'; all tables of problem 'model' name their "
+                                             "collections, which are 'user', 'user.cold', 'item.cold'"):
+        to_torchrec(plan, given, "of.none", "cpu")
 
 
 def test_tables_without_a_collection_go_under_the_path_that_is_given():
@@ -182,6 +190,57 @@ def test_rows_that_are_not_whole_are_refused(tmp_path):
         saved(tmp_path / "rows")
     next((tmp_path / "rows").glob("rows-*")).unlink()
     with pytest.raises(ShardCoreError, match="needs a folder that save_rows finished"):
+        load_rows(HotColdEmbeddingCollection(CONFIGS, {"h": HOT}), tmp_path / "rows")
+
+
+def weights(module):
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def test_a_flipped_bit_never_loads_as_other_weights(tmp_path):
+    """At 40 places of each file. It may do no harm, as in padding or in rows that are not needed."""
+    own = weights(saved(tmp_path / "rows"))
+    refused = 0
+    for path in sorted((tmp_path / "rows").iterdir()):
+        content = path.read_bytes()
+        for i in range(40):
+            damaged = bytearray(content)
+            damaged[i * (len(content) - 1) // 39] ^= 1 << i % 8
+            path.write_bytes(damaged)
+            module = HotColdEmbeddingCollection(CONFIGS, {"h": HOT})
+            try:
+                load_rows(module, tmp_path / "rows")
+            except ShardCoreError as error:
+                assert str(error).isprintable()
+                refused += 1
+            else:
+                assert all(torch.equal(v, own[k]) for k, v in weights(module).items())
+        path.write_bytes(content)
+    assert refused > 100
+
+
+@pytest.mark.parametrize("change, said", [
+    (lambda t: t.update(ids=t["ids"].float()), "ids float32"),
+    (lambda t: t.update(ids=t["ids"].flip(0)), "rising"),
+    (lambda t: t.update(ids=t["ids"][:-1]), "for 4 rows"),
+    (lambda t: t.update(weights=t["weights"][:, :2]), "it needs numbers of rows or cells"),
+    (lambda t: t.update(weights=t["weights"].long()), "it needs numbers of rows or cells"),
+    (lambda t: t.update(weights=t["weights"][0, 0]), "it needs numbers of rows or cells"),
+    (lambda t: t.pop("ids"), "is no file of rows: KeyError: 'ids'")])
+def test_rows_whose_digests_are_right_but_cannot_be_are_refused(tmp_path, change, said):
+    saved(tmp_path / "rows")
+    [path] = [p for p in (tmp_path / "rows").glob("rows-*")
+              if len(load(p.read_bytes())["ids"]) == len(HOT.ids)]
+    tensors = load(path.read_bytes())
+    change(tensors)
+    with safe_open(path, "pt") as file:
+        path.write_bytes(save({k: v.contiguous() for k, v in tensors.items()}, file.metadata()))
+    complete = tmp_path / "rows/complete.json"
+    body = json.loads(complete.read_text())
+    body["files"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    del body["digest"], body["schema"], body["version"]
+    files.write_json(complete, documents.document("rows-complete", documents.seal(body)))
+    with pytest.raises(ShardCoreError, match=said):
         load_rows(HotColdEmbeddingCollection(CONFIGS, {"h": HOT}), tmp_path / "rows")
 
 

@@ -165,6 +165,15 @@ def test_refuses_another_model():
         from_torchrec(theirs, given, training.Model())
 
 
+def test_a_grid_of_one_shard_is_no_column():
+    given = training.problem(2, 2)
+    theirs = to_torchrec(Plan(tuple(column(t, 0) for t in given.tables)), given, training.Model())
+    for kind in ("grid_shard", "table_row_wise", "row_wise"):
+        theirs.plan["left"]["a"] = replace(theirs.plan["left"]["a"], sharding_type=kind)
+        with pytest.raises(ShardCoreError, match=f"columns 0 to 16 of table 'a' in one shard; .* in {kind}"):
+            from_torchrec(theirs, given, training.Model())
+
+
 def test_a_file_is_checked_against_the_model_that_it_is_read_for(tmp_path):
     given = training.problem(1, 2)
     theirs = to_torchrec(Plan(tuple(column(t, 0) for t in given.tables)), given, training.Model())
@@ -217,7 +226,7 @@ ODD = [
     ("colour", "blue", " has 'colour'"),
     ("sharding_type", "bogus", "sharding_type is 'bogus'; TorchRec knows data_parallel"),
     ("compute_kernel", "bogus", "compute_kernel is 'bogus'; TorchRec knows dense"),
-    ("ranks", [-1], "ranks has -1; ranks are 0 to 65535"),
+    ("ranks", [-1], "ranks is -1; it needs to be 0 or more"),
     ("ranks", [1 << 40], "ranks has 1099511627776; ranks are 0 to 65535"),
     ("ranks", [0.5], "ranks is 0.5; it needs to be int"),
     ("sharding_spec", [{"offsets": [0, 0], "sizes": [-4, 4], "placement": "rank:0/cpu"}], "sharding_spec: "),
@@ -225,6 +234,17 @@ ODD = [
     ("sharding_spec", [{"offsets": [0], "sizes": [24], "placement": "rank:0/cpu"}], "offsets"),
     ("sharding_spec", [{"offsets": [0, 0], "sizes": [24, 16], "placement": "xxx"}],
      "placement 'xxx'; it needs a rank and a device, such as rank:0/cuda:0"),
+    ("compute_kernel", "quant", "compute_kernel is 'quant'; TorchRec knows dense"),
+    ("compute_kernel", "quant_uvm_caching", "compute_kernel is 'quant_uvm_caching'"),
+    ("cache_params", {"load_factor": -1}, "load_factor is -1; it needs to be 0 or more"),
+    ("cache_params", {"load_factor": 0}, "load_factor is 0; it needs to be above 0"),
+    ("cache_params", {"load_factor": 5}, "load_factor is 5; it needs to be above 0, at most 1"),
+    ("cache_params", {"load_factor": 1e-9, "reserved_memory": -1.0}, "reserved_memory is -1.0"),
+    ("cache_params", {"stats": 1}, "stats is 1; a file can hold no CacheStatistics"),
+    ("cache_params", {"stats": {}}, "stats is {}; a file can hold no CacheStatistics"),
+    ("key_value_params", {"ssd_rocksdb_shards": -3}, "ssd_rocksdb_shards is -3"),
+    ("key_value_params", {"ps_hosts": [["::1", -2000]]}, "ps_hosts is -2000"),
+    ("sharding_type", "grid_shard", "is grid_shard in 1 shards .* it needs shards on several ranks"),
     ("ranks", [5], "has ranks .5.; its shards are on .0."), ("ranks", [], "has ranks ..; its shards are on"),
 ]
 
@@ -242,6 +262,13 @@ def test_files_are_checked(tmp_path):
         with pytest.raises(ShardCoreError, match=said):
             read_torchrec(path)
     body = to_json(to_torchrec(Plan(tuple(column(t, 0) for t in given.tables)), given, training.Model()))
+    two = [{"offsets": [0, 8 * i], "sizes": [24, 8], "placement": f"rank:{i}/cpu"} for i in range(2)]
+    for kind, needed in (("table_wise", "one shard"), ("row_wise", "all columns in each shard"),
+                         ("table_row_wise", "all columns in each shard")):
+        odd = {"left": {"a": {**body["left"]["a"], "ranks": [0, 1], "sharding_spec": two,
+                              "sharding_type": kind}}}
+        with pytest.raises(ShardCoreError, match=f"is {kind} in 2 shards .* it needs {needed}"):
+            from_json(odd)
     for key, value, said in ODD:
         odd = {**body, "left": {**body["left"], "a": {**body["left"]["a"], key: value}}}
         with pytest.raises(ShardCoreError, match="table 'a' of module 'left'.*" + said):

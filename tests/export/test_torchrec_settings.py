@@ -13,8 +13,8 @@ pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
 import training  # noqa: E402  (beside this file)
-from fbgemm_gpu.split_embedding_configs import EmbOptimType  # noqa: E402
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm  # noqa: E402
+from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: E402
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry  # noqa: E402
 from torchrec.distributed.types import CacheParams, CacheStatistics, DataType, KeyValueParams, ShardingPlan  # noqa: E402
@@ -25,7 +25,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.export.torchrec import from_torchrec, to_torchrec  # noqa: E402
 from shardcore.export.torchrec_json import read_qcomms, read_torchrec, to_json, write_torchrec  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner  # noqa: E402
-from shardcore.export.torchrec_settings import settings_of, unpriced  # noqa: E402
+from shardcore.export.torchrec_settings import job_of, payloads_of, settings_of, unpriced  # noqa: E402
 from shardcore.job import Job
 from shardcore.search import Budget  # noqa: E402
 from shardcore.types import Placement, Plan, Setting, Shard
@@ -159,36 +159,68 @@ def test_what_a_price_leaves_out_is_named():
     said = said[1:]
     assert said[0].startswith("table 'a' of module 'left' is priced as fused, in device memory; "
                               "it has kernel fused_uvm_caching, cache_params=")
-    assert said[3] == ("pooled_embeddings_all_to_all of EmbeddingBagCollectionSharder is priced with float32 "
-                       "forward, float32 backward; it sends float16 forward, bfloat16 backward")
-    of_replicas = unpriced(tiered(), [sharder], "adam", Job(replica_optimizer="adagrad"))[0]
-    assert "in backward, under adam; a dense optimizer, adagrad, steps" in of_replicas
-    assert "optimizer, rowwise_adagrad, steps" in unpriced(tiered(), [sharder], "rowwise_adagrad")[0]
+    assert said[3] == ("pooled_embeddings_all_to_all of EmbeddingBagCollectionSharder is priced with fp32 "
+                       "forward, fp32 backward; it sends fp16 forward, bf16 backward")
+    adam = replace(GIVEN, optimizer="adam", job=Job(replica_optimizer="adagrad"))
+    assert "in backward, under adam; a dense optimizer, adagrad, steps" in unpriced(tiered(), [], adam)[0]
+    assert "optimizer, adam, steps" in unpriced(tiered(), [], replace(adam, job=Job()))[0]
     of_plan = said[:3]
     plain = to_torchrec(whole(), GIVEN, MODULE)
     as_sent = Job(forward_payload="fp16", backward_payload="bf16")
-    assert unpriced(tiered(), [sharder], job=as_sent)[1:] == of_plan
-    assert len(unpriced(tiered(), [sharder], job=Job(forward_payload="fp16"))) == 7
-    assert unpriced(plain, [EmbeddingBagCollectionSharder()], job=as_sent) == [
-        "output of EmbeddingBagCollectionSharder is priced with float16 forward, bfloat16 backward; it sends "
-        "float32 forward, float32 backward"]
-    adam, sgd = (EmbeddingBagCollectionSharder(fused_params={"optimizer": optimizer})
-                 for optimizer in (EmbOptimType.ADAM, EmbOptimType.EXACT_SGD))
-    assert unpriced(plain, [adam, sgd, EmbeddingBagCollectionSharder()], "exact_sgd") == [
-        "tables of EmbeddingBagCollectionSharder are priced, and their state counted, as under exact_sgd; "
-        "its optimizer is ADAM"]
-    assert len(unpriced(plain, [adam, sgd], "rowwise_adagrad")) == 2
-    assert [line.rpartition(" ")[2] for line in unpriced(plain, [adam, sgd], "adam")] == ["EXACT_SGD"]
-    assert unpriced(plain, [adam]) == []
+    sending = replace(GIVEN, job=as_sent)
+    assert unpriced(tiered(), [sharder], sending)[1:] == of_plan
+    assert len(unpriced(tiered(), [sharder], replace(GIVEN, job=Job(forward_payload="fp16")))) == 7
+    assert unpriced(plain, [EmbeddingBagCollectionSharder()], sending) == [
+        "output of EmbeddingBagCollectionSharder is priced with fp16 forward, bf16 backward; it sends "
+        "fp32 forward, fp32 backward"]
 
 
-def test_the_planner_says_it_too():
+def test_the_payloads_of_sharders_are_priced():
     sharder = EmbeddingBagCollectionSharder(
         qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda")))
-    planner = ShardCorePlanner(GIVEN.topology, 4, model=AnalyticModel(Setting("cpu", 8)),
-                               budget=Budget(evals=200),
-                               lookups=dict.fromkeys(("f0", "f1", "f2", "f3", "f4"), 2.0))
-    planner.plan(MODULE, [sharder])
-    assert [line.split()[0] for line in planner.unpriced] == [
-        "pooled_embeddings_all_to_all", "pooled_embeddings_reduce_scatter", "sequence_embeddings_all_to_all",
-        "devices"]
+
+    def planned(sharders, job=None):
+        planner = ShardCorePlanner(GIVEN.topology, 4, model=AnalyticModel(Setting("cpu", 8)), job=job,
+                                   budget=Budget(evals=200),
+                                   lookups=dict.fromkeys(("f0", "f1", "f2", "f3", "f4"), 2.0))
+        planner.plan(MODULE, sharders)
+        return planner
+
+    assert planned([sharder]).problem.job == job_of(QCOMMS) == Job(forward_payload="fp16",
+                                                                   backward_payload="bf16")
+    # Sharders that take no module of the model do not count.
+    assert planned([EmbeddingCollectionSharder(), sharder]).problem.job == job_of(QCOMMS)
+    # A job that is given counts as given. Sharders that differ are told apart.
+    for said in (planned([sharder], Job()).unpriced,
+                 planned([sharder, EmbeddingBagCollectionSharder()]).unpriced):
+        assert [line.split()[0] for line in said if "it sends" in line] == [
+            "pooled_embeddings_all_to_all", "pooled_embeddings_reduce_scatter",
+            "sequence_embeddings_all_to_all"]
+
+
+def test_the_sharder_of_a_wrapper_sends_as_the_one_within():
+    from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+
+    within = EmbeddingBagCollectionSharder(
+        qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda")))
+    assert payloads_of([FeatureProcessedEmbeddingBagCollectionSharder(within)]) == ("fp16", "bf16")
+    assert payloads_of([FeatureProcessedEmbeddingBagCollectionSharder()]) == ("fp32", "fp32")
+
+
+def test_payloads_that_no_price_has_are_refused_by_name():
+    narrow = QCommsConfig(CommType.INT8, CommType.FP16)
+    sharder = EmbeddingBagCollectionSharder(
+        qcomm_codecs_registry=get_qcomm_codecs_registry(narrow, device=torch.device("cuda")))
+    with pytest.raises(ShardCoreError, match="EmbeddingBagCollectionSharder has forward_precision INT8; "
+                                             "priced are fp32, fp16, bf16"):
+        payloads_of([sharder])
+    with pytest.raises(ShardCoreError, match="QCommsConfig has forward_precision int8; priced are fp32"):
+        job_of(narrow)
+
+
+def test_index_deduplication_of_sharders_is_told():
+    plain = to_torchrec(whole(), GIVEN, MODULE)
+    assert unpriced(plain, [EmbeddingCollectionSharder()]) == []
+    assert unpriced(plain, [EmbeddingCollectionSharder(use_index_dedup=True)]) == [
+        "EmbeddingCollectionSharder has use_index_dedup, which sends each id once; ids are priced as if it "
+        "sent all"]

@@ -26,7 +26,12 @@ from prefect.client.schemas.filters import DeploymentFilter
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.flows import load_flow_from_entrypoint
 from prefect.logging import disable_run_logger
-from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    PREFECT_LOGGING_TO_API_ENABLED,
+    temporary_settings,
+)
 from prefect.states import Completed, Crashed
 from scratch import kill_group, until
 
@@ -74,7 +79,8 @@ def project(new_project):
 @pytest.fixture(scope="module")
 def api(project):
     """A client of the server, which this process uses too; the project's deployments are there."""
-    settings = {PREFECT_API_URL: project.env["PREFECT_API_URL"], PREFECT_LOGGING_TO_API_ENABLED: False}
+    settings = {PREFECT_API_URL: project.env["PREFECT_API_URL"], PREFECT_LOGGING_TO_API_ENABLED: False,
+                PREFECT_API_AUTH_STRING: project.env["PREFECT_API_AUTH_STRING"]}
     with temporary_settings(settings), get_client(sync_client=True) as client:
         client.create_work_pool(WorkPoolCreate(name="local", type="process"))
         project.run("prefect", "--no-prompt", "deploy", "--all")
@@ -127,11 +133,11 @@ def published(project, client, name, version):
             for n in NAMES}
 
 
-def test_deployments_run_once_at_a_time_with_checked_parameters(project, api):
+def test_deployments_are_of_one_pool_with_checked_parameters(project, api):
     for flow in ("refresh", "promote", "publish"):
         found = api.read_deployment_by_name(f"{flow}/local")
-        assert (found.global_concurrency_limit.limit == 1
-                and found.concurrency_options.collision_strategy == "ENQUEUE")
+        # Runs wait for those of the other deployments, too: the pool has the limit.
+        assert found.work_pool_name == "local" and found.global_concurrency_limit is None
         assert found.description and "shardcore" in found.tags
         assert load_flow_from_entrypoint(found.entrypoint).name == flow
         assert all(p.get("description") for p in found.parameter_openapi_schema["properties"].values())

@@ -74,7 +74,9 @@ def test_a_person_sees_stages_results_and_the_table_and_the_log_has_the_rest(pro
 
 def test_prefect_has_what_a_stage_logged_with_its_run(project):
     def asked(what, **query):
-        return httpx.post(f"{project.env['PREFECT_API_URL']}/{what}/filter", json=query, timeout=30).json()
+        user, _, password = project.env["PREFECT_API_AUTH_STRING"].partition(":")
+        return httpx.post(f"{project.env['PREFECT_API_URL']}/{what}/filter", json=query, timeout=30,
+                          auth=(user, password)).json()
 
     for flow, said in (("measure", "measured 120 groups, 24 exchanges and 2 steps of plans"),
                        ("refresh", "Running stage 'train':")):

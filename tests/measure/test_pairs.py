@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from shapes import on_hosts
 
 from shardcore import files
@@ -107,7 +109,12 @@ def test_the_ranks_of_a_job_measure_together(problem, tmp_path):
     ({"RANK": "0"}, "WORLD_SIZE is None"),
     ({"RANK": "first", "WORLD_SIZE": "3"}, "RANK is 'first'; it needs a whole number of 0 to 2"),
     ({"RANK": "3", "WORLD_SIZE": "3"}, "RANK is '3'; it needs a whole number of 0 to 2"),
-    ({"RANK": "0", "WORLD_SIZE": "3"}, "MASTER_ADDR is not set")])
+    ({"RANK": "0", "WORLD_SIZE": "3"}, "MASTER_ADDR is not set"),
+    ({"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "x", "MASTER_PORT": "abc"},
+     "MASTER_PORT is 'abc'; it needs a whole number of 0 to 65535"),
+    ({"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "x", "MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
+    ({"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "x", "MASTER_PORT": "1", "LOCAL_RANK": "x"},
+     "LOCAL_RANK is 'x'; it needs a whole number of 0 to 2")])
 def test_a_job_of_another_size_is_refused(variables, says, problem, tmp_path, capsys, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -115,6 +122,24 @@ def test_a_job_of_another_size_is_refused(variables, says, problem, tmp_path, ca
         monkeypatch.setenv(name, value)
     assert main(["topology", "measure", str(problem), "--out", str(tmp_path / "found.json")]) == 1
     assert says in capsys.readouterr().err and not (tmp_path / "found.json").exists()
+
+
+def test_more_devices_than_processes_of_a_machine_are_refused_before_any_starts(tmp_path, capsys):
+    path = tmp_path / "problem.json"
+    files.write_problem(path, Problem("p", (Table("t", 100, 16, 2.0),), on_hosts("a" * 2048), 2048))
+    assert main(["topology", "measure", str(path), "--out", str(tmp_path / "found.json")]) == 1
+    assert "2,048 devices need as many processes on this machine, and at most 128" in capsys.readouterr().err
+    assert multiprocessing.active_children() == [] and not (tmp_path / "found.json").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("job", [False, True])
+def test_gpus_that_are_not_here_are_refused(problem, tmp_path, capsys, monkeypatch, job):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value) if job else monkeypatch.delenv(name, raising=False)
+    command = ["topology", "measure", str(problem), "--device", "cuda", "--out", str(tmp_path / "found.json")]
+    assert main(command) == 1
+    assert "there is no CUDA device here" in capsys.readouterr().err
 
 
 def test_one_device_has_no_links(tmp_path, capsys):

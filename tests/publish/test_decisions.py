@@ -6,7 +6,7 @@ import pytest
 from publishing import publish, sealed_decision
 
 from shardcore.errors import ShardCoreError
-from shardcore.publish import decisions, store
+from shardcore.publish import store
 from shardcore.publish.decisions import Decision
 
 
@@ -15,12 +15,6 @@ def test_a_repeated_decision_says_so(problem, tmp_path):
     again = publish(tmp_path, problem, 0, "first", decided_at=2.0)
     other = publish(tmp_path, problem, 0, "kept", decided_at=2.0)
     assert again.repeats(first) and not other.repeats(first) and not first.repeats(None)
-
-
-def test_a_plan_has_to_be_cheaper_by_more_than_the_threshold():
-    assert decisions.worth_it(97.9, 100.0, 0.02) and not decisions.worth_it(98.1, 100.0, 0.02)
-    assert decisions.worth_it(99.9, 100.0, 0.0) and not decisions.worth_it(100.0, 100.0, 0.0)
-    assert decisions.worth_it(100.0, None, 0.02)  # of what is no plan any more nothing is kept
 
 
 def test_a_decision_tells_what_the_version_that_it_chose_costs():

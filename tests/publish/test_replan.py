@@ -10,7 +10,8 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.publish.diff import diff
-from shardcore.publish.replan import ReplanConfig, replan
+from shardcore.publish.replan import ReplanConfig, forced_moves, replan, without_devices
+from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
@@ -68,12 +69,98 @@ def test_what_is_new_or_was_on_a_device_that_is_gone_is_placed_and_does_not_coun
             and lower(found, fewer))
 
 
+def test_what_a_device_cannot_hold_any_more_has_to_move(problem):
+    """Memory shrank, or tables grew."""
+    alone = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in problem.tables))
+    total = sum(t.bytes for t in problem.tables)
+    roomy = replace(problem, topology=Topology((Device(2 * total),) * 4))
+    smaller = replace(roomy, topology=Topology((Device(total * 2 // 3), *roomy.topology.devices[1:])))
+    grown = replace(roomy, tables=tuple(replace(t, rows=3 * t.rows) for t in problem.tables))
+    for now in (smaller, grown):
+        forced = forced_moves(alone, now)
+        found = replan(alone, now, MODEL, ReplanConfig(0, budget=BUDGET))
+        moved = diff(alone, found, now, forced)
+        assert lower(found, now) and 0 < len(forced) < 12
+        assert {m.table for m in moved.forced.moves} == forced and not moved.chosen.moves
+        assert moved.forced.bytes == sum(t.bytes for t in problem.tables if t.name in forced)
+        text = plan_report.replan_text(moved, ReplanConfig(0))
+        assert "had to" in text and "nothing by choice; " in text
+        assert "more than the limit of 0 tables, which does not count what had to move" in text
+        assert "the limit" not in plan_report.replan_text(moved, ReplanConfig(12))
+    assert not forced_moves(alone, roomy)
+
+
+def test_rows_that_grow_do_not_escape_the_limits(problem, old):
+    grown = replace(problem, tables=tuple(replace(t, rows=t.rows * 3 // 2, pooling=t.pooling * (1 + i % 3))
+                                          for i, t in enumerate(problem.tables)),
+                    topology=Topology((Device(8 * MIB),) * 4))
+    for config in (ReplanConfig(2, budget=BUDGET), ReplanConfig(max_moved_bytes=300_000, budget=BUDGET)):
+        moved = diff(old, replan(old, grown, MODEL, config), grown)
+        assert not moved.added and max(config.exceeded_by(moved)) <= 0 and len(moved.resized) == 12
+    assert diff(old, replan(old, grown, MODEL, ReplanConfig(2, budget=BUDGET))).moves
+
+
+@pytest.mark.parametrize("gone", [(0,), (1,), (3,), (0, 2)])
+@pytest.mark.parametrize("replaced", [True, False], ids=["stays in the problem", "leaves it"])
+def test_tables_of_a_named_device_move_and_the_others_stay(problem, old, gone, replaced):
+    devices = problem.topology.devices
+    fewer = problem if replaced else replace(problem, topology=Topology(devices[len(gone):]))
+    was, of = without_devices(old, problem, fewer, gone)
+    found = replan(was, of, MODEL, ReplanConfig(0, budget=BUDGET))
+    moved = diff(was, found, fewer, forced_moves(was, of))
+    on_gone = {p.shard.table.name for p in old.placements if p.devices[0] in gone}
+    assert {m.table for m in moved.forced.moves} == on_gone and not moved.chosen.moves and on_gone
+    assert lower(found, fewer)
+    left = [d for d in range(4) if d not in gone]
+    homes = {p.shard.table.name: p.devices[0] for p in found.placements}
+    now = {d: d if replaced else left.index(d) for d in left}
+    assert all(homes[p.shard.table.name] == now[p.devices[0]] for p in old.placements
+               if p.shard.table.name not in on_gone)
+    assert set(homes.values()) <= set(now.values())
+
+
+def test_what_has_to_move_is_cut_where_no_device_has_room_for_it_whole():
+    """Two of three devices stay, each with room for half of a table."""
+    tables = tuple(Table(f"t{i}", 4000, 64, 2.0) for i in range(3))
+    size = tables[0].bytes
+    problem = Problem("tight", tables, Topology((Device(size + size // 2 + 450_000),) * 3), 240)
+    old = Plan(tuple(Placement("column", Shard.whole(t), (i,)) for i, t in enumerate(tables)))
+    fewer = replace(problem, topology=Topology(problem.topology.devices[:2]))
+    was, of = without_devices(old, problem, fewer, (0,))
+    for config in (ReplanConfig(0, budget=BUDGET), ReplanConfig(max_moved_bytes=0, budget=BUDGET)):
+        found = replan(was, of, MODEL, config)
+        assert {p.shard.table.name: p.devices for p in found.placements if p.shard.width == 64} == {
+            "t1": (0,), "t2": (1,)}
+        assert sorted(p.devices for p in found.placements if p.shard.table.name == "t0") == [(0,), (1,)]
+        assert lower(found, fewer)
+    whole = replace(fewer, constraints=Constraints(unsplit=("t0",)))
+    with pytest.raises(Infeasible):
+        replan(was, whole, MODEL, ReplanConfig(0, budget=BUDGET))
+
+
+def test_devices_that_cannot_be_gone_are_refused_by_name(problem, old):
+    three = replace(problem, topology=Topology(problem.topology.devices[:3]))
+    for gone, now, said in (((4,), problem, "device 4 of problem 'again'.*0 to 3"),
+                            ((0, 1, 2, 3), problem, "all 4 devices"),
+                            ((1,), replace(three, topology=Topology(three.topology.devices[:2])),
+                             "has 2 devices; 'again' has 3 without device 1")):
+        with pytest.raises(ShardCoreError, match=said):
+            without_devices(old, problem, now, gone)
+    pinned = replace(problem, constraints=Constraints(pinned=(("t3", (2,)),)))
+    with pytest.raises(Infeasible, match="'t3' may live on device 2 only"):
+        without_devices(old, pinned, pinned, (2,))
+
+
+def test_limits_that_mean_nothing_are_refused():
+    for given in ({"max_moved_tables": -1}, {"max_moved_bytes": 1 << 63}):
+        with pytest.raises(ShardCoreError, match=f"re-plan config has {next(iter(given))}"):
+            ReplanConfig(**given)
+
+
 def test_a_plan_that_no_search_can_start_from_gives_way_to_one_afresh_unless_moves_are_limited(problem, old):
     alone = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in problem.tables))
     half = Device(sum(t.bytes for t in problem.tables) // 2)
     small = replace(problem, topology=Topology((half, *problem.topology.devices[1:])))
-    with pytest.raises(Infeasible, match="device 0 of problem 'again'"):
-        replan(alone, small, MODEL, ReplanConfig(12, budget=BUDGET))
     assert lower(replan(alone, small, MODEL, ReplanConfig(budget=BUDGET)), small)
     on_two = Plan((replace(old.placements[0], devices=(0, 1)), *old.placements[1:]))
     with pytest.raises(ShardCoreError, match="a shard lives on one"):
@@ -104,9 +191,9 @@ def test_a_plan_stays_if_no_cheaper_one_is_found(problem, old, config, monkeypat
 
 
 def test_where_all_tables_are_new_it_searches_afresh(problem, old):
-    wider = replace(problem, tables=tuple(replace(t, dim=32) for t in problem.tables))
-    found = replan(old, wider, MODEL, ReplanConfig(0, budget=BUDGET))
-    assert lower(found, wider) and {p.shard.table for p in found.placements} == set(wider.tables)
+    others = replace(problem, tables=tuple(replace(t, name=f"new-{t.name}") for t in problem.tables))
+    found = replan(old, others, MODEL, ReplanConfig(0, budget=BUDGET))
+    assert lower(found, others) and {p.shard.table for p in found.placements} == set(others.tables)
 
 
 def test_a_table_with_a_part_on_a_device_that_is_gone_is_placed_anew(problem, old):

@@ -28,3 +28,10 @@ def test_the_page_escapes_loads_nothing_and_may_be_of_none():
     assert "a &lt;model&gt;" in made and "lost &lt;by&gt; 1" in made and "default-src 'none'" in made
     assert page("a <model>", RECORDS) == made
     assert "<tbody></tbody>" in page("none", [])
+
+
+def test_a_champion_that_errs_more_than_usual_is_said_first_and_data_tells_versions_apart():
+    made = page("x", [ModelRecord("4", 1.7e9, 5.0, None, "", "cpu", (), "0123456789abcdef")],
+                ["Exchanges err by <48%>"])
+    assert made.index("Exchanges err by &lt;48%&gt;.") < made.index("Each version was judged")
+    assert "<td>01234567</td>" in made and "<td>unknown</td>" in page("x", RECORDS)

@@ -6,12 +6,13 @@ import time
 import pytest
 
 from shardcore.errors import ShardCoreError
+from shardcore.progress import clock, listening, stopped_clock
 from shardcore.search.budget import Budget, Meter
 
 
 def used(budget: Budget, evals: int = 0, seconds: float = 0.0) -> Meter:
     """A meter that was started so long ago."""
-    return Meter(budget, time.monotonic() - seconds, evals)
+    return Meter(budget, clock() - seconds, evals)
 
 
 def test_evaluations_are_counted_down_in_units_of_work():
@@ -39,12 +40,38 @@ def test_what_takes_longer_than_there_is_time_left_is_not_begun():
     assert used(Budget(evals=100), evals=100).has_time(10**9)  # evaluations take no time
 
 
+def test_time_left_follows_the_limit_that_ends_first():
+    half = used(Budget(evals=100, seconds=1000.0), evals=10, seconds=500)
+    assert 499 <= half.left_s() <= 500
+    assert 499 <= used(Budget(evals=100, seconds=10_000.0), evals=50, seconds=500).left_s() <= 501
+    assert used(Budget(seconds=50.0), seconds=51).left_s() == 0
+    assert used(Budget(evals=100), seconds=5).left_s() is None and used(Budget(), 3).left_s() is None
+
+
+def test_seconds_while_the_clock_is_stopped_are_not_counted():
+    began_s, meter = time.monotonic(), used(Budget(seconds=50.0))
+    with stopped_clock():
+        time.sleep(0.05)
+    assert meter.seconds() <= time.monotonic() - began_s - 0.05
+
+
+def test_a_meter_reports_to_who_listens_and_to_no_other():
+    heard, meter = [], used(Budget(evals=100, seconds=1000.0), evals=10, seconds=500)
+    with listening(lambda *report: heard.append(report)):
+        meter.report("annealing", 2.5)
+        with listening(None):
+            meter.report("not heard")
+    meter.report("not heard")
+    [(phase, best_ms, left_s)] = heard
+    assert (phase, best_ms) == ("annealing", 2.5) and 499 <= left_s <= 500
+
+
 def test_without_limits_there_is_always_more():
     meter = used(Budget(), evals=10**12, seconds=10**6)
     assert meter.progress() == 0.0 and meter.left() and meter.affordable(7, 10**9) == 7
-    before = time.monotonic()
+    before = clock()
     started = Budget(evals=3).start()
-    assert before <= started.started_s <= time.monotonic() and started.evals == 0
+    assert before <= started.started_s <= clock() and started.evals == 0
 
 
 @pytest.mark.parametrize("given, said", [({"evals": 0}, "evals 0"), ({"seconds": -1.0}, "seconds -1.0"),

@@ -99,10 +99,10 @@ def test_the_suites_own_parts_are_those_of_the_layouts():
         assert parts_of(placement) == list(shards_on(placement))
 
 
-TRIES_MORE_CUTS = {"anneal", "anneal_columns"}
+TRIES_MORE_CUTS = {"portfolio", "anneal", "anneal_columns"}
 """Annealing begins with greedy plans of many cuts, of which one may fit where `packing`, with which
 all others end, finds nothing."""
-TRIES_REPLICAS = {"anneal", "torchrec"}
+TRIES_REPLICAS = {"portfolio", "anneal", "torchrec"}
 """A replica of a small table may fit where none of its shards does. Packing does not know replicas."""
 
 

@@ -16,13 +16,13 @@ from shardcore.layouts import shards_on
 from shardcore.memory import SHARE, fits, free_bytes, table_bytes
 from shardcore.search import SHARDERS, feasible
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.anneal.sharder import anneal
 from shardcore.search.best_fit import best_fit
 from shardcore.search.budget import Budget
 from shardcore.search.exact_memory import roomiest
 from shardcore.search.feasible import feasible_shards
 from shardcore.search.free_memory import FreeMemory, bundle_bytes, bytes_alone
 from shardcore.search.packing import least_bytes, pack, surely_fits
+from shardcore.search.portfolio import annealing as anneal
 from shardcore.search.shards import devices_of, division, layout_of_shard, placed
 from shardcore.topology import Device, Topology, default_reserve
 from shardcore.types import OPTIMIZERS, Plan, Problem, Setting, Shard, Table
@@ -303,3 +303,9 @@ def test_what_is_said_to_be_enough_is_enough(n, n_tables):
     for enough in ((Device(devices[0].memory_bytes + round(more * 2**20)),) * n,
                    devices * ((n + others) // n) + devices[:(n + others) % n]):
         assert SHARDERS["size_greedy"](of(enough), MODEL)
+
+
+def test_memory_that_stays_free_is_told_where_it_is_missed():
+    small = problem_of([Table("t", 1000, 64, 1.0)], [500_000], reserved_bytes=300_000)
+    with pytest.raises(Infeasible, match=r"\(0.3 MiB of each stays free: constraints.reserved_bytes\). It"):
+        SHARDERS["size_greedy"](small, MODEL)

@@ -69,6 +69,19 @@ def test_no_division_of_few_units_is_better(seed):
     assert division.cost(found) == pytest.approx(least, rel=1e-9, abs=1e-9)
 
 
+def test_out_of_time_the_first_division_that_fits_will_do():
+    rng = np.random.default_rng(0)
+    affinity = rng.random((30, 30))
+    load = rng.uniform(1, 4, (30, 2))
+    for room in (2.0, 1.02):  # the greedy start fits, or needs moves
+        capacity = np.stack([np.ones(3), np.full(3, room * load[:, 1].sum() / 3)], 1)
+        at_once, whole = (Division(affinity + affinity.T, load, capacity, np.ones((30, 3), dtype=bool),
+                                   TowerConfig(tolerance=0.02, seconds=seconds)) for seconds in (1e-9, None))
+        held = np.bincount(at_once.best(), load[:, 1], 3)
+        assert (held <= capacity[:, 1]).all()
+        assert whole.cost(whole.best()) < at_once.cost(at_once.best())
+
+
 def test_memory_counts_before_affinity():
     # The first two belong together. Within the tolerance they would be, but they take 10.8 of 10.5 bytes.
     load = np.array([(1, 6.0), (1, 4.8), (1, 5.0), (1, 4.2)])
@@ -291,7 +304,9 @@ def test_files_of_towers_are_read(tmp_path):
     ({**MATRIX, "affinity": [[0, 1], [1]]}, "1 columns in the row of 't1'; it needs 2"),
     ({**MATRIX, "affinity": [[0, 1], [2, 0]]},
      "affinity 1 of 't0' and 't1', and 2 of 't1' and 't0'; it needs to be symmetric"),
-    ({**MATRIX, "affinity": [[0, -1], [-1, 0]]}, "affinity -1 of 't0' and 't1'; it needs a finite number"),
+    ({**MATRIX, "affinity": [[0, -1], [-1, 0]]}, "affinity -1 of 't0' and 't1'; it needs 0, or 1e-100"),
+    ({**MATRIX, "affinity": [[0, 1e308], [1e308, 0]]}, "affinity 1e+308 of 't0' and 't1'; it needs 0, or"),
+    ({**MATRIX, "affinity": [[0, 1e-320], [1e-320, 0]]}, "of 't0' and 't1'; it needs 0, or 1e-100 to 1e+100"),
     ({**MATRIX, "tables": ["t0", "t0"], "affinity": [[0, 1], [1, 0]]}, "table 't0' 2 times in 'tables'"),
     ({**MATRIX, "affinity": [[0, float("nan")], [1, 0]]}, "is not finite"),
 ])

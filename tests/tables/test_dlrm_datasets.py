@@ -1,6 +1,9 @@
 """Files of dlrm_datasets are read, or refused with a reason."""
 
 import gzip
+import os
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -79,6 +82,38 @@ def test_refuses_a_file_cut_short(save, name, kept):
     path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
     with pytest.raises(ShardCoreError, match="cut short"):
         dlrm_datasets_pool(path)
+
+
+@pytest.mark.parametrize("name", ["zeros.pt.gz", "zeros.pt"])
+def test_a_file_that_unpacks_to_far_more_than_its_size_is_refused_unread(save, tmp_path, name, monkeypatch):
+    """300 MB of zeros pack to 0.3 MB."""
+    path = save((torch.zeros(1 << 23, dtype=torch.int64), OFFSETS, LENGTHS), name)
+    if name.endswith(".pt"):
+        with zipfile.ZipFile(path) as plain, zipfile.ZipFile(tmp_path / "packed.pt", "w") as packed:
+            for entry in plain.infolist():
+                packed.writestr(entry.filename, plain.read(entry), zipfile.ZIP_DEFLATED)
+        path = tmp_path / "packed.pt"
+    assert path.stat().st_size < 1 << 18
+    monkeypatch.setattr(torch, "load", None)
+    with pytest.raises(ShardCoreError, match=r"unpacks to more than [\d,]+ bytes|has packed or overlapping"):
+        dlrm_datasets_pool(path)
+
+
+@pytest.mark.parametrize("content", [
+    (INDICES[:1].expand(1 << 40), OFFSETS, LENGTHS),
+    (INDICES, OFFSETS, LENGTHS[:1, :1].expand(1 << 20, 1 << 20)),
+    (INDICES.to_sparse(), OFFSETS, LENGTHS), (INDICES.to("meta"), OFFSETS, LENGTHS),
+    (torch.zeros(0, dtype=torch.int64), torch.tensor([0, 1, 0]), torch.tensor([[1, -1]]))])
+def test_tensors_that_are_larger_than_their_file_or_no_batch_are_refused(save, content):
+    with pytest.raises(ShardCoreError, match="dlrm_datasets file"):
+        dlrm_datasets_pool(save(content))
+
+
+def test_a_pipe_or_a_device_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "batch.pt")
+    for path in (tmp_path / "batch.pt", Path("/dev/zero")):
+        with pytest.raises(ShardCoreError, match="it is no file"):
+            dlrm_datasets_pool(path)
 
 
 def test_a_file_cannot_run_code(save, tmp_path):

@@ -11,6 +11,7 @@ from shardcore.tables.hot_drift import hot_drift
 from shardcore.tables.hot_ids import HotIds
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.tables.row_counts import RowCounts, read_row_counts, write_row_counts
+from shardcore.tensor_files import write_tensors
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Table
 
@@ -56,9 +57,25 @@ def test_counts_are_read_as_they_were_written(tmp_path):
     write_row_counts(path, RowCounts(7, {"a": np.arange(8), "b": np.zeros(6, np.int64)}))
     found = read_row_counts(path)
     assert found.samples == 7 and list(found.of("a", 8)) == list(range(8))
-    path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(ShardCoreError, match="cannot read row counts from"):
-        read_row_counts(path)
+    content = path.read_bytes()
+    one_more = content[:-8] + (1).to_bytes(8, "little")
+    for damaged, said in ((content[:-3], "is not safetensors"), (b"", "is not safetensors"),
+                          (one_more, "tensors that do not match their digests"),
+                          (content.replace(b'samples\\": 7', b'samples\\": 9'), "does not match its digest")):
+        assert damaged != content
+        path.write_bytes(damaged)
+        with pytest.raises(ShardCoreError, match=said):
+            read_row_counts(path)
+
+
+def test_counts_whose_sum_would_overflow_are_refused(tmp_path):
+    """Near 2^62 four of them add up to nothing."""
+    huge = {"a": np.full(4, 1 << 62)}
+    with pytest.raises(ShardCoreError, match="row counts of table 'a' are 1.84e[+]19 together"):
+        RowCounts(7, huge)
+    write_tensors(tmp_path / "counts.safetensors", "row-counts", {"samples": 7}, huge)
+    with pytest.raises(ShardCoreError, match="counts.safetensors: row counts of table 'a' are"):
+        read_row_counts(tmp_path / "counts.safetensors")
 
 
 @pytest.mark.parametrize(("do", "words"), [

@@ -2,13 +2,15 @@
 
 import dataclasses
 import hashlib
+from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardcore.access_statistics import REUSE_BINS, Reuse, Zipf
+from shardcore.access_statistics import REUSE_BINS, Reuse, RowShares, Zipf
+from shardcore.layouts import even_rows
 from shardcore.tables import access, streams
 from shardcore.types import Shard, Table
 
@@ -248,3 +250,61 @@ def test_a_deduplicated_stream_has_fewer_values_of_the_same_rows(of, dedup):
     assert len(offsets) == round(256 * 3 / dedup) + 1 and offsets[-1] == len(ids) == round(2560 / dedup)
     found, every = np.unique(ids), np.unique(all_ids)
     assert set(found) <= set(every) and len(found) == min(len(every), len(ids))
+
+
+# --- measured places ----------------------------------------------------------------------------------------
+
+ROWS, LOOKUPS, BATCH = 1_000_000, 60_000, 4096
+
+
+def ids_of(case: str) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    ranks = streams.stream(Table("z", ROWS, 4, LOOKUPS / BATCH, Zipf(1.2)), BATCH)[0]
+    in_order = streams.stream(Table("z", ROWS, 4, LOOKUPS / BATCH, Zipf(1.2), ordered=True), BATCH)[0]
+    return {"uniform": rng.integers(0, ROWS, LOOKUPS), "zipf hashed": ranks, "zipf in order": in_order,
+            "first eighth": rng.integers(0, ROWS // 8, LOOKUPS),
+            "new ids": np.maximum(ROWS - 1 - rng.exponential(ROWS / 20, LOOKUPS).astype(int), 0),
+            "two kinds": np.concatenate([rng.integers(0, ROWS // 2, LOOKUPS // 4),
+                                         rng.integers(ROWS // 2, ROWS // 2 + 500, 3 * LOOKUPS // 4)])}[case]
+
+
+def parts_of(ids: np.ndarray, rows: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """[n] shares of lookups, and unique rows, of the devices that rows are divided over."""
+    at = ids // -(-rows // n)
+    return np.bincount(at, minlength=n) / len(ids), np.bincount(np.unique(ids) // -(-rows // n), minlength=n)
+
+
+@pytest.mark.parametrize("n", [2, 8, 96])
+@pytest.mark.parametrize("case", ["zipf in order", "first eighth", "new ids", "two kinds"])
+def test_each_device_has_the_share_of_its_row_range(case, n):
+    ids = ids_of(case)
+    table = Table("t", ROWS, 8, LOOKUPS / BATCH, access.reuse_of(ids, BATCH), ordered=True,
+                  row_shares=access.row_shares_of(ids, ROWS, n))
+    ranges = [Shard(table, lo, hi, 0, 8) for lo, hi in even_rows(ROWS, n)]
+    lookups, unique = parts_of(ids, ROWS, n)
+    assert [access.access_share(s) for s in ranges] == pytest.approx(lookups, abs=0.03)
+    total = access.unique_rows(Shard.whole(table), BATCH)
+    assert access.unique_rows_of(ranges, BATCH) == pytest.approx(unique * total / unique.sum(),
+                                                                 abs=0.02 * total)
+    # The stream that is measured and replayed lies there too.
+    drawn, offsets = streams.stream(table, BATCH)
+    assert 0 <= drawn.min() <= drawn.max() < ROWS and offsets[-1] == len(drawn)
+    drawn_lookups, drawn_unique = parts_of(drawn, ROWS, n)
+    assert drawn_lookups == pytest.approx(lookups, abs=0.12)
+    assert drawn_unique.sum() == pytest.approx(total) and drawn_unique == pytest.approx(
+        unique * total / unique.sum(), abs=0.02 * total)
+
+
+def test_ids_that_lie_as_if_hashed_have_no_shares():
+    for case, n in product(("uniform", "zipf hashed"), (2, 8, 96)):
+        assert access.row_shares_of(ids_of(case), ROWS, n) is None
+    assert access.row_shares_of(ids_of("first eighth"), ROWS, 1) is None
+    assert access.row_shares_of(np.zeros(0, dtype=int), ROWS, 8) is None
+    hot = np.concatenate([np.full(LOOKUPS, 7), ids_of("uniform")])  # a hot row is hot wherever it lies
+    assert access.row_shares_of(hot, ROWS, 8) is None
+
+
+def test_row_shares_of_few_rows_are_of_each_row():
+    ids = np.repeat(np.arange(25), [3, *[1] * 24])
+    assert access.row_shares_of(ids, 50, 2) == RowShares(
+        (round(3 / 27, 9), *[round(1 / 27, 9)] * 24, *[0] * 25), (*[1 / 25] * 25, *[0] * 25))

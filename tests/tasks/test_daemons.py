@@ -115,3 +115,11 @@ def test_what_does_not_end_when_asked_is_killed(tmp_path):
     process = stubborn.process()
     daemons.stop([stubborn], 0.5)
     assert not runs(process)
+
+
+def test_control_characters_of_a_log_do_not_reach_the_terminal(tmp_path):
+    daemon = Daemon("noisy", (), {}, tmp_path)
+    daemon.log.parent.mkdir()
+    daemon.log.write_bytes(b"\x1b]0;owned\x07\x1b[2Jhello\rworld \xff\n\n\x9b31mred\n")
+    lines = daemon.last_lines(5)
+    assert all(line.isprintable() for line in lines) and "hello" in " ".join(lines)

@@ -5,6 +5,7 @@ import json
 import pytest
 from tracking import tracked
 
+from shardcore.report import models_page
 from tasks import model_history, registry
 
 NAME = "shardcore-cost-law"
@@ -47,6 +48,16 @@ def test_what_was_edited_by_hand_or_deleted_is_left_out(client, monkeypatch):
     client.delete_run(made.run_id)
     [found] = model_history.history(client, NAME)
     assert len(found.reigns) == 1 and found.reigns[0][1] is None
+
+
+@pytest.mark.parametrize("at", [1e18, -1, float("nan"), float("inf"), "9" * 400])
+def test_a_time_that_is_none_is_left_out_and_the_page_is_made(client, at):
+    made = version(client, score="inf")
+    client.set_registered_model_tag(NAME, model_history.CHAMPIONS, json.dumps([["1", 100], ["1", at]]))
+    found = model_history.history(client, NAME)
+    assert [x.reigns for x in found] == [((100, None),)] and found[0].error is None
+    assert "1970-01-01" in models_page.page(NAME, found)
+    model_history.note_champion(client, made)
 
 
 def test_the_oldest_changes_go(client):

@@ -102,6 +102,29 @@ def test_a_run_whose_guardian_is_killed_ends_all_itself():
     assert process.wait(60) == 0 and not folder.exists() and not any(map(is_alive, started))
 
 
+def test_what_a_run_left_that_was_killed_with_its_guardian_goes_with_the_next_run(monkeypatch, tmp_path):
+    process, folder, started = run()
+    running, other, _ = run()
+    [guardian] = [p for p in psutil.Process(process.pid).children() if "owned.py" in " ".join(p.cmdline())]
+    (tmp_path / "shardcore-of-something-else").mkdir()
+    try:
+        for victim in (process, guardian):
+            os.kill(victim.pid, signal.SIGSTOP)  # so that neither sees the other end
+        for victim in (guardian, process):
+            victim.kill()
+        until(lambda: not is_alive(guardian.pid) and not is_alive(process.pid))
+        assert all(map(is_alive, started)) and folder.exists()
+        with owned.owned():
+            assert not any(map(is_alive, started)) and not folder.exists()
+        assert other.exists() and running.poll() is None
+        monkeypatch.setattr(owned, "short_temporary", lambda: str(tmp_path))
+        owned.end_left()
+        assert (tmp_path / "shardcore-of-something-else").exists()
+    finally:
+        running.kill()
+        until(lambda: not other.exists())
+
+
 def test_a_process_ends_with_the_one_that_started_it_and_does_not_begin_after_it():
     ends = "from tasks.owned import end_with_parent; end_with_parent()"
     process, folder, [parent, child] = run(f"""
@@ -137,7 +160,7 @@ def test_the_folder_is_where_paths_of_ray_s_sockets_are_short_enough(tmp_path, m
     for base, found in ((tmp_path / ("x" * 60), "/tmp"), (Path("/var/tmp"), "/var/tmp")):
         base.mkdir(exist_ok=True)
         monkeypatch.setattr(tempfile, "tempdir", str(base))
-        assert owned._base() == found
+        assert owned.short_temporary() == found
 
 
 def test_what_does_not_end_when_it_is_asked_is_killed():

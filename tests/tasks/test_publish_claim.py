@@ -56,3 +56,7 @@ def test_publishing_is_claimed_while_it_lasts_and_on_record_only_at_its_end(tmp_
     assert done.published == "1" and done.publishing is None and abs(done.at - time.time()) < 60
     client.set_registered_model_tag("m", publish_claim.PUBLISHED, "by hand")
     assert publish_claim.read(client, "m").due(time.time())
+    for until in ('"tomorrow"', "1e18", "[]", "NaN"):
+        claim = f'{{"version": "1", "until": {until}}}'
+        client.set_registered_model_tag("m", publish_claim.PUBLISHING, claim)
+        assert publish_claim.read(client, "m").due(time.time())

@@ -75,3 +75,13 @@ def test_a_champion_that_is_no_working_model_is_refused_by_name(client, tmp_path
     (kept / model_files.MODEL_WEIGHTS).write_bytes(b"\x80\x04.")
     with pytest.raises(ShardCoreError, match="weights.safetensors does not match the digest"):
         registry.champion(client, SETTING.hardware)
+
+
+@pytest.mark.parametrize("store", ["./mlruns", "mlruns", "/data/mlruns", "file:///data/mlruns"])
+def test_a_store_that_is_a_folder_is_refused_in_a_whole_sentence(tmp_path, monkeypatch, store):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    with pytest.raises(ShardCoreError, match="a folder, which MLflow does not write any more; it needs a "
+                       "database or server, such as sqlite:///mlflow.db or http://127.0.0.1:5000$"):
+        registry.connect()
+    assert not list(tmp_path.iterdir())

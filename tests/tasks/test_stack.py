@@ -6,9 +6,12 @@ import logging.config
 import os
 import re
 import shlex
+import shutil
+import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from unittest import mock
@@ -161,6 +164,16 @@ def test_the_token_stays_until_its_file_is_deleted(tmp_path):
     assert first not in (tmp_path / "env.sh").read_text() and second in (tmp_path / "env.sh").read_text()
 
 
+@pytest.mark.parametrize("wrong", [b"caf\xe9", b"two words", b"a:b", b"", b"x" * 2000, b"a\x1b[2J"])
+def test_a_token_that_is_none_is_an_error_of_one_line(tmp_path, monkeypatch, wrong):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".stack").mkdir()
+    (tmp_path / ".stack/token").write_bytes(wrong)
+    for command in (stack.status, stack.up):
+        with pytest.raises(ShardCoreError, match="/token "):
+            command(StackConfig())
+
+
 def sourced(folder, names, **env):
     """The values of variables in a shell after `. env.sh`, twice."""
     shown = "; ".join(f'echo "${name}"' for name in names)
@@ -227,7 +240,10 @@ def test_services_of_the_stack_are_reached_without_a_proxy(tmp_path, host, env, 
                                                           r"postgresql\+asyncpg:// or sqlite\+aiosqlite://"),
     ({"mlflow_database": "mlflow.db"}, "mlflow_database is 'mlflow.db'"),
     ({"mlflow_database": "oracle://x"}, "stack.mlflow_database is 'oracle://x'"),
-    ({"mlflow_database": "mysql://"}, "mysql://'")])
+    ({"mlflow_database": "mysql://"}, "mysql://'"),
+    ({"allowed_hosts": ("example.org", "a,b")}, "stack.allowed_hosts has 'a,b'; it needs names or addresses"),
+    ({"allowed_hosts": ("example.org:5000",)}, "'example.org:5000'; it needs names or addresses without"),
+    ({"allowed_hosts": ("",)}, "stack.allowed_hosts has ''")])
 def test_a_config_that_cannot_work_is_refused(wrong, said):
     with pytest.raises(ShardCoreError, match=said):
         StackConfig(**wrong)
@@ -239,6 +255,8 @@ def test_a_config_that_cannot_work_is_refused(wrong, said):
      r"stack.host is '192.0.2.1', which is no IPv4 address of this machine \(.+\); 127.0.0.1 serves"),
     ({"host": "::1"}, "stack.host is '::1', which is no IPv4 address"),
     ({"host": "no such host"}, "'no such host', which is no"),
+    ({"host": "a\0b"}, "which is no IPv4 address"),
+    ({"host": "x" * 300}, "which is no IPv4 address"),
     ({"host": "0"}, "stack.host is '0', which means all addresses; write 0.0.0.0 for that"),
     ({"object_store_mib": 10**9}, r"stack.object_store_mib is 1000000000; this machine has \d+$"),
     ({"folder": "docs"}, "stack.folder is 'docs', which holds other things")])
@@ -250,6 +268,32 @@ def test_what_this_machine_cannot_have_is_refused_before_anything_is_written(tmp
     with pytest.raises(ShardCoreError, match=said):
         stack.up(StackConfig(**wrong))
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "docs", tmp_path / "docs/page.md"]
+
+
+@pytest.mark.parametrize("config, reached, refused", [
+    (StackConfig(), ["localhost", "127.0.0.1:5000", "10.1.2.3"], ["evil.example.org", "8.8.8.8:5000"]),
+    (StackConfig(host="0.0.0.0"),
+     [socket.gethostname(), f"{socket.gethostname()}:5000", "localhost:5000", "127.0.0.1", "192.168.1.5"],
+     ["evil.example.org", "8.8.8.8:5000"]),
+    (StackConfig(host="8.8.8.8", allowed_hosts=("ml.example.org", "*.corp")),
+     ["8.8.8.8:5000", "ml.example.org", "ml.example.org:443", "a.corp:5000"], ["ml.example.com", "8.8.4.4"]),
+    (StackConfig(allowed_hosts=("*",)), ["anything:5000"], [])])
+def test_mlflow_is_reached_at_the_machines_names_and_those_that_are_allowed(tmp_path, config, reached,
+                                                                            refused):
+    """As MLflow understands the environment of its service."""
+    from mlflow.server import security, security_utils
+
+    env = stack_services.services(config, tmp_path, "t")["mlflow"].daemon.env
+    with mock.patch.dict(os.environ, {k: v for k, v in env.items() if k.startswith("MLFLOW_")}):
+        hosts, origins = security.get_allowed_hosts(), security.get_allowed_origins()
+    for name in reached + refused:
+        assert security_utils.is_allowed_host_header(hosts, name) is (name in reached), name
+    # A page that MLflow serves may change things there; pages of others may not.
+    blocked = security_utils.should_block_cors_request("http://evil.example.org", "POST", origins)
+    assert blocked is bool(refused)
+    if config.host != "127.0.0.1":
+        at = config.host if config.host != "0.0.0.0" else socket.gethostname()
+        assert not security_utils.should_block_cors_request(f"http://{at}:5000", "POST", origins)
 
 
 @pytest.mark.parametrize("host, closed", [("127.0.0.1", "0"), ("127.0.0.2", "0"), ("localhost", "0"),
@@ -301,13 +345,52 @@ def test_a_line_of_the_flows_log_has_what_the_message_has_in_extra(tmp_path):
     assert wanted.items() <= line.items() and line["timestamp"]
 
 
-def test_ray_is_kept_in_the_stack_unless_its_sockets_paths_would_be_too_long():
-    assert ray_folder(Path("/srv/shardcore/.stack")) == Path("/srv/shardcore/.stack/ray")
-    longest = Path("/" + "x" * 32)  # 33 bytes and /ray: 37, and Ray's 70 make 107
-    assert ray_folder(longest) == longest / "ray" and (longest / "x") not in ray_folder(longest / "x").parents
-    far = Path("/home/somebody/projects/recommendation/models/sharding/.stack")
-    assert (far not in ray_folder(far).parents
-            and ray_folder(far) == ray_folder(far) != ray_folder(far / "other"))
+@pytest.fixture
+def short():
+    """A folder whose path has 20 bytes."""
+    with tempfile.TemporaryDirectory(prefix="abc-", dir="/tmp") as made:
+        yield Path(made + "x" * (20 - len(made)))
+        shutil.rmtree(made + "x" * (20 - len(made)), ignore_errors=True)
+
+
+def test_ray_is_kept_in_the_stack_unless_its_sockets_paths_would_be_too_long(short):
+    fits = short / ("x" * 12)  # 33 bytes and /ray: 37, and Ray's 70 make 107
+    far = [short / ("x" * 13), short / ("y" * 60)]
+    for folder in (fits, *far):
+        stack_services.write_settings(StackConfig(), folder)
+    assert ray_folder(fits) == fits / "ray"
+    found = [ray_folder(folder) for folder in far]
+    try:
+        assert found == [ray_folder(folder) for folder in far]  # for other commands
+        assert found[0] != found[1] and all(len(str(path)) <= 37 and path.is_dir() for path in found)
+        assert {stat.S_IMODE(path.parent.stat().st_mode) for path in found} == {0o700}
+        assert {path.parent.stat().st_uid for path in found} == {os.geteuid()}
+    finally:
+        for path in found:
+            shutil.rmtree(path.parent)
+
+
+@pytest.mark.parametrize("others", ["link", "open", "gone", "file"])
+def test_a_temporary_folder_of_ray_that_others_may_have_is_not_used_again(short, others):
+    far = short / ("x" * 40)
+    stack_services.write_settings(StackConfig(), far)
+    before = ray_folder(far).parent
+    shutil.rmtree(before)
+    (short / "theirs/ray/tmp").mkdir(parents=True)
+    (short / "theirs/ray/tmp/kept").touch()
+    {"link": lambda: before.symlink_to(short / "theirs"), "file": before.touch, "gone": bool,
+     "open": lambda: shutil.copytree(short / "theirs", before)}[others]()
+    if others == "open":
+        before.chmod(0o755)
+    try:
+        stack.down(StackConfig(str(far)))
+        kept = before if others == "open" else short / "theirs"
+        assert (kept / "ray/tmp/kept").exists()
+        stack_services.write_settings(StackConfig(), far)
+        assert ray_folder(far).parent != before and stack_services.is_private(ray_folder(far).parent)
+    finally:
+        shutil.rmtree(ray_folder(far).parent)
+        shutil.rmtree(before, ignore_errors=True) if others == "open" else before.unlink(missing_ok=True)
 
 
 def test_the_last_sessions_of_ray_are_kept(tmp_path):

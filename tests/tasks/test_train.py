@@ -3,6 +3,7 @@ join."""
 
 import dataclasses
 import re
+import shutil
 from pathlib import Path
 
 import mlflow
@@ -26,7 +27,7 @@ from shardcore.types import Problem, Setting
 from tasks import registry
 from tasks.evaluate import evaluate_model
 from tasks.setting import SettingConfig
-from tasks.train import TrainConfig, data_version, train_model
+from tasks.train import TrainConfig, data_version, of_same_hardware, train_model
 
 WANTED = SettingConfig(SETTING.hardware, SETTING.batch)
 MEASUREMENTS, SHIPPED = Path("data/measurements"), Path("datasets/x")
@@ -102,9 +103,30 @@ def test_a_model_is_evaluated_on_what_it_was_trained_on(joined):
     assert len(Path("data/evaluation/predictions.csv").read_text().splitlines()) == metrics["n_compute"] + 1
 
 
+def test_shipped_samples_of_an_equally_fast_machine_join_unasked(joined):
+    """One folder is as fast, one has another batch, and one is of a machine three times as slow."""
+    def slower(spread):
+        return dataclasses.replace(spread, **{k: 3 * getattr(spread, k)
+                                              for k in ("median_ms", "q1_ms", "q3_ms")})
+
+    slow = [dataclasses.replace(s, forward=slower(s.forward), backward=slower(s.backward))
+            for s in SAMPLES[200:]]
+    write(Path("datasets/slow"), slow)
+    assert of_same_hardware(SETTING, MEASUREMENTS) == (
+        [SHIPPED], {"datasets/slow": "ops take 0.33 times as long here"})
+    metrics = train(learning_curve=False)
+    assert metrics["n_compute"] == joined[0]["n_compute"]
+    provenance = neural.load("data/model").meta["provenance"]
+    assert list(provenance["datasets"]) == ["datasets/x"]
+    assert "datasets/slow is of the same hardware, but did not join: ops take 0.33" in Path(
+        "data/card.md").read_text().partition("Predicts what")[0]
+    assert provenance["data"] == replays.data_digest([MEASUREMENTS, SHIPPED])
+    shutil.rmtree("datasets/slow")
+
+
 @pytest.mark.long
 def test_without_datasets_and_learning_curve_there_is_neither(joined):
-    metrics = train(learning_curve=False)
+    metrics = train(learning_curve=False, datasets=())
     assert metrics["n_compute"] == len(accuracy.held_out(SAMPLES[:180]))
     assert ("datasets" not in neural.load("data/model").meta["provenance"]
             and "Twice" not in Path("data/card.md").read_text())
@@ -112,7 +134,7 @@ def test_without_datasets_and_learning_curve_there_is_neither(joined):
 
 @pytest.mark.long
 def test_replays_in_a_dataset_tell_what_exchanges_take_in_steps(place):
-    train(learning_curve=False)
+    train(learning_curve=False, datasets=())
     model, topology = neural.load("data/model"), Topology((Device(1 << 30),) * 2)
     problem = Problem("p", tuple(pool(12)), topology, SETTING.batch)
     made = [("random", SHARDERS["random"](problem, model, seed=seed)) for seed in range(FEWEST_STEPS)]

@@ -6,9 +6,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import WHOLE_ROWS, Group, device_names, layout_of, shards_on
+from shardcore.layouts import WHOLE_ROWS, Group, device_names, layout_of, possible_groups, shards_on
 from shardcore.search.shards import division
 from shardcore.types import Placement, Plan, Problem, Shard, Table
+
+
+def rebind_tables(plan: Plan, problem: Problem) -> Plan:
+    """The plan with the problem's tables in place of its own, by name. Statistics and shapes may differ.
+
+    Shards of all rows keep all rows. New columns go to the part that had a table's last ones, and parts
+    without columns are left out. A table that the problem lacks, or whose part cannot be kept, is left as it
+    is. `lower` then refuses the plan.
+    """
+    tables = {t.name: t for t in problem.tables}
+    return Plan(tuple(bound for p in plan.placements
+                      for bound in _rebound(p, tables.get(p.shard.table.name, p.shard.table))),
+                plan.provenance)
+
+
+def _rebound(placement: Placement, table: Table) -> Sequence[Placement]:
+    shard, was = placement.shard, placement.shard.table
+    if (table.rows, table.dim) == (was.rows, was.dim):
+        return [replace(placement, shard=replace(shard, table=table))]
+    # TorchRec needs the parts of a sequence equally wide.
+    if not shard.full_rows or (table.sequence and table.dim != was.dim and shard.width < was.dim):
+        return [placement]
+    high = table.dim if shard.col_hi == was.dim else min(shard.col_hi, table.dim)
+    return [replace(placement, shard=Shard(table, 0, table.rows, shard.col_lo, high))
+            ] if shard.col_lo < high else []
 
 
 @dataclass(frozen=True)
@@ -19,7 +44,7 @@ class Reshard:
     tables: the most tables that come to devices that did not have them. None: any number.
     bytes: the most bytes of weights that do so. None: any number.
 
-    A table whose statistics have changed is the same table.
+    A table whose statistics or shape have changed is the same table.
     New or disallowed tables are placed freely, outside the limits.
     With a limit, the tables that groups share stay the same.
     """
@@ -48,11 +73,9 @@ class Reshard:
         """
         tables, everywhere = {t.name: t for t in problem.tables}, tuple(range(len(problem.topology)))
         had: dict[str, list[Placement]] = {name: [] for name in tables}
-        for p in self.plan.placements:
-            # Only a table of the same shape can keep its place.
-            table = tables.get(p.shard.table.name)
-            if table is not None and (table.rows, table.dim) == (p.shard.table.rows, p.shard.table.dim):
-                had[table.name].append(replace(p, shard=replace(p.shard, table=table)))
+        for p in rebind_tables(self.plan, problem).placements:
+            if tables.get(p.shard.table.name) == p.shard.table:
+                had[p.shard.table.name].append(p)
         found = Sorted([], {}, [])
         for name, placements in had.items():
             self._require_whole(tables[name], placements, everywhere)
@@ -109,9 +132,9 @@ class Sorted:
 
 def _may_be_shared(placement: Placement, problem: Problem) -> bool:
     """Whether a placement's group exists, and its rows may be divided in this way."""
-    layout = layout_of(placement.kind)
-    in_order = layout.divides_rows and placement.shard.table.ordered
-    return placement.devices in layout.groups(problem.topology) and not in_order
+    layout, table = layout_of(placement.kind), placement.shard.table
+    groups = possible_groups(layout, table.rows, problem.topology, None)
+    return placement.devices in groups and not (layout.divides_rows and table.ordered)
 
 
 def _allowed_there(placements: Sequence[Placement], problem: Problem) -> bool:

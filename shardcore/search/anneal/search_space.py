@@ -232,7 +232,7 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
             wanted: bool, divided: Collection[str], of_ids: Sequence[Layout]) -> dict[str, np.ndarray]:
     """The fields of records.SearchProblem about groups.
 
-    Groups may share whole tables that lookups hit and no constraint concerns.
+    Groups may share whole tables that no constraint concerns.
     Kinds that divide rows need unordered rows, and at least one row for each device.
     They also need that no strip is a row range, as those would run in the same op.
 
@@ -258,7 +258,6 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
     whole = [Shard.whole(cache.table(s)) for s in range(len(cache))]
     bound = {*problem.pinned, *problem.whole, *(divided - problem.kinds_of.keys())}
     free = np.array([wanted and not cache.is_range[s] and w.width == cache.unit[s] * cache.size[s]
-                     and w.table.pooling > 0
                      and w.table.name not in bound for s, w in enumerate(whole)], dtype=bool)
     for y, layout in enumerate(layouts):
         # With groups of unequal size, the smallest has the most of a table on each device.

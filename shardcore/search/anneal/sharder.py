@@ -1,23 +1,28 @@
-"""Annealing: greedy plans, improved by simulated annealing (compiled/).
+"""Annealing: greedy plans, improved by simulated annealing (compiled/), round after round.
 
-Several starts are improved in turn. The best of them then gets the rest of the budget.
-Starts differ in what they do with tables:
+The first round makes the starts and improves each. They differ in what they do with tables:
 
 - whole tables, or cut by columns;
 - the rows of large tables divided over groups of devices;
 - small tables data-parallel, where that pays.
 
+Each further round has twice the trials. It improves the best plan, then the better half of the starts again.
+No step depends on the budget, which only says where the sequence ends. So a larger budget never finds a
+dearer plan.
+
 The compiled search takes the cost of an exchange as linear in its bytes.
 These are the bytes of each device, of the busiest device and of the busiest host.
-The model itself decides which start continues, and which plan is returned.
+The model itself decides which plan is best.
 
 Shapes: S strips, D devices. Strips and units are defined in shard_cost_cache.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,151 +31,149 @@ from shardcore.cost.model import CostModel, step_ms
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.starts import Start, Starts
-from shardcore.search.budget import Budget, Meter
-from shardcore.search.feasible import feasible_shards
-from shardcore.search.shards import priced
-from shardcore.search.true_memory import within_memory
-from shardcore.types import Plan, Problem, Shard
+from shardcore.search.budget import Meter
+from shardcore.search.feasible import feasible_shards, pack_or_raise
+from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.types import Placement, Problem
 from shardcore.workload import traffic_of_outputs
 
 if TYPE_CHECKING:
     from shardcore.search.anneal.compiled import State
 
 SPACES = ("all", "columns", "halves")
-"""What plans may contain, see `anneal_once`."""
-SPACE_OF = {"anneal": "all", "anneal_columns": "columns"}
-"""The space that each sharder searches.
-
-Row-wise and data-parallel tables have ops and collectives of their own. A model often knows these least.
-"""
-_DEFAULT = Budget(evals=500_000)
+"""What plans may contain: anything; tables whole or cut by columns; the same, with halved columns only."""
 _HOT, _WARM, _COLD = 4e-2, 4e-3, 4e-6
 """Temperatures, relative to a device's share of the cost.
 
-_HOT: at the beginning of a start. _WARM: when the best start continues alone. _COLD: at the end.
+_HOT: at the beginning of a start. _WARM: when the best plan continues. _COLD: at the end.
 """
-_RACE = 0.7
-"""The share of the budget in which several starts are improved."""
-_COLUMNS = 0.5
-"""The share of the budget for plans by columns only, before the whole space.
-
-Searches that begin in the whole space sometimes end with costlier plans.
-"""
-_ROUNDS = 24
-"""Rounds of a cooling. After each, the budget is checked."""
-
-
-def anneal_once(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
-                space: str = "all", reshard: Reshard | None = None) -> Plan:
-    """The best plan found within the budget (none: 500,000 evaluations), by what searches count of memory.
-
-    Only a first plan may exceed a budget in seconds.
-    The starts and one round may exceed a budget in evaluations.
-
-    space: "all"; "columns", without tables shared by groups of devices; "halves", with halved columns only.
-    reshard: a plan to improve, and how much may move.
-
-    Raises Infeasible and SettingMismatch, as all sharders do.
-    """
-    problem.require_setting(model.setting)
-    if space not in SPACES:
-        raise ShardCoreError(f"annealing has no space {space!r}; there are {', '.join(SPACES)}")
-    meter = (budget if budget and (budget.evals or budget.seconds) else _DEFAULT).start()
-    limited = bool(reshard and reshard.limited)
-    # A problem without a plan is refused before all else.
-    shards = [] if limited else feasible_shards(problem)
-    search = Search(problem, model, meter, seed)
-    kept = [search.starts.resharded(reshard, space)] if reshard else []
-    best = search.run(kept) if limited else search.best(space, shards, kept)
-    name = "anneal" if space == "all" else "anneal_columns"  # halves are for comparisons only
-    return priced(best.placements, problem, model, algorithm=name, seed=seed, space=space,
-                  evals=search.meter.evals)
-
-
-anneal = within_memory(anneal_once)
-"""`anneal_once`, again with more reserved if its plan takes more memory than there is."""
+_HOPEFUL = 1.5
+"""Starts that cost more than this multiple of the cheapest are dropped."""
+_TRIALS_A_STRIP, _FEWEST, _MOST = 20, 500, 20_000
+"""Trials of each start in the first round: so many for each strip, within limits."""
+_OF_BEST = 0.5
+"""Trials of the best plan in a round, relative to those of all starts together."""
+_HALVED = 0.5
+"""Starts that a round keeps: this share of the round before."""
+_STAGES, _STAGE = 24, 100
+"""Stages of a cooling, at most, and the fewest trials of one. After each, the budget is checked."""
 
 
 class Search:
-    """One annealing run: starts, cooling, and the choice among them."""
+    """One annealing run.
 
-    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
-        self.starts = Starts(problem, model, meter, seed)
+    best: the cheapest plan met, in its space. None before the first.
+    cache: of a search of the same problem with another reserve, whose shards need no second encoding.
+    """
+
+    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int,
+                 cache: ShardCostCache | None = None) -> None:
+        self.starts = Starts(problem, model, meter, seed, cache)
         self.compiled, self.head = self.starts.compiled, self.starts.head
         self.problem, self.model, self.meter = problem, model, meter
-        self._annealing_s = 0.0
+        self.best: Start | None = None
+        self._best_by_columns: Start | None = None
+        self._waiting: list[Start] = []
+        self._ended = len(problem.topology) == 1  # there is nothing to try, or no budget left
 
-    def best(self, kind: str, shards: Sequence[Shard], kept: list[Start]) -> Start:
-        """The best plan found in a space, from its own starts and those in `kept`."""
-        # In the whole space, plans by columns are searched first (see _COLUMNS).
-        columns, begin = [], 0.0
-        if kind == "all":
-            begin = _COLUMNS
-            with suppress(Infeasible):  # data-parallel tables may still fit: outputs can take more than rows
-                before_s = self.meter.seconds()
-                starts = self.starts.make("columns", shards)
-                took_s = self.meter.seconds() - before_s
-                best = self.run(starts, 0.0, begin)
-                if not self.meter.has_time(took_s):  # for the starts of the whole space
-                    return self.run([*kept, best], begin, 1.0)
-                columns = best.placements
-        return self.run([*kept, *self.starts.make(kind, shards, columns)], begin, 1.0)
+    @property
+    def placements(self) -> list[Placement]:
+        """The best plan as placements."""
+        return self.best.placements
 
-    def run(self, starts: list[Start], begin: float = 0.0, end: float = 1.0) -> Start:
-        """The best plan found between two shares of the budget.
+    def rounds(self, kind: str, reshard: Reshard | None = None) -> Iterator[int]:
+        """Search a space. Yield the number of the round that ends, until the budget does.
 
-        The starts are improved in turn. Then the best one continues, from a lower temperature.
+        reshard: a plan to improve, and how much may move.
+
+        Raises Infeasible if no plan is found, and ShardCoreError for an unknown space.
         """
-        if len(self.problem.topology) > 1:
-            # Shares of the budget: one for each start, equal, and then one for the best.
-            at = begin + (end - begin) * np.append(np.linspace(0, _RACE, len(starts) + 1), 1.0)
-            for i, start in enumerate(starts):
-                self._cool(start, at[i], at[i + 1], _HOT)
-            starts.sort(key=lambda s: s.ms)
-            starts[0].fixed = starts[0].space.fixed
-            self._cool(starts[0], at[-2], end, _WARM)
-        return starts[0]
+        if kind not in SPACES:
+            raise ShardCoreError(f"annealing has no space {kind!r}; there are {', '.join(SPACES)}")
+        if reshard:
+            self._note([self.starts.resharded(reshard, kind)])
+        if not (reshard and reshard.limited):
+            self._make(kind)
+        found: list[Start] = []
+        trials = int(np.clip(_TRIALS_A_STRIP * len(self.problem.tables), _FEWEST, _MOST))
+        for number in count():
+            found = sorted((*found, *self._waiting), key=lambda s: s.ms)
+            self._waiting = []
+            if number > 0:
+                trials *= 2
+                found = found[:int(np.ceil(len(found) * _HALVED))]
+                best = replace(self.best, fixed=self.best.space.fixed)
+                self._cool(best, int(trials * len(found) * _OF_BEST), _WARM)
+            for start in found:
+                self._cool(start, trials, _HOT)
+            yield number
+            if self._ended or not self.meter.left():
+                return
+            columns = self._best_by_columns
+            if number == 0 and kind == "all" and columns and columns.ms <= _HOPEFUL * self.best.ms:
+                self._note(self.starts.from_columns(columns.placements))
 
-    def _cool(self, start: Start, begin: float, end: float, hot: float) -> None:
-        """Improve a plan between two shares of the budget.
+    def add(self, placements: Iterable[Placement], kind: str) -> None:
+        """Let the next round improve a plan by columns that another search found."""
+        self._note([self.starts.of_plan(list(placements), kind)])
 
-        Candidates are the plan before, the best plan met, and the plan after each round.
-        The cheapest by the model itself stays.
+    def _make(self, kind: str) -> None:
+        """Make the starts of a space. In the whole space, those by columns come first.
+
+        Raises Infeasible if there are none.
         """
-        state, cost = start.state, start.state.value[self.compiled.BEST] / len(self.problem.topology)
-        best = self._cheaper(start, (np.inf, state))
-        while (done := max(begin, self.meter.progress())) < end:
-            # Temperature follows the budget used, so that it ends cold whatever the limit is.
-            at = (done - begin) / (end - begin)
-            hot_ms, cold_ms = (cost * hot * (_COLD / hot) ** min(1.0, x) for x in (at, at + 1 / _ROUNDS))
-            trials, before_s = self._trials((end - begin) / _ROUNDS), self.meter.seconds()
-            self.compiled.anneal(self.head, start.fixed, state, trials, hot_ms, cold_ms)
-            self.meter.evals += trials
-            self._annealing_s += self.meter.seconds() - before_s
-            best = self._cheaper(start, best)
+        # A problem without a plan is refused before all else.
+        self.meter.report("finding shards that fit")
+        shards, several = feasible_shards(self.problem), kind == "all"
+        # Data-parallel tables may still fit where columns do not: outputs can take more than rows.
+        with suppress(Infeasible) if several else nullcontext():
+            self._note(self.starts.by_columns("columns" if several else kind, shards))
+        if several:
+            self._note(self.starts.shared(shards, fits=self.best is not None))
+        if self.best is None:
+            pack_or_raise(self.problem)
+        # Improving a hopeless start would waste its share of the budget.
+        self._waiting = [start for start in self._waiting if start.ms <= _HOPEFUL * self.best.ms]
+
+    def _note(self, starts: Iterable[Start]) -> None:
+        """Let the next round improve starts."""
+        self.meter.report("making plans to start from", self.best and self.best.ms)
+        for start in starts:
+            self._keep(start, start.state)
+            self.meter.report("making plans to start from", self.best.ms)
+            self._waiting.append(start)
+
+    def _cool(self, start: Start, trials: int, hot: float) -> None:
+        """Improve a copy of a start while the temperature falls.
+
+        Candidates for the best plan are the one after each stage, and the best plan that was met.
+        """
+        n_stages = int(np.clip(trials // _STAGE, 1, _STAGES))
+        each, state = max(1, trials // n_stages), copy_of(start.state)
+        mean_ms = self.compiled.refresh(self.head, start.fixed, state) / len(self.problem.topology)
+        for stage in range(n_stages):
+            self._ended = self._ended or self.meter.affordable(each, 1) < each
+            if self._ended:
+                return
+            hot_ms, cold_ms = (mean_ms * hot * (_COLD / hot) ** (x / n_stages) for x in (stage, stage + 1))
+            self.meter.report("annealing", self.best.ms)
+            self.compiled.anneal(self.head, start.fixed, state, each, hot_ms, cold_ms)
+            self.meter.evals += each
+            self._keep(start, state)
         self.compiled.rewind(self.head, start.fixed, state)
-        start.ms, start.state = self._cheaper(start, best)
-        self.compiled.refresh(self.head, start.fixed, start.state)
+        self._keep(start, state)
 
-    def _cheaper(self, start: Start, best: tuple[float, State]) -> tuple[float, State]:
-        """The best plan so far, or a copy of the start's present plan if that is cheaper."""
-        ms = self._exact_ms(start)
-        if ms >= best[0]:
-            return best
-        # The log and the random generator are not part of the plan.
-        return ms, start.state._replace(**{name: of.copy() for name, of in start.state._asdict().items()
-                                           if name not in ("log", "random")})
-
-    def _trials(self, share: float) -> int:
-        """The number of trials in this share of the budget."""
-        limits = []
-        if self.meter.budget.evals:
-            limits.append(max(100, int(self.meter.budget.evals * share)))
-        if self.meter.budget.seconds:
-            # Trials per second so far; a first guess is corrected after one round.
-            rate = self.meter.evals / max(self._annealing_s, 1e-3)
-            limits.append(int(np.clip(rate * self.meter.budget.seconds * share, 1000, 10_000_000)))
-        return min(limits)
+    def _keep(self, start: Start, state: State) -> None:
+        """Keep a plan that a start led to if it is the cheapest so far."""
+        present = replace(start, state=state)
+        present.ms = self._exact_ms(present)
+        start.ms = min(start.ms, present.ms)
+        cheapest = self.best is None or present.ms < self.best.ms
+        columns = self._best_by_columns
+        if not start.space.fixed.may_share.any() and (columns is None or present.ms < columns.ms):
+            self._best_by_columns = replace(present, state=copy_of(state))
+        if cheapest:
+            self.best = replace(present, state=copy_of(state))
 
     def _exact_ms(self, start: Start) -> float:
         """The plan's cost by the model itself, not by the linear exchanges."""
@@ -185,3 +188,9 @@ class Search:
         compute_ms = (state.ms.sum(1) + state.shared_ms) / fixed.speed
         comm = self.model.comm(traffic, compute_ms, self.problem.topology)
         return float(step_ms(compute_ms, comm, self.problem.job))
+
+
+def copy_of(state: State) -> State:
+    """A plan of its own. The log and the random generator go on: they are not part of a plan."""
+    return state._replace(**{name: of.copy() for name, of in state._asdict().items()
+                             if name not in ("log", "random")})

@@ -17,6 +17,7 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
 from shardcore.layouts import shards_on
 from shardcore.memory import free_bytes
+from shardcore.progress import stopped_clock
 from shardcore.search import greedy
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.budget import Meter
@@ -42,8 +43,6 @@ _TIGHT, _SMALL = 0.8, (0.3, 0.2, 0.1, 0.05)
 The first is the share of all memory that counts as tight.
 The others are shares of a device's memory, above which tables are cut.
 """
-_HOPEFUL = 1.5
-"""Starts that cost more than this multiple of the cheapest are dropped."""
 _LOG = 1 << 20
 """The most changes since the best plan that are logged."""
 
@@ -53,7 +52,7 @@ class Start:
     """A plan in its space.
 
     fixed: the subset of the space in which it is improved at first.
-    ms: cost by the model itself.
+    ms: cost by the model itself of the cheapest plan that it led to.
     """
 
     space: SearchSpace
@@ -70,44 +69,70 @@ class Start:
 class Starts:
     """Makes starts in the spaces of a problem. What is encoded for one is kept for the next."""
 
-    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
-        # The clock stands still while numba compiles or reads from disk.
-        before_s = meter.seconds()
-        from shardcore.search.anneal import compiled
-        from shardcore.search.anneal import search_space as spaces
+    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int,
+                 cache: ShardCostCache | None = None) -> None:
+        with stopped_clock():  # numba takes a second to import
+            from shardcore.search.anneal import compiled
+            from shardcore.search.anneal import search_space as spaces
 
-        meter.started_s += meter.seconds() - before_s
         self.compiled, self.spaces, self.meter = compiled, spaces, meter
         self.problem, self.model, self.seed = problem, model, seed
         self.head = model.compiled().head
-        self._cache: ShardCostCache | None = None
+        self.cache = cache and cache.with_reserve(problem)  # of the last shards
         self._greedy_s: float | None = None  # seconds of the longest greedy plan so far, if one was found
 
-    def make(self, kind: str, shards: Sequence[Shard], columns: Sequence[Placement] = ()) -> list[Start]:
-        """Plans to start from in a space, one of SPACES.
+    def by_columns(self, kind: str, shards: Sequence[Shard]) -> Iterator[Start]:
+        """Greedy plans with tables whole or cut by columns, in one of SPACES. One at least.
 
-        columns: a plan by columns. It replaces the start without shared tables.
+        With tight memory, cuts chosen for cost may leave gaps that no shard fits. So some starts cut by size.
+
+        Raises Infeasible if no plan is found.
         """
-        space = self._space(shards, kind)
-        found = [self._of(columns, kind)] if columns else self._by_columns(space)
-        layouts = space.layouts if space.fixed.may_share.any() else ()
-        # Layouts without divided rows come last: they may be the only ones that fit.
-        for y in sorted(range(len(layouts)), key=lambda y: not layouts[y].divides_rows):
-            found += (self._divided(space, y) if layouts[y].divides_rows
-                      else [self._copied(columns, kind, y)] if columns
-                      else self._replicated(space, y, any(found)))
+        space, n = self._space(shards, kind), 0
+        shares = _SPLITS[2:5:2] if self.spaces.is_large(space.cache) else _SPLITS
+        ways = [[(self._cuts(space, share), _pairs()) for share in shares]]
+        if (least_bytes(self.problem) > _TIGHT * sum(free_bytes(self.problem))
+            and not self.spaces.is_large(space.cache)):
+            ways.append([(self._small(space, share), _pairs()) for share in _SMALL])
+        for start in (self._cheapest(space, way) for way in ways):
+            if start:
+                n += 1
+                yield start
         on_host = Counter(d.host for d in self.problem.topology.devices)
         if len(set(on_host.values())) > 1 and self._has_time():  # exchanges are then far from linear
             with suppress(Infeasible):
                 plans = [g(self.problem, self.model) for g in greedy.ORDERS.values()]
-                found.append(self._of(min(plans, key=lambda p: p.provenance["predicted_ms"]).placements,
-                                      kind))
-        fit = [start for start in found if start] or [self._packed(kind)]
-        # Improving a hopeless start would waste its share of the budget.
-        least = min(start.state.value[self.compiled.BEST] for start in fit)
-        return [start for start in fit if start.state.value[self.compiled.BEST] <= _HOPEFUL * least]
+                best = min(plans, key=lambda p: p.provenance["predicted_ms"])
+                n += 1
+                yield self.of_plan(best.placements, kind)
+        if not n:
+            yield self._packed(kind)
 
-    def _divided(self, space: SearchSpace, y: int) -> list[Start | None]:
+    def shared(self, shards: Sequence[Shard], fits: bool) -> Iterator[Start]:
+        """Greedy plans of the whole space, with tables shared by groups of devices.
+
+        fits: whether some plan by columns fits.
+        """
+        space = self._space(shards, "all")
+        layouts = space.layouts if space.fixed.may_share.any() else ()
+        # Layouts without divided rows come last: they may be the only ones that fit.
+        for y in sorted(range(len(layouts)), key=lambda y: not layouts[y].divides_rows):
+            for start in (self._divided(space, y) if layouts[y].divides_rows
+                          else self._replicated(space, y, fits)):
+                if start:
+                    fits = True
+                    yield start
+
+    def from_columns(self, columns: Sequence[Placement]) -> Iterator[Start]:
+        """A plan by columns as a start in the whole space, and with tables on all devices where that pays."""
+        yield self.of_plan(columns, "all")
+        placed = [(shard, d) for p in columns for d, shard in shards_on(p)]
+        space = self._space([shard for shard, _ in placed], "all")
+        for y in range(len(space.layouts)):
+            if not space.layouts[y].divides_rows and (start := self._copied(space, placed, y)):
+                yield start
+
+    def _divided(self, space: SearchSpace, y: int) -> Iterator[Start | None]:
         """Starts with large tables shared by the groups of a layout, and with all tables shared.
 
         With all tables shared there is no op of whole rows, and no exchange for it. Those that do better on
@@ -118,8 +143,8 @@ class Starts:
         all_ms = self._single_ms(space.fixed, np.arange(len(space.fixed.size)), space.fixed.size)
         mean_ms = all_ms.sum() / space.fixed.speed.sum()
         large = [whole[single > share * mean_ms] for share in _DIVIDED]
-        return [self._cheapest(space, [self._with(space, s, y) for s in large if len(s)]),
-                self._cheapest(space, [self._with(space, whole, y), *self._with_copies(space, whole, y)])]
+        yield self._cheapest(space, [self._with(space, s, y) for s in large if len(s)])
+        yield self._cheapest(space, [self._with(space, whole, y), *self._with_copies(space, whole, y)])
 
     def _with_copies(self, space: SearchSpace, whole: np.ndarray,
                      y: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -136,11 +161,9 @@ class Starts:
                 also, in_groups = self._with(space, np.setdiff1d(whole, copied), y)
                 yield np.minimum(n, also), np.concatenate([on_all, in_groups])
 
-    def _copied(self, columns: Sequence[Placement], kind: str, y: int) -> Start | None:
+    def _copied(self, space: SearchSpace, placed: Sequence[tuple[Shard, int]], y: int) -> Start | None:
         """A plan by columns, with tables on all devices where that pays. None if it pays nowhere, or does not
         fit."""
-        placed = [(shard, d) for p in columns for d, shard in shards_on(p)]
-        space = self._space([shard for shard, _ in placed], kind)
         worth = self.spaces.worth_copying(space, self.model, y)
         if not len(worth):
             return None
@@ -150,35 +173,19 @@ class Starts:
         start = self._placed(space, left, np.concatenate([space.always_shared, _pairs(worth, group)]))
         return start if (start.state.used <= np.maximum(0, space.fixed.free)).all() else None
 
-    def _replicated(self, space: SearchSpace, y: int, fits: bool) -> list[Start | None]:
+    def _replicated(self, space: SearchSpace, y: int, fits: bool) -> Iterator[Start | None]:
         """Starts with tables on all devices where that pays.
 
         If nothing fits yet, a start replicates the tables that take less memory so.
         """
         worth = self.spaces.worth_copying(space, self.model, y)
         some = {len(worth) // k for k in (1, 2, 4)} - {0}
-        found = [self._cheapest(space, [self._with(space, worth[:k], y) for k in sorted(some)])]
-        if not fits and not any(found):
+        start = self._cheapest(space, [self._with(space, worth[:k], y) for k in sorted(some)])
+        yield start
+        if not fits and start is None:
             less = space.fixed.shared_bytes[y] < self._whole_bytes(space.fixed) / 2
             saving = space.fixed.may_share[y] & less
-            found.append(self._cheapest(space, [self._with(space, np.flatnonzero(saving), y)]))
-        return found
-
-    def _by_columns(self, space: SearchSpace) -> list[Start | None]:
-        """Starts with tables cut by columns.
-
-        With tight memory, cuts chosen for cost may leave gaps that no shard fits. So some starts cut by size.
-        """
-        found = [self._cheapest(space,
-                                [(self._cuts(space, share), _pairs()) for share in self._shares(space)])]
-        if (least_bytes(self.problem) > _TIGHT * sum(free_bytes(self.problem))
-            and not self.spaces.is_large(space.cache)):
-            found.append(self._cheapest(space, [(self._small(space, share), _pairs()) for share in _SMALL]))
-        return found
-
-    def _shares(self, space: SearchSpace) -> Sequence[float]:
-        """Shares to cut at. Large problems try only two."""
-        return _SPLITS[2:5:2] if self.spaces.is_large(space.cache) else _SPLITS
+            yield self._cheapest(space, [self._with(space, np.flatnonzero(saving), y)])
 
     def _cheapest(self, space: SearchSpace, ways: Sequence[tuple[np.ndarray, np.ndarray]]) -> Start | None:
         """The cheapest of some greedy plans. None if none fits.
@@ -233,8 +240,8 @@ class Starts:
         return None
 
     def _has_time(self) -> bool:
-        """Whether there is time for one more greedy plan. There always is for the first."""
-        return self._greedy_s is None or self.meter.has_time(self._greedy_s)
+        """Whether one more greedy plan ends in the first half of the budget. There is always one."""
+        return self._greedy_s is None or self.meter.has_time(self.meter.seconds() + 2 * self._greedy_s)
 
     def _state(self, space: SearchSpace) -> State:
         """A State with nothing placed."""
@@ -311,9 +318,9 @@ class Starts:
         """A start from a packing, for problems where no greedy plan fits."""
         packing = pack_or_raise(self.problem)
         placements = placed([(shard,) for shard in packing.shards], packing.devices, self.problem)
-        return self._of(placements, "all" if kind == "all" else "columns")
+        return self.of_plan(placements, "all" if kind == "all" else "columns")
 
-    def _of(self, placements: Sequence[Placement], kind: str) -> Start:
+    def of_plan(self, placements: Sequence[Placement], kind: str) -> Start:
         """A plan without data-parallel tables, as a start in its own space. Divided rows stay divided."""
         shards = [(shard, d) for p in placements for d, shard in shards_on(p)]
         space = self._space([shard for shard, _ in shards], kind)
@@ -331,9 +338,9 @@ class Starts:
 
         Encoding its shards again would take longer than anything else.
         """
-        if self._cache is None or not self._cache.covers(shards):
-            self._cache = ShardCostCache(self.problem, self.model, shards)
-        return self._cache
+        if self.cache is None or not self.cache.covers(shards):
+            self.cache = ShardCostCache(self.problem, self.model, shards)
+        return self.cache
 
     def _placed(self, space: SearchSpace, shards: Sequence[tuple[Shard, int]], shared: np.ndarray) -> Start:
         """A start with shards on their devices, and strips shared by groups. Bundles are placed as one."""

@@ -14,6 +14,7 @@ from shardcore.job import Job
 from shardcore.layouts import layout_of
 from shardcore.search import Budget
 from shardcore.search.anneal import sharder
+from shardcore.search.portfolio import annealing
 from shardcore.types import Plan, Problem, Setting, Table
 from shardcore.workload import lower
 
@@ -54,7 +55,7 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(hosts, s
         return ms
 
     monkeypatch.setattr(sharder.Search, "_exact_ms", checked)
-    sharder.anneal(problem, model, seed=1, budget=Budget(evals=20_000))
+    annealing(problem, model, seed=1, budget=Budget(evals=20_000))
     assert len(seen) > 20 and max(seen) > 1
 
 
@@ -67,6 +68,6 @@ def test_columns_are_cut_only_where_that_is_worth_the_ids():
         for job in (Job(), HIDDEN):
             where = replace(on_hosts("aabb", 64 * MIB), between_hosts_gbps=between_gbps)
             given = Problem("p", tables, where, BATCH, job=job)
-            plan = sharder.anneal(given, model, budget=Budget(evals=5_000), space="columns")
+            plan = annealing(given, model, budget=Budget(evals=5_000), space="columns")
             cut.append(sum(p.shard.table.name == "wide" for p in plan.placements) > 1)
     assert cut == [False, True, True, True]

@@ -8,7 +8,7 @@ import pytest
 from conformance import BATCH, check_plan, draw_problem, draw_tables, every_plan, model_for, table_bytes
 from shapes import column, on_hosts, row, with_room
 
-from shardcore import memory
+from shardcore import memory, progress
 from shardcore.access_statistics import Zipf
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
@@ -17,14 +17,13 @@ from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, shards_on
 from shardcore.outputs import output_bytes
 from shardcore.search import SHARDERS, Budget
-from shardcore.search import budget as budget_module
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal import search_space as spaces
 from shardcore.search.anneal.rates import exchange_rates
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.anneal.sharder import anneal
 from shardcore.search.anneal.starts import Starts
 from shardcore.search.free_memory import bytes_alone
+from shardcore.search.portfolio import annealing as anneal
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
@@ -365,11 +364,11 @@ class Clock:
 
 
 @pytest.mark.parametrize("algorithm", ["anneal", "anneal_columns"])
-@pytest.mark.parametrize("each_s, greedy_plans, annealed", [(100.0, 1, 0), (2.0, 3, 0), (0.01, 8, 2)])
+@pytest.mark.parametrize("each_s, greedy_plans, annealed", [(100.0, 1, 0), (2.0, 2, 1), (0.01, 8, 2)])
 def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_plans, annealed, monkeypatch):
-    """A first plan there is, however long it takes; no other one is begun that would end after the budget."""
+    """A first plan there is, however long it takes; the others end in the first half of the budget."""
     clock, begun = Clock(), []
-    monkeypatch.setattr(budget_module, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
     state, anneal = Starts._state, compiled.anneal
 
     def slowly(self, space):
@@ -388,10 +387,10 @@ def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_pla
     problem = draw_problem(1, 20, [8 * MIB] * 4)
     plan = SHARDERS[algorithm](problem, model_for(problem), budget=Budget(seconds=10.0))
     check_plan(plan, problem)
-    greedy = [s for s in begun if s != "anneal"]
+    greedy = [s for s in begun[:begun.index("anneal")] if s != "anneal"] if annealed else begun
     assert len(greedy) == greedy_plans if each_s > 1 else len(greedy) >= greedy_plans, greedy
     assert begun.count("anneal") >= annealed
-    assert all(s + each_s <= 10 for s in greedy[1:])
+    assert all(s + each_s <= 5 for s in greedy[1:])
 
 
 def test_the_parts_of_tables_are_priced_once(monkeypatch):
@@ -429,3 +428,14 @@ def test_in_a_large_problem_what_weighs_little_is_not_cut(monkeypatch):
         tight = with_room(replace(tight, topology=Topology((Device(int(1.03 * needed / 3)),) * 3)))
         for space in ("columns", "all"):
             check_plan(anneal(tight, model_for(tight), budget=Budget(evals=2000), space=space), tight)
+
+
+def test_tables_without_lookups_cost_no_more_than_those_with_some():
+    """They may be replicated too, so that no output travels."""
+    def best(pooling: float) -> float:
+        tables = tuple(Table(f"t{i}", 100, 128, pooling) for i in range(12))
+        problem = Problem("idle", tables, Topology((Device(1 << 30),) * 4), 8192)
+        model = AnalyticModel(Setting("made-up", 8192))
+        return price(lower(anneal(problem, model, budget=Budget(evals=2000)), problem), model).total_ms
+
+    assert best(0.0) <= best(0.01) <= best(1.0)

@@ -6,6 +6,7 @@ The best plan is not copied. A log of the changes made since then leads back to 
 
 Nothing in these functions may allocate. They are compiled without numba's reference counts
 (`_nrt=False`, an internal option of numba), because counting tripled the time of a trial.
+Records are passed as pointers (pointers.py). Each function is compiled when it is first called.
 
 Names in all files: `fx` is the SearchProblem, `st` the State.
 s and r are strips; a, b, c and d devices; h a host; g a group; y a layout.

@@ -9,31 +9,31 @@ All costs are in ms. Exchanges carry bytes.
 
 import math
 
-from numba import njit
-
 from shardcore.compiling import inner
 from shardcore.search.anneal.compiled.records import WIDEST, WORST
 
 POWERS = 5
-"""log2 of the norm's exponent p. Here p = 32."""
+"""log2 of the norm's exponent p. Here p = 32, as in `power`."""
 
 
-@njit(inline="always")
+@inner
 def power(x):
-    """x ** p by repeated squaring."""
-    for _ in range(POWERS):
-        x *= x
-    return x
+    """x ** p by repeated squaring. Written out, as numba takes long over a loop."""
+    x *= x
+    x *= x
+    x *= x
+    x *= x
+    return x * x
 
 
-@njit(inline="always")
+@inner
 def root(x):
     """x ** (1 / p), and 0 for 0 or for a sum that rounding made negative."""
     # Norms are sums of differences, so rounding can leave them just below zero.
     return math.exp(math.log(x) / (1 << POWERS)) if x > 0.0 else 0.0
 
 
-@njit(inline="always")
+@inner
 def total_of(x):
     """The sum of a vector, by a loop that allocates nothing."""
     total = 0.0

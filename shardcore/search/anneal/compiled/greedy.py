@@ -1,12 +1,12 @@
 """Greedy construction: place shards one by one, each on the device that it leaves least loaded."""
 
-import numba
 import numpy as np
-from numba import njit
+from numba import boolean, int64
 
-from shardcore.compiling import OPTIONS, inner
+from shardcore.compiling import inner
 from shardcore.search.anneal.compiled.cost import total_of
-from shardcore.search.anneal.compiled.records import HEAD, PROBLEM, STATE
+from shardcore.search.anneal.compiled.pointers import WORDS, entry
+from shardcore.search.anneal.compiled.records import HEAD, problem_at, state_at
 from shardcore.search.anneal.compiled.state import hold
 
 
@@ -29,12 +29,13 @@ def exchange(fx, st, d, k, more, more_ids):
     return ms
 
 
-@njit(numba.boolean(HEAD, PROBLEM, STATE, numba.int64[:, ::1]), **OPTIONS)
-def greedy(head, fx, st, shards):
+@entry(boolean(HEAD, WORDS, WORDS, int64[:, ::1]))
+def greedy(head, problem, state, shards):
     """Place shards [N, 2] (strip, units) in the order given. False where one fits on no device.
 
     Each goes to the device with the least load after it, exchanges included.
     """
+    fx, st = problem_at(problem), state_at(state)
     n_devices = len(st.load)
     for i in range(len(shards)):
         s, units = shards[i, 0], shards[i, 1]

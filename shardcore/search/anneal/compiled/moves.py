@@ -4,7 +4,7 @@ A move is a list of edits in st.edit. An edit says how many units of a strip a d
 """
 
 import numpy as np
-from numba import njit
+from numba import int64
 
 from shardcore.compiling import inner
 from shardcore.search.anneal.compiled.cost import copy_norm, energy_of, load_of, power, total_of
@@ -27,14 +27,14 @@ def uniform(st):
     return ((x * np.uint64(2685821657736338717)) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
-@njit(inline="always")
+@inner
 def below(st, n):
     """A random integer from 0 to n - 1."""
     # Rounding can make uniform * n equal to n.
     return min(int(uniform(st) * n), n - 1)
 
 
-@njit(inline="always")
+@inner
 def edit(st, i, s, d, units):
     """Write edit i: device d holds `units` of strip s afterwards."""
     st.edit[i, 0], st.edit[i, 1], st.edit[i, 2] = s, d, units
@@ -71,7 +71,7 @@ def propose(fx, st):
     if st.count[a] == 0:
         return 0, 0, 0
     # Choose a strip that a holds, and device b. The less loaded of two draws mostly wins.
-    s = st.strips[a, below(st, st.count[a])]
+    s = int64(st.strips[a, below(st, st.count[a])])
     units, size = int(st.held[s, a]), fx.size[s]
     b = below(st, n)
     c = below(st, n)
@@ -139,7 +139,7 @@ def moves_too_much(fx, st, n):
     more_a = more_b = joint_a = joint_b = 0
     for i in range(n):
         s, d = st.edit[i, 0], st.edit[i, 1]
-        more = moved_of(fx, s, d, st.edit[i, 2]) - moved_of(fx, s, d, st.held[s, d])
+        more = moved_of(fx, s, d, st.edit[i, 2]) - moved_of(fx, s, d, int64(st.held[s, d]))
         t = fx.table[s]
         if a < 0 or a == t:
             a = t
@@ -249,7 +249,7 @@ def accept(fx, st, a, b, n):
     """Carry out the n edits that `try_edits` priced last."""
     for i in range(n):
         s, d = st.edit[i, 0], st.edit[i, 1]
-        note(st, s, d, st.held[s, d])
+        note(st, s, d, int64(st.held[s, d]))
         hold(fx, st, s, d, st.edit[i, 2])
     # Copy the trial's results rather than compute them again.
     for slot in range(2):

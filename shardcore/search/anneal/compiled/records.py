@@ -16,6 +16,8 @@ import numba
 import numpy as np
 from numba import boolean, float64, int16, int32, int64, uint64
 
+from shardcore.search.anneal.compiled.pointers import Record, pointer
+
 HEAD = numba.types.FunctionType(float64(float64[::1], float64[::1]))
 """The type of every model's compiled head. One type, so that the search is compiled once for all models."""
 MOST_EDITS = 24
@@ -165,7 +167,6 @@ def empty(problem: SearchProblem, n_hosts: int, log_length: int, seed: int) -> S
     return found
 
 
-# Explicit types make numba compile at import, or load the result from disk.
-PROBLEM = numba.types.NamedTuple([SearchProblem.__annotations__[name] for name in SearchProblem._fields],
-                                 SearchProblem)
-STATE = numba.types.NamedTuple([State.__annotations__[name] for name in State._fields], State)
+problem_at = pointer(Record(SearchProblem))
+state_at = pointer(Record(State))
+"""Compiled functions get a record from its words so."""

@@ -2,13 +2,20 @@
 
 import math
 
-import numba
-from numba import njit
+from numba import float64, int64
 
-from shardcore.compiling import OPTIONS
 from shardcore.search.anneal.compiled.cost import cost_of
 from shardcore.search.anneal.compiled.moves import accept, propose, try_edits, uniform
-from shardcore.search.anneal.compiled.records import BEST, ENERGY, HEAD, LOG, MOST_EDITS, PROBLEM, STATE
+from shardcore.search.anneal.compiled.pointers import WORDS, entry
+from shardcore.search.anneal.compiled.records import (
+    BEST,
+    ENERGY,
+    HEAD,
+    LOG,
+    MOST_EDITS,
+    problem_at,
+    state_at,
+)
 from shardcore.search.anneal.compiled.shared_moves import change_shared
 from shardcore.search.anneal.compiled.state import recompute, undo
 
@@ -16,12 +23,13 @@ SHARED_TRIALS = 0.1
 """Share of the trials that change what groups share."""
 
 
-@njit(numba.float64(HEAD, PROBLEM, STATE, numba.int64, numba.float64, numba.float64), **OPTIONS)
-def anneal(head, fx, st, trials, hot_ms, cold_ms):
+@entry(float64(HEAD, WORDS, WORDS, int64, float64, float64))
+def anneal(head, problem, state, trials, hot_ms, cold_ms):
     """Try `trials` moves while the temperature falls from hot_ms to cold_ms.
 
     Returns the exact cost of the best plan met, in ms.
     """
+    fx, st = problem_at(problem), state_at(state)
     # A change of a group costs time for each device, and there are fewer such changes.
     often = min(SHARED_TRIALS, 2.0 / len(st.load)) if fx.may_share.any() else 0.0
     # Geometric cooling: a constant factor for each trial.

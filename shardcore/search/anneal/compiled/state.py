@@ -1,10 +1,10 @@
 """Keeping a State up to date: what devices hold, what groups share, and the way back to the best plan."""
 
-import numba
-from numba import njit
+from numba import float64, int64, void
 
-from shardcore.compiling import OPTIONS, inner
+from shardcore.compiling import inner
 from shardcore.search.anneal.compiled.cost import cost_of, energy_of, load_of, power, total_of
+from shardcore.search.anneal.compiled.pointers import WORDS, entry
 from shardcore.search.anneal.compiled.records import (
     BEST,
     BYTES_MOVED,
@@ -13,8 +13,8 @@ from shardcore.search.anneal.compiled.records import (
     LOG,
     N_MOVED,
     N_SHARED,
-    PROBLEM,
-    STATE,
+    problem_at,
+    state_at,
 )
 
 
@@ -28,7 +28,7 @@ def moved_of(fx, s, d, units):
 @inner
 def hold(fx, st, s, d, units):
     """Set how many units of strip s device d holds, and update the lists that follow."""
-    was = st.held[s, d]
+    was = int64(st.held[s, d])
     # Without limits, moved tables and bytes are not counted.
     if len(fx.kept) > 0:
         t = fx.table[s]
@@ -78,7 +78,9 @@ def undo(fx, st):
     """Take back all logged steps, the last first. Only `held` and `group`, with their lists, are restored."""
     while st.number[LOG] > 0:
         st.number[LOG] -= 1
-        s, d, was = st.log[st.number[LOG], 0], st.log[st.number[LOG], 1], st.log[st.number[LOG], 2]
+        # int64, as elsewhere: numba compiles a function again for each type that it is called with.
+        s, d, was = (int64(st.log[st.number[LOG], 0]), int64(st.log[st.number[LOG], 1]),
+                     int64(st.log[st.number[LOG], 2]))
         if d < 0:
             set_group(st, s, was)
         else:
@@ -167,12 +169,13 @@ def recompute(head, fx, st):
     st.value[ENERGY] = energy_of(fx, st.ref, st.norm, st.all_carried, st.group_size)
 
 
-@njit(numba.float64(HEAD, PROBLEM, STATE), **OPTIONS)
-def refresh(head, fx, st):
+@entry(float64(HEAD, WORDS, WORDS))
+def refresh(head, problem, state):
     """Compute everything that follows from `held`. Returns the plan's cost in ms.
 
     This plan is the best met from now on; the log starts empty.
     """
+    fx, st = problem_at(problem), state_at(state)
     recompute(head, fx, st)
     # From here on, `rewind` leads back to this plan.
     st.number[LOG] = 0
@@ -180,9 +183,10 @@ def refresh(head, fx, st):
     return st.value[BEST]
 
 
-@njit(numba.float64(HEAD, PROBLEM, STATE), **OPTIONS)
-def rewind(head, fx, st):
+@entry(float64(HEAD, WORDS, WORDS))
+def rewind(head, problem, state):
     """Go back to the best plan met. Returns its cost in ms."""
+    fx, st = problem_at(problem), state_at(state)
     undo(fx, st)
     # The log restores only `held` and `group`.
     recompute(head, fx, st)
@@ -190,17 +194,19 @@ def rewind(head, fx, st):
     return st.value[BEST]
 
 
-@njit(numba.void(PROBLEM, STATE, numba.int64[:, ::1]), **OPTIONS)
-def place(fx, st, shards):
+@entry(void(WORDS, WORDS, int64[:, ::1]))
+def place(problem, state, shards):
     """Add shards [N, 3]: strip, device, units. Call `refresh` afterwards."""
+    fx, st = problem_at(problem), state_at(state)
     for i in range(len(shards)):
         s, d = shards[i, 0], shards[i, 1]
         hold(fx, st, s, d, st.held[s, d] + shards[i, 2])
 
 
-@njit(numba.void(HEAD, PROBLEM, STATE, numba.int64[:, ::1]), **OPTIONS)
-def share(head, fx, st, pairs):
+@entry(void(HEAD, WORDS, WORDS, int64[:, ::1]))
+def share(head, problem, state, pairs):
     """Let groups share strips, before anything else is placed. pairs: [N, 2] strip, group."""
+    fx, st = problem_at(problem), state_at(state)
     for i in range(len(pairs)):
         set_group(st, pairs[i, 0], pairs[i, 1])
     # Greedy needs loads and memory of shared tables from the start.

@@ -1,0 +1,254 @@
+"""What users do with files of each format, for bench/fuzz_formats.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mlflow.exceptions import MlflowException
+
+from bench.fuzz_files import ENTRY, HAS_TORCHREC, REPORT, TABLES, Nonsense, Sound, hot_collection
+from flows.refresh import SECTIONS
+from shardcore import files, grouped_plans, model_files, schema
+from shardcore.cli import published
+from shardcore.cost import accuracy, neural, ranges, replay_records
+from shardcore.cost.model import CostModel, group_costs, price
+from shardcore.errors import ShardCoreError
+from shardcore.export import dmp_collection, fbgemm_statistics, torchrec_json
+from shardcore.provision import clusters, read_offers
+from shardcore.publish import store
+from shardcore.samples import dataset, replays
+from shardcore.search import SHARDERS
+from shardcore.search.learned import sharder
+from shardcore.search.learned.policy import read_policy
+from shardcore.search.tower_hosts import tower_hosts
+from shardcore.sharding_groups import members
+from shardcore.tables.dlrm_datasets import dlrm_datasets_pool
+from shardcore.tables.hot_ids import read_hot_ids
+from shardcore.tables.row_counts import read_row_counts
+from shardcore.towers import read_towers
+from shardcore.types import COLLECTIVES, Plan, Problem, Shard
+from shardcore.workload import lower
+from tasks import cache, params, refresh, served_model
+
+if HAS_TORCHREC:
+    from shardcore.export import hot_cold_rows
+
+__all__ = ["ENTRY", "REPORT", "TABLES"]
+
+
+def _require(condition: Any, what: str) -> None:
+    if not condition:
+        raise Nonsense(what)
+
+
+def _is_cost(*values: Any) -> bool:
+    found = np.concatenate([np.ravel(np.asarray(v, dtype=float)) for v in values])
+    return bool(np.isfinite(found).all() and (found >= 0).all())
+
+
+def _priced(plan: Plan, problem: Problem, model: CostModel) -> None:
+    cost = price(lower(plan, problem), model)
+    _require(_is_cost(cost.device_ms), f"it costs {cost.total_ms} ms")
+
+
+def use_problem(folder: Path, sound: Sound) -> None:
+    problem = files.read_problem(folder / "problem.json")
+    files.write_problem(folder / "again.json", problem)
+    _require(files.read_problem(folder / "again.json") == problem, "written and read again it is another")
+    with contextlib.suppress(ShardCoreError):  # of what does not fit, say
+        _priced(SHARDERS["lookup_greedy"](problem, sound.model), problem, sound.model)
+
+
+def use_pool(folder: Path, sound: Sound) -> None:
+    tables = files.read_pool(folder / "pool.json")
+    _require(_is_cost(group_costs([[Shard.whole(t)] for t in tables], sound.model)), "a table's cost is no "
+             "cost")
+    with contextlib.suppress(ShardCoreError):  # its tables have other widths
+        published._with_statistics_of(folder / "pool.json", sound.problem)
+
+
+def use_plan(folder: Path, sound: Sound) -> None:
+    _priced(files.read_plan(folder / "plan.json", sound.problem), sound.problem, sound.model)
+
+
+def use_grouped(folder: Path, sound: Sound) -> None:
+    grouped_plans.is_grouped(folder / "grouped.json")
+    found = grouped_plans.read_grouped(folder / "grouped.json", sound.problem)
+    lower(found.plan, found.problem)
+    _require(members(sound.problem.topology, found.grouping), "there are no groups")
+
+
+def use_dmp(folder: Path, sound: Sound) -> None:
+    arguments, every = dmp_collection.read_dmp_collection(folder / "dmp.json")
+    _require(every >= 1 and arguments["world_size"] % arguments["sharding_group_size"] == 0, "groups differ")
+
+
+def use_model(folder: Path, sound: Sound) -> None:
+    model = neural.load(folder / "model")
+    model_files.model_digest(folder / "model")
+    workload = lower(sound.plan, sound.problem)
+    _require(_is_cost(price(workload, model).device_ms), "its price is no cost")
+    sums = model.encode([p.shard for p in sound.plan.placements])
+    low, high = model.interval(sums, 0.9)
+    _require(_is_cost(low, high) and (low <= high).all(), "its interval is none")
+    ranges.out_of_range(model, workload)
+
+
+def use_policy(folder: Path, sound: Sound) -> None:
+    policy = read_policy(folder / "policy")
+    _priced(sharder.place(policy, policy.name, sound.problem, sound.model), sound.problem, sound.model)
+
+
+def use_offers(folder: Path, sound: Sound) -> None:
+    for cluster in clusters(sound.problem, read_offers(folder / "offers.json")):
+        _require(_is_cost(cluster.price_per_hour, cluster.watts or 0.0), f"{cluster.words} has no price")
+
+
+def use_plans(folder: Path, sound: Sound) -> None:
+    name = sound.problem.name
+    for decision in store.history(folder / "plans", name):
+        _require(decision.problem == name, "a decision is another problem's")
+    plan, problem = store.load_plan(folder / "plans", name)
+    _require(problem.name == name, "the plan is another problem's")
+    _priced(plan, problem, sound.model)
+    store.load_page(folder / "plans", name, sound.version)
+    store.prune(folder / "plans", name, store.FEWEST_KEPT)
+    _require(store.load_plan(folder / "plans", name)[0] == plan, "pruning took the plan")
+
+
+def use_replays(folder: Path, sound: Sound) -> None:
+    rows = replay_records.judge([replays.read(folder / "replays")], sound.model)
+    _require(_is_cost([(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in rows]), "a replay's time is none")
+
+
+def use_measurements(folder: Path, sound: Sound) -> None:
+    where = folder / "measurements"
+    for setting in dataset.settings(where):
+        samples = [s for s in dataset.read_compute(where, setting) if s.error is None]
+        _require(_is_cost([(s.total_ms, s.forward.q1_ms, s.backward.q3_ms, s.slowdown) for s in samples]
+                          or 0.0),
+                 "a timing is none")
+        if samples:
+            _require(_is_cost(accuracy.predict(sound.model, samples)), "what was measured cannot be priced")
+        for s in dataset.read_comm(where, setting):
+            ways = COLLECTIVES[s.request.collective]
+            times_ms = [] if s.error else [x.median_ms for way in ways for x in getattr(s, way)]
+            _require(s.error or _is_cost(times_ms, s.waiting_ms), "an exchange's time is none")
+    dataset.disturbed_ids(where, 0.02)
+    dataset.merge_parts(where)
+
+
+def use_torchrec(folder: Path, sound: Sound) -> None:
+    plan = torchrec_json.read_torchrec(folder / "torchrec.json")
+    torchrec_json.read_qcomms(folder / "torchrec.json")
+    _require(torchrec_json.from_json(torchrec_json.to_json(plan)) == plan, "written and read again it is "
+             "another")
+
+
+def use_fbgemm(folder: Path, sound: Sound) -> None:
+    tables = fbgemm_statistics.reported_tables(folder / "fbgemm")
+    _require(_is_cost(group_costs([[Shard.whole(t)] for t in tables], sound.model)), "a table's cost is no "
+             "cost")
+
+
+def use_params(folder: Path, sound: Sound) -> None:
+    for name, cls in SECTIONS.items():
+        params.section(name, cls, folder / "params.yaml")
+        params.require_section(name, folder / "params.yaml")
+    with contextlib.chdir(folder):
+        refresh.override_params({"train": {"epochs": 3}}, SECTIONS)
+        _require(params.section("train", SECTIONS["train"]).epochs == 3, "a written parameter is another")
+
+
+def use_lock(folder: Path, sound: Sound) -> None:
+    with contextlib.chdir(folder):
+        for path, md5 in cache.results():
+            _require((folder / path).resolve().is_relative_to(folder.resolve()), "a result is outside")
+            _require(set(md5.removesuffix(".dir")) <= set("0123456789abcdef"), "a hash is none")
+
+
+def use_cache(folder: Path, sound: Sound) -> None:
+    md5 = ENTRY.removesuffix(".dir")
+    entry = folder / md5[:2] / md5[2:]
+    entry.parent.mkdir()
+    (folder / "cache" / ENTRY).rename(f"{entry}.dir")
+    for copy, entry, right in cache._entries(folder, Path("data"), ENTRY):
+        _require(not copy.is_absolute() and ".." not in copy.parts, "a result is outside")
+        _require(entry.parent.parent == folder and len(right) == 32, "an entry is outside")
+        if entry.is_file():
+            cache._md5(entry)
+
+
+def use_users(folder: Path, sound: Sound) -> None:
+    with contextlib.chdir(folder):
+        refresh.forget_dead_users()
+        left = json.loads(Path(".dvc/tmp/rwlock").read_bytes())
+        refresh.why(["error: Unable to acquire lock"])
+        if not left:
+            raise ShardCoreError("the list of users is not DVC's; it is written anew")
+        _require(left["read"] == {}, "a process that is gone uses a result")
+
+
+def use_towers(folder: Path, sound: Sound) -> None:
+    half = len(sound.problem.topology) // 2
+    topology = sound.problem.topology
+    devices = tuple(replace(d, host=f"host-{i // half}") for i, d in enumerate(topology.devices))
+    on_hosts = replace(sound.problem, topology=replace(topology, devices=devices))
+    found = tower_hosts(on_hosts, read_towers(folder / "towers.json"), sound.model)
+    _require(0 <= found.affinity_inside <= 1 + 1e-9 and _is_cost(found.loads), "affinity or loads are none")
+    _priced(SHARDERS["lookup_greedy"](found.problem, sound.model), found.problem, sound.model)
+
+
+def use_hot_ids(folder: Path, sound: Sound) -> None:
+    for hot in read_hot_ids(folder / "hot.safetensors").values():
+        _require(len(hot.cold_ids(0, 3)) == 3 and hot.digest >= 0, "cold rows have no ids")
+        _require(0 <= hot.ids[0] and hot.ids[-1] < hot.rows, "an id is no row")
+
+
+def use_row_counts(folder: Path, sound: Sound) -> None:
+    found = read_row_counts(folder / "counts.safetensors")
+    for name, counts in found.counts.items():
+        of = found.of(name, len(counts))
+        _require(0 <= int(of.sum()) < 2**62 and (of >= 0).all(), "counts overflow")
+
+
+def use_batch(folder: Path, sound: Sound) -> None:
+    for name in ("batch.pt", "batch.pt.gz"):
+        for table in dlrm_datasets_pool(folder / name):
+            _require(table.rows >= 1 and table.pooling >= 0, "a table has no rows")
+
+
+def use_rows(folder: Path, sound: Sound) -> None:
+    wanted = hot_collection()
+    hot_cold_rows.load_rows(wanted, sound.folder / "rows")
+    found = hot_collection()
+    hot_cold_rows.load_rows(found, folder / "rows")
+    of_wanted = wanted.state_dict()
+    same = all(torch.equal(tensor, of_wanted[name]) for name, tensor in found.state_dict().items())
+    _require(same, "it loads other weights")
+
+
+def use_request(folder: Path, sound: Sound) -> None:
+    groups = [served_model.GroupInput(**g) for g in _objects(schema.read_json(folder / "request.json"))]
+    served = served_model.ServedCostModel()
+    served._model = sound.model
+    try:
+        answers = served.predict(None, groups)
+    except MlflowException as error:
+        _require(error.error_code == "INVALID_PARAMETER_VALUE", f"it is answered as {error.error_code}")
+        raise ShardCoreError(error.message) from None
+    _require(_is_cost([(a["ms"], a["forward_ms"], a["low_ms"], a["high_ms"]) for a in answers] or 0.0),
+             "an answer is no cost")
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    """What MLflow passes on: it has checked the rest against the model's signature."""
+    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
+        raise ShardCoreError("the request is no list of objects")
+    return value

@@ -1,0 +1,100 @@
+"""Progress of a command on standard error, from its second second."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from shardcore import progress
+
+COMPILING_S = 15
+"""About the seconds of one core to compile all that a search runs (bench.first_plan)."""
+_SILENT_S = 1.0
+"""Work that ends sooner shows nothing."""
+_TERMINAL_S, _LINES_S = 0.5, 5.0
+"""Seconds between two updates: of the line on a terminal, and of lines elsewhere."""
+
+
+@contextmanager
+def shown(out: TextIO | None = None, silent_s: float = _SILENT_S) -> Iterator[ProgressLine]:
+    """Show progress that is reported within, after so many seconds. out: standard error, unless given."""
+    line = ProgressLine(out or sys.stderr, silent_s)
+    with progress.listening(line.heard):
+        line.start()
+        try:
+            yield line
+        finally:
+            line.stop()
+
+
+class ProgressLine:
+    """The latest report, shown again and again until it is stopped.
+
+    A terminal has one line that is rewritten. Anything else gets a line every few seconds.
+    A thread shows it, so that the time goes on during long steps.
+    """
+
+    def __init__(self, out: TextIO, silent_s: float) -> None:
+        self.out, self.silent_s, self.rewrites = out, silent_s, out.isatty()
+        self._report: tuple[str, float | None, float | None] | None = None
+        self._began_s = self._heard_s = time.monotonic()
+        self._ended, self._lock = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._show_often, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def heard(self, phase: str, best_ms: float | None, left_s: float | None) -> None:
+        """Take a report (see progress.Listener). Compiling is announced at once, as it is long."""
+        announced = phase.endswith(progress.COMPILING) and not (
+            self._report and self._report[0].endswith(progress.COMPILING))
+        self._report, self._heard_s = (phase, best_ms, left_s), time.monotonic()
+        if announced:
+            self._show()
+
+    def say(self, text: str) -> None:
+        """Write a line that stays."""
+        self._write(f"\r{text}\x1b[K\n" if self.rewrites else f"{text}\n")
+
+    def stop(self) -> None:
+        """Stop, and leave no line on a terminal."""
+        self._ended.set()
+        self._thread.join()
+        if self.rewrites:
+            self._write("\r\x1b[K")
+
+    def _show_often(self) -> None:
+        wait_s = self.silent_s
+        while not self._ended.wait(wait_s):
+            self._show()
+            wait_s = _TERMINAL_S if self.rewrites else _LINES_S
+
+    def _show(self) -> None:
+        if self._report is None:
+            return
+        text = words(*self._report, time.monotonic() - self._began_s, time.monotonic() - self._heard_s)
+        self._write(f"\r{text}\x1b[K" if self.rewrites else f"{text}\n")
+
+    def _write(self, text: str) -> None:
+        with self._lock:
+            self.out.write(text)
+            self.out.flush()
+
+
+def words(phase: str, best_ms: float | None, left_s: float | None, now_s: float, since_s: float) -> str:
+    """A report in one line.
+
+    now_s: seconds since the command began. since_s: seconds since the report.
+    """
+    parts = [f"{now_s:.0f} s: {phase}"]
+    if phase.endswith(progress.COMPILING):
+        parts.append(f"once in this installation, about {COMPILING_S} s of one core")
+    if best_ms is not None:
+        parts.append(f"best {best_ms:.3f} ms")
+    if left_s is not None:
+        parts.append(f"{max(0.0, left_s - since_s):.0f} s left")
+    return ", ".join(parts)

@@ -1,0 +1,48 @@
+"""What a model is called, and how much it errs on samples that it was not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardcore.cost.model import CostModel
+
+USUAL_ERRORS = (0.05, 0.13)
+"""Mean errors of ops and of exchanges of a model of datasets/cpu-amd-epyc. They stand in where a model knows
+none."""
+_WORSE = 1.5
+"""From so many times the usual error on, it is said."""
+
+
+def errors_of(model: CostModel) -> tuple[float, float]:
+    """Mean relative errors of ops and of exchanges, on samples that the model was not trained on."""
+    found = [_errors(_meta(one).get("metrics", {})) for one in _models(model)]
+    return max(c for c, _ in found), max(x for _, x in found)
+
+
+def worse_than_usual(model: CostModel) -> list[str]:
+    """A sentence for ops and for exchanges, if the model errs much more than one of the shipped data."""
+    return [f"{what} err by {error:.0%} on samples that the model was not trained on, {error / usual:.1f} "
+            f"times the {usual:.0%} of a model of datasets/cpu-amd-epyc: measure more, on a quiet machine"
+            for what, error, usual in zip(("Ops", "Exchanges"), errors_of(model), USUAL_ERRORS, strict=True)
+            if error > _WORSE * usual]
+
+
+def label(model: CostModel) -> str:
+    """The model's setting and its data, which tell models of one hardware apart."""
+    found = (_meta(one).get("provenance", {}).get("data", "unknown") for one in _models(model))
+    return f"{model.setting}, data {'+'.join(str(data)[:8] for data in found)}"
+
+
+def _models(model: CostModel) -> tuple[CostModel, ...]:
+    return getattr(model, "models", (model,))
+
+
+def _meta(model: CostModel) -> Mapping[str, Any]:
+    return getattr(model, "meta", {})
+
+
+def _errors(metrics: Mapping[str, Any]) -> tuple[float, float]:
+    exchanges = [metrics[name] for name in ("forward_comm_mape", "backward_comm_mape") if name in metrics]
+    return (metrics["compute_mape"] / 100 if "compute_mape" in metrics else USUAL_ERRORS[0],
+            sum(exchanges) / len(exchanges) / 100 if exchanges else USUAL_ERRORS[1])

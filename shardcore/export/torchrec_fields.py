@@ -1,0 +1,240 @@
+"""How ShardCore treats each field of TorchRec's planning records. One table, which the planner itself reads.
+
+A field that a job sets is honoured, priced or refused by name. A field that is not in the table, for it came
+with a newer TorchRec, is refused wherever it is set to another value than its default.
+`python -m bench.torchrec_fields` checks the table on several versions of TorchRec.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardcore.errors import ShardCoreError, shortened
+
+HONOURED, PRICED, REFUSED = "honoured", "priced", "refused"
+UNKNOWN = object()
+"""Value of a constructor's argument that an object does not keep."""
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """Treatment of a field that is set to another value than its default.
+
+    how: HONOURED (the plan obeys it, or neither plan nor price depends on it), PRICED (price or memory counts
+        it) or REFUSED.
+    note: what happens with it. Of a refused one: why, and what would be right.
+    unpriced: effect on a job that the price leaves out, for the planner's `unpriced`. "": none.
+    """
+
+    how: str
+    note: str
+    unpriced: str = ""
+
+
+def _honoured(note: str, unpriced: str = "") -> Treatment:
+    return Treatment(HONOURED, note, unpriced)
+
+
+def _priced(note: str) -> Treatment:
+    return Treatment(PRICED, note)
+
+
+def _refused(note: str) -> Treatment:
+    return Treatment(REFUSED, note)
+
+
+_PASSED_ON = "in the plan's ParameterSharding, for FBGEMM"
+_OF_MODULE = "the module keeps it; neither plan nor price depends on it"
+_OF_JOB = "handed on to DMPCollection; neither plan nor price depends on it"
+_MEASURED = "the cost model measured this itself: leave it at its default"
+_VIRTUAL = "a virtual table has no rows to place before its ids come: leave it out"
+
+_CONFIG = {
+    "num_embeddings": _priced("rows"),
+    "embedding_dim": _priced("columns"),
+    "name": _honoured("the table's name in problem and plan"),
+    "data_type": _priced("bytes of weights; the cost model is one of that precision"),
+    "feature_names": _priced("features of the table: their lookups and outputs"),
+    "weight_init_max": _honoured(_OF_MODULE),
+    "weight_init_min": _honoured(_OF_MODULE),
+    "num_embeddings_post_pruning": _refused("a table that is trained has num_embeddings rows: leave it out"),
+    "init_fn": _honoured(_OF_MODULE),
+    "need_pos": _honoured(_OF_MODULE),
+    "input_dim": _refused("ShardCore plans tables that are looked up by id: leave it out"),
+    "total_num_buckets": _refused("buckets would divide rows elsewhere than a plan does: leave it out"),
+    "use_virtual_table": _refused(_VIRTUAL),
+    "virtual_table_eviction_policy": _refused(_VIRTUAL),
+    "enable_embedding_update": _honoured("the module keeps it", "writes of rows by DistributedModelParallel."
+                                         "write are not priced"),
+    "stash_weights": _refused("weights that leave the device between passes are neither counted nor priced: "
+                              "leave it out"),
+}
+FIELDS: Mapping[str, Mapping[str, Treatment]] = {
+    "ParameterConstraints": {
+        "sharding_types": _honoured("the kinds that the search may choose"),
+        "compute_kernels": _honoured("the first that is not dense runs the table; without 'dense' there are "
+                                     "no replicas, and with nothing else only they are. fused_uvm and "
+                                     "fused_uvm_caching are priced with rows in host memory"),
+        "min_partition": _honoured("fewest columns of a cut that the search may choose"),
+        "pooling_factors": _priced("lookups a sample, an entry per feature"),
+        "num_poolings": _refused("each feature is pooled once a sample: leave it out, or have 1 for each"),
+        "batch_sizes": _refused("ShardCore prices one batch for all features: leave it out, or give the "
+                                "planner a batch with its strides as lookups"),
+        "is_weighted": _priced("weights of lookups travel with ids"),
+        "cache_params": _priced("load_factor: share of rows in device memory. All of it is " + _PASSED_ON),
+        "enforce_hbm": _honoured(_PASSED_ON),
+        "stochastic_rounding": _honoured(_PASSED_ON),
+        "bounds_check_mode": _honoured(_PASSED_ON),
+        "feature_names": _honoured("they need to be the features of the table"),
+        "output_dtype": _honoured(_PASSED_ON),
+        "device_group": _honoured("it needs to be the topology's compute_device"),
+        "key_value_params": _honoured(_PASSED_ON),
+        "use_virtual_table": _refused(_VIRTUAL),
+    },
+    "Topology": {
+        "world_size": _honoured("devices"),
+        "compute_device": _honoured("type of the devices in the plan"),
+        "hbm_cap": _honoured("memory of a device"),
+        "ddr_cap": _honoured("memory of a device on a CPU; elsewhere host memory for fused_uvm tables"),
+        "ssd_cap": _honoured("no plan has rows on SSD"),
+        "local_world_size": _honoured("devices of a host"),
+        "pod_size": _refused("ShardCore knows links within a host and between hosts, and none between hosts "
+                             "of a pod"),
+        "hbm_mem_bw": _refused(_MEASURED),
+        "ddr_mem_bw": _refused(_MEASURED),
+        "ssd_mem_bw": _refused("no plan has rows on SSD: leave it at its default"),
+        "hbm_to_ddr_mem_bw": _priced("link of a device to its host's memory, for fused_uvm tables"),
+        "intra_host_bw": _priced("the topology's within_host_gbps"),
+        "inter_host_bw": _priced("the topology's between_hosts_gbps"),
+        "bwd_compute_multiplier": _refused(_MEASURED),
+        "custom_topology_data": _honoured("memory of each device"),
+        "weighted_feature_bwd_compute_multiplier": _refused(_MEASURED),
+        "uneven_sharding_perf_multiplier": _refused(_MEASURED),
+        "generalized_comms_bandwidths": _priced("BasicCommsBandwidths, as intra_host_bw and inter_host_bw; "
+                                                "others are refused"),
+        "created_by_factory": _honoured("neither plan nor price depends on it"),
+    },
+    "QCommsConfig": {
+        "forward_precision": _priced("payload of outputs: FP32, FP16 or BF16; others are refused"),
+        "backward_precision": _priced("payload of gradients: FP32, FP16 or BF16; others are refused"),
+        "forward_loss_scale": _honoured("a factor; as many bytes travel"),
+        "backward_loss_scale": _honoured("a factor; as many bytes travel"),
+        **dict.fromkeys(("fp8_quantize_dim", "fp8_quantize_dim_bwd", "fp8_bwd_uses_143", "fp8_output_dtype"),
+                        _refused("payloads of 8 bits are not priced: use FP16 or BF16")),
+        **dict.fromkeys(("mx4_quantize_dim", "mx4_quantize_dim_bwd", "mx4_rounding_mode"),
+                        _refused("payloads of 4 bits are not priced: use FP16 or BF16")),
+        "output_dtype": _refused("outputs are priced in FP32 at both ends: leave it out"),
+    },
+    "EmbeddingConfig": _CONFIG,
+    "EmbeddingBagConfig": {**_CONFIG, "pooling": _honoured("sums and means take as long; " + _OF_MODULE)},
+    "DMPCollection": {
+        "module": _honoured("the model"),
+        "device": _honoured(_OF_JOB),
+        "plan": _honoured("of one group"),
+        "world_size": _honoured("devices"),
+        "sharding_group_size": _honoured("devices of a group"),
+        "global_pg": _honoured(_OF_JOB),
+        "sharding_strategy": _refused("groups are planned for ShardingStrategy.DEFAULT: leave it out"),
+        "node_group_size": _honoured("devices of a group on a host"),
+        "sharders": _honoured(_OF_JOB),
+        "init_data_parallel": _honoured(_OF_JOB),
+        "init_parameters": _honoured(_OF_JOB),
+        "data_parallel_wrapper": _honoured(_OF_JOB),
+        "use_inter_host_allreduce": _honoured("the layout of the groups"),
+        "custom_all_reduce": _refused("replicas are priced with TorchRec's own all-reduce: leave it out"),
+        "submodule_configs": _refused("a plan has one grouping for all modules: leave it out"),
+        "rs_awaitable_hook_module": _refused("it belongs to ShardingStrategy.FULLY_SHARDED: leave it out"),
+        "use_sharded_relay": _refused("replicas are priced with an all-reduce, not a relay: leave it out"),
+    },
+}
+
+
+def kind_of(record: type) -> str:
+    """The name of a record in FIELDS: that of its class, or of the one that it extends."""
+    return next(c.__name__ for c in record.__mro__ if c.__name__ in FIELDS)
+
+
+def defaults_of(record: type) -> dict[str, Any]:
+    """Defaults of all fields of a class. inspect.Parameter.empty: the field has none."""
+    if dataclasses.is_dataclass(record):
+        return {f.name: _default_of(f) for f in dataclasses.fields(record)}
+    found: dict[str, Any] = {}
+    for c in (c for c in record.__mro__ if "__init__" in vars(c)):
+        parameters = inspect.signature(c.__init__).parameters
+        named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        found = {name: p.default for name, p in named.items() if name != "self"} | found
+        # A subclass may hand on what it does not name.
+        if len(named) == len(parameters):
+            break
+    return found
+
+
+def _default_of(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+
+
+def values_of(record: object) -> dict[str, Any]:
+    """Values of all fields. UNKNOWN: the object does not keep it."""
+    return {name: getattr(record, name, getattr(record, f"_{name}", UNKNOWN))
+            for name in defaults_of(type(record))}
+
+
+def require_treated(record: object, what: str) -> list[str]:
+    """Effects of a record's fields that a price leaves out, a line each.
+
+    what: the record, for messages.
+
+    Raises ShardCoreError naming a field that is set and refused, or set and not in FIELDS.
+    """
+    return check(type(record), values_of(record), what)
+
+
+def check(kind: type, values: Mapping[str, Any], what: str) -> list[str]:
+    """As `require_treated`, of values by field."""
+    treatments, defaults, lines = FIELDS[kind_of(kind)], defaults_of(kind), []
+    for name, value in values.items():
+        if _same(value, defaults.get(name, UNKNOWN)):
+            continue
+        treatment = treatments.get(name)
+        if treatment is None and value is UNKNOWN:
+            lines.append(f"{what} may have {name}, which ShardCore does not know and cannot read")
+        elif value is UNKNOWN:
+            continue
+        elif treatment is None:
+            raise ShardCoreError(f"{what} has {name} {_shown(value)}, which this ShardCore does not know; "
+                                 f"leave it at its default, {_shown(defaults.get(name))}")
+        elif treatment.how == REFUSED:
+            raise ShardCoreError(f"{what} has {name} {_shown(value)}; {treatment.note}")
+        elif treatment.unpriced:
+            lines.append(f"{what} has {name} {_shown(value)}; {treatment.unpriced}")
+    return lines
+
+
+def _same(value: Any, default: Any) -> bool:
+    if value is default:
+        return True
+    try:
+        return type(value) is type(default) and bool(value == default)
+    except (TypeError, ValueError, RuntimeError):  # of arrays and tensors
+        return False
+
+
+def _shown(value: Any) -> str:
+    return shortened(repr(value), 80)
+
+
+def records() -> dict[str, type]:
+    """The classes of FIELDS, of the installed TorchRec."""
+    from torchrec import EmbeddingBagConfig, EmbeddingConfig
+    from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
+    from torchrec.distributed.model_parallel import DMPCollection
+    from torchrec.distributed.planner import ParameterConstraints, Topology
+
+    return {c.__name__: c for c in (ParameterConstraints, Topology, QCommsConfig, EmbeddingBagConfig,
+                                    EmbeddingConfig, DMPCollection)}

@@ -1,0 +1,86 @@
+"""How sure the gain of one plan over another is: an interval of the difference, not of the two costs.
+
+Two plans of a problem share most errors of the model. Let a and b be the ms of a part of the step under both
+plans, sigma the model's held-out error of that part, and c the share of its work that the plans place
+otherwise. Errors of what stays are the same in both, those of what moves are independent:
+
+    var = sigma² (a² + b² - 2 (1 - c) a b)
+
+summed over compute and exchanges. The margin is CALIBRATION times its root.
+
+The calibration is that of 135 pairs of replayed plans of nine problems, which the model did not see
+(`python -m bench.replacements`): the quantile at CONFIDENCE of the error of a difference over that root. It
+is below 1, for a step adds up many ops and exchanges, whose errors partly cancel, and errors of single
+samples hold their noise too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+from shardcore.cost.known_errors import errors_of
+from shardcore.cost.model import CostModel
+from shardcore.layouts import shards_on
+from shardcore.outputs import output_bytes
+from shardcore.step_cost import StepCost
+from shardcore.types import Plan, Problem, Shard
+
+CONFIDENCE = 0.9
+CALIBRATION = 0.56
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a plan saves over another one.
+
+    ms: of a step.
+    margin_ms: the real difference is within `ms` ± this with probability CONFIDENCE.
+    before_ms: cost of the other plan.
+    """
+
+    ms: float
+    margin_ms: float
+    before_ms: float
+
+    def worth_it(self, threshold: float = 0.0) -> bool:
+        """Whether it exceeds both its margin and a share of the cost before."""
+        return self.ms > max(self.margin_ms, threshold * self.before_ms)
+
+    def __str__(self) -> str:
+        of = self.before_ms or 1.0
+        return f"gain {self.ms / of:.1%} ± {self.margin_ms / of:.1%}"
+
+
+def gain(before: tuple[Plan, StepCost], now: tuple[Plan, StepCost], problem: Problem,
+         model: CostModel) -> Gain:
+    """The gain of a plan over another one of the same tables. Costs are the model's."""
+    plans, costs = zip(before, now, strict=True)
+    lookups, sent = (_changed(*plans, of) for of in (
+        lambda shard: shard.table.looked_up * shard.width,
+        lambda shard: output_bytes(shard, problem.global_batch)))
+    compute = [max(cost.compute_ms) for cost in costs]
+    exchanges = [cost.total_ms - cost.dense_ms - ms for cost, ms in zip(costs, compute, strict=True)]
+    variance = sum(error**2 * (a * a + b * b - 2 * (1 - changed) * a * b) for error, changed, (a, b) in zip(
+        errors_of(model), (lookups, sent), (compute, exchanges), strict=True))
+    totals = [cost.total_ms for cost in costs]
+    return Gain(totals[0] - totals[1], CALIBRATION * sqrt(max(0.0, variance)), totals[0])
+
+
+def _changed(old: Plan, new: Plan, work: Callable[[Shard], float]) -> float:
+    """The share of work that one plan has where the other has not, 0 to 1."""
+    before, after = _work_on(old, work), _work_on(new, work)
+    total = sum(before.values()) + sum(after.values())
+    return sum(abs(before[k] - after[k]) for k in before.keys() | after.keys()) / total if total else 0.0
+
+
+def _work_on(plan: Plan, work: Callable[[Shard], float]) -> dict[Any, float]:
+    """Work by device, kind, table and rows. Which columns of a table a device has does not matter."""
+    found: dict[Any, float] = defaultdict(float)
+    for p in plan.placements:
+        for device, shard in shards_on(p):
+            found[device, p.kind, shard.table.name, shard.row_lo] += work(shard)
+    return found

@@ -1,0 +1,114 @@
+"""Records of arrays that compiled functions take as one pointer.
+
+Numba passes a tuple of 60 arrays as 400 numbers. Each function would unpack them all, and each call pack
+them again. That took most of the time to compile. So a record is a pointer to the addresses and shapes of
+its arrays, one word each, and a compiled function loads those that it uses.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core.typing.templates import AttributeTemplate
+from numba.extending import infer_getattr, intrinsic, lower_getattr_generic, models, register_model
+from numba.np.arrayobj import populate_array
+
+from shardcore import compiling
+
+WORDS = types.int64[::1]
+"""The type of a packed record in a signature."""
+_WORD = ir.IntType(64)
+
+
+class Record(types.Type):
+    """numba's type of a pointer to a record.
+
+    of: a NamedTuple. Annotations are numba's types: C-contiguous arrays, float64 or boolean.
+    """
+
+    def __init__(self, of: type) -> None:
+        self.fields = dict(of.__annotations__)
+        # Number of the first word of each field.
+        sizes = [1 + getattr(field, "ndim", 0) for field in self.fields.values()]
+        self.at = dict(zip(self.fields, np.cumsum([0, *sizes]).tolist(), strict=False))
+        super().__init__(name=of.__name__)
+
+
+register_model(Record)(models.OpaqueModel)
+
+
+def packed(record: Any) -> Any:
+    """The words of a record, for a compiled function. The record has to outlive the call.
+
+    Anything that is not a NamedTuple stays as it is.
+    """
+    if not isinstance(record, tuple):
+        return record
+    words: list[int] = []
+    for name, kind in type(record).__annotations__.items():
+        value = getattr(record, name)
+        if not isinstance(kind, types.Array):
+            words.append(int(np.array(value, kind.name).astype(np.float64).view(np.int64))
+                         if kind is types.float64 else int(value))
+            continue
+        # Compiled code trusts these: any other array would be read wrongly.
+        if value.dtype != kind.dtype.name or value.ndim != kind.ndim or not value.flags.c_contiguous:
+            raise TypeError(f"{name} is {value.ndim}-d {value.dtype}; it needs to be {kind}")
+        words += (value.ctypes.data, *value.shape)
+    return np.array(words, np.int64)
+
+
+def pointer(record: Record) -> Any:
+    """A function for compiled code: from packed words to the record."""
+
+    @intrinsic
+    def of_words(typing_context, words):  # noqa: ANN001, ANN202 (numba's own form)
+        def code(context, builder, signature, args):  # noqa: ANN001, ANN202
+            array = context.make_array(signature.args[0])(context, builder, args[0])
+            return builder.bitcast(array.data, context.get_value_type(record))
+
+        return record(words), code
+
+    return of_words
+
+
+entry = partial(compiling.entry, convert=packed)
+"""As compiling.entry, for functions that take records."""
+
+
+@infer_getattr
+class _FieldTypes(AttributeTemplate):
+    key = Record
+
+    def generic_resolve(self, record: Record, name: str) -> types.Type | None:
+        return record.fields.get(name)
+
+
+@lower_getattr_generic(Record)
+def _load_field(context, builder, record, pointer, name):  # noqa: ANN001, ANN202 (numba's own form)
+    kind, at = record.fields[name], record.at[name]
+    words = builder.bitcast(pointer, _WORD.as_pointer())
+
+    def word(i: int) -> ir.Value:
+        loaded = builder.load(builder.gep(words, [_WORD(at + i)]))
+        # Addresses and shapes stay the same during a call. So LLVM may load them once, before a loop.
+        loaded.set_metadata("invariant.load", builder.module.add_metadata([]))
+        return loaded
+
+    if kind is types.boolean:
+        return builder.trunc(word(0), ir.IntType(1))
+    if not isinstance(kind, types.Array):
+        return builder.bitcast(word(0), context.get_value_type(kind))
+    array = context.make_array(kind)(context, builder)
+    shape = [word(1 + i) for i in range(kind.ndim)]
+    size = context.get_abi_sizeof(context.get_data_type(kind.dtype))
+    strides = [_WORD(size)]
+    for length in shape[:0:-1]:
+        strides.insert(0, builder.mul(strides[0], length))
+    data = builder.inttoptr(word(0), context.get_data_type(kind.dtype).as_pointer())
+    populate_array(array, data=data, shape=shape, strides=strides, itemsize=size, meminfo=None)
+    return array._getvalue()

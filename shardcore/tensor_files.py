@@ -1,0 +1,57 @@
+"""Named tensors with their meta in one safetensors file, sealed: a flipped bit is refused.
+
+Reading one runs none of its code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardcore.documents import document, opened, seal, unseal
+from shardcore.errors import ShardCoreError
+from shardcore.files import write_atomic
+from shardcore.model_files import UNREADABLE
+from shardcore.schema import parse_json, read, require_file
+
+_META, _DIGESTS = "shardcore", "tensors_sha256"
+
+
+def write_tensors(path: str | Path, schema: str, meta: Mapping[str, Any],
+                  tensors: Mapping[str, np.ndarray]) -> None:
+    from safetensors.numpy import save
+
+    own = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    body = seal({**meta, _DIGESTS: {name: tensor_sha256(tensor) for name, tensor in own.items()}})
+    write_atomic(path, save(own, {_META: json.dumps(document(schema, body))}))
+
+
+def read_tensors(path: str | Path, schema: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The meta and tensors that `write_tensors` wrote. Raises ShardCoreError for any other file."""
+    from safetensors import SafetensorError, safe_open
+
+    require_file(path)
+    try:
+        with safe_open(path, "np") as file:
+            about = (file.metadata() or {}).get(_META, "null")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError, *UNREADABLE) as error:
+        raise ShardCoreError(f"{path} is not safetensors: {error}") from None
+    body = unseal(opened(parse_json(about.encode(), path), schema, path)[0], path)
+    said = read(body.pop(_DIGESTS, None), Mapping[str, str], f"{path}: {_DIGESTS}")
+    if said != {name: tensor_sha256(tensor) for name, tensor in tensors.items()}:
+        raise ShardCoreError(f"{path} has tensors that do not match their digests; it was cut short or "
+                             "edited")
+    return body, tensors
+
+
+def tensor_sha256(tensor: np.ndarray) -> str:
+    """Digest of a tensor's type, shape and cells."""
+    found = hashlib.sha256(f"{tensor.dtype.str} {tensor.shape}".encode())
+    found.update(tensor.data if tensor.size else b"")
+    return found.hexdigest()

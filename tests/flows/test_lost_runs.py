@@ -1,0 +1,116 @@
+"""Flow runs whose worker and process were killed, on a real Prefect server: found, ended, and what still runs
+is left alone."""
+
+import math
+import os
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import StateType
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelling, Completed, Pending, Running
+
+from tasks import lost_runs
+from tasks.lost_runs import POOL, WORKER, Api
+
+
+@flow
+def waits():
+    pass
+
+
+@pytest.fixture(scope="module")
+def client(prefect_api):
+    settings = {PREFECT_API_URL: prefect_api, PREFECT_API_AUTH_STRING: os.environ["PREFECT_API_AUTH_STRING"]}
+    with temporary_settings(settings), get_client(sync_client=True) as client:
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process"), overwrite=True)
+        yield client
+
+
+@pytest.fixture
+def api(client):
+    return Api(os.environ["PREFECT_API_URL"], os.environ["PREFECT_API_AUTH_STRING"])
+
+
+@pytest.fixture
+def taken(client):
+    """Makes runs of a deployment that a worker has taken; they go with the test."""
+    flow_id = client.create_flow(waits)
+    deployment = client.create_deployment(flow_id, f"d-{uuid.uuid4()}", work_pool_name=POOL)
+    made = []
+
+    def take(*states, worker=WORKER):
+        run = client.create_flow_run_from_deployment(deployment)
+        if worker:
+            client.update_flow_run_labels(run.id, {"prefect.worker.name": worker})
+        for state in states:
+            client.set_flow_run_state(run.id, state, force=True)
+        made.append(run.id)
+        return str(run.id)
+
+    yield take
+    for run_id in made:
+        client.delete_flow_run(run_id)
+    client.delete_deployment(deployment)
+
+
+def ids(found):
+    return {run.id for run in found}
+
+
+def test_runs_that_a_dead_worker_took_are_found_and_end_as_crashed(client, api, taken):
+    held = [taken(Pending()), taken(Pending(), Running()), taken(Pending(), Running(), Cancelling()),
+            taken(Pending(), worker=None)]
+    taken()  # nobody has taken it
+    found = lost_runs.find(api, math.inf)
+    assert ids(found) == set(held)
+    assert all(str(run).startswith(f"run {run.name!r}, ") and run.state in str(run) for run in found)
+    assert all(lost_runs.end(api, run) for run in found)
+    assert {client.read_flow_run(run_id).state.type for run_id in held} == {StateType.CRASHED}
+    assert lost_runs.find(api, math.inf) == []
+    assert not any(lost_runs.end(api, run) for run in found)
+
+
+def test_what_the_worker_of_now_or_another_took_is_left_alone(api, taken):
+    taken(Pending(), Running())
+    assert lost_runs.find(api, time.time() - 60) == []
+    taken(Pending(), Running(), worker="stack@elsewhere")
+    assert len(lost_runs.find(api, math.inf)) == 1
+
+
+def test_a_run_whose_process_lives_goes_on(api, taken):
+    run_id = taken(Pending(), Running())
+    env = {**os.environ, "PREFECT__FLOW_RUN_ID": run_id}
+
+    def start(code):
+        process = subprocess.Popen([sys.executable, "-c", f"print(flush=True); input(){code}"], env=env,
+                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process.stdout.readline()
+        return process
+
+    # As the worker starts it, its engine has the run's id in its environment. So has what that starts.
+    with start("  # prefect.engine") as engine, start("") as child:
+        assert lost_runs.find(api, math.inf) == []
+        engine.kill()
+        engine.wait()
+        assert ids(lost_runs.find(api, math.inf)) == {run_id}
+        child.kill()
+
+
+def test_one_that_ended_meanwhile_keeps_its_end(client, api, taken):
+    run_id = taken(Pending(), Running())
+    [found] = lost_runs.find(api, math.inf)
+    client.set_flow_run_state(run_id, Completed(), force=True)
+    assert not lost_runs.end(api, found)
+    assert client.read_flow_run(run_id).state.type == StateType.COMPLETED
+
+
+def test_the_pool_runs_one_at_a_time_whatever_the_deployment(client, api):
+    lost_runs.limit_runs(api)
+    assert client.read_work_pool(POOL).concurrency_limit == 1

@@ -1,0 +1,101 @@
+"""The interval of a gain: what plans have in common is no reason to doubt their difference."""
+
+from dataclasses import replace
+from math import sqrt
+
+import pytest
+from shapes import column, replica, row
+
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.known_errors import USUAL_ERRORS, errors_of
+from shardcore.cost.model import price
+from shardcore.publish import gain
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem, Setting, Table
+from shardcore.workload import lower
+
+MODEL = AnalyticModel(Setting("made-up", 256))
+
+
+@pytest.fixture
+def problem() -> Problem:
+    tables = tuple(Table(f"t{i}", 4000, 16, 5.0) for i in range(8))
+    return Problem("gain", tables, Topology((Device(8 << 20),) * 4), 256)
+
+
+def of(plan: Plan, problem: Problem, model=MODEL):
+    return plan, price(lower(plan, problem), model)
+
+
+def spread(problem: Problem, by: int = 0) -> Plan:
+    return Plan(tuple(column(t, (i + by) % 4) for i, t in enumerate(problem.tables)))
+
+
+def margin(old: Plan, new: Plan, problem: Problem, model=MODEL) -> float:
+    return gain.gain(of(old, problem, model), of(new, problem, model), problem, model).margin_ms
+
+
+def test_the_same_plan_is_surely_no_better(problem):
+    found = gain.gain(of(spread(problem), problem), of(spread(problem), problem), problem, MODEL)
+    assert found.ms == found.margin_ms == 0 and not found.worth_it()
+
+
+def test_the_more_moves_the_less_is_known_of_the_difference(problem):
+    old, margins = spread(problem), []
+    for n in range(1, 9):
+        new = Plan((*spread(problem, 1).placements[:n], *old.placements[n:]))
+        margins.append(margin(old, new, problem))
+    assert margins == sorted(margins) and margins[0] > 0
+    # Devices exchange all of their tables: the errors of the two costs are independent.
+    cost = of(old, problem)[1]
+    compute, exchanges = max(cost.compute_ms), cost.total_ms - max(cost.compute_ms)
+    alone = [gain.CALIBRATION * error * ms for error, ms in zip(USUAL_ERRORS, (compute, exchanges),
+                                                               strict=True)]
+    assert margins[-1] == pytest.approx(sqrt(2) * sqrt(sum(x * x for x in alone)))
+
+
+def test_another_kind_on_the_same_devices_is_another_op(problem):
+    old = spread(problem)
+    for other in (row(problem.tables[0], problem.topology), replica(problem.tables[0], problem.topology)):
+        assert margin(old, Plan((other, *old.placements[1:])), problem) > 0
+    wide = replace(problem, tables=(Table("w", 4000, 32, 5.0),))
+    halves = [Plan((column(wide.tables[0], 0, *a), column(wide.tables[0], 1, *b)))
+              for a, b in (((0, 16), (16, 32)), ((16, 32), (0, 16)))]
+    assert margin(*halves, wide) == 0  # which columns it has does not change what a device does
+
+
+def test_a_model_that_errs_more_is_less_sure(problem):
+    class Erring(AnalyticModel):
+        meta = {"metrics": {"compute_mape": 10.0, "forward_comm_mape": 20.0, "backward_comm_mape": 60.0}}
+
+    class Both(AnalyticModel):
+        models = (MODEL, Erring(MODEL.setting))
+
+    erring, both = Erring(MODEL.setting), Both(MODEL.setting)
+    assert errors_of(MODEL) == USUAL_ERRORS
+    assert errors_of(erring) == errors_of(both) == (0.1, 0.4)
+    assert margin(spread(problem), spread(problem, 1), problem, erring) > margin(
+        spread(problem), spread(problem, 1), problem)
+
+
+def test_a_gain_has_to_exceed_its_margin_and_what_was_asked():
+    found = gain.Gain(3.0, 2.0, 100.0)
+    assert str(found) == "gain 3.0% ± 2.0%"
+    assert found.worth_it() and found.worth_it(0.02) and not found.worth_it(0.03)
+    assert not gain.Gain(2.0, 2.0, 100.0).worth_it() and not gain.Gain(-3.0, 2.0, 100.0).worth_it()
+
+
+@pytest.mark.long
+def test_of_replayed_plans_that_replace_others_nine_in_ten_are_faster():
+    """Compute hardly counts in these replays, so a short training is enough."""
+    from bench import replacements
+    from shardcore.cost import drift_correction, fit
+
+    setting = Setting("cpu-amd-epyc", 2048)
+    known = drift_correction.read(["datasets/cpu-amd-epyc"], setting)
+    model = fit.train(known.compute[:1500], known.comm, setting, fit.FitConfig(epochs=5)).model
+    pairs = replacements.pairs(model)
+    made = replacements.accepted(pairs)
+    assert len(pairs) == 135 and len(made) >= 60
+    assert sum(p.real_ms > 0 for p in made) >= 0.9 * len(made)
+    assert replacements.calibration(pairs) == pytest.approx(gain.CALIBRATION, rel=0.15)

@@ -1,0 +1,89 @@
+"""The default search: never dearer with a larger budget, and never above another search."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conformance import check_plan, draw_problem, model_for
+from shapes import on_hosts
+
+from shardcore.constraints import Constraints
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import price
+from shardcore.errors import Infeasible
+from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
+from shardcore.search.portfolio import portfolio
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Setting, Table
+from shardcore.workload import lower
+
+MIB, GIB = 2**20, 2**30
+
+
+def cost(plan) -> float:
+    return plan.provenance["predicted_ms"]
+
+
+def gpu(problem: Problem) -> AnalyticModel:
+    return AnalyticModel(Setting("gpu", problem.global_batch))
+
+
+def mixed(seed: int) -> Problem:
+    """Pooled tables and sequences, of which some are long."""
+    rng = np.random.default_rng(seed)
+    tables = tuple(Table(f"t{i}", int(rng.integers(100, 200_000)), int(rng.choice([16, 32, 64])),
+                         float(rng.choice([1, 10, 100])), sequence=bool(rng.random() < 0.4))
+                   for i in range(int(rng.integers(3, 25))))
+    return Problem(f"mixed-{seed}", tables, on_hosts("a" * int(rng.choice([2, 4, 8])), GIB), 2048)
+
+
+def test_it_is_the_default():
+    assert DEFAULT_SHARDER == "portfolio"
+
+
+@pytest.mark.parametrize("memory_gib", [2.5, 80])
+def test_the_rows_of_a_long_sequence_are_divided_however_much_memory_there_is(memory_gib):
+    history = Table("history", 1_000_000, 128, 1000.0, sequence=True)
+    problem = Problem("long", (history,), on_hosts("a" * 8, int(memory_gib * GIB)), 2048)
+    plan = portfolio(problem, gpu(problem), budget=Budget(evals=20_000))
+    assert [p.kind for p in plan.placements] == ["row"]
+    assert price(lower(plan, problem), gpu(problem)).total_ms < 10.5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_larger_budget_never_ends_dearer(seed):
+    problem = mixed(seed)
+    budgets = (1, 700, 2_000, 5_000, 13_000, 40_000)
+    costs = [cost(portfolio(problem, gpu(problem), seed=seed, budget=Budget(evals=n))) for n in budgets]
+    assert costs == sorted(costs, reverse=True), costs
+    assert costs[-1] < costs[0]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_other_search_is_cheaper(seed):
+    """With the default budget, which the beam takes its share of."""
+    problem = draw_problem(seed, 18 + seed, [8 * MIB] * 4)
+    model = model_for(problem)
+    plan = portfolio(problem, model)
+    check_plan(plan, problem)
+    for name in SHARDERS:
+        if name not in ("portfolio", "torchrec"):
+            assert cost(plan) <= cost(SHARDERS[name](problem, model)) * (1 + 1e-9), name
+
+
+def test_tables_of_a_fixed_kind_are_placed_beside_what_is_searched():
+    problem = mixed(1)
+    pooled = next(t.name for t in problem.tables if not t.sequence)
+    asked = replace(problem, constraints=Constraints(kinds=((pooled, ("data_parallel",)),)))
+    plan = portfolio(asked, gpu(asked), budget=Budget(evals=5_000))
+    check = {p.shard.table.name: p.kind for p in plan.placements}
+    assert check[pooled] == "data_parallel" and len(check) == len(problem.tables)
+    assert cost(plan) == pytest.approx(price(lower(plan, asked), gpu(asked)).total_ms)
+    only = replace(asked, tables=tuple(t for t in asked.tables if t.name == pooled))
+    assert [p.kind for p in portfolio(only, gpu(only)).placements] == ["data_parallel"]
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    problem = Problem("small", (Table("huge", 1_000_000, 64, 1.0),), Topology((Device(MIB),) * 2), 2)
+    with pytest.raises(Infeasible, match="problem 'small' does not fit"):
+        portfolio(problem, gpu(problem))

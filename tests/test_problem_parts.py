@@ -1,0 +1,67 @@
+"""A plan of another problem is refused by the name of what differs."""
+
+from dataclasses import replace
+
+import pytest
+from shapes import column
+
+from shardcore import files
+from shardcore.access_statistics import Zipf
+from shardcore.constraints import Constraints
+from shardcore.errors import ShardCoreError
+from shardcore.grouped_plans import read_grouped, write_grouped
+from shardcore.job import Job
+from shardcore.sharding_groups import GroupedPlan, Grouping, problem_of_group
+from shardcore.topology import Device, Topology
+from shardcore.types import Plan, Problem, Table
+
+TABLES = tuple(Table(name, 100, 16, 2.0) for name in ("b", "a", "c"))
+WHOLE = Problem("p", TABLES, Topology(tuple(Device(10**9, host=f"h{d // 2}") for d in range(4))), 64)
+
+
+def with_table(**changed) -> Problem:
+    return replace(WHOLE, tables=(replace(TABLES[0], **changed), *TABLES[1:]))
+
+
+def on(**changed) -> Problem:
+    devices = (replace(WHOLE.topology.devices[0], **changed), *WHOLE.topology.devices[1:])
+    return replace(WHOLE, topology=Topology(devices))
+
+
+@pytest.mark.parametrize(("other", "said"), [
+    (with_table(name="d"), "name of tables"),
+    (replace(WHOLE, tables=TABLES[::-1]), "order of tables"),
+    (replace(WHOLE, tables=TABLES[:2]), "name of tables"),
+    (with_table(rows=101), "rows of tables"),
+    (with_table(dim=32), "dim of tables"),
+    (with_table(pooling=2.5), "pooling of tables"),
+    (with_table(access=Zipf(1.2)), "access of tables"),
+    (with_table(features=2, weighted=True), "features of tables, weighted of tables"),
+    (on(host="h9"), "host of devices"),
+    (on(memory_bytes=2 * 10**9), "memory_bytes of devices"),
+    (on(speed=2.0), "speed of devices"),
+    (replace(WHOLE, topology=Topology(WHOLE.topology.devices[:2])), "number of devices"),
+    (replace(WHOLE, topology=replace(WHOLE.topology, within_host_gbps=9.0)), "topology.within_host_gbps"),
+    (replace(WHOLE, global_batch=128), "global_batch"),
+    (replace(WHOLE, optimizer="adam"), "optimizer"),
+    (replace(WHOLE, job=Job(id_bytes=4)), "job.id_bytes"),
+    (replace(WHOLE, constraints=Constraints(unsplit=("a",))), "constraints"),
+])
+def test_a_plan_of_another_problem_names_what_differs(tmp_path, other, said):
+    path = tmp_path / "plan.json"
+    files.write_plan(path, Plan(tuple(column(t, 0) for t in TABLES)), WHOLE)
+    with pytest.raises(ShardCoreError, match=f"is a plan for problem 'p' .*; they differ in {said}$"):
+        files.read_plan(path, other)
+    grouped, own = tmp_path / "grouped.json", problem_of_group(WHOLE, Grouping(2, "contiguous"))
+    plan = Plan(tuple(column(t, 0) for t in TABLES))
+    write_grouped(grouped, GroupedPlan(Grouping(2, "contiguous"), plan, own), WHOLE)
+    with pytest.raises(ShardCoreError, match=f"is a grouped plan for problem 'p' .*; they differ in {said}$"):
+        read_grouped(grouped, other)
+
+
+def test_a_name_alone_makes_no_other_plan(tmp_path):
+    """The digest has it too, but nothing of the plan depends on it."""
+    path = tmp_path / "plan.json"
+    files.write_plan(path, Plan(tuple(column(t, 0) for t in TABLES)), WHOLE)
+    with pytest.raises(ShardCoreError, match="is a plan for problem 'p' .*; problem 'q' here has [0-9a-f]*$"):
+        files.read_plan(path, replace(WHOLE, name="q"))
