@@ -36,6 +36,7 @@ from shardcore.layouts import (
     shards_on,
 )
 from shardcore.limits import require_type
+from shardcore.op_limits import require_ops
 from shardcore.outputs import output_bytes
 from shardcore.topology import Topology
 from shardcore.traffic import channels_of, lanes, row_in, shared_on_hosts
@@ -122,13 +123,16 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
 
     Raises ShardCoreError if the plan does not cover the problem's tables exactly once.
     Raises it too for a placement that its kind does not allow, and for a broken constraint.
-    Raises Infeasible if a device would hold more than it may, unless `fits` is False.
+    Raises Infeasible if a device would hold more than it may, or run more in an op than FBGEMM does, unless
+    `fits` is False.
     """
     require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
     require_type(problem, Problem, "problem", "a Problem")
     require_cover(plan, problem)
     require_constraints(plan, problem)
     used = (memory.require_fits if fits else memory.used_bytes)(plan, problem)
+    if fits:
+        require_ops(plan, problem)
     n_devices = len(problem.topology)
     held: dict[tuple[Layout, int], list[Shard]] = defaultdict(list)
     for placement in merged(plan.placements):
@@ -195,6 +199,7 @@ def require_plan(plan: Plan, problem: Problem, fits: bool = True) -> None:
     require_constraints(plan, problem)
     if fits:
         memory.require_fits(plan, problem)
+        require_ops(plan, problem)
 
 
 def require_cover(plan: Plan, problem: Problem) -> None:

@@ -6,13 +6,14 @@ Tables that no device can hold are cut. Problems without a plan are refused with
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from shardcore.constraints import Constraints
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, device_names, even_share, shards_on
 from shardcore.memory import free_bytes, gib
+from shardcore.search.exact_memory import roomiest
 from shardcore.search.free_memory import bundle_bytes, bytes_alone
 from shardcore.search.packing import (
     NODES,
@@ -35,8 +36,10 @@ MOST_PACKED = 1000
 """With more tables, sums estimate what would fit. Packing them repeatedly would take minutes."""
 _NEARLY = 0.99
 """Above this share of the memory, gaps may remain that no table fits."""
-_STEPS = 200
-"""Steps of best fit for each amount of memory that a remedy tries."""
+
+
+class DoesNotFit(Infeasible):
+    """No plan was found that fits. It may be that a search counts too much (see `roomiest`)."""
 
 
 def feasible_shards(problem: Problem) -> list[Shard]:
@@ -197,61 +200,65 @@ def pack_or_raise(problem: Problem) -> Packing:
                                "the tallest tables divided over the devices evenly, as TorchRec trains them")
 
 
-def _infeasible(problem: Problem, reason: str) -> Infeasible:
-    """The error with its reason and remedy."""
+def _infeasible(problem: Problem, reason: str) -> DoesNotFit:
+    """The error with its reason. Its remedy takes long to find, see `remedy`."""
     reserved = problem.constraints.reserved_bytes
     kept = f" ({gib(reserved)} of each stays free: constraints.reserved_bytes)" if reserved else ""
-    return Infeasible(f"problem {problem.name!r} does not fit: {reason}{kept}. {_remedy(problem)}")
+    return DoesNotFit(f"problem {problem.name!r} does not fit: {reason}{kept}")
 
 
-def _remedy(problem: Problem) -> str:
-    """How much more memory per device, or how many more devices, would be enough. Found by packing."""
-    free, needed = free_bytes(problem), least_bytes(problem)
-    few = len(problem.tables) <= MOST_PACKED
+def remedy(problem: Problem) -> str:
+    """How much more memory per device, or how many more devices, would be enough, by the exact count.
 
-    def enough_of(problem: Problem) -> Callable[[list[int]], bool]:
-        surely = surely_fits(problem)
-        return lambda free: needed <= sum(max(0, f) for f in free) and (
-            surely(free) or (few and pack(problem, free, _STEPS) is not None))
-
-    enough = enough_of(problem)
-    # With every byte on each device, all tables fit on one: an upper end to search from.
-    memory = _least(lambda extra: enough([f + extra for f in free]), needed + max(0, -min(free)))
-    if memory and problem.constraints.reserved_bytes == default_reserve(problem.topology.devices):
-        memory = round(memory / (1 - DEFAULT_RESERVE))  # of more memory, more is kept free
-    remedies = [f"{_enough(memory)} more per device"] if memory else []
-    n_devices, present = _least(lambda n: enough(free + [max(free)] * n), MOST_DEVICES), len(free)
-    # As many as divide the batch.
-    n_devices = n_devices and next((n for n in range(n_devices, MOST_DEVICES - present + 1)
-                                    if problem.global_batch % (present + n) == 0), None)
-    if n_devices:
-        remedies.append(f"{n_devices} more device{'s' * (n_devices > 1)} like the largest")
+    The problem must not fit.
+    """
+    lacks = roomiest(problem)[1]
+    reserved_by_default = problem.constraints.reserved_bytes == default_reserve(problem.topology.devices)
+    # Of more memory, more is kept free.
+    more = round(lacks / (1 - DEFAULT_RESERVE)) if reserved_by_default else lacks
+    remedies = [f"{_enough(more)} more per device"]
+    if n := _more_devices(problem):
+        remedies.append(f"{n} more device{'s' * (n > 1)} like the largest")
     # Would it fit without pins and bundles?
     loose = replace(problem, job=replace(problem.job, tower_ratio=None),
                     constraints=Constraints(problem.constraints.reserved_bytes, problem.constraints.unsplit))
-    eased = loose.constraints != problem.constraints and enough_of(loose)(free)
-    otherwise = ("It needs smaller tables" if few else "It needs more memory, "
-                 "fewer constraints or smaller tables")
-    return (f"It would fit with {' or '.join(remedies)}, or with less in the tables"
-            if remedies else otherwise
-            ) + (", or without its pins and groups" if eased else "") + (
-                ", or with rows in host memory (python -m shardcore tiers)"
-                if not any(t.in_host_memory for t in problem.tables) else "")
+    eased = loose.constraints != problem.constraints and _fits(loose)
+    return (f"By the exact count {_enough(lacks)} are lacking. It would fit with {' or '.join(remedies)}, "
+            "or with less in the tables" + ", or without its pins and groups" * eased
+            + ", or with rows in host memory (python -m shardcore tiers)"
+            * (not any(t.in_host_memory for t in problem.tables)))
+
+
+def _fits(problem: Problem) -> bool:
+    plan, lacks = roomiest(problem, quick=True)
+    return plan is not None and lacks <= 0
+
+
+def _more_devices(problem: Problem) -> int | None:
+    """How many more devices like the largest are enough. As many as divide the batch. None if too many."""
+    devices = problem.topology.devices
+    largest = replace(max(devices, key=lambda d: d.memory_bytes), host=devices[-1].host)
+    numbers = [n for n in range(1, MOST_DEVICES + 1) if problem.global_batch % (len(devices) + n) == 0]
+
+    def enough(n: int) -> bool:
+        return _fits(replace(problem, topology=replace(problem.topology, devices=(*devices, *[largest] * n))))
+
+    # What is enough stays enough with more. Doubling first, for many devices take long to try.
+    low, high = 0, 1
+    while high <= len(numbers) and not enough(numbers[high - 1]):
+        low, high = high, 2 * high
+    high = min(high, len(numbers))
+    if high <= low or (low and not enough(numbers[high - 1])):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(numbers[middle - 1]) else (middle, high)
+    return numbers[high - 1]
 
 
 def _enough(n_bytes: int) -> str:
     """A size for people that is not less, whatever its digits."""
+    if n_bytes < 0.1 * 2**20:
+        return gib(n_bytes)
     unit = 2**30 if n_bytes >= 0.1 * 2**30 else 2**20
     return gib(math.ceil(10 * n_bytes / unit) / 10 * unit)
-
-
-def _least(enough: Callable[[int], bool], limit: int) -> int | None:
-    """The least n from 1 to `limit` that is enough, to about 1%. None if `limit` is not enough."""
-    low, high = 0, limit
-    if not enough(limit):
-        return None
-    # Bisection: what is enough stays enough with more.
-    while high - low > max(1, high // 100):
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high

@@ -31,6 +31,7 @@ def with_fixed_kinds(name: str, sharder: Callable[..., Plan]) -> Callable[..., P
         said = {k: v for k, v in found.provenance.items() if k not in ("setting", "predicted_ms")}
         return priced((*found.placements, *fixed), problem, model, **said)
 
+    search.__name__ = name
     return search
 
 

@@ -75,7 +75,7 @@ def division(table: Table, problem: Problem) -> Placement | None:
     """
     for layout in LAYOUTS.values():
         if layout.divides_rows and why_not(layout, table, problem) is None:
-            groups = _groups(layout, table, problem)
+            groups = shared_groups(layout, table, problem)
             group = groups[0] if len(groups) == 1 else _dealt(problem)[table.name]
             return Placement(layout.name, Shard.whole(table), group)
     return None
@@ -92,7 +92,7 @@ def _dealt(problem: Problem) -> Mapping[str, Group]:
     for table in sorted(problem.tables, key=lambda t: (problem.may_run(WHOLE_ROWS, t), -t.bytes)):
         several = (groups for layout in LAYOUTS.values() if layout.divides_rows
                    and why_not(layout, table, problem) is None
-                   and len(groups := _groups(layout, table, problem)) > 1)
+                   and len(groups := shared_groups(layout, table, problem)) > 1)
         if groups := next(several, None):
             found[table.name] = min(groups, key=taken.__getitem__)
             taken[found[table.name]] += table.bytes
@@ -113,7 +113,7 @@ def why_not(layout: Layout, table: Table, problem: Problem) -> str | None:
     if layout.divides_rows or layout.local_batch:
         if layout.divides_rows and table.name in problem.whole:
             return f"{layout.name} cuts it, and it must stay whole ({problem.kept_whole_by(table.name)})"
-        return None if _groups(layout, table, problem) else (
+        return None if shared_groups(layout, table, problem) else (
             f"no devices share a table of {table.rows} rows by {layout.name}, where it may live")
     width = table.dim if table.name in problem.whole else problem.most_width(table)
     if not 0 < width <= most:
@@ -122,7 +122,7 @@ def why_not(layout: Layout, table: Table, problem: Problem) -> str | None:
 
 
 @lru_cache(1 << 12)
-def _groups(layout: Layout, table: Table, problem: Problem) -> tuple[Group, ...]:
+def shared_groups(layout: Layout, table: Table, problem: Problem) -> tuple[Group, ...]:
     """The groups of several devices that may share a table by a kind. Cached, as many shards ask for them."""
     groups = possible_groups(layout, table.rows, problem.topology, problem.pinned.get(table.name))
     # A group of one device divides nothing.
@@ -133,7 +133,7 @@ def on_all_devices(table: Table, problem: Problem) -> bool:
     """Whether constraints.kinds leave a table only kinds whose shards are always on all devices."""
     asked = (layout_of(kind) for kind in problem.kinds_of.get(table.name, ()))
     kinds = [layout for layout in asked if why_not(layout, table, problem) is None]
-    return bool(kinds) and all(_groups(layout, table, problem) == (problem.topology.ranks,)
+    return bool(kinds) and all(shared_groups(layout, table, problem) == (problem.topology.ranks,)
                                for layout in kinds)
 
 

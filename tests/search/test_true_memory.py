@@ -73,11 +73,11 @@ def stubborn(given: Problem, seen: list):
 
 
 def test_it_gives_up_with_the_first_reason_and_keeps_its_budget():
-    given, seen = problem(20 << 20), []
+    given, seen = problem(4 << 20), []
     sharder, taken = stubborn(given, seen)
     with pytest.raises(Overfull, match=r"device \d of problem 'ids' would hold .* too little") as raised:
         sharder(given, model_for(given), budget=Budget(seconds=8))
-    too_much = taken - (20 << 20)
+    too_much = taken - (4 << 20)
     assert raised.value.too_much == too_much
     cautious = memory.every_plan_bytes(given, share=0.0) - memory.every_plan_bytes(given)
     reserved = [more for more, _ in seen]

@@ -1,0 +1,153 @@
+"""A plan is found wherever one fits by the exact count. Small problems are compared with all their plans."""
+
+from dataclasses import replace
+from itertools import permutations, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conformance import model_for
+from shapes import column, on_hosts, replica, row
+
+from shardcore import files, memory
+from shardcore.constraints import Constraints
+from shardcore.errors import Infeasible
+from shardcore.search import SHARDERS, Budget
+from shardcore.search.exact_memory import lacking, repaired, roomiest
+from shardcore.search.shards import halve_columns
+from shardcore.topology import Device, Topology
+from shardcore.types import Placement, Plan, Problem, Shard, Table
+from shardcore.workload import lower
+
+GIB = 2**30
+
+
+def ways(table: Table, topology: Topology):
+    """A table whole on each device, in halves, by rows, and replicated."""
+    n = len(topology)
+    yield from ((column(table, d),) for d in range(n))
+    if n == 1:
+        return
+    yield (row(table, topology),)
+    yield (replica(table, topology),)
+    halves = halve_columns(Shard.whole(table))
+    if halves and not (table.sequence and halves[0].width != halves[1].width):
+        yield from (tuple(Placement("column", s, (d,)) for s, d in zip(halves, pair, strict=True))
+                    for pair in permutations(range(n), 2))
+
+
+def least_memory(of: Problem) -> int:
+    """The memory of each device with which some plan fits: all plans are tried."""
+    plans = (Plan(tuple(p for placements in each for p in placements))
+             for each in product(*(list(ways(t, of.topology)) for t in of.tables)))
+    return min(max(memory.used_bytes(plan, of)[d] for d in {d for p in plan.placements for d in p.devices})
+               for plan in plans)
+
+
+def small(seed: int) -> Problem:
+    """2 to 4 tables on 1 to 3 devices. Weights, outputs or ids take most memory."""
+    rng = np.random.default_rng(seed)
+    most = ("weights", "outputs", "ids")[seed % 3]
+    rows = (100, 5000) if most == "weights" else (5, 200)
+    tables = tuple(Table(f"t{i}", int(rng.integers(*rows)), int(rng.choice([4, 8, 12, 16, 32, 64])),
+                         float(rng.choice([20, 100] if most == "ids" else [1, 2, 5])),
+                         sequence=bool(rng.random() < 0.3))
+                   for i in range(rng.integers(2, 4 + (seed % 4 == 0))))
+    devices = "a" * int(rng.integers(1, 4))
+    return Problem(f"small-{seed}", tables, on_hosts(devices), 6 * int(rng.integers(2, 40)))
+
+
+def with_memory(of: Problem, n_bytes: int) -> Problem:
+    return replace(of, topology=Topology((Device(n_bytes),) * len(of.topology)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_sharder_refuses_what_some_plan_fits(seed):
+    given = small(seed)
+    least = least_memory(given)
+    for times in (1.0, 1.1, 2.0):
+        tight = with_memory(given, int(times * least))
+        for name in ("size_greedy", "neuroshard", "anneal_columns", "anneal"):
+            lower(SHARDERS[name](tight, model_for(tight), budget=Budget(evals=50)), tight)
+
+
+@pytest.mark.parametrize("seed", range(12, 18))
+def test_what_is_said_to_be_lacking_is_enough_and_not_much_more(seed):
+    given = small(seed)
+    least = least_memory(given)
+    short = with_memory(given, least // 2)
+    plan, lacks = roomiest(short)
+    assert lacks == lacking(plan, short)
+    assert lacks <= least - least // 2  # finer cuts than halves may need less
+    assert roomiest(with_memory(given, least // 2 + lacks))[1] <= 0
+
+
+def test_two_tables_fit_a_device_that_has_just_their_memory():
+    """FINDINGS E3: a device of 85,248 bytes, refused because each table's largest phase was added up."""
+    tables = tuple(Table(f"t{i}", 100, dim, 1.0) for i, dim in enumerate((64, 32)))
+    given = Problem("two", tables, on_hosts("a"), 48)
+    plan = Plan(tuple(column(t, 0) for t in tables))
+    tight = with_memory(given, memory.used_bytes(plan, given)[0])
+    assert {p.devices for p in SHARDERS["anneal"](tight, model_for(tight)).placements} == {(0,)}
+    short = with_memory(given, tight.topology.devices[0].memory_bytes - 1)
+    with pytest.raises(Infeasible, match="exact count 1 bytes are lacking. It would fit with 1 bytes"):
+        SHARDERS["anneal"](short, model_for(short))
+
+
+@pytest.mark.parametrize("name", ["size_greedy", "anneal_columns"])
+def test_many_outputs_fit_one_device(name):
+    """MLPerf's 26 tables, with fewer rows, at a large batch."""
+    given = files.read_problem(Path("problems/mlperf-dlrm-dcnv2-8.json"))
+    tables = tuple(replace(t, rows=min(t.rows, 50_000)) for t in given.tables)
+    given = replace(given, tables=tables, topology=on_hosts("a", 1 << 40), global_batch=65536)
+    needed = memory.used_bytes(Plan(tuple(column(t, 0) for t in tables)), given)[0]
+    tight = with_memory(given, needed + given.constraints.reserved_bytes)
+    lower(SHARDERS[name](tight, model_for(tight), budget=Budget(evals=100)), tight)
+
+
+# --- large ones ---------------------------------------------------------------------------------------------
+
+
+def sequences_beside_bags(memory_bytes: int, **constraints) -> Problem:
+    """Like a published job: two sequence tables that no device holds whole, beside many bags (r04)."""
+    rng = np.random.default_rng(0)
+    bags = (Table(f"bag{i}", int(rng.integers(100, 20_000)), int(rng.choice([8, 64, 128])),
+                  float(rng.choice([1, 5, 40]))) for i in range(150))
+    history = (Table(f"history{i}", 100_000, 128, 100.0, sequence=True, collection="ec") for i in range(2))
+    return Problem("job", (*history, *bags), on_hosts("aabb", memory_bytes), 256,
+                   constraints=Constraints(**constraints))
+
+
+def test_sequences_are_divided_where_that_makes_a_problem_fit():
+    least = roomiest(sequences_beside_bags(1))[1] + 1
+    given = sequences_beside_bags(least)
+    plan = SHARDERS["size_greedy"](given, model_for(given))
+    lower(plan, given)
+    histories = [p for p in plan.placements if p.shard.table.sequence]
+    assert len({(p.kind, p.shard.width) for p in histories}) == 1 and histories != [
+        p for p in histories if p.shard == Shard.whole(p.shard.table)]
+    # The search near a plan that fits returns a cheaper one, where there is some room.
+    roomy = sequences_beside_bags(least * 12 // 10)
+    annealed = SHARDERS["anneal"](roomy, model_for(roomy), budget=Budget(evals=3000))
+    lower(annealed, roomy)
+    assert annealed.provenance["predicted_ms"] <= plan.provenance["predicted_ms"]
+
+
+def test_constraints_are_kept_by_plans_that_just_fit():
+    asked = {"kinds": (("bag0", ("data_parallel",)), ("bag1", ("row", "host_row"))), "unsplit": ("bag2",),
+             "pinned": (("bag3", (2, 3)),), "together": (("bag4", "bag5"),), "min_widths": (("bag6", 64),)}
+    least = roomiest(sequences_beside_bags(1, **asked))[1] + 1
+    given = sequences_beside_bags(least, **asked)
+    for name in ("size_greedy", "anneal_columns"):
+        lower(SHARDERS[name](given, model_for(given), budget=Budget(evals=100)), given)
+
+
+def test_a_plan_is_repaired_by_moving_shards_where_they_fit():
+    tables = tuple(Table(f"t{i}", 1000, 16, 1.0) for i in range(8))
+    given = Problem("crowded", tables, on_hosts("aaaa"), 48)
+    crowded, spread = (Plan(tuple(column(t, i % n) for i, t in enumerate(tables))) for n in (1, 4))
+    tight = with_memory(given, max(memory.used_bytes(spread, given)))
+    assert lacking(crowded, tight) > 0 >= lacking(repaired(crowded, tight), tight)
+    assert repaired(crowded, with_memory(given, max(memory.used_bytes(spread, given)) - 1)) is None
+    pinned = replace(tight, constraints=Constraints(pinned=tuple((t.name, (0, 1)) for t in tables)))
+    assert repaired(crowded, pinned) is None
