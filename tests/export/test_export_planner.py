@@ -439,7 +439,8 @@ def test_a_planner_tells_what_was_not_measured():
     made.plan(MODULE)
     assert made.unpriced == [
         "devices are of type cuda; the cost model was measured on cpu-of-yesterday",
-        "extrapolated: table 'b' has 50 rows; most measured 40"]
+        "extrapolated: table 'b' has 50 rows; most measured 40",
+        "extrapolated: the topology names no hardware: prices are those of cpu-of-yesterday"]
 
 
 def test_features_may_be_in_tensors_of_their_own():

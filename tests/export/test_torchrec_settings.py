@@ -191,4 +191,4 @@ def test_the_planner_says_it_too():
     planner.plan(MODULE, [sharder])
     assert [line.split()[0] for line in planner.unpriced] == [
         "pooled_embeddings_all_to_all", "pooled_embeddings_reduce_scatter", "sequence_embeddings_all_to_all",
-        "devices"]
+        "devices", "extrapolated:"]
