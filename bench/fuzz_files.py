@@ -30,6 +30,7 @@ from shardcore.search import SHARDERS
 from shardcore.search.learned import sharder
 from shardcore.search.learned.policy import NETS, Policy, read_policy, write_policy
 from shardcore.sharding_groups import CONTIGUOUS, GroupedPlan, Grouping, members, problem_of_group
+from shardcore.step_cost import PARTS
 from shardcore.types import COLLECTIVES, Placement, Plan, Problem, Setting, Shard
 from shardcore.workload import lower
 from tasks import cache, params, served_model
@@ -93,8 +94,8 @@ def make(folder: Path) -> None:
         problem.name, "first", "nothing was published", version, version, files.problem_digest(problem),
         cost.total_ms,
         provenance={"model": "m", "model_version": "1"}))
-    took = StepSample(**vars(cost), step=Spread(cost.total_ms, cost.total_ms, cost.total_ms, 3),
-                    oversubscribed=False)
+    took = StepSample(**{part: getattr(cost, part) for part in PARTS}, oversubscribed=False,
+                      step=Spread(cost.total_ms, cost.total_ms, cost.total_ms, 3))
     replays.keep(folder / "replays", problem, [("dealt", plan)], setting, ReplayConfig(), lambda _: [took])
 
     shutil.copy(ROOT / "params.yaml", folder)
