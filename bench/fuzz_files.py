@@ -25,6 +25,7 @@ from shardcore.publish import store
 from shardcore.samples import dataset, replays
 from shardcore.search.learned.policy import NETS, Policy, write_policy
 from shardcore.sharding_groups import CONTIGUOUS, GroupedPlan, Grouping, problem_of_group
+from shardcore.step_cost import PARTS
 from shardcore.tables.hot_ids import HotIds, write_hot_ids
 from shardcore.tables.row_counts import RowCounts, write_row_counts
 from shardcore.types import Placement, Plan, Problem, Setting, Shard
@@ -93,8 +94,8 @@ def make(folder: Path) -> None:
         problem.name, "first", "nothing was published", version, version, files.problem_digest(problem),
         cost.total_ms,
         provenance={"model": "m", "model_version": "1"}))
-    took = StepSample(**vars(cost), step=Spread(cost.total_ms, cost.total_ms, cost.total_ms, 3),
-                    oversubscribed=False)
+    took = StepSample(**{part: getattr(cost, part) for part in PARTS}, oversubscribed=False,
+                      step=Spread(cost.total_ms, cost.total_ms, cost.total_ms, 3))
     replays.keep(folder / "replays", problem, [("dealt", plan)], setting, ReplayConfig(), lambda _: [took])
 
     shutil.copy(ROOT / "params.yaml", folder)

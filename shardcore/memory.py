@@ -184,7 +184,7 @@ class Lookups(NamedTuple):
     sequence: 1 where outputs are not pooled. Else 0.
     weight_bytes: of a weight.
     cached: rows in device memory, of all rows.
-    cached_bytes: of a cached row beside its weights. 0 without a cache.
+    cached_bytes: of a cached row beside its weights, had the device all tables of its op. 0 without a cache.
     mapped_bytes: of a row, cached or not: for there is a cache, or managed collision.
     seen_bytes: of a lookup, that managed collision keeps.
     in_host: 1 where rows, and state of cells, are in host memory. Else 0.
@@ -203,11 +203,12 @@ class Lookups(NamedTuple):
 
     @classmethod
     def of(cls, table: Table, problem: Problem) -> Lookups:
-        collision = table.managed_collision or ManagedCollision(0)
+        collision, each = table.managed_collision or ManagedCollision(0), PRECISION_BYTES[table.precision]
+        widest = problem.cache_widths.get((table.collection, table.sequence, table.precision), 0)
+        beside = CACHED_ROW_BYTES + max(0, widest - table.dim) * each
         return cls(table.looked_up, sample_bytes(table, problem.job),
                    table_output_rows(table, problem.global_batch), int(table.sequence),
-                   PRECISION_BYTES[table.precision],
-                   table.cached(table.rows), CACHED_ROW_BYTES * table.in_host_memory,
+                   each, table.cached(table.rows), beside * table.in_host_memory,
                    MAPPED_ROW_BYTES * (0 < table.load_factor < 1) + collision.row_bytes,
                    collision.lookup_bytes, int(table.in_host_memory))
 
@@ -304,15 +305,15 @@ def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
         phase = phases[int(np.argmax(np.array([amounts[name] for name in names]) @ times))]
         parts = dict.fromkeys(PARTS, 0.0)
         parts["weights"], parts["optimizer state"] = (sum(n) for n in zip((0, 0), *resident, strict=True))
-        parts["weights"] += _cache_padding(held)
+        parts["weights"] += _cache_padding(held, problem)
         for (part, run, name), n in phase.alive.items():
             parts[part] += n * amounts[run, name]
         found.append(DeviceMemory(phase.name, {part: int(n) for part, n in parts.items()}))
     return found
 
 
-def _cache_padding(held: Iterable[tuple[Layout, Shard]]) -> int:
-    """Bytes that a device's caches take beyond what each shard's rows need (`resident_bytes`).
+def _cache_padding(held: Iterable[tuple[Layout, Shard]], problem: Problem) -> int:
+    """Bytes that a device's caches take beyond `resident_bytes` of its shards. Negative if they take less.
 
     An op has one cache for all of its shards. It has whole sets of rows, each as wide as the widest shard
     with a cache (max_D_cache in FBGEMM's split_table_batched_embeddings_ops_training.py).
@@ -325,8 +326,10 @@ def _cache_padding(held: Iterable[tuple[Layout, Shard]]) -> int:
     for (_, precision), shards in ops.items():
         rows, widths = ([s.table.cached(s.rows) for s in shards], [s.width for s in shards])
         all_rows = -(-sum(rows) // CACHE_SET_ROWS) * CACHE_SET_ROWS
-        cells = all_rows * max(widths) - sum(r * w for r, w in zip(rows, widths, strict=True))
-        padding += cells * PRECISION_BYTES[precision] + (all_rows - sum(rows)) * CACHED_ROW_BYTES
+        each = PRECISION_BYTES[precision]
+        padding += all_rows * (max(widths) * each + CACHED_ROW_BYTES) - sum(
+            r * (w * each + Lookups.of(s.table, problem).cached_bytes)
+            for s, r, w in zip(shards, rows, widths, strict=True))
     return padding
 
 

@@ -85,7 +85,9 @@ def decide(problem: Problem, more_bytes: float = 0) -> Tiers:
     if sum(tier.device_bytes for tier in whole) <= budget:
         return Tiers(problem, tuple(whole))
     _require_host_memory(problem)
-    choices = [choices_of(table, problem) for table in problem.tables]
+    # Rows of all caches are as wide as the widest: any table may have one.
+    cached = with_load_factors(problem, {table.name: 0.5 for table in problem.tables})
+    choices = [choices_of(table, cached) for table in problem.tables]
     try:
         return _within_host(water_filled(choices, _beside_none(problem, choices, budget)), problem)
     except Infeasible as error:

@@ -389,6 +389,12 @@ class Problem:
         """Of the weights, as in Setting."""
         return precision_of(self.tables)
 
+    @cached_property
+    def cache_widths(self) -> Mapping[tuple[str, bool, str], int]:
+        """Dim of the widest table with a cache, by collection, sequence and precision: as they run in ops."""
+        cached = [t for t in self.tables if 0 < t.load_factor < 1]
+        return {(t.collection, t.sequence, t.precision): t.dim for t in sorted(cached, key=lambda t: t.dim)}
+
     @property
     def replica_optimizer(self) -> str:
         """What updates replicas: a name of fused.DENSE_OPTIMIZERS."""

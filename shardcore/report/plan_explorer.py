@@ -17,7 +17,7 @@ from typing import Any
 
 from shardcore.memory import held_bytes
 from shardcore.publish.diff import diff
-from shardcore.step_cost import StepCost
+from shardcore.step_cost import PredictedCost
 from shardcore.types import Placement, Plan, Problem
 
 PARTS = (("forward compute", "forward_compute_ms", "#4477aa"),
@@ -48,7 +48,7 @@ class Version:
 
     name: str
     plan: Plan
-    cost: StepCost
+    cost: PredictedCost
     memory_bytes: Sequence[int]
 
 

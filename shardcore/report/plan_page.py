@@ -76,6 +76,7 @@ def comparison(problem: Problem, now: Version, before: Version) -> str:
     return "\n".join([
         _opened(title), f"<h1>{escape(title)}</h1>",
         f"<p>{totals}. {escape(said[0].upper() + said[1:])}.</p>",
+        *([_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
         explorer(now, problem, before), "</body></html>\n"])
 
 

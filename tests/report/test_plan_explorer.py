@@ -11,7 +11,7 @@ import pytest
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.report import plan_explorer
+from shardcore.report import plan_explorer, plan_page
 from shardcore.report.plan_explorer import Version, explorer, policy
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
@@ -142,3 +142,8 @@ def test_a_thousand_tables_on_many_devices_are_shown(tmp_path):
     dom = in_browser(explorer(Version("v", plan, price(work, MODEL), work.memory_bytes), many), "", tmp_path)
     assert len(rows(dom)) == 500 and "1000 of 1000 tables; the first 500 are shown" in dom
     assert dom.count("data-device=") == 128
+
+
+def test_a_page_of_two_plans_says_that_their_model_was_not_measured():
+    page = plan_page.comparison(PROBLEM, version("version b", 1), version("version a"))
+    assert "not measured: closed-form model" in page

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from shardcore.access_statistics import Zipf
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.memory import require_fits
 from shardcore.memory_tiers import decide, largest_to_host, one_load_factor, tiers_of, with_load_factors
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.memory_tiers import filled, try_shares
@@ -105,3 +107,19 @@ def test_what_hosts_cannot_hold_is_refused():
     plan = Plan(tuple(Placement("column", Shard.whole(t), (i % 2,)) for i, t in enumerate(asked.tables)))
     with pytest.raises(Infeasible, match="host 'host-0' of problem 'large' would hold 14.9 MiB of rows"):
         lower(plan, asked)
+
+
+@pytest.mark.parametrize("dims", [(4, 128), (8, 512)])
+def test_tables_of_unlike_widths_share_a_cache_that_fits(dims):
+    """A cached row of a narrow table is as wide as the widest of its op, so few narrow ones are cached."""
+    rng = np.random.default_rng(0)
+    tables = tuple(Table(f"t{i}", int(10 ** rng.uniform(4, 5)), int(rng.choice(dims)), 5.0)
+                   for i in range(10))
+    room = sum(t.bytes for t in tables) // 4
+    problem = Problem("p", tables, Topology((Device(room),) * 2, host_memory_bytes=1 << 36,
+                                            host_memory_gbps=25.0), 256)
+    model = AnalyticModel(Setting("made-up", 256)).for_problem(problem)
+    found = [tried for tried in try_shares(problem, model, SHARDERS["size_greedy"]) if tried.plan]
+    assert found
+    for tried in found:
+        require_fits(tried.plan, tried.problem)

@@ -20,6 +20,7 @@ from shardcore.measurements import Spread, StepSample
 from shardcore.samples import replays
 from shardcore.search import compare
 from shardcore.search.budget import Budget
+from shardcore.step_cost import PARTS
 from shardcore.types import Table
 from tasks import evaluate
 from tasks.evaluate import COMPARED, EvaluateConfig, compare_sharders, replay_plans, write_metrics
@@ -78,8 +79,9 @@ def test_what_was_replayed_is_not_run_again_and_what_else_is_there_goes(model, t
     steps = ReplayConfig(repeats=2, arena_bytes=evaluate.ARENA_BYTES)
 
     def run(workloads):
-        costs = [dataclasses.asdict(price(w, model)) for w in workloads]
-        return [StepSample(**c, step=Spread(1.0, 1.0, 1.0, 9), oversubscribed=False) for c in costs]
+        costs = [price(w, model) for w in workloads]
+        return [StepSample(**{part: getattr(c, part) for part in PARTS}, step=Spread(1.0, 1.0, 1.0, 9),
+                           oversubscribed=False) for c in costs]
 
     for problem in problems:
         made = [(o.algorithm, o.plan)

@@ -19,6 +19,7 @@ from shardcore.measure.replay import ReplayConfig
 from shardcore.measurements import Spread, StepSample
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
+from shardcore.step_cost import PARTS
 from tasks import publish_claim, registry
 from tasks.promote import PromoteConfig, promote_model, score
 
@@ -92,8 +93,9 @@ def replay_as_priced_by(model, store, problems):
         made = [("random", SHARDERS["random"](drawn, model, seed=seed)) for seed in range(8)]
 
         def run(workloads):
-            costs = [dataclasses.asdict(price(w, model)) for w in workloads]
-            return [StepSample(**c, step=Spread(1.0, 1.0, 1.0, 9), oversubscribed=False) for c in costs]
+            costs = [price(w, model) for w in workloads]
+            return [StepSample(**{part: getattr(c, part) for part in PARTS}, step=Spread(1.0, 1.0, 1.0, 9),
+                               oversubscribed=False) for c in costs]
 
         replays.keep(store / "replays" / drawn.name, drawn, made, SETTING, ReplayConfig(), run)
 
