@@ -60,7 +60,7 @@ def gain(before: tuple[Plan, StepCost], now: tuple[Plan, StepCost], problem: Pro
     """The gain of a plan over another one of the same tables. Costs are the model's."""
     plans, costs = zip(before, now, strict=True)
     lookups, sent = (_changed(*plans, of) for of in (
-        lambda shard: shard.table.looked_up * shard.width,
+        lambda shard: shard.table.looked_up * shard.width * shard.rows / shard.table.rows,
         lambda shard: output_bytes(shard, problem.global_batch)))
     compute = [max(cost.compute_ms) for cost in costs]
     exchanges = [cost.total_ms - cost.dense_ms - ms for cost, ms in zip(costs, compute, strict=True)]
