@@ -169,13 +169,14 @@ def _plan_groups(args: argparse.Namespace, problem: Problem, model: CostModel, p
 
 def _require_agreeing(args: argparse.Namespace) -> None:
     """Raise ShardCoreError for options that are gone or contradict each other."""
+    from shardcore.publish.replan import space_of
     from shardcore.search.anneal.sharder import SPACE_OF
 
     grouped.require_agreeing(args)
 
     if args.second_model is not None:
         raise ShardCoreError(SECOND_MODEL_IS_GONE)
-    if args.start and args.algorithm not in SPACE_OF:
+    if args.start and not space_of(args.algorithm):
         raise ShardCoreError(f"--start is for --algorithm {' and '.join(SPACE_OF)} only; got "
                              f"{args.algorithm}")
     if args.groups is not None and args.towers:
@@ -208,9 +209,8 @@ def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
     from shardcore import files
     from shardcore.cost.model import price
     from shardcore.publish.diff import diff
-    from shardcore.publish.replan import ReplanConfig, forced_moves, replan, without_devices
+    from shardcore.publish.replan import ReplanConfig, forced_moves, replan, space_of, without_devices
     from shardcore.report import plan_report
-    from shardcore.search.anneal.sharder import SPACE_OF
     from shardcore.workload import lower
 
     # A plan's file is checked against the problem that it was made for. Whether it fits is not asked: memory
@@ -221,7 +221,7 @@ def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
         raise ShardCoreError(f"--start {args.start} is a plan with towers, which is made afresh: give "
                              "--towers instead")
     most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
-    config = ReplanConfig(args.max_moved_tables, most_bytes, space=SPACE_OF[args.algorithm], seed=args.seed,
+    config = ReplanConfig(args.max_moved_tables, most_bytes, space=space_of(args.algorithm), seed=args.seed,
                           budget=budget)
     was, of = without_devices(old, before, problem, sorted({*(args.without or ())}))
     found = replan(was, of, model, config)

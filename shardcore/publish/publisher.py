@@ -21,7 +21,7 @@ from shardcore.publish import store
 from shardcore.publish.decisions import Decision
 from shardcore.publish.diff import Diff, diff, relabel_devices
 from shardcore.publish.gain import CONFIDENCE, Gain, gain
-from shardcore.publish.replan import ReplanConfig, forced_moves, replan
+from shardcore.publish.replan import ReplanConfig, forced_moves, replan, space_of
 from shardcore.report import plan_page, plan_report
 from shardcore.report.plan_explorer import Version, version_name
 from shardcore.report.text import percent_change
@@ -83,7 +83,7 @@ class PublishConfig:
         if not 0 <= self.threshold < 1:
             raise ShardCoreError(f"publish config has threshold {self.threshold}; it needs a share within 0 "
                                  "and 1, such as 0.01")
-        if self.max_moved_tables is not None and self.algorithm not in SPACE_OF:
+        if self.max_moved_tables is not None and not space_of(self.algorithm):
             raise ShardCoreError(f"publish config has max_moved_tables {self.max_moved_tables} and algorithm "
                                  f"{self.algorithm!r}; it needs 0 or more, and one of {', '.join(SPACE_OF)}")
 
@@ -284,7 +284,7 @@ class Publisher:
         So noise of the search does not look like an improvement, and few tables move when some are new.
         """
         config, budget = self.config, Budget(evals=self.config.budget_evals)
-        if before and before.plan and (space := SPACE_OF.get(config.algorithm)):
+        if before and before.plan and (space := space_of(config.algorithm)):
             try:
                 return replan(before.plan, problem, self.model,
                               ReplanConfig(config.max_moved_tables, space=space, seed=config.seed,

@@ -13,8 +13,9 @@ from shardcore.layouts import WHOLE_ROWS, device_names, shards_on
 from shardcore.limits import MOST_BYTES, MOST_COUNT, MOST_SEED, require_within
 from shardcore.memory import fits, held_bytes, require_fits, used_bytes
 from shardcore.publish.diff import Diff, diff, relabel_devices, reorder_columns
+from shardcore.search import DEFAULT_SHARDER
 from shardcore.search.anneal.reshard import Reshard, rebind_tables
-from shardcore.search.anneal.sharder import anneal_once
+from shardcore.search.anneal.sharder import SPACE_OF, anneal_once
 from shardcore.search.budget import Budget
 from shardcore.search.fixed_kinds import with_fixed_kinds
 from shardcore.search.host_room import within_host_memory
@@ -63,6 +64,11 @@ class ReplanConfig:
         """Tables and bytes that move beyond the limits. 0 or less: none."""
         return (0 if self.max_moved_tables is None else len(moved.moves) - self.max_moved_tables,
                 0 if self.max_moved_bytes is None else moved.bytes - self.max_moved_bytes)
+
+
+def space_of(algorithm: str) -> str | None:
+    """The space in which re-plans improve plans of an algorithm. None: it has none to start from."""
+    return SPACE_OF.get(algorithm, "all" if algorithm == DEFAULT_SHARDER else None)
 
 
 def without_devices(old: Plan, before: Problem, now: Problem, gone: Sequence[int]) -> tuple[Plan, Problem]:

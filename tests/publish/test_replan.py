@@ -10,9 +10,9 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.publish.diff import diff
-from shardcore.publish.replan import ReplanConfig, forced_moves, replan, without_devices
+from shardcore.publish.replan import ReplanConfig, forced_moves, replan, space_of, without_devices
 from shardcore.report import plan_report
-from shardcore.search import SHARDERS, Budget
+from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
@@ -149,6 +149,10 @@ def test_devices_that_cannot_be_gone_are_refused_by_name(problem, old):
     pinned = replace(problem, constraints=Constraints(pinned=(("t3", (2,)),)))
     with pytest.raises(Infeasible, match="'t3' may live on device 2 only"):
         without_devices(old, pinned, pinned, (2,))
+
+
+def test_the_default_algorithm_can_always_be_improved_on():
+    assert space_of(DEFAULT_SHARDER) and space_of("anneal") == "all" and space_of("neuroshard") is None
 
 
 def test_limits_that_mean_nothing_are_refused():
