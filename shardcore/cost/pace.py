@@ -1,4 +1,4 @@
-"""Whether two datasets of one hardware's name are of equally fast machines.
+"""The pace of machines that have one name: datasets of equally fast ones may join.
 
 Shapes: S samples.
 """
@@ -31,7 +31,7 @@ def pace(own: Sequence[ComputeSample], other: Sequence[ComputeSample]) -> float 
 
 
 def is_equal(found: float | None) -> bool:
-    """Whether samples at this pace may join. An unknown pace is taken for equal."""
+    """Compare a pace with MOST. An unknown pace is taken for equal."""
     return found is None or 1 / MOST <= found <= MOST
 
 

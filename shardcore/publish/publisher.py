@@ -139,7 +139,7 @@ class Before:
         return self.cost.total_ms if self.cost else None
 
     def moves(self, plan: Plan, problem: Problem) -> Diff | None:
-        """What moves from it to a plan. None: it is of no use any more."""
+        """The moves from it to a plan. None: it is of no use any more."""
         if self.published is None:
             return None
         return diff(self.published, plan, problem, forced_moves(self.published, problem))
