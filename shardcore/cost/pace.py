@@ -15,8 +15,8 @@ from shardcore.measurements import ComputeSample
 
 FEWEST = 20
 """With fewer timed samples nothing is known."""
-MOST = 1.5
-"""Samples of machines whose pace differs by more do not join."""
+MOST = 2.0
+"""Samples of machines whose pace differs by more do not join. Other work slows a machine down, too."""
 
 
 def pace(own: Sequence[ComputeSample], other: Sequence[ComputeSample]) -> float | None:
