@@ -80,7 +80,8 @@ def of_same_hardware(setting: Setting, measurements: Path) -> tuple[list[Path], 
         if pace.is_equal(found):
             joined.append(folder)
         else:
-            refused[str(folder)] = f"ops take {found:.2f} times as long here"
+            refused[str(folder)] = (f"ops take {found:.2f} times as long here; measure on a quiet machine, "
+                                    "or name it in train.datasets")
     return joined, refused
 
 
@@ -97,8 +98,8 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig,
     setting = wanted.of_dataset(measurements)
     shipped, refused = (of_same_hardware(setting, measurements) if config.datasets is None
                         else ([Path(f) for f in config.datasets], {}))
-    for folder, why in refused.items():
-        logger.warning("%s is of the same hardware, but does not join: %s", folder, why)
+    for path, why in refused.items():
+        logger.warning("%s is of the same hardware, but does not join: %s", path, why)
     for path in shipped:
         if not dataset.settings(path) and not replays.digests(path):
             raise ShardCoreError(f"{path} holds neither samples nor replays; train.datasets in params.yaml "

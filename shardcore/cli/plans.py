@@ -179,7 +179,7 @@ def _require_agreeing(args: argparse.Namespace) -> None:
     if args.second_model is not None:
         raise ShardCoreError(SECOND_MODEL_IS_GONE)
     if args.start and args.algorithm not in SPACE_OF:
-        raise ShardCoreError(f"--start is for --algorithm {' and '.join(SPACE_OF)} only; got "
+        raise ShardCoreError(f"--start is for --algorithm {', '.join(SPACE_OF)} only; got "
                              f"{args.algorithm}")
     if args.groups is not None and args.towers:
         raise ShardCoreError(f"--groups {args.groups} and --towers {args.towers} were both given; towers are "
@@ -229,8 +229,8 @@ def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
         raise ShardCoreError(f"--start {args.start} is a plan with towers, which is made afresh: give "
                              "--towers instead")
     most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
-    config = ReplanConfig(args.max_moved_tables, most_bytes, space=SPACE_OF[args.algorithm], seed=args.seed,
-                          budget=budget)
+    config = ReplanConfig(args.max_moved_tables, most_bytes, space=SPACE_OF[args.algorithm],
+                          seed=args.seed, budget=budget)
     was, of = without_devices(old, before, problem, sorted({*(args.without or ())}))
     found = replan(was, of, model, config)
     moved = diff(was, found, problem, forced_moves(was, of))

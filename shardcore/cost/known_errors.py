@@ -1,4 +1,4 @@
-"""What a model is called, and how much it errs on samples that it was not trained on."""
+"""The name of a model, and its errors on samples that it was not trained on."""
 
 from __future__ import annotations
 

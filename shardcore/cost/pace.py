@@ -1,4 +1,4 @@
-"""Whether two datasets of one hardware's name are of equally fast machines.
+"""The pace of machines that have one name: datasets of equally fast ones may join.
 
 Shapes: S samples.
 """
@@ -15,8 +15,8 @@ from shardcore.measurements import ComputeSample
 
 FEWEST = 20
 """With fewer timed samples nothing is known."""
-MOST = 1.5
-"""Samples of machines whose pace differs by more do not join."""
+MOST = 2.0
+"""Samples of machines whose pace differs by more do not join. Other work slows a machine down, too."""
 
 
 def pace(own: Sequence[ComputeSample], other: Sequence[ComputeSample]) -> float | None:
@@ -31,7 +31,7 @@ def pace(own: Sequence[ComputeSample], other: Sequence[ComputeSample]) -> float 
 
 
 def is_equal(found: float | None) -> bool:
-    """Whether samples at this pace may join. An unknown pace is taken for equal."""
+    """Compare a pace with MOST. An unknown pace is taken for equal."""
     return found is None or 1 / MOST <= found <= MOST
 
 

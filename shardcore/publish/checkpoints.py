@@ -1,4 +1,4 @@
-"""What a checkpoint of TorchRec loses where a table changes its kind of sharding.
+"""Losses of a TorchRec checkpoint where a table changes its kind of sharding.
 
 Found by saving with torch.distributed.checkpoint and loading under another plan, on two gloo ranks
 (TorchRec 1.8; tests/publish/test_checkpoints.py does it again):
@@ -27,7 +27,7 @@ OTHER_PARTS = "its optimizer state, which fails to load, for it has one number a
 
 
 def lost(old: Sequence[Placement], new: Sequence[Placement], problem: Problem | None) -> str:
-    """What a table's checkpoint loses from its old placements to its new ones. "": it is divided as before.
+    """The loss of a table's checkpoint between its old placements and its new ones. "": nothing changes.
 
     problem: has the optimizers. None: they are taken to keep state by rows, which loses most.
     """

@@ -52,7 +52,7 @@ class Resized:
 
 @dataclass(frozen=True)
 class Diff:
-    """What differs between two plans. Tables are matched by name.
+    """The difference of two plans. Tables are matched by name.
 
     moves: tables that move, largest first.
     added: tables only in the new plan. Their bytes do not count.
@@ -98,7 +98,7 @@ class Diff:
 
 
 def diff(old: Plan, new: Plan, problem: Problem | None = None, forced: Collection[str] = ()) -> Diff:
-    """What moves from an old plan to a new one.
+    """The moves from an old plan to a new one.
 
     problem: has the optimizers, whose state a checkpoint may lose (see checkpoints.lost).
     forced: names of tables that could not stay.

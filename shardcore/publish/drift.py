@@ -15,7 +15,7 @@ from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
 
 _FRESH = ("rows", "dim", "features", "pooling", "access")
-"""Of a Table, what changes while a job runs."""
+"""Fields of a Table that change while a job runs."""
 
 
 @dataclass(frozen=True)

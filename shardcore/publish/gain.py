@@ -1,4 +1,4 @@
-"""How sure the gain of one plan over another is: an interval of the difference, not of the two costs.
+"""The gain of one plan over another, with an interval of the difference, not of the two costs.
 
 Two plans of a problem share most errors of the model. Let a and b be the ms of a part of the step under both
 plans, sigma the model's held-out error of that part, and c the share of its work that the plans place
@@ -35,7 +35,7 @@ CALIBRATION = 0.56
 
 @dataclass(frozen=True)
 class Gain:
-    """What a plan saves over another one.
+    """The ms that a plan saves over another one.
 
     ms: of a step.
     margin_ms: the real difference is within `ms` ± this with probability CONFIDENCE.
@@ -47,7 +47,7 @@ class Gain:
     before_ms: float
 
     def worth_it(self, threshold: float = 0.0) -> bool:
-        """Whether it exceeds both its margin and a share of the cost before."""
+        """Compare it with its margin and with a share of the cost before. It has to exceed both."""
         return self.ms > max(self.margin_ms, threshold * self.before_ms)
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ def gain(before: tuple[Plan, StepCost], now: tuple[Plan, StepCost], problem: Pro
     """The gain of a plan over another one of the same tables. Costs are the model's."""
     plans, costs = zip(before, now, strict=True)
     lookups, sent = (_changed(*plans, of) for of in (
-        lambda shard: shard.table.looked_up * shard.width,
+        lambda shard: shard.table.looked_up * shard.width * shard.rows / shard.table.rows,
         lambda shard: output_bytes(shard, problem.global_batch)))
     compute = [max(cost.compute_ms) for cost in costs]
     exchanges = [cost.total_ms - cost.dense_ms - ms for cost, ms in zip(costs, compute, strict=True)]

@@ -82,7 +82,7 @@ class PublishConfig:
         if not 0 <= self.threshold < 1:
             raise ShardCoreError(f"publish config has threshold {self.threshold}; it needs a share within 0 "
                                  "and 1, such as 0.01")
-        if self.max_moved_tables is not None and self.algorithm not in SPACE_OF:
+        if self.max_moved_tables is not None and not SPACE_OF.get(self.algorithm):
             raise ShardCoreError(f"publish config has max_moved_tables {self.max_moved_tables} and algorithm "
                                  f"{self.algorithm!r}; it needs 0 or more, and one of {', '.join(SPACE_OF)}")
 
@@ -138,7 +138,7 @@ class Before:
         return self.cost.total_ms if self.cost else None
 
     def moves(self, plan: Plan, problem: Problem) -> Diff | None:
-        """What moves from it to a plan. None: it is of no use any more."""
+        """The moves from it to a plan. None: it is of no use any more."""
         if self.published is None:
             return None
         return diff(self.published, plan, problem, forced_moves(self.published, problem))

@@ -200,7 +200,7 @@ def _with_room(stays: Plan, problem: Problem, search: Callable[[Plan], Plan]) ->
 
 
 def _filled_up(stays: Plan, problem: Problem) -> Plan | None:
-    """What stays, and the other tables in the fewest equal parts, each where most memory is left.
+    """A plan of what stays, and of the others in the fewest equal parts, each where most memory is left.
 
     None: a table finds no room. Tables that constraints bind to others, or to a kind, are left out.
     """

@@ -159,7 +159,7 @@ def _moves_words(found: Diff) -> list[str]:
 
 
 def replan_text(found: Diff, config: ReplanConfig) -> str:
-    """As moves_text. It also says if moves that could not be avoided exceed the limits."""
+    """The moves in words. They say if moves that could not be avoided exceed the limits."""
     beyond = max(config.exceeded_by(found)) > 0
     return moves_text(found) + (f"; more than the limit of {config.limits}, which does not count what had to "
                                 "move") * beyond

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from laws import SETTING
 from shapes import column
 
 from shardcore import files
@@ -12,6 +13,7 @@ from shardcore.cli import main
 from shardcore.cli.plans import SECOND_MODEL_IS_GONE
 from shardcore.job import Job
 from shardcore.memory import used_bytes
+from shardcore.model_files import model_digest
 from shardcore.topology import Device
 from shardcore.types import Plan
 
@@ -22,12 +24,14 @@ def test_plan_improves_a_plan_that_there_is(stored, model, capsys):
     again = ["plan", problem, "--model", str(model), "--budget-evals", "2000", "--out", new, "--start", old]
     assert main([*again, "--max-moved-tables", "0"]) == 0
     before, after = (files.read_plan(p, files.read_problem(problem)) for p in (old, new))
-    assert before == after and f"starting from {old}, which cost" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert before == after and f"starting from {old}, which cost" in said
+    assert f"under {SETTING}, data unknown, model {model_digest(model)[:8]}" in said
     assert main(again) == 0
     assert (files.read_plan(new, files.read_problem(problem)).provenance["predicted_ms"]
             < before.provenance["predicted_ms"])
     assert (main([*again, "--algorithm", "neuroshard"]) == 1
-            and "--start is for --algorithm anneal" in capsys.readouterr().err)
+            and "--start is for --algorithm portfolio" in capsys.readouterr().err)
     assert (main([*again[:-2], "--max-moved-gib", "1"]) == 1
             and "--max-moved-gib 1.0 needs --start" in capsys.readouterr().err)
 

@@ -1,4 +1,4 @@
-"""What is said of a model that errs more than usual, and how models of one setting are told apart."""
+"""Models that err more than usual say so, and models of one setting have different names."""
 
 from dataclasses import replace
 

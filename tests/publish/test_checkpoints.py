@@ -1,4 +1,4 @@
-"""What a change of kind loses in a checkpoint: in words, and whether TorchRec agrees."""
+"""The losses of a checkpoint by a change of kind: in words, and by TorchRec itself."""
 
 import json
 import subprocess

@@ -8,6 +8,20 @@ from publishing import publish, sealed_decision
 from shardcore.errors import ShardCoreError
 from shardcore.publish import store
 from shardcore.publish.decisions import Decision
+from shardcore.report import plan_report
+
+
+def test_history_tells_models_of_one_name_apart_by_their_data(problem, tmp_path):
+    made = [publish(tmp_path, problem, device, "first", provenance=given) for device, given in (
+        (0, {"model_version": "3", "data": "0123456789abcdef"}), (1, {"model_version": "4"}), (2, {}))]
+    assert [plan_report.decision_row(x)[5] for x in made] == ["version 3, data 01234567", "version 4", "-"]
+
+
+def test_a_margin_is_read_back_and_needs_to_be_one(problem, tmp_path):
+    made = publish(tmp_path, problem, 0, "first", margin_ms=0.25)
+    assert store.last(tmp_path, problem.name) == made and made.margin_ms == 0.25
+    with pytest.raises(ShardCoreError, match="margin_ms -1.0"):
+        replace(made, margin_ms=-1.0)
 
 
 def test_a_repeated_decision_says_so(problem, tmp_path):

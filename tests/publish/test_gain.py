@@ -46,18 +46,26 @@ def test_the_more_moves_the_less_is_known_of_the_difference(problem):
         new = Plan((*spread(problem, 1).placements[:n], *old.placements[n:]))
         margins.append(margin(old, new, problem))
     assert margins == sorted(margins) and margins[0] > 0
-    # Devices exchange all of their tables: the errors of the two costs are independent.
-    cost = of(old, problem)[1]
-    compute, exchanges = max(cost.compute_ms), cost.total_ms - max(cost.compute_ms)
-    alone = [gain.CALIBRATION * error * ms for error, ms in zip(USUAL_ERRORS, (compute, exchanges),
-                                                               strict=True)]
-    assert margins[-1] == pytest.approx(sqrt(2) * sqrt(sum(x * x for x in alone)))
+    assert margins[-1] == pytest.approx(independent(old, new, problem))
+
+
+def independent(old: Plan, new: Plan, problem: Problem) -> float:
+    """The margin of two plans that have nothing in common."""
+    variance = 0.0
+    for _, cost in (of(old, problem), of(new, problem)):
+        compute = max(cost.compute_ms)
+        for error, ms in zip(USUAL_ERRORS, (compute, cost.total_ms - compute), strict=True):
+            variance += (error * ms) ** 2
+    return gain.CALIBRATION * sqrt(variance)
 
 
 def test_another_kind_on_the_same_devices_is_another_op(problem):
     old = spread(problem)
     for other in (row(problem.tables[0], problem.topology), replica(problem.tables[0], problem.topology)):
         assert margin(old, Plan((other, *old.placements[1:])), problem) > 0
+    alone = replace(problem, tables=problem.tables[:1])
+    divided, copied = (Plan((make(alone.tables[0], alone.topology),)) for make in (row, replica))
+    assert margin(divided, copied, alone) == pytest.approx(independent(divided, copied, alone))
     wide = replace(problem, tables=(Table("w", 4000, 32, 5.0),))
     halves = [Plan((column(wide.tables[0], 0, *a), column(wide.tables[0], 1, *b)))
               for a, b in (((0, 16), (16, 32)), ((16, 32), (0, 16)))]

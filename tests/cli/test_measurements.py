@@ -1,0 +1,23 @@
+"""The commands on measurements."""
+
+from laws import SETTING, comm_samples, compute_samples, linear_law, pool
+
+from shardcore.cli import main
+from shardcore.cost import known_errors, neural
+from shardcore.samples import dataset, replays
+
+
+def test_a_trained_model_names_its_data_whatever_the_order_of_folders(tmp_path, capsys):
+    folders = [tmp_path / name for name in ("a", "b")]
+    samples = list({s.id: s for s in compute_samples(linear_law, 120)}.values())
+    for folder, some in zip(folders, (samples[::2], samples[1::2]), strict=True):
+        folder.mkdir()
+        dataset.write_compute(folder, some, dataset.write_pool(folder, pool()))
+    dataset.write_comm(folders[0], comm_samples(20))
+    digest = replays.data_digest(folders)
+    assert digest == replays.data_digest(folders[::-1]) != replays.data_digest(folders[:1])
+    assert main(["train", *map(str, folders), "--out", str(tmp_path / "model")]) == 0
+    model = neural.load(tmp_path / "model")
+    assert model.meta["provenance"]["data"] == digest
+    assert f"{tmp_path / 'model'}: {SETTING}, data {digest[:8]}" in capsys.readouterr().err
+    assert known_errors.label(model) == f"{SETTING}, data {digest[:8]}"
