@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from mlflow.exceptions import MlflowException
 
@@ -192,7 +193,8 @@ def use_users(folder: Path, sound: Sound) -> None:
         refresh.why(["error: Unable to acquire lock"])
         if not left:
             raise ShardCoreError("the list of users is not DVC's; it is written anew")
-        _require(left["read"] == {}, "a process that is gone uses a result")
+        users = [*left["write"].values(), *(user for each in left["read"].values() for user in each)]
+        _require(all(psutil.pid_exists(user["pid"]) for user in users), "a process that is gone is kept")
 
 
 def use_towers(folder: Path, sound: Sound) -> None:
