@@ -37,7 +37,8 @@ NO_FORMAT = {
     # The card that the stage before wrote.
     "tasks/registry.py:register",
     # The stack's own files, in a folder that only its user may enter. Tests: tests/tasks/test_stack.py.
-    "tasks/daemons.py", "tasks/owned.py", "tasks/ray_cluster.py", "tasks/services.py", "tasks/stack.py",
+    "tasks/daemons.py", "tasks/lost_runs.py", "tasks/owned.py", "tasks/ray_cluster.py", "tasks/services.py",
+    "tasks/stack.py",
     "tasks/stack_config.py", "tasks/stack_runs.py", "tasks/stack_services.py",
 }
 """Files, or functions of them, that call what reads and read no file that anybody may have written."""
