@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fuzz_files import ROOT, Nonsense, Sound, make
-from bench.fuzz_formats import FORMATS
+from bench.fuzz_formats import FORMATS, Format
 from shardcore import report
 from shardcore.errors import MOST_CHARACTERS, ShardCoreError
 
@@ -56,25 +56,28 @@ def judge(name: str, number: int, sound: Sound, folder: Path, damage: bool = Tru
                                                                              folder / part)
     if damage:
         one.damage(folder, rng)
-    row = {"format": name, "number": number}
+    return {"format": name, "number": number, **used(one, sound, folder)}
+
+
+def used(one: Format, sound: Sound, folder: Path) -> dict[str, str]:
+    """What comes of using a folder: an outcome, and what was said."""
     try:
         with _limited():
             one.use(folder, sound)
-        return row | {"outcome": "accepted", "said": ""}
+        return {"outcome": "accepted", "said": ""}
     except ShardCoreError as error:
         plain = str(error).isprintable() and len(str(error)) <= MOST_CHARACTERS and str(error)
-        return row | {"outcome": "refused" if plain else "exception",
-                      "said": str(error).replace(str(folder), "")}
+        return {"outcome": "refused" if plain else "exception", "said": str(error).replace(str(folder), "")}
     except Nonsense as error:
-        return row | {"outcome": "nonsense", "said": str(error)}
+        return {"outcome": "nonsense", "said": str(error)}
     except TimeoutError as error:
-        return row | {"outcome": "hang", "said": str(error)}
+        return {"outcome": "hang", "said": str(error)}
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         said = f"{type(error).__name__}: {str(error)[:200]} ({Path(frame.filename).name}:{frame.lineno})"
-        return row | {"outcome": "exception", "said": said}
+        return {"outcome": "exception", "said": said}
 
 
 @contextlib.contextmanager

@@ -15,9 +15,10 @@ import io
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shardcore import plans_v1, problem_parts, renamed, workload
 from shardcore.access_statistics import Reuse, Zipf
@@ -46,7 +47,7 @@ _MOST_LINKS = 40
 def write_atomic(path: str | Path, content: bytes) -> None:
     """Write a file whole or not at all, creating its folder; raises ShardCoreError naming it where that
     cannot be done. A device or pipe (/dev/null, /dev/stdout) is written to: to rename a file over it would
-    take it from everybody."""
+    take it from everybody. Temporary files that killed writers of the same file left are removed."""
     path = Path(path)
     temporary = _temporary(path.parent, path.name)
     try:
@@ -54,19 +55,50 @@ def write_atomic(path: str | Path, content: bytes) -> None:
             path.write_bytes(content)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            for name in os.listdir(path.parent):
+                if name.startswith(f".{path.name}.") and UNFINISHED.fullmatch(name):
+                    remove_unfinished(path.parent / name)
         # of another process that had this number; or a link, which leads anywhere
         temporary.unlink(missing_ok=True)
-        with open(temporary, "xb") as f:
+        with _held(temporary) as f:
             f.write(content)
             f.flush()
             os.fsync(f.fileno())
-        os.replace(temporary, path)
+            os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):  # the first error is the one to tell of
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise ShardCoreError(f"cannot write {path}: {error.strerror}") from None
         raise
+
+
+def _held(temporary: Path) -> BinaryIO:
+    """A new file, locked as long as it is open: its writer lives."""
+    import fcntl
+
+    while True:
+        f = open(temporary, "xb")
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(f, fcntl.LOCK_EX)
+        if os.fstat(f.fileno()).st_nlink:
+            return f
+        f.close()  # another writer removed it before it was locked
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove a temporary file whose writer was killed: nobody holds its lock."""
+    import fcntl
+
+    with contextlib.suppress(OSError), open(path, "rb", opener=_no_link) as f:
+        if stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def require_writable(path: str | Path, what: str, folder: bool = False) -> None:

@@ -151,7 +151,7 @@ def forget_dead_users() -> None:
     DVC checks only whether a process of that id exists. A zombie does, until it is reaped. DVC also refuses a
     list that a kill cut short, for good.
     """
-    if not _DVC_USERS.exists():
+    if not _DVC_USERS.is_file():
         return
     with open(_DVC_USERS.with_name("rwlock.lock"), "a") as guard:
         # A DVC that runs now holds the lock, and keeps the list itself.

@@ -5,6 +5,8 @@ import json
 import os
 import pickle
 import stat
+import subprocess
+import sys
 import zipfile
 
 import numpy as np
@@ -342,6 +344,39 @@ def test_writing_leaves_what_a_link_of_its_temporary_name_leads_to(tmp_path):
     files.write_json(tmp_path / "a.json", 2)
     assert (tmp_path / "precious").read_text() == "1"
     assert (tmp_path / "a.json").read_text() == "2\n" and not (tmp_path / "a.json").is_symlink()
+
+
+SLOW_WRITER = """
+import os, sys, time
+from shardcore import files
+real = os.fsync
+def slow(fd):
+    print("writing", flush=True)
+    sys.stdin.readline()
+    real(fd)
+os.fsync = slow
+files.write_atomic(sys.argv[1], b"slow")
+"""
+
+
+def test_what_a_killed_writer_left_goes_and_what_a_living_one_writes_stays(tmp_path):
+    path = tmp_path / "plan.json"
+    writers = [subprocess.Popen([sys.executable, "-c", SLOW_WRITER, path], stdin=subprocess.PIPE, text=True,
+                                stdout=subprocess.PIPE) for _ in range(2)]
+    assert [w.stdout.readline() for w in writers] == ["writing\n"] * 2
+    writers[0].kill()
+    writers[0].communicate()
+    left, living = (tmp_path / f".plan.json.{w.pid}.tmp" for w in writers)
+    (tmp_path / ".plan.json.notes").write_text("mine")
+    (tmp_path / ".other.json.1.tmp").write_text("of another file")
+    (tmp_path / ".plan.json.1.tmp").symlink_to(tmp_path / ".plan.json.notes")
+    assert left.exists()
+    files.write_atomic(path, b"quick")
+    assert not left.exists() and living.exists() and path.read_bytes() == b"quick"
+    writers[1].communicate("go on\n")
+    assert path.read_bytes() == b"slow"
+    assert {p.name for p in tmp_path.iterdir()} == {"plan.json", ".plan.json.notes", ".other.json.1.tmp",
+                                                    ".plan.json.1.tmp"}
 
 
 def test_a_device_or_pipe_is_written_to_and_stays(tmp_path):

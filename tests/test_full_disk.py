@@ -4,13 +4,18 @@ write."""
 import contextlib
 import os
 import resource
+import subprocess
 
 import pytest
-from laws import SETTING, compute_samples, linear_law, pool
+from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 
 from shardcore import files
+from shardcore.cli import main
+from shardcore.cost import fit, neural
 from shardcore.errors import ShardCoreError
 from shardcore.samples import dataset
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Table
 
 
 @contextlib.contextmanager
@@ -48,3 +53,45 @@ def test_a_part_that_finds_no_room_loses_nothing_that_was_there(tmp_path):
     assert {s.id for s in dataset.read_compute(tmp_path, SETTING)} == {s.id for s in samples[:20]}
     dataset.write_compute(tmp_path, samples[20:], name)
     assert {s.id for s in dataset.read_compute(tmp_path, SETTING)} == {s.id for s in samples}
+
+
+def test_a_report_on_a_full_disk_leaves_no_picture(tmp_path, capsys):
+    samples = compute_samples(linear_law, 20)
+    dataset.write_compute(tmp_path / "data", samples, dataset.write_pool(tmp_path / "data", pool()))
+    asked = ["report", str(tmp_path / "data"), "--out", str(tmp_path / "plots")]
+    with room_for(2000):
+        assert main(asked) == 1
+    assert "File too large" in capsys.readouterr().err and os.listdir(tmp_path / "plots") == []
+    assert main(asked) == 0
+    [plot] = (tmp_path / "plots").iterdir()
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_on_a_disk_without_room_nothing_is_written_and_nothing_stays(tmp_path, capsys, cli_files):
+    problem, model = cli_files
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk]).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        (disk / "filler").write_bytes(bytes(64 << 10))
+        for asked in (f"plan {problem} --model {model} --budget-evals 50 --out {disk}/plan.json",
+                      f"plan {problem} --model {model} --budget-evals 50 --out {disk}/new/plan.json",
+                      f"problem mlperf-dlrm-dcnv2 --out {disk}/problem.json"):
+            assert main(asked.split()) == 1
+            assert "No space left on device" in capsys.readouterr().err
+        assert [p for p in disk.rglob("*") if p.is_file()] == [disk / "filler"]
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.fixture
+def cli_files(tmp_path):
+    """A problem and a model."""
+    problem = Problem("p", tuple(Table(f"t{i}", 500, 16, 2.0) for i in range(6)),
+                      Topology((Device(1 << 22),) * 2), SETTING.batch)
+    files.write_problem(tmp_path / "p.json", problem)
+    trained = fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1))
+    neural.save(trained.model, tmp_path / "model")
+    return tmp_path / "p.json", tmp_path / "model"

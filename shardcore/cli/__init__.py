@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from typing import Any, TextIO
 
 from shardcore.cli import (
     hot_rows,
@@ -20,7 +22,20 @@ from shardcore.cli import (
 )
 from shardcore.cli.options import Formatter, require_outputs
 from shardcore.collector import rare_collections
-from shardcore.errors import ShardCoreError
+from shardcore.errors import ShardCoreError, escaped
+
+
+class _Printable:
+    """A text stream in which control characters are escaped. Files of others may have any in their texts."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write("\n".join(map(escaped, text.split("\n"))))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def parser_of_all() -> argparse.ArgumentParser:
@@ -38,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser_of_all().parse_args(argv)
     try:
         require_outputs(args)
-        with rare_collections():
+        with rare_collections(), redirect_stdout(_Printable(sys.stdout)):
             args.command(args)
         sys.stdout.flush()
     except BrokenPipeError:

@@ -19,12 +19,12 @@ there.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import socket
-import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import islice
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardcore import files, schema
+from shardcore.documents import seal, unseal
 from shardcore.errors import ShardCoreError, Unreachable
 from shardcore.limits import is_path_name
 from shardcore.publish import decisions, places
@@ -43,14 +44,12 @@ FEWEST_KEPT = 2
 """A reader may still be at the version before the current one."""
 PATIENCE_S = 600.0
 """How long a publisher waits for its turn. One plan never takes that long to publish."""
-PAGE, REPORT, MODELS = "report.html", "report.md", "models.html"
-"""PAGE belongs to a version. REPORT covers all plans, MODELS the model's versions. Both lie beside
-the plans (see `write`)."""
+PAGE, COST, REPORT, MODELS = "report.html", "cost.json", "report.md", "models.html"
+"""PAGE and COST, which has the page's digest, belong to a version. REPORT covers all plans, MODELS the
+versions of the model. Both lie beside the plans (see `write`)."""
 _POINTER = "current"
 _LOOK_S = 0.02
 """Time between two attempts to take the lock."""
-_LEFT_S = 3600.0
-"""A temporary file older than this was left by a killed publisher."""
 T = TypeVar("T")
 
 
@@ -252,13 +251,21 @@ def has(root: str | Path, name: str, version: str) -> bool:
 
 def is_whole(root: str | Path, name: str, version: str) -> bool:
     """Whether a version is there and its files are as they were written."""
+    folder = _version(_home(root, name), version)
     try:
-        _load(_version(_home(root, name), version), name, fits=False)
+        _load(folder, name, fits=False)
+        cost = unseal(schema.read(schema.read_json(folder / COST), Mapping[str, Any], COST), folder / COST)
+        if "page_sha256" in cost and cost["page_sha256"] != _sha256(schema.read_bytes(folder / PAGE)):
+            return False
     except Unreachable:
         raise
     except ShardCoreError:
         return False
     return True
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any], page: str = "") -> str:
@@ -269,8 +276,9 @@ def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any],
     version = version_of(plan, problem)
     if not is_whole(root, problem.name, version):
         folder = _own(_own(_home(root, problem.name) / "versions") / version)
+        of_page = {"page_sha256": _sha256(page.encode())} if page else {}
         contents = {"problem.json": files.json_bytes(files.problem_to_json(problem)),
-                    "cost.json": files.json_bytes(dict(cost)),
+                    COST: files.json_bytes(seal({**cost, **of_page})),
                     **({PAGE: page.encode()} if page else {}),
                     "plan.json": files.json_bytes(files.plan_to_json(plan, problem))}
         for name, content in contents.items():  # plan.json comes last and completes the version
@@ -313,7 +321,9 @@ def prune(root: str | Path, name: str, keep: int) -> list[str]:
     home = _home(root, name)
     if isinstance(home, Path):
         with places.plain_errors(home):
-            _sweep(home.rglob(".*.tmp"))  # rglob follows no links
+            for path in list(home.rglob(".*.tmp")):  # rglob follows no links
+                if files.UNFINISHED.fullmatch(path.name):
+                    files.remove_unfinished(path)
     gone = [version for version in _versions(home) if version not in named]
     for version in gone:
         places.remove(_version(home, version) / "plan.json")  # first, as it makes the version
@@ -322,24 +332,8 @@ def prune(root: str | Path, name: str, keep: int) -> list[str]:
 
 
 def write(root: str | Path, name: str, content: bytes) -> None:
-    """Write a file for people beside the plans, atomically.
-
-    It takes no turn, so temporary files of other writers are left alone.
-    """
-    home = places.place(root)
-    if isinstance(home, Path):
-        with places.plain_errors(home):
-            _sweep(home.glob(f".{name}.*.tmp"), _LEFT_S)
-    places.write(home / name, content)
-
-
-def _sweep(unfinished: Iterable[Path], older_s: float = 0.0) -> None:
-    for path in list(unfinished):
-        with suppress(FileNotFoundError):  # its writer has just renamed it
-            found = path.lstat()
-            old = time.time() - found.st_mtime >= older_s
-            if old and files.UNFINISHED.fullmatch(path.name) and stat.S_ISREG(found.st_mode):
-                path.unlink()
+    """Write a file for people beside the plans, atomically."""
+    places.write(places.place(root) / name, content)
 
 
 # --- folders of a problem --------------------------------------------------------------------------------

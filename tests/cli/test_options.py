@@ -9,6 +9,8 @@ import pytest
 
 from shardcore import files
 from shardcore.cli import main, parser_of_all
+from shardcore.publish import store
+from shardcore.publish.decisions import Decision
 from shardcore.types import Placement, Plan, Shard
 
 
@@ -100,6 +102,23 @@ def test_outputs_beside_what_is_read_and_over_an_older_output_are_written(here, 
         assert json.loads((here / "x/cost.json").read_text())["total_ms"] > 0
     assert main("price plan.json --problem problem.json --model m --out /dev/null".split()) == 0
     assert [p.name for p in here.rglob(".*")] == []
+
+
+def test_no_control_character_of_a_name_or_text_reaches_the_terminal(here, capsys, monkeypatch):
+    """A decision's reason is text of whoever may write to the plans; a file may have any name."""
+    problem = files.read_problem("problem.json")
+    plan = files.read_plan("plan.json", problem)
+    version = store.add("plans", problem, plan, {})
+    store.record("plans", Decision(problem.name, "first", "\x1b[2J\x1b]0;x\x07 none", version, version,
+                                   files.problem_digest(problem), 1.0, provenance={"model": "\x1b[31m\r"}))
+    for asked in (["history", "plans", problem.name],
+                  ["price", "plan.json", "--problem", "problem.json", "--model", "m"],
+                  ["plan", "problem.json", "--model", "m", "--budget-evals", "9", "--out",
+                   "a\x1b[31m\udcff.json"]):
+        assert main(asked) == 0
+        out, err = capsys.readouterr()
+        assert all(line.isprintable() for line in (out + err).split("\n")), asked
+    assert "a\\x1b[31m\\udcff.json: " in out
 
 
 def test_every_path_that_a_command_writes_is_an_output():

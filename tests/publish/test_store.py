@@ -13,7 +13,8 @@ from shardcore.publish import places, store
 
 
 def read_cost(root, version):
-    return json.loads((places.place(root) / "small" / "versions" / version / "cost.json").read_bytes())
+    found = json.loads((places.place(root) / "small" / "versions" / version / "cost.json").read_bytes())
+    return {k: v for k, v in found.items() if k not in ("digest", "page_sha256")}
 
 
 @pytest.fixture(params=["folder", "file URL", "object store"])
@@ -38,6 +39,24 @@ def test_the_same_plan_is_one_version_and_a_version_never_changes(problem, root)
     version = store.add(root, problem, plan(problem, 0), {"total_ms": 1.0})
     assert store.add(root, problem, plan(problem, 0), {"total_ms": 2.0}, "<html>") == version
     assert read_cost(root, version) == {"total_ms": 1.0} and store.load_page(root, "small", version) is None
+
+
+@pytest.mark.parametrize("file", ["report.html", "cost.json", "plan.json", "problem.json"])
+@pytest.mark.parametrize("damage", ["flipped", "cut short", "gone"])
+def test_a_version_with_any_damaged_file_is_written_anew(problem, root, file, damage):
+    given = problem, plan(problem, 0), {"total_ms": 1.0}, "<html>plan</html>"
+    version = store.add(root, *given)
+    assert store.is_whole(root, "small", version)
+    path = places.place(root) / "small" / "versions" / version / file
+    content = path.read_bytes()
+    if damage == "gone":
+        places.remove(path)
+    else:
+        at = content.index(b"1" if file == "cost.json" else b"p")
+        places.write(path, content[:at] + (b"7" + content[at + 1:] if damage == "flipped" else b""))
+    assert not store.is_whole(root, "small", version)
+    assert store.add(root, *given) == version and store.is_whole(root, "small", version)
+    assert path.read_bytes() == content
 
 
 def test_a_version_that_no_decision_names_is_not_used(problem, root):
