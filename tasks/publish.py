@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from shardcore import files, report
 from shardcore.cost import neural
 from shardcore.errors import ShardCoreError, Unreachable, redacted
 from shardcore.publish import store
+from shardcore.publish.decisions import Decision
 from shardcore.publish.publisher import HEADERS, PublishConfig, Published, Publisher
-from shardcore.report import models_page
+from shardcore.report import index_page, models_page
 from shardcore.search import LEARNED
 from tasks import console, links, model_history, paths, policy_registry, publish_claim, registry
 from tasks.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
@@ -85,6 +87,7 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     store.write(plans, store.REPORT, "\n".join(lines).encode(errors="replace"))
     models = model_history.history(client, version.name)
     store.write(plans, store.MODELS, models_page.page(version.name, models).encode())
+    store.write(plans, store.INDEX, index_page.page(_last_decisions(plans)).encode())
     create_markdown_artifact(report.markdown_table(models_page.HEADERS, models_page.rows(models)),
                              key="models", description=f"Versions of {version.name}")
     run = _log(plans, names, version, "\n".join(lines), models_page.page(version.name, models))
@@ -103,6 +106,16 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     logger.info("%d plans under %s version %s: %s", len(rows), version.name, version.version,
                 ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items()), extra=console.RESULT)
     return report.text_table(HEADERS, rows)
+
+
+def _last_decisions(plans: str | Path) -> dict[str, Decision | None]:
+    """The last decision on each problem of a store. None: it cannot be read."""
+    found: dict[str, Decision | None] = {}
+    for name in store.names(plans):
+        found[name] = None
+        with suppress(ShardCoreError):
+            found[name] = store.last(plans, name)
+    return found
 
 
 def _publish(publisher: Publisher, path: Path, names: list[str]) -> Published:

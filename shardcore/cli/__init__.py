@@ -17,6 +17,7 @@ from shardcore.cli import (
     problems,
     provisioning,
     published,
+    replays,
     topologies,
 )
 from shardcore.cli.options import Formatter
@@ -28,11 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shardcore", description=__doc__,
                                      formatter_class=Formatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (plans, problems, hot_rows, memory_tiers, measurements, policies, topologies, provisioning,
-                  published):
+    for group in (plans, replays, problems, hot_rows, memory_tiers, measurements, policies, topologies,
+                  provisioning, published):
         group.add_commands(commands)
-    args = parser.parse_args(argv)
     try:
+        try:
+            args = parser.parse_args(argv)
+        finally:
+            sys.stdout.flush()  # of help, whose reader may have gone, too
         _require_other(args)
         with rare_collections():
             args.command(args)
