@@ -244,7 +244,8 @@ def test_work_on_a_cluster_ends_soon_after_its_head_and_names_it(what):
     with subprocess.Popen([sys.executable, "-c", HEAD], cwd=root, env=env, stdout=subprocess.PIPE,
                           text=True) as cluster:
         address, token, head = cluster.stdout.readline().split()
-        client = {**env, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token}
+        client = {**env, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token,
+                  "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
         flow = subprocess.Popen([sys.executable, "-c", USES, what], cwd=root, env=client,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert any(line == "works\n" for line in flow.stdout)
