@@ -233,13 +233,8 @@ class Placement:
     devices: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "devices", tuple(int(d) for d in self.devices))
-        except (TypeError, ValueError):
-            require_types(self, "a placement")
-            raise
-        if type(self.shard) is not Shard or type(self.kind) is not str:
-            require_types(self, "a placement")
+        require_types(self, "a placement")
+        object.__setattr__(self, "devices", tuple(int(d) for d in self.devices))
         require(len(self.devices) > 0 and len(set(self.devices)) == len(self.devices)
                 and min(self.devices) >= 0,
                 f"placement of {self.shard.label} names devices {self.devices}; it needs one or more "
@@ -261,7 +256,7 @@ class Plan:
         require_types(self, "a plan")
 
     def __repr__(self) -> str:
-        tables = {p.shard.table.name for p in self.placements}
+        tables = {p.shard.table for p in self.placements}
         devices = {d for p in self.placements for d in p.devices}
         by = f", by {self.provenance['algorithm']}" if "algorithm" in self.provenance else ""
         return f"Plan({len(tables)} tables in {len(self.placements)} shards on {len(devices)} devices{by})"
@@ -366,8 +361,8 @@ class Problem:
                                 self.topology.on_hosts, p)
 
     def __repr__(self) -> str:
-        return (f"Problem({self.name!r}, {len(self.tables)} tables, {self.topology!r}, global batch "
-                f"{self.global_batch})")
+        topology = f"{self.topology!r}, batch {self.global_batch}"
+        return f"Problem({self.name!r}, {len(self.tables)} tables, {topology})"
 
     @cached_property
     def _hash(self) -> int:

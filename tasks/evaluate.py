@@ -20,7 +20,7 @@ from shardcore.limits import MOST_COUNT, MOST_REPEATS, MOST_SEED, require_within
 from shardcore.measure.replay import ReplayConfig
 from shardcore.report import figures, model_report
 from shardcore.samples import dataset, replays
-from shardcore.search import SHARDERS, compare
+from shardcore.search import DEFAULT_SHARDER, SHARDERS, compare
 from shardcore.search.budget import Budget
 from shardcore.types import Problem, Setting, Table
 from tasks import console
@@ -28,6 +28,11 @@ from tasks.measure import cluster_setting
 from tasks.replay import EachProblem, Run, devices_of_a_host, replaying
 from tasks.setting import SettingConfig
 
+HEADLINES = {"accuracy": ("compute_mape", "forward_comm_mape", "backward_comm_mape"),
+             "sharders": (f"{DEFAULT_SHARDER}_solved", f"{DEFAULT_SHARDER}_relative_cost",
+                          "neuroshard_relative_cost"),
+             "replays": ("mape", "kendall_tau", "regret", "noise")}
+"""Figures that tell how good a model is, of some hundred."""
 COMPARED = tuple(name for name in SHARDERS if name != "torchrec")
 """TorchRec's planner takes up to minutes per problem, so bench/search.py compares it."""
 ARENA_BYTES = 512 << 20
@@ -235,9 +240,15 @@ def _remove(out: Path, but: Sequence[str]) -> None:
 @task
 def write_metrics(out: Path, accuracy: dict[str, float], sharders: dict[str, float],
                   replayed: dict[str, float]) -> None:
-    """Write metrics.json. Without replays it has no section "replays"."""
+    """Write figures.json, and the HEADLINES of it as metrics.json, which `dvc metrics show` prints in a row.
+
+    Without replays they have no section "replays".
+    """
     sections = {"accuracy": accuracy, "sharders": sharders} | ({"replays": replayed} if replayed else {})
-    files.write_json(out / "metrics.json", sections)
+    files.write_json(out / "figures.json", sections)
+    files.write_json(out / "metrics.json", {section: {name: float(f"{found[name]:.4g}")
+                                                      for name in HEADLINES[section] if name in found}
+                                            for section, found in sections.items()})
 
 
 def _write_figure(path: Path, figure: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Mapping
 
 import mlflow
 from mlflow.entities.model_registry import ModelVersion
@@ -17,6 +18,8 @@ from shardcore.limits import MOST_UNIX_S
 from shardcore.report.models_page import ModelRecord
 
 CHAMPIONS = "shardcore.champions"
+NOISE = "noise"
+"""Tag of a version: percent, mean spread of the measurements that it was judged on."""
 _MOST = 100
 """Changes that are kept: MLflow bounds what a tag may hold."""
 
@@ -36,10 +39,13 @@ def history(client: mlflow.MlflowClient, name: str) -> list[ModelRecord]:
     for i, (version, begin) in enumerate(changes):
         end = changes[i + 1][1] if i + 1 < len(changes) else None
         reigns.setdefault(version, []).append((begin, end))
-    return [ModelRecord(str(v.version), v.creation_timestamp / 1000, _number(v.tags.get("score")),
-                        _replay_error(client, v), v.tags.get("gate", ""), v.tags.get("setting", ""),
-                        tuple(reigns.get(str(v.version), ())), v.tags.get("data", ""))
-            for v in client.search_model_versions(f"name = '{name}'")]
+    return [ModelRecord(version=str(v.version), registered_at=v.creation_timestamp / 1000,
+                        error=_number(v.tags.get("score")), noise=_number(v.tags.get(NOISE)),
+                        replay_error=_number(found.get("replays/mape")),
+                        replay_noise=_number(found.get("replays/noise")), gate=v.tags.get("gate", ""),
+                        setting=v.tags.get("setting", ""), reigns=tuple(reigns.get(str(v.version), ())),
+                        data=v.tags.get("data", ""))
+            for v in client.search_model_versions(f"name = '{name}'") for found in [_metrics(client, v)]]
 
 
 def _changes(client: mlflow.MlflowClient, name: str) -> list[tuple[str, float]]:
@@ -50,13 +56,12 @@ def _changes(client: mlflow.MlflowClient, name: str) -> list[tuple[str, float]]:
         return []
 
 
-def _replay_error(client: mlflow.MlflowClient, version: ModelVersion) -> float | None:
-    if not version.run_id:
-        return None
+def _metrics(client: mlflow.MlflowClient, version: ModelVersion) -> Mapping[str, float]:
+    """Metrics of a version's run. {}: it has none, or it was deleted."""
     try:
-        return _number(client.get_run(version.run_id).data.metrics.get("replay_mape"))
-    except MlflowException:  # its run was deleted
-        return None
+        return client.get_run(version.run_id).data.metrics if version.run_id else {}
+    except MlflowException:
+        return {}
 
 
 def _number(value: str | float | None) -> float | None:

@@ -19,7 +19,7 @@ from shardcore.limits import MOST_COUNT, require_within
 from shardcore.report import model_report
 from shardcore.samples import replays
 from shardcore.search.learned.policy import POLICY_JSON
-from tasks import console, paths, policy_registry, publish_claim, registry
+from tasks import console, model_history, paths, policy_registry, publish_claim, registry
 
 _REPLAYS_TAG = "shardcore.replays_digest"
 
@@ -129,13 +129,13 @@ def promote_policy(folder: Path) -> str | None:
 
 def _log_replay_metrics(client: mlflow.MlflowClient, version: ModelVersion,
                  rows: Sequence[replay_metrics.ReplayRecord]) -> None:
-    """Log a model's replay metrics (replay_*) and a plot to its run. Once per set of replays."""
+    """Log a model's replay metrics (replays/*) and a plot to its run. Once per set of replays."""
     known = files.digest(replay_records.csv_rows(rows))
     if version.tags.get(_REPLAYS_TAG) == known:
         return
     now_ms = int(1000 * time.time())
     client.log_batch(version.run_id,
-                     [Metric(f"replay_{k}", v, now_ms, 0) for k, v in replay_metrics.figures(rows).items()])
+                     [Metric(f"replays/{k}", v, now_ms, 0) for k, v in replay_metrics.figures(rows).items()])
     client.log_figure(version.run_id, model_report.predicted_against_replayed(rows, "Replayed plans"),
                       "replays.png")
     client.set_model_version_tag(version.name, version.version, _REPLAYS_TAG, known)
@@ -153,6 +153,8 @@ def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements:
                              f"version {challenger.version} by; measure more")
     new = score(accuracy.evaluate(model, *data))
     client.set_model_version_tag(challenger.name, challenger.version, "score", f"{new:.4f}")
+    client.set_model_version_tag(challenger.name, challenger.version, model_history.NOISE,
+                                 f"{accuracy.noise(data[0]):.4f}")
     said = f"score {new:.2f}% (mean error on held-out groups and exchanges)"
     if before is None:
         return True, f"{said}, the first"

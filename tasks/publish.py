@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from shardcore.cost import known_errors, neural
 from shardcore.errors import ShardCoreError, Unreachable, redacted
 from shardcore.progress import listening
 from shardcore.publish import store
+from shardcore.publish.decisions import Decision
 from shardcore.publish.publisher import HEADERS, PublishConfig, Published, Publisher
-from shardcore.report import models_page
+from shardcore.report import index_page, models_page
 from shardcore.search import LEARNED
 from tasks import console, links, model_history, paths, policy_registry, publish_claim, registry
 from tasks.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
@@ -89,6 +91,7 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     lines = [f"# {title}", "", *(f"**{x}.**\n" for x in first), f"Model: {known_errors.label(model)}", "",
              table, "", *(f"- no new plan: {f}" for f in failures)]
     store.write(plans, store.REPORT, "\n".join(lines).encode(errors="replace"))
+    store.write(plans, store.INDEX, index_page.page(_last_decisions(plans)).encode())
     create_markdown_artifact(report.markdown_table(models_page.HEADERS, models_page.rows(models)),
                              key="models", description=f"Versions of {version.name}")
     run = _log(plans, names, version, "\n".join(lines), models_html)
@@ -109,6 +112,16 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     head = [*(f"{x}." for x in first), f"Model: {version.name} version {version.version}, "
             f"{known_errors.label(model)}"]
     return "\n".join([*head, "", report.text_table(HEADERS, rows)])
+
+
+def _last_decisions(plans: str | Path) -> dict[str, Decision | None]:
+    """The last decision on each problem of a store. None: it cannot be read."""
+    found: dict[str, Decision | None] = {}
+    for name in store.names(plans):
+        found[name] = None
+        with suppress(ShardCoreError):
+            found[name] = store.last(plans, name)
+    return found
 
 
 def _publish(publisher: Publisher, path: Path, names: list[str]) -> Published:

@@ -66,6 +66,8 @@ def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mappin
 
     yaml = YAML()
     yaml.preserve_quotes, yaml.width = True, 130
+    yaml.representer.add_representer(  # or it leaves out the null of lines that nobody changes
+        type(None), lambda representer, _: representer.represent_scalar("tag:yaml.org,2002:null", "null"))
     # A section that is wrong already must not be blamed on the overrides.
     for name, cls in sections.items():
         params.section(name, cls)

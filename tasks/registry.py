@@ -144,6 +144,8 @@ def _upload(client: mlflow.MlflowClient, folder: Path, name: str, run_id: str | 
             code_paths=[str(Path(files.__file__).parent)],
             pip_requirements=["torch", "numpy", "pyarrow", "safetensors", "PyYAML"],
         )
+        if not run_id:  # it was trained where another registry is
+            mlflow.log_metrics({f"validation/{k}": v for k, v in neural.load(folder).meta["metrics"].items()})
     # as mlflow.register_model, which complains where the model has a version already
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)

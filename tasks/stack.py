@@ -237,10 +237,14 @@ def main() -> None:
             down(config)
         elif command == "status":
             text, healthy = status(config)
-            print(text)
+            print(text, flush=True)
             raise SystemExit(0 if healthy else 1)
         else:
             raise SystemExit("usage: python -m tasks.stack up|down|status")
+    except BrokenPipeError:
+        # Whoever read the output has what they wanted. Python would complain once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None  # a shell's exit code for SIGPIPE
     except (ShardCoreError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None

@@ -159,7 +159,7 @@ def _say_best(curves: Sequence[Mapping[str, Any]]) -> None:
     logger = get_run_logger()
     found = [r for r in curves if r["model"] == "compute"]
     best = min(found, key=lambda r: r["validation_mape"])
-    mlflow.log_metric("compute_best_epoch", best["epoch"])
+    mlflow.log_metric("compute/best_epoch", best["epoch"])
     logger.info("compute: best after epoch %d of %d, validation error %.1f%%", best["epoch"],
                 found[-1]["epoch"],
                 best["validation_mape"])
@@ -210,9 +210,9 @@ def _log_datasets(compute: Sequence[ComputeSample], versions: Mapping[Path, str]
 def _log_curves(client: mlflow.MlflowClient, run_id: str, rows: Sequence[Mapping[str, Any]],
                 curve: study.LearningCurve | None) -> None:
     """Log training curves by epoch, and the learning curve by samples."""
-    metrics = [Metric(f"{r['model']}_{k}", float(v), 0, r["epoch"]) for r in rows for k, v in r.items()
+    metrics = [Metric(f"{r['model']}/{k}", float(v), 0, r["epoch"]) for r in rows for k, v in r.items()
                if k not in ("model", "epoch")]
-    metrics += [Metric("learning_curve_test_mape", error, 0, samples)
+    metrics += [Metric("learning_curve/test_mape", error, 0, samples)
                 for samples, error in (curve.rows if curve else ())]
     # MLflow takes at most 1,000 metrics per request.
     for i in range(0, len(metrics), 1000):

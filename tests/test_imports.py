@@ -179,8 +179,8 @@ def test_stages_make_what_the_project_keeps_and_dvc_leaves_what_grows():
     assert files == {
         "tables": {"data/pool.json"}, "measure": {"data/measurements"},
         "train": {"data/model", "data/card.md", "data/curves.csv"}, "train_policy": {"data/policy"},
-        "evaluate": {f"data/evaluation/{n}" for n in ("predictions.png", "replays", "metrics.json",
-                                                      "predictions.csv", "sharders.csv")}}
+        "evaluate": {f"data/evaluation/{n}" for n in ("figures.json", "predictions.png", "replays",
+                                                      "metrics.json", "predictions.csv", "sharders.csv")}}
     growing = {out for stage in STAGES for out, options in made(stage).items() if options.get("persist")}
     assert growing == {"data/measurements", "data/evaluation/replays"}
 

@@ -18,6 +18,7 @@ from shardcore.cli import (
     problems,
     provisioning,
     published,
+    replays,
     topologies,
 )
 from shardcore.cli.options import Formatter, require_outputs
@@ -43,15 +44,18 @@ def parser_of_all() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m shardcore", description=__doc__,
                                      formatter_class=Formatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (plans, problems, hot_rows, memory_tiers, measurements, policies, topologies, provisioning,
-                  published):
+    for group in (plans, replays, problems, hot_rows, memory_tiers, measurements, policies, topologies,
+                  provisioning, published):
         group.add_commands(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser_of_all().parse_args(argv)
     try:
+        try:
+            args = parser_of_all().parse_args(argv)
+        finally:
+            sys.stdout.flush()  # of help, whose reader may have gone, too
         require_outputs(args)
         with rare_collections(), redirect_stdout(_Printable(sys.stdout)):
             args.command(args)

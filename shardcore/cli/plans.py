@@ -1,4 +1,4 @@
-"""Commands that make, price, run and export plans: plan, price, replay, export.
+"""Commands that make, price, run and export plans: plan, price, export.
 
 Commands import what they need when they run, so that help is quick.
 """
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardcore.cli import grouped
-from shardcore.cli.options import command, gib, natural, positive, positive_gib
+from shardcore.cli.options import command, gib, natural, positive
 from shardcore.cli.progress_line import shown
 from shardcore.errors import ShardCoreError
 from shardcore.progress import clock, report
-from shardcore.types import Plan, Problem, Setting
+from shardcore.types import Plan, Problem
 
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
@@ -38,7 +38,6 @@ _EXPLAIN = ("say what bounds the plan, what other algorithms find, and what more
 def add_commands(commands: argparse._SubParsersAction) -> None:
     _add_plan(commands)
     _add_price(commands)
-    _add_replay(commands)
     _add_export(commands)
 
 
@@ -301,69 +300,6 @@ def price(args: argparse.Namespace) -> None:
         print("\nThe plan of one group:" * bool(of_groups))
         _say_explained(found, own, cautious, None)
     _say_extrapolated(beyond)
-
-
-# --- replay ------------------------------------------------------------------------------------------------
-
-
-def _add_replay(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, replay, "Run one training step of plans for real on this machine, in alternation, "
-                "and time its parts per device.", folders={"append": ()})
-    p.add_argument("plans", type=Path, nargs="+", metavar="PLAN.json", help="plans of the same problem")
-    p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
-    p.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
-    p.add_argument("--hardware", help="the setting's name of the device; default: its own")
-    p.add_argument("--repeats", type=positive(int), default=50, help="steps of each plan that enter a median")
-    p.add_argument("--arena-gib", type=positive_gib, default=1.0, help="weights in memory a process, the "
-                   "largest shard")
-    p.add_argument("--timeout-s", type=positive(float), default=120.0, help="a round of steps that takes "
-                   "longer has hung")
-    p.add_argument("--seed", type=natural, default=0, help="of the batches")
-    p.add_argument("--append", type=Path, metavar="DIR", help="keep the replays in this dataset too: "
-                   "training on it learns what exchanges take in steps; what it has of these plans is not "
-                   "run again")
-    p.add_argument("--out", type=Path, metavar="REPLAY.json", help="default: standard output")
-
-
-def replay(args: argparse.Namespace) -> None:
-    from shardcore import files
-    from shardcore.measure import hardware
-    from shardcore.measure.replay import ReplayConfig, replay_all
-    from shardcore.samples import dataset, replays
-    from shardcore.workload import lower
-
-    # Fail before reading files if the device is missing.
-    device = args.device or hardware.detect_device()
-    hardware.require_device(device)
-    problem = files.read_problem(args.problem)
-    name = args.hardware or hardware.hardware_name(device)
-    setting = Setting(name, problem.global_batch, problem.precision, problem.optimizer)
-    plans = [files.read_plan(path, problem) for path in args.plans]
-    workloads = [lower(plan, problem) for plan in plans]
-    config = ReplayConfig(repeats=args.repeats, arena_bytes=int(args.arena_gib * 2**30),
-                          timeout_s=args.timeout_s, seed=args.seed)
-    if args.append:
-        # Replays are kept by algorithm: a plan without one goes by its file.
-        made = [(plan.provenance.get("algorithm", path.stem), plan)
-                for path, plan in zip(args.plans, plans, strict=True)]
-        # The reference op shows how slow the machine is during the replays.
-        reference = dataset.reference_op(args.append, setting)
-        known = replays.append(args.append, problem, made, setting, config,
-                               lambda w: replay_all(w, setting, config, device, reference))
-        costs = [known[replays.plan_digest(plan)] for plan in plans]
-    else:
-        costs = replay_all(workloads, setting, config, device)
-    body = {"setting": files.setting_to_json(setting), "replays": [
-        {"plan": str(path), "total_ms": cost.total_ms, **dataclasses.asdict(cost),
-         "memory_bytes": list(workload.memory_bytes)}
-        for path, cost, workload in zip(args.plans, costs, workloads, strict=True)]}
-    if args.out:
-        files.write_json(args.out, body)
-    else:
-        print(json.dumps(body, indent=1))
-    if any(cost.oversubscribed for cost in costs):
-        print(f"oversubscribed: {len(problem.topology)} processes on fewer cores measure the scheduler too",
-              file=sys.stderr)
 
 
 # --- export ------------------------------------------------------------------------------------------------

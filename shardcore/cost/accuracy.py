@@ -41,6 +41,13 @@ def predict(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
     return model.head(_sums(model, samples))
 
 
+def noise(samples: Sequence[ComputeSample]) -> float:
+    """Percent, mean interquartile range over median of the timings of samples. 0 for none."""
+    spreads = [(part.q3_ms - part.q1_ms) / part.median_ms for s in samples if s.error is None
+               for part in (s.forward, s.backward) if part.median_ms]
+    return 100 * float(np.mean(spreads)) if spreads else 0.0
+
+
 def intervals(model: NeuralModel, samples: Sequence[ComputeSample],
               confidence: float) -> tuple[np.ndarray, np.ndarray]:
     """[S] ms, low and high, around the measured forward + backward with probability `confidence`."""

@@ -44,9 +44,9 @@ FEWEST_KEPT = 2
 """A reader may still be at the version before the current one."""
 PATIENCE_S = 600.0
 """How long a publisher waits for its turn. One plan never takes that long to publish."""
-PAGE, COST, REPORT, MODELS = "report.html", "cost.json", "report.md", "models.html"
-"""PAGE and COST, which has the page's digest, belong to a version. REPORT covers all plans, MODELS the
-versions of the model. Both lie beside the plans (see `write`)."""
+PAGE, COST, REPORT, MODELS, INDEX = "report.html", "cost.json", "report.md", "models.html", "index.html"
+"""PAGE and COST, which has the page's digest, belong to a version. REPORT covers all plans, MODELS the versions of
+the model, INDEX links them. These lie beside the plans (see `write`)."""
 _POINTER = "current"
 _LOOK_S = 0.02
 """Time between two attempts to take the lock."""
@@ -344,7 +344,7 @@ def _home(root: str | Path, name: str) -> Place:
     if not is_path_name(name):
         raise ShardCoreError(f"problem {schema.show(name)} has no plans in {root}; names have letters, "
                              "digits and . _ -")
-    if name in (REPORT, MODELS):
+    if name in (REPORT, MODELS, INDEX):
         raise ShardCoreError(f"problem {name!r} has the name of the file beside the plans in {root}; it "
                              "needs another")
     # Files behind a link belong to somebody else.

@@ -52,4 +52,4 @@ def drift_table(found: Sequence[HotDrift]) -> str:
 
 
 def _threshold(tried: Threshold) -> str:
-    return "never" if tried.least_lookups is None else f"{tried.least_lookups:,.1f} lookups a batch"
+    return "no hot rows" if tried.least_lookups is None else f"{tried.least_lookups:,.1f} lookups a batch"

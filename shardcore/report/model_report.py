@@ -43,11 +43,12 @@ class Studied:
     curve: LearningCurve | None = None
 
     def flat(self) -> dict[str, float]:
-        """All figures in one flat mapping, for MLflow."""
-        found = {f"{split}_{k}": v for split, values in self.metrics.items() for k, v in values.items()}
-        found |= {"unseen_tables_compute_mape": self.unseen_tables, "repeatability": self.repeatability}
+        """All figures in one flat mapping, for MLflow, which groups what has a slash."""
+        found = {f"{split}/{k}": v for split, values in self.metrics.items() for k, v in values.items()}
+        found |= {"test/unseen_tables_compute_mape": self.unseen_tables,
+                  "test/repeatability": self.repeatability}
         if self.curve:
-            found |= {f"learning_curve_{k}": getattr(self.curve, k)
+            found |= {f"learning_curve/{k}": getattr(self.curve, k)
                       for k in ("constant", "scale", "power", "gain")}
         return {k: v for k, v in found.items() if v is not None}
 

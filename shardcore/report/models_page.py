@@ -13,8 +13,8 @@ from shardcore.report.figures import svg
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-HEADERS = ("version", "registered", "error, %", "error of replayed plans, %", "champion", "gate", "setting",
-           "data")
+HEADERS = ("version", "registered", "error, %", "noise, %", "error of replayed plans, %", "their noise, %",
+           "champion", "gate", "setting", "data")
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222;
        max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
@@ -31,6 +31,9 @@ class ModelRecord:
     registered_at: Unix s.
     error: its score where it was judged: percent, mean error on held-out groups and exchanges. None: unknown.
     replay_error: percent, mean error of replayed plans. None: there were none.
+    noise: percent, mean spread (interquartile range) of the measurements that it was judged on. No model errs
+      by much less. None: unknown.
+    replay_noise: the same of replayed plans.
     gate: what the gate said.
     reigns: from when to when plans were published under it, Unix s. None: still.
     data: digest of what it was trained on. "": unknown.
@@ -44,11 +47,14 @@ class ModelRecord:
     setting: str
     reigns: tuple[tuple[float, float | None], ...] = ()
     data: str = ""
+    noise: float | None = None
+    replay_noise: float | None = None
 
 
 def rows(records: Sequence[ModelRecord]) -> list[tuple[str, ...]]:
     """Rows under HEADERS, the last version first."""
-    return [(x.version, plan_report.when(x.registered_at), _percent(x.error), _percent(x.replay_error),
+    return [(x.version, plan_report.when(x.registered_at), _percent(x.error), _percent(x.noise),
+             _percent(x.replay_error), _percent(x.replay_noise),
              "; ".join(_reign(*reign) for reign in x.reigns) or "never", x.gate or "-", x.setting,
              x.data[:8] or "unknown")
             for x in sorted(records, key=lambda x: -x.registered_at)]
@@ -68,7 +74,8 @@ def page(name: str, records: Sequence[ModelRecord], first: Sequence[str] = ()) -
         f"'unsafe-inline'\"><title>{escape(name)}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{escape(name)}</h1>", *(f"<p><b>{escape(x)}.</b></p>" for x in first),
         '<p class="note">Each version was judged on the held-out data of its '
-        "time. Shaded: plans were published under it.</p>",
+        "time. Dashed: the noise of those measurements, which a busy machine raises, and errors with it. "
+        "Shaded: plans were published under it.</p>",
         f"<figure>{svg(figure(records))}</figure>",
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>", "</body></html>\n"])
 
@@ -91,10 +98,15 @@ def figure(records: Sequence[ModelRecord]) -> Figure:
     for x in ordered:
         for begin, end in x.reigns:
             axes.axvspan(at(begin), at(end or last), color="#228833", alpha=0.15, linewidth=0)
-    for label, color, values in (("held-out groups and exchanges", "#4477aa", [x.error for x in ordered]),
-                                 ("replayed plans", "#ee6677", [x.replay_error for x in ordered])):
-        known = [(at(x.registered_at), v) for x, v in zip(ordered, values, strict=True) if v is not None]
-        axes.plot([t for t, _ in known], [v for _, v in known], "o-", color=color, label=label)
+    for label, color, errors, noises in (
+            ("held-out groups and exchanges", "#4477aa", [x.error for x in ordered],
+             [x.noise for x in ordered]),
+            ("replayed plans", "#ee6677", [x.replay_error for x in ordered],
+             [x.replay_noise for x in ordered])):
+        for values, style, name in ((errors, "o-", label), (noises, ".--", f"noise of {label}")):
+            known = [(at(x.registered_at), v) for x, v in zip(ordered, values, strict=True) if v is not None]
+            if known or style == "o-":
+                axes.plot([t for t, _ in known], [v for _, v in known], style, color=color, label=name)
     axes.set(ylabel="error, %", ylim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

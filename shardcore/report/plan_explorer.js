@@ -27,9 +27,10 @@
   const all = (devices) => devices === null;
   const on = (devices, device) => devices && (all(devices.on) || devices.on.includes(device));
   const where = (places) => places.map((p) => {
-    const columns = p.columns[1] - p.columns[0] < p.dim ? ` (${p.columns[0]} to ${p.columns[1] - 1} of ${p.dim})` : "";
-    const shown = all(p.on) ? "all" : p.on.slice(0, 8).join(", ") + (p.on.length > 8 ? ` and ${p.on.length - 8} more` : "");
-    return `${p.kind}${columns}: ${shown}`;
+    const columns = p.columns[1] - p.columns[0] < p.dim ? `, columns ${p.columns[0]}:${p.columns[1]} of ${p.dim}` : "";
+    const few = (on) => on.slice(0, 8).join(", ") + (on.length > 8 ? ` and ${on.length - 8} more` : "");
+    const shown = all(p.on) ? "all devices" : `device${p.on.length > 1 ? "s" : ""} ${few(p.on)}`;
+    return `${p.kind} on ${shown}${columns}`;
   }).join("; ");
 
   const columns = [

@@ -30,7 +30,7 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222;
        max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; vertical-align: top;
          padding: .15rem .8rem .15rem 0; border-bottom: 1px solid #e5e5e5; }
 th:first-child, td:first-child, .words { text-align: left; } th { font-weight: 600; color: #555; }
@@ -159,7 +159,7 @@ def _bars(axes: Axes, heights: np.ndarray, below: np.ndarray, color: str, label:
 
 
 def _table(headers: Sequence[str], rows: Iterable[Sequence[Any]], words: Sequence[int] = ()) -> str:
-    """An HTML table. words: columns, besides the first, that are left-aligned."""
+    """An HTML table. words: columns, other than the first, that are left-aligned."""
     head = "".join(f'<th{" class=words" if i in words else ""}>{escape(h)}</th>'
                    for i, h in enumerate(headers))
     body = "".join("<tr>" + "".join(f'<td{" class=words" if i in words else ""}>{escape(str(c))}</td>'

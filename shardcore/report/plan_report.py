@@ -104,7 +104,7 @@ def memory_rows(x: Explanation) -> list[tuple[str, str, str]]:
     needs = x.memory.bytes
     rows = [(part, gib(n_bytes), f"{n_bytes / needs:.1%}")
             for part, n_bytes in x.memory.parts.items() if n_bytes]
-    return [*rows, ("reserved", gib(x.reserved_bytes), "besides")]
+    return [*rows, ("reserved", gib(x.reserved_bytes), "not counted")]
 
 
 def memory_note(x: Explanation) -> str:
@@ -122,7 +122,7 @@ def _bound(x: Explanation) -> str:
         proved = ("This plan is of another kind than those of which none takes less than "
                   f"{b.proved_ms:.3f} ms (proved)")
     return (f"{proved}; estimated, about {b.estimate_ms:.3f} ms (this one: "
-            f"{percent_change(x.total_ms, b.estimate_ms)}).\nIn the way of less: {b.limit}.\nPlans meant: "
+            f"{percent_change(x.total_ms, b.estimate_ms)}).\nThe limit is {b.limit}.\nPlans meant: "
             f"{b.space}; memory not counted.")
 
 
@@ -197,7 +197,7 @@ def where(placements: Iterable[Placement]) -> str:
 
 def _where(p: Placement) -> str:
     shard = p.shard
-    columns = f" columns {shard.col_lo}:{shard.col_hi}" * (shard.width < shard.table.dim)
+    columns = f" columns {shard.col_lo}:{shard.col_hi} of {shard.table.dim}" * (shard.width < shard.table.dim)
     shared = f", {layout_of(p.kind).words}" * (len(p.devices) > 1)
     return f"{device_names(p.devices)}{columns}{shared}"
 

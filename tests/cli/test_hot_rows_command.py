@@ -26,7 +26,7 @@ def test_it_writes_a_problem_with_hot_rows_and_its_plan(problem, model, tmp_path
     assert main(asked(tmp_path, model)) == 0
     out, err = capsys.readouterr()
     assert out.count("(best)") == 1 and "rows are hot from" in out
-    assert err.startswith("never: ")
+    assert err.startswith("no hot rows: ")
     found = files.read_problem(tmp_path / "hot.json")
     lower(files.read_plan(tmp_path / "plan.json", found), found)
 

@@ -60,3 +60,11 @@ def test_output_that_nobody_reads_is_no_error(tmp_path):
         running.stdout.close()
         said = running.stderr.read()
     assert (running.returncode, said) == (141, "") and (tmp_path / "p.json").exists()
+
+
+@pytest.mark.parametrize("command", [["-h"], ["plan", "-h"]])
+def test_help_whose_reader_is_gone_ends_without_a_word(command):
+    running = subprocess.Popen([sys.executable, "-m", "shardcore", *command], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    running.stdout.close()
+    assert running.stderr.read() == "" and running.wait() in (0, 141)  # argparse itself may see it

@@ -445,6 +445,10 @@ def test_whoever_sets_the_champion_plans_follow_once(project, api, worker, reque
         until(lambda: f"version {other}" in killed.log())
         kill_group(killed.process)  # it has asked for the run, and says no more
     watching = request.getfixturevalue("watching")
+    index = (project.folder / "plans/index.html").read_text()
+    for problem, (_, decision) in first.items():
+        page = f"{problem}/versions/{decision.current}/report.html"
+        assert f'href="{page}"' in index and (project.folder / "plans" / page).exists()
     second = published(project, client, name, other)
     assert all(set(second[n][0].placements) != set(first[n][0].placements) for n in NAMES)
     client.set_registered_model_alias(name, "champion", ours)

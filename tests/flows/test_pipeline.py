@@ -112,7 +112,9 @@ def test_refresh_builds_everything_and_says_what_to_look_at(project):
         costs = [cost for kept in replays.read_all(project.folder / folder, setting)
                  for cost in kept.costs.values()]
         assert len(costs) >= plans and {cost.slowdown != 1 for cost in costs} == {reference is not None}
-    metrics = json.loads((project.folder / "data/evaluation/metrics.json").read_text())
+    metrics = json.loads((project.folder / "data/evaluation/figures.json").read_text())
+    shown = json.loads((project.folder / "data/evaluation/metrics.json").read_text())
+    assert sum(map(len, shown.values())) <= 12 and shown["replays"]["mape"] > 0
     assert 0 < metrics["accuracy"]["compute_mape"] < 100 and metrics["sharders"]["anneal_solved"] == 1
     assert metrics["replays"]["mape"] > 0 and metrics["replays"]["random_relative_cost"] > 0
     assert "problem 1 of 1 replayed" in log

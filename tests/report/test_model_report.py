@@ -133,7 +133,7 @@ def test_the_card_of_little_data_leaves_out_what_nobody_knows():
 
 def test_all_figures_have_a_name_each():
     flat = STUDIED.flat()
-    assert (flat["test_compute_mape"] == 5.25 and flat["unseen_tables_compute_mape"] == 7.5
-            and flat["repeatability"] == 3.125)
-    assert flat["learning_curve_gain"] == pytest.approx(100 / 20 - 100 / 800**0.5)
+    assert (flat["test/compute_mape"] == 5.25 and flat["test/unseen_tables_compute_mape"] == 7.5
+            and flat["test/repeatability"] == 3.125)
+    assert flat["learning_curve/gain"] == pytest.approx(100 / 20 - 100 / 800**0.5)
     assert set(model_report.Studied({"test": {}}).flat()) == set()

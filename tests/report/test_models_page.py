@@ -3,22 +3,23 @@
 from shardcore.report.models_page import HEADERS, ModelRecord, figure, page, rows
 
 RECORDS = [ModelRecord("1", 1.7e9, 6.0, None, "passed, the first", "cpu", ((1.7e9, 1.7e9 + 7200),)),
-           ModelRecord("2", 1.7e9 + 3600, 5.5, 4.0, "lost <by> 1", "cpu"),
+           ModelRecord("2", 1.7e9 + 3600, 5.5, 4.0, "lost <by> 1", "cpu", noise=3.0, replay_noise=2.0),
            ModelRecord("3", 1.7e9 + 7200, None, None, "", "cpu", ((1.7e9 + 7200, None),))]
 
 
 def test_versions_stand_with_their_errors_and_when_they_were_champion():
     last, second, first = rows(RECORDS)
     assert len(last) == len(HEADERS)
-    assert first[:5] == ("1", "2023-11-14 22:13:20 UTC", "6.00", "-",
+    assert first[:7] == ("1", "2023-11-14 22:13:20 UTC", "6.00", "-", "-", "-",
                          "2023-11-14 22:13:20 UTC to 2023-11-15 00:13:20 UTC")
-    assert second[3:6] == ("4.00", "never", "lost <by> 1")
-    assert last[2] == "-" and last[4].endswith(" to now") and last[5] == "-"
+    assert second[3:8] == ("3.00", "4.00", "2.00", "never", "lost <by> 1")
+    assert last[2] == "-" and last[6].endswith(" to now") and last[7] == "-"
 
 
 def test_the_plot_has_what_is_known_and_shades_champions():
     [axes] = figure(RECORDS).axes
-    held, replayed = axes.lines
+    held, noise, replayed, replay_noise = axes.lines
+    assert list(noise.get_ydata()) == [3.0] and list(replay_noise.get_ydata()) == [2.0]
     assert list(held.get_ydata()) == [6.0, 5.5] and list(replayed.get_ydata()) == [4.0]
     assert len(axes.patches) == 2
 

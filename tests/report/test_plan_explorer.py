@@ -130,7 +130,8 @@ def test_columns_of_a_cut_table_are_named(tmp_path):
     work = lower(plan, problem)
     part = explorer(Version("v", plan, price(work, MODEL), work.memory_bytes), problem)
     [row] = rows(in_browser(part, "", tmp_path))
-    assert row[6:] == ["32,000 bytes", "column (0 to 3 of 8): 0; column (4 to 7 of 8): 1"]
+    assert row[6:] == ["32,000 bytes",
+                       "column on device 0, columns 0:4 of 8; column on device 1, columns 4:8 of 8"]
 
 
 @needs_browser

@@ -58,6 +58,18 @@ def test_what_cannot_be_replayed_is_skipped_with_a_line_and_absent(here, problem
     assert "replays" not in json.loads((tmp_path / "metrics.json").read_text())
 
 
+def test_dvc_shows_a_few_figures_and_a_file_has_all(tmp_path):
+    accuracy = {"compute_mape": 12.345678, "forward_comm_mape": 3.0, **{f"other_{i}": 1.0 for i in range(50)}}
+    sharders = {f"{name}_{of}": 1.0 for name in evaluate.COMPARED
+                for of in ("solved", "relative_cost", "seconds")}
+    replayed = {"mape": 7.0, "noise": 2.0, **{f"other_{i}": 1.0 for i in range(50)}}
+    write_metrics.fn(tmp_path, accuracy, sharders, replayed)
+    shown, kept = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("metrics", "figures"))
+    assert kept == {"accuracy": accuracy, "sharders": sharders, "replays": replayed}
+    assert shown["accuracy"] == {"compute_mape": 12.35, "forward_comm_mape": 3.0}
+    assert shown["replays"] == {"mape": 7.0, "noise": 2.0} and len(shown["sharders"]) == 3
+
+
 SMALL = EvaluateConfig(replay_problems=3, min_tables=3, max_tables=5, budget_evals=50, max_dim=32,
                        replay_repeats=2)
 

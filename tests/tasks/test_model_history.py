@@ -21,9 +21,11 @@ def client(tmp_path):
 
 def version(client, score: str = "5.0"):
     run = client.create_run("0")
-    client.log_metric(run.info.run_id, "replay_mape", 7.5)
+    client.log_metric(run.info.run_id, "replays/mape", 7.5)
+    client.log_metric(run.info.run_id, "replays/noise", 2.5)
     return client.create_model_version(NAME, f"runs:/{run.info.run_id}/model", run.info.run_id,
-                                       tags={"score": score, "gate": "passed", "setting": "law"})
+                                       tags={"score": score, "gate": "passed", "setting": "law",
+                                             "noise": "3.5"})
 
 
 def test_each_champion_reigns_until_the_next_one(client, monkeypatch):
@@ -36,6 +38,7 @@ def test_each_champion_reigns_until_the_next_one(client, monkeypatch):
     assert found["2"].reigns == ((200, 300),)
     assert found["3"].reigns == ()
     assert (found["1"].error, found["1"].replay_error, found["1"].gate) == (5.0, 7.5, "passed")
+    assert (found["1"].noise, found["1"].replay_noise) == (3.5, 2.5)
     assert found["3"].error is None
     assert found["1"].registered_at == pytest.approx(first.creation_timestamp / 1000)
 

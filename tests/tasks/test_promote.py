@@ -188,10 +188,10 @@ def test_a_challenger_that_chooses_worse_among_replayed_plans_does_not_follow(st
     assert re.search("lost by replayed plans: (regret|Kendall tau) of .* on the same replays of 6 problems",
                      found.reason)
     runs = [client.get_run(client.get_model_version(found.model, v).run_id) for v in ("1", "2")]
-    assert "replay_regret" not in runs[0].data.metrics and runs[1].data.metrics["replay_regret"] > 0
+    assert "replays/regret" not in runs[0].data.metrics and runs[1].data.metrics["replays/regret"] > 0
     assert "replays.png" in [a.path for a in client.list_artifacts(runs[1].info.run_id)]
     promote(store, worse)
-    assert len(client.get_metric_history(runs[1].info.run_id, "replay_regret")) == 1
+    assert len(client.get_metric_history(runs[1].info.run_id, "replays/regret")) == 1
     for path in sorted((store / "replays").iterdir())[:2]:
         shutil.rmtree(path)
     assert promote(store, worse, may_lose=1000.0).champion == "2"  # 4 problems say too little

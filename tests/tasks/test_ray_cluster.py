@@ -204,6 +204,57 @@ def test_work_ends_soon_after_the_head_or_raylet_of_a_local_ray(needed, after_s)
     assert said and all(re.fullmatch(ours, line) for line in said), said
 
 
+HEAD = """
+import os, psutil, ray, time
+from tasks.ray_cluster import ray_cluster
+
+with ray_cluster():
+    [head] = [p for p in psutil.Process().children() if p.name() == "gcs_server"]
+    print(ray.get_runtime_context().gcs_address, os.environ["RAY_AUTH_TOKEN_PATH"], head.pid, flush=True)
+    time.sleep(600)
+"""
+USES = """
+import ray, sys, time
+from shardcore.errors import ShardCoreError
+from tasks.ray_cluster import ray_cluster
+
+@ray.remote
+class Waits:
+    def works(self):
+        time.sleep(600)
+
+try:
+    with ray_cluster():
+        call = Waits.remote().works.remote()
+        ray.wait([call], timeout=1)
+        print("works", flush=True)
+        if sys.argv[1] == "waits":
+            ray.get(call)
+        ray.nodes(), time.sleep(600)
+except ShardCoreError as error:
+    print(f"error: {error}", flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["waits", "sleeps"])
+def test_work_on_a_cluster_ends_soon_after_its_head_and_names_it(what):
+    root = Path(__file__).parents[2]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    with subprocess.Popen([sys.executable, "-c", HEAD], cwd=root, env=env, stdout=subprocess.PIPE,
+                          text=True) as cluster:
+        address, token, head = cluster.stdout.readline().split()
+        client = {**env, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token,
+                  "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+        flow = subprocess.Popen([sys.executable, "-c", USES, what], cwd=root, env=client,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert any(line == "works\n" for line in flow.stdout)
+        os.kill(int(head), signal.SIGKILL)
+        said, _ = flow.communicate(timeout=55)  # Ray itself takes a minute; some ten seconds are promised
+        cluster.kill()
+    assert f"error: Ray's head at {address} does not answer any more; what was finished is kept" in said
+
+
 FAILS = """
 import time
 from tasks import ray_cluster

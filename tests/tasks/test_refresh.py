@@ -44,6 +44,13 @@ def test_overrides_are_edits_that_keep_all_else(folder):
     assert (folder / "params.yaml").read_text() == text
 
 
+def test_nulls_and_lines_that_nobody_changes_stay_as_they_are(folder):
+    before = PARAMS + "train_policy:\n  algorithm: null   # dreamshard\n  seed: 0\n"
+    (folder / "params.yaml").write_text(before)
+    assert override_params({"tables": {"tables": 50}}, SECTIONS)
+    assert (folder / "params.yaml").read_text() == before.replace("tables: 40", "tables: 50")
+
+
 @pytest.mark.parametrize("overrides, named", [
     ({"tables": {"tables": 50}, "trains": {}}, "unknown section 'trains'; known are tables, train, evaluate"),
     ({"tables": {"tables": 50}, "train": {"epoch": 4}},

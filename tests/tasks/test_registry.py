@@ -64,6 +64,11 @@ def test_a_champion_that_is_no_working_model_is_refused_by_name(client, tmp_path
     version = registry.register(client, tmp_path / "model", None, {})
     client.set_registered_model_alias(version.name, registry.CHAMPION, version.version)
     assert registry.champion(client, SETTING.hardware)[0].meta == model.meta
+    # It was trained without a run of this registry, so the run that registers it has the figures.
+    logged = client.get_run(version.run_id or client.search_runs(
+        [mlflow.get_experiment_by_name("shardcore").experiment_id])[0].info.run_id).data.metrics
+    assert {f"validation/{k}": v for k, v in model.meta["metrics"].items()} == pytest.approx(logged)
+    assert logged["validation/compute_mape"] > 0
     [kept] = (p.parent for p in tmp_path.rglob(model_files.MODEL_JSON) if p.parent != tmp_path / "model")
     without = {k: v for k, v in model.weights.items() if k != "rates"}
     rates = model.weights["rates"]

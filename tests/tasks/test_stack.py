@@ -539,3 +539,14 @@ def test_deployments_are_made_once_until_something_changes(tmp_path, monkeypatch
         stack._deploy(StackConfig(), folder, {})
     stack._deploy(StackConfig(prefect_database="postgresql+asyncpg://p"), folder, {})
     assert len(asked.read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize("command", ["status", "down"])
+def test_a_command_whose_reader_is_gone_ends_without_a_word(tmp_path, command):
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    (tmp_path / "params.yaml").touch()
+    running = subprocess.Popen([sys.executable, "-m", "tasks.stack", command], cwd=tmp_path, env=env,
+                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    running.stdout.close()
+    assert running.stderr.read() == ""
+    assert running.wait() == (141 if command == "status" else 0)

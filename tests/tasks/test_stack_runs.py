@@ -1,6 +1,7 @@
 """One stack, started, used, killed and brought back as its users do: `python -m tasks.stack`, and `.
 .stack/env.sh`."""
 
+import base64
 import contextlib
 import json
 import os
@@ -324,6 +325,53 @@ def test_what_is_killed_is_said_and_up_brings_it_back(project, measured):
     assert up.returncode == 0, up.stdout
     after = project.ids()
     assert {n for n in SERVICES if after[n] != before[n]} == set(killed) and project.token() == token
+
+
+def flow_runs(project, *ids):
+    """The state of runs, by id."""
+    user = f"shardcore:{project.token()}".encode()
+    answer = project.get("prefect_port", "/api/flow_runs/filter",
+                         json.dumps({"flow_runs": {"id": {"any_": list(ids)}}}).encode(),
+                         Authorization=f"Basic {base64.b64encode(user).decode()}",
+                         **{"Content-Type": "application/json"})
+    return {run["id"]: run["state_type"] for run in json.loads(answer)}
+
+
+def ask(project, deployment):
+    """The id of a new run."""
+    with project.client("prefect", "deployment", "run", deployment) as asked:
+        assert asked.wait(120) == 0
+    return re.search(r"UUID: (\S+)", (project.folder / "said").read_text())[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["worker", "worker and engine", "down"])
+def test_a_run_caught_while_it_is_submitted_does_not_hold_up_the_next(project, how):
+    first = ask(project, "promote/local")
+    taken = {"PENDING"} if how == "worker" else {"PENDING", "RUNNING"}
+    until(lambda: flow_runs(project, first)[first] in taken)
+    if how == "down":
+        assert project.run("tasks.stack", "down").returncode == 0
+    else:
+        worker = project.ids()["worker"]
+        engines = [p for p in psutil.process_iter() if first in str(environment(p))]
+        os.kill(worker, 9)
+        for engine in engines if how == "worker and engine" else ():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                engine.kill()
+    up = project.run("tasks.stack", "up")
+    assert up.returncode == 0, up.stdout
+    state = flow_runs(project, first)[first]
+    # One whose process went on without its worker ends as it would have: there is no model to promote.
+    assert state == "CRASHED" or how == "worker" and state in ("RUNNING", "FAILED"), up.stdout
+    second = ask(project, "promote/local")
+    until(lambda: flow_runs(project, second)[second] == "FAILED")
+    assert "stuck" not in project.run("tasks.stack", "status").stdout
+
+
+def environment(process):
+    with contextlib.suppress(psutil.Error):
+        return process.environ().get("PREFECT__FLOW_RUN_ID")
 
 
 @pytest.mark.long

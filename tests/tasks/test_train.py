@@ -70,13 +70,13 @@ def test_the_run_holds_parameters_curves_metrics_figures_and_the_card(joined):
     metrics, run = joined
     client, run_id = mlflow.MlflowClient(), run.info.run_id
     assert run.data.params["epochs"] == "2" and run.data.params["datasets"] == "('datasets/x',)"
-    assert [m.step for m in client.get_metric_history(run_id, "compute_validation_mape")] == [0, 1, 2]
-    assert len(client.get_metric_history(run_id, "learning_curve_test_mape")) == 3
+    assert [m.step for m in client.get_metric_history(run_id, "compute/validation_mape")] == [0, 1, 2]
+    assert len(client.get_metric_history(run_id, "learning_curve/test_mape")) == 3
     for split in ("train", "validation", "test"):
-        assert (0 < run.data.metrics[f"{split}_compute_mape"] < 100
-                and f"{split}_compute_coverage_90" in run.data.metrics)
-    assert (run.data.metrics["test_compute_mape"] == metrics["compute_mape"]
-            and "learning_curve_gain" in run.data.metrics)
+        assert (0 < run.data.metrics[f"{split}/compute_mape"] < 100
+                and f"{split}/compute_coverage_90" in run.data.metrics)
+    assert (run.data.metrics["test/compute_mape"] == metrics["compute_mape"]
+            and "learning_curve/gain" in run.data.metrics)
     assert run.data.tags[registry.DIGEST_TAG] == model_files.model_digest("data/model")
     names = ("predicted_against_measured", "error_by_size", "calibration", "learning_curve",
              "training_curves")
