@@ -45,8 +45,8 @@ FEWEST_KEPT = 2
 PATIENCE_S = 600.0
 """How long a publisher waits for its turn. One plan never takes that long to publish."""
 PAGE, COST, REPORT, MODELS, INDEX = "report.html", "cost.json", "report.md", "models.html", "index.html"
-"""PAGE and COST, which has the page's digest, belong to a version. REPORT covers all plans, MODELS the versions of
-the model, INDEX links them. These lie beside the plans (see `write`)."""
+"""PAGE and COST, which has the page's digest, belong to a version. REPORT covers all plans, MODELS all
+versions of the model, INDEX links them. These lie beside the plans (see `write`)."""
 _POINTER = "current"
 _LOOK_S = 0.02
 """Time between two attempts to take the lock."""
