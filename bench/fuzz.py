@@ -60,7 +60,7 @@ def judge(name: str, number: int, sound: Sound, folder: Path, damage: bool = Tru
 
 
 def used(one: Format, sound: Sound, folder: Path) -> dict[str, str]:
-    """What comes of using a folder: an outcome, and what was said."""
+    """Use a folder. Returns an outcome, and its message."""
     try:
         with _limited():
             one.use(folder, sound)

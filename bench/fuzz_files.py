@@ -39,7 +39,7 @@ if HAS_TORCHREC:
 ROOT = Path(__file__).parents[1]
 REPORT, TABLES = "tbe-0-config-estimation-1.json", "tbe-0-tables.json"
 ENTRY = f"{'ab' * 16}.dir"
-"""Of DVC's cache: the files of a folder."""
+"""Entry of DVC's cache that lists the files of a folder."""
 
 
 class Nonsense(Exception):

@@ -1,4 +1,4 @@
-"""What users do with files of each format, for bench/fuzz_formats.py."""
+"""Uses of files of each format, for bench/fuzz_formats.py."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def use_request(folder: Path, sound: Sound) -> None:
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:
-    """What MLflow passes on: it has checked the rest against the model's signature."""
+    """Arguments that MLflow passes on. It has checked the rest against the model's signature."""
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
         raise ShardCoreError("the request is no list of objects")
     return value

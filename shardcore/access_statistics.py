@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shardcore.limits import MOST_BATCH, require, require_types
 
 MOST_COLLISION_BYTES = 1 << 20
-"""Of managed collision, for a row or a lookup, at most."""
+"""Most bytes that managed collision keeps for a row or a lookup."""
 MOST_RANGES = 1 << 12
 """Ranges of a RowShares, at most."""
 REUSE_BINS = 17

@@ -70,7 +70,7 @@ def ready(function: Dispatcher, signature: numba.core.typing.Signature) -> Dispa
 
 
 def _kept(function: Dispatcher) -> bool:
-    """Whether the function's code is on disk."""
+    """Tell if the function's code is on disk."""
     name = f"{function.py_func.__module__.rpartition('.')[2]}.{function.py_func.__qualname__}-*.nbi"
     return any(Path(numba.config.CACHE_DIR).glob(f"*/{name}"))
 

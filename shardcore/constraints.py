@@ -84,7 +84,7 @@ class Constraints:
                                  "group, once")
 
     def among(self, names: Collection[str]) -> Constraints:
-        """What is asked of some of the tables."""
+        """Constraints of some of the tables."""
         together = (tuple(name for name in group if name in names) for group in self.together)
         pinned, kinds, min_widths = (tuple((name, value) for name, value in pairs if name in names)
                                      for pairs in (self.pinned, self.kinds, self.min_widths))

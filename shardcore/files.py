@@ -129,7 +129,7 @@ def _temporary(folder: Path, name: str) -> Path:
 
 
 def _is_written_through(path: Path) -> bool:
-    """Whether a path is a device or pipe, or leads to what a process has open."""
+    """Tell if a path is a device or pipe, or leads to an open file of a process."""
     return path.exists() and not path.is_dir() and (not path.is_file() or _is_open_file(path))
 
 

@@ -119,7 +119,7 @@ def _usual(kind: Any) -> frozenset[type]:
 
 
 def _is(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type. Numbers of NumPy are numbers; True and False are none."""
+    """Tell if a value is of a type. Numbers of NumPy are numbers; True and False are none."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any or type(value) in _usual(kind):
         return True

@@ -1,4 +1,4 @@
-"""What one FBGEMM op runs on CUDA: features and samples in 32 bits together, and ids that 32 bits count."""
+"""Limits of one FBGEMM op on CUDA: features and samples in 32 bits together, and ids that 32 bits count."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def op_ids(run: Layout, shard: Shard, problem: Problem) -> float:
 
 
 def may_bind(problem: Problem) -> bool:
-    """Whether some plan may have more in an op than FBGEMM runs."""
+    """Tell if some plan may have more in an op than FBGEMM runs."""
     tables = problem.tables
     return not problem.topology.on_cpu and (
         sum(t.features for t in tables) > most_features(problem.global_batch)

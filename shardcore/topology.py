@@ -149,7 +149,7 @@ class Topology:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether its devices are CPUs. Hardware that is not named counts as a GPU."""
+        """True if its devices are CPUs. Hardware that is not named counts as a GPU."""
         return (self.hardware or "").startswith("cpu")
 
     @property

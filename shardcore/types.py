@@ -401,7 +401,7 @@ class Problem:
         return dict(self.constraints.kinds)
 
     def may_run(self, kind: Kind, table: Table) -> bool:
-        """Whether a kind may run a table, by constraints.kinds and by how wide its shards would be.
+        """Tell if a kind may run a table, by constraints.kinds and by how wide its shards would be.
 
         Searches cut columns only where a device has all rows, so others have all columns.
         """

@@ -47,7 +47,7 @@ class Api:
 
     @classmethod
     def of_client(cls) -> Api:
-        """That of this process."""
+        """The API of this process: its server, user and password."""
         return cls(os.environ.get("PREFECT_API_URL", ""), os.environ.get("PREFECT_API_AUTH_STRING", ""))
 
     def post(self, path: str, body: dict[str, Any], method: str | None = None) -> Any:

@@ -35,7 +35,7 @@ _LAST_WORDS_S, _SERVERS_S, _KILLED_S = 5.0, 3.0, 2.0
 """Time to end after SIGTERM, the same for servers, and the time to end after SIGKILL."""
 _EVERY_S = 0.05
 _PREFIX, _LOCK = "shardcore-", "lock"
-"""Of the names of runs' folders; the name of the file in it that the run and its guardian lock."""
+"""Prefix of the names of runs' folders, and the file in them that a run and its guardian lock."""
 _LONGEST_BASE = 18
 """Bytes of the folder's parent. Paths of Ray's sockets add 70 bytes to its folder, and may have 107."""
 

@@ -184,7 +184,7 @@ def ray_folder(folder: Path) -> Path:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether a path is a folder of this user that is closed to others."""
+    """Tell if a path is a folder of this user that is closed to others."""
     try:
         found = folder.lstat()
     except OSError:

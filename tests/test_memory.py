@@ -305,7 +305,7 @@ def test_a_cache_is_as_wide_as_the_widest_shard_of_its_op(tables, monkeypatch):
 
 
 def test_managed_collision_takes_bytes_for_each_row_and_lookup():
-    """Of rows and lookups of the device's range. Searches count the same."""
+    """Bytes of rows and lookups of the device's range. Searches count the same."""
     table = replace(TABLE, managed_collision=ManagedCollision(32, 40))
     plain, problem = problem_of(TABLE), problem_of(table)
     two = problem.topology
@@ -373,7 +373,7 @@ def test_a_divided_sequence_keeps_where_each_id_was_by_hand():
 @pytest.mark.long
 @pytest.mark.parametrize("divided", [True, False])
 def test_long_sequences_take_what_torch_sees(divided):
-    """Of the holder of ids by far the most. TR 1924: ids of 9 to 11 local batches, outputs of the global."""
+    """The holder has by far the most. TR 1924: ids of 9 to 11 local batches, outputs of the global one."""
     pytest.importorskip("torchrec")
     from bench import memory as peaks
 

@@ -1,4 +1,4 @@
-"""What one FBGEMM op runs on CUDA, against FBGEMM itself, and plans that keep to it."""
+"""Limits of one FBGEMM op on CUDA, against FBGEMM itself, and plans that keep to them."""
 
 from dataclasses import replace
 

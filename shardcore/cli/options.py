@@ -79,7 +79,7 @@ def _local(value: object) -> Path | None:
 
 
 def _replaces(place: Path, source: Path) -> bool:
-    """Whether to write a place changes a file or folder that is read."""
+    """Tell if writing to a path would change a file or folder that is read."""
     if place.is_file() and source.is_file() and place.samefile(source):
         return True
     return place.resolve() == source.resolve() or bool(_in(place, source))

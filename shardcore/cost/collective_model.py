@@ -115,7 +115,7 @@ def exchange_terms(channel: Channel, owned_bytes: np.ndarray, hosts: np.ndarray,
 
 
 def is_ring(channel: Channel) -> bool:
-    """Whether a collective sends round a ring, or from each device to each other one.
+    """Tell if a collective sends round a ring, rather than from each device to each other one.
 
     Raises ShardCoreError for a collective whose law is not known.
     """

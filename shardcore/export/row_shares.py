@@ -1,4 +1,4 @@
-"""Where in their tables' rows the ids of a model's data lie (access_statistics.RowShares)."""
+"""Shares of a batch's ids in ranges of the rows, from a model's data (access_statistics.RowShares)."""
 
 from __future__ import annotations
 

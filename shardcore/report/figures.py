@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _POWER = re.compile(r"\$\\mathdefault\{\d*(\\times)?10\^\{[-\u2212]?\d+\}\}\$")
-"""What matplotlib itself writes at a logarithmic axis."""
+"""Formula that matplotlib itself writes at a logarithmic axis."""
 
 
 def png(figure: Figure) -> bytes:

@@ -38,7 +38,7 @@ class Budget:
         return self if self.seconds is None else replace(self, seconds=self.seconds * share)
 
     def without(self, seconds: float) -> Budget:
-        """What is left after these seconds: a tenth of the budget at least."""
+        """Budget that is left after these seconds: a tenth at least."""
         return self if self.seconds is None else replace(self, seconds=max(self.seconds - seconds,
                                                                            self.seconds / 10))
 

@@ -33,7 +33,7 @@ from shardcore.types import Placement, Plan, Problem, Shard, Table
 _ALL = 1500
 """With fewer ways to run all tables, each is tried."""
 _SHARES = (1.0, 0.7, 0.5, 0.3, 0.1)
-"""Of the room on a device, what a shard may take in further tries."""
+"""Share of the room on a device that a shard may take in further tries."""
 _OF_OP = 1024.0
 """Bytes as which a feature or an id counts that is too many in an op."""
 _MOVES = 5000
@@ -137,7 +137,7 @@ def repaired(plan: Plan, problem: Problem) -> Plan | None:
 
 
 def within_ops(plan: Plan, problem: Problem) -> bool:
-    """Whether no op has more than FBGEMM runs."""
+    """Tell if no op has more than FBGEMM runs."""
     try:
         require_ops(plan, problem)
     except TooManyInOneOp:
@@ -333,7 +333,7 @@ def _parts(table: Table, n: int, problem: Problem) -> list[Shard]:
 
 
 def _equally_wide(parts: Sequence[Bundle]) -> bool:
-    """Whether all cut sequences of a collection have parts of one width, as TorchRec needs them."""
+    """Tell if all cut sequences of a collection have parts of one width, as TorchRec needs them."""
     widths: dict[str, int] = {}
     return all(widths.setdefault(s.table.collection, s.width) == s.width for bundle in parts for s in bundle
                if s.table.sequence and s.width < s.table.dim)

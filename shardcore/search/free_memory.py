@@ -20,7 +20,7 @@ IMPOSSIBLE = 1 << 51
 
 
 def may_be_on_a_device(table: Table, problem: Problem, width: int) -> bool:
-    """Whether a device may have so many columns of a table, with all rows."""
+    """Tell if a device may have so many columns of a table, with all rows."""
     if table.dim > problem.topology.most_columns and width > problem.most_width(table):
         return False
     return not problem.kinds_of or problem.may_run(WHOLE_ROWS, table)

@@ -219,7 +219,7 @@ def pack(problem: Problem, free: Sequence[int], nodes: int = NODES) -> Packing |
 
 
 def _equally_wide(placed: Placed) -> bool:
-    """Whether the columns of each sequence are cut into equal parts, once those of a device are joined."""
+    """Tell if the columns of each sequence are cut into equal parts, once those of a device are joined."""
     widths: dict[Table, dict[int, int]] = {}
     for shard, device in placed:
         if shard.table.sequence and shard.width < shard.table.dim:

@@ -130,7 +130,7 @@ def shared_groups(layout: Layout, table: Table, problem: Problem) -> tuple[Group
 
 
 def on_all_devices(table: Table, problem: Problem) -> bool:
-    """Whether constraints.kinds leave a table only kinds whose shards are always on all devices."""
+    """Tell if constraints.kinds leave a table only kinds whose shards are always on all devices."""
     asked = (layout_of(kind) for kind in problem.kinds_of.get(table.name, ()))
     kinds = [layout for layout in asked if why_not(layout, table, problem) is None]
     return bool(kinds) and all(shared_groups(layout, table, problem) == (problem.topology.ranks,)

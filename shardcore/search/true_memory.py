@@ -128,7 +128,7 @@ def _fitting(problem: Problem) -> Plan | None:
 
 
 def fits(plan: Plan, problem: Problem) -> bool:
-    """Whether each device has the memory, and no op more than FBGEMM runs."""
+    """Tell if each device has the memory, and no op more than FBGEMM runs."""
     return memory.fits(plan, problem) and within_ops(plan, problem)
 
 

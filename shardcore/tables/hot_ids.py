@@ -97,6 +97,6 @@ def read_hot_ids(path: str | Path) -> dict[str, HotIds]:
 
 @dataclass(frozen=True)
 class _Meta:
-    """What a file says beside the ids."""
+    """Fields of a file of hot ids other than the ids."""
 
     rows: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""What all commands' arguments share: outputs are checked before any work, and never lie on what is read."""
+"""Arguments of all commands: outputs are checked before any work, and never lie on what is read."""
 
 import argparse
 import json

@@ -24,7 +24,7 @@ def test_exchanges_of_two_ranks_alone_fit_too():
 
 @pytest.mark.parametrize("ranks", [2, 4, 6])
 def test_latency_beyond_one_number_of_ranks_grows_by_a_seventh_a_message(ranks):
-    """That is what published all-to-alls, all-gathers and all-reduces do. Half went to the message before."""
+    """Published all-to-alls, all-gathers and all-reduces do so. Half went to the message before."""
     comm = comm_samples(60, ranks=(ranks,))
     model = fitted(comm)
     rates = model.weights[collective_model.weight(ALL_TO_ALL, "forward")]

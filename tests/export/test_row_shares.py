@@ -63,7 +63,7 @@ def test_ids_in_the_first_rows_are_work_of_the_first_device(module, tmp_path):
 
 
 def test_a_search_does_not_take_uneven_rows_for_even():
-    """As with rows in the order of frequency: its plan costs what it says."""
+    """Its plan costs what it says, like one with rows in the order of frequency."""
     plan, problem = plan_for(SEQUENCE, EIGHT, MODEL, batch_of(FIRST), algorithm="anneal")
     assert price(lower(plan, problem), MODEL).total_ms == pytest.approx(plan.provenance["predicted_ms"])
 

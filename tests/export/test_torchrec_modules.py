@@ -1,4 +1,4 @@
-"""What is read of a TorchRec model's modules."""
+"""Reading of a TorchRec model's modules."""
 
 import warnings
 

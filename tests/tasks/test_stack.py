@@ -280,7 +280,7 @@ def test_what_this_machine_cannot_have_is_refused_before_anything_is_written(tmp
     (StackConfig(allowed_hosts=("*",)), ["anything:5000"], [])])
 def test_mlflow_is_reached_at_the_machines_names_and_those_that_are_allowed(tmp_path, config, reached,
                                                                             refused):
-    """As MLflow understands the environment of its service."""
+    """Hosts are compared the way MLflow reads the environment of its service."""
     from mlflow.server import security, security_utils
 
     env = stack_services.services(config, tmp_path, "t")["mlflow"].daemon.env

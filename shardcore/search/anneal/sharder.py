@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from shardcore.search.anneal.compiled import State
 
 SPACES = ("all", "columns", "halves")
-"""What plans may contain: anything; tables whole or cut by columns; the same, with halved columns only."""
+"""Spaces of plans: anything; tables whole or cut by columns; the same, with halved columns only."""
 _HOT, _WARM, _COLD = 4e-2, 4e-3, 4e-6
 """Temperatures, relative to a device's share of the cost.
 

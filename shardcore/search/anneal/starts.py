@@ -240,7 +240,7 @@ class Starts:
         return None
 
     def _has_time(self) -> bool:
-        """Whether one more greedy plan ends in the first half of the budget. There is always one."""
+        """Tell if one more greedy plan ends in the first half of the budget. There is always one."""
         return self._greedy_s is None or self.meter.has_time(self.meter.seconds() + 2 * self._greedy_s)
 
     def _state(self, space: SearchSpace) -> State:

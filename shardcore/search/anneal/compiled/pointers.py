@@ -77,7 +77,7 @@ def pointer(record: Record) -> Any:
 
 
 entry = partial(compiling.entry, convert=packed)
-"""As compiling.entry, for functions that take records."""
+"""Declare an entry like compiling.entry, for functions that take records."""
 
 
 @infer_getattr
