@@ -234,7 +234,7 @@ class _Search:
                 parts.append(bundle)
             else:
                 parts += [(part,) for part in _parts(bundle[0].table, way.parts, self.problem)]
-        if not _equally_wide(parts):
+        if not equally_wide(parts):
             return None, 0
         some = [Placement(WHOLE_ROWS.name, s, (i % self.n,))
                 for i, bundle in enumerate(parts) for s in bundle]
@@ -332,7 +332,7 @@ def _parts(table: Table, n: int, problem: Problem) -> list[Shard]:
     return [Shard(table, 0, table.rows, lo, hi) for lo, hi in zip(ends, ends[1:], strict=False)]
 
 
-def _equally_wide(parts: Sequence[Bundle]) -> bool:
+def equally_wide(parts: Sequence[Bundle]) -> bool:
     """Tell if all cut sequences of a collection have parts of one width, as TorchRec needs them."""
     widths: dict[str, int] = {}
     return all(widths.setdefault(s.table.collection, s.width) == s.width for bundle in parts for s in bundle

@@ -31,7 +31,7 @@ Shapes: D devices.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from itertools import product
@@ -44,11 +44,12 @@ from shardcore.errors import ShardCoreError
 from shardcore.fused import PRECISIONS
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec
 from shardcore.search.budget import Budget, Meter
+from shardcore.search.exact_memory import equally_wide
 from shardcore.search.feasible import feasible_shards, pack_or_raise
 from shardcore.search.free_memory import FreeMemory, bundle_bytes, freedom
 from shardcore.search.greedy import looked_up
 from shardcore.search.rates import column_bytes, exchange_ms, lookup_ms
-from shardcore.search.shards import Bundle, bundles, cheapest, placed, priced, to_plan
+from shardcore.search.shards import Bundle, bundles, cheapest, consolidate, placed, priced, to_plan
 from shardcore.search.torchrec_pieces import (
     ALL_TYPES,
     COLUMN_TYPES,
@@ -61,6 +62,7 @@ from shardcore.search.torchrec_pieces import (
 )
 from shardcore.search.torchrec_placements import placements_of
 from shardcore.types import Placement, Plan, Problem, Shard, Table
+from shardcore.workload import require_plan
 
 INSTALL = ("pip install --no-deps torchrec==1.8.0 && "
            "pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath")
@@ -120,7 +122,7 @@ def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budge
                 if plans and not meter.left():
                     break
                 found = theirs.plan(all_types, min_partition, config.grid, meter)
-                if found is not None:
+                if found is not None and _allowed([*given.placements, *found], problem):
                     plans.append(priced([*given.placements, *found], problem, model, algorithm="torchrec",
                                         seed=seed, packed=False, swept=[all_types, min_partition]))
     if not plans:
@@ -129,6 +131,16 @@ def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budge
                          packed=True)]
     best = cheapest(plans, problem)
     return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config)})
+
+
+def _allowed(placements: Iterable[Placement], problem: Problem) -> bool:
+    """Whether a plan respects all constraints: TorchRec knows no widest shard, and may cut unevenly."""
+    plan = Plan(consolidate(placements))
+    try:
+        require_plan(plan, problem, fits=False)
+    except ShardCoreError:
+        return False
+    return equally_wide([(p.shard,) for p in plan.placements])
 
 
 @dataclass(frozen=True)
@@ -239,24 +251,31 @@ class _Theirs:
 
         # Table-row-wise over hosts of one device each would divide nothing.
         several = 1 < self.per_host < len(self.ranks)
-        types = (*ALL_TYPES, *(HOST_TYPES if several else ())) if all_types else COLUMN_TYPES
+        every_type = (*ALL_TYPES, *(HOST_TYPES if several else ()))
+        types = every_type if all_types else COLUMN_TYPES
         # Devices over which a type divides rows.
         over = {name: len(group) for layout in LAYOUTS.values() if layout.divides_rows
                 for group in layout.groups(self.problem.topology)[:1] for name in layout.torchrec}
 
+        least = dict(self.problem.constraints.min_widths)
+
         def runs(type_: str, table: Table) -> bool:
             layout = layout_of_torchrec(type_)
+            if not self.problem.may_run(layout, table):
+                return False
             return ((type_ not in over or even_rows(table.rows, over[type_]))
                     and (layout.caches or not table.in_host_memory)
                     and (layout.as_sequence is not None or not table.sequence))
 
         def of(table: Table) -> list[str]:
             whole = table.name in self.problem.whole
-            return [WHOLE_ROWS.torchrec_whole] if whole else [k for k in types if runs(k, table)]
+            return [WHOLE_ROWS.torchrec_whole] if whole else [
+                k for k in types if runs(k, table)] or [k for k in every_type if runs(k, table)]
 
         return {n: ParameterConstraints(sharding_types=of(t),
                                         compute_kernels=["fused", "dense"],  # dense: what data_parallel runs
-                                        pooling_factors=[t.pooling], min_partition=min_partition)
+                                        pooling_factors=[t.pooling],
+                                        min_partition=max(min_partition or 0, least.get(t.name, 0)) or None)
                 for n, t in self.names.items()}
 
     def enumerator(self, topology: Any, constraints: dict[str, Any]) -> Any:

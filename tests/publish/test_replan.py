@@ -179,9 +179,8 @@ def test_a_plan_stays_if_no_cheaper_one_is_found(problem, old, config, monkeypat
     def none(*args, **given):
         raise Infeasible("no plan")
 
-    monkeypatch.setattr("shardcore.search.true_memory.roomiest", lambda problem: (None, 0))
     for search in (none, lambda *args, **given: dear):
-        monkeypatch.setattr("shardcore.publish.replan.anneal_once", search)
+        monkeypatch.setattr("shardcore.publish.replan.annealing", search)
         found = replan(old, problem, MODEL, config)
         assert found.placements == old.placements
         assert found.provenance["predicted_ms"] == cost(old, problem)

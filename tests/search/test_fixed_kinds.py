@@ -204,3 +204,13 @@ def test_sequences_of_a_collection_are_cut_equally_wide():
     for algorithm in SEARCHES:
         found = SHARDERS[algorithm](of, model_for(of), budget=Budget(evals=300))
         assert {p.shard.width for p in found.placements} == {8} and len(found.placements) == 6
+
+
+@pytest.mark.parametrize("table, constraints, placed", [
+    (LARGE, {"kinds": (("large", ("host_row",)),)}, {("host_row", 8)}),
+    (Table("large", 10_000, 96, 500.0), {"kinds": (("large", ("column",)),), "min_widths": (("large", 30),)},
+     {("column", 1)})])
+def test_torchrecs_planner_keeps_to_kinds_and_widths(table, constraints, placed):
+    pytest.importorskip("torchrec")
+    found = of_table(searched("torchrec", [table, SMALL], 16, **constraints), "large")
+    assert {(kind, n) for kind, _, n in found} == placed and min(width for _, width, _ in found) >= 32

@@ -110,7 +110,8 @@ class Search:
             if self._ended or not self.meter.left():
                 return
             columns = self._best_by_columns
-            if number == 0 and kind == "all" and columns and columns.ms <= _HOPEFUL * self.best.ms:
+            free = not (reshard and reshard.limited)  # other starts would move more than the limits
+            if number == 0 and kind == "all" and free and columns and columns.ms <= _HOPEFUL * self.best.ms:
                 self._note(self.starts.from_columns(columns.placements))
 
     def add(self, placements: Iterable[Placement], kind: str) -> None:

@@ -179,8 +179,8 @@ def test_copies_fit_where_outputs_are_too_large_to_be_side_by_side():
     each = memory.table_bytes(small[0], problem)  # of four columns; rows in six ranges take 39% of it each
     problem = with_room(replace(problem, topology=Topology((*(Device(int(0.35 * each)),) * 5,
                                                             Device(int(1.4 * each), host="b")))))
-    for space in ("all", "columns"):
-        plan = anneal(problem, model_for(problem), budget=Budget(evals=300), space=space)
+    for name in ("anneal", "anneal_columns"):
+        plan = SHARDERS[name](problem, model_for(problem), budget=Budget(evals=300))
         check_plan(plan, problem)
         assert "data_parallel" in {p.kind for p in plan.placements}
 
