@@ -22,7 +22,7 @@ from mlflow.pyfunc import PythonModel
 from pydantic import BaseModel, SkipValidation
 
 from shardcore import files, schema
-from shardcore.cost import neural, ranges
+from shardcore.cost import neural
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import CHANNELS, WHOLE_ROWS
 from shardcore.limits import MOST_BATCH
@@ -81,9 +81,10 @@ def _answer(model: neural.NeuralModel, shards: tuple[Shard, ...], batch: int) ->
     low, high = (float(x) for x in model.interval(sums, CONFIDENCE))
     ops = (Op(WHOLE_ROWS.name, shards, batch),) if shards else ()
     # A group has no device of its own. out_of_range needs a workload, so one is made up.
-    alone = Workload((ops,), np.zeros((len(CHANNELS), 1)), (0,), Topology((Device(1),)), batch)
+    device = Topology((Device(1),), model.setting.hardware)
+    alone = Workload((ops,), np.zeros((len(CHANNELS), 1)), (0,), device, batch)
     return {"ms": ms, "forward_ms": share * ms, "low_ms": low, "high_ms": high,
-            "extrapolated": ranges.out_of_range(model, alone)}
+            "extrapolated": model.out_of_range(alone)}
 
 
 # --- input --------------------------------------------------------------------------------------------------
