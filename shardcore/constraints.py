@@ -15,7 +15,7 @@ Pins = Mapping[str, Sequence[int | str]]
 
 
 _FORMS = {"unsplit": '["t0"]', "pinned": '[("t0", [0, "host-1"])]', "together": '[["t0", "t1"]]',
-          "kinds": '[("t0", "data_parallel")]'}
+          "kinds": '[("t0", ["row", "column"])]', "min_widths": '[("t0", 64)]'}
 """Examples of each field, for messages."""
 
 
@@ -42,7 +42,7 @@ class Constraints:
     def __post_init__(self) -> None:
         require_type(self.reserved_bytes, int, "constraints.reserved_bytes", "a whole number")
         for name, form in _FORMS.items():
-            value, pairs = getattr(self, name), name in ("pinned", "kinds")
+            value, pairs = getattr(self, name), name in ("pinned", "kinds", "min_widths")
             good = isinstance(value, (list, tuple)) and (not pairs or all(
                 isinstance(x, (list, tuple)) and len(x) == 2 and isinstance(x[0], str) for x in value))
             require(good, f"constraints.{name} is {shown(value)}; it needs to be a list, such as {form}")

@@ -2,6 +2,7 @@
 at loopback."""
 
 import os
+import shutil
 from unittest import mock
 
 import psutil
@@ -20,7 +21,8 @@ def written_stack(tmp_path_factory):
     folder = tmp_path_factory.mktemp("written") / ".stack"
     config = StackConfig(str(folder))
     folder.mkdir()
-    return config, folder, stack_services.write_settings(config, folder)
+    yield config, folder, stack_services.write_settings(config, folder)
+    shutil.rmtree(stack_services.ray_folder(folder).parent)  # it is elsewhere where the folder's path is long
 
 
 @pytest.fixture(scope="session")

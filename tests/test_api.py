@@ -118,7 +118,7 @@ WRONG = {
     "huge": (lambda: table(precision=10**5000), "table 't': precision is a int that is too long; it needs"),
     "sharder": (lambda: SHARDERS["anneal_cols"],
                  "algorithm 'anneal_cols' is not known; "
-                "there are random, "),
+                "there are "),
     "sharder's name": (lambda: SHARDERS[3],
                  "algorithm is 3; it needs to be a name of a"),
 }

@@ -20,6 +20,7 @@ from shardcore.cost.host_memory import HostMemoryModel, with_host_memory
 from shardcore.cost.model import BoundableCostModel, CommCost, Compiled, CostModel
 from shardcore.cost.neural import NeuralModel
 from shardcore.errors import SettingMismatch
+from shardcore.limits import require_type
 from shardcore.topology import Topology
 from shardcore.types import Problem, Setting, Shard
 from shardcore.workload import Workload
@@ -126,6 +127,7 @@ class MixedModel:
 def load(folders: str | Path | Sequence[str | Path]) -> NeuralModel | MixedModel:
     """The model of a folder, or of several folders of different precisions."""
     folders = [folders] if isinstance(folders, str | Path) else folders
+    require_type(folders, (list, tuple), "folder of a model", "a path, or a list of paths")
     models = sorted(map(neural.load, folders), key=lambda m: m.setting.precision)
     return models[0] if len(models) == 1 else MixedModel(tuple(models))
 

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from shardcore.errors import ShardCoreError
-from tasks import daemons, services, stack, stack_services
+from tasks import daemons, owned, services, stack, stack_services
 from tasks.daemons import Daemon
 from tasks.stack_config import StackConfig
 from tasks.stack_services import Service, logging_config, ray_folder
@@ -29,6 +29,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the services' own, which ar
 SECRETS = ("token", "env.sh", "mlflow-auth.ini")
 PORTS = ("prefect_port", "mlflow_port", "ray_port", "ray_client_port", "dashboard_port", "metrics_port")
 SLEEP = (sys.executable, "-c", "import time; print('it is up', flush=True); time.sleep(600)")
+
+
+@pytest.fixture(autouse=True)
+def temporary(request, tmp_path_factory, monkeypatch):
+    """Ray's folders of stacks with long paths go with the tests', unless a test is about where they are."""
+    if "short" not in request.fixturenames:
+        folder = str(tmp_path_factory.mktemp("temporary"))
+        monkeypatch.setattr(owned, "short_temporary", lambda: folder)
 
 
 @pytest.fixture

@@ -143,7 +143,7 @@ def project(tmp_path_factory):
         yield made
     finally:
         made.run("tasks.stack", "down")
-        shutil.rmtree(ray_folder(made.folder / ".stack"))  # it may be elsewhere
+        shutil.rmtree(ray_folder(made.folder / ".stack").parent)  # it may be elsewhere
         for kept in made.held.values():
             kept.close()
 
