@@ -31,7 +31,8 @@ _KEPT = 3
 
 # error_model="numpy": a division by zero gives inf, and needs no check in inner loops.
 # nogil: others, such as who shows progress, run meanwhile.
-OPTIONS = {"cache": True, "error_model": "numpy", "_nrt": False, "nogil": True}
+OPTIONS = {"cache": True, "error_model": "numpy", "_nrt": False, "nogil": True,
+           "no_cfunc_wrapper": True}
 """For functions that Python calls: kept on disk, no Python errors, no reference counts."""
 inner = njit(error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """For functions that only compiled ones call. They need no cache entry, and no way in for Python."""

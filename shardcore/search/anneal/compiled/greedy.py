@@ -39,7 +39,7 @@ def greedy(head, problem, state, shards):
     n_devices = len(st.load)
     for i in range(len(shards)):
         s, units = shards[i, 0], shards[i, 1]
-        k, least, best, best_ms = fx.kind[s], np.inf, -1, 0.0
+        k, least, best, best_ms = fx.kind[s], np.inf, int64(-1), 0.0
         # Empty devices that are alike give the same result. Only one of them is priced.
         seen_empty = -1
         for d in range(n_devices):

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.typing.templates import AttributeTemplate
 from numba.extending import infer_getattr, intrinsic, lower_getattr_generic, models, register_model
 from numba.np.arrayobj import populate_array
@@ -21,7 +21,6 @@ from shardcore import compiling
 
 WORDS = types.int64[::1]
 """The type of a packed record in a signature."""
-_WORD = ir.IntType(64)
 
 
 class Record(types.Type):
@@ -90,23 +89,23 @@ class _FieldTypes(AttributeTemplate):
 
 @lower_getattr_generic(Record)
 def _load_field(context, builder, record, pointer, name):  # noqa: ANN001, ANN202 (numba's own form)
-    kind, at = record.fields[name], record.at[name]
-    words = builder.bitcast(pointer, _WORD.as_pointer())
+    kind, at, word_type = record.fields[name], record.at[name], context.get_value_type(types.int64)
+    words = builder.bitcast(pointer, word_type.as_pointer())
 
-    def word(i: int) -> ir.Value:
-        loaded = builder.load(builder.gep(words, [_WORD(at + i)]))
+    def word(i: int) -> Any:
+        loaded = builder.load(builder.gep(words, [word_type(at + i)]))
         # Addresses and shapes stay the same during a call. So LLVM may load them once, before a loop.
         loaded.set_metadata("invariant.load", builder.module.add_metadata([]))
         return loaded
 
     if kind is types.boolean:
-        return builder.trunc(word(0), ir.IntType(1))
+        return builder.trunc(word(0), cgutils.bool_t)
     if not isinstance(kind, types.Array):
         return builder.bitcast(word(0), context.get_value_type(kind))
     array = context.make_array(kind)(context, builder)
     shape = [word(1 + i) for i in range(kind.ndim)]
     size = context.get_abi_sizeof(context.get_data_type(kind.dtype))
-    strides = [_WORD(size)]
+    strides = [word_type(size)]
     for length in shape[:0:-1]:
         strides.insert(0, builder.mul(strides[0], length))
     data = builder.inttoptr(word(0), context.get_data_type(kind.dtype).as_pointer())

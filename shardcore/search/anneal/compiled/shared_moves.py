@@ -3,6 +3,8 @@
 Each changes every device of a group. So they cost more than other moves and are tried less often.
 """
 
+from numba import int64
+
 from shardcore.compiling import inner
 from shardcore.search.anneal.compiled.cost import copy_norm, energy_of, load_of, power, total_of
 from shardcore.search.anneal.compiled.moves import below, uniform
@@ -89,10 +91,11 @@ def change_shared(head, fx, st, threshold):
     y = fx.group_layout[start if start >= 0 else to]
     for g in range(len(st.group_size)):
         st.trial_group_size[g] = st.group_size[g]
+    # int64(...): numba would compile a function again for each constant.
     if start >= 0:
-        try_group(head, fx, st, 0, start, leaves, comes if to == start else back)
+        try_group(head, fx, st, int64(0), start, leaves, comes if to == start else back)
     if to >= 0 and to != start:
-        try_group(head, fx, st, 1, to, back, leaves if moves else comes)
+        try_group(head, fx, st, int64(1), to, back, leaves if moves else comes)
     # What b holds, after the move, of strips that run as these do on one device.
     k = fx.kind[leaves if leaves >= 0 else comes]
     carried, more_on_b = st.trial_carried[0], 0
@@ -171,18 +174,18 @@ def change_shared(head, fx, st, threshold):
         return False
     if leaves >= 0:
         # Note each step before it is taken, so that `undo` can go back in reverse order.
-        note(st, leaves, -1, start)
+        note(st, leaves, int64(-1), start)
         set_group(st, leaves, to if moves else -1)
         if not moves:
-            note(st, leaves, b, 0)
+            note(st, leaves, b, int64(0))
             hold(fx, st, leaves, b, fx.size[leaves])
     if back >= 0:
-        note(st, back, -1, to)
+        note(st, back, int64(-1), to)
         set_group(st, back, start)
     if comes >= 0:
         note(st, comes, b, fx.size[comes])
-        hold(fx, st, comes, b, 0)
-        note(st, comes, -1, -1)
+        hold(fx, st, comes, b, int64(0))
+        note(st, comes, int64(-1), int64(-1))
         set_group(st, comes, to)
     # Every device of a group changed. A full recompute is simple, and removes rounding errors.
     recompute(head, fx, st)
