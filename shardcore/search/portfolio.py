@@ -22,17 +22,20 @@ import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible, Overfull
-from shardcore.memory import every_plan_bytes, fits, require_fits
+from shardcore.memory import every_plan_bytes, require_fits
+from shardcore.op_limits import require_ops
 from shardcore.search import greedy
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search
 from shardcore.search.beam import Beam
 from shardcore.search.budget import Budget, Meter
+from shardcore.search.exact_memory import repaired
 from shardcore.search.fixed_kinds import set_aside
 from shardcore.search.host_room import dealt
 from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import priced
+from shardcore.search.true_memory import fitting, near, with_remedy
 from shardcore.types import Placement, Plan, Problem
 
 DEFAULT = Budget(evals=1_000_000)
@@ -74,6 +77,7 @@ class _Anytime:
         self.best: Plan | None = None
         self.found_by = name
         self._passes_over = False  # cheaper plans that do not fit
+        self._mends = True  # plans that do not fit, by moving shards
         self._cache: ShardCostCache | None = None
 
     def plan(self, space: str, others: bool = False, reshard: Reshard | None = None) -> Plan:
@@ -81,33 +85,44 @@ class _Anytime:
 
         others: whether all searches take part, or annealing only.
         """
+        self._mends = reshard is None
         if self.searched is None:
             self._keep((), self.name)
-        else:
-            self._search(space, others, reshard)
+        elif error := self._search(_Reserve(self.searched), space, others, reshard):
+            # Searches count memory in excess. By the exact count a plan may fit all the same.
+            if not self._mends or (packed := fitting(self.problem)) is None:
+                raise with_remedy(error, self.problem)
+            self._keep(packed.placements, "packing")
+            self.fixed, self.searched = set_aside(near(packed, self.problem))
+            if self.searched:
+                self._cache = None
+                self._search(_Reserve(self.searched, cautious=0), space, others, None)
         provenance = {"algorithm": self.name, "seed": self.seed, "space": space, "evals": self.meter.evals,
                       **({"found_by": self.found_by} if self.found_by != self.name else {}),
                       **self.best.provenance}
         return replace(self.best, provenance=provenance)
 
-    def _search(self, space: str, others: bool, reshard: Reshard | None) -> None:
-        """Search until the budget ends, with more memory reserved where plans do not fit."""
-        reserve, error = _Reserve(self.searched), None
+    def _search(self, reserve: _Reserve, space: str, others: bool,
+                reshard: Reshard | None) -> Infeasible | None:
+        """Search until the budget ends, with more memory reserved where plans do not fit.
+
+        Returns the first error if no plan is found.
+        """
+        error = None
         while reserve.problem:
             try:
                 for _ in self._steps(reserve.problem, space, others, reshard):
                     pass
-                return
+                return None
             except Overfull as overfull:
                 error = error or overfull
                 reserve.more(overfull.too_much)
             except Infeasible as infeasible:
                 error = error or infeasible
                 reserve.less()
-            if reserve.problem is None and self.best:
+            if reserve.problem is None and self.best and reserve.searchable:
                 self._passes_over, reserve.problem = True, reserve.searchable
-        if self.best is None:
-            raise error
+        return None if self.best else error
 
     def _steps(self, problem: Problem, space: str, others: bool, reshard: Reshard | None) -> Iterator[None]:
         """Search a problem step by step. Raise Overfull for a cheaper plan that does not fit."""
@@ -150,26 +165,35 @@ class _Anytime:
         plan = priced((*placements, *fixed), self.problem, self.model)
         if plan.provenance["predicted_ms"] >= least_ms:
             return
-        if not self._passes_over:
+        try:
             require_fits(plan, self.problem)
-        elif not fits(plan, self.problem):
-            return
+            require_ops(plan, self.problem)
+        except Infeasible:
+            mended = repaired(plan, self.problem) if self._mends else None
+            if mended is not None:
+                plan = priced(mended.placements, self.problem, self.model)
+            if mended is None or plan.provenance["predicted_ms"] >= least_ms:
+                if self._passes_over:
+                    return
+                raise
         self.best, self.found_by = plan, found_by
 
 
 class _Reserve:
     """A problem with more and more memory reserved, until searches find plans that fit.
 
+    cautious: bytes that the second try reserves at least. None: all that devices may need beside shards.
     problem: the next one to search. None: all were tried.
-    searchable: the last one for which plans were found.
+    searchable: the last one for which plans were found, if any.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, cautious: int | None = None) -> None:
         self._asked, self._dealt, self._tries = problem, dealt(problem), 1
         self._more, self._too_little, self._enough = 0, 0, None
-        self._cautious = every_plan_bytes(problem, share=0.0) - every_plan_bytes(problem)
+        self._cautious = (every_plan_bytes(problem, share=0.0) - every_plan_bytes(problem) if cautious is None
+                          else cautious)
         self.problem: Problem | None = problem
-        self.searchable = problem
+        self.searchable: Problem | None = None
 
     def more(self, n_bytes: int) -> None:
         """Reserve more: a plan took n_bytes too much."""

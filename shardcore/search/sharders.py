@@ -24,7 +24,7 @@ from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.sharder import TABLE_WISE, place
 from shardcore.search.named_sharders import NamedSharders
 from shardcore.search.portfolio import annealing, portfolio
-from shardcore.search.true_memory import or_packed, within_memory
+from shardcore.search.true_memory import within_memory
 from shardcore.types import Plan, Problem
 
 
@@ -58,9 +58,7 @@ def _checked(search: Callable[..., Plan]) -> Sharder:
 _others = {"random": greedy.random, **greedy.ORDERS, "neuroshard": neuroshard.neuroshard}
 if torchrec.installed():
     _others["torchrec"] = torchrec.torchrec
-_annealing = {"portfolio": portfolio, "anneal": annealing,
-              "anneal_columns": partial(annealing, space="columns")}
-_all = {**{name: or_packed(name, of) for name, of in _annealing.items()},
+_all = {"portfolio": portfolio, "anneal": annealing, "anneal_columns": partial(annealing, space="columns"),
         **{name: within_host_memory(within_memory(with_fixed_kinds(name, of)))
            for name, of in _others.items()}}
 SHARDERS: dict[str, Sharder] = NamedSharders({name: _checked(of) for name, of in _all.items()},

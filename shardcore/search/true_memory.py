@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -84,44 +83,22 @@ def within_memory(sharder: Callable[..., Plan]) -> Callable[..., Plan]:
     return search
 
 
-def or_packed(name: str, sharder: Callable[..., Plan]) -> Callable[..., Plan]:
-    """A sharder that searches near a plan that fits exactly (`_near`) if it finds none by itself.
-
-    name: of the sharder.
-    """
-
-    @wraps(sharder)
-    def search(problem: Problem, model: CostModel, *, budget: Budget | None = None, **given: Any) -> Plan:
-        began_s = time.monotonic()
-        try:
-            plan = sharder(problem, model, budget=budget, **given)
-            require_ops(plan, problem)
-            return plan
-        except TooManyInOneOp as error:
-            if given.get("reshard") is None and (plan := _repaired(plan, problem, model)):
-                return plan
-            first = error
-        except Infeasible as error:
-            first = error
-        if budget and budget.seconds:
-            left = 1 - (time.monotonic() - began_s) / budget.seconds
-            budget = budget.part(max(0.1, left))
-        return _packed(first, sharder, name, problem, model, budget=budget, **given)
-
-    return search
-
-
 def _packed(error: Infeasible, sharder: Callable[..., Plan], name: str, problem: Problem, model: CostModel, *,
             budget: Budget | None, **given: Any) -> Plan:
     """A plan of a search near one that fits exactly. Raises the error if there is none, with its remedy."""
-    if given.get("reshard") is None and (plan := _fitting(problem)):
+    if given.get("reshard") is None and (plan := fitting(problem)):
         packed = priced(plan.placements, problem, model, algorithm=name, seed=given.get("seed", 0),
                         packed=True)
         return _near(packed, sharder, problem, model, budget=budget, **given)
-    raise Infeasible(f"{error}. {remedy(problem)}") if isinstance(error, DoesNotFit) else error
+    raise with_remedy(error, problem)
 
 
-def _fitting(problem: Problem) -> Plan | None:
+def with_remedy(error: Infeasible, problem: Problem) -> Infeasible:
+    """The error, with what would make the problem fit if that is what it says."""
+    return Infeasible(f"{error}. {remedy(problem)}") if isinstance(error, DoesNotFit) else error
+
+
+def fitting(problem: Problem) -> Plan | None:
     """A plan that fits. None if none is found."""
     plan, lacks = roomiest(problem)
     return plan if plan and lacks <= 0 and fits(plan, problem) else None
@@ -141,23 +118,26 @@ def _repaired(plan: Plan, problem: Problem, model: CostModel) -> Plan | None:
 
 def _near(packed: Plan, sharder: Callable[..., Plan], problem: Problem, model: CostModel, *,
           budget: Budget | None, **given: Any) -> Plan:
-    """A plan that fits, or a cheaper one that a search finds near it.
-
-    Tables that groups share in the plan stay so. The search has as much memory as it counts for the others,
-    and less of it as long as its plans take too much.
-    """
-    kinds = {p.shard.table.name: (p.kind,) for p in packed.placements if len(p.devices) > 1}
-    asked = replace(problem, constraints=replace(
-        problem.constraints, kinds=tuple((dict(problem.kinds_of) | kinds).items())))
+    """A plan that fits, or a cheaper one that a search finds near it."""
     with suppress(Infeasible):
-        asked = _with_room(asked, packed)
+        asked = near(packed, problem)
         for _ in range(_NEAR):
-            near = sharder(asked, model, budget=budget and budget.part(1 / _NEAR), **given)
-            near = near if fits(near, problem) else _repaired(near, problem, model) or near
-            if (too_much := lacking(near, problem)) <= 0 and fits(near, problem):
-                return min(packed, near, key=lambda plan: plan.provenance["predicted_ms"])
+            plan = sharder(asked, model, budget=budget and budget.part(1 / _NEAR), **given)
+            plan = plan if fits(plan, problem) else _repaired(plan, problem, model) or plan
+            if (too_much := lacking(plan, problem)) <= 0 and fits(plan, problem):
+                return min(packed, plan, key=lambda plan: plan.provenance["predicted_ms"])
             asked = _with_more(asked, -too_much)
     return packed
+
+
+def near(packed: Plan, problem: Problem) -> Problem:
+    """The problem of a search near a plan that fits.
+
+    Tables that groups share in the plan stay so. There is as much memory as searches count for the others.
+    """
+    kinds = {p.shard.table.name: (p.kind,) for p in packed.placements if len(p.devices) > 1}
+    return _with_room(replace(problem, constraints=replace(
+        problem.constraints, kinds=tuple((dict(problem.kinds_of) | kinds).items()))), packed)
 
 
 def _with_room(problem: Problem, plan: Plan) -> Problem:
