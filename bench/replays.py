@@ -7,7 +7,7 @@ hold, does the search exploit the model's errors, and what is it worth?
 MODEL must be of this machine and for two processes, and know what exchanges take in steps
 (measure.step_samples in params.yaml; more samples make better models). Problems are drawn from the calibrated
 pool: 8 to 24 tables of 1 to 512 MiB at dims up to 16, 8 to 16 tables at larger dims. All plans of a problem
-are replayed in alternation. `anneal_columns` is the default; "ids for free" is the same, told that exchanges
+are replayed in alternation. `portfolio` is the default; "ids for free" is the same, told that exchanges
 of ids cost nothing; `torchrec` is TorchRec's planner swept and told the measured bandwidths
 (search/torchrec.py), where it is installed and tables are pooled; `best greedy` is the greedy order cheapest
 under MODEL.
@@ -73,7 +73,8 @@ def _with_sequences(drawn: Problem, share: float) -> Problem:
 
 def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]:
     sure = at_confidence(model, 0.9)
-    found = {"anneal": anneal(problem, model), "anneal, 90% confidence": anneal(problem, sure),
+    found = {replay_metrics.OURS: SHARDERS[replay_metrics.OURS](problem, model),
+             "anneal": anneal(problem, model), "anneal, 90% confidence": anneal(problem, sure),
              "anneal_columns": anneal(problem, model, space="columns")}
     found["anneal_columns, ids for free"] = anneal(dataclasses.replace(problem, job=_HIDDEN), model,
                                                    space="columns")

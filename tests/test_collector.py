@@ -7,6 +7,8 @@ import pytest
 
 from shardcore.collector import rare_collections
 from shardcore.search import SHARDERS
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Table
 
 
 def test_collections_are_rare_within_and_as_before_afterwards():
@@ -22,13 +24,20 @@ def test_every_search_asks_for_it():
     class Asked(Exception):
         pass
 
-    class Problem:
-        def __getattr__(self, name):
+    class Asking:
+        """A setting of which a search asks the hardware."""
+
+        @property
+        def hardware(self):
             found.append(gc.get_threshold())
             raise Asked
 
+    class Model:
+        setting, encode, head, comm = Asking(), None, None, None
+
+    problem = Problem("p", (Table("t", 10, 8, 1.0),), Topology((Device(1 << 30),)), 4)
     for sharder in SHARDERS.values():
         with pytest.raises(Asked):
-            sharder(Problem(), type("Model", (), {"setting": None})())
+            sharder(problem, Model())
     assert len(found) == len(SHARDERS) and all(threshold[0] > 100 * before[0] for threshold in found)
     assert gc.get_threshold() == before

@@ -16,10 +16,10 @@ def problem(name, ms, predicted=None, noise_ms=0.0):
     return [ReplayRecord(name, a, a, (predicted or ms)[a], value, noise_ms) for a, value in ms.items()]
 
 
-TWO = [*problem("a", {"anneal_columns": 10.0, "random": 15.0, "torchrec": 12.0, "dim_greedy": 20.0},
-                {"anneal_columns": 9.0, "random": 15.0, "torchrec": 12.0, "dim_greedy": 16.0}),
-       *problem("b", {"anneal_columns": 11.0, "random": 30.0, "torchrec": 10.0, "dim_greedy": 20.0},
-                {"anneal_columns": 9.9, "random": 33.0, "torchrec": 12.0, "dim_greedy": 20.0})]
+TWO = [*problem("a", {"portfolio": 10.0, "random": 15.0, "torchrec": 12.0, "dim_greedy": 20.0},
+                {"portfolio": 9.0, "random": 15.0, "torchrec": 12.0, "dim_greedy": 16.0}),
+       *problem("b", {"portfolio": 11.0, "random": 30.0, "torchrec": 10.0, "dim_greedy": 20.0},
+                {"portfolio": 9.9, "random": 33.0, "torchrec": 12.0, "dim_greedy": 20.0})]
 
 
 def test_errors_and_bias_of_all_of_ours_and_of_random_plans():
@@ -40,7 +40,7 @@ def test_regret_and_rank_correlation_are_within_problems():
 
 def test_a_plan_that_several_algorithms_found_is_judged_once():
     rows = [ReplayRecord("a", name, "same", 10.0, 20.0, 0.0)
-            for name in ("anneal_columns", "neuroshard", "random")]
+            for name in ("portfolio", "neuroshard", "random")]
     rows.append(ReplayRecord("a", "dim_greedy", "other", 40.0, 40.0, 0.0))
     assert len(replay_metrics.distinct(rows)) == 2
     found = replay_metrics.figures(rows)
@@ -49,10 +49,10 @@ def test_a_plan_that_several_algorithms_found_is_judged_once():
 
 
 def test_a_problem_with_one_plan_has_no_rank_correlation():
-    found = replay_metrics.by_problem([ReplayRecord("a", "anneal_columns", "p", 1.0, 2.0, 0.0)])
+    found = replay_metrics.by_problem([ReplayRecord("a", "portfolio", "p", 1.0, 2.0, 0.0)])
     assert math.isnan(found["kendall_tau"][0]) and math.isnan(found["spearman"][0]) and found["regret"] == [0]
     assert "kendall_tau" not in replay_metrics.figures(
-        [ReplayRecord("a", "anneal_columns", "p", 1.0, 2.0, 0.0)])
+        [ReplayRecord("a", "portfolio", "p", 1.0, 2.0, 0.0)])
 
 
 def test_pairs_within_noise_count_for_nothing():
@@ -70,20 +70,20 @@ def test_rivals_cost_losses_and_the_gap_closed():
     assert found["torchrec"].gap_closed.mean == pytest.approx((0.2 - 0.1) / 0.2)
     assert (found["dim_greedy"].gap_closed.mean == pytest.approx((1.0 + 0.9) / (1.0 + 1.0))
             and not found["dim_greedy"].losses)
-    assert found["anneal_columns"].cost.mean == 1 and found["anneal_columns"].gap_closed is None
-    noisy = replay_metrics.rivals([*problem("a", {"anneal_columns": 11.0, "torchrec": 10.0}, noise_ms=1.0)])[
+    assert found["portfolio"].cost.mean == 1 and found["portfolio"].gap_closed is None
+    noisy = replay_metrics.rivals([*problem("a", {"portfolio": 11.0, "torchrec": 10.0}, noise_ms=1.0)])[
         "torchrec"]
     assert noisy.losses == {} and noisy.cost.low == -math.inf  # one problem says nothing of others
     for noise, lost in (
         (0.70, {"a": pytest.approx(0.1)}),
         (0.72, {}),
     ):  # both are uncertain: √2 × 0.71 ms is what differs
-        rows = [*problem("a", {"anneal_columns": 11.0, "torchrec": 10.0}, noise_ms=noise)]
+        rows = [*problem("a", {"portfolio": 11.0, "torchrec": 10.0}, noise_ms=noise)]
         assert replay_metrics.rivals(rows)["torchrec"].losses == lost
 
 
 def test_several_plans_of_an_algorithm_count_as_their_mean():
-    rows = [ReplayRecord("a", "anneal_columns", "p", 1.0, 10.0, 0.0)]
+    rows = [ReplayRecord("a", "portfolio", "p", 1.0, 10.0, 0.0)]
     rows += [ReplayRecord("a", "random", str(ms), 1.0, ms, 0.0) for ms in (20.0, 40.0)]
     assert replay_metrics.rivals(rows)["random"].cost.mean == 3
 
@@ -113,9 +113,9 @@ def test_noise_is_half_the_interval_of_the_median():
     assert np.mean(np.abs(np.array(medians) - 20) < noises) == pytest.approx(0.95, abs=0.03)
 
 
-PLANS = {"anneal_columns": 10.0, "torchrec": 11.0, "dim_greedy": 15.0, "random": 20.0}
-BLIND = {"anneal_columns": 20.0, "torchrec": 15.0, "dim_greedy": 11.0, "random": 10.0}
-FLAT = {"anneal_columns": 10.0, "torchrec": 11.0, "dim_greedy": 20.0, "random": 15.0}
+PLANS = {"portfolio": 10.0, "torchrec": 11.0, "dim_greedy": 15.0, "random": 20.0}
+BLIND = {"portfolio": 20.0, "torchrec": 15.0, "dim_greedy": 11.0, "random": 10.0}
+FLAT = {"portfolio": 10.0, "torchrec": 11.0, "dim_greedy": 20.0, "random": 15.0}
 
 
 def many(predicted, n=6):

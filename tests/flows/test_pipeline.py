@@ -123,7 +123,7 @@ def test_refresh_builds_everything_and_says_what_to_look_at(project):
         assert (project.folder / "data/evaluation" / name).stat().st_size > 100
     for i in range(2):
         plan, problem = store.load_plan(project.folder / "plans", f"pool-0-0{i}")
-        assert plan.provenance["algorithm"] == "anneal_columns" and plan.provenance["model_version"] == "1"
+        assert plan.provenance["algorithm"] == "portfolio" and plan.provenance["model_version"] == "1"
         assert problem.global_batch == 64
 
 
@@ -136,7 +136,7 @@ def test_the_run_in_mlflow_names_its_data_and_commit(project):
     assert run.data.tags["data_version"] == version and re.fullmatch(r"[0-9a-f]{40}(-dirty)?",
                                                                      run.data.tags["git_commit"])
     assert run.inputs.dataset_inputs[0].dataset.digest == version[:36]
-    assert {f"{split}_compute_mape" for split in ("train", "validation", "test")} <= set(run.data.metrics)
+    assert {f"{split}/compute_mape" for split in ("train", "validation", "test")} <= set(run.data.metrics)
     assert run.data.params["setting_batch"] == "64"
     assert {"card.md", "calibration.png", "error_by_size.png", "predicted_against_measured.png",
             "training_curves.png"} <= {

@@ -43,7 +43,6 @@ def folder(tmp_path):
     (["--exchanges", "1", "--ranks", "1000000"], "measure has ranks 1000000; it needs 1 to 1,024"),
     (["--hang-s", "1e12"], "measure has hang_s 1000000000000.0; it needs 0.001 to 1,000,000"),
     (["--max-repeats", "1000000000000"], "max_repeats 1000000000000; it needs 6 to 1,000,000"),
-    (["--arena-gib", "1e12"], "kernel config has arena_bytes"),
     (["--max-shards", "1000000000000"], "group config has max_shards 1000000000000"),
     (["--between-gbit-s", "1"], "--within-gbit-s are of emulated hosts; they need --hosts"),
     (["--exchanges", "1", "--hosts", "2"], "hosts need --between-gbit-s"),

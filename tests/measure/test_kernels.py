@@ -174,7 +174,8 @@ def test_an_optimizer_keeps_state_of_what_was_looked_up(tables, device, optimize
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_setting_is_measured_or_refused_with_what_runs_instead(tables, optimizer, precision):
     """Found by running FBGEMM 1.8 on CPU."""
-    setting, runs = Setting("test", 64, precision, optimizer), ("exact_sgd", "rowwise_adagrad")
+    setting, runs = Setting("test", 64, precision, optimizer), (
+        "exact_sgd", "rowwise_adagrad", "exact_adagrad")
     if optimizer in runs and precision in ("fp32", "fp16"):
         request = compute_request(tables, 0, setting, config=GroupConfig(max_shard_bytes=1 << 20))
         [sample] = KernelBench(setting, "cpu", CONFIG).measure([request])

@@ -53,7 +53,7 @@ FIGURES = {
                             "regret 0.0%"),
     "rivals": (lambda: model_report.replayed_cost(replay_metrics.rivals(REPLAYS), replay_metrics.OURS,
                                                   "title"),
-               "over anneal_columns's, mean over 2"),
+               "over portfolio's, mean over 2"),
     "rivals on one problem": (lambda: model_report.replayed_cost(replay_metrics.rivals(REPLAYS[:3]),
                                                                  replay_metrics.OURS, "title"), "1.200"),
     "learning": (lambda: model_report.learning_curve(CURVE, 3.125, "title"),

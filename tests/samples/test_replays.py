@@ -72,13 +72,13 @@ def test_what_is_kept_is_not_replayed_again_and_reads_as_it_was(problem, made, c
 
 
 def test_replays_of_version_1_have_the_names_of_today(problem, made, clock, tmp_path):
-    before = {"anneal": "local", "anneal_columns": "local_columns"}
+    before = {"anneal_columns": "local_columns"}
     kept = replays.keep(tmp_path / "kept", problem, made, SETTING, CONFIG, clock)
     path = tmp_path / "kept/replays.json"
     body = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("schema", "version", "digest")}
     for row in body["replays"]:
         row["pace"], row["algorithm"] = row.pop("slowdown"), before.get(row["algorithm"], row["algorithm"])
-    assert {"local", "local_columns"} < {row["algorithm"] for row in body["replays"]}
+    assert {"local_columns"} < {row["algorithm"] for row in body["replays"]}
     path.write_text(json.dumps({"schema": "shardcore/replays", "version": 1, **body,
                                 "digest": files.digest(body)}))
     assert replays.read(tmp_path / "kept") == kept and replays.is_kept(tmp_path / "kept", problem, made,

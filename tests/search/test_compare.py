@@ -46,7 +46,7 @@ def test_an_outcome_has_a_plan_or_says_why_there_is_none(tables):
     assert found.plan and found.cost and found.error is None
     none = compare.run("size_greedy", replace(problem, topology=Topology((Device(1),) * 2)), model)
     assert none.plan is none.cost is None and "does not fit" in none.error
-    with pytest.raises(ShardCoreError, match="'best' is not known; there are random, size_greedy"):
+    with pytest.raises(ShardCoreError, match="'best' is not known; there are portfolio, anneal"):
         compare.run("best", problem, model)
 
 
@@ -64,9 +64,9 @@ def test_older_names_are_accepted(before, now, tables):
     assert outcome.algorithm == outcome.plan.provenance["algorithm"] == known(before) == now
 
 
-@pytest.mark.parametrize("name, words", [("magic", "there are random, size_greedy"),
-                                         ("milp", "bench/peers.*use anneal_columns"),
-                                         ("embark", "bench/peers.*use anneal_columns")])
+@pytest.mark.parametrize("name, words", [("magic", "there are portfolio, anneal"),
+                                         ("milp", "bench/peers.*use portfolio"),
+                                         ("embark", "bench/peers.*use portfolio")])
 def test_a_name_that_is_not_known_is_refused_with_those_that_are(name, words):
     with pytest.raises(ShardCoreError, match=f"algorithm '{name}' is not known.*{words}"):
         known(name)
@@ -84,7 +84,8 @@ def test_plans_worth_a_replay_are_the_same_for_a_seed_and_of_every_kind(tables):
                     for _ in range(2))
     assert [o.plan for o in found] == [o.plan for o in again]
     names = [o.algorithm for o in found]
-    assert set(compare.WORTH_REPLAYING) < set(names) and names.count("random") == 2 and names[0] == "anneal"
+    assert set(compare.WORTH_REPLAYING) < set(names) and names.count("random") == 2 and \
+            names[0] == "portfolio"
 
 
 def test_replayed_figures_compare_against_the_default_sharder():

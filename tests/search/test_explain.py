@@ -101,7 +101,7 @@ def test_the_device_that_bounds_a_plan_need_not_be_the_one_that_computes_most():
 def test_alternatives_are_baselines_memory_and_the_next_number_of_devices():
     plan = solved(PROBLEM)
     found = explain(plan, PROBLEM, model_for(PROBLEM), SMALL)
-    assert [a.what for a in found.baselines] == [*BASELINES, "anneal", "anneal_columns",
+    assert [a.what for a in found.baselines] == [*BASELINES, "portfolio", "anneal", "anneal_columns",
                                                  "searched again, same memory"]
     assert found.baselines[-1].total_ms == found.total_ms
     for baseline in found.baselines[:len(BASELINES)]:
