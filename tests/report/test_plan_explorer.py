@@ -97,7 +97,8 @@ def test_tables_are_sorted_and_filtered_and_a_device_shows_what_it_has(tmp_path)
     part = explorer(version("version b", 2), PROBLEM, version("version a"))
     seen = rows(in_browser(part, "", tmp_path))
     assert [row[0] for row in seen] == ["t5", "t4", "t3", "t2", "t1", "t0"]  # by weights
-    assert seen[0][7] == "row: all" and seen[-1][7:] == ["column: 1", "column: 0"]
+    assert seen[0][7] == "row on all devices"
+    assert seen[-1][7:] == ["column on device 1", "column on device 0"]
     dom = in_browser(part, """
       const click = (column) => document.querySelector(`th[data-column=${column}]`).click();
       click("lookups"); click("lookups");
