@@ -10,10 +10,12 @@ import json
 import os
 import socket
 import time
+import urllib.error
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from http import HTTPStatus
 from typing import Any
 
 import psutil
@@ -29,6 +31,8 @@ AT_ONCE = 1
 
 _HELD = ("PENDING", "RUNNING", "CANCELLING")
 """States of runs that a worker has taken and not ended."""
+_TRIES = 10
+"""Requests that a busy server may refuse, at most, a second apart."""
 _PAGE = 200
 """Prefect's most runs in an answer."""
 _RUN_ID = "PREFECT__FLOW_RUN_ID"
@@ -54,7 +58,15 @@ class Api:
         """The answer of a path. Raises OSError or ValueError if there is none."""
         headers = {"Authorization": f"Basic {base64.b64encode(self.user.encode()).decode()}",
                    "Content-Type": "application/json"}
-        answer = get(f"{self.url}{path}", headers, json.dumps(body).encode(), method=method)
+        for left in reversed(range(_TRIES)):
+            try:
+                answer = get(f"{self.url}{path}", headers, json.dumps(body).encode(), method=method)
+                break
+            except urllib.error.HTTPError as error:
+                # Prefect answers so while its database is busy. Its own client waits, too.
+                if error.code != HTTPStatus.SERVICE_UNAVAILABLE or not left:
+                    raise
+                time.sleep(1.0)
         return json.loads(answer) if answer else None
 
     def workers(self) -> list[dict[str, Any]]:

@@ -5,8 +5,10 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 import uuid
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from prefect import flow
@@ -114,3 +116,31 @@ def test_one_that_ended_meanwhile_keeps_its_end(client, api, taken):
 def test_the_pool_runs_one_at_a_time_whatever_the_deployment(client, api):
     lost_runs.limit_runs(api)
     assert client.read_work_pool(POOL).concurrency_limit == 1
+
+
+@pytest.mark.parametrize("refusals, status, answered", [(2, 503, True), (99, 503, False), (1, 404, False)])
+def test_a_busy_server_is_asked_again(refusals, status, answered, monkeypatch):
+    asked = []
+
+    class Busy(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append(self.path)
+            self.send_response(status if len(asked) <= refusals else 200)
+            self.end_headers()
+            self.wfile.write(b"[7]")
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setattr(lost_runs.time, "sleep", lambda _: None)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        here = Api(f"http://127.0.0.1:{server.server_port}", "")
+        if answered:
+            assert here.post("/runs", {}) == [7]
+        else:
+            with pytest.raises(OSError, match=str(status)):
+                here.post("/runs", {})
+        server.shutdown()
+    assert len(asked) == {(2, 503): 3, (99, 503): 10, (1, 404): 1}[refusals, status]
