@@ -70,7 +70,7 @@ def project(new_project):
     dataset.write_compute(measured, SAMPLES[linear_law], dataset.write_pool(measured, pool()))
     dataset.write_comm(measured, comm_samples(20))
     files.write_pool(made.folder / "data/pool.json", pool())
-    for name, some in zip(NAMES, (pool()[:9], pool()[9:]), strict=True):
+    for name, some in zip(NAMES, (pool()[:9], pool()[6:]), strict=True):
         problem = Problem(name, tuple(some), Topology((Device(1 << 28),) * 2), SETTING.batch)
         files.write_problem(made.folder / f"problems/{name}.json", problem)
     return made
