@@ -26,7 +26,7 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Setting, Table
 problem = Problem("p", (Table("a", 1000, 16, 2.0),), Topology((Device(2**30), Device(2**30))), 64)
-SHARDERS["anneal_columns"](problem, AnalyticModel(Setting("made-up", 64)), budget=Budget(evals=200))
+SHARDERS["anneal_columns"](problem, AnalyticModel(Setting("made-up", 64)), budget=Budget(evals=5_000))
 from shardcore import compiling
 print(*sorted(path.name.partition("-")[0] for path in compiling.cache_folder().glob("*/*.nbi")))
 """
