@@ -5,11 +5,12 @@
 3. Further rounds of annealing, each with twice the trials.
 4. NeuroShard's beam, once annealing has taken about as long as the beam takes. Annealing improves its plan.
 
-No step depends on the budget, which only says where this sequence ends. So with a larger budget, in
-evaluations or in seconds, the plan is never dearer.
+A budget in evaluations only says where this sequence ends. So a larger one never gives a dearer plan. A
+budget in seconds also limits how many plans annealing starts from.
 
 Searches count memory approximately (memory.bytes_as). A plan counts here only if it fits exactly. Where a
-cheaper one does not, the searches begin again with more memory reserved.
+cheaper one does not, the searches begin again with more memory reserved. Where they find none at all, they
+begin again near a plan that an exact packing found (true_memory.near).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ TRIES = 6
 
 
 def portfolio(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
-    """The cheapest plan of all searches within the budget (none: DEFAULT).
+    """Find the cheapest plan of all searches within the budget (none: DEFAULT).
 
     Raises Infeasible if no search finds a plan, and SettingMismatch.
     """
@@ -54,7 +55,7 @@ def portfolio(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budg
 
 def annealing(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
               space: str = "all", reshard: Reshard | None = None) -> Plan:
-    """The cheapest plan that annealing finds within the budget (none: DEFAULT).
+    """Find the cheapest plan by annealing within the budget (none: DEFAULT).
 
     space: see anneal.sharder.SPACES.
     reshard: a plan to improve, and how much may move.

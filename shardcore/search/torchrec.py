@@ -134,7 +134,7 @@ def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budge
 
 
 def _allowed(placements: Iterable[Placement], problem: Problem) -> bool:
-    """Whether a plan respects all constraints: TorchRec knows no widest shard, and may cut unevenly."""
+    """Tell if a plan respects all constraints. TorchRec knows no widest shard, and may cut unevenly."""
     plan = Plan(consolidate(placements))
     try:
         require_plan(plan, problem, fits=False)

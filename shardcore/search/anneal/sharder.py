@@ -7,8 +7,8 @@ The first round makes the starts and improves each. They differ in what they do 
 - small tables data-parallel, where that pays.
 
 Each further round has twice the trials. It improves the best plan, then the better half of the starts again.
-No step depends on the budget, which only says where the sequence ends. So a larger budget never finds a
-dearer plan.
+A budget in evaluations only says where the sequence ends. So a larger one never finds a dearer plan. A budget
+in seconds also limits the starts, which may take long in large problems.
 
 The compiled search takes the cost of an exchange as linear in its bytes.
 These are the bytes of each device, of the busiest device and of the busiest host.
