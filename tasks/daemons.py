@@ -66,6 +66,17 @@ class Daemon:
         except (OSError, ValueError, psutil.Error):
             return None
 
+    def started(self) -> float | None:
+        """The time that it was started, in Unix s, if it runs.
+
+        By the clock of files, which services' records use too. That of psutil counts from the boot, whose
+        time is known to a second, and to less where the clock was set since.
+        """
+        try:
+            return self._id.stat().st_mtime if self.process() is not None else None
+        except FileNotFoundError:  # It was stopped meanwhile.
+            return None
+
     def runs_as_told(self) -> bool:
         """Whether it runs. Raises ShardCoreError if it was started with another command or other stores."""
         process = self.process()

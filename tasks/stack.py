@@ -97,8 +97,8 @@ def status(config: StackConfig) -> tuple[str, bool]:
     for name, service in stack.items():
         state, process = service.state(), service.daemon.process()
         healthy = healthy and state == "healthy"
-        since = (datetime.fromtimestamp(process.create_time()).strftime("%Y-%m-%d %H:%M:%S")
-                 if process else "-")
+        began = service.daemon.started()
+        since = datetime.fromtimestamp(began).strftime("%Y-%m-%d %H:%M:%S") if began else "-"
         rows.append((name, state, since, process.pid if process else "-", service.page or "-",
                      _shown(service.daemon.log)))
         if state in ("died", "silent"):
@@ -154,10 +154,9 @@ def _wait(waited: Iterable[Service], began: float, say: Callable[[str], None] = 
 def _lost_runs(stack: dict[str, Service], api: lost_runs.Api,
                patience_s: float = 0.0) -> list[lost_runs.LostRun]:
     """Runs that a worker which has ended left. None if Prefect does not answer."""
-    worker = stack["worker"].daemon.process()
+    began = stack["worker"].daemon.started()
     try:
-        return lost_runs.find(api, worker.create_time() if worker else math.inf,
-                                    patience_s)
+        return lost_runs.find(api, math.inf if began is None else began, patience_s)
     except (OSError, ValueError):
         return []
 

@@ -272,10 +272,10 @@ def prefect_api(config: StackConfig, token: str) -> Api:
 
 def _polls(worker: Daemon, api: Api) -> bool:
     """Whether the worker asked the server for work since it started."""
-    process = worker.process()
+    began = worker.started()
     seen = [datetime.fromisoformat(w["last_heartbeat_time"]).timestamp() for w in api.workers()
             if w["name"] in worker.command and w["last_heartbeat_time"]]
-    return process is not None and any(s > process.create_time() for s in seen)
+    return began is not None and any(s > began for s in seen)
 
 
 def write_private(path: Path, text: str) -> None:

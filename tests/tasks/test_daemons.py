@@ -33,8 +33,11 @@ def runs(process):
 
 
 def test_it_runs_and_ends_with_what_it_started(daemon):
-    assert daemon.process() is None and not daemon.died()
+    assert daemon.process() is None and daemon.started() is None and not daemon.died()
+    before = time.time()
     daemon.start()
+    # Prefect's times are compared with it: a second more or less and a run counts as another worker's.
+    assert before - 0.05 <= daemon.started() <= time.time()
     until(lambda: daemon.last_lines(1) == ["last"] and daemon.leftovers())
     assert daemon.last_lines(5) == ["first", "last"] and not daemon.died()
     leader, [child] = daemon.process(), daemon.leftovers()
