@@ -13,7 +13,7 @@ from shardcore.access_statistics import Zipf
 from shardcore.cost import fit
 from shardcore.cost.model import price
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.publish import store
+from shardcore.publish import publisher, store
 from shardcore.publish.diff import diff
 from shardcore.publish.publisher import PublishConfig, Publisher
 from shardcore.search import BASELINES, SHARDERS, Budget, torchrec
@@ -21,7 +21,13 @@ from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
-CONFIG = PublishConfig(budget_evals=2_000, torchrec_s=0)
+CONFIG = PublishConfig("anneal", budget_evals=1_000, torchrec_s=0)
+
+
+@pytest.fixture(autouse=True)
+def short_explanations(monkeypatch):
+    monkeypatch.setattr(publisher, "_EXPLAIN", Budget(evals=10))
+    monkeypatch.setattr("shardcore.search.explain.MORE_MEMORY", (0.1,))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +40,7 @@ def model():
 def problem():
     rng = np.random.default_rng(0)
     tables = tuple(Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10)), Zipf(1.0))
-                   for i in range(12))
+                   for i in range(8))
     return Problem("published", tables, Topology((Device(8 << 20),) * 4), SETTING.batch)
 
 
@@ -88,9 +94,9 @@ def test_torchrecs_planner_is_compared_with_where_problems_are_small(problem, mo
     asked = replace(CONFIG, torchrec_s=5.0)
     ms = publish(tmp_path, problem, model, config=asked).baselines["torchrec"]
     assert ms == SHARDERS["torchrec"](problem, model).provenance["predicted_ms"]
-    many = replace(problem, topology=Topology((Device(8 << 20),) * 512), global_batch=512)
-    publisher = Publisher(model, tmp_path, asked, {})
-    assert "torchrec" not in publisher._others(many) and "neuroshard" in publisher._others(many)
+    many = replace(problem, topology=Topology((Device(8 << 20),) * 1024), global_batch=1024)
+    others = Publisher(model, tmp_path, asked, {})._others(many)
+    assert "torchrec" not in others and "neuroshard" in others
 
 
 def test_a_baseline_that_cannot_plan_stops_nothing(problem, model, tmp_path, monkeypatch):
