@@ -92,19 +92,24 @@ RAY = ("flows/test_measure.py", "tasks/test_actors.py", "tasks/test_measure_pair
        "tasks/test_measure_tasks.py", "tasks/test_ray_cluster.py", "tasks/test_ray_replay.py",
        "tasks/test_workers.py")
 """These use one Ray cluster. All other flows use one Prefect server."""
-FIRST = ("flows/test_pipeline.py", *RAY, "flows/test_operations.py", "measure", "flows", "tasks", "export")
+FIRST = ("flows/test_pipeline.py", "flows/test_failures.py", "tasks/test_stack_runs.py", *RAY, "measure",
+         "export", "flows", "tasks")
 """The longest begin first, so that the workers end together."""
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of a file stay on one worker, which has the fixtures that they share; so do all that use Ray, and
-    all that use Prefect."""
+    """Tests of a file stay on one worker, which has the fixtures that they share; so do all that use Ray, all
+    that use one Prefect server, and all that train in processes, which are forked from one server."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0].removeprefix("tests/")
-            return "ray" if file in RAY else "prefect" if file.startswith("flows/") else file
+            if file in RAY:
+                return "ray"
+            if file.startswith("flows/") and file != "flows/test_failures.py":  # which kills its own servers
+                return "prefect"
+            return "export" if file.startswith("export/") else file
 
     return ByGroup(config, log)
 

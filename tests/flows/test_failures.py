@@ -54,8 +54,8 @@ def new_project(tmp_path_factory, prefect):
 
 
 @pytest.fixture(scope="module")
-def empty(tmp_path_factory, prefect_api, prefect_home):
-    return copy_project(tmp_path_factory.mktemp("project"), prefect_api, prefect_home)
+def empty(new_project):
+    return new_project()
 
 
 @pytest.mark.long

@@ -12,10 +12,13 @@ from conformance import (
     DEEP,
     FILES,
     HUGE,
+    MIB,
+    SMALL,
     check_plan,
     draw_tables,
     model_for,
     parts_of,
+    solve,
     table_bytes,
     times_placed,
 )
@@ -24,7 +27,7 @@ from shapes import column, host_row, on_hosts, replica, row, with_room
 
 from bench.peers import PEERS
 from shardcore.constraints import Constraints
-from shardcore.errors import ShardCoreError
+from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import shards_on
 from shardcore.search import LEARNED, SHARDERS, Budget, compare
 from shardcore.search.learned.policy import NETS
@@ -97,6 +100,14 @@ def test_the_suites_own_parts_are_those_of_the_layouts():
     for placement in (column(HUGE, 2, 4, 8), row(HUGE, where), host_row(HUGE, (1, 3), 0, 32),
                       replica(HUGE, where)):
         assert parts_of(placement) == list(shards_on(placement))
+
+
+def test_where_no_memory_is_left_what_it_lacks_is_said():
+    """One sharder stands for all: what would help takes seconds to find."""
+    problem = with_room(Problem("kept", SMALL, Topology((Device(MIB),) * 2), BATCH,
+                                constraints=Constraints(reserved_bytes=2 * MIB)))
+    with pytest.raises(Infeasible, match="hold 0 bytes.* too little .* more per device"):
+        solve("size_greedy", problem)
 
 
 TRIES_MORE_CUTS = {"portfolio", "anneal", "anneal_columns"}
