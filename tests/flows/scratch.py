@@ -30,7 +30,7 @@ TOY = {
                 "min_repeats": 3, "max_repeats": 3, "comm_repeats": 3, "step_samples": 2, "step_repeats": 3},
     "train": {"epochs": 8, "learning_curve": False},
     "train_policy": {"algorithm": None},
-    "evaluate": {"problems": 2, "min_tables": 5, "max_tables": 8, "budget_evals": 200, "replay_problems": 1,
+    "evaluate": {"problems": 2, "min_tables": 5, "max_tables": 8, "budget_evals": 200, "replay_problems": 0,
                  "replay_repeats": 3},
     "publish": {"budget_evals": 200},
 }

@@ -104,7 +104,8 @@ def test_the_suites_own_parts_are_those_of_the_layouts():
 
 @pytest.mark.parametrize("problem, said", [
     (Problem("kept", SMALL, Topology((Device(MIB),) * 2), BATCH,
-             constraints=Constraints(reserved_bytes=2 * MIB)), "hold 0 bytes.* too little .* more per device"),
+             constraints=Constraints(reserved_bytes=2 * MIB)),
+     "hold 0 bytes.* too little .* more per device"),
     (Problem("whole", (HUGE, *SMALL), Topology((Device(HUGE.bytes // 2),) * 4), BATCH,
              constraints=Constraints(unsplit=("huge",))),
      "'huge', which must stay whole.* 1.3 MiB.* 0.6 MiB.* more per device")])
