@@ -141,7 +141,7 @@ def test_of_a_killed_flow_nothing_is_left_and_while_it_ran_it_was_closed_to_othe
             found.kill()
             code = run.process.wait(240)
             assert (code == 0) == goes_on, run.log()
-            deadline = time.monotonic() + 15  # what is promised
+            deadline = time.monotonic() + 60  # 15 s are promised; and a machine may be four times as slow
             while left := of_the_run(Path(temporary)) + os.listdir(temporary):
                 assert time.monotonic() < deadline, left
                 time.sleep(0.1)

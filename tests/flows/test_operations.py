@@ -43,6 +43,7 @@ from shardcore.cost import fit, neural
 from shardcore.errors import ShardCoreError, Unreachable
 from shardcore.publish import store
 from shardcore.samples import dataset
+from shardcore.search import Budget
 from shardcore.search.explain import explain
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem
@@ -89,9 +90,10 @@ def api(project):
 
 @pytest.fixture
 def inside(project, api):
-    """This process runs flows and looks, in the project's folder, as a command there would; a client of its
-    registry."""
-    with contextlib.chdir(project.folder), mock.patch.dict(os.environ, project.env):
+    """This process runs flows and looks, in the project's folder, as a command there would, but explains
+    plans in short; a client of its registry."""
+    with (contextlib.chdir(project.folder), mock.patch.dict(os.environ, project.env),
+          mock.patch("shardcore.publish.publisher._EXPLAIN", Budget(evals=100))):
         watch._model.cache_clear()
         yield registry.connect()
 

@@ -3,6 +3,7 @@ them."""
 
 import dataclasses
 import json
+from functools import cache
 
 import pytest
 
@@ -30,10 +31,15 @@ def problem(tables) -> Problem:
     return Problem("replayed", tables, Topology((Device(64 * MIB),) * 2), SETTING.batch)
 
 
+@cache
+def plans_of(problem):
+    return tuple((o.algorithm, o.plan)
+                 for o in compare.plans(problem, MODEL, seed=3, budget=Budget(evals=200), random=2))
+
+
 @pytest.fixture
 def made(problem):
-    return [(o.algorithm, o.plan)
-            for o in compare.plans(problem, MODEL, seed=3, budget=Budget(evals=200), random=2)]
+    return list(plans_of(problem))
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ from shardcore.workload import lower
 BATCH = 48  # 1, 2, 3 and 4 devices divide it
 FILES = {"greedy": ("random", *greedy.ORDERS), "neuroshard": ("neuroshard",),
          "anneal": ("anneal", "anneal_columns"), "portfolio": ("portfolio",),
-         "peers": ("embark", "milp", "torchrec"),
+         "torchrec": ("torchrec",), "peers": ("embark", "milp"),
          "learned": ("dreamshard", "dreamshard_direct_columns", "autoshard")}
 """By file (test_conformance_NAME.py), the sharders that it is for.
 

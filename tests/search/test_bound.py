@@ -100,7 +100,8 @@ def test_the_bound_is_near_good_plans_of_many_tables():
     assert found.space == "each table whole or cut by columns (multiples of 4)"
 
 
-@pytest.mark.parametrize("shape", ["unequal", "hosts", "unequal hosts", "three"])
+@pytest.mark.parametrize("shape", ["unequal", "hosts", *(
+    pytest.param(shape, marks=pytest.mark.long) for shape in ("unequal hosts", "three"))])
 def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape):
     """With links and without, where own bytes may count; devices of several speeds."""
     ratios = []

@@ -56,6 +56,7 @@ def sleeper(tmp_path):
 # --- who gets in --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_prefect_refuses_who_has_no_token(written_stack):
     """Its API, with the settings that it reads from the environment of the stack's server."""
     from prefect.server.api.server import create_app
@@ -75,6 +76,7 @@ def test_prefect_refuses_who_has_no_token(written_stack):
             assert client.get("/api/admin/version", auth=who).status_code == status
 
 
+@pytest.mark.long
 def test_mlflow_refuses_who_has_no_token(written_stack):
     """Its server, with the file and the environment that the stack gives it."""
     config, _, token = written_stack
