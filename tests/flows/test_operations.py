@@ -413,6 +413,7 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(pro
     assert f"version {state.champion} is champion already" in page.data
 
 
+@pytest.mark.long
 def test_repro_says_which_stages_ran_and_why_one_failed(api, tmp_path):
     stages = {"tables": {"cmd": "echo 1 > pool", "outs": ["pool"]},
               "measure": {"cmd": "true", "deps": ["pool"]},

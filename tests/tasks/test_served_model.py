@@ -106,6 +106,7 @@ def test_bad_input_is_refused_by_name(served, groups, said):
     assert status == 400 and said in answer["message"]
 
 
+@pytest.mark.long
 def test_it_loads_where_nothing_of_this_folder_is(registered, tmp_path):
     model, uri, env = registered
     code = (f"import json, mlflow, sys; sys.path[:] = [p for p in sys.path if p != {str(Path.cwd())!r}]; "
