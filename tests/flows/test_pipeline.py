@@ -55,7 +55,7 @@ def test_a_person_sees_stages_results_and_the_table_and_the_log_has_the_rest(pro
         ("tables", "measure", "train", "evaluate", "promote", "publish"), 1)]
     results = [lines[lines.index(head) + 1] for head in heads]  # in a line each
     assert all(re.fullmatch(pattern + r" \((\d+ s|\d+ min)\)", result) for pattern, result in zip((
-        r"  40 tables \(\d+ empty\), .*", r"  measured 120 groups, 24 exchanges and 2 steps of plans",
+        r"  40 tables \(\d+ empty\), .*", r"  measured 120 groups, 24 exchanges and 0 steps of plans",
         r"  error on held-out groups \d+\.\d%",
         r"  held-out groups: error \d+\.\d%, Kendall tau -?\d\.\d\d",
         r"  shardcore-cost-\S+: version 1 is champion, score \d+\.\d+% \(mean error on .*\), the first",
@@ -77,7 +77,7 @@ def test_prefect_has_what_a_stage_logged_with_its_run(project):
         return httpx.post(f"{project.env['PREFECT_API_URL']}/{what}/filter", json=query, timeout=30,
                           auth=(user, password)).json()
 
-    for flow, said in (("measure", "measured 120 groups, 24 exchanges and 2 steps of plans"),
+    for flow, said in (("measure", "measured 120 groups, 24 exchanges and 0 steps of plans"),
                        ("refresh", "Running stage 'train':")):
         ids = [r["id"] for r in asked("flow_runs", flows={"name": {"any_": [flow]}})]
         logged = asked("logs", logs={"flow_run_id": {"any_": ids}}, limit=200, sort="TIMESTAMP_ASC")
@@ -102,8 +102,7 @@ def test_refresh_builds_everything_and_says_what_to_look_at(project):
     assert stages_run(log) == {"tables", "measure", "train", "evaluate"}
     assert re.search(r"pool-0-00 +\d+ +2 +\d+\.\d+", log) and "Where to look next" in log
     assert len(dataset.read_compute(project.folder / "data/measurements")) == 121  # and the reference op
-    assert ("24 exchanges and 2 steps of plans" in log
-            and replays.digests(project.folder / "data/measurements"))
+    assert "24 exchanges and 0 steps of plans" in log
     metrics = json.loads((project.folder / "data/evaluation/figures.json").read_text())
     shown = json.loads((project.folder / "data/evaluation/metrics.json").read_text())
     assert sum(map(len, shown.values())) <= 12
@@ -154,10 +153,12 @@ def test_the_policys_stage_is_off_and_then_makes_an_empty_folder(project):
 
 
 @pytest.mark.long
-def test_plans_of_held_out_problems_are_replayed_where_that_is_asked_for(project):
+def test_steps_are_measured_and_plans_of_held_out_problems_replayed_where_that_is_asked_for(project):
+    project.set_params("measure", step_samples=2)
     project.set_params("evaluate", replay_problems=1)
     log = with_logs(project.run("flows.refresh", "evaluate").stdout, project.folder)
-    assert stages_run(log) == {"evaluate"} and "problem 1 of 1 replayed" in log
+    assert stages_run(log) == {"measure", "train", "evaluate"} and "problem 1 of 1 replayed" in log
+    assert "2 steps of plans" in log and replays.digests(project.folder / "data/measurements")
     assert re.search(r"held-out groups: .*; replayed plans: error \d+\.\d%, Kendall tau \S+", log)
     [setting] = dataset.settings(project.folder / "data/measurements")
     # ran beside replays where there is one

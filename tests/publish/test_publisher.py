@@ -27,7 +27,7 @@ CONFIG = PublishConfig("anneal", budget_evals=1_000, torchrec_s=0)
 @pytest.fixture(autouse=True)
 def short_explanations(monkeypatch):
     monkeypatch.setattr(publisher, "_EXPLAIN", Budget(evals=10))
-    monkeypatch.setattr("shardcore.search.explain.MORE_MEMORY", (0.1,))
+    monkeypatch.setattr("shardcore.search.explain.MORE_MEMORY", ())
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def test_a_larger_budget_never_ends_dearer(seed):
     assert costs[-1] < costs[0]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_no_other_search_is_cheaper(seed):
     """With the default budget, which the beam takes its share of."""
     problem = draw_problem(seed, 18 + seed, [8 * MIB] * 4)

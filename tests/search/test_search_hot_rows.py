@@ -37,6 +37,7 @@ def test_hot_rows_make_a_step_shorter_and_fewer_bytes_travel():
     assert with_hot < 0.5 * without
 
 
+@pytest.mark.long
 def test_no_more_memory_than_there_is():
     needed = max(lower(t.plan, t.problem).memory_bytes[0] for t in tried(problem()) if t.plan)
     tight = problem(int(0.9 * needed))

@@ -180,6 +180,7 @@ def test_a_champion_of_another_batch_is_no_measure(store, model, trained):
     assert found.champion == "2" and "champion 1 is for another setting (law, batch 64" in found.reason
 
 
+@pytest.mark.long
 def test_a_challenger_that_chooses_worse_among_replayed_plans_does_not_follow(store, trained):
     client = registry.connect()
     assert promote(store, trained).champion == "1"
