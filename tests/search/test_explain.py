@@ -93,9 +93,9 @@ def test_the_device_that_bounds_a_plan_need_not_be_the_one_that_computes_most():
     assert sum(found.memory.parts.values()) == found.memory_bytes[found.fullest]
     assert found.memory.parts["weights"] == (1600, 27_200)[found.fullest] and found.reserved_bytes == 100
     assert found.balance == pytest.approx(sum(compute_ms) / 2 / compute_ms[0], rel=1e-3)
-    # Now compute is what takes longest, and on the first device.
-    idle = explain(plan, problem, replace(model, lookup_ns=1000), SMALL, known={})
-    assert (idle.device, idle.limit) == (0, "compute")
+    idle = replace(model, lookup_ns=1000)  # now compute is what takes longest, and on the first device
+    assert explain(plan, problem, idle, SMALL, known={}).device == 0
+    assert explain(plan, problem, idle, SMALL, known={}).limit == "compute"
 
 
 def test_alternatives_are_baselines_memory_and_the_next_number_of_devices():
@@ -123,10 +123,11 @@ def test_a_plan_of_a_policy_stands_beside_what_searches_its_alternatives():
     """Else the search's own gain would look like that of more memory."""
     model = model_for(PROBLEM)
     plan = sharder("dreamshard", untrained("dreamshard"))(PROBLEM, model)
-    found = explain(plan, PROBLEM, model, known={})
-    assert found.searched == "anneal, seed 0, 20,000 evaluations each"
-    assert found.baselines[-1].what == "anneal" and found.baselines[-1].total_ms <= found.total_ms
-    assert found.changes[1].total_ms == pytest.approx(found.baselines[-1].total_ms, rel=0.01)
+    for known in (None, {}):
+        found = explain(plan, PROBLEM, model, known=known)
+        assert found.searched == "anneal, seed 0, 20,000 evaluations each"
+        assert found.baselines[-1].what == "anneal" and found.baselines[-1].total_ms <= found.total_ms
+        assert found.changes[1].total_ms == pytest.approx(found.baselines[-1].total_ms, rel=0.01)
 
 
 def test_more_memory_helps_where_memory_is_what_binds():
