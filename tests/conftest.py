@@ -1,6 +1,7 @@
 """Shared by the tests: what they need of the machine, how they are dealt to workers, and small tables and
 problems."""
 
+import fcntl
 import importlib.util
 import os
 import random
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
+WARM_UP = HERE / "warm_up.py"
 sys.path.append(str(HERE / "cost"))  # laws.py, for all
 # What a person has set for other work must not reach the tests, nor the processes that they start.
 OTHERS = ("PREFECT_", "MLFLOW_", "RAY_", "DVC_", "SHARDCORE_OWNED", "DISPLAY",
@@ -82,8 +84,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if missing := [name for name in required if not HAS[name]()]:
         pytest.exit(f"SHARDCORE_REQUIRE names {', '.join(missing)}, which this machine lacks; "
                     "its tests would be skipped", returncode=4)
-    subprocess.run([sys.executable, HERE / "warm_up.py"], cwd=HERE.parent,
-                   env={**os.environ, "PYTHONPATH": str(HERE.parent)}, check=True)
+    # Compiles while workers collect. It inherits the lock, which is free again when it has ended.
+    with open(WARM_UP) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.Popen([sys.executable, WARM_UP], cwd=HERE.parent, stdout=subprocess.DEVNULL,
+                         env={**os.environ, "PYTHONPATH": str(HERE.parent)}, pass_fds=[lock.fileno()])
+
+
+def pytest_collection_finish() -> None:
+    with open(WARM_UP) as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 # --- how tests are dealt to the workers ---------------------------------------------------------------------
