@@ -1,7 +1,6 @@
 """One suite for every entry of SHARDERS, and every peer of bench/: what a plan has to be, whoever made it.
 
-It runs in several files, so that workers share it: each takes all of this and names SHARDERS_HERE (see
-conftest.py).
+It runs in two files, of which one is long: each takes all of this and names SHARDERS_HERE (see conftest.py).
 """
 
 import json
@@ -38,10 +37,9 @@ from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Setting, Shard,
 from shardcore.workload import lower
 
 BATCH = 48  # 1, 2, 3 and 4 devices divide it
-FILES = {"greedy": ("random", *greedy.ORDERS), "neuroshard": ("neuroshard",),
-         "anneal": ("anneal", "anneal_columns"), "portfolio": ("portfolio",),
-         "torchrec": ("torchrec",), "peers": ("embark", "milp"),
-         "learned": ("dreamshard", "dreamshard_direct_columns", "autoshard")}
+FILES = {"sharders": ("random", *greedy.ORDERS, "neuroshard", "anneal", "anneal_columns", "portfolio",
+                      "torchrec", "dreamshard", "dreamshard_direct_columns", "autoshard"),
+         "peers": ("embark", "milp")}
 """By file (test_conformance_NAME.py), the sharders that it is for.
 
 Of learned ones, each network and each way to cut."""
