@@ -3,6 +3,7 @@
     python -m bench.kept tight --out tight.jsonl                         100 problems with little memory
     python -m bench.kept ordinary --out costs.jsonl --against OLD.jsonl  100 with enough, and a run of another
                                                                          commit beside
+    python -m bench.kept findings --seconds 2                            where the default once lost
 
 Problems have 1.02 to 1.2 times (ordinary: 1.5 to 4 times) the memory that their whole tables take in turn,
 counted exactly. They have pooled tables, sequences or both, on 2 to 16 devices, on one host or two, of one to
@@ -11,10 +12,10 @@ rows in host memory, with or without a cache, or managed collision. Payloads, op
 On most, FBGEMM's GPU kernels sort. Every second tight problem is small: 6 tables on 3 devices at most.
 Ordinary ones have pins, tables kept whole or together, and unequal devices too.
 
-Each search has as many evaluations, so costs can be compared to the last digit. Costs are predicted, by
-AnalyticModel. `off` is a search's own count of a device's memory less what its plan takes there, as a share
-of the device. Of small problems that all searches refuse, a plan that fits is looked for: kinds and devices
-are enumerated, and cuts by columns in equal parts.
+Each search has as many evaluations (on the findings: seconds of the processor), so costs can be compared to
+the last digit. Costs are predicted, by AnalyticModel. `off` is a search's own count of a device's memory less
+what its plan takes there, as a share of the device. Of small problems that all searches refuse, a plan that
+fits is looked for: kinds and devices are enumerated, and cuts by columns in equal parts.
 
 A line of --out is a problem. Run again, it goes on from there. With --against, memory is that of the other
 run. Exit code 1 if a plan is dearer by more than 0.1% than there, or refused where that found one.
@@ -30,15 +31,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from shardcore import memory, report
+from shardcore import files, memory, progress, report
 from shardcore.access_statistics import ManagedCollision
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel, price
+from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.errors import ShardCoreError
 from shardcore.job import Job
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_share, run_of
@@ -46,7 +49,7 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.sharder import Search
 from shardcore.search.placement_state import PlacementState
 from shardcore.tables.generate import generate_pool
-from shardcore.topology import Device, Topology
+from shardcore.topology import GIB, Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
@@ -108,14 +111,15 @@ def drawn(suite: str, i: int, memory_bytes: int | None = None) -> Problem:
 
 
 def with_memory(problem: Problem, times: float) -> Problem:
-    """The problem with so many times the memory that its whole tables take in turn, evenly."""
-    each = int(times * even_share_of(replace(problem, topology=with_bytes(problem.topology, 1 << 50))))
-    return replace(problem, topology=with_bytes(problem.topology, each))
+    """The problem with so many times the memory that whole tables take in turn. A device keeps its share."""
+    devices, ample = problem.topology.devices, replace(problem.topology.devices[0], memory_bytes=1 << 50)
+    each = times * even_share_of(_on(problem, [ample] * len(devices)))
+    mean = sum(d.memory_bytes for d in devices) / len(devices)
+    return _on(problem, [replace(d, memory_bytes=int(each * (d.memory_bytes / mean))) for d in devices])
 
 
-def with_bytes(topology: Topology, memory_bytes: int) -> Topology:
-    """The topology with as much memory on each device."""
-    return replace(topology, devices=tuple(replace(d, memory_bytes=memory_bytes) for d in topology.devices))
+def _on(problem: Problem, devices: Sequence[Device]) -> Problem:
+    return replace(problem, topology=replace(problem.topology, devices=tuple(devices)))
 
 
 def even_share_of(problem: Problem) -> float:
@@ -142,6 +146,23 @@ def of_size(n_tables: int, n_devices: int, batch: int) -> Problem:
     devices = tuple(Device(1 << 50, host=f"host-{d // 8}") for d in range(n_devices))
     return with_memory(Problem(f"size-{n_tables}-{n_devices}", tables, Topology(devices, None, 1.0, 0.5, 0.2),
                                batch), 1.5)
+
+
+def findings() -> Iterator[Problem]:
+    """Problems on which a default search once ended dearer than others of ours, by up to ten times."""
+    def on(name: str, tables: Sequence[Table], n: int, gib: float, batch: int) -> Problem:
+        devices = tuple(Device(int(gib * GIB), host=f"host-{d // 8}") for d in range(n))
+        return Problem(name, tuple(tables), Topology(devices), batch)
+
+    history = Table("t0", 1_000_000, 128, 1000.0, sequence=True)
+    for gib in (80, 2.5):
+        yield on(f"a-sequence-{gib}-GiB", [history], 8, gib, 2048)
+    three = [replace(history, name=f"t{i}", pooling=500.0) for i in range(3)]
+    yield on("three-sequences", three, 8, 80, 2048)
+    few = [Table(f"t{i}", 10_000, 64, 5.0) for i in range(20)]
+    yield on("one-huge-table", [Table("huge", 1_000_000_000, 512, 1.0), *few], 64, 80, 4096)
+    for i in range(5):  # where NeuroShard's beam was ahead
+        yield draw_problem(generate_pool(), i, Setting("gpu", 65_536), 39, ProblemConfig(4, 18, 22))
 
 
 # --- a search's own count ---------------------------------------------------------------------------------
@@ -225,14 +246,14 @@ def ways_of(table: Table, problem: Problem) -> Iterator[tuple[Placement, ...]]:
 # --- all of it --------------------------------------------------------------------------------------------
 
 
-def searched(problem: Problem, names: Sequence[str], evals: int) -> dict[str, Any]:
+def searched(problem: Problem, names: Sequence[str], budget: Budget) -> dict[str, Any]:
     """For each search its plan's cost or why there is none, processor seconds, and how its counts are off."""
     model, found = model_of(problem), {}
     for name in names:
         began = time.process_time()
         with own_counts() as off:
             try:
-                plan = SHARDERS[name](problem, model, budget=Budget(evals=evals))
+                plan = SHARDERS[name](problem, model, budget=budget)
             except ShardCoreError as error:
                 each = {"refused": str(error)[:200]}
             else:
@@ -283,34 +304,54 @@ def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
                               "counts exact", "least off", "most off"), shown)
 
 
+def count_processor_seconds() -> None:
+    """From now on budgets count seconds of the processor: searches run in one thread."""
+    progress.time = SimpleNamespace(monotonic=time.process_time)
+
+
 def lines_of(path: Path | None) -> list[dict[str, Any]]:
     """What a run wrote. Nothing where there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
 
 
+def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write all rows at once, so that a run may be killed at any time."""
+    files.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.kept", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", choices=SLACK)
+    parser.add_argument("suite", choices=(*SLACK, "findings"))
     parser.add_argument("--problems", type=int, default=100)
     parser.add_argument("--evals", type=int, default=20_000)
-    parser.add_argument("--sharders", nargs="*", default=[n for n in SHARDERS])
-    parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each problem")
+    parser.add_argument("--sharders", nargs="*", default=list(SHARDERS))
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each search on the findings")
+    parser.add_argument("--out", type=Path, help="a line of JSON for each problem")
     parser.add_argument("--against", type=Path, metavar="FILE", help="--out of another commit")
     args = parser.parse_args()
+    if args.suite == "findings":
+        count_processor_seconds()
+        searched(next(findings()), args.sharders, Budget(evals=1))  # to compile
+        each = {p.name: searched(p, args.sharders, Budget(seconds=args.seconds)) for p in findings()}
+        print(report.text_table(("problem", *args.sharders), [
+            (name, *(f"{f['ms']:.4g}" if "ms" in f else "refused" for f in found.values()))
+            for name, found in each.items()]))
+        return 0
+    if args.out is None:
+        parser.error("--out is needed: a file for the results, such as tight.jsonl")
     old = {row["problem"]: row for row in lines_of(args.against)}
     memory_bytes = {int(name.split("-")[1]): row["memory_bytes"] for name, row in old.items()}
     rows = lines_of(args.out)
     for i in range(len(rows), args.problems):
         problem = drawn(args.suite, i, memory_bytes.get(i))
-        found = searched(problem, args.sharders, args.evals)
+        found = searched(problem, args.sharders, Budget(evals=args.evals))
         small = len(problem.tables) <= SMALL[0] and len(problem.topology) <= SMALL[1]
         refused = all("ms" not in f for f in found.values())
         rows.append({"problem": problem.name, "tables": len(problem.tables), "devices": len(problem.topology),
                      "memory_bytes": problem.topology.devices[0].memory_bytes, "found": found,
                      "fits": packed(problem) is not None if small and refused else None})
-        with args.out.open("a") as f:
-            f.write(json.dumps(rows[-1]) + "\n")
+        write_lines(args.out, rows)
         print(problem.name, *(f"{n} {f.get('ms', np.nan):.4g}" for n, f in found.items()), file=sys.stderr,
               flush=True)
     rows = rows[:args.problems]

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import argparse
 import csv
+import resource
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 
-from bench.kept import model_of, of_size
+from bench.kept import count_processor_seconds, model_of, of_size
 from shardcore import files, memory, progress, report
 from shardcore.cost.model import price
 from shardcore.draws.placements import deal_columns
@@ -82,13 +82,19 @@ class Silence:
         self.phases[phase] = None
 
 
-def count_processor_seconds() -> None:
-    """From now on budgets count seconds of the processor: searches run in one thread."""
-    progress.time = SimpleNamespace(monotonic=time.process_time)
+def compiled() -> None:
+    """Plan a small problem, so that nothing compiles while others are planned."""
+    small = of_size(20, 4, 65_536)
+    SHARDERS[DEFAULT_SHARDER](small, model_of(small), budget=Budget(evals=1000))
+
+
+HEADERS = ("job", "published ms", "GiB", "ours ms", "GiB", "may hold", "below published", "seconds",
+           "processor", "wall", "silence", "phases", "peak MiB")
+"""Of `row`."""
 
 
 def row(name: str, problem: Problem, theirs: Plan | None, seconds: float) -> tuple[str, ...]:
-    """Plan a job, and print a line of what came of it."""
+    """Plan a job. Cells of HEADERS; the peak is that of the process until now."""
     model, heard = model_of(problem), Silence()
     processor, wall, began = time.process_time(), time.perf_counter(), progress.clock()
     with progress.listening(heard):
@@ -98,7 +104,8 @@ def row(name: str, problem: Problem, theirs: Plan | None, seconds: float) -> tup
             plan = error
     heard("", None, None)
     took = (f"{progress.clock() - began:.1f} of {seconds:g}", f"{time.process_time() - processor:.1f}",
-            f"{time.perf_counter() - wall:.1f}", f"{heard.longest_s:.1f}", str(len(heard.phases) - 1))
+            f"{time.perf_counter() - wall:.1f}", f"{heard.longest_s:.1f}", str(len(heard.phases) - 1),
+            f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f}")
     cells = [name]
     costs = []
     for each in (theirs, plan):
@@ -123,15 +130,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.processor:
         count_processor_seconds()
-    small = of_size(20, 4, 65_536)
-    SHARDERS[DEFAULT_SHARDER](small, model_of(small), budget=Budget(evals=1000))
+    compiled()
     rows = []
     for name, problem, theirs, seconds in jobs(args.inputs):
         if args.only.lower() in name.lower():
             rows.append(row(name, problem, theirs, args.budget_s or seconds))
             print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
-    print(report.text_table(("job", "published ms", "GiB", "ours ms", "GiB", "may hold", "below published",
-                             "budget s", "processor s", "wall s", "silence s", "phases"), rows))
+    print(report.text_table(HEADERS, rows))
 
 
 if __name__ == "__main__":
