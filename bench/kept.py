@@ -4,6 +4,8 @@
     python -m bench.kept ordinary --out costs.jsonl --against OLD.jsonl  100 with enough, and a run of another
                                                                          commit beside
     python -m bench.kept findings --seconds 2                            where the default once lost
+    python -m bench.kept plans                                           memory that annealing counts of the
+                                                                         plans of bench.memory
 
 Problems have 1.02 to 1.2 times (ordinary: 1.5 to 4 times) the memory that their whole tables take in turn,
 counted exactly. They have pooled tables, sequences or both, on 2 to 16 devices, on one host or two, of one to
@@ -46,7 +48,9 @@ from shardcore.errors import ShardCoreError
 from shardcore.job import Job
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_share, run_of
 from shardcore.search import SHARDERS, Budget
+from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search
+from shardcore.search.anneal.starts import Starts
 from shardcore.search.placement_state import PlacementState
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import GIB, Device, Topology
@@ -168,27 +172,43 @@ def findings() -> Iterator[Problem]:
 # --- a search's own count ---------------------------------------------------------------------------------
 
 
+def off_bytes(placements: Sequence[Placement], problem: Problem, free: np.ndarray,
+              used: np.ndarray) -> list[int]:
+    """For each device that has a shard, a search's own count of bytes less what the plan takes there.
+
+    free, used: [D] of the search, or [D, P] where it counts phases apart.
+    """
+    free, used = (np.asarray(x).reshape(len(x), -1) for x in (free, used))
+    held, plan = sorted({d for p in placements for d in p.devices}), Plan(tuple(placements))
+    left = np.array(memory.held_bytes(problem)) - memory.used_bytes(plan, problem)
+    return (left - (free - used).min(1))[held].astype(int).tolist()
+
+
+def off_of_plans(n: int) -> list[int]:
+    """`off_bytes` of annealing that starts from each of the first n plans of bench.memory."""
+    from bench.memory import drawn as planned  # with torch and TorchRec
+
+    off = []
+    for i in range(n):
+        problem, plan = planned(i)
+        start = Starts(problem, model_of(problem), Budget().start(), 0).resharded(Reshard(plan), "all")
+        off += off_bytes(plan.placements, problem, start.fixed.free, start.state.used)
+    return off
+
+
 @contextmanager
 def own_counts() -> Iterator[list[int]]:
-    """While it is open, it lists for each plan of a search, and each device that has a shard, the search's
-    own count of bytes less what the plan takes there."""
+    """While it is open, it lists `off_bytes` of each plan of a search."""
     off: list[int] = []
-
-    def note(placements: Sequence[Placement], problem: Problem, free: np.ndarray, used: np.ndarray) -> None:
-        # [D], or [D, P] where phases are counted apart.
-        free, used = (np.asarray(x).reshape(len(x), -1) for x in (free, used))
-        held, plan = sorted({d for p in placements for d in p.devices}), Plan(tuple(placements))
-        left = np.array(memory.held_bytes(problem)) - memory.used_bytes(plan, problem)
-        off.extend((left - (free - used).min(1))[held].astype(int).tolist())
 
     def plan(state: PlacementState, **provenance: Any) -> Plan:
         found = of_state(state, **provenance)
-        note(found.placements, state.cache.problem, state.free, state.used)
+        off.extend(off_bytes(found.placements, state.cache.problem, state.free, state.used))
         return found
 
     def placements(search: Search) -> list[Placement]:
         best = search.best
-        note(best.placements, search.problem, best.fixed.free, best.state.used)
+        off.extend(off_bytes(best.placements, search.problem, best.fixed.free, best.state.used))
         return best.placements
 
     of_state, of_search = PlacementState.plan, Search.placements
@@ -322,7 +342,7 @@ def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.kept", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", choices=(*SLACK, "findings"))
+    parser.add_argument("suite", choices=(*SLACK, "findings", "plans"))
     parser.add_argument("--problems", type=int, default=100)
     parser.add_argument("--evals", type=int, default=20_000)
     parser.add_argument("--sharders", nargs="*", default=list(SHARDERS))
@@ -338,6 +358,11 @@ def main() -> int:
             (name, *(f"{f['ms']:.4g}" if "ms" in f else "refused" for f in found.values()))
             for name, found in each.items()]))
         return 0
+    if args.suite == "plans":
+        off = np.array(off_of_plans(args.problems))
+        print(f"{args.problems} plans: {(off == 0).sum()} of {len(off)} devices exact, {off.min()} to "
+              f"{off.max()} bytes off")
+        return int(off.any())
     if args.out is None:
         parser.error("--out is needed: a file for the results, such as tight.jsonl")
     old = {row["problem"]: row for row in lines_of(args.against)}
