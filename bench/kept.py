@@ -116,14 +116,10 @@ def drawn(suite: str, i: int, memory_bytes: int | None = None) -> Problem:
 
 def with_memory(problem: Problem, times: float) -> Problem:
     """The problem with so many times the memory that whole tables take in turn. A device keeps its share."""
-    devices, ample = problem.topology.devices, replace(problem.topology.devices[0], memory_bytes=1 << 50)
-    each = times * even_share_of(_on(problem, [ample] * len(devices)))
+    each, devices = times * even_share_of(problem), problem.topology.devices
     mean = sum(d.memory_bytes for d in devices) / len(devices)
-    return _on(problem, [replace(d, memory_bytes=int(each * (d.memory_bytes / mean))) for d in devices])
-
-
-def _on(problem: Problem, devices: Sequence[Device]) -> Problem:
-    return replace(problem, topology=replace(problem.topology, devices=tuple(devices)))
+    sized = tuple(replace(d, memory_bytes=int(each * (d.memory_bytes / mean))) for d in devices)
+    return replace(problem, topology=replace(problem.topology, devices=sized))
 
 
 def even_share_of(problem: Problem) -> float:
@@ -289,7 +285,7 @@ def against(rows: Sequence[dict], old: dict[str, dict], names: Sequence[str]) ->
     shown, worse = [], []
     for name in names:
         pairs = [(r, old[r["problem"]]["found"][name], r["found"][name]) for r in rows
-                 if name in old.get(r["problem"], {}).get("found", ())]
+                 if name in r["found"] and name in old.get(r["problem"], {}).get("found", ())]
         ratios = []
         for row, before, now in pairs:
             if "ms" in before and "ms" in now:
@@ -311,7 +307,7 @@ def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
     """Of each search how its plans cost, what it refuses, and how it counts."""
     shown = []
     for name in names:
-        of = [(r, r["found"][name]) for r in rows]
+        of = [(r, r["found"][name]) for r in rows if name in r["found"]]
         least = [min(f["ms"] for f in r["found"].values() if "ms" in f) for r, f in of if "ms" in f]
         over = [f["ms"] / ms for (_, f), ms in zip([x for x in of if "ms" in x[1]], least, strict=True)]
         off = [n / r["memory_bytes"] for r, f in of for n in f["off_bytes"]] or [np.nan]
