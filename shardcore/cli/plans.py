@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from shardcore.search.budget import Budget
     from shardcore.search.learned.policy import Policy
 
-SECOND_MODEL_IS_GONE = ("--second-model is gone: replayed plans that two models agreed on were no faster "
-                        "(docs/log.md); leave it out, or search longer with --budget-s")
 _MODEL = ("folder of a trained model; where weights of tables differ in precision, give the option for each "
           "precision")
 _CONFIDENCE = ("an op's cost is what its measurement stays below with this probability (0.9, say), rather "
@@ -80,7 +78,6 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--sync-every", type=positive(int), metavar="N", help="with --groups: steps from one "
                    "synchronisation of the replicas to the next; default: 1")
     p.add_argument("--confidence", type=positive(float), metavar="P", help=_CONFIDENCE)
-    p.add_argument("--second-model", help=argparse.SUPPRESS)
     p.add_argument("--explain", action="store_true", help=f"{_EXPLAIN}; each is searched with the same "
                    "budget again")
     p.add_argument("--out", type=Path, required=True, metavar="PLAN.json")
@@ -170,13 +167,10 @@ def _plan_groups(args: argparse.Namespace, problem: Problem, model: CostModel, p
 
 
 def _require_agreeing(args: argparse.Namespace) -> None:
-    """Raise ShardCoreError for options that are gone or contradict each other."""
+    """Raise ShardCoreError for options that contradict each other."""
     from shardcore.search import SPACE_OF
 
     grouped.require_agreeing(args)
-
-    if args.second_model is not None:
-        raise ShardCoreError(SECOND_MODEL_IS_GONE)
     if args.start and args.algorithm not in SPACE_OF:
         raise ShardCoreError(f"--start is for --algorithm {', '.join(SPACE_OF)} only; got "
                              f"{args.algorithm}")
@@ -314,7 +308,6 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--module", required=True, metavar="PATH", help="of the EmbeddingBagCollection that has "
                    "the tables, in the model's tree of modules, such as sparse_arch.embedding_bag_collection")
     p.add_argument("--compute-device", choices=["cpu", "cuda"], default="cuda")
-    p.add_argument("--uneven-rows", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--out", type=Path, required=True, metavar="TORCHREC.json")
 
 
@@ -325,9 +318,6 @@ def export(args: argparse.Namespace) -> None:
     from shardcore.grouped_plans import is_grouped
     from shardcore.search import torchrec
 
-    if args.uneven_rows:
-        raise ShardCoreError("--uneven-rows is gone: plans divide rows evenly now, as TorchRec does; "
-                             "leave it out")
     torchrec.require_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)
     if is_grouped(args.plan):

@@ -72,7 +72,7 @@ class PublishConfig:
     torchrec_s: float = 10.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "algorithm", known(self.algorithm))
+        known(self.algorithm)
         require_within(self, "publish config", budget_evals=(1, MOST_COUNT), seed=(0, MOST_SEED),
                        keep_versions=(store.FEWEST_KEPT, MOST_COUNT), max_moved_tables=(0, MOST_COUNT),
                        torchrec_s=(0, MOST_MS))

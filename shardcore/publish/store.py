@@ -20,7 +20,6 @@ there.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import socket
 import time
@@ -167,8 +166,6 @@ def _pointer(home: Place) -> str | None:
 
 def _read(home: Place, name: str, found: str) -> Decision:
     path = home / "decisions" / f"{found}.json"
-    if not places.exists(path) and places.exists(home / "versions" / found / "plan.json"):
-        return _migrated(home, name, found)
     decision = decisions.from_document(schema.read_json(path), str(path))
     if decision.id != found:
         raise ShardCoreError(f"{path} does not match its name; it was edited after ShardCore wrote it")
@@ -176,15 +173,6 @@ def _read(home: Place, name: str, found: str) -> Decision:
         raise ShardCoreError(f"{path} is a decision on problem {decision.problem!r}; it needs to be one on "
                              f"{name!r}")
     return decision
-
-
-def _migrated(home: Place, name: str, version: str) -> Decision:
-    """A pointer to a version as a decision. Stores had such pointers before there were decisions."""
-    plan, problem = _load(_version(home, version), name, fits=False)
-    ms = plan.provenance.get("predicted_ms")
-    is_cost = isinstance(ms, float) and 0 <= ms < math.inf
-    return Decision(name, "first", "published before decisions were kept", version, version,
-                    files.problem_digest(problem), ms if is_cost else None, provenance=plan.provenance)
 
 
 # --- writing ---------------------------------------------------------------------------------------------
@@ -301,9 +289,6 @@ def record(root: str | Path, decision: Decision) -> None:
                              f"{before and before.id} is the last one in {root}; another publisher was "
                              "faster, so publish again")
     folder = _own(home / "decisions")
-    # A migrated decision has no file yet, but is named as parent from now on.
-    if before and not places.exists(folder / f"{before.id}.json"):
-        places.write(folder / f"{before.id}.json", files.json_bytes(before.document()))
     places.write(folder / f"{decision.id}.json", files.json_bytes(decision.document()))
     places.write(home / _POINTER, f"{decision.id}\n".encode())
 

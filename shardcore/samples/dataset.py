@@ -35,8 +35,8 @@ from shardcore.schema import show
 from shardcore.types import Setting, Shard, Table
 
 REPLAYS = "replays"
-_ADDED = {"busy_ms": 0.0, "group": "world", "emulated": None}
-"""Fields of a CollectiveRequest that earlier versions lacked, and what they were then."""
+_USUAL = {"busy_ms": 0.0, "group": "world", "emulated": None}
+"""Fields of a CollectiveRequest that enter its id only where they are otherwise."""
 _OVER_HOSTS = 2
 """Raised by hand when times over several hosts mean something else. In 2, ranks start together."""
 _FEWEST_OF_REFERENCE = 4
@@ -69,9 +69,8 @@ def comm_id(setting: Setting, request: CollectiveRequest) -> str:
 
 
 def _comm_id(setting: Setting, request: CollectiveRequest, method: int | None) -> str:
-    # A request without what was added has the id that it had before.
     described = {name: value for name, value in vars(request).items()
-                 if name not in _ADDED or value != _ADDED[name]}
+                 if name not in _USUAL or value != _USUAL[name]}
     if request.emulated:
         described["emulated"] = dataclasses.asdict(request.emulated)
     if method:

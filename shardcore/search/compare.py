@@ -13,7 +13,7 @@ from shardcore.errors import Infeasible
 from shardcore.progress import clock
 from shardcore.search.budget import Budget
 from shardcore.search.learned.policy import Policy
-from shardcore.search.sharders import BASELINES, DEFAULT_SHARDER, SHARDERS, known, sharder
+from shardcore.search.sharders import BASELINES, DEFAULT_SHARDER, SHARDERS, sharder
 from shardcore.step_cost import StepCost
 from shardcore.types import Plan, Problem
 from shardcore.workload import lower
@@ -42,7 +42,6 @@ def run(algorithm: str, problem: Problem, model: CostModel, seed: int = 0,
 
     Infeasible becomes part of the outcome; other errors are raised.
     """
-    algorithm = known(algorithm)
     began = clock()
     try:
         plan = sharder(algorithm, policy)(problem, model, seed=seed, budget=budget)

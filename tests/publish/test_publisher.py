@@ -258,12 +258,6 @@ def test_any_algorithm_can_publish(problem, model, tmp_path):
         assert store.load_plan(tmp_path / algorithm, "published")[0] == found
 
 
-def test_a_sharder_may_have_its_older_name():
-    config = PublishConfig("local_columns", max_moved_tables=3)
-    assert (config.algorithm == "anneal_columns"
-            and config == PublishConfig("anneal_columns", max_moved_tables=3))
-
-
 def test_bad_settings_are_named():
     for fields, named in (({"threshold": 1.5}, "threshold 1.5"), ({"keep_versions": 1}, "keep_versions 1"),
                           ({"algorithm": "magic"}, "'magic'"),
