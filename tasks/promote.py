@@ -13,7 +13,15 @@ from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
 from shardcore import files, model_files
-from shardcore.cost import accuracy, drift_correction, neural, replay_metrics, replay_records
+from shardcore.cost import (
+    accuracy,
+    drift_correction,
+    known_errors,
+    mixed,
+    neural,
+    replay_metrics,
+    replay_records,
+)
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_COUNT, require_within
 from shardcore.report import model_report
@@ -30,10 +38,13 @@ class PromoteConfig:
 
     may_lose: points of score that a challenger may lose and still pass.
     approval: whether a challenger that passed waits for a person's approval.
+    also: folders of models for other precisions of weights, of the same hardware and optimizer. They become
+      part of the version as they are, so that tables of several precisions can be planned.
     """
 
     may_lose: float = 0.0
     approval: bool = False
+    also: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_within(self, "promote config", may_lose=(0, MOST_COUNT))
@@ -77,11 +88,12 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
     """
     logger = get_run_logger()
     model, digest = neural.load(folder), model_files.model_digest(folder)
+    whole = mixed.load([folder, *config.also])
     client = registry.connect()
     runs = mlflow.search_runs(filter_string=f"tags.`{registry.DIGEST_TAG}` = '{digest}'", max_results=1,
                               output_format="list")
-    tags = {k: str(v) for k, v in model.meta["provenance"].items()} | {"setting": str(model.setting)}
-    challenger = registry.register(client, folder, runs[0].info.run_id if runs else None, tags)
+    tags = {k: str(v) for k, v in model.meta["provenance"].items()} | {"setting": str(whole.setting)}
+    challenger = registry.register(client, folder, runs[0].info.run_id if runs else None, tags, config.also)
     name, version = challenger.name, str(challenger.version)
     before = registry.find(client, name, registry.CHAMPION)
     champion = None if before is None else str(before.version)
@@ -159,12 +171,13 @@ def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements:
     if before is None:
         return True, f"{said}, the first"
     try:
-        old_model = registry.download(client, before)
+        champion = registry.download(before)
     except ShardCoreError as error:  # from a ShardCore with other features
         return True, f"{said}; champion {before.version} cannot be read any more: {error}"
     # Errors of different settings cannot be compared.
-    if old_model.setting != model.setting:
-        return True, f"{said}; champion {before.version} is for another setting ({old_model.setting})"
+    old_model = next((m for m in known_errors.trained(champion) if m.setting == model.setting), None)
+    if old_model is None:
+        return True, f"{said}; champion {before.version} is for another setting ({champion.setting})"
     old = score(accuracy.evaluate(old_model, *data))
     if new > old + config.may_lose:
         return False, f"lost by {new - old:.2f} points: {said} against {old:.2f}%"

@@ -35,7 +35,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     p.add_argument("name", help="of the problem")
     p.add_argument("--fresh", type=Path, required=True, metavar="FILE.json", help="a problem or a pool of "
                    "tables with the shapes, pooling and access statistics of now")
-    p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
+    p.add_argument("--model", type=Path, required=True, action="append", help="folder of a trained model; "
+                   "where weights of tables differ in precision, give it for each")
     p.add_argument("--max-moved-tables", type=natural, metavar="N", help="most tables that the re-plan may "
                    "move; default: any number")
     p.add_argument("--threshold", type=amount, default=0.0, help="a re-plan pays if its gain exceeds "
@@ -95,7 +96,7 @@ def _write_comparison(args: argparse.Namespace) -> None:
 
 def drift(args: argparse.Namespace) -> None:
     from shardcore import files
-    from shardcore.cost import neural
+    from shardcore.cost import mixed
     from shardcore.publish import store
     from shardcore.publish.drift import drift as drift_of
     from shardcore.publish.replan import ReplanConfig
@@ -104,7 +105,7 @@ def drift(args: argparse.Namespace) -> None:
 
     plan, problem = store.load_plan(args.plans, args.name)
     now = _with_statistics_of(args.fresh, problem)
-    model = neural.load(args.model).for_problem(now)
+    model = mixed.load(args.model).for_problem(now)
     now.require_setting(model.setting)
     budget = Budget(args.budget_evals) if args.budget_evals else None
     config = ReplanConfig(args.max_moved_tables, seed=args.seed, budget=budget)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from shardcore import files
-from shardcore.cost import mixed, neural
-from shardcore.cost.model import price
+from shardcore.cost import mixed
+from shardcore.cost.model import CostModel, price
 from shardcore.errors import Infeasible, ShardCoreError, Unreachable
 from shardcore.limits import MOST_COUNT, MOST_MS, MOST_SEED, require_within
 from shardcore.memory import used_bytes
@@ -155,7 +155,7 @@ class Publisher:
     policy: what a learned algorithm places with.
     """
 
-    model: neural.NeuralModel
+    model: CostModel
     plans: str | Path
     config: PublishConfig
     provenance: Mapping[str, Any]

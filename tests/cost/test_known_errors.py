@@ -7,6 +7,9 @@ from laws import SETTING, comm_samples, compute_samples, linear_law
 
 from shardcore.cost import fit, known_errors
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.host_memory import HostMemoryModel
+from shardcore.cost.mixed import MixedModel
+from shardcore.cost.model import QuantileCostModel
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +39,13 @@ def test_models_of_one_setting_are_told_apart_by_their_data(model):
     assert known_errors.label(first) == f"{SETTING}, data 01234567"
     assert known_errors.label(second) == f"{SETTING}, data 89abcdef"
     assert known_errors.label(AnalyticModel(SETTING)) == f"{SETTING}, data unknown"
+
+
+def test_errors_and_names_are_those_of_the_trained_models_whatever_they_are_part_of(model):
+    half, full = (replace(erring(model, error, 13.0, 13.0), setting=replace(SETTING, precision=precision))
+                  for precision, error in (("fp16", 40.0), ("fp32", 10.0)))
+    mixed = MixedModel((half, full))
+    for whole in (mixed, HostMemoryModel(mixed, 10.0, "exact_sgd"), QuantileCostModel(mixed, 0.9)):
+        assert known_errors.errors_of(whole) == pytest.approx((0.4, 0.13))
+        assert "fp16+fp32" in known_errors.label(whole)
+    assert known_errors.errors_of(HostMemoryModel(full, 10.0, "exact_sgd"))[0] == pytest.approx(0.1)
