@@ -235,11 +235,12 @@ def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
 
 
 def _say_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None) -> None:
+    from shardcore.cost.model import price_plan
     from shardcore.report import plan_report
     from shardcore.search.explain import explain
 
     with shown():
-        explained = explain(plan, problem, model, budget)
+        explained = explain(price_plan(plan, problem, model), problem, model, budget)
     print(f"\n{plan_report.text(explained)}")
 
 
