@@ -15,12 +15,12 @@ from prefect import get_run_logger, task
 from shardcore import files, model_files
 from shardcore.cost import (
     accuracy,
-    drift_correction,
     known_errors,
     mixed,
     neural,
     replay_metrics,
     replay_records,
+    training,
 )
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_COUNT, require_within
@@ -157,16 +157,11 @@ def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements:
            kept: Sequence[replays.ReplaySet],
            challenger: ModelVersion, before: ModelVersion | None, config: PromoteConfig) -> tuple[bool, str]:
     """Whether a challenger passes the gate, and why."""
-    known = drift_correction.read([measurements, *model.meta["provenance"].get("datasets", {})],
-                                  model.setting)
-    data = accuracy.held_out(known.compute), accuracy.held_out(known.comm)
-    if not any(s.error is None for s in data[0]):
-        raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}) to judge "
-                             f"version {challenger.version} by; measure more")
-    new = score(accuracy.evaluate(model, *data))
+    known = training.read_held_out(model, measurements)
+    new = score(training.judge(model, known))
     client.set_model_version_tag(challenger.name, challenger.version, "score", f"{new:.4f}")
     client.set_model_version_tag(challenger.name, challenger.version, model_history.NOISE,
-                                 f"{accuracy.noise(data[0]):.4f}")
+                                 f"{accuracy.noise(accuracy.held_out(known.compute)):.4f}")
     said = f"score {new:.2f}% (mean error on held-out groups and exchanges)"
     if before is None:
         return True, f"{said}, the first"
@@ -178,7 +173,7 @@ def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements:
     old_model = next((m for m in known_errors.trained(champion) if m.setting == model.setting), None)
     if old_model is None:
         return True, f"{said}; champion {before.version} is for another setting ({champion.setting})"
-    old = score(accuracy.evaluate(old_model, *data))
+    old = score(training.judge(old_model, known))
     if new > old + config.may_lose:
         return False, f"lost by {new - old:.2f} points: {said} against {old:.2f}%"
     if lost := kept and replay_metrics.lost(*(replay_records.judge(kept, m) for m in (model, old_model))):

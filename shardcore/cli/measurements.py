@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -99,8 +98,8 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 def train(args: argparse.Namespace) -> None:
     from shardcore import schema
-    from shardcore.cost import accuracy, drift_correction, fit, known_errors, neural, step_factors
-    from shardcore.samples import dataset, replays
+    from shardcore.cost import fit, known_errors, neural, training
+    from shardcore.samples import dataset
 
     # Samples of different settings must not train one model.
     found = sorted({s for folder in args.datasets for s in dataset.settings(folder)}, key=str)
@@ -110,25 +109,16 @@ def train(args: argparse.Namespace) -> None:
         raise ShardCoreError(f"{', '.join(map(str, args.datasets))}: samples for "
                              f"[{'; '.join(map(str, found)) or 'nothing'}]; "
                              "choose one with --hardware, --batch, --precision and --optimizer")
-    known, start = (drift_correction.read(args.datasets, chosen[0]),
-                    neural.load(args.start) if args.start else None)
-    software = sorted({s.software for s in known.compute if s.software})
-    if len(software) > 1:
-        print(f"samples were measured with different software: {'; '.join(software)}; if their timings "
-              "differ, train on those of one", file=sys.stderr)
-    replayed = replays.steps(args.datasets, chosen[0])
+    data, start = training.read(args.datasets, chosen[0]), neural.load(args.start) if args.start else None
     config = schema.build(fit.FitConfig, {"seed": args.seed}, "train")
-    trained = fit.train(known.compute, known.comm, chosen[0], config, _say_progress, start)
-    model = step_factors.fit(trained.model, replayed)
-    if replayed:
-        print(step_factors.said(trained.model, model, len(replayed)), file=sys.stderr)
-    provenance = {**model.meta["provenance"], "data": replays.data_digest(args.datasets)}
-    model = dataclasses.replace(model, meta={**model.meta, "provenance": provenance})
-    neural.save(model, args.out)
-    print("\n".join([f"{args.out}: {known_errors.label(model)}", *known_errors.worse_than_usual(model)]),
-          file=sys.stderr)
-    metrics = accuracy.evaluate(model, accuracy.held_out(known.compute), accuracy.held_out(known.comm))
-    print(json.dumps(metrics, indent=1))
+    print(*data.warnings, data, sep="\n", file=sys.stderr)
+    trained = training.train(data, config, _say_progress, start)
+    neural.save(trained.model, args.out)
+    for line in (trained.of_steps, f"{args.out}: {known_errors.label(trained.model)}",
+                 *known_errors.worse_than_usual(trained.model)):
+        if line:
+            print(line, file=sys.stderr)
+    print(json.dumps(training.judge(trained.model, data.known), indent=1))
 
 
 def _say_progress(model: str, epoch: int, values: dict[str, float]) -> None:
