@@ -1,4 +1,4 @@
-"""Commands on measurements: measure, train, report."""
+"""Commands on measurements: train, report."""
 
 from __future__ import annotations
 
@@ -7,75 +7,15 @@ import json
 import sys
 from pathlib import Path
 
-from shardcore.cli.options import command, natural, positive, positive_gib
+from shardcore.cli.options import command, natural, positive
 from shardcore.errors import ShardCoreError
 from shardcore.model_files import MODEL_JSON, MODEL_WEIGHTS
 from shardcore.types import OPTIMIZERS, PRECISION_BYTES
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    _add_measure(commands)
     _add_train(commands)
     _add_report(commands)
-
-
-# --- measure -----------------------------------------------------------------------------------------------
-
-
-def _add_measure(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, measure, "Measure fused embedding ops on this machine's device; a rerun goes on "
-                "where the last one ended.", folders={"out": ()})
-    p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there "
-                   "is one")
-    p.add_argument("--minutes", type=positive(float), default=10.0, help="time to spend on ops, start and "
-                   "end included")
-    p.add_argument("--samples", type=natural, metavar="N", help="stop after the first N different "
-                   "draws, 0: measure no ops; default: when the time is up")
-    p.add_argument("--again", type=natural, default=0, metavar="N", help="measure the first N draws again "
-                   "though they are known: a repeatability set")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="dataset folder; it only grows")
-    p.add_argument("--pool", type=Path, metavar="POOL.json", help="tables to draw from; default: the "
-                   "calibrated pool")
-    p.add_argument("--batch", type=positive(int), help="global batch; default: 2048 on cpu, 65536 on cuda")
-    p.add_argument("--precision", choices=PRECISION_BYTES, default="fp32", help="of the weights")
-    p.add_argument("--optimizer", choices=OPTIMIZERS, default="exact_sgd")
-    p.add_argument("--hardware", help="the setting's name of the device; default: its own")
-    p.add_argument("--arena-gib", type=positive_gib, help="weights in memory, the largest shard measured; "
-                   "default: 1 on cpu, on cuda half of the free memory with the optimizer's state")
-    p.add_argument("--max-shards", type=positive(int), default=30, help="of a group")
-    p.add_argument("--max-width", type=positive(int), default=256, help="columns of a shard")
-    p.add_argument("--sequences", type=float, default=0.05, metavar="SHARE", help="of groups whose lookups "
-                   "are not pooled, as those of EmbeddingCollections (0.05)")
-    p.add_argument("--tolerance", type=positive(float), help="relative confidence interval to reach for a "
-                   "median; default: 0.02 on cpu, 0.01 on cuda")
-    p.add_argument("--max-repeats", type=positive(int), default=24)
-    p.add_argument("--interleave", type=positive(int), default=16, help="groups that run in turn")
-    p.add_argument("--chunk", type=positive(int), default=64, help="samples written at once; a kill loses at "
-                   "most these and those that run")
-    p.add_argument("--hang-s", type=positive(float), default=60.0, help="after so many seconds without "
-                   "a finished op the measuring process is replaced, and its group recorded as failed")
-    p.add_argument("--ranks", type=positive(int), default=2, help="processes (GPUs) of an exchange or a step")
-    p.add_argument("--exchanges", type=natural, default=0, metavar="M", help="afterwards measure the first M "
-                   "exchanges among --ranks of this machine, into the same dataset")
-    p.add_argument("--hosts", type=positive(int), metavar="H", help="spread --ranks evenly over H hosts "
-                   "that this machine emulates, for exchanges only (Linux, as root)")
-    p.add_argument("--between-gbit-s", type=positive(float), metavar="RATE", help="of each emulated host's "
-                   "link, Gbit/s each way")
-    p.add_argument("--within-gbit-s", type=positive(float), metavar="RATE", help="of each emulated host's "
-                   "loopback, Gbit/s; default: as fast as it is")
-    p.add_argument("--steps", type=natural, default=0, metavar="P", help="afterwards replay a step of each "
-                   "of the first P plans among --ranks: what exchanges take in steps")
-    p.add_argument("--held-out", action="store_true", help="draw groups only from the tables that "
-                   "are kept for testing, a twentieth of all")
-    p.add_argument("--dry-run", action="store_true", help="say what is missing and how long it will take, "
-                   "from some seconds of measuring; write nothing")
-    p.add_argument("--seed", type=natural, default=0)
-
-
-def measure(args: argparse.Namespace) -> None:
-    from shardcore.measure import command as measuring
-
-    measuring.measure(args)
 
 
 # --- train -----------------------------------------------------------------------------------------------
