@@ -2,8 +2,8 @@
 
 Each file carries `schema` and `version`. It is read through schema.py, then checked against the rules of what
 it holds: an unknown key, a missing one, a wrong type, a file cut short or (where a program wrote it) edited
-by hand is refused by name. What is read can be lowered and priced. Writing goes to a temporary name and
-renames.
+by hand is refused by name. A plan is parsed only: whoever uses it lowers or validates it. Writing goes to a
+temporary name and renames.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardcore import problem_parts, workload
+from shardcore import problem_parts
 from shardcore.access_statistics import Reuse, Zipf
 from shardcore.constraints import Constraints
 from shardcore.documents import digest, document, open_document, seal, unseal
@@ -369,20 +369,25 @@ def write_plan(path: str | Path, plan: Plan, problem: Problem) -> None:
     write_json(path, plan_to_json(plan, problem))
 
 
-def read_plan(path: str | Path, problem: Problem, fits: bool = True) -> Plan:
-    """A plan for `problem`; raises ShardCoreError where it was made for another one, or `lower` would refuse
-    it. Without `fits` its devices may hold too much: what a published plan takes may count otherwise in a
-    later version of ShardCore."""
-    plan = plan_from_json(unseal(open_document(path, "plan"), path), problem, str(path))
+def read_plan(path: str | Path, problem: Problem) -> Plan:
+    """A plan for `problem`, parsed: it is for the caller to lower it, or to validate it by `require_plan`.
+
+    Raises ShardCoreError where it was made for another problem, or was edited.
+    """
+    return plan_from_json(unseal(open_document(path, "plan"), path), problem, str(path))
+
+
+@contextlib.contextmanager
+def validating(path: str | Path) -> Iterator[None]:
+    """Name the file of a plan in what its validation raises."""
     try:
-        workload.require_plan(plan, problem, fits)
+        yield
     except Overfull as error:
         raise Overfull(f"{path}: {error}. ShardCore may have counted less when the plan was made; "
                        "python -m shardcore plan --start PLAN.json searches one that fits, from it",
                        error.too_much) from None
     except ShardCoreError as error:
         raise type(error)(f"{path}: {error}") from None
-    return plan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -212,12 +212,14 @@ def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
     from shardcore.publish.replan import ReplanConfig, forced_moves, replan, without_devices
     from shardcore.report import plan_report
     from shardcore.search import SPACE_OF
-    from shardcore.workload import lower
+    from shardcore.workload import lower, require_plan
 
     # A plan's file is checked against the problem that it was made for. Whether it fits is not asked: memory
     # may have been counted otherwise, and what is searched has to fit anyway.
     before = files.read_problem(args.start_problem) if args.start_problem else problem
-    old = files.read_plan(args.start, before, fits=False)
+    old = files.read_plan(args.start, before)
+    with files.validating(args.start):
+        require_plan(old, before, fits=False)
     if "tower_ratio" in old.provenance:
         raise ShardCoreError(f"--start {args.start} is a plan with towers, which is made afresh: give "
                              "--towers instead")
@@ -268,7 +270,7 @@ def price(args: argparse.Namespace) -> None:
     from shardcore.cost.model import at_confidence
     from shardcore.cost.model import price as predicted
     from shardcore.search.tower_hosts import as_planned
-    from shardcore.workload import lower
+    from shardcore.workload import lower, require_cover
 
     whole = own = files.read_problem(args.problem)
     of_groups = grouped_plans.read_grouped(args.plan, whole) if grouped_plans.is_grouped(args.plan) else None
@@ -277,8 +279,11 @@ def price(args: argparse.Namespace) -> None:
     model = mixed.load(args.model).for_problem(own)
     own.require_setting(model.setting)
     found = of_groups.plan if of_groups else files.read_plan(args.plan, own)
-    own = as_planned(found, own)
-    workload, cautious = lower(found, own), at_confidence(model, args.confidence)
+    with files.validating(args.plan):
+        if "tower_ratio" in found.provenance:
+            require_cover(found, own)
+        own = as_planned(found, own)
+        workload, cautious = lower(found, own), at_confidence(model, args.confidence)
     if of_groups:
         body = grouped.price(of_groups, whole, cautious)
         beyond = grouped.extrapolated(of_groups, whole, model)
@@ -318,6 +323,7 @@ def export(args: argparse.Namespace) -> None:
     from shardcore.export.torchrec_json import write_torchrec
     from shardcore.grouped_plans import is_grouped
     from shardcore.search import torchrec
+    from shardcore.workload import require_plan
 
     torchrec.require_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)
@@ -325,6 +331,8 @@ def export(args: argparse.Namespace) -> None:
         grouped.export(args, problem)
     else:
         plan = files.read_plan(args.plan, problem)
+        with files.validating(args.plan):
+            require_plan(plan, problem)
         write_torchrec(args.out, to_torchrec(plan, problem, args.module, args.compute_device))
     if not all(t.collection for t in problem.tables):
         print(f"note: nothing here knows whether the model has a module {args.module!r} with these tables; "

@@ -68,11 +68,11 @@ def diff(args: argparse.Namespace) -> None:
     (old, _), (new, problem) = (_read(path, args.problem) for path in (args.old, args.new))
     print(plan_report.diff_text(moves_of(old, new, problem)))
     if args.page:
-        _write_comparison(args)
+        _write_comparison(args, old, new, problem)
         print(f"{args.page}: both plans, for a browser")
 
 
-def _write_comparison(args: argparse.Namespace) -> None:
+def _write_comparison(args: argparse.Namespace, old: Plan, new: Plan, problem: Problem) -> None:
     """Both plans under the problem of the new one."""
     from shardcore import files
     from shardcore.cost import mixed
@@ -83,12 +83,11 @@ def _write_comparison(args: argparse.Namespace) -> None:
     from shardcore.search.tower_hosts import as_planned
     from shardcore.workload import lower
 
-    problem = files.read_problem(args.problem or args.new.with_name("problem.json"))
     model = mixed.load(args.model).for_problem(problem)
     problem.require_setting(model.setting)
     versions = []
-    for path in (args.new, args.old):
-        plan = rebind_tables(_read(path, args.problem)[0], problem)
+    for path, made in ((args.new, new), (args.old, old)):
+        plan = rebind_tables(made, problem)
         work = lower(plan, as_planned(plan, problem), fits=False)
         versions.append(Version(str(path), plan, price(work, model), work.memory_bytes))
     files.write_atomic(args.page, plan_page.comparison(problem, *versions).encode())
@@ -103,7 +102,7 @@ def drift(args: argparse.Namespace) -> None:
     from shardcore.report import plan_report
     from shardcore.search.budget import Budget
 
-    plan, problem = store.load_plan(args.plans, args.name)
+    plan, problem = store.read_plan(args.plans, args.name)
     now = _with_statistics_of(args.fresh, problem)
     model = mixed.load(args.model).for_problem(now)
     now.require_setting(model.setting)
@@ -118,11 +117,15 @@ def drift(args: argparse.Namespace) -> None:
 
 
 def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:
-    """A plan with its problem: the given one, or problem.json beside it."""
+    """A valid plan with its problem: the given one, or problem.json beside it."""
     from shardcore import files
+    from shardcore.workload import require_plan
 
     of = files.read_problem(problem or path.with_name("problem.json"))
-    return files.read_plan(path, of), of
+    plan = files.read_plan(path, of)
+    with files.validating(path):
+        require_plan(plan, of)
+    return plan, of
 
 
 def _with_statistics_of(path: Path, problem: Problem) -> Problem:

@@ -182,7 +182,7 @@ class Publisher:
         # A plan that no longer fits is loaded too: the decision says why it is replaced.
         published = plan = None
         try:
-            published = store.load_plan(self.plans, problem.name, fits=False)[0]
+            published = store.read_plan(self.plans, problem.name)[0]
             plan = rebind_tables(published, problem)
             return Before(decision, published, plan, price_plan(plan, problem, self.model))
         except Unreachable:
@@ -217,7 +217,7 @@ class Publisher:
         if then is None or not store.has(self.plans, problem.name, then.current):
             return None
         try:
-            plan, _ = store.load_plan(self.plans, problem.name, then.current, fits=False)
+            plan, _ = store.read_plan(self.plans, problem.name, then.current)
             cost = price_plan(rebind_tables(plan, problem), problem, self.model).cost
         except ShardCoreError:
             return None

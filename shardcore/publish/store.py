@@ -38,6 +38,7 @@ from shardcore.publish import decisions, places
 from shardcore.publish.decisions import Decision, require_id
 from shardcore.publish.places import Place
 from shardcore.types import Plan, Problem
+from shardcore.workload import require_plan
 
 FEWEST_KEPT = 2
 """A reader may still be at the version before the current one."""
@@ -59,24 +60,32 @@ def load_plan(root: str | Path, name: str, version: str | None = None,
               fits: bool = True) -> tuple[Plan, Problem]:
     """A problem's current plan, or the given version, with its problem.
 
-    Raises ShardCoreError if there is none or its files are damaged. With `fits`, also if it exceeds a
-    device's memory.
+    Raises ShardCoreError if there is none, its files are damaged, or the plan is not valid. With `fits`, also
+    if it exceeds a device's memory.
     """
+    plan, problem = read_plan(root, name, version)
+    with files.validating(f"plan of problem {name!r} in {root}"):
+        require_plan(plan, problem, fits)
+    return plan, problem
+
+
+def read_plan(root: str | Path, name: str, version: str | None = None) -> tuple[Plan, Problem]:
+    """As load_plan, for a caller that lowers the plan: it is parsed only."""
     home = _home(root, name)
     if version is None:
-        return _while_it_stays(home, lambda: _load(_version(home, current(root, name)), name, fits))
+        return _while_it_stays(home, lambda: _load(_version(home, current(root, name)), name))
     if not files.DIGEST.fullmatch(version) or not has(root, name, version):
         found = _versions(home)
         raise ShardCoreError(f"problem {name!r} has no version {schema.show(version)} in {root}; there are "
                              f"{', '.join(found) or 'none'}")
-    return _load(_version(home, version), name, fits)
+    return _load(_version(home, version), name)
 
 
-def _load(folder: Place, name: str, fits: bool) -> tuple[Plan, Problem]:
+def _load(folder: Place, name: str) -> tuple[Plan, Problem]:
     problem = files.read_problem(folder / "problem.json")
     if problem.name != name:
         raise ShardCoreError(f"{folder} has the plan of problem {problem.name!r}; it needs that of {name!r}")
-    return files.read_plan(folder / "plan.json", problem, fits), problem
+    return files.read_plan(folder / "plan.json", problem), problem
 
 
 def _version(home: Place, version: str) -> Place:
@@ -241,7 +250,7 @@ def is_whole(root: str | Path, name: str, version: str) -> bool:
     """Whether a version is there and its files are as they were written."""
     folder = _version(_home(root, name), version)
     try:
-        _load(folder, name, fits=False)
+        _load(folder, name)
         cost = unseal(schema.read(schema.read_json(folder / COST), Mapping[str, Any], COST), folder / COST)
         if "page_sha256" in cost and cost["page_sha256"] != _sha256(schema.read_bytes(folder / PAGE)):
             return False

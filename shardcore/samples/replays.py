@@ -171,7 +171,7 @@ def _kept(folder: Path, body: _Body) -> ReplaySet:
                                  f"{len(row.waiting_ms)} devices; problem {problem.name!r} has "
                                  f"{len(problem.topology)}")
     names = dict.fromkeys(r.plan for r in body.replays)
-    plans = {name: files.read_plan(folder / f"{name}.json", problem, fits=False) for name in names}
+    plans = {name: files.read_plan(folder / f"{name}.json", problem) for name in names}
     for name, plan in plans.items():
         # An edited plan would be paired with times of another one.
         if plan_digest(plan) != name:
