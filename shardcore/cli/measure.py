@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -143,9 +143,10 @@ def measure(args: argparse.Namespace) -> None:
                               for i in range(config.interleave)]
                     found_ms = bench.calibrate(others, _CALIBRATE_S)
                     print(f"the reference op takes {found_ms:.3g} ms", flush=True)
-                told = _GroupsTold(bench, began + 60 * args.minutes)
-                run.measure_groups(bench, missing, args.out, pool, told, args.chunk, told.until)
-                told.say()
+                until = began + 60 * args.minutes
+                tell = _lines(bench, until)
+                run.measure_groups(bench, missing, args.out, pool, tell, args.chunk, until)
+                tell([])
     elif args.samples:
         print(f"{args.out} holds the first {args.samples} samples already", flush=True)
     if args.dry_run:
@@ -171,28 +172,26 @@ def _arena_bytes(setting: Setting, device: str) -> int:
     return device_of(device).arena_bytes(weights / (weights + state))
 
 
-class _GroupsTold:
-    """Progress of measuring groups: a line every _PROGRESS_S. until: time.monotonic() at which it ends."""
+def _lines(bench: Supervisor, until: float) -> Callable[[Sequence[Finished]], None]:
+    """Progress of measuring groups until then: a line every _PROGRESS_S, and where nothing finished."""
+    began = said = time.monotonic()
+    done = failed = 0
 
-    def __init__(self, bench: Supervisor, until: float):
-        self._bench, self.until, self._done, self._failed = bench, until, 0, 0
-        self._began = self._said = time.monotonic()
-
-    def __call__(self, finished: Sequence[Finished]) -> None:
-        for sample in (s for f in finished for s in f.samples if s.request != self._bench.spec.reference):
-            self._done, self._failed = self._done + 1, self._failed + (sample.error is not None)
+    def tell(finished: Sequence[Finished]) -> None:
+        nonlocal done, failed, said
+        now = time.monotonic()
+        for sample in (s for f in finished for s in f.samples if s.request != bench.spec.reference):
+            done, failed = done + 1, failed + (sample.error is not None)
             if sample.error:
                 print(f"failed: {sample.error}", file=sys.stderr)
-        if time.monotonic() - self._said > _PROGRESS_S:
-            self.say()
+        if not finished or now - said > _PROGRESS_S:
+            said, elapsed = now, now - began
+            print(f"{done} samples{f' ({failed} failed)' if failed else ''}, {done / elapsed:.1f} a second, "
+                  f"{bench.kernel_s / elapsed:.0%} of the time in kernels, "
+                  f"{bench.kept_s / elapsed:.0%} in runs that entered a "
+                  f"median, {max(0.0, (until - now) / 60):.1f} min left at most", flush=True)
 
-    def say(self) -> None:
-        self._said = time.monotonic()
-        elapsed, failed = self._said - self._began, f" ({self._failed} failed)" * bool(self._failed)
-        print(f"{self._done} samples{failed}, {self._done / elapsed:.1f} a second, "
-              f"{self._bench.kernel_s / elapsed:.0%} of the time in kernels, "
-              f"{self._bench.kept_s / elapsed:.0%} in runs that entered a "
-              f"median, {max(0.0, (self.until - self._said) / 60):.1f} min left at most", flush=True)
+    return tell
 
 
 def _estimate(args: argparse.Namespace, bench: Supervisor, missing: Iterable[ComputeRequest]) -> None:

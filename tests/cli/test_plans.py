@@ -8,7 +8,7 @@ import pytest
 from laws import SETTING
 from shapes import column
 
-from shardcore import files
+from shardcore import files, memory
 from shardcore.cli import main
 from shardcore.job import Job
 from shardcore.memory import used_bytes
@@ -188,3 +188,21 @@ def test_a_problem_says_how_a_step_runs_and_keeps_memory_for_the_dense_part(tmp_
     assert main([*made, "--dense-forward-ms", "2"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: job has dense_forward_ms 2.0 and dense_backward_ms None; it needs both")
+
+
+@pytest.mark.parametrize("command", ["price", "export", "replay"])
+def test_a_plan_is_validated_once_and_what_is_wrong_names_its_file(stored, model, command, capsys,
+                                                                   monkeypatch):
+    counted, validated = memory.require_fits, []
+    monkeypatch.setattr(memory, "require_fits", lambda *args: validated.append(args) or counted(*args))
+    problem = files.read_problem(stored / "problem.json")
+    devices = tuple(replace(d, memory_bytes=1 << 10) for d in problem.topology.devices)
+    small = replace(problem, topology=replace(problem.topology, devices=devices))
+    files.write_problem(stored / "small.json", small)
+    files.write_plan(stored / "large.json", Plan(tuple(column(t, 0) for t in small.tables)), small)
+    more = {"price": ["--model", str(model)], "export": ["--module", "m"], "replay": ["--device", "cpu"]}
+    assert main([command, str(stored / "large.json"), "--problem", str(stored / "small.json"), *more[command],
+                 "--out", str(stored / "out.json")]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {stored / 'large.json'}: device 0 of problem ") and "plan --start" in err
+    assert len(validated) == 1 and not (stored / "out.json").exists()

@@ -480,12 +480,3 @@ def test_no_thread_is_started_to_read(tables, tmp_path):
     done = subprocess.run([sys.executable, "-c", THREADS, str(tmp_path)], env=env,
                           capture_output=True, text=True)
     assert done.stdout == "0\n", done.stdout + done.stderr
-
-
-def test_exchanges_over_hosts_of_a_time_before_ranks_started_together_do_not_count(tmp_path):
-    over = dataclasses.replace(comm_request(0, 2, 256), hosts=2)
-    old = dataset._comm_id(SETTING, over, None)
-    assert old != dataset.comm_id(SETTING, over)
-    samples = [comm_sample(0), dataclasses.replace(comm_sample(0), request=over, id=old)]
-    dataset.write_comm(tmp_path, samples)
-    assert dataset.read_comm(tmp_path) == samples[:1]
