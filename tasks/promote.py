@@ -12,11 +12,10 @@ from mlflow.entities import Metric
 from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
-from shardcore import files, model_files
+from shardcore import files, load_model, model_files
 from shardcore.cost import (
     accuracy,
     known_errors,
-    mixed,
     neural,
     replay_metrics,
     replay_records,
@@ -88,7 +87,7 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
     """
     logger = get_run_logger()
     model, digest = neural.load(folder), model_files.model_digest(folder)
-    whole = mixed.load([folder, *config.also])
+    whole = load_model([folder, *config.also])
     client = registry.connect()
     runs = mlflow.search_runs(filter_string=f"tags.`{registry.DIGEST_TAG}` = '{digest}'", max_results=1,
                               output_format="list")

@@ -24,8 +24,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from requests import RequestException
 
-from shardcore import files, model_files, schema
-from shardcore.cost import mixed, neural
+from shardcore import files, load_model, model_files, schema
+from shardcore.cost import neural
 from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError, shortened
 from tasks import services
@@ -125,7 +125,7 @@ def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None, tags
     become part of the version.
     """
     digest = "+".join(map(model_files.model_digest, [folder, *also]))
-    name = model_name(mixed.load([folder, *also]).setting.hardware)
+    name = model_name(load_model([folder, *also]).setting.hardware)
     # A rerun with the same files must not make a second version.
     existing = [v for v in client.search_model_versions(f"name = '{name}'")
                 if v.tags.get(DIGEST_TAG) == digest]
@@ -166,7 +166,7 @@ def _upload(client: mlflow.MlflowClient, folders: Sequence[str | Path], name: st
 
 def download(version: ModelVersion) -> CostModel:
     """A version's model, loaded from its safetensors and JSON. No code from the registry is run."""
-    return downloaded(version, model_files.MODEL_JSON, mixed.load)
+    return downloaded(version, model_files.MODEL_JSON, load_model)
 
 
 def downloaded(version: ModelVersion, name: str, load: Callable[[Sequence[Path]], T]) -> T:

@@ -21,8 +21,7 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.pyfunc import PythonModel
 from pydantic import BaseModel, SkipValidation
 
-from shardcore import files, schema
-from shardcore.cost import mixed
+from shardcore import files, load_model, schema
 from shardcore.cost.model import ProbabilisticCostModel
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import CHANNELS, WHOLE_ROWS
@@ -65,7 +64,7 @@ class GroupInput(BaseModel, extra="allow"):
 
 class ServedCostModel(PythonModel):
     def load_context(self, context: Any) -> None:
-        self._model = mixed.load(context.artifacts["model"])
+        self._model = load_model(context.artifacts["model"])
 
     def predict(self, context: Any, model_input: list[GroupInput], params: Any = None):
         """A dictionary per group, as above. Raises MlflowException (HTTP 400) naming the group."""

@@ -94,8 +94,7 @@ def _write_comparison(args: argparse.Namespace, old: Plan, new: Plan, problem: P
 
 
 def drift(args: argparse.Namespace) -> None:
-    from shardcore import files
-    from shardcore.cost import mixed
+    from shardcore import files, load_model
     from shardcore.publish import store
     from shardcore.publish.drift import drift as drift_of
     from shardcore.publish.replan import ReplanConfig
@@ -104,7 +103,7 @@ def drift(args: argparse.Namespace) -> None:
 
     plan, problem = store.read_plan(args.plans, args.name)
     now = _with_statistics_of(args.fresh, problem)
-    model = mixed.load(args.model).for_problem(now)
+    model = load_model(args.model).for_problem(now)
     now.require_setting(model.setting)
     budget = Budget(args.budget_evals) if args.budget_evals else None
     config = ReplanConfig(args.max_moved_tables, seed=args.seed, budget=budget)

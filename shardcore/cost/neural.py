@@ -263,7 +263,10 @@ def load(folder: str | Path) -> NeuralModel:
     setting = files.setting_from_json(meta.pop("setting", None), f"{folder}: setting")
     # Weights are matrices by position, so names have to agree in order too.
     for what, names in _NAMES.items():
-        if (found := meta.pop(what, None)) != names:
+        found = meta.pop(what, None)
+        if what in required.LONGER and isinstance(found, list) and found and found == names[:len(found)]:
+            weights = required.LONGER[what](weights, len(found))
+        elif found != names:
             raise ShardCoreError(f"model in {folder} was trained on {what} {schema.show(found)}; "
                                  f"this ShardCore computes {schema.show(names)}: train again")
     files.require_provenance(schema.build(_Meta, meta, str(folder)).provenance, f"{folder}: provenance")

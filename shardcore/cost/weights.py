@@ -30,6 +30,27 @@ _MOST_LAYERS = 8
 """Of the network. With more, products of weights within _ANY may overflow."""
 
 
+def _with_new_drivers(w: Mapping[str, np.ndarray], known: int) -> dict[str, np.ndarray]:
+    """The weights of a model that knew only the first `known` drivers. The others cost nothing."""
+    return {**w, **{name: _longer(w[name], known, len(features.DRIVERS), fill) for name, fill in
+                    (("rates", 0.0), ("contention.0.weight", 0.0), ("load_typical", 1.0)) if name in w}}
+
+
+def _with_new_terms(w: Mapping[str, np.ndarray], known: int) -> dict[str, np.ndarray]:
+    """The weights of a model that knew only the first `known` exchange terms. The others cost nothing."""
+    return {name: _longer(law, known, len(collective_model.EXCHANGE_TERMS), 0.0)
+            if name.startswith("exchange_") else law for name, law in w.items()}
+
+
+def _longer(values: np.ndarray, known: int, entries: int, fill: float) -> np.ndarray:
+    new = np.full((entries - known, *values.shape[1:]), fill, values.dtype)
+    return np.concatenate([values, new]) if values.shape[:1] == (known,) else values
+
+
+LONGER = {"drivers": _with_new_drivers, "exchange_terms": _with_new_terms}
+"""How older models get what was added since, by the list that names it."""
+
+
 def require(w: Mapping[str, np.ndarray]) -> None:
     """Raise ShardCoreError for a weight that is missing, unknown, of another shape, or out of range."""
     k, c, e = len(features.DRIVERS), len(features.CONDITIONS), len(collective_model.EXCHANGE_TERMS)
