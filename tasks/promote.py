@@ -28,7 +28,7 @@ from shardcore.samples import replays
 from shardcore.search.learned.policy import POLICY_JSON
 from tasks import console, model_history, paths, policy_registry, publish_claim, registry
 
-_REPLAYS_TAG = "shardcore.replays_digest"
+_REPLAYS_TAG, _PRECISIONS_TAG = "shardcore.replays_digest", "precisions"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
     client = registry.connect()
     runs = mlflow.search_runs(filter_string=f"tags.`{registry.DIGEST_TAG}` = '{digest}'", max_results=1,
                               output_format="list")
-    tags = {k: str(v) for k, v in model.meta["provenance"].items()} | {"setting": str(whole.setting)}
+    tags = {k: str(v) for k, v in model.meta["provenance"].items()} | {
+        "setting": str(whole.setting), _PRECISIONS_TAG: whole.setting.precision}
     challenger = registry.register(client, folder, runs[0].info.run_id if runs else None, tags, config.also)
     name, version = challenger.name, str(challenger.version)
     before = registry.find(client, name, registry.CHAMPION)
@@ -107,6 +108,11 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
     if champion == version:
         return end(champion, f"version {version} is champion already")
     passed, reason = _judge(client, model, measurements, kept, challenger, before, config)
+    dropped = {*(before.tags.get(_PRECISIONS_TAG, "").split("+") if before else ()), ""} - {
+        "", *whole.setting.precision.split("+")}
+    if dropped:
+        reason += (f"; it has no model for {' and '.join(sorted(dropped))}, as champion {champion} has: name "
+                   "one in promote.also")
     client.set_model_version_tag(name, version, "gate", ("passed, " if passed else "") + reason)
     if not passed:
         return end(champion, f"version {champion} stays champion; challenger {version} {reason}")

@@ -113,6 +113,15 @@ def test_a_challenger_is_judged_against_the_champion_s_model_of_its_precision(mi
     assert promoted.champion == "1" and "lost by" in promoted.reason
 
 
+def test_a_challenger_that_lacks_a_precision_of_the_champion_says_so(mixed_champion):
+    promoted = promote_model.fn(mixed_champion / "of fp32", Path("measured"), PromoteConfig())
+    assert promoted.champion == "2"
+    assert promoted.reason.endswith("it has no model for fp16, as champion 1 has: name one in promote.also")
+    again = promote_model.fn(mixed_champion / "of fp32", Path("measured"),
+                             PromoteConfig(also=(str(mixed_champion / "of fp16"),)))
+    assert again.champion == "1" and "no model" not in again.reason
+
+
 def test_a_precision_without_a_model_is_refused_by_name_before_any_search(mixed_champion):
     with pytest.raises(ShardCoreError, match="problem 'brain' is for .*bf16.fp32.*promote.also of params"):
         publish(of_precisions("brain", "bf16", "fp32"))
