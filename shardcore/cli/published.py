@@ -74,8 +74,7 @@ def diff(args: argparse.Namespace) -> None:
 
 def _write_comparison(args: argparse.Namespace, old: Plan, new: Plan, problem: Problem) -> None:
     """Both plans under the problem of the new one."""
-    from shardcore import files
-    from shardcore.cost import mixed
+    from shardcore import files, load_model
     from shardcore.cost.model import price
     from shardcore.report import plan_page
     from shardcore.report.plan_explorer import Version
@@ -83,7 +82,7 @@ def _write_comparison(args: argparse.Namespace, old: Plan, new: Plan, problem: P
     from shardcore.search.tower_hosts import as_planned
     from shardcore.workload import lower
 
-    model = mixed.load(args.model).for_problem(problem)
+    model = load_model(args.model).for_problem(problem)
     problem.require_setting(model.setting)
     versions = []
     for path, made in ((args.new, new), (args.old, old)):
