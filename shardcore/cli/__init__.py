@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from shardcore.cli import (
     hot_rows,
+    measure,
     measurements,
     memory_tiers,
     plans,
@@ -44,8 +45,8 @@ def parser_of_all() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m shardcore", description=__doc__,
                                      formatter_class=Formatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (plans, replays, problems, hot_rows, memory_tiers, measurements, policies, topologies,
-                  provisioning, published):
+    for group in (plans, replays, problems, hot_rows, memory_tiers, measure, measurements, policies,
+                  topologies, provisioning, published):
         group.add_commands(commands)
     return parser
 

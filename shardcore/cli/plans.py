@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from shardcore.search.budget import Budget
     from shardcore.search.learned.policy import Policy
 
-SECOND_MODEL_IS_GONE = ("--second-model is gone: replayed plans that two models agreed on were no faster "
-                        "(docs/log.md); leave it out, or search longer with --budget-s")
 _MODEL = ("folder of a trained model; where weights of tables differ in precision, give the option for each "
           "precision")
 _CONFIDENCE = ("an op's cost is what its measurement stays below with this probability (0.9, say), rather "
@@ -80,7 +78,6 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--sync-every", type=positive(int), metavar="N", help="with --groups: steps from one "
                    "synchronisation of the replicas to the next; default: 1")
     p.add_argument("--confidence", type=positive(float), metavar="P", help=_CONFIDENCE)
-    p.add_argument("--second-model", help=argparse.SUPPRESS)
     p.add_argument("--explain", action="store_true", help=f"{_EXPLAIN}; each is searched with the same "
                    "budget again")
     p.add_argument("--out", type=Path, required=True, metavar="PLAN.json")
@@ -170,13 +167,10 @@ def _plan_groups(args: argparse.Namespace, problem: Problem, model: CostModel, p
 
 
 def _require_agreeing(args: argparse.Namespace) -> None:
-    """Raise ShardCoreError for options that are gone or contradict each other."""
+    """Raise ShardCoreError for options that contradict each other."""
     from shardcore.search import SPACE_OF
 
     grouped.require_agreeing(args)
-
-    if args.second_model is not None:
-        raise ShardCoreError(SECOND_MODEL_IS_GONE)
     if args.start and args.algorithm not in SPACE_OF:
         raise ShardCoreError(f"--start is for --algorithm {', '.join(SPACE_OF)} only; got "
                              f"{args.algorithm}")
@@ -218,12 +212,14 @@ def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
     from shardcore.publish.replan import ReplanConfig, forced_moves, replan, without_devices
     from shardcore.report import plan_report
     from shardcore.search import SPACE_OF
-    from shardcore.workload import lower
+    from shardcore.workload import lower, require_plan
 
     # A plan's file is checked against the problem that it was made for. Whether it fits is not asked: memory
     # may have been counted otherwise, and what is searched has to fit anyway.
     before = files.read_problem(args.start_problem) if args.start_problem else problem
-    old = files.read_plan(args.start, before, fits=False)
+    old = files.read_plan(args.start, before)
+    with files.validating(args.start):
+        require_plan(old, before, fits=False)
     if "tower_ratio" in old.provenance:
         raise ShardCoreError(f"--start {args.start} is a plan with towers, which is made afresh: give "
                              "--towers instead")
@@ -241,11 +237,12 @@ def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
 
 
 def _say_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None) -> None:
+    from shardcore.cost.model import price_plan
     from shardcore.report import plan_report
     from shardcore.search.explain import explain
 
     with shown():
-        explained = explain(plan, problem, model, budget)
+        explained = explain(price_plan(plan, problem, model), problem, model, budget)
     print(f"\n{plan_report.text(explained)}")
 
 
@@ -273,7 +270,7 @@ def price(args: argparse.Namespace) -> None:
     from shardcore.cost.model import at_confidence
     from shardcore.cost.model import price as predicted
     from shardcore.search.tower_hosts import as_planned
-    from shardcore.workload import lower
+    from shardcore.workload import lower, require_cover
 
     whole = own = files.read_problem(args.problem)
     of_groups = grouped_plans.read_grouped(args.plan, whole) if grouped_plans.is_grouped(args.plan) else None
@@ -282,8 +279,11 @@ def price(args: argparse.Namespace) -> None:
     model = mixed.load(args.model).for_problem(own)
     own.require_setting(model.setting)
     found = of_groups.plan if of_groups else files.read_plan(args.plan, own)
-    own = as_planned(found, own)
-    workload, cautious = lower(found, own), at_confidence(model, args.confidence)
+    with files.validating(args.plan):
+        if "tower_ratio" in found.provenance:
+            require_cover(found, own)
+        own = as_planned(found, own)
+        workload, cautious = lower(found, own), at_confidence(model, args.confidence)
     if of_groups:
         body = grouped.price(of_groups, whole, cautious)
         beyond = grouped.extrapolated(of_groups, whole, model)
@@ -314,7 +314,6 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--module", required=True, metavar="PATH", help="of the EmbeddingBagCollection that has "
                    "the tables, in the model's tree of modules, such as sparse_arch.embedding_bag_collection")
     p.add_argument("--compute-device", choices=["cpu", "cuda"], default="cuda")
-    p.add_argument("--uneven-rows", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--out", type=Path, required=True, metavar="TORCHREC.json")
 
 
@@ -324,16 +323,16 @@ def export(args: argparse.Namespace) -> None:
     from shardcore.export.torchrec_json import write_torchrec
     from shardcore.grouped_plans import is_grouped
     from shardcore.search import torchrec
+    from shardcore.workload import require_plan
 
-    if args.uneven_rows:
-        raise ShardCoreError("--uneven-rows is gone: plans divide rows evenly now, as TorchRec does; "
-                             "leave it out")
     torchrec.require_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)
     if is_grouped(args.plan):
         grouped.export(args, problem)
     else:
         plan = files.read_plan(args.plan, problem)
+        with files.validating(args.plan):
+            require_plan(plan, problem)
         write_torchrec(args.out, to_torchrec(plan, problem, args.module, args.compute_device))
     if not all(t.collection for t in problem.tables):
         print(f"note: nothing here knows whether the model has a module {args.module!r} with these tables; "

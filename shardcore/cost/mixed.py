@@ -8,6 +8,7 @@ Shapes: N shards, P precisions, F features of one model, G ops.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from shardcore.cost.model import BoundableCostModel, CommCost, Compiled, CostMod
 from shardcore.cost.neural import NeuralModel
 from shardcore.errors import SettingMismatch
 from shardcore.limits import require_type
+from shardcore.model_files import model_folders
 from shardcore.topology import Topology
 from shardcore.types import Problem, Setting, Shard
 from shardcore.workload import Workload
@@ -125,10 +127,16 @@ class MixedModel:
 
 
 def load(folders: str | Path | Sequence[str | Path]) -> NeuralModel | MixedModel:
-    """The model of a folder, or of several folders of different precisions."""
+    """The model of a folder, or of several folders of different precisions.
+
+    A folder may have one model, or a subfolder with one for each precision, as the registry keeps them.
+    """
     folders = [folders] if isinstance(folders, str | Path) else folders
     require_type(folders, (list, tuple), "folder of a model", "a path, or a list of paths")
-    models = sorted(map(neural.load, folders), key=lambda m: m.setting.precision)
+    for folder in folders:
+        require_type(folder, (str, os.PathLike), "folder of a model", "a path")
+    models = [neural.load(one) for folder in folders for one in model_folders(folder)]
+    models.sort(key=lambda m: m.setting.precision)
     return models[0] if len(models) == 1 else MixedModel(tuple(models))
 
 

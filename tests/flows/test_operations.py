@@ -303,10 +303,10 @@ def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(
     bad = {"too-big": {"topology": Topology((Device(1 << 16),) * 2)},
            "other-batch": {"global_batch": 1 << 20}, "one": {}, "report.md": {}, "odd": {}}
 
-    def explained(plan, problem, *rest):
+    def explained(priced, problem, *rest):
         if problem.name == "odd":
             raise ZeroDivisionError("of a defect in the code")
-        return explain(plan, problem, *rest)
+        return explain(priced, problem, *rest)
 
     monkeypatch.setattr("shardcore.publish.publisher.explain", explained)
     made = []

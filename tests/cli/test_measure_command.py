@@ -2,7 +2,6 @@
 loses nothing."""
 
 import dataclasses
-import itertools
 import os
 import re
 import signal
@@ -18,10 +17,10 @@ from boxes import boxed
 
 from shardcore import files
 from shardcore.cli import main
+from shardcore.cli import measure as measuring
 from shardcore.draws import different
 from shardcore.draws.collectives import comm_request, emulated_request
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
-from shardcore.measure import command as measuring
 from shardcore.measurements import CollectiveSample, ComputeSample, EmulatedLinks, Spread
 from shardcore.samples import dataset, replays
 from shardcore.types import Setting
@@ -148,7 +147,8 @@ def test_it_says_what_is_missing_measures_it_and_has_it(command, live, folder, c
     assert re.search(
         r"6 samples, [\d.]+ a second, \d+% of the time in kernels, \d+% in runs that entered a median", said
     )
-    assert "2 of 2 exchanges" in said and "2 of 2 steps" in said and len(replays.digests(folder)) == 1
+    assert "2 of 2 exchanges" in said and "2 of 2 steps" in said
+    assert len(replays.digests(folder)) == 1 + ("disturbed" in said)
     reference = reference_request(live, SETTING, SHAPE)
     assert {s.request for s in dataset.read_compute(folder)} == {reference, *drawn(live, 6)}
     assert all(s.error is None and s.setting == SETTING for s in dataset.read_compute(folder))
@@ -228,8 +228,8 @@ def started(command):
     runs, script = (
         [],
         (
-            "import sys; from shardcore.measure import command;"
-            "command._CALIBRATE_S = 0.1; command._PROGRESS_S = -1;"
+            "import sys; from shardcore.cli import measure;"
+            "measure._CALIBRATE_S = 0.1; measure._PROGRESS_S = -1;"
             "from shardcore.cli import main; sys.exit(main(sys.argv[1:]))"
         ),
     )
@@ -300,42 +300,3 @@ def test_killed_and_resumed_it_has_every_sample_once(started, command, live, fol
     reference = reference_request(live, SETTING, SHAPE)
     # no other was measured twice
     assert {s[0].id for s in repeats} <= disturbed | {dataset.compute_id(SETTING, reference)}
-
-
-def test_what_has_finished_is_written_though_no_part_is_full(monkeypatch):
-    monkeypatch.setattr(measuring, "_KEEP_EVERY_S", 0.01)
-    written, wrote = [], threading.Event()
-
-    def write(some):
-        written.append(list(some))
-        wrote.set()
-
-    def samples():
-        yield from (1, 2)
-        assert wrote.wait(60)
-        yield 3
-
-    told = []
-    measuring._keep(samples(), 100, write, told.append)
-    assert sum(written, []) == told == [1, 2, 3] and len(written) >= 2
-    written.clear()
-    monkeypatch.setattr(measuring, "_KEEP_EVERY_S", 60)
-    measuring._keep(iter(range(5)), 2, write, told.append)
-    assert written == [[0, 1], [2, 3], [4]]
-
-
-def test_a_part_that_cannot_be_written_ends_the_measuring(monkeypatch):
-    monkeypatch.setattr(measuring, "_KEEP_EVERY_S", 0.01)
-    tried = threading.Event()
-
-    def write(some):
-        tried.set()
-        raise OSError("no space left")
-
-    def samples():
-        yield 1
-        assert tried.wait(60)
-        yield from itertools.count()
-
-    with pytest.raises(OSError, match="no space left"):
-        measuring._keep(samples(), 10**9, write, lambda sample: None)
