@@ -1,7 +1,7 @@
-"""Which groups to train in: their size and layout, by the cost of a step and of synchronising replicas.
+"""Sharding groups: their size and layout, by the cost of a step and of synchronising replicas.
 
-Each candidate is a problem of its own: that of one group (see shardcore/sharding_groups.py). Any sharder
-solves it. A step of the whole job then takes
+Each way to divide the devices gives a problem: that of one group (see shardcore/sharding_groups.py). A step
+of the whole job then takes
 
     total = step of a group + time to synchronise / steps between two
 
@@ -17,19 +17,19 @@ Shapes: C channels, M devices of a group, R groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
-from shardcore import progress
 from shardcore.cost.model import CostModel, price
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import CHANNELS, Channel
 from shardcore.memory import held_bytes, used_bytes
-from shardcore.search.budget import Budget
-from shardcore.search.sharders import SHARDERS, Sharder
+from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
+from shardcore.search.sharders import SHARDERS
 from shardcore.sharding_groups import (
     GroupedPlan,
     Grouping,
@@ -38,7 +38,9 @@ from shardcore.sharding_groups import (
     problem_of_group,
     replicas,
     replicated_gradient_bytes,
+    require_size,
     synced_bytes,
+    words,
 )
 from shardcore.step_cost import StepCost
 from shardcore.topology import Topology
@@ -50,7 +52,7 @@ EVEN_BYTES = "size_greedy"
 """A sharder that deals bytes evenly.
 
 Sharders see the step, not the synchronisation, which takes as long as the device with most bytes. So its plan
-is tried beside that of the sharder that was asked for.
+is weighed against that of the sharder.
 """
 
 
@@ -82,21 +84,90 @@ class GroupedCost:
         return self.step_ms + self.sync_ms_a_step
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One way to divide the devices.
+@dataclass(frozen=True, kw_only=True)
+class Division(Proposal):
+    """A way to divide the devices of a problem."""
 
-    found: its plan. None: there is none.
-    cost: of that plan.
-    fullest: device of a group that has the least free, and the share of its memory that it holds.
-    why: there is no plan.
+    whole: Problem
+    grouping: Grouping
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundGroups(Found):
+    """A plan of one group. Its problem is that of the group.
+
+    whole: problem of all devices, with the tables of the group's.
     """
 
+    whole: Problem
     grouping: Grouping
-    found: GroupedPlan | None = None
-    cost: GroupedCost | None = None
-    fullest: tuple[int, float] | None = None
-    why: str = ""
+    cost: GroupedCost
+
+    @property
+    def grouped(self) -> GroupedPlan:
+        return GroupedPlan(self.grouping, self.plan, self.problem)
+
+    @property
+    def words(self) -> str:
+        """The groups, for people."""
+        every, groups = self.grouping.sync_every, words(self.grouping, self.whole)
+        if self.grouping.size == len(self.whole.topology):
+            return groups
+        return f"{groups}, synchronised every {f'{every} steps' if every > 1 else 'step'}"
+
+
+@dataclass(frozen=True)
+class Groups(Decision):
+    """Which groups to train in.
+
+    size: "auto" for every size that divides the devices, or one of them.
+    sync_every: steps from one synchronisation of the replicas to the next.
+    """
+
+    size: str = "auto"
+    sync_every: int = 1
+
+    name: ClassVar[str] = "sharding groups"
+    level: ClassVar[int] = 1
+
+    def proposals(self, problem: Problem, model: CostModel,
+                  seconds: float | None) -> Generator[Division, Outcome, None]:
+        """Every size in both layouts, the largest first. All devices as one group are the plain problem."""
+        ways = groupings(problem, self.sync_every, require_size(self.size, problem))
+        for i, grouping in enumerate(ways):
+            refused = own = None
+            try:
+                own = problem_of_group(problem, grouping)
+            except ShardCoreError as error:
+                refused = error
+            yield Division(words=words(grouping, problem), problem=own, refused=refused,
+                           more=len(ways) - 1 - i, whole=problem, grouping=grouping)
+
+    def adopt(self, proposal: Division, found: Found | None, model: CostModel) -> FoundGroups | None:
+        """Count the synchronisation. A plan that deals bytes evenly is kept where it is cheaper in all."""
+        if found is None:
+            return None
+        whole, own, grouping = proposal.whole, found.problem, proposal.grouping
+        fitting, plans = model.for_problem(own), [found.plan]
+        if grouping.size < len(whole.topology):
+            with suppress(Infeasible):
+                plans.append(SHARDERS[EVEN_BYTES](own, fitting))
+        costs = [cost_of(GroupedPlan(grouping, plan, own), whole, fitting) for plan in plans]
+        best = min(range(len(plans)), key=lambda i: costs[i].total_ms)
+        # Inner decisions change tables, and what is asked of them.
+        changed = replace(whole, tables=own.tables, constraints=own.constraints)
+        return FoundGroups(**{**vars(found), "plan": plans[best], "ms": costs[best].total_ms},
+                           whole=changed, grouping=grouping, cost=costs[best])
+
+    def facts(self, outcome: Outcome) -> Mapping[str, Any]:
+        found = outcome.found
+        if found is None:
+            return {}
+        shares = [used / max(1, free) for used, free in zip(
+            used_bytes(found.plan, found.problem), held_bytes(found.problem), strict=True)]
+        fullest = max(range(len(shares)), key=shares.__getitem__)
+        return {"step ms": found.cost.step_ms, "sync ms a step": found.cost.sync_ms_a_step,
+                "fullest device": f"{shares[fullest]:.0%} ({fullest})"}
 
 
 def cost_of(grouped: GroupedPlan, problem: Problem, model: CostModel) -> GroupedCost:
@@ -152,51 +223,3 @@ def _comm_ms(work: Workload, model: CostModel) -> float:
     if len(work.topology) < 2:
         return 0.0
     return float(model.comm(work.traffic, np.zeros(len(work.topology)), work.topology).backward_ms.max())
-
-
-def candidates(problem: Problem, model: CostModel, sharder: Sharder, among: Iterable[int],
-               sync_every: int = 1, *, seed: int = 0, budget: Budget | None = None) -> list[Candidate]:
-    """Every size of `among` in both layouts, with a plan or why there is none.
-
-    among: sizes that divide the devices evenly (see sharding_groups.sizes). That of all devices is the plain
-      plan.
-    budget: of each search.
-
-    The plan of EVEN_BYTES is tried too, and kept where it is cheaper in all.
-    """
-    found = []
-    for grouping in groupings(problem, sync_every, among):
-        try:
-            with progress.part(f"groups of {grouping.size}, {grouping.layout}"):
-                found.append(_searched(problem, grouping, model, sharder, seed, budget))
-        except ShardCoreError as error:
-            found.append(Candidate(grouping, why=str(error)))
-    return found
-
-
-def _searched(problem: Problem, grouping: Grouping, model: CostModel, sharder: Sharder, seed: int,
-              budget: Budget | None) -> Candidate:
-    own = problem_of_group(problem, grouping)
-    fitting = model.for_problem(own)
-    own.require_setting(fitting.setting)
-    plans = [sharder(own, fitting, seed=seed, budget=budget)]
-    if grouping.size < len(problem.topology):
-        with suppress(Infeasible):
-            plans.append(SHARDERS[EVEN_BYTES](own, fitting, seed=seed, budget=budget))
-    tried = [GroupedPlan(grouping, plan, own) for plan in plans]
-    grouped = min(tried, key=lambda one: cost_of(one, problem, fitting).total_ms)
-    shares = [used / max(1, free)
-              for used, free in zip(used_bytes(grouped.plan, own), held_bytes(own), strict=True)]
-    fullest = max(range(len(shares)), key=shares.__getitem__)
-    return Candidate(grouping, grouped, cost_of(grouped, problem, fitting), (fullest, shares[fullest]))
-
-
-def best(of: Sequence[Candidate]) -> Candidate:
-    """The cheapest candidate; of equal ones the largest group, whose replicas differ least.
-
-    Raises Infeasible, with the reason of the largest group, if none has a plan.
-    """
-    having = [c for c in of if c.cost]
-    if not having:
-        raise Infeasible(f"no groups have a plan; of {of[0].grouping.size} devices, {of[0].why}")
-    return min(having, key=lambda c: (c.cost.total_ms, -c.grouping.size))
