@@ -176,7 +176,8 @@ def test_towers_may_have_rows_in_host_memory():
     tight = problem(2 * MIB, host_memory_bytes=64 * MIB, host_memory_gbps=25.0)
     best = found(tight, OnTowers(Towers(2.0, (("t0", "t1"),))), Tiers())
     assert any(table.in_host_memory for table in best.problem.tables) and not best.problem.constraints.pinned
-    lower(best.plan, as_planned(best.plan, best.problem))
+    own = as_planned(best.plan, best.problem)
+    assert price(lower(best.plan, own), MODEL.for_problem(own)).total_ms == pytest.approx(best.ms)
 
 
 @pytest.mark.parametrize("decisions, why", [
