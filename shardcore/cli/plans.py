@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from shardcore.search.budget import Budget
     from shardcore.search.decisions.driver import Found, Outcome
 
-SECOND_MODEL_IS_GONE = ("--second-model is gone: replayed plans that two models agreed on were no faster "
-                        "(docs/log.md); leave it out, or search longer with --budget-s")
 _MODEL = ("folder of a trained model; where weights of tables differ in precision, give the option for each "
           "precision")
 _CONFIDENCE = ("an op's cost is what its measurement stays below with this probability (0.9, say), rather "
@@ -66,7 +64,6 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     deciding.add_options(p)
     deciding.add_target(p, required=False)
     p.add_argument("--confidence", type=positive(float), metavar="P", help=_CONFIDENCE)
-    p.add_argument("--second-model", help=argparse.SUPPRESS)
     p.add_argument("--explain", action="store_true", help=f"{_EXPLAIN}; each is searched with the same "
                    "budget again")
     p.add_argument("--out", type=Path, required=True, metavar="PLAN.json")
@@ -95,7 +92,7 @@ def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda out
     policy = read_policy(args.policy) if args.policy else None
     args.algorithm = known(args.algorithm or (policy.name if policy else DEFAULT_SHARDER))
     search = sharder(args.algorithm, policy)
-    _require_agreeing(args)
+    deciding.require_agreeing(args)
     with shown():
         report(f"reading {args.problem}")
         problem = files.read_problem(args.problem)
@@ -159,13 +156,6 @@ def _budget(args: argparse.Namespace) -> Budget | None:
     from shardcore.search.budget import Budget
 
     return Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
-
-
-def _require_agreeing(args: argparse.Namespace) -> None:
-    """Raise ShardCoreError for options that are gone or need others."""
-    if args.second_model is not None:
-        raise ShardCoreError(SECOND_MODEL_IS_GONE)
-    deciding.require_agreeing(args)
 
 
 def _say_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None) -> None:
@@ -249,7 +239,6 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--module", required=True, metavar="PATH", help="of the EmbeddingBagCollection that has "
                    "the tables, in the model's tree of modules, such as sparse_arch.embedding_bag_collection")
     p.add_argument("--compute-device", choices=["cpu", "cuda"], default="cuda")
-    p.add_argument("--uneven-rows", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--out", type=Path, required=True, metavar="TORCHREC.json")
 
 
@@ -260,9 +249,6 @@ def export(args: argparse.Namespace) -> None:
     from shardcore.grouped_plans import is_grouped
     from shardcore.search import torchrec
 
-    if args.uneven_rows:
-        raise ShardCoreError("--uneven-rows is gone: plans divide rows evenly now, as TorchRec does; "
-                             "leave it out")
     torchrec.require_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)
     if is_grouped(args.plan):

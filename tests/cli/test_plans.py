@@ -10,7 +10,6 @@ from shapes import column
 
 from shardcore import files
 from shardcore.cli import main
-from shardcore.cli.plans import SECOND_MODEL_IS_GONE
 from shardcore.job import Job
 from shardcore.memory import used_bytes
 from shardcore.model_files import model_digest
@@ -102,14 +101,6 @@ def test_plan_and_price_explain(stored, model, capsys):
     assert "is ready last" in priced and f"{provenance['predicted_ms']:.3f} ms" in priced
 
 
-@pytest.mark.parametrize("value", ["physical", ""])
-def test_an_option_that_is_gone_says_what_to_do(stored, model, capsys, value):
-    asked = ["plan", str(stored / "problem.json"), "--model", str(model), "--out", str(stored / "plan.json")]
-    assert main([*asked, "--second-model", value]) == 1
-    assert (capsys.readouterr().err == f"error: {SECOND_MODEL_IS_GONE}\n"
-            and not (stored / "plan.json").exists())
-
-
 def test_a_file_that_is_read_is_not_written_over(stored, model, capsys):
     problem = stored / "problem.json"
     before = problem.read_bytes()
@@ -139,14 +130,6 @@ def test_no_file_that_any_command_writes_is_one_that_it_reads(asked, said, tmp_p
     assert main(asked.split()) == 1
     assert capsys.readouterr().err.startswith(f"error: {said}")
     assert {p.read_text() for p in tmp_path.iterdir()} == {"kept"}
-
-
-def test_uneven_rows_are_gone_and_it_is_said(stored, capsys):
-    asked = ["export", str(stored / "plan.json"), "--problem", str(stored / "problem.json"), "--module", "m"]
-    assert main([*asked, "--uneven-rows", "--out", str(stored / "torchrec.json")]) == 1
-    assert capsys.readouterr().err == ("error: --uneven-rows is gone: plans divide rows evenly now, "
-                                       "as TorchRec "
-                                       "does; leave it out\n")
 
 
 @pytest.fixture

@@ -160,72 +160,68 @@ def decide(problem: Problem, model: CostModel, decisions: Sequence[Decision], se
             require(one.name != other.name, f"{one.name} were asked for twice; once is enough")
             why = one.against.get(other.name) or other.against.get(one.name)
             require(not why, f"{one.name} and {other.name} were both asked for; {why}, so leave one out")
-    task = _Task(nested, search, model, budget and budget.seconds)
-    found = _Driver(seed, budget, heard).found(problem, task)
+    found = _Task(nested, search, model, seed, budget, heard).found(problem)
     if found.ledger is None:
         return found
-    return replace(found, plan=replace(found.plan, provenance={**found.plan.provenance,
-                                                               ENTRY: asdict(found.ledger)}))
+    provenance = {**found.plan.provenance, ENTRY: asdict(found.ledger)}
+    return replace(found, plan=replace(found.plan, provenance=provenance))
 
 
 @dataclass(frozen=True)
 class _Task:
-    """How a problem is decided on: decisions, sharder, model for any problem, and seconds."""
+    """Decisions on a problem that are left, and its search.
+
+    model: for any problem.
+    budget: its seconds are for all that is left.
+    heard: is called with each outcome of the first decision.
+    """
 
     decisions: Sequence[Decision]
     search: Sharder
     model: CostModel
-    seconds: float | None
-    depth: int = 0
-
-
-@dataclass(frozen=True)
-class _Driver:
     seed: int
     budget: Budget | None
     heard: Callable[[Outcome], None]
 
-    def found(self, problem: Problem, task: _Task) -> Found:
-        return self._decided(problem, task) if task.decisions else self._searched(problem, task)
-
-    def _searched(self, problem: Problem, task: _Task) -> Found:
-        model = task.model.for_problem(problem)
+    def found(self, problem: Problem) -> Found:
+        if self.decisions:
+            return _chosen(self.decisions[0], self._outcomes(self.decisions[0], problem))
+        model = self.model.for_problem(problem)
         problem.require_setting(model.setting)
-        budget = self.budget and replace(self.budget, seconds=task.seconds)
-        plan = task.search(problem, model, seed=self.seed, budget=budget)
+        plan = self.search(problem, model, seed=self.seed, budget=self.budget)
         return Found(problem=problem, plan=plan, ms=plan.provenance["predicted_ms"],
                      evals=plan.provenance.get("evals", 0))
 
-    def _decided(self, problem: Problem, task: _Task) -> Found:
-        decision, *rest = task.decisions
-        began, outcomes = progress.clock(), []
-        steps = decision.proposals(problem, task.model, task.seconds)
+    def _outcomes(self, decision: Decision, problem: Problem) -> list[Outcome]:
+        """What came of each proposal."""
+        outcomes: list[Outcome] = []
+        seconds, began = self.budget and self.budget.seconds, progress.clock()
+        steps = decision.proposals(problem, self.model, seconds)
         proposal = next(steps, None)
         while proposal is not None:
-            left = task.seconds and task.seconds - (progress.clock() - began)
-            late = left is not None and left <= 0 and not decision.searches_all
-            if late and any(outcome.found for outcome in outcomes):
-                outcome = Outcome(proposal=proposal, found=None, error=Infeasible("no time was left for it"))
-            else:
-                share = None if left is None else max(left, _LEAST_S) / (1 + proposal.more)
-                outcome = self._outcome(decision, proposal, replace(
-                    task, decisions=rest, search=proposal.search or task.search, seconds=share,
-                    model=proposal.model or task.model, depth=task.depth + 1))
+            budget, late = self.budget, False
+            if seconds is not None:
+                left = seconds - (progress.clock() - began)
+                budget = replace(budget, seconds=max(left, _LEAST_S) / (1 + proposal.more))
+                late = left <= 0 and not decision.searches_all and any(x.found for x in outcomes)
+            outcome = (Outcome(proposal=proposal, found=None, error=Infeasible("no time was left for it"))
+                       if late else self._outcome(decision, proposal, budget))
             outcomes.append(outcome)
-            if task.depth == 0:
-                self.heard(outcome)
+            self.heard(outcome)
             try:
                 proposal = steps.send(outcome)
             except StopIteration:
                 break
-        return _chosen(decision, outcomes)
+        return outcomes
 
-    def _outcome(self, decision: Decision, proposal: Proposal, task: _Task) -> Outcome:
+    def _outcome(self, decision: Decision, proposal: Proposal, budget: Budget | None) -> Outcome:
+        task = _Task(self.decisions[1:], proposal.search or self.search, proposal.model or self.model,
+                     self.seed, budget, lambda outcome: None)
         began, found, error = progress.clock(), None, proposal.refused
         with progress.part(proposal.words):
             # That a proposal has no plan is an answer: others may have one.
             try:
-                found = None if proposal.problem is None else self.found(proposal.problem, task)
+                found = None if proposal.problem is None else task.found(proposal.problem)
             except ShardCoreError as refused:
                 error = refused
             found = decision.adopt(proposal, found, task.model)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardcore import progress
+from shardcore import files, progress
 from shardcore.access_statistics import Zipf
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
@@ -131,6 +131,23 @@ def test_the_same_seed_gives_the_same_plan():
     assert found(problem(), Groups()).plan == found(problem(), Groups()).plan
 
 
+@pytest.mark.parametrize("make", [
+    lambda of: Groups("8"), lambda of: HotRows(), lambda of: Tiers(),
+    lambda of: OnTowers(Towers(2.0, (("t6", "t7"),))),
+    lambda of: Start(SHARDERS["random"](of, MODEL), of, algorithm="anneal")],
+    ids=["groups", "hot rows", "tiers", "towers", "start"])
+def test_every_decision_gives_a_plan_of_its_problem_at_its_cost_and_a_ledger_that_files_keep(make, tmp_path):
+    asked = problem(sequences=2)
+    best = found(asked, make(asked))
+    own = as_planned(best.plan, best.problem)
+    assert price(lower(best.plan, own), MODEL.for_problem(own)).total_ms == pytest.approx(best.ms)
+    assert best.ms == min(x.ms for x in best.outcomes) and best.chosen in [x.proposal for x in best.outcomes]
+    files.write_plan(tmp_path / "plan.json", best.plan, best.problem)
+    read = files.read_plan(tmp_path / "plan.json", best.problem)
+    assert read == best.plan and ledger_of(read.provenance) == best.ledger
+    assert best.ledger.best.ms == best.ms and best.evals >= best.ledger.best.evals > 0
+
+
 # --- decisions within decisions -----------------------------------------------------------------------------
 
 
@@ -198,7 +215,7 @@ def test_what_cannot_be_combined_is_refused_before_any_search(decisions, why):
 
 def test_hot_rows_are_taken_out_of_a_plan_and_cold_ones_stay():
     asked = problem(sequences=3)
-    old = SHARDERS["anneal_columns"](asked, MODEL, budget=EVALS)
+    old = SHARDERS["random"](asked, MODEL)
     best = found(asked, HotRows(), Start(old, asked, algorithm="anneal_columns", config=ReplanConfig(0)))
     assert best.problem != asked
     was = {p.shard.table.name: p.devices for p in old.placements}
