@@ -18,6 +18,8 @@ from shardcore.types import Problem
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MOST_ENTRIES = 30
+"""Of a decision's proposals that are shown, besides the best."""
 _MORE_GIB = (1, 2, 4, 8, 16, 32, 64)
 """Of device memory, all devices together."""
 
@@ -29,14 +31,16 @@ def ledger_text(ledger: Ledger | None) -> str:
     """All that was proposed, and why the best one won; then the same within it. "": nothing was decided."""
     if ledger is None:
         return ""
-    chosen = ledger.best
-    names = dict.fromkeys(name for entry in ledger.entries for name in entry.facts)
-    rows = [(entry.proposed + " (best)" * (entry is chosen and len(ledger.entries) > 1),
+    chosen, entries = ledger.best, ledger.entries
+    names = dict.fromkeys(name for entry in entries for name in entry.facts)
+    shown = [x for i, x in enumerate(entries) if i < MOST_ENTRIES or x is chosen]
+    rows = [(entry.proposed + " (best)" * (entry is chosen and len(entries) > 1),
              *(_cell(entry.facts.get(name)) for name in names), _cell(entry.ms), f"{entry.seconds:.1f}",
-             f"{entry.evals:,}", entry.why) for entry in ledger.entries]
+             f"{entry.evals:,}", entry.why) for entry in shown]
     table = text_table((ledger.decision, *names, "total ms", "s", "evaluations", "why not"), rows)
-    because = f"\n{ledger.chosen}: {ledger.because}" * (len(ledger.entries) > 1)
-    return f"{table}{because}\n\n{ledger_text(chosen.within)}".rstrip("\n")
+    more = f"\n{len(entries) - len(shown)} more are in the plan's provenance" * (len(entries) > len(shown))
+    because = f"\n{ledger.chosen}: {ledger.because}" * (len(entries) > 1)
+    return f"{table}{more}{because}\n\n{ledger_text(chosen.within)}".rstrip("\n")
 
 
 def has_choice(ledger: Ledger | None) -> bool:
