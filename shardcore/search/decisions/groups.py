@@ -7,7 +7,8 @@ of the whole job then takes
 
 A synchronisation is one all-reduce of weights and one of optimizer state, among the replicas of each device.
 By a ring, 2 (R - 1) / R of the bytes leave and enter each device. The cost model prices it, by the topology's
-links or as it measured all-reduces. All devices wait for the last.
+links or as it measured all-reduces. Rows in host memory cross the link to their device and back, too. All
+devices wait for the last.
 
 All groups communicate at once. Where devices of a host share its link, and the topology states no bandwidths,
 this is too cheap: a price has one group's bytes on it.
@@ -26,8 +27,8 @@ import numpy as np
 
 from shardcore.cost.model import CostModel, price
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.layouts import CHANNELS, Channel
-from shardcore.memory import held_bytes, used_bytes
+from shardcore.layouts import CHANNELS, Channel, shards_on
+from shardcore.memory import held_bytes, host_bytes, used_bytes
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.sharders import SHARDERS
 from shardcore.sharding_groups import (
@@ -184,8 +185,17 @@ def cost_of(grouped: GroupedPlan, problem: Problem, model: CostModel) -> Grouped
             dense = max(0.0, of_all - of_group)
         # All devices average their weights, then their state. Each waits for the last.
         sync = sum(max((_comm_ms(part, model) for part in parts), default=0.0)
-                   for parts in synchronisation(grouped, problem))
+                   for parts in synchronisation(grouped, problem)) + _host_rows_ms(grouped)
     return GroupedCost(step, dense, sync, grouping.sync_every)
+
+
+def _host_rows_ms(grouped: GroupedPlan) -> float:
+    """ms in which rows in host memory cross the link to devices and back. A law, as for cache misses."""
+    n_bytes = [0] * len(grouped.problem.topology)
+    for placement in grouped.plan.placements:
+        for device, shard in shards_on(placement):
+            n_bytes[device] += host_bytes(shard, grouped.problem)
+    return 2 * max(n_bytes) / grouped.problem.topology.host_memory_gbps / 1e6 if any(n_bytes) else 0.0
 
 
 def synchronisation(grouped: GroupedPlan, problem: Problem) -> tuple[list[Workload], list[Workload]]:

@@ -1,6 +1,8 @@
 """The choice of sharding groups, under links and a model whose costs can be worked out by hand."""
 
 
+from dataclasses import replace
+
 import pytest
 from shapes import column, replica
 
@@ -98,6 +100,18 @@ def test_gradients_of_replicated_tables_travel_among_all_groups():
     far, near = 2 * first.bytes * 7 / 8 / (FAR * 1e6), 2 * first.bytes * 3 / 4 / (NEAR * 1e6)
     assert cost.dense_gradients_ms == pytest.approx(far - near)
     assert cost.step_ms == cost.step.total_ms + cost.dense_gradients_ms
+
+
+def test_rows_in_host_memory_cross_their_link_twice_to_be_averaged():
+    given = problem()
+    given = replace(given, topology=replace(given.topology, host_memory_bytes=1 << 34, host_memory_gbps=25.0))
+    hosted = replace(given, tables=(replace(given.tables[0], load_factor=0.5), *given.tables[1:]))
+    grouping, costs = Grouping(4, "contiguous"), []
+    for of in (given, hosted):
+        own = problem_of_group(of, grouping)
+        plan = Plan(tuple(column(t, i % 4) for i, t in enumerate(own.tables)))
+        costs.append(cost_of(GroupedPlan(grouping, plan, own), of, model_of(of).for_problem(own)).sync_ms)
+    assert costs[1] - costs[0] == pytest.approx(2 * given.tables[0].bytes / 25e6)
 
 
 def test_any_sharder_searches_groups_and_the_same_seed_finds_the_same():
