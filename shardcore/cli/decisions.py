@@ -1,4 +1,4 @@
-"""Options of `plan` for decisions before the search, and what is said of them.
+"""Options of `plan` for decisions before the search, and texts on them.
 
 The commands hot-rows, tiers and provision are short forms of `plan` with these options.
 """
@@ -150,24 +150,28 @@ def _start(args: argparse.Namespace, problem: Problem) -> Start:
     return Start(old, before, tuple(args.without or ()), args.algorithm, config, group)
 
 
-def start_text(start: Start, found: Found, asked: Problem, model: CostModel, path: Path) -> str:
-    """What the new plan changes in the old one, for people."""
+def start_text(args: argparse.Namespace, found: Found, decisions: Sequence[Decision], asked: Problem,
+               model: CostModel) -> str:
+    """Changes of the new plan to the old one, for people. "": there was none."""
     from shardcore.cost.model import price
     from shardcore.report import plan_report
     from shardcore.search.decisions.tower_plans import as_planned
     from shardcore.workload import lower
 
+    start = next((x for x in decisions if x.name == "plan to start from"), None)
+    if start is None:
+        return ""
     if "moved" not in found.plan.provenance:
         return ", afresh: groups are others"
     moved = start.moved(found.plan, as_planned(found.plan, found.problem))
     # A plan of another problem has no cost in this one.
     cost = (f", which cost {price(lower(start.old, asked, fits=False), model).total_ms:.3f} ms"
             if start.before == asked == found.problem else "")
-    return f", starting from {path}{cost}; {plan_report.replan_text(moved, start.config)}"
+    return f", starting from {args.start}{cost}; {plan_report.replan_text(moved, start.config)}"
 
 
 def texts(decisions: Sequence[Decision], found: Found, asked: Problem) -> Iterator[str]:
-    """What was decided, for people: a text each, and "" where there is nothing to say."""
+    """Texts on what was decided, for people. Some may be empty."""
     from shardcore.report import decisions_report, plan_report
     from shardcore.search.decisions.hot_rows import HotRows
     from shardcore.search.decisions.provision import Provision
@@ -187,7 +191,7 @@ def texts(decisions: Sequence[Decision], found: Found, asked: Problem) -> Iterat
 
 
 def extrapolated(found: Found, model: CostModel) -> list[str]:
-    """What is extrapolated in the price of a plan. model: for its problem."""
+    """Sentences on what is extrapolated in the price of a plan. model: for its problem."""
     from shardcore.cli import grouped
     from shardcore.cost import mixed
     from shardcore.search.decisions.groups import FoundGroups

@@ -1,4 +1,4 @@
-"""What `price` and `export` of plans of groups do."""
+"""Price and export plans of groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def price(grouped: GroupedPlan, problem: Problem, model: CostModel) -> dict[str, Any]:
-    """What a step costs, as JSON. The parts and the memory are those of one group.
+    """The cost of a step, as JSON. The parts and the memory are those of one group.
 
     model: for the problem of a group.
     """
@@ -28,7 +28,7 @@ def price(grouped: GroupedPlan, problem: Problem, model: CostModel) -> dict[str,
 
 
 def extrapolated(grouped: GroupedPlan, problem: Problem, model: CostModel) -> list[str]:
-    """As mixed.out_of_range, of a step of one group and of synchronising the replicas.
+    """Sentences of mixed.out_of_range on a step of one group and of synchronising the replicas.
 
     model: for the problem of a group.
     """

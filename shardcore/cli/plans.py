@@ -24,7 +24,7 @@ from shardcore.types import Plan, Problem
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
     from shardcore.search.budget import Budget
-    from shardcore.search.decisions.driver import Found, Outcome
+    from shardcore.search.decisions.driver import Decision, Found, Outcome
 
 _MODEL = ("folder of a trained model; where weights of tables differ in precision, give the option for each "
           "precision")
@@ -81,12 +81,10 @@ def plan_arguments(**given: Any) -> argparse.Namespace:
 def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda outcome: None) -> Found:
     """Search a plan. heard: is called with each outcome of the outermost decision."""
     from shardcore import files
-    from shardcore.cost import known_errors, mixed
+    from shardcore.cost import mixed
     from shardcore.cost.model import at_confidence
-    from shardcore.report import decisions_report
     from shardcore.search import DEFAULT_SHARDER, known, sharder
     from shardcore.search.decisions.driver import decide
-    from shardcore.search.decisions.groups import FoundGroups
     from shardcore.search.learned.policy import read_policy
 
     policy = read_policy(args.policy) if args.policy else None
@@ -102,10 +100,9 @@ def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda out
         if decision.changes and args.out and not args.out_problem:
             raise ShardCoreError(f"--out {args.out} needs --out-problem, the problem with the "
                                  f"{decision.changes} that it is a plan of")
-    # Searches use the cautious model. The range check below needs the plain one.
     folders = args.model or [args.offers.parent / decisions[0].offers[0].model]
-    cautious = at_confidence(mixed.load(folders), args.confidence)
-    began, several = clock(), []
+    # Searches use the cautious model. The check of ranges needs the plain one.
+    loaded, began, several = mixed.load(folders), clock(), []
     with shown() as line:
         def hear(outcome: Outcome) -> None:
             several.append(outcome)
@@ -114,34 +111,45 @@ def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda out
             heard(outcome)
 
         report(args.algorithm)
-        found = decide(problem, cautious, decisions, search, seed=args.seed, budget=_budget(args), heard=hear)
+        found = decide(problem, at_confidence(loaded, args.confidence), decisions, search, seed=args.seed,
+                       budget=_budget(args), heard=hear)
         seconds = clock() - began
         if args.offers:
             folders = [args.offers.parent / found.chosen.offer.model]
-        made = _provenance(args, folders)
-        made_plan = Plan(found.plan.placements, {**found.plan.provenance, **made})
-        found = dataclasses.replace(found, plan=made_plan)
+            loaded = mixed.load(folders)
+        provenance = {**found.plan.provenance, **_provenance(args, folders)}
+        found = dataclasses.replace(found, plan=Plan(found.plan.placements, provenance))
         report(f"writing {args.out}", found.ms)
         deciding.write(args, found)
-    model = mixed.load(folders).for_problem(found.problem)
-    grouped_plan = isinstance(found, FoundGroups)
+    _say_planned(args, found, decisions, problem, loaded.for_problem(found.problem), seconds)
+    return found
+
+
+def _say_planned(args: argparse.Namespace, found: Found, decisions: Sequence[Decision], asked: Problem,
+                 model: CostModel, seconds: float) -> None:
+    """Print the plan's cost, and all that was decided. asked: the problem before that."""
+    from shardcore.cost import known_errors
+    from shardcore.cost.model import at_confidence
+    from shardcore.report import decisions_report
+    from shardcore.search.decisions.groups import FoundGroups
+
+    of_groups, cautious = isinstance(found, FoundGroups), at_confidence(model, args.confidence)
     if (found.ledger and args.explain) or decisions_report.has_choice(found.ledger):
         print(f"{decisions_report.ledger_text(found.ledger)}\n")
     sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
-    by = found.plan.provenance["algorithm"] if grouped_plan else args.algorithm
-    started = next((deciding.start_text(x, found, problem, model, args.start) for x in decisions
-                    if x.name == "plan to start from"), "")
-    print(f"{args.out or args.out_problem or args.problem}: {f'{found.words}: ' if grouped_plan else ''}"
-          f"{found.ms:.3f} ms predicted{sure}, found in {seconds:.2f} s by {by}{started}")
-    print(f"under {known_errors.label(model)}, model {made['model_digest'][:8]}")
-    for text in filter(None, deciding.texts(decisions, found, problem)):
+    by = found.plan.provenance["algorithm"] if of_groups else args.algorithm
+    print(f"{args.out or args.out_problem or args.problem}: {f'{found.words}: ' if of_groups else ''}"
+          f"{found.ms:.3f} ms predicted{sure}, found in {seconds:.2f} s by {by}"
+          f"{deciding.start_text(args, found, decisions, asked, cautious)}")
+    print(f"under {known_errors.label(model)}, model {found.plan.provenance['model_digest'][:8]}")
+    for text in filter(None, deciding.texts(decisions, found, asked)):
         print(f"\n{text}")
     if args.explain:
-        print("\nThe plan of one group:" * grouped_plan)
-        _say_explained(found.plan, found.problem, at_confidence(model, args.confidence), _budget(args))
+        if of_groups:
+            print("\nThe plan of one group:")
+        _say_explained(found.plan, found.problem, cautious, _budget(args))
     # Warnings go to standard error, so that standard output stays readable by programs.
     _say_extrapolated(deciding.extrapolated(found, model))
-    return found
 
 
 def _provenance(args: argparse.Namespace, folders: Sequence[Path]) -> dict[str, Any]:
@@ -222,7 +230,8 @@ def price(args: argparse.Namespace) -> None:
     if args.explain:
         if decided := decisions_report.ledger_text(ledger_of(found.provenance)):
             print(f"\n{decided}")
-        print("\nThe plan of one group:" * bool(of_groups))
+        if of_groups:
+            print("\nThe plan of one group:")
         _say_explained(found, own, cautious, None)
     _say_extrapolated(beyond)
 

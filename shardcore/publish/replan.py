@@ -154,7 +154,7 @@ class Start(Decision):
         return without_devices(as_cold(self.old, problem), self.before, problem, sorted({*self.gone}))
 
     def moved(self, plan: Plan, problem: Problem) -> Diff:
-        """What moves from the old plan to a new one."""
+        """The moves from the old plan to a new one."""
         was, of = self.numbered(problem)
         return diff(was, plan, problem, forced_moves(was, of))
 

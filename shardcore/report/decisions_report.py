@@ -1,4 +1,4 @@
-"""Decisions before a search in words: their ledger, and what each means for the tables."""
+"""Decisions before a search in words: their ledger, and tables of each."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_ENTRIES = 30
-"""Of a decision's proposals that are shown, besides the best."""
+"""The most proposals of a decision that are shown, without the best."""
 _MORE_GIB = (1, 2, 4, 8, 16, 32, 64)
-"""Of device memory, all devices together."""
+"""GiB of device memory, all devices together."""
 
 
 # --- the ledger --------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def ledger_text(ledger: Ledger | None) -> str:
 
 
 def has_choice(ledger: Ledger | None) -> bool:
-    """Whether there was more than one proposal, here or within the best."""
+    """Tell if there was more than one proposal, here or within the best."""
     return ledger is not None and (len(ledger.entries) > 1 or has_choice(ledger.best.within))
 
 
@@ -71,7 +71,7 @@ def hot_rows_table(before: Problem, problem: Problem) -> str:
 
 
 def drift_table(found: Sequence[HotDrift]) -> str:
-    """How hot the hot rows of each table still are, and what other hot ids would save and move."""
+    """A table of how hot the hot rows still are, and of what other hot ids would save and move."""
     rows = [(x.table, f"{x.rows:,}", f"{x.still_hot:.0%}", f"{x.planned_share:.1%}", f"{x.share:.1%}",
              f"{x.best_share:.1%}", f"{x.entering:,}", f"{x.saved_bytes / 1e6:,.3f}", gib(x.moved_bytes))
             for x in found]

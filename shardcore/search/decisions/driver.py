@@ -1,6 +1,6 @@
 """One driver of all decisions that are made before a search.
 
-A decision proposes problems. The driver has each searched, and tells the decision what came of it:
+A decision proposes problems. The driver has each searched, and gives the decision the outcome:
 
     found = decide(problem, model, [Groups(sync_every=500), Tiers()], SHARDERS["portfolio"],
                    budget=Budget(seconds=60))
@@ -30,7 +30,7 @@ from shardcore.search.sharders import Sharder
 from shardcore.types import Plan, Problem
 
 _LEAST_S = 1e-3
-"""Of a search that begins when the time is up. It still gives a plan."""
+"""Seconds of a search that begins when the time is up. It still gives a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a proposal. found: None: there is no plan, by the error."""
+    """The plan that was found for a proposal, or the error that says why there is none."""
 
     proposal: Any
     found: Found | None
@@ -92,7 +92,7 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        """What came of it, for people."""
+        """The outcome for people."""
         return f"{self.proposal.words}: " + (f"{self.ms:.3f} ms" if self.found else "no plan")
 
 
@@ -124,7 +124,7 @@ class Decision:
         raise NotImplementedError
 
     def adopt(self, proposal: Any, found: Found | None, model: CostModel) -> Found | None:
-        """What was found for a proposal, as the decision makes use of it. None: there is no plan."""
+        """Make of a found plan what it is to the decision. None: there is no plan."""
         return found
 
     def best(self, outcomes: Sequence[Outcome]) -> Outcome:
@@ -132,11 +132,11 @@ class Decision:
         return min(outcomes, key=lambda outcome: outcome.ms)
 
     def because(self, outcomes: Sequence[Outcome]) -> str:
-        """Why it wins."""
+        """The reason that it wins."""
         return f"least ms of {sum(outcome.found is not None for outcome in outcomes)} with a plan"
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
-        """What is known of an outcome, for the ledger: numbers and texts by name."""
+        """Numbers and texts on an outcome by name, for the ledger."""
         return {}
 
 
@@ -193,7 +193,7 @@ class _Task:
                      evals=plan.provenance.get("evals", 0))
 
     def _outcomes(self, decision: Decision, problem: Problem) -> list[Outcome]:
-        """What came of each proposal."""
+        """The outcome of each proposal."""
         outcomes: list[Outcome] = []
         seconds, began = self.budget and self.budget.seconds, progress.clock()
         steps = decision.proposals(problem, self.model, seconds)
@@ -230,14 +230,14 @@ class _Task:
 
 
 def _chosen(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
-    """What the decision chooses, with its ledger. Raises ShardCoreError if no proposal has a plan."""
+    """The choice of a decision, with its ledger. Raises ShardCoreError if no proposal has a plan."""
     if not any(outcome.found for outcome in outcomes):
         first = outcomes[0]
         if len(outcomes) == 1:
             raise first.error
         kind = Infeasible if all(isinstance(x.error, Infeasible) for x in outcomes) else type(first.error)
-        raise kind(f"none of {len(outcomes)} {decision.name} has a plan; {first.proposal.words}: "
-                   f"{first.error}")
+        raise kind(f"none of {len(outcomes)} proposals of {decision.name} has a plan; "
+                   f"{first.proposal.words}: {first.error}")
     best = decision.best(outcomes)
     entries = tuple(Entry(outcome.proposal.words, outcome.found.ms if outcome.found else None,
                           round(outcome.seconds, 3), outcome.found.evals if outcome.found else 0,

@@ -59,7 +59,7 @@ is weighed against that of the sharder.
 
 @dataclass(frozen=True)
 class GroupedCost:
-    """What a step in groups costs.
+    """The cost of a step in groups.
 
     step: of one group.
     dense_gradients_ms: that gradients of replicated tables take longer among all devices than in a group.
@@ -119,7 +119,7 @@ class FoundGroups(Found):
 
 @dataclass(frozen=True)
 class Groups(Decision):
-    """Which groups to train in.
+    """Choose the groups to train in.
 
     size: "auto" for every size that divides the devices, or one of them.
     sync_every: steps from one synchronisation of the replicas to the next.
@@ -172,7 +172,7 @@ class Groups(Decision):
 
 
 def cost_of(grouped: GroupedPlan, problem: Problem, model: CostModel) -> GroupedCost:
-    """What a step of a grouped plan costs.
+    """The cost of a step of a grouped plan.
 
     problem: the whole. model: for the problem of a group.
     """

@@ -33,7 +33,7 @@ class Threshold(Proposal):
 
 
 class HotRows(Decision):
-    """How many rows of sequence tables to have on every device."""
+    """Choose the number of hot rows of sequence tables, which are on every device."""
 
     name: ClassVar[str] = "hot rows"
     level: ClassVar[int] = 2

@@ -27,7 +27,7 @@ from shardcore.topology import LINKS, Device, Topology, default_reserve
 from shardcore.types import Plan, Problem
 
 MOST_PRICE = 1e9
-"""Of an hour, in any currency; and watts."""
+"""The highest price of an hour, in any currency, and the most watts."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Target:
-    """What a cluster has to reach. One of them.
+    """The aim of a cluster. One of these.
 
     step_ms: of a step, at most.
     samples_per_s: at least.
@@ -130,7 +130,7 @@ class Cluster(Proposal):
 
 @dataclass(frozen=True)
 class Offers:
-    """What a file of offers holds."""
+    """The content of a file of offers."""
 
     offers: tuple[Offer, ...]
 
@@ -172,7 +172,7 @@ def clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:
 
 @dataclass(frozen=True)
 class Provision(Decision):
-    """Which cluster to rent or buy.
+    """Choose the cluster to rent or buy.
 
     models: by the offers' `model`.
     """

@@ -30,11 +30,11 @@ from shardcore.search.shards import priced
 from shardcore.types import Plan, Problem, Shard
 
 SHARES = (1.0, 0.97, 0.9, 0.75, 0.5)
-"""Of the memory for rows, what is shared out before the search."""
+"""Shares of the memory for rows that are given to tables before the search."""
 
 
 class Tiers(Decision):
-    """Which rows of tables lie in device memory, and which in that of hosts."""
+    """Choose the rows of tables that lie in device memory, and those in that of hosts."""
 
     name: ClassVar[str] = "memory tiers"
     level: ClassVar[int] = 3

@@ -52,7 +52,7 @@ def as_planned(plan: Plan, problem: Problem) -> Problem:
 
 
 def _everywhere(table: Table, problem: Problem) -> bool:
-    """Whether a table is no tower's: a sequence of a kind that is on all devices, as hot rows are."""
+    """Tell if a table is no tower's: a sequence of a kind that is on all devices, as hot rows are."""
     return table.sequence and on_all_devices(table, problem)
 
 
@@ -73,7 +73,7 @@ class TowerTraffic:
 
 
 def tower_traffic(plan: Plan, problem: Problem) -> TowerTraffic | None:
-    """What towers change for a plan. None for a problem without towers."""
+    """Bytes of a plan with towers and without. None for a problem without towers."""
     if problem.job.tower_ratio is None:
         return None
     plain = replace(problem, job=replace(problem.job, tower_ratio=None))

@@ -64,7 +64,7 @@ class TowerConfig:
 
 @dataclass(frozen=True)
 class TowerHosts:
-    """Where towers are.
+    """Hosts of towers.
 
     problem: the problem with each table pinned to its host, and with the ratio in its job.
     host_of: the host of each table.
@@ -88,7 +88,7 @@ class OnHosts(Proposal):
 
 @dataclass(frozen=True)
 class OnTowers(Decision):
-    """Which host each tower is on. A plan with towers is one of the problem without them.
+    """Choose the host of each tower. A plan with towers is one of the problem without them.
 
     start: a plan that the search improves. Its tables may stay on their hosts.
     moves: whether they may also leave these.
@@ -290,7 +290,7 @@ class Division:
         return min(found, key=self.cost)
 
     def cost(self, host: np.ndarray) -> float:
-        """What the search minimises: the aims of the module, weighted."""
+        """The sum that the search minimises: the aims of the module, weighted."""
         hosts = np.arange(len(self.share))
         return float(self._penalty(self._totals(host), hosts).sum() - self._share_inside(host))
 

@@ -44,7 +44,7 @@ def test_no_more_memory_than_there_is():
 
     needed = max(used(problem()))
     assert max(used(problem(int(0.9 * needed)))) <= 0.9 * needed
-    with pytest.raises(Infeasible, match="none of 2 hot rows has a plan; no hot rows: "):
+    with pytest.raises(Infeasible, match="none of 2 proposals of hot rows has a plan; no hot rows: "):
         found(problem(1 << 20))
 
 

@@ -94,10 +94,10 @@ def test_what_no_proposal_can_is_one_error_that_names_the_first():
     with pytest.raises(Infeasible, match="^problem 'p' does not fit"):
         found(problem(), Memories(1))
     small = replace(problem(), topology=replace(problem().topology, devices=(Device(MIB),) * 8))
-    with pytest.raises(Infeasible, match="none of 6 sharding groups has a plan; all 8 devices as one"):
+    with pytest.raises(Infeasible, match="none of 6 proposals of .* has a plan; all 8 devices as one"):
         found(small, Groups())
     other = replace(problem(), optimizer="adam")
-    with pytest.raises(SettingMismatch, match="none of 6 sharding groups has a plan; all 8 devices .* adam"):
+    with pytest.raises(SettingMismatch, match="none of 6 proposals of .*; all 8 devices .* adam"):
         found(other, Groups())
 
 

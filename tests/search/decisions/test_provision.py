@@ -103,7 +103,7 @@ def test_equally_cheap_clusters_rank_by_power_then_by_speed():
 def test_a_cluster_without_room_says_why_and_a_target_out_of_reach_names_the_nearest():
     tight = replace(SMALL, memory_bytes=20 << 20)
     heard = []
-    with pytest.raises(Infeasible, match="none of 2 clusters has a plan; 1 x 'small': "):
+    with pytest.raises(Infeasible, match="none of 2 proposals of clusters has a plan; 1 x 'small': "):
         decide(PROBLEM, MODELS["m"], [Provision([replace(tight, most_hosts=2)], MODELS, ANY)],
                SHARDERS["size_greedy"], heard=heard.append)
     assert len(heard) == 2 and "MiB" in str(heard[0].error) and heard[0].ms == float("inf")
