@@ -86,7 +86,7 @@ class GroupedCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division(Proposal):
+class InGroups(Proposal):
     """A way to divide the devices of a problem."""
 
     whole: Problem
@@ -132,7 +132,7 @@ class Groups(Decision):
     level: ClassVar[int] = 1
 
     def proposals(self, problem: Problem, model: CostModel,
-                  seconds: float | None) -> Generator[Division, Outcome, None]:
+                  seconds: float | None) -> Generator[InGroups, Outcome, None]:
         """Every size in both layouts, the largest first. All devices as one group are the plain problem."""
         ways = groupings(problem, self.sync_every, require_size(self.size, problem))
         for i, grouping in enumerate(ways):
@@ -141,10 +141,10 @@ class Groups(Decision):
                 own = problem_of_group(problem, grouping)
             except ShardCoreError as error:
                 refused = error
-            yield Division(words=words(grouping, problem), problem=own, refused=refused,
+            yield InGroups(words=words(grouping, problem), problem=own, refused=refused,
                            more=len(ways) - 1 - i, whole=problem, grouping=grouping)
 
-    def adopt(self, proposal: Division, found: Found | None, model: CostModel) -> FoundGroups | None:
+    def adopt(self, proposal: InGroups, found: Found | None, model: CostModel) -> FoundGroups | None:
         """Count the synchronisation. A plan that deals bytes evenly is kept where it is cheaper in all."""
         if found is None:
             return None
