@@ -79,7 +79,7 @@ def _write_comparison(args: argparse.Namespace, old: Plan, new: Plan, problem: P
     from shardcore.report import plan_page
     from shardcore.report.plan_explorer import Version
     from shardcore.search.anneal.reshard import rebind_tables
-    from shardcore.search.tower_hosts import as_planned
+    from shardcore.search.decisions.tower_plans import as_planned
     from shardcore.workload import lower
 
     model = load_model(args.model).for_problem(problem)

@@ -22,8 +22,8 @@ from shardcore.memory import DeviceMemory, by_part, held_bytes
 from shardcore.search import compare
 from shardcore.search.bound import Bound, bound
 from shardcore.search.budget import Budget
+from shardcore.search.decisions.tower_plans import TowerTraffic, tower_traffic
 from shardcore.search.sharders import BASELINES, SHARDERS, SPACE_OF
-from shardcore.search.tower_hosts import TowerTraffic, tower_traffic
 from shardcore.step_cost import StepCost
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem

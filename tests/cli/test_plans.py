@@ -30,7 +30,7 @@ def test_plan_improves_a_plan_that_there_is(stored, model, capsys):
     assert (files.read_plan(new, files.read_problem(problem)).provenance["predicted_ms"]
             < before.provenance["predicted_ms"])
     assert (main([*again, "--algorithm", "neuroshard"]) == 1
-            and "--start is for --algorithm portfolio" in capsys.readouterr().err)
+            and "a plan to start from is for algorithm portfolio" in capsys.readouterr().err)
     assert (main([*again[:-2], "--max-moved-gib", "1"]) == 1
             and "--max-moved-gib 1.0 needs --start" in capsys.readouterr().err)
 
@@ -113,7 +113,7 @@ def test_a_file_that_is_read_is_not_written_over(stored, model, capsys):
     ("replay plan.json other.json --problem problem.json --out other.json",
      "--out other.json is the plans that"),
     ("plan problem.json --model m --start plan.json --start-problem other.json --out other.json",
-     "--out other.json is the start_problem that"),
+     "--out other.json is the start-problem that"),
     ("plan problem.json --model m --start plan.json --out plan.json", "--out plan.json is the start that"),
     ("diff plan.json other.json --page other.json", "--page other.json is the new that"),
     ("hot-rows problem.json --model m --out hot.json --plan problem.json",

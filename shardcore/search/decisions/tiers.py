@@ -1,16 +1,16 @@
-"""Plans for problems that do not fit in device memory: load factors of tables, then places.
+"""Memory tiers: load factors of tables, for problems that do not fit in device memory.
 
 Less of the memory is shared out at first than there is, which leaves searches room to even out devices. What
-is then left on each device goes to its own tables.
+is then left on each device goes to its own tables (see shardcore/memory_tiers.py for the law).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
 
-from shardcore import progress
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
 from shardcore.layouts import WHOLE_ROWS
@@ -20,54 +20,56 @@ from shardcore.memory_tiers import (
     decide,
     in_device_memory,
     tier_bytes,
+    tiers_of,
     water_filled,
     with_load_factors,
 )
-from shardcore.search.budget import Budget
-from shardcore.search.sharders import Sharder
+from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
+from shardcore.search.decisions.tower_plans import as_planned
 from shardcore.search.shards import priced
-from shardcore.search.tried import Tried, searched
 from shardcore.types import Plan, Problem, Shard
 
 SHARES = (1.0, 0.97, 0.9, 0.75, 0.5)
-"""Of the memory for rows, what is shared out before the search."""
+"""Shares of the memory for rows that are given to tables before the search."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Share(Tried):
-    """A share of the memory, and what it gives: a problem with load factors.
+class Tiers(Decision):
+    """Choose the rows of tables that lie in device memory, and those in that of hosts."""
 
-    share: one of SHARES.
-    """
+    name: ClassVar[str] = "memory tiers"
+    level: ClassVar[int] = 3
+    changes: ClassVar[str] = "load factors"
 
-    share: float
+    def proposals(self, problem: Problem, model: CostModel,
+                  seconds: float | None) -> Generator[Proposal, Outcome, None]:
+        """A problem with load factors for each of SHARES. Equal ones are proposed once.
 
+        Raises Infeasible and ShardCoreError as `memory_tiers.decide` does.
+        """
+        different: dict[Problem, float] = {}
+        for_rows = tier_bytes(in_device_memory(problem))
+        for share in SHARES:
+            try:
+                different.setdefault(decide(problem, (share - 1) * for_rows).problem, share)
+            except Infeasible:
+                if not different:
+                    raise
+                break
+        for i, (own, share) in enumerate(different.items()):
+            yield Proposal(words=f"{share:.0%} of the memory for rows shared out first", problem=own,
+                           more=len(different) - 1 - i)
 
-def try_shares(problem: Problem, model: CostModel, sharder: Sharder, seed: int = 0,
-               budget: Budget | None = None,
-               say: Callable[[Share], None] = lambda tried: None) -> list[Share]:
-    """A plan for each of SHARES. Those for which load factors do not change are left out.
+    def adopt(self, proposal: Proposal, found: Found | None, model: CostModel) -> Found | None:
+        if found is None:
+            return None
+        own, plan = filled(found.plan, as_planned(found.plan, found.problem), model)
+        return replace(found, problem=replace(found.problem, tables=own.tables), plan=plan,
+                       ms=plan.provenance["predicted_ms"])
 
-    Raises Infeasible and ShardCoreError as `memory_tiers.decide` does.
-    """
-    found: list[Share] = []
-    for_rows = tier_bytes(in_device_memory(problem))
-    for share in SHARES:
-        try:
-            own = decide(problem, (share - 1) * for_rows).problem
-        except Infeasible:
-            if not found:
-                raise
-            break
-        if any(own == tried.problem for tried in found):
-            continue
-        with progress.part(f"{share:.0%} of the memory"):
-            plan, why = searched(own, model, sharder, seed, budget)
-        if plan is not None:
-            own, plan = filled(plan, own, model)
-        found.append(Share(share=share, problem=own, plan=plan, why=why))
-        say(found[-1])
-    return found
+    def facts(self, outcome: Outcome) -> Mapping[str, Any]:
+        problem = outcome.found.problem if outcome.found else outcome.proposal.problem
+        return {"tables in host memory": sum(table.in_host_memory for table in problem.tables),
+                "MB over the link": tiers_of(problem).link_bytes / 1e6}
 
 
 def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Plan]:

@@ -9,27 +9,25 @@ hold up all.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
-from shardcore import memory, progress
-from shardcore.cost.model import CostModel, price
+from shardcore import memory
+from shardcore.cost.model import CostModel
 from shardcore.documents import open_document
-from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_BYTES, MOST_DEVICES, MOST_SPEED, require, require_name, require_within
 from shardcore.schema import build
-from shardcore.search.budget import Budget
-from shardcore.search.sharders import Sharder
-from shardcore.step_cost import StepCost
+from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
+from shardcore.search.shards import priced
 from shardcore.topology import LINKS, Device, Topology, default_reserve
 from shardcore.types import Plan, Problem
-from shardcore.workload import lower
 
-_LEAST_S = 1e-3
-"""For the clusters that are left when the time is up: each still gets a plan."""
 MOST_PRICE = 1e9
-"""Of an hour, in any currency; and watts."""
+"""The highest price of an hour, in any currency, and the most watts."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Target:
-    """What a cluster has to reach. One of them.
+    """The aim of a cluster. One of these.
 
     step_ms: of a step, at most.
     samples_per_s: at least.
@@ -93,35 +91,23 @@ class Target:
         require(len(given) == 1 and min(given.values()) > 0,
                 f"the target has {given or 'nothing'}; it needs one of {', '.join(vars(self))}, above 0")
 
+    @property
+    def given(self) -> tuple[str, float]:
+        """The one that is given: its name and value."""
+        return next((k, v) for k, v in vars(self).items() if v is not None)
 
-@dataclass(frozen=True)
-class Cluster:
-    """Some machines of an offer, with the best plan found on them.
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster(Proposal):
+    """Some machines of an offer.
 
     problem: the tables on its devices.
-    plan, cost: None where there is no plan.
-    why: there is no plan.
+    plans: found for as many hosts of as many devices. It may have these, too.
     """
 
     offer: Offer
     hosts: int
-    problem: Problem
-    plan: Plan | None = None
-    cost: StepCost | None = None
-    why: str = ""
-
-    @property
-    def words(self) -> str:
-        return f"{self.hosts} x {self.offer.name!r}"
-
-    @property
-    def step_ms(self) -> float:
-        """ms of a step; infinite without a plan."""
-        return self.cost.total_ms if self.cost else float("inf")
-
-    @property
-    def samples_per_s(self) -> float:
-        return 1e3 * self.problem.global_batch / self.step_ms
+    plans: tuple[Plan, ...] = ()
 
     @property
     def price_per_hour(self) -> float:
@@ -131,19 +117,20 @@ class Cluster:
     def watts(self) -> float | None:
         return None if self.offer.watts is None else self.hosts * self.offer.watts
 
-    def meets(self, target: Target) -> bool:
-        if self.cost is None:
-            return False
+    def samples_per_s(self, step_ms: float) -> float:
+        return 1e3 * self.problem.global_batch / step_ms
+
+    def meets(self, target: Target, step_ms: float) -> bool:
         if target.price_per_hour is not None:
             return self.price_per_hour <= target.price_per_hour
         if target.step_ms is not None:
-            return self.step_ms <= target.step_ms
-        return self.samples_per_s >= target.samples_per_s
+            return step_ms <= target.step_ms
+        return self.samples_per_s(step_ms) >= target.samples_per_s
 
 
 @dataclass(frozen=True)
 class Offers:
-    """What a file of offers holds."""
+    """The content of a file of offers."""
 
     offers: tuple[Offer, ...]
 
@@ -179,63 +166,78 @@ def clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:
                 # Names are limited to 100 characters, and to those of files. Offers have any.
                 offered = re.sub("[^A-Za-z0-9._-]+", "-", offer.name)
                 name = f"{problem.name[:60]}.{hosts}x{offered[:30]}"
-                yield Cluster(offer, hosts, replace(problem, name=name, topology=offer.topology(hosts)))
+                yield Cluster(words=f"{hosts} x {offer.name!r}", offer=offer, hosts=hosts, problem=replace(
+                    problem, name=name, topology=offer.topology(hosts)))
 
 
-def searched(cluster: Cluster, model: CostModel, sharder: Sharder, seed: int = 0,
-             budget: Budget | None = None, others: Iterable[Cluster] = ()) -> Cluster:
-    """The cluster with the cheapest plan, or why there is none.
-
-    others: clusters whose plans it may have too: as many hosts of as many devices. So more memory is never
-        dearer.
-    """
-    problem, plans, why = cluster.problem, [], ""
-    own = model.for_problem(problem)
-    try:
-        plans.append(sharder(problem, own, seed=seed, budget=budget))
-    except ShardCoreError as error:  # such as constraints that mean nothing on one device
-        why = str(error)
-    plans += (replace(other.plan, provenance=other.plan.provenance | {"setting": str(own.setting)})
-              for other in others if other.plan and memory.fits(other.plan, problem))
-    costs = [price(lower(plan, problem), own) for plan in plans]
-    if not plans:
-        return replace(cluster, why=why)
-    best = min(range(len(plans)), key=lambda i: costs[i].total_ms)
-    provenance = plans[best].provenance | {"predicted_ms": costs[best].total_ms}
-    return replace(cluster, plan=replace(plans[best], provenance=provenance), cost=costs[best])
-
-
-def sweep(problem: Problem, offers: Sequence[Offer], models: Mapping[str, CostModel], sharder: Sharder,
-          seed: int = 0, budget: Budget | None = None, seconds: float | None = None) -> list[Cluster]:
-    """All clusters, searched.
+@dataclass(frozen=True)
+class Provision(Decision):
+    """Choose the cluster to rent or buy.
 
     models: by the offers' `model`.
-    budget: of each search. seconds: of all, shared evenly by those that are left. None: no limit.
-
-    Raises SettingMismatch for a model of another setting than the problem's. Raises ShardCoreError where no
-    number of hosts divides the batch, and as `clusters`.
     """
-    # Before any search: a model of another setting would end them all. Offers have hardware of their own.
-    anywhere = replace(problem, topology=replace(problem.topology, hardware=None))
-    for offer in offers:
-        anywhere.require_setting(models[offer.model].for_problem(anywhere).setting)
-    asked, found = list(clusters(problem, offers)), []
-    require(bool(asked), f"problem {problem.name!r} has global_batch {problem.global_batch}, which no number "
-            f"of hosts of offers {', '.join(offer.name for offer in offers)} divides evenly")
-    whole = Budget(seconds=seconds).start()
-    for cluster in asked:
-        shape = cluster.hosts, cluster.offer.devices
-        others = [other for other in found if (other.hosts, other.offer.devices) == shape]
-        own = budget
-        if seconds is not None:
-            share = max(seconds - whole.seconds(), _LEAST_S) / (len(asked) - len(found))
-            own = replace(budget or Budget(), seconds=share)
-        with progress.part(f"cluster {len(found) + 1} of {len(asked)}, {cluster.words}"):
-            found.append(searched(cluster, models[cluster.offer.model], sharder, seed, own, others))
-    return found
+
+    offers: Sequence[Offer]
+    models: Mapping[str, CostModel]
+    target: Target
+
+    name: ClassVar[str] = "clusters"
+    level: ClassVar[int] = 0
+    changes: ClassVar[str] = "devices of the cluster"
+    searches_all: ClassVar[bool] = True
+    against: ClassVar[Mapping[str, str]] = {
+        "memory tiers": "offers do not say what hosts have for tables",
+        "plan to start from": "it is of other devices than clusters have"}
+
+    def proposals(self, problem: Problem, model: CostModel,
+                  seconds: float | None) -> Generator[Cluster, Outcome, None]:
+        """Every number of hosts of every offer.
+
+        Raises SettingMismatch for a model of another setting than the problem's. Raises ShardCoreError where
+        no number of hosts divides the batch, and as `clusters`.
+        """
+        # Before any search: a model of another setting would end them all. Offers have hardware of their own.
+        anywhere = replace(problem, topology=replace(problem.topology, hardware=None))
+        for offer in self.offers:
+            anywhere.require_setting(self.models[offer.model].for_problem(anywhere).setting)
+        asked, plans = list(clusters(problem, self.offers)), defaultdict[tuple[int, int], list[Plan]](list)
+        require(bool(asked), f"problem {problem.name!r} has global_batch {problem.global_batch}, which no "
+                f"number of hosts of offers {', '.join(offer.name for offer in self.offers)} divides evenly")
+        for i, cluster in enumerate(asked):
+            alike = plans[cluster.hosts, cluster.offer.devices]
+            outcome = yield replace(cluster, model=self.models[cluster.offer.model],
+                                    more=len(asked) - 1 - i, plans=tuple(alike))
+            if outcome.found and outcome.found.ledger is None:
+                alike.append(outcome.found.plan)
+
+    def adopt(self, proposal: Cluster, found: Found | None, model: CostModel) -> Found | None:
+        """The cheapest of the plan found and of other clusters' plans. So more memory is never dearer.
+
+        Plans on which inner decisions were made are of other problems: none is proposed.
+        """
+        problem = found.problem if found else proposal.problem
+        own = model.for_problem(problem)
+        for plan in proposal.plans:
+            if memory.fits(plan, problem):
+                kept = priced(plan.placements, problem, own, **{
+                    k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")})
+                ms = kept.provenance["predicted_ms"]
+                if found is None or ms < found.ms:
+                    found = Found(problem=problem, plan=kept, ms=ms, evals=found.evals if found else 0)
+        return found
+
+    def best(self, outcomes: Sequence[Outcome]) -> Outcome:
+        return best_of_each(outcomes, self.target)[0]
+
+    def because(self, outcomes: Sequence[Outcome]) -> str:
+        key, asked = self.target.given
+        return f"{'fastest' if key == 'price_per_hour' else 'cheapest'} with {key} {asked:g}"
+
+    def facts(self, outcome: Outcome) -> Mapping[str, Any]:
+        return {"price_per_hour": outcome.proposal.price_per_hour}
 
 
-def best_of_each(found: Sequence[Cluster], target: Target) -> list[Cluster]:
+def best_of_each(outcomes: Sequence[Outcome], target: Target) -> list[Outcome]:
     """The best cluster of each offer that meets the target, the best of all first.
 
     The cheapest is best, or with a target price the fastest. Ties go to less power, then to the faster.
@@ -243,32 +245,35 @@ def best_of_each(found: Sequence[Cluster], target: Target) -> list[Cluster]:
 
     Raises ShardCoreError where no cluster meets it, naming the nearest.
     """
-    meeting = sorted((c for c in found if c.meets(target)), key=lambda c: _rank(c, target))
+    planned = [x for x in outcomes if x.found]
+    meeting = sorted((x for x in planned if x.proposal.meets(target, x.ms)), key=lambda x: _rank(x, target))
     if not meeting:
-        planned = [c for c in found if c.cost]
-        if not planned:
-            raise Infeasible(f"no cluster of {len(found)} has a plan; such as {found[-1].words}: "
-                             f"{found[-1].why}")
-        key, asked = next((k, v) for k, v in vars(target).items() if v is not None)
-        near = min(planned, key=lambda c: c.price_per_hour if key == "price_per_hour" else c.step_ms)
-        raise ShardCoreError(f"no cluster of {len(found)} reaches {key} {asked:g}; the nearest, "
-                             f"{near.words}, has {getattr(near, key):.4g}")
-    first: dict[str, Cluster] = {}
-    for cluster in meeting:
-        first.setdefault(cluster.offer.name, cluster)
+        key, asked = target.given
+        near = min(planned, key=_price if key == "price_per_hour" else lambda x: x.ms)
+        has = {"step_ms": near.ms, "price_per_hour": _price(near),
+               "samples_per_s": near.proposal.samples_per_s(near.ms)}[key]
+        raise ShardCoreError(f"no cluster of {len(outcomes)} reaches {key} {asked:g}; the nearest, "
+                             f"{near.proposal.words}, has {has:.4g}")
+    first: dict[str, Outcome] = {}
+    for outcome in meeting:
+        first.setdefault(outcome.proposal.offer.name, outcome)
     return list(first.values())
 
 
-def _rank(cluster: Cluster, target: Target) -> tuple[float, ...]:
-    cost, ms = cluster.price_per_hour, cluster.step_ms
-    watts = float("inf") if cluster.watts is None else cluster.watts
+def _price(outcome: Outcome) -> float:
+    return outcome.proposal.price_per_hour
+
+
+def _rank(outcome: Outcome, target: Target) -> tuple[float, ...]:
+    cost, ms = _price(outcome), outcome.ms
+    watts = float("inf") if outcome.proposal.watts is None else outcome.proposal.watts
     return (ms, cost, watts) if target.price_per_hour is not None else (cost, watts, ms)
 
 
-def frontier(found: Sequence[Cluster]) -> list[Cluster]:
+def frontier(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Clusters that none is both cheaper and faster than, by rising price."""
-    kept: list[Cluster] = []
-    for cluster in sorted((c for c in found if c.cost), key=lambda c: (c.price_per_hour, c.step_ms)):
-        if not kept or cluster.step_ms < kept[-1].step_ms:
-            kept.append(cluster)
+    kept: list[Outcome] = []
+    for outcome in sorted((x for x in outcomes if x.found), key=lambda x: (_price(x), x.ms)):
+        if not kept or outcome.ms < kept[-1].ms:
+            kept.append(outcome)
     return kept

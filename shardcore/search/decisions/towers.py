@@ -1,7 +1,4 @@
-"""Tables to hosts, so that those that belong together meet on one (towers.py), and what travels then.
-
-Towers become constraints.pinned and job.tower_ratio: an ordinary problem, which every search, price and check
-reads as it reads any other.
+"""Towers: hosts of tables, so that those that belong together meet on one (shardcore/towers.py).
 
 The partition is found by local search: the moves of Fiduccia and Mattheyses (1982) and the exchanges of
 Kernighan and Lin (1970), from a greedy start and from random ones. It looks for, in this order:
@@ -18,23 +15,25 @@ Shapes: U units (tables that have to share a host), H hosts; 2 resources: work i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
 from shardcore.constraints import require_tower_hosts
 from shardcore.cost.model import CostModel
-from shardcore.errors import Infeasible
-from shardcore.layouts import HOST, ID_CHANNELS, WORLD
+from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.limits import require, require_within
 from shardcore.memory import free_bytes, gib, table_bytes
 from shardcore.search.budget import Budget
+from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
+from shardcore.search.decisions.tower_plans import as_towers
 from shardcore.search.feasible import shown
-from shardcore.search.shards import on_all_devices
+from shardcore.tables.hot_rows import as_cold, cold_names
 from shardcore.towers import Towers
-from shardcore.types import COLLECTIVES, Plan, Problem, Shard, Table
-from shardcore.workload import Workload, lower
+from shardcore.types import Plan, Problem, Shard
 
 MOST_UNITS = 4096
 """A search compares all pairs of units."""
@@ -65,7 +64,7 @@ class TowerConfig:
 
 @dataclass(frozen=True)
 class TowerHosts:
-    """Where towers are.
+    """Hosts of towers.
 
     problem: the problem with each table pinned to its host, and with the ratio in its job.
     host_of: the host of each table.
@@ -77,6 +76,82 @@ class TowerHosts:
     host_of: Mapping[str, str]
     affinity_inside: float
     loads: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnHosts(Proposal):
+    """A problem whose tables are pinned to hosts. whole: the problem without towers."""
+
+    whole: Problem
+    hosts: TowerHosts
+
+
+@dataclass(frozen=True)
+class OnTowers(Decision):
+    """Choose the host of each tower. A plan with towers is one of the problem without them.
+
+    start: a plan that the search improves. Its tables may stay on their hosts.
+    moves: whether they may also leave these.
+    """
+
+    towers: Towers
+    start: Plan | None = None
+    moves: bool = True
+
+    name: ClassVar[str] = "towers"
+    level: ClassVar[int] = 4
+    against: ClassVar[Mapping[str, str]] = {"sharding groups": "towers are of all hosts of a problem"}
+
+    def proposals(self, problem: Problem, model: CostModel,
+                  seconds: float | None) -> Generator[OnHosts, Outcome, None]:
+        """The hosts of the plan to start from, if any, and the hosts found within a third of the seconds.
+
+        Raises as `tower_hosts`.
+        """
+        towers, fitting = self.towers.renamed(cold_names(problem)), model.for_problem(problem)
+        config = TowerConfig(seconds=seconds and seconds / 3)
+        kept = self._kept(problem, towers, fitting, config)
+        if kept:
+            yield OnHosts(words="hosts of the plan before", problem=kept.problem, more=int(self.moves),
+                          whole=problem, hosts=kept)
+        if self.moves or not kept:
+            hosts = tower_hosts(problem, towers, fitting, config)
+            yield OnHosts(words="hosts found", problem=hosts.problem, whole=problem, hosts=hosts)
+
+    def _kept(self, problem: Problem, towers: Towers, model: CostModel,
+              config: TowerConfig) -> TowerHosts | None:
+        """Hosts where no table leaves its own. None: there is no such plan, or the towers are against it."""
+        if self.start is None:
+            return None
+        topology, hosts_of = problem.topology, defaultdict(set)
+        for p in as_cold(self.start, problem).placements:
+            hosts_of[p.shard.table.name] |= {topology.devices[d].host for d in p.devices if d < len(topology)}
+        pins = dict(problem.constraints.pinned)
+        for table in problem.tables:
+            if len(hosts_of[table.name]) == 1:
+                on_host = topology.on_hosts[topology.hosts.index(*hosts_of[table.name])]
+                if allowed := set(on_host) & set(problem.allowed_devices(table.name)):
+                    pins[table.name] = tuple(sorted(allowed))
+        asked = replace(problem.constraints, pinned=tuple(pins.items()))
+        try:
+            return tower_hosts(replace(problem, constraints=asked), towers, model, config)
+        except ShardCoreError:
+            return None
+
+    def adopt(self, proposal: OnHosts, found: Found | None, model: CostModel) -> Found | None:
+        if found is None:
+            return None
+        whole, hosts = proposal.whole, proposal.hosts
+        asked = replace(found.problem.constraints, pinned=whole.constraints.pinned)
+        inside = {"affinity_inside": hosts.affinity_inside, "loads": [list(host) for host in hosts.loads]}
+        plan = replace(found.plan, provenance={
+            **found.plan.provenance, "tower_ratio": self.towers.compression_ratio, "towers": inside})
+        return replace(found, problem=replace(found.problem, job=whole.job, constraints=asked), plan=plan)
+
+    def facts(self, outcome: Outcome) -> Mapping[str, Any]:
+        hosts = outcome.proposal.hosts
+        return {"affinity inside": f"{hosts.affinity_inside:.0%}",
+                "fullest host": f"{max(map(max, hosts.loads)):.0%} of its share"}
 
 
 def tower_hosts(problem: Problem, towers: Towers, model: CostModel,
@@ -124,46 +199,6 @@ def tower_hosts(problem: Problem, towers: Towers, model: CostModel,
     host_of = {t.name: topology.hosts[host[number[t.name]]] for t in problem.tables}
     return TowerHosts(as_towers(problem, host_of, towers.compression_ratio), host_of,
                       division.inside(host), tuple(map(tuple, division.loads(host).tolist())))
-
-
-def as_towers(problem: Problem, host_of: Mapping[str, str], ratio: float) -> Problem:
-    """The problem with its tables pinned to hosts, and with outputs that cross hosts `ratio` times smaller.
-
-    Raises ShardCoreError for hosts that cannot have towers.
-    """
-    topology = problem.topology
-    on_host = dict(zip(topology.hosts, map(frozenset, topology.on_hosts), strict=True))
-    pinned = tuple((t.name, tuple(sorted(on_host[host_of[t.name]] & set(problem.allowed_devices(t.name)))))
-                   for t in problem.tables if not _everywhere(t, problem))
-    return replace(problem, constraints=replace(problem.constraints, pinned=pinned),
-                   job=replace(problem.job, tower_ratio=float(ratio)))
-
-
-def as_planned(plan: Plan, problem: Problem) -> Problem:
-    """The problem as a plan with towers has it: by its placements, and the ratio in its provenance.
-
-    The problem itself for a plan without towers. Raises ShardCoreError for an entry that is no ratio, or a
-    table on several hosts.
-    """
-    if "tower_ratio" not in plan.provenance:
-        return problem
-    ratio, devices = plan.provenance["tower_ratio"], problem.topology.devices
-    require(isinstance(ratio, int | float) and not isinstance(ratio, bool),
-            f"plan has tower_ratio {ratio!r} in its provenance; it needs a number, 1 or more")
-    host_of: dict[str, str] = {}
-    for placement in plan.placements:
-        name = placement.shard.table.name
-        if _everywhere(placement.shard.table, problem):
-            continue
-        for host in (devices[d].host for d in placement.devices):
-            require(host_of.setdefault(name, host) == host, f"plan has towers, but table {name!r} on hosts "
-                    f"{host_of[name]!r} and {host!r}; it needs one")
-    return as_towers(problem, host_of, ratio)
-
-
-def _everywhere(table: Table, problem: Problem) -> bool:
-    """Whether a table is no tower's: a sequence of a kind that is on all devices, as hot rows are."""
-    return table.sequence and on_all_devices(table, problem)
 
 
 # --- units --------------------------------------------------------------------------------------------------
@@ -255,7 +290,7 @@ class Division:
         return min(found, key=self.cost)
 
     def cost(self, host: np.ndarray) -> float:
-        """What the search minimises: the aims of the module, weighted."""
+        """The sum that the search minimises: the aims of the module, weighted."""
         hosts = np.arange(len(self.share))
         return float(self._penalty(self._totals(host), hosts).sum() - self._share_inside(host))
 
@@ -346,46 +381,3 @@ class Division:
                  + self._penalty(totals[host] + differs, host) - now[host]
                  + loses / (self.all_affinity or 1.0))
         return np.where((host != here) & self.allowed[u, host] & self.allowed[:, here], costs, np.inf)
-
-
-# --- what travels -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TowerTraffic:
-    """Bytes of outputs that a step of a plan sends forward, in FP32. Backward gradients take as many.
-
-    within_bytes, across_bytes: between devices of a host, and between hosts.
-    plain_within_bytes, plain_across_bytes: the same if the job had no towers.
-    ratio: of the towers.
-    """
-
-    within_bytes: float
-    across_bytes: float
-    plain_within_bytes: float
-    plain_across_bytes: float
-    ratio: float
-
-
-def tower_traffic(plan: Plan, problem: Problem) -> TowerTraffic | None:
-    """What towers change for a plan. None for a problem without towers."""
-    if problem.job.tower_ratio is None:
-        return None
-    plain = replace(problem, job=replace(problem.job, tower_ratio=None))
-    return TowerTraffic(*_sent(lower(plan, problem, fits=False)), *_sent(lower(plan, plain, fits=False)),
-                        problem.job.tower_ratio)
-
-
-def _sent(workload: Workload) -> Iterable[float]:
-    """Bytes of outputs that devices send to others of their host, and to other hosts.
-
-    Hosts are of equal size. Of the n parts of what a device enters, it keeps one.
-    """
-    n_hosts, n = len(workload.topology.hosts), len(workload.topology)
-    size = n // n_hosts
-    # Of what enters: the share that goes to devices of the own host, and to other hosts.
-    shares = {WORLD: ((size - 1) / n, 1 - 1 / n_hosts), HOST: (1 - 1 / size, 0.0)}
-    entered = [(shares.get(c.group, (0.0, 1 - 1 / n_hosts)), float(sent.sum()))
-               for c, sent in zip(workload.channels, workload.traffic, strict=True)
-               if c not in ID_CHANNELS and "forward" in COLLECTIVES[c.collective]]
-    return (sum(share[i] * n_bytes for share, n_bytes in entered) for i in range(2))

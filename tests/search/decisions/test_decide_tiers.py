@@ -11,8 +11,8 @@ from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.memory import require_fits
 from shardcore.memory_tiers import decide, largest_to_host, one_load_factor, tiers_of, with_load_factors
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.memory_tiers import filled, try_shares
-from shardcore.search.tried import best_of
+from shardcore.search.decisions.driver import decide as decided
+from shardcore.search.decisions.tiers import Tiers, filled
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
@@ -26,22 +26,22 @@ def problem(memory_bytes: int = 5 << 20, tables=TABLES, host_bytes: int = 1 << 3
     return Problem("large", tables, topology, 1024)
 
 
-def tried(of: Problem, algorithm: str = "anneal_columns"):
-    return try_shares(of, MODEL, SHARDERS[algorithm], budget=Budget(evals=300))
+def found(of: Problem, algorithm: str = "anneal_columns"):
+    return decided(of, MODEL, [Tiers()], SHARDERS[algorithm], budget=Budget(evals=300))
 
 
 def test_what_does_not_fit_gets_a_plan_within_all_memories():
     asked = problem()
     with pytest.raises(Infeasible):
         SHARDERS["anneal_columns"](asked, MODEL)
-    best = best_of(tried(asked))
+    best = found(asked)
     assert max(lower(best.plan, best.problem).memory_bytes) <= 5 << 20
     assert any(table.in_host_memory for table in best.problem.tables)
     assert best.plan.provenance["predicted_ms"] == best.ms
 
 
 def test_it_is_faster_than_with_simpler_load_factors():
-    asked, best = problem(), best_of(tried(problem()))
+    asked, best = problem(), found(problem())
     for how in (largest_to_host, one_load_factor):
         # With room to spare, for these fill all memory at once.
         other = replace(how(asked).problem, topology=problem(6 << 20).topology)
@@ -58,18 +58,18 @@ def test_where_host_memory_holds_few_tables_whole_ones_stay_on_devices():
 
 
 def test_what_fits_stays_in_device_memory():
-    [only] = tried(problem(1 << 28))
-    assert only.plan is not None and not any(table.in_host_memory for table in only.problem.tables)
+    [only] = found(problem(1 << 28)).outcomes
+    assert not any(table.in_host_memory for table in only.found.problem.tables)
 
 
 def test_memory_that_is_left_on_a_device_goes_to_its_tables():
     asked = with_load_factors(problem(), {t.name: 0.1 for t in TABLES})
     plan = SHARDERS["size_greedy"](asked, MODEL.for_problem(asked))
-    better, found = filled(plan, asked, MODEL)
+    better, now = filled(plan, asked, MODEL)
     assert tiers_of(better).link_bytes < 0.5 * tiers_of(asked).link_bytes
-    assert found.provenance["predicted_ms"] < plan.provenance["predicted_ms"]
-    assert [p.devices for p in found.placements] == [p.devices for p in plan.placements]
-    lower(found, better)
+    assert now.provenance["predicted_ms"] < plan.provenance["predicted_ms"]
+    assert [p.devices for p in now.placements] == [p.devices for p in plan.placements]
+    lower(now, better)
 
 
 @pytest.mark.parametrize("algorithm", sorted(SHARDERS))
@@ -100,7 +100,7 @@ def test_a_replica_has_no_rows_in_host_memory():
 
 def test_what_hosts_cannot_hold_is_refused():
     with pytest.raises(Infeasible, match="in host memory, which may hold 1.0 MiB"):
-        tried(problem(host_bytes=1 << 20))
+        found(problem(host_bytes=1 << 20))
     two = replace(problem(), topology=replace(problem().topology, host_memory_bytes=11 << 20, devices=tuple(
         Device(5 << 20, host=f"host-{i // 2}") for i in range(4))))
     asked = with_load_factors(two, {t.name: 0.1 for t in TABLES})
@@ -119,7 +119,6 @@ def test_tables_of_unlike_widths_share_a_cache_that_fits(dims):
     problem = Problem("p", tables, Topology((Device(room),) * 2, host_memory_bytes=1 << 36,
                                             host_memory_gbps=25.0), 256)
     model = AnalyticModel(Setting("made-up", 256)).for_problem(problem)
-    found = [tried for tried in try_shares(problem, model, SHARDERS["size_greedy"]) if tried.plan]
-    assert found
-    for tried in found:
-        require_fits(tried.plan, tried.problem)
+    for outcome in decided(problem, model, [Tiers()], SHARDERS["size_greedy"]).outcomes:
+        if outcome.found:
+            require_fits(outcome.found.plan, outcome.found.problem)

@@ -17,16 +17,10 @@ from shardcore.layouts import CHANNELS
 from shardcore.memory import table_bytes
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.bound import bound
+from shardcore.search.decisions.tower_plans import as_planned, as_towers, tower_traffic
+from shardcore.search.decisions.towers import Division, TowerConfig, tower_hosts
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.search.tower_hosts import (
-    Division,
-    TowerConfig,
-    as_planned,
-    as_towers,
-    tower_hosts,
-    tower_traffic,
-)
 from shardcore.towers import Towers, read_towers
 from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower

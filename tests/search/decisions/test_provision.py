@@ -9,20 +9,20 @@ from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import Infeasible, SettingMismatch, ShardCoreError
 from shardcore.progress import listening
-from shardcore.provision import (
+from shardcore.search import SHARDERS
+from shardcore.search.decisions.driver import Found, Outcome, decide
+from shardcore.search.decisions.provision import (
     Cluster,
     Offer,
+    Provision,
     Target,
     best_of_each,
     clusters,
     frontier,
     read_offers,
-    sweep,
 )
-from shardcore.search import SHARDERS
-from shardcore.step_cost import StepCost
 from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Setting, Table
+from shardcore.types import Plan, Problem, Setting, Table
 
 GIB = 1 << 30
 TABLES = tuple(Table(f"t{i}", 100_000, 16, 10.0) for i in range(12))
@@ -33,10 +33,17 @@ PLAIN = {"name": "a", "devices": 1, "memory_bytes": 1, "price_per_hour": 1, "mod
 LARGE = Offer("large", 4, GIB, 6.0, "m", most_hosts=2, watts=300.0, within_host_gbps=100.0)
 
 
-def of(offer: Offer, hosts: int, ms: float) -> Cluster:
-    n = hosts * offer.devices
-    cost = StepCost((ms,) * n, *((0.0,) * n for _ in range(4)))
-    return Cluster(offer, hosts, replace(PROBLEM, topology=offer.topology(hosts)), cost=cost)
+ANY = Target(step_ms=1e9)
+
+
+def of(offer: Offer, hosts: int, ms: float) -> Outcome:
+    problem = replace(PROBLEM, topology=offer.topology(hosts))
+    cluster = Cluster(words=f"{hosts} x {offer.name!r}", problem=problem, offer=offer, hosts=hosts)
+    return Outcome(proposal=cluster, found=Found(problem=problem, plan=Plan(()), ms=ms, evals=0))
+
+
+def sweep(problem: Problem, offers, models, search, target: Target = ANY) -> list[Outcome]:
+    return list(decide(problem, MODELS["m"], [Provision(offers, models, target)], search).outcomes)
 
 
 def test_every_number_of_hosts_that_divides_the_batch_is_a_cluster():
@@ -55,47 +62,51 @@ def test_more_machines_are_faster_and_the_cheapest_that_is_fast_enough_is_chosen
     with listening(lambda phase, best_ms, left_s: heard.append(phase)):
         found = sweep(PROBLEM, [SMALL, LARGE], MODELS, SHARDERS["size_greedy"])
     assert [p for p in heard if p.endswith("begins")] == [
-        f"cluster {n} of 6, {c.words}: begins" for n, c in enumerate(found, 1)]
-    assert all(c.plan for c in found)
+        f"{x.proposal.words}: begins" for x in found]
+    assert len(found) == 6 and all(x.found for x in found)
     alone, four = found[0], found[3]
-    assert four.step_ms < alone.step_ms and four.price_per_hour == 4 and four.watts == 400
-    assert four.samples_per_s == pytest.approx(1536e3 / four.step_ms)
-    [cheapest, *_] = best_of_each(found, Target(step_ms=four.step_ms))
-    assert cheapest.step_ms <= four.step_ms
-    assert cheapest.price_per_hour == min(c.price_per_hour for c in found if c.step_ms <= four.step_ms)
+    assert four.ms < alone.ms and four.proposal.price_per_hour == 4 and four.proposal.watts == 400
+    assert four.proposal.samples_per_s(four.ms) == pytest.approx(1536e3 / four.ms)
+    chosen = decide(PROBLEM, MODELS["m"], [Provision([SMALL, LARGE], MODELS, Target(step_ms=four.ms))],
+                    SHARDERS["size_greedy"])
+    assert chosen.ms <= four.ms and chosen.ledger.because.startswith("cheapest with step_ms ")
+    assert chosen.chosen.price_per_hour == min(x.proposal.price_per_hour for x in found if x.ms <= four.ms)
 
 
 def test_targets_of_time_speed_and_price():
     found = [of(SMALL, 1, 12.0), of(SMALL, 2, 6.0), of(SMALL, 4, 4.0), of(LARGE, 1, 3.0), of(LARGE, 2, 2.0)]
 
     def chosen(**target):
-        return [(c.offer.name, c.hosts) for c in best_of_each(found, Target(**target))]
+        best = best_of_each(found, Target(**target))
+        return [(x.proposal.offer.name, x.proposal.hosts) for x in best]
 
     assert chosen(step_ms=6.0) == [("small", 2), ("large", 1)]
     assert chosen(step_ms=3.5) == [("large", 1)]
     assert chosen(samples_per_s=1536 / 4e-3) == [("small", 4), ("large", 1)]
     assert chosen(price_per_hour=5.0) == [("small", 4)]
     assert chosen(price_per_hour=12.0) == [("large", 2), ("small", 4)]
-    assert [c.step_ms for c in frontier(found)] == [12.0, 6.0, 4.0, 3.0, 2.0]
-    assert frontier([*found, of(LARGE, 1, 5.0)])[-2].step_ms == 3.0
+    assert [x.ms for x in frontier(found)] == [12.0, 6.0, 4.0, 3.0, 2.0]
+    assert frontier([*found, of(LARGE, 1, 5.0)])[-2].ms == 3.0
 
 
 def test_equally_cheap_clusters_rank_by_power_then_by_speed():
     thrifty = replace(SMALL, name="thrifty", watts=50.0)
     found = [of(SMALL, 2, 5.0), of(thrifty, 2, 6.0)]
-    assert [c.offer.name for c in best_of_each(found, Target(step_ms=7.0))] == ["thrifty", "small"]
+    names = [x.proposal.offer.name for x in best_of_each(found, Target(step_ms=7.0))]
+    assert names == ["thrifty", "small"]
     unknown = replace(SMALL, name="unknown", watts=None)
-    assert best_of_each([of(unknown, 2, 5.0), *found], Target(step_ms=7.0))[-1].offer is unknown
+    assert best_of_each([of(unknown, 2, 5.0), *found], Target(step_ms=7.0))[-1].proposal.offer is unknown
     same = replace(thrifty, name="same")
-    assert best_of_each([*found, of(same, 2, 5.5)], Target(step_ms=7.0))[0].offer is same
+    assert best_of_each([*found, of(same, 2, 5.5)], Target(step_ms=7.0))[0].proposal.offer is same
 
 
 def test_a_cluster_without_room_says_why_and_a_target_out_of_reach_names_the_nearest():
     tight = replace(SMALL, memory_bytes=20 << 20)
-    found = sweep(PROBLEM, [tight], MODELS, SHARDERS["size_greedy"])
-    assert not found[0].plan and found[0].why and found[0].step_ms == float("inf")
-    with pytest.raises(Infeasible, match="no cluster of 1 has a plan; such as 1 x 'small': "):
-        best_of_each(found[:1], Target(step_ms=1.0))
+    heard = []
+    with pytest.raises(Infeasible, match="none of 2 proposals of clusters has a plan; 1 x 'small': "):
+        decide(PROBLEM, MODELS["m"], [Provision([replace(tight, most_hosts=2)], MODELS, ANY)],
+               SHARDERS["size_greedy"], heard=heard.append)
+    assert len(heard) == 2 and "MiB" in str(heard[0].error) and heard[0].ms == float("inf")
     with pytest.raises(ShardCoreError, match="no cluster of 2 reaches step_ms 1; the nearest, 2 x 'small'"):
         best_of_each([of(SMALL, 1, 12.0), of(SMALL, 2, 6.0)], Target(step_ms=1.0))
     with pytest.raises(ShardCoreError, match="price_per_hour 0.5; the nearest, 1 x 'small', has 1"):
@@ -161,7 +172,7 @@ def test_offers_have_hardware_of_their_own_and_constraints_may_fit_some_only():
                     constraints=Constraints(kinds=((TABLES[0].name, ("data_parallel",)),)))
     found = sweep(asked, [replace(SMALL, most_hosts=1), replace(LARGE, model="n", most_hosts=1)], models,
                   SHARDERS["size_greedy"])
-    assert [bool(c.plan) for c in found] == [False, True] and "no devices share" in found[0].why
+    assert [bool(x.found) for x in found] == [False, True] and "no devices share" in str(found[0].error)
 
 
 def test_more_memory_is_never_dearer():
@@ -171,6 +182,7 @@ def test_more_memory_is_never_dearer():
         return SHARDERS["random" if roomy else "size_lookup_greedy"](problem, model, seed=seed)
 
     found = sweep(PROBLEM, [SMALL, replace(SMALL, name="large", memory_bytes=8 * GIB)], MODELS, worse)
-    by = {(c.offer.name, c.hosts): c.step_ms for c in found}
+    by = {(x.proposal.offer.name, x.proposal.hosts): x.ms for x in found}
     assert all(by["large", hosts] <= ms for (name, hosts), ms in by.items() if name == "small")
-    assert any(c.plan.provenance["algorithm"] != "random" for c in found if c.offer.name == "large")
+    assert any(x.found.plan.provenance["algorithm"] != "random" for x in found
+               if x.proposal.offer.name == "large")
