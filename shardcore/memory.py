@@ -31,6 +31,7 @@ from shardcore.amounts import (
     bucketized_bytes,
     local_amounts,
     outputs_amounts,
+    run_batches,
     shard_amounts,
     sorting_bytes,
     stepped_bytes,
@@ -291,7 +292,7 @@ def held_bytes(problem: Problem) -> list[int]:
 
 def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     """[D] what a plan takes on each device, by part."""
-    local, found = local_amounts(plan, problem), []
+    local, found = local_amounts(run_batches(merged(plan.placements), problem), problem), []
     keys = tuple(_key(run) for run in local)
     phases, (names, times) = phases_of(keys), times_of(keys)
     numbers = {run: number for number, run in enumerate(local)}
@@ -308,8 +309,14 @@ def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
         parts["weights"] += _cache_padding(held, problem)
         for (part, run, name), n in phase.alive.items():
             parts[part] += n * amounts[run, name]
-        found.append(DeviceMemory(phase.name, {part: int(n) for part, n in parts.items()}))
+        found.append(DeviceMemory(phase.name, _whole(parts)))
     return found
+
+
+def _whole(parts: Mapping[str, float]) -> dict[str, int]:
+    """The parts in whole bytes that sum to the rounded sum."""
+    ends = np.rint(np.cumsum(list(parts.values()))).astype(int).tolist()
+    return {part: end - begin for part, begin, end in zip(parts, [0, *ends], ends, strict=False)}
 
 
 def _cache_padding(held: Iterable[tuple[Layout, Shard]], problem: Problem) -> int:

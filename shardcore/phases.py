@@ -261,3 +261,12 @@ def times_of(keys: tuple[tuple[str, ...], ...]) -> tuple[tuple[tuple[int, str], 
         for (_, run, amount), n in phase.alive.items():
             times[rows[run, amount], column] += n
     return amounts, times
+
+
+@lru_cache(maxsize=256)
+def needed_times(keys: tuple[tuple[str, ...], ...]) -> tuple[tuple[tuple[int, str], ...], np.ndarray]:
+    """`times_of` without phases in which nothing is alive that is not in another, too."""
+    amounts, times = times_of(keys)
+    times = np.unique(times, axis=1)
+    less = (times[:, :, None] <= times[:, None, :]).all(0)
+    return amounts, times[:, less.sum(1) == 1]

@@ -28,6 +28,10 @@ def problem_of(*tables, hardware="nvidia-h200", n=2, optimizer="exact_sgd", batc
     return Problem("p", tables or (TABLE, OTHER), Topology((Device(GIB),) * n, hardware), batch, optimizer)
 
 
+def local_of(plan: Plan, problem: Problem) -> dict:
+    return memory.local_amounts(memory.run_batches(plan.placements, problem), problem)
+
+
 def test_what_a_whole_table_takes_by_hand():
     """A phase at a time: ids arrive in 3 buffers; later they are 2, beside outputs or what is sorted."""
     arrived, pooled, sorting = 64 * (3 * 8 + 4), 64 * 8 * 4, 64 * 3 * 52
@@ -55,10 +59,10 @@ def test_16_bits_take_more_at_first_by_hand(payload):
     back = replace(plain, job=Job(backward_payload=payload))
     given = Plan((column(TABLE, 0), column(OTHER, 1)))
     ordered = 32 * (8 + 16) * 4
-    [found] = memory.local_amounts(given, back).values()
+    [found] = local_of(given, back).values()
     assert [found[f"local{what}"] for what in ("", " there", " back", " recast", " clamped")] == [
         ordered, ordered, ordered / 2, ordered / 2, ordered]
-    [found] = memory.local_amounts(given, short).values()
+    [found] = local_of(given, short).values()
     assert (found["local there"], found["local decoded"], found["local recast"]) == (ordered / 2, ordered, 0)
 
 
@@ -145,7 +149,7 @@ def test_a_dense_optimizer_has_scratch_of_the_largest_replica(name, scratch):
 def test_received_outputs_are_the_same_for_all_plans_on_all_devices():
     problem = problem_of(replace(OTHER, dim=512), hardware="cpu-some")
     [table] = problem.tables
-    each = [memory.local_amounts(plan, problem).values() for plan in (
+    each = [local_of(plan, problem).values() for plan in (
         Plan((column(table, 0),)), Plan((row(table, problem.topology),)),
         Plan((replica(table, problem.topology),)))]
     assert [found["local"] for [found] in each] == [32 * 512 * 4] * 3
@@ -158,7 +162,7 @@ def test_runs_are_in_the_order_of_their_first_tables():
     b0, b1, a0, a1, b2 = tables
     plan = Plan((column(a1, 0), replica(b2, problem.topology), row(a0, problem.topology),
                  row(b1, problem.topology), column(b0, 1)))
-    assert [(run.collection, run.name) for run in memory.local_amounts(plan, problem)] == [
+    assert [(run.collection, run.name) for run in local_of(plan, problem)] == [
         ("b", "column"), ("b", "row"), ("b", "data_parallel"), ("a", "row"), ("a", "column")]
 
 
@@ -184,7 +188,7 @@ def test_gradients_of_all_outputs_live_until_the_last_kind_has_its_own():
     for plan, needs in (((row(a, on), column(b, 0)), [(outputs, outputs), (0, 0)]),
                         ((column(a, 0), replica(b, on)), [(0, 0), (outputs, outputs)]),
                         ((column(a, 0, 0, 32), column(a, 1, 32), row(b, on)), [(outputs, 0), (0, 0)])):
-        each = memory.local_amounts(Plan(plan), problem).values()
+        each = local_of(Plan(plan), problem).values()
         assert [(n.get("gradient", 0), n["uncut"]) for n in each] == needs
 
 
@@ -360,12 +364,12 @@ def test_a_divided_sequence_keeps_where_each_id_was_by_hand():
     problem = problem_of(LONG, hardware="cpu-some", batch=256)
     plan = Plan((row(LONG, problem.topology),))
     local = 128 * 4000 * 8
-    [amounts] = memory.local_amounts(plan, problem).values()
+    [amounts] = local_of(plan, problem).values()
     assert amounts["bucketized"] == 2 * local + 128 * 2 * 4
     [device, _] = memory.by_part(plan, problem)
     assert device.parts["ids"] == pytest.approx(11 * local, rel=1e-3)
     pooled = replace(LONG, sequence=False)
-    [amounts] = memory.local_amounts(Plan((row(pooled, problem.topology),)),
+    [amounts] = local_of(Plan((row(pooled, problem.topology),)),
                                      replace(problem, tables=(pooled,))).values()
     assert amounts["bucketized"] == local + 128 * 2 * 4
 

@@ -1,0 +1,142 @@
+"""The memory of devices as sums over shards, so that searches keep it exactly while shards come and go.
+
+The memory timeline (phases.py) is linear. In each phase a device holds its shards' resident bytes, and
+multiples of four sums over its shards: ids that arrived, outputs (or gradients of replicas), and what is
+sorted. The largest phase counts. What a device has of the local batch is the same on all devices.
+
+Shapes: D devices, R runs, P phases, T turns (stages of a step). F sums of a shard, see `Sums`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardcore.amounts import RunBatch, local_amounts, outputs_amounts, run_batches, shard_amounts, travelling
+from shardcore.job import Job
+from shardcore.layouts import Layout, run_of, shards_on
+from shardcore.memory import held_bytes, resident_bytes
+from shardcore.op_limits import MOST_IDS, may_bind, most_features, op_ids
+from shardcore.outputs import output_bytes
+from shardcore.phases import RUNS, needed_times, run_key
+from shardcore.types import Placement, Problem, Shard
+
+_OF_OP = float(1 << 20)
+"""Bytes that a feature, or an id, too many in an op counts as. A search that weighs both prefers memory."""
+
+
+class Sums(NamedTuple):
+    """What a shard adds to a device's sums, in bytes.
+
+    resident: weights, optimizer state, ids while they wait, and a replica's gradient. Always there.
+    arrived: ids that the device receives. They are once more in the phase in which they arrive.
+    entered: outputs, or the gradient of a replica. They enter collectives.
+    sorted: buffers of FBGEMM's backward.
+    """
+
+    resident: int
+    arrived: int
+    entered: int
+    sorted: int
+
+
+def sums_of(run: Layout, shard: Shard, problem: Problem) -> Sums:
+    """The sums of a device's part of a shard."""
+    amounts, resident = shard_amounts(run, shard, problem), sum(resident_bytes(run, shard, problem))
+    if run.local_batch:
+        return Sums(resident + amounts["dense"], 0, amounts["dense"], 0)
+    arrived = amounts["arrived"]
+    return Sums(resident + 2 * arrived, arrived, output_bytes(shard, problem.global_batch),
+                amounts["sorting"])
+
+
+@dataclass(frozen=True, eq=False)
+class Account:
+    """The memory of plans whose runs, and whose local batch, are the same.
+
+    runs: [R] in the order in which TorchRec runs them.
+    base: [P] bytes of a local batch.
+    coefficients: [R, F, P] bytes in a phase for each byte of a run's sums.
+    limits: [D, P] bytes that a device may have, with its local batch.
+    in_ops: whether phases are followed by what ops may have: for each run its features, and its ids. Only
+      where they may be too many.
+    """
+
+    problem: Problem
+    runs: Mapping[Layout, int]
+    base: np.ndarray
+    coefficients: np.ndarray
+    limits: np.ndarray
+    in_ops: bool
+
+    @classmethod
+    def of(cls, batches: Mapping[Layout, RunBatch], problem: Problem) -> Account:
+        """The account of plans with these runs.
+
+        batches: what each has of a local batch, in the order of runs.
+        """
+        keys = tuple(_key(run) for run in batches)
+        names, times = needed_times(keys)
+        rows = {name: i for i, name in enumerate(names)}
+        base = np.zeros(times.shape[1])
+        coefficients = np.zeros((len(keys), 4, len(base)))
+        for r, (run, amounts) in enumerate(local_amounts(batches, problem).items()):
+            base += sum(n * times[rows[r, name]] for name, n in amounts.items() if (r, name) in rows)
+            coefficients[r, 0] = 1.0
+            for f, unit in enumerate(_units(run, problem), start=1):
+                coefficients[r, f] = sum(n * times[rows[r, name]] for name, n in unit.items()
+                                         if (r, name) in rows)
+            # They are resident, too (see Sums).
+            coefficients[r, 1] -= 2 * (not run.local_batch)
+            coefficients[r, 2] -= run.local_batch
+        limits = np.tile(np.array(held_bytes(problem), dtype=float)[:, None], len(base))
+        if in_ops := may_bind(problem):
+            of_op = np.array([(most_features(run.batch(problem)), MOST_IDS) for run in batches], float)
+            base = np.append(base, np.zeros(of_op.size))
+            limits = np.append(limits, np.tile(of_op.ravel() * _OF_OP, (len(limits), 1)), axis=1)
+        return cls(problem, {run: r for r, run in enumerate(batches)}, base, coefficients, limits, in_ops)
+
+    def vector(self, run: Layout, shard: Shard) -> np.ndarray:
+        """[P] bytes that a device has of a shard in each phase."""
+        r = self.runs[run]
+        in_phases = np.array(sums_of(run, shard, self.problem), dtype=float) @ self.coefficients[r]
+        if not self.in_ops:
+            return in_phases
+        in_op = np.zeros((len(self.runs), 2))
+        in_op[r] = 0 if run.sequence else shard.table.features, op_ids(run, shard, self.problem)
+        return np.append(in_phases, in_op.ravel() * _OF_OP)
+
+    def loads(self, placements: Iterable[Placement]) -> np.ndarray:
+        """[D, P] bytes that devices have of these placements in each phase, without the local batch."""
+        load = np.zeros(self.limits.shape)
+        for placement in placements:
+            for device, shard in shards_on(placement):
+                load[device] += self.vector(run_of(placement.kind, shard.table), shard)
+        return load
+
+    def over(self, load: np.ndarray) -> np.ndarray:
+        """[..., D] the most bytes that devices have more than they may, of loads [..., D, P]."""
+        return np.rint((load + self.base - self.limits).max(-1))
+
+
+def account_of(placements: Iterable[Placement], problem: Problem) -> Account:
+    """The account of a plan, complete or not."""
+    return Account.of(run_batches(placements, problem), problem)
+
+
+def _key(run: Layout) -> tuple[str, ...]:
+    return run_key([channel.name for channel in run.channels], run.sequence)
+
+
+def _units(run: Layout, problem: Problem) -> tuple[dict[str, float], ...]:
+    """The amounts of a byte that arrived, of one that entered, and of one that is sorted."""
+    if run.local_batch:
+        return {}, {"dense": 1.0}, {}
+    entered: dict[str, float] = {}
+    for channel, entering in run.channels.items():
+        entered |= travelling(channel.name, entering(0, 1.0, problem), problem.job)
+    return {"arrived": 1.0}, entered, {"sorting": 1.0}
