@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -22,20 +22,17 @@ from math import prod
 import numpy as np
 
 from shardcore import memory
-from shardcore.amounts import local_amounts, shard_amounts
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, Group, Layout, run_of, shards_on
-from shardcore.op_limits import MOST_IDS, TooManyInOneOp, may_bind, most_features, op_ids, require_ops
-from shardcore.phases import run_key, times_of
+from shardcore.op_limits import TooManyInOneOp, require_ops
 from shardcore.search.shards import Bundle, bundles, shared_groups, why_not
 from shardcore.search.vector_packing import VectorPacking
+from shardcore.step.memory_account import Sums, account_of, sums_of
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 _ALL = 1500
 """With fewer ways to run all tables, each is tried."""
 _SHARES = (1.0, 0.7, 0.5, 0.3, 0.1)
 """Share of the room on a device that a shard may take in further tries."""
-_OF_OP = 1024.0
-"""Bytes as which a feature or an id counts that is too many in an op."""
 _MOVES = 5000
 """Moves that repair a plan, at most."""
 _NEARLY = 1.1
@@ -92,13 +89,14 @@ def repaired(plan: Plan, problem: Problem) -> Plan | None:
 
     Each move is one that leaves the fuller of two devices least full. Tables keep their kinds and widths.
     """
-    base, vector, may_hold = _phases(plan, problem, {})
-    load = np.tile(base, (len(may_hold), 1))
+    account = account_of(plan.placements, problem)
+    may_hold = account.limits
+    load = np.tile(account.base, (len(may_hold), 1))
     placements, movable = list(plan.placements), defaultdict(set)
     where = defaultdict(set)
     for i, p in enumerate(placements):
         for device, shard in shards_on(p):
-            load[device] += vector(run_of(p.kind, shard.table), shard)
+            load[device] += account.vector(run_of(p.kind, shard.table), shard)
             where[shard.table.name].add(device)
         if p.kind == WHOLE_ROWS.name and p.shard.table.name not in problem.bundle_of:
             movable[p.devices[0]].add(i)
@@ -113,7 +111,7 @@ def repaired(plan: Plan, problem: Problem) -> Plan | None:
         if not at:
             return None
         shards = [placements[i].shard for i in at]
-        vectors = np.array([vector(run_of(WHOLE_ROWS.name, s.table), s) for s in shards])
+        vectors = np.array([account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in shards])
         stay = (load[device] - vectors - may_hold[device]).max(1)
         come = np.full((len(at), len(load)), np.inf)
         for k, s in enumerate(shards):
@@ -160,7 +158,7 @@ class _Search:
         self.ways = [_ways(bundle, problem) for bundle in self.bundles]
         self.room = 0.0
         self._about: dict[tuple[int, Way], int] = {}
-        self._amounts: dict[tuple[Layout, Shard], tuple[int, dict[str, float]]] = {}
+        self._sums: dict[tuple[Layout, Shard], Sums] = {}
 
     def choices(self, quick: bool) -> Iterator[tuple[Way, ...]]:
         """A way for each bundle, and then others."""
@@ -238,8 +236,15 @@ class _Search:
             return None, 0
         some = [Placement(WHOLE_ROWS.name, s, (i % self.n,))
                 for i, bundle in enumerate(parts) for s in bundle]
-        base, vector, may_hold = _phases(Plan((*shared, *some)), self.problem, self._amounts)
-        load = np.tile(base, (self.n, 1))
+        account = account_of((*shared, *some), self.problem)
+        may_hold = account.limits
+
+        def vector(run: Layout, shard: Shard) -> np.ndarray:
+            if (run, shard) not in self._sums:
+                self._sums[run, shard] = sums_of(run, shard, self.problem)
+            return account.vector(run, shard, self._sums[run, shard])
+
+        load = np.tile(account.base, (self.n, 1))
         for placement in shared:
             for device, shard in shards_on(placement):
                 load[device] += vector(run_of(placement.kind, shard.table), shard)
@@ -259,44 +264,6 @@ class _Search:
             return None, 0
         return Plan((*shared, *(Placement(WHOLE_ROWS.name, s, (d,))
                                 for bundle, d in zip(parts, devices, strict=True) for s in bundle))), lacks
-
-
-def _phases(plan: Plan, problem: Problem, known: dict[tuple[Layout, Shard], tuple[int, dict[str, float]]]
-            ) -> tuple[np.ndarray, Callable[[Layout, Shard], np.ndarray], np.ndarray]:
-    """[P] bytes of a local batch in each phase, the bytes of a shard: (run, shard) -> [P], and the most that
-    devices may have [D, P].
-
-    Where an op may have too many features or ids, these are counted as phases, too.
-
-    known: amounts of shards, kept for the next plan.
-    """
-    local = local_amounts(plan, problem)
-    names, times = times_of(tuple(run_key([c.name for c in run.channels], run.sequence) for run in local))
-    row, number = {name: i for i, name in enumerate(names)}, {run: i for i, run in enumerate(local)}
-
-    def of(run: Layout, amounts: Mapping[str, float]) -> np.ndarray:
-        at = [(row[number[run], name], n) for name, n in amounts.items() if n and (number[run], name) in row]
-        each = np.array([n for _, n in at], dtype=float)
-        return each @ times[np.array([i for i, _ in at], dtype=int)]
-
-    def vector(run: Layout, shard: Shard) -> np.ndarray:
-        key = run, shard
-        if key not in known:
-            known[key] = sum(memory.resident_bytes(run, shard, problem)), shard_amounts(run, shard, problem)
-        resident, amounts = known[key]
-        in_phases = resident + of(run, amounts)
-        if not counted:
-            return in_phases
-        in_op = np.zeros((len(number), 2))
-        in_op[number[run]] = 0 if run.sequence else shard.table.features, op_ids(run, shard, problem)
-        return np.concatenate([in_phases, in_op.ravel() * _OF_OP])
-
-    base, counted = sum(of(run, amounts) for run, amounts in local.items()), may_bind(problem)
-    in_op = np.array([(most_features(run.batch(problem)), MOST_IDS) for run in number], dtype=float).ravel()
-    more = in_op * _OF_OP if counted else np.zeros(0)
-    may_hold = np.tile(np.array(memory.held_bytes(problem), dtype=float)[:, None], len(base))
-    return (np.concatenate([base, 0 * more]), vector,
-            np.concatenate([may_hold, np.tile(more, (len(may_hold), 1))], axis=1))
 
 
 # --- ways to run tables -------------------------------------------------------------------------------------

@@ -13,22 +13,25 @@ import numpy as np
 from shardcore import memory
 from shardcore.layouts import WHOLE_ROWS
 from shardcore.search.shards import Bundle, RowRange, devices_of, layout_of_shard, row_range
-from shardcore.types import Problem, Shard, Table
+from shardcore.types import Problem, Shard
 
 IMPOSSIBLE = 1 << 51
 """Bytes of shards that may not be on a device at all: more than any has."""
 
 
-def may_be_on_a_device(table: Table, problem: Problem, width: int) -> bool:
-    """Tell if a device may have so many columns of a table, with all rows."""
-    if table.dim > problem.topology.most_columns and width > problem.most_width(table):
+def may_be_on_a_device(shard: Shard, problem: Problem) -> bool:
+    """Tell if a device may have so many columns of a table, with all rows. It may have any range of rows."""
+    table = shard.table
+    if not shard.full_rows:
+        return True
+    if table.dim > problem.topology.most_columns and shard.width > problem.most_width(table):
         return False
     return not problem.kinds_of or problem.may_run(WHOLE_ROWS, table)
 
 
 def bytes_alone(shard: Shard, problem: Problem) -> int:
     """Bytes of a shard on a device that holds nothing else of its row range. IMPOSSIBLE if it may not."""
-    if shard.full_rows and not may_be_on_a_device(shard.table, problem, shard.width):
+    if not may_be_on_a_device(shard, problem):
         return IMPOSSIBLE
     return memory.bytes_as(layout_of_shard(shard, problem), shard, problem)
 

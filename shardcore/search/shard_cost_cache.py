@@ -25,10 +25,8 @@ from math import gcd
 import numpy as np
 
 from shardcore.cost.model import CommCost, CostModel, step_ms
-from shardcore.inputs import received_bytes
 from shardcore.layouts import runs_of
-from shardcore.outputs import output_bytes
-from shardcore.search.free_memory import IMPOSSIBLE, bundle_bytes
+from shardcore.search.free_memory import IMPOSSIBLE, may_be_on_a_device
 from shardcore.search.shards import (
     Bundle,
     RowRange,
@@ -38,6 +36,7 @@ from shardcore.search.shards import (
     layout_of_shard,
     row_range,
 )
+from shardcore.step.memory_account import Turns, sums_of
 from shardcore.types import Problem, Shard, Table
 from shardcore.workload import traffic_of_outputs
 
@@ -61,7 +60,8 @@ class ShardCostCache:
     size: [S] units of the whole strip.
     most: [S] units that a device may have.
     codes: [R, F] encodings.
-    bytes: [R] memory.
+    sums: [R, 4] what it adds to a device's memory (memory_account.Sums).
+    bytes: [R] about its memory: in its own largest phase.
     outputs: [R] bytes of outputs.
     id_bytes: [R] bytes of ids and lengths that its device receives.
     single_ms: [R] cost of an op with only this shard, at speed 1.
@@ -100,6 +100,7 @@ class ShardCostCache:
         self._numbers[:, 0] = 0
         self.made: list[Bundle] = [self._strips[0]]  # number 0: any will do, its values are zeroed
         self._codes, self._single_ms = np.zeros((0, 1)), np.zeros(0)
+        self.sums, self._multiples = np.zeros((1, 4)), Turns.of(self.kinds, problem).most
         self.bytes, self.outputs, self.id_bytes = (np.zeros(1, dtype=np.int64) for _ in range(3))
 
     def __len__(self) -> int:
@@ -119,6 +120,10 @@ class ShardCostCache:
     def table(self, strip: int) -> Table:
         """The strip's table, or the first of several kept together."""
         return self._strips[strip][0].table
+
+    def whole(self, strip: int) -> Bundle:
+        """All columns of a strip."""
+        return self._strips[strip]
 
     def key(self, shard: Shard) -> ShardKey:
         """A shard as strip and units. Of a table kept together with others, the key of their bundle."""
@@ -203,14 +208,19 @@ class ShardCostCache:
             return
         made, first = [self._columns(s, 0, u) for s, u in new], len(self.made)
         self.made += made
-        n_bytes = [bundle_bytes(bundle, self.problem) if u <= self.most[s] else IMPOSSIBLE
-                   for bundle, (s, u) in zip(made, new, strict=True)]
-        self.bytes = np.concatenate([self.bytes, n_bytes])
-        batch = self.problem.global_batch
-        outputs = [sum(output_bytes(s, batch) for s in bundle) for bundle in made]
-        self.outputs = np.concatenate([self.outputs, np.array(outputs, dtype=np.int64)])
-        ids = [sum(received_bytes(s, self.problem) for s in bundle) for bundle in made]
-        self.id_bytes = np.concatenate([self.id_bytes, np.array(ids, dtype=np.int64)])
+        runs = [self.kinds[self.kind[s]] for s, _ in new]
+        sums = np.array([np.sum([sums_of(run, s, self.problem) for s in bundle], 0)
+                         for bundle, run in zip(made, runs, strict=True)])
+        possible = [u <= self.most[s] and all(may_be_on_a_device(shard, self.problem) for shard in bundle)
+                    for bundle, (s, u) in zip(made, new, strict=True)]
+        sums[~np.array(possible), 0] = IMPOSSIBLE
+        self.sums = np.concatenate([self.sums, sums])
+        multiples = self._multiples[[self.kind[s] for s, _ in new]]
+        n_bytes = sums[:, :2].sum(1) + (sums[:, 2:] * multiples).sum(1)
+        self.bytes = np.concatenate([self.bytes, n_bytes.astype(np.int64)])
+        ids, outputs = sums.T[1:3].astype(np.int64)
+        self.outputs = np.concatenate([self.outputs, outputs])
+        self.id_bytes = np.concatenate([self.id_bytes, ids])
         for i, (s, u) in enumerate(new):
             self._numbers[s, u] = first + i
 

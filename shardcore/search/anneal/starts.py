@@ -171,7 +171,7 @@ class Starts:
         copied = {space.cache.table(s).name for s in [*worth, *space.divided]}
         left = [(shard, d) for shard, d in placed if shard.table.name not in copied]
         start = self._placed(space, left, np.concatenate([space.always_shared, _pairs(worth, group)]))
-        return start if (start.state.used <= np.maximum(0, space.fixed.free)).all() else None
+        return start if start.state.value[self.compiled.OVER] == 0 else None
 
     def _replicated(self, space: SearchSpace, y: int, fits: bool) -> Iterator[Start | None]:
         """Starts with tables on all devices where that pays.
@@ -183,7 +183,7 @@ class Starts:
         start = self._cheapest(space, [self._with(space, worth[:k], y) for k in sorted(some)])
         yield start
         if not fits and start is None:
-            less = space.fixed.shared_bytes[y] < self._whole_bytes(space.fixed) / 2
+            less = space.shared_bytes[y] < self._whole_bytes(space) / 2
             saving = space.fixed.may_share[y] & less
             yield self._cheapest(space, [self._with(space, np.flatnonzero(saving), y)])
 
@@ -228,12 +228,11 @@ class Starts:
         if not self._has_time():
             return None
         fixed, shards, before_s = space.fixed, self._shards(space, n), self.meter.seconds()
-        size = fixed.bytes[fixed.shard[shards[:, 0], shards[:, 1]]]
+        size = space.bytes[fixed.shard[shards[:, 0], shards[:, 1]]]
         for order in (np.arange(len(shards)), np.lexsort((-size, _choice(fixed, shards[:, 0])))):
             state = self._state(space)
             self.compiled.share(self.head, fixed, state, shared)
-            fits = (state.used <= np.maximum(0, fixed.free)).all()
-            if fits and self.compiled.greedy(self.head, fixed, state, np.ascontiguousarray(shards[order])):
+            if self.compiled.greedy(self.head, fixed, state, np.ascontiguousarray(shards[order])):
                 self.compiled.refresh(self.head, fixed, state)
                 self._greedy_s = max(self._greedy_s or 0.0, self.meter.seconds() - before_s)
                 return state
@@ -257,7 +256,7 @@ class Starts:
         fixed = space.fixed
         cost = (self.model.head(fixed.shared_codes[y, strips])
                 + (fixed.shared_own[y] + fixed.shared_busiest[y]) * fixed.shared_size[y, strips])
-        n_bytes = space.fixed.shared_bytes[y][strips]
+        n_bytes = space.shared_bytes[y][strips]
         free = np.array([min(space.fixed.free[list(space.groups[g][1])]) for g in groups])
         for order in (np.argsort(-cost, kind="stable"), np.argsort(-n_bytes, kind="stable")):
             load, room, of = np.zeros(len(groups)), free.copy(), np.zeros(len(strips), dtype=np.int64)
@@ -276,7 +275,7 @@ class Starts:
         0 for strips that are always shared.
         """
         fixed, most_bytes = space.fixed, max(1, int(share * space.fixed.free.mean()))
-        wanted = -(-self._whole_bytes(fixed) // most_bytes)
+        wanted = -(-self._whole_bytes(space) // most_bytes)
         n = np.where(fixed.may_split, np.clip(wanted, space.cache.least_parts, fixed.size), 1)
         n[space.divided] = 0
         return n
@@ -310,9 +309,9 @@ class Starts:
         """[N] ms of ops with one shard each, at speed 1."""
         return np.asarray(self.model.head(fixed.codes[fixed.shard[strips, units]]))
 
-    def _whole_bytes(self, fixed: SearchProblem) -> np.ndarray:
-        """[S] bytes of each strip uncut."""
-        return fixed.bytes[fixed.shard[np.arange(len(fixed.size)), fixed.size]]
+    def _whole_bytes(self, space: SearchSpace) -> np.ndarray:
+        """[S] about the bytes of each strip uncut."""
+        return space.bytes[space.fixed.shard[np.arange(len(space.fixed.size)), space.fixed.size]]
 
     def _packed(self, kind: str) -> Start:
         """A start from a packing, for problems where no greedy plan fits."""
