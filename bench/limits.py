@@ -136,9 +136,9 @@ def problem(model: NeuralModel, n_tables: int, n_devices: int, zipf: bool) -> Pr
 
 def with_memory(of: Problem, times: float) -> Problem:
     """The problem with so many times the memory that its tables need, evenly."""
-    from shardcore.search.packing import least_bytes
+    from shardcore.step.memory_account import table_bytes
 
-    each = int(times * least_bytes(of) / len(of.topology))
+    each = int(times * sum(table_bytes(t, of) for t in of.tables) / len(of.topology))
     devices = tuple(dataclasses.replace(d, memory_bytes=each) for d in of.topology.devices)
     return dataclasses.replace(of, topology=dataclasses.replace(of.topology, devices=devices))
 

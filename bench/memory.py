@@ -27,7 +27,6 @@ import os
 import sys
 import tempfile
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -43,9 +42,10 @@ from shardcore import files, memory, report
 from shardcore.export.torchrec import to_torchrec
 from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.job import PAYLOADS, Job
-from shardcore.layouts import WHOLE_ROWS
+from shardcore.layouts import merged
+from shardcore.step.memory_account import account_of
 from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Shard, Table
+from shardcore.types import Plan, Problem, Table
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
 
@@ -315,36 +315,20 @@ def counted(seed: int, steps_bytes: Sequence[Sequence[int]]) -> dict[str, Any]:
     free their buffers sooner or later.
     """
     problem, plan = drawn(seed)
+    placements = merged(plan.placements)
+    account = account_of(placements, problem)
     return {"problem": problem.name, "kinds": sorted({p.kind for p in plan.placements}),
             "sequences": any(t.sequence for t in problem.tables),
             "peak_bytes": [max(each) for each in steps_bytes], "used_bytes": memory.used_bytes(plan, problem),
             "phases": [device.phase for device in memory.by_part(plan, problem)],
-            "searched_bytes": [taken + memory.every_plan_bytes(problem)
-                               for taken in memory.counted_bytes(plan, problem)],
+            "searched_bytes": np.rint((account.loads(placements) + account.base)[:, :account.phases].max(1)
+                                      ).astype(int).tolist(),
             "torchrec_bytes": estimated(problem, plan)}
 
 
 def off(row: dict[str, Any], count: str) -> list[float]:
     """[D] by how much a count differs from the peak, as shares of it."""
     return [n / peak - 1 for n, peak in zip(row[count], row["peak_bytes"], strict=True)]
-
-
-def searched(seeds: Sequence[int], shares: Sequence[float] = (0, memory.SHARE, 1)) -> list[tuple[str, ...]]:
-    """What searches count of drawn plans, and of whole tables in turn, by what devices of them take."""
-    found: dict[tuple[str, str, float], list[float]] = defaultdict(list)
-    for seed in seeds:
-        problem, plan = drawn(seed)
-        n = len(problem.topology)
-        whole = Plan(tuple(Placement(WHOLE_ROWS.name, Shard.whole(t), (i % n,))
-                           for i, t in enumerate(problem.tables)))
-        for name, each in (("whole tables", whole), ("all kinds", plan)):
-            used, counted = memory.used_bytes(each, problem), memory.counted_bytes(each, problem)
-            for share in shares:
-                found[name, problem.name.split("-")[0], share] += [
-                    (taken + memory.every_plan_bytes(problem, share)) / most
-                    for taken, most in zip(counted, used, strict=True)]
-    return [(name, mostly, f"{share:g}", *(f"{np.quantile(x, q):.2f}" for q in (0, 0.1, 0.5, 1)),
-             f"{np.mean(np.array(x) < 1):.0%}") for (name, mostly, share), x in sorted(found.items())]
 
 
 COUNTS = {"counted": "used_bytes", "searches": "searched_bytes", "TorchRec": "torchrec_bytes"}
@@ -356,12 +340,7 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=20, help="to draw (20)")
     parser.add_argument("--first", type=int, default=0, help="number of the first plan (0)")
     parser.add_argument("--out", type=Path, default=Path("memory.jsonl"), help="a line of JSON for each plan")
-    parser.add_argument("--searches", type=int, help="of so many plans, compare counts only")
     args = parser.parse_args()
-    if args.searches:
-        print(report.text_table(("plans", "mostly", "share", "least", "10%", "median", "most", "below 1"),
-                                searched(range(args.first, args.first + args.searches))))
-        return
     seeds = range(args.first, args.first + args.plans)
     lines = args.out.read_text().splitlines() if args.out.exists() else []
     done = {row["seed"]: row for row in map(json.loads, lines)}

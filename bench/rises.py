@@ -27,10 +27,9 @@ from shardcore.cost import mixed
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
-from shardcore.memory import every_plan_bytes
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
-from shardcore.search.packing import least_bytes
 from shardcore.search.portfolio import DEFAULT
+from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Setting, Table
@@ -70,7 +69,8 @@ def on(tables: Sequence[Table], name: str, n: int, batch: int, hosts: bool) -> P
 
 def with_memory(problem: Problem, slack: float) -> Problem:
     """The problem with `slack` times the memory that its tables need, divided evenly."""
-    each = int(slack * least_bytes(problem) / len(problem.topology)) + every_plan_bytes(problem)
+    need = sum(table_bytes(t, problem) for t in problem.tables)
+    each = int(slack * need / len(problem.topology)) + local_batch_bytes(problem)
     devices = tuple(replace(d, memory_bytes=each) for d in problem.topology.devices)
     return replace(problem, topology=replace(problem.topology, devices=devices))
 

@@ -39,12 +39,11 @@ from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.errors import Infeasible
-from shardcore.layouts import WHOLE_ROWS
-from shardcore.memory import bytes_as, every_plan_bytes
 from shardcore.search import SHARDERS, Budget, compare, greedy
 from shardcore.search.bound import bound
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.search.torchrec import TorchRecConfig
+from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import MIN_WIDTH, Plan, Problem, Shard, Table
@@ -76,11 +75,11 @@ def tightened(problem: Problem, slack: float) -> Problem:
     of each."""
 
     def size(shard: Shard) -> int:
-        return bytes_as(WHOLE_ROWS, shard, problem)
+        return table_bytes(shard.table, problem, shard.width)
 
     needed = sum(size(Shard.whole(t)) for t in problem.tables)
     narrowest = max(size(Shard(t, 0, t.rows, 0, MIN_WIDTH)) for t in problem.tables)
-    now, besides = problem.topology.devices, every_plan_bytes(problem)
+    now, besides = problem.topology.devices, local_batch_bytes(problem)
     total = sum(d.memory_bytes for d in now)
     devices = tuple(replace(d, memory_bytes=max(int(needed * slack * d.memory_bytes / total), narrowest)
                             + besides) for d in now)

@@ -26,10 +26,10 @@ import torch
 
 from shardcore import files, report
 from shardcore.cost import neural
-from shardcore.memory import every_plan_bytes, table_bytes
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.bound import bound
 from shardcore.search.portfolio import annealing as anneal
+from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem
@@ -48,7 +48,7 @@ def problem(model: neural.NeuralModel, n_tables: int, n_devices: int) -> Problem
     devices = tuple(Device(1, host=f"host-{d // 8}") for d in range(n_devices))
     roomless = Problem(f"size-{n_tables}-{n_devices}", drawn, Topology(devices, None, 1.0, 0.5, 0.2),
                        model.setting.batch)
-    each = int(1.5 * sum(table_bytes(t, roomless) for t in drawn) / n_devices) + every_plan_bytes(roomless)
+    each = int(1.5 * sum(table_bytes(t, roomless) for t in drawn) / n_devices) + local_batch_bytes(roomless)
     with_room = tuple(dataclasses.replace(d, memory_bytes=each) for d in devices)
     return dataclasses.replace(roomless, topology=dataclasses.replace(roomless.topology, devices=with_room))
 

@@ -16,6 +16,7 @@ from shardcore.errors import Infeasible
 from shardcore.fused import DENSE_OPTIMIZERS, PRECISIONS
 from shardcore.job import Job
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, shards_on
+from shardcore.step import memory_account
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
@@ -37,12 +38,12 @@ def test_what_a_whole_table_takes_by_hand():
     arrived, pooled, sorting = 64 * (3 * 8 + 4), 64 * 8 * 4, 64 * 3 * 52
     weights = 1000 * 8 * 4
     on_gpu, on_cpu = problem_of(), problem_of(hardware="cpu-some")
-    assert memory.table_bytes(TABLE, on_gpu) == weights + 2 * arrived + pooled + sorting
-    assert memory.table_bytes(TABLE, on_cpu) == weights + max(3 * arrived, 2 * arrived + 2 * pooled)
+    assert memory_account.table_bytes(TABLE, on_gpu) == weights + 2 * arrived + pooled + sorting
+    assert memory_account.table_bytes(TABLE, on_cpu) == weights + max(3 * arrived, 2 * arrived + 2 * pooled)
     busy = replace(TABLE, pooling=30.0)  # its ids take more than its outputs
-    assert memory.table_bytes(busy, on_cpu) == weights + 3 * 64 * (30 * 8 + 4)
+    assert memory_account.table_bytes(busy, on_cpu) == weights + 3 * 64 * (30 * 8 + 4)
     # No hardware: that of a GPU, which takes more.
-    assert memory.table_bytes(TABLE, problem_of(hardware=None)) == memory.table_bytes(TABLE, on_gpu)
+    assert memory_account.table_bytes(TABLE, problem_of(hardware=None)) == memory_account.table_bytes(TABLE, on_gpu)
 
 
 @pytest.mark.parametrize("payload", ["fp16", "bf16"])
@@ -51,7 +52,7 @@ def test_16_bits_take_more_at_first_by_hand(payload):
     arrived, pooled = 64 * (3 * 8 + 4), 64 * 8 * 4
     plain = problem_of(hardware="cpu-some")
     short = replace(plain, job=Job(forward_payload=payload))
-    assert memory.table_bytes(TABLE, short) == 1000 * 8 * 4 + max(3 * arrived, 2 * arrived + 2.5 * pooled)
+    assert memory_account.table_bytes(TABLE, short) == 1000 * 8 * 4 + max(3 * arrived, 2 * arrived + 2.5 * pooled)
     amounts = memory.shard_amounts(WHOLE_ROWS, Shard.whole(TABLE), short)
     assert [amounts[f"all_to_all world{what}"] for what in ("", " there", " back", " cast", " clamped")] == [
         pooled, pooled / 2, pooled, pooled / 2, pooled]
@@ -71,7 +72,7 @@ def test_a_sequence_of_16_bits_is_clamped_to_two_tensors_by_hand():
     sequence, job = replace(TABLE, sequence=True), Job(forward_payload="fp16")
     problem = replace(problem_of(sequence, OTHER, hardware="cpu-some"), job=job)
     arrived, lookups = 64 * (3 * 8 + 4), 64 * 3 * 8 * 4
-    assert memory.table_bytes(sequence, problem) == 1000 * 8 * 4 + 2 * arrived + 3.5 * lookups
+    assert memory_account.table_bytes(sequence, problem) == 1000 * 8 * 4 + 2 * arrived + 3.5 * lookups
 
 
 def test_parts_say_what_payloads_of_16_bits_take():
@@ -87,7 +88,7 @@ def test_parts_say_what_payloads_of_16_bits_take():
 def test_a_cut_copies_ids():
     """Two halves take what the table does, and its ids once more on their device and twice to be sent."""
     problem = problem_of(hardware="cpu-some")
-    whole, half = (memory.table_bytes(TABLE, problem, width) for width in (8, 4))
+    whole, half = (memory_account.table_bytes(TABLE, problem, width) for width in (8, 4))
     local_ids, ids = 32 * (3 * 8 + 4), 64 * (3 * 8 + 4)
     assert 2 * half - whole >= 2 * ids + 2 * 2 * local_ids
 
@@ -201,7 +202,7 @@ def test_searches_count_what_whole_tables_take(job, hardware, sequence):
     problem = replace(problem_of(*tables, hardware=hardware), job=job)
     for n_tables in range(1, len(tables)):
         plan = Plan(tuple(column(t, int(i >= n_tables)) for i, t in enumerate(tables)))
-        counted = memory.counted_bytes(plan, problem)[0] + memory.every_plan_bytes(problem)
+        counted = memory.counted_bytes(plan, problem)[0] + memory_account.local_batch_bytes(problem)
         used = memory.used_bytes(plan, problem)[0]
         assert (counted == used) if n_tables == 2 else counted >= (used if n_tables > 2 else 0.8 * used)
 
@@ -217,7 +218,7 @@ def test_searches_count_about_what_a_plan_takes(seed):
     job = [Job(), Job(forward_payload="fp16"), Job(forward_payload="bf16", backward_payload="fp16")][seed % 3]
     given = replace(given, topology=replace(given.topology, hardware=[None, "cpu-x"][seed % 2]), job=job)
     plan = training.draw(given, np.random.default_rng(seed))
-    each = memory.every_plan_bytes(given)
+    each = memory_account.local_batch_bytes(given)
     assert all(0.8 * used <= counted + each for used, counted in zip(
         memory.used_bytes(plan, given), memory.counted_bytes(plan, given), strict=True))
 
@@ -233,7 +234,7 @@ def test_all_ways_to_count_a_table_agree(job):
     problem = replace(problem, job=job, tables=tuple(tables), topology=host)
     rows, dim = np.array([(t.rows, t.dim) for t in problem.tables], dtype=float).T
     lookups = memory.Lookups.of_all(problem.tables, problem)
-    one_by_one = [memory.table_bytes(t, problem) for t in problem.tables]
+    one_by_one = [memory_account.table_bytes(t, problem) for t in problem.tables]
     assert memory.columns_bytes(lookups, rows, dim, dim, problem).tolist() == one_by_one
     narrow = [memory.bytes_as(WHOLE_ROWS, Shard(t, 0, t.rows, 0, 4), problem) for t in problem.tables]
     assert memory.columns_bytes(lookups, rows, 0 * rows + 4, dim, problem).tolist() == narrow
@@ -318,7 +319,7 @@ def test_managed_collision_takes_bytes_for_each_row_and_lookup():
         more = memory.by_part(Plan((placed,)), problem)[0].parts["weights"] - memory.by_part(
             Plan((before,)), plain)[0].parts["weights"]
         assert more == rows * 32 + lookups * 40
-    assert memory.table_bytes(table, problem) - memory.table_bytes(TABLE, plain) == 1000 * 32 + 64 * 3 * 40
+    assert memory_account.table_bytes(table, problem) - memory_account.table_bytes(TABLE, plain) == 1000 * 32 + 64 * 3 * 40
 
 
 def test_a_host_that_cannot_hold_its_rows_is_named():

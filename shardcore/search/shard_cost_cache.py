@@ -19,25 +19,32 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from copy import copy
+from dataclasses import replace
+from functools import cached_property
 from math import gcd
 
 import numpy as np
 
+from shardcore.amounts import RunBatch, bucketized_bytes, run_batches
 from shardcore.cost.model import CommCost, CostModel, step_ms
-from shardcore.layouts import runs_of
-from shardcore.search.free_memory import IMPOSSIBLE, may_be_on_a_device
+from shardcore.inputs import sample_bytes
+from shardcore.layouts import WHOLE_ROWS, Layout, runs_of
+from shardcore.phases import IDS_ALIVE
 from shardcore.search.shards import (
+    IMPOSSIBLE,
     Bundle,
     RowRange,
     bundles,
     devices_of,
+    division,
+    fixed_placements,
     join_columns,
     layout_of_shard,
+    may_be_on_a_device,
     row_range,
 )
-from shardcore.step.memory_account import Turns, sums_of
-from shardcore.types import Problem, Shard, Table
+from shardcore.step.memory_account import Account, Turns, sums_of
+from shardcore.types import Placement, Problem, Shard, Table
 from shardcore.workload import traffic_of_outputs
 
 ShardKey = tuple[int, int]
@@ -60,7 +67,7 @@ class ShardCostCache:
     size: [S] units of the whole strip.
     most: [S] units that a device may have.
     codes: [R, F] encodings.
-    sums: [R, 4] what it adds to a device's memory (memory_account.Sums).
+    sums: [R, 6] what it adds to a device's memory (memory_account.Sums).
     bytes: [R] about its memory: in its own largest phase.
     outputs: [R] bytes of outputs.
     id_bytes: [R] bytes of ids and lengths that its device receives.
@@ -100,18 +107,48 @@ class ShardCostCache:
         self._numbers[:, 0] = 0
         self.made: list[Bundle] = [self._strips[0]]  # number 0: any will do, its values are zeroed
         self._codes, self._single_ms = np.zeros((0, 1)), np.zeros(0)
-        self.sums, self._multiples = np.zeros((1, 4)), Turns.of(self.kinds, problem).most
+        self._batches: dict[Layout, RunBatch] | None = None
+        self.sums, self._multiples = np.zeros((1, 6)), Turns.of(self.kinds, problem).most
         self.bytes, self.outputs, self.id_bytes = (np.zeros(1, dtype=np.int64) for _ in range(3))
 
     def __len__(self) -> int:
         """S."""
         return len(self._strips)
 
-    def with_reserve(self, problem: Problem) -> ShardCostCache:
-        """The same shards in a problem that differs in constraints.reserved_bytes only."""
-        other = copy(self)
-        other.problem = problem
-        return other
+    @cached_property
+    def local_ids(self) -> np.ndarray:
+        """[S] bytes of a strip's ids in a local batch, as often as they are there.
+
+        Those of a table's row ranges count for the first of them.
+        """
+        def of(shard: Shard) -> float:
+            n_bytes = sample_bytes(shard.table, self.problem.job)
+            if not shard.full_rows:
+                whole = division(shard.table, self.problem)
+                n_bytes += bucketized_bytes(shard.table, self.problem.job, len(whole.devices))
+            return n_bytes * (shard.row_lo == 0)
+
+        each = IDS_ALIVE * self.problem.local_batch
+        return np.array([each * sum(map(of, bundle)) for bundle in self._strips])
+
+    def accounts(self, keys: np.ndarray) -> tuple[list[Account], np.ndarray]:
+        """Accounts of memory of states keys [C, N, 2], and [C] the number of each.
+
+        They differ by the kinds that have tables cut by columns.
+        """
+        of = np.stack([(self.kind[keys[..., 0]] == k) & (keys[..., 1] < self.size[keys[..., 0]])
+                       for k in range(len(self.kinds))], -1).any(1)  # [C, K]
+        cuts, number = np.unique(of, axis=0, return_inverse=True)
+        if self._batches is None:
+            whole = [s for bundle in self._strips for s in bundle if s.full_rows]
+            ranges = [division(s.table, self.problem) for bundle in self._strips for s in bundle
+                      if not s.full_rows and s.row_lo == 0]
+            self._batches = run_batches([*(Placement(WHOLE_ROWS.name, s, (0,)) for s in whole), *ranges,
+                                         *fixed_placements(self.problem)], self.problem)
+        made = [Account.of({run: replace(b, cut=b.cut or run in self.kinds and bool(
+                            cut[self.kinds.index(run)])) for run, b in self._batches.items()}, self.problem)
+                for cut in cuts]
+        return made, number.reshape(-1)
 
     def covers(self, shards: Iterable[Shard]) -> bool:
         """Whether these shards make up exactly the strips of the cache."""
@@ -216,7 +253,7 @@ class ShardCostCache:
         sums[~np.array(possible), 0] = IMPOSSIBLE
         self.sums = np.concatenate([self.sums, sums])
         multiples = self._multiples[[self.kind[s] for s, _ in new]]
-        n_bytes = sums[:, :2].sum(1) + (sums[:, 2:] * multiples).sum(1)
+        n_bytes = sums[:, :2].sum(1) + (sums[:, 2:4] * multiples).sum(1)
         self.bytes = np.concatenate([self.bytes, n_bytes.astype(np.int64)])
         ids, outputs = sums.T[1:3].astype(np.int64)
         self.outputs = np.concatenate([self.outputs, outputs])

@@ -33,6 +33,7 @@ from shardcore.search import LEARNED, SHARDERS, Budget, greedy
 from shardcore.search import sharder as sharder_of
 from shardcore.search import torchrec as torchrec_peer
 from shardcore.search.shards import consolidate
+from shardcore.step import memory_account
 from shardcore.topology import Device, Topology
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
@@ -71,7 +72,7 @@ def drawn(sharder: str, **strategies):
 def table_bytes(table: Table, optimizer: str = "exact_sgd", width: int | None = None) -> int:
     """What a table of a problem takes, or some of its columns, as searches count it."""
     of_one = Problem("one", (table,), Topology((Device(1),)), BATCH, optimizer)
-    return memory.table_bytes(table, of_one, width)
+    return memory_account.table_bytes(table, of_one, width)
 
 
 def draw_tables(rng: np.random.Generator, n: int, dims=(4, 8, 12, 16, 32)) -> tuple[Table, ...]:

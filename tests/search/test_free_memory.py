@@ -1,11 +1,11 @@
 """FreeMemory: a shard fits where its last byte does, and nowhere else."""
 
 import pytest
+from shardcore.search.free_memory import FreeMemory
 
 from shardcore.constraints import Constraints
 from shardcore.layouts import WHOLE_ROWS
 from shardcore.memory import bytes_as
-from shardcore.search.free_memory import FreeMemory
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Shard, Table
 

@@ -14,7 +14,6 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import CHANNELS
-from shardcore.memory import table_bytes
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.bound import bound
 from shardcore.search.placement_state import PlacementState
@@ -27,6 +26,7 @@ from shardcore.search.tower_hosts import (
     tower_hosts,
     tower_traffic,
 )
+from shardcore.step.memory_account import table_bytes
 from shardcore.towers import Towers, read_towers
 from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from conformance import model_for
 from shapes import on_hosts
+from shardcore.search.true_memory import TRIES, within_memory
 
 from shardcore import memory
 from shardcore.constraints import Constraints
@@ -14,7 +15,7 @@ from shardcore.publish.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget, portfolio
 from shardcore.search.anneal.sharder import Search
 from shardcore.search.shards import priced
-from shardcore.search.true_memory import TRIES, within_memory
+from shardcore.step import memory_account
 from shardcore.types import Problem, Table
 
 BUDGET = Budget(evals=2000)
@@ -79,7 +80,7 @@ def test_it_gives_up_with_the_first_reason_and_keeps_its_budget():
         sharder(given, model_for(given), budget=Budget(seconds=8))
     too_much = taken - (4 << 20)
     assert raised.value.too_much == too_much
-    cautious = memory.every_plan_bytes(given, share=0.0) - memory.every_plan_bytes(given)
+    cautious = memory_account.local_batch_bytes(given, share=0.0) - memory_account.local_batch_bytes(given)
     reserved = [more for more, _ in seen]
     assert len(seen) == TRIES and reserved[:2] == [0, cautious]
     assert all(b == a + max(a, too_much) for a, b in zip(reserved[1:], reserved[2:], strict=False))
@@ -128,7 +129,7 @@ def test_less_is_reserved_if_nothing_is_found_with_so_much():
     given = tight()
     good = SHARDERS["anneal_columns"](given, model_for(given), budget=BUDGET)
     bad = anneal_columns(given, model_for(given), BUDGET)
-    cautious = memory.every_plan_bytes(given, share=0.0) - memory.every_plan_bytes(given)
+    cautious = memory_account.local_batch_bytes(given, share=0.0) - memory_account.local_batch_bytes(given)
     asked_for = []
 
     def sharder(asked, model, *, budget=None):

@@ -16,24 +16,24 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardcore.amounts import batch_bytes, bucketized_bytes, stepped_bytes, table_order
+from shardcore.amounts import batch_bytes, bucketized_bytes, run_batches, stepped_bytes, table_order
 from shardcore.cost.model import CostModel
-from shardcore.inputs import sample_bytes
 from shardcore.layouts import (
     Group,
     Layout,
     even_share,
     run_of,
     runs_of,
+    shards_on,
 )
-from shardcore.memory import free_bytes, held_bytes
+from shardcore.memory import held_bytes
 from shardcore.outputs import output_bytes, table_output_rows
 from shardcore.phases import BATCHES, IDS_ALIVE
-from shardcore.search.anneal.compiled import SearchProblem
+from shardcore.search.anneal.compiled import SUMS, SearchProblem
 from shardcore.search.anneal.rates import exchange_rates, id_rates, shared_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.search.shards import division, placed
+from shardcore.search.shards import division, fixed_placements, placed
 from shardcore.step.memory_account import Turns, sums_of
 from shardcore.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
 
@@ -183,7 +183,7 @@ def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halv
         most_moved=np.zeros(2, np.int64), parameters=model.compiled().parameters, halves=halves)
     multiples = turns.most[[of_ids.index(layout) for layout in dict.fromkeys(y for y, _ in groups)]]
     sums = shared["shared_sums"][0]
-    shared_bytes = sums[..., :2].sum(-1) + (sums[..., 2:] * multiples.reshape(-1, 1, 2)).sum(-1)
+    shared_bytes = sums[..., :2].sum(-1) + (sums[..., 2:4] * multiples.reshape(-1, 1, 2)).sum(-1)
     return SearchSpace(problem, cache, fixed, cache.bytes, shared_bytes.astype(np.int64), groups,
                        np.array([number[t.name] for t in by_rows], dtype=np.int64), of_ids)
 
@@ -202,7 +202,7 @@ def _worth_cutting(cache: ShardCostCache, shards: Sequence[Shard]) -> np.ndarray
     cache.need(strips, cache.size)
     whole = cache.numbers(strips, cache.size)
     added_ms, n_bytes = added(cache.codes[whole], cache.model), cache.bytes[whole].astype(float)
-    least_bytes = _WORTH * max(0.0, np.mean(free_bytes(cache.problem)))
+    least_bytes = _WORTH * max(0.0, np.mean(held_bytes(cache.problem)))
     worth = (added_ms * n > _WORTH * added_ms.sum()) | (n_bytes > least_bytes)
     cut = np.array([s for s, units in cache.keys(shards) if units < cache.size[s]], dtype=np.int64)
     worth[cut] = True
@@ -262,7 +262,7 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
              "group_of": of,
              "may_share": np.zeros(shape, dtype=bool),
              "shared_codes": np.zeros((*shape, cache.codes.shape[1])),
-             "shared_sums": np.zeros((2, *shape, 4)), "shared_ids": np.zeros(shape, np.int64),
+             "shared_sums": np.zeros((2, *shape, 6)), "shared_ids": np.zeros(shape, np.int64),
              "shared_ids_by": np.array([n_kinds + of_ids.index(layout) for layout in layouts], np.int64),
              "shared_size": np.zeros(shape),
              **{f"shared_{name}": np.zeros(len(layouts)) for name in ("own", "busiest", "total", "once")}}
@@ -314,20 +314,25 @@ def _memory(problem: Problem, cache: ShardCostCache, groups: Sequence[tuple[Layo
     outputs = [sum(OUTPUT_BYTES * shard.width * table_output_rows(shard.table, local) for shard in bundle)
                for bundle in once]
 
-    def ids_of(shard: Shard) -> float:
-        """Bytes of a strip's ids in the order of the plan, and in buckets if it is a range."""
-        n_bytes = sample_bytes(shard.table, job)
-        if not shard.full_rows:
-            n_bytes += bucketized_bytes(shard.table, job, len(division(shard.table, problem).devices))
-        return n_bytes
-
+    given = fixed_placements(problem)
+    memory, runs = np.zeros((len(topology), SUMS + 2 * len(of_ids))), np.zeros((len(of_ids), 4))
+    runs[:, 3] = len(order)
+    batches = run_batches(given, problem)
+    for run, batch in batches.items():
+        tables = [p.shard.table for p in given if run_of(p.kind, p.shard.table) is run]
+        runs[of_ids.index(run)] = len(tables), 0, batch.outputs, min(rank[t.name] for t in tables)
+    for device, shard, run in ((d, shard, of_ids.index(run_of(p.kind, shard.table)))
+                               for p in given for d, shard in shards_on(p)):
+        resident, arrived, entered, lookups, _, on_host = sums_of(of_ids[run], shard, problem)
+        memory[device, :SUMS] += resident, arrived, on_host
+        memory[device, [SUMS + run, SUMS + len(of_ids) + run]] += entered, lookups
     collections = sorted({(run.collection, run.sequence) for run in of_ids})
     is_last = np.zeros((len(layouts), len(topology)), np.int64)
     for layout, group in groups:
         is_last[layouts.index(layout), group[-1]] = 1
     return {
         "local_outputs": np.array(outputs, float) / cache.size,
-        "local_ids": np.array([IDS_ALIVE * local * sum(map(ids_of, bundle)) for bundle in once], float),
+        "local_ids": cache.local_ids,
         "bucketized": np.array([[IDS_ALIVE * local * bucketized_bytes(cache.table(s), job, len(of[y]))
                                  * y.divides_rows for s in range(len(cache))] for y in layouts],
                                float).reshape(len(layouts), len(cache)),
@@ -338,6 +343,10 @@ def _memory(problem: Problem, cache: ShardCostCache, groups: Sequence[tuple[Layo
         "waiting_ids": BATCHES * batch_bytes(problem), "is_last": is_last,
         "run_collection": np.array([collections.index((run.collection, run.sequence)) for run in of_ids]),
         "run_sequence": np.array([run.sequence for run in of_ids], dtype=bool),
+        "given_memory": memory, "given_runs": runs,
+        "given_every": IDS_ALIVE * sum(b.permuted + b.bucketized for b in batches.values()),
+        "given_stepped": float(max((b.stepped for b in batches.values()), default=0)),
+        "host_free": float(topology.host_memory_bytes) if topology.gives_host_memory else np.inf,
         "run_replicas": np.array([run.local_batch for run in of_ids], dtype=bool)}
 
 

@@ -16,15 +16,14 @@ import numpy as np
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
 from shardcore.layouts import shards_on
-from shardcore.memory import free_bytes
+from shardcore.memory import held_bytes
 from shardcore.progress import stopped_clock
 from shardcore.search import greedy
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.budget import Meter
-from shardcore.search.feasible import pack_or_raise, shown
-from shardcore.search.packing import least_bytes
+from shardcore.search.feasible import fitting, shown
 from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.search.shards import placed
+from shardcore.search.shards import division, fixed_placements
 from shardcore.types import Placement, Problem, Shard
 
 if TYPE_CHECKING:  # numba takes a second to import, and only searches need it
@@ -69,8 +68,7 @@ class Start:
 class Starts:
     """Makes starts in the spaces of a problem. What is encoded for one is kept for the next."""
 
-    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int,
-                 cache: ShardCostCache | None = None) -> None:
+    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
         with stopped_clock():  # numba takes a second to import
             from shardcore.search.anneal import compiled
             from shardcore.search.anneal import search_space as spaces
@@ -78,7 +76,7 @@ class Starts:
         self.compiled, self.spaces, self.meter = compiled, spaces, meter
         self.problem, self.model, self.seed = problem, model, seed
         self.head = model.compiled().head
-        self.cache = cache and cache.with_reserve(problem)  # of the last shards
+        self.cache: ShardCostCache | None = None  # of the last shards
         self._greedy_s: float | None = None  # seconds of the longest greedy plan so far, if one was found
 
     def by_columns(self, kind: str, shards: Sequence[Shard]) -> Iterator[Start]:
@@ -91,7 +89,7 @@ class Starts:
         space, n = self._space(shards, kind), 0
         shares = _SPLITS[2:5:2] if self.spaces.is_large(space.cache) else _SPLITS
         ways = [[(self._cuts(space, share), _pairs()) for share in shares]]
-        if (least_bytes(self.problem) > _TIGHT * sum(free_bytes(self.problem))
+        if (self._whole_bytes(space).sum() > _TIGHT * sum(held_bytes(self.problem))
             and not self.spaces.is_large(space.cache)):
             ways.append([(self._small(space, share), _pairs()) for share in _SMALL])
         for start in (self._cheapest(space, way) for way in ways):
@@ -106,7 +104,7 @@ class Starts:
                 n += 1
                 yield self.of_plan(best.placements, kind)
         if not n:
-            yield self._packed(kind)
+            yield self.of_plan(fitting(self.problem).placements, kind)
 
     def shared(self, shards: Sequence[Shard], fits: bool) -> Iterator[Start]:
         """Greedy plans of the whole space, with tables shared by groups of devices.
@@ -313,19 +311,25 @@ class Starts:
         """[S] about the bytes of each strip uncut."""
         return space.bytes[space.fixed.shard[np.arange(len(space.fixed.size)), space.fixed.size]]
 
-    def _packed(self, kind: str) -> Start:
-        """A start from a packing, for problems where no greedy plan fits."""
-        packing = pack_or_raise(self.problem)
-        placements = placed([(shard,) for shard in packing.shards], packing.devices, self.problem)
-        return self.of_plan(placements, "all" if kind == "all" else "columns")
-
     def of_plan(self, placements: Sequence[Placement], kind: str) -> Start:
-        """A plan without data-parallel tables, as a start in its own space. Divided rows stay divided."""
-        shards = [(shard, d) for p in placements for d, shard in shards_on(p)]
-        space = self._space([shard for shard, _ in shards], kind)
-        divided = {space.cache.table(s).name for s in space.divided}
-        left = [(shard, d) for shard, d in shards if shard.table.name not in divided]
-        return self._placed(space, left, space.always_shared)
+        """A plan as a start in its own space."""
+        fixed = fixed_placements(self.problem)
+        left = [p for p in placements if p not in fixed]
+        shared = [p for p in left if len(p.devices) > 1]
+        # Ordered rows that are divided stay shards like others (search_space.without_ranges).
+        ranges = [p for p in shared if p.shard.table.ordered and p == division(p.shard.table, self.problem)]
+        shared = [p for p in shared if p not in ranges]
+        placed = [(s, d) for p in left if p not in shared for d, s in shards_on(p)]
+        shards = [*(s for s, _ in placed), *(p.shard for p in shared)]
+        space = self.spaces.space(self._of_strips(shards), shards, kind == "all" or bool(shared),
+                                  kind == "halves")
+        start = self._placed(space, placed, np.concatenate([_pairs(), *(
+            _pairs(space.strips([p.shard.table]), space.number(p.kind, p.devices, p.shard.table))
+            for p in shared)]))
+        if kind != "all":
+            start.space = replace(space, fixed=space.as_it_is)
+            start.fixed = start.space.fixed
+        return start
 
     def _space(self, shards: Sequence[Shard], kind: str) -> SearchSpace:
         """The space of shards. Row ranges become whole tables, shared by all devices, where possible."""

@@ -19,6 +19,7 @@ from shardcore.search.anneal.compiled.records import (
            ENERGY,
            LOG,
            OVER,
+           SUMS,
            WORST,
            SearchProblem,
            State,
@@ -27,5 +28,5 @@ from shardcore.search.anneal.compiled.records import (
 from shardcore.search.anneal.compiled.run import anneal
 from shardcore.search.anneal.compiled.state import place, refresh, rewind, share
 
-__all__ = ["BEST", "ENERGY", "LOG", "OVER", "WORST", "SearchProblem", "State", "anneal", "empty", "greedy",
-           "place", "refresh", "rewind", "share"]
+__all__ = ["BEST", "ENERGY", "LOG", "OVER", "SUMS", "WORST", "SearchProblem", "State", "anneal", "empty",
+           "greedy", "place", "refresh", "rewind", "share"]

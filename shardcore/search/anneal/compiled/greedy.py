@@ -5,7 +5,14 @@ from numba import boolean, int64
 
 from shardcore.compiling import inner
 from shardcore.search.anneal.compiled.cost import total_of
-from shardcore.search.anneal.compiled.memory import add_change, change_parts, expect, frame, left_of
+from shardcore.search.anneal.compiled.memory import (
+    add_change,
+    change_parts,
+    expect,
+    frame,
+    host_fits,
+    left_of,
+)
 from shardcore.search.anneal.compiled.pointers import WORDS, entry
 from shardcore.search.anneal.compiled.records import HEAD, problem_at, state_at
 from shardcore.search.anneal.compiled.state import hold
@@ -60,7 +67,8 @@ def greedy(head, problem, state, shards):
             for j in range(st.memory.shape[1]):
                 st.trial_memory[0, j] = st.memory[d, j]
             add_change(fx, st.trial_memory[0], was, then, fx.ids_by[k] - n_kinds)
-            if left_of(fx, st, d, st.trial_memory[0]) < 0.0:
+            if (left_of(fx, st, d, st.trial_memory[0]) < 0.0
+                or not host_fits(fx, st, d, fx.sums[then, 5] - fx.sums[was, 5])):
                 continue
             if st.count[d] == 0:
                 e = seen_empty
@@ -104,5 +112,6 @@ def greedy(head, problem, state, shards):
         st.carried[best, ids] += more_ids
         st.hosts[fx.host[best], ids] += more_ids
         st.all_carried[ids] += more_ids
+        st.on_host[fx.host[best]] += fx.sums[then, 5] - fx.sums[was, 5]
         add_change(fx, st.memory[best], was, then, fx.ids_by[k] - n_kinds)
     return True

@@ -19,6 +19,7 @@ from shardcore.search.anneal.compiled.records import (
     EVERY,
     JOINED,
     N_RUNS,
+    ON_HOST,
     OVER,
     RESIDENT,
     SLOT_AFTER,
@@ -32,10 +33,11 @@ from shardcore.search.anneal.compiled.records import (
 
 @inner
 def add(fx, row, sums, run):
-    """Add a shard's sums [4] to a device's row."""
+    """Add a shard's sums [5] to a device's row."""
     n = len(fx.run_collection)
     row[RESIDENT] += sums[0]
     row[ARRIVED] += sums[1]
+    row[ON_HOST] += sums[5]
     row[SUMS + run] += sums[2]
     row[SUMS + n + run] += sums[3]
 
@@ -46,6 +48,7 @@ def add_change(fx, row, was, then, run):
     n = len(fx.run_collection)
     row[RESIDENT] += fx.sums[then, 0] - fx.sums[was, 0]
     row[ARRIVED] += fx.sums[then, 1] - fx.sums[was, 1]
+    row[ON_HOST] += fx.sums[then, 5] - fx.sums[was, 5]
     row[SUMS + run] += fx.sums[then, 2] - fx.sums[was, 2]
     row[SUMS + n + run] += fx.sums[then, 3] - fx.sums[was, 3]
 
@@ -123,16 +126,16 @@ def peak(fx, st, row):
         for i in range(n):
             # Autograd goes back from the last run to the first.
             r = st.order[i] if t < 2 else st.order[n - 1 - i]
-            entered, to_sort = row[SUMS + r], row[SUMS + n_all + r]
+            entered, lookups = row[SUMS + r], row[SUMS + n_all + r]
             of, frame_of = fx.turn_sums[r, t], st.frame[r, t]
-            held -= frame_of[SLOT_BEFORE] + of[SLOT_BEFORE, 0] * entered + of[SLOT_BEFORE, 1] * to_sort
+            held -= frame_of[SLOT_BEFORE] + of[SLOT_BEFORE, 0] * entered + of[SLOT_BEFORE, 1] * lookups
             for slot in range(SLOT_PHASES, SLOT_PHASES + fx.turn_phases[r, t]):
                 most = max(most, held + lingers + frame_of[slot] + of[slot, 0] * entered
-                           + of[slot, 1] * to_sort)
+                           + of[slot, 1] * lookups)
                 lingers = 0.0
-            held += frame_of[SLOT_AFTER] + of[SLOT_AFTER, 0] * entered + of[SLOT_AFTER, 1] * to_sort
+            held += frame_of[SLOT_AFTER] + of[SLOT_AFTER, 0] * entered + of[SLOT_AFTER, 1] * lookups
             lingers = (frame_of[SLOT_LINGERS] + of[SLOT_LINGERS, 0] * entered
-                       + of[SLOT_LINGERS, 1] * to_sort)
+                       + of[SLOT_LINGERS, 1] * lookups)
     return most
 
 
@@ -158,12 +161,22 @@ def left_of(fx, st, d, row):
 
 @inner
 def all_left(fx, st):
-    """Compute what all devices have left, and what they have too much, together."""
+    """Compute what all devices have left, and what they and hosts have too much, together."""
     over = 0.0
+    st.on_host[:] = 0.0
     for d in range(len(st.left)):
         st.left[d] = left_of(fx, st, d, st.memory[d])
         over += max(0.0, -st.left[d])
+        st.on_host[fx.host[d]] += st.memory[d, ON_HOST]
+    for h in range(len(st.on_host)):
+        over += max(0.0, st.on_host[h] - fx.host_free)
     st.value[OVER] = over
+
+
+@inner
+def host_fits(fx, st, d, more):
+    """Whether the memory of d's host takes more bytes. A host that is too full already may lose some."""
+    return more <= 0.0 or st.on_host[fx.host[d]] + more <= fx.host_free
 
 
 @inner

@@ -13,6 +13,7 @@ from shardcore.search.anneal.compiled.memory import (
     all_left,
     change_parts,
     frame,
+    host_fits,
     left_of,
 )
 from shardcore.search.anneal.compiled.records import (
@@ -20,6 +21,7 @@ from shardcore.search.anneal.compiled.records import (
     EVERY,
     MOST_EDITS,
     N_MOVED,
+    ON_HOST,
     WIDEST,
     WORST,
 )
@@ -190,6 +192,9 @@ def fits(fx, st, a, b, n):
     st.trial_left[1] = left_of(fx, st, b, st.trial_memory[1])
     fit = ((st.trial_left[0] >= 0.0 or st.trial_left[0] >= st.left[a])
            and (st.trial_left[1] >= 0.0 or st.trial_left[1] >= st.left[b]))
+    if fx.host_free < np.inf and fx.host[a] != fx.host[b]:
+        fit = (fit and host_fits(fx, st, a, st.trial_memory[0, ON_HOST] - st.memory[a, ON_HOST])
+               and host_fits(fx, st, b, st.trial_memory[1, ON_HOST] - st.memory[b, ON_HOST]))
     # With more parts of tables all devices have more ids of a local batch.
     more = st.value[EVERY] - every
     if fit and (changes or more > 0.0):
@@ -311,6 +316,7 @@ def accept(fx, st, a, b, n):
             st.ms[d, k] = st.trial_ms[slot, k]
             for f in range(st.sums.shape[2]):
                 st.sums[d, k, f] = st.trial_sums[slot, k, f]
+        st.on_host[fx.host[d]] += st.trial_memory[slot, ON_HOST] - st.memory[d, ON_HOST]
         for i in range(st.memory.shape[1]):
             st.memory[d, i] = st.trial_memory[slot, i]
         st.left[d] = st.trial_left[slot]

@@ -30,7 +30,7 @@ class SearchProblem(NamedTuple):
     shard: int32[:, ::1]  # [S, U + 1] number of the shard with so many units; number 0 is nothing
     codes: float64[:, ::1]  # [R, F] encoding of a shard
     added_ms: float64[::1]  # [R] ms that a shard adds to a fused op
-    sums: float64[:, ::1]  # [R, 4] bytes that it adds to a device's (see step/memory_account.Sums)
+    sums: float64[:, ::1]  # [R, 6] what it adds to a device's (step/memory_account.Sums)
     outputs: int64[::1]  # [R] bytes of the shard's outputs
     ids: int64[::1]  # [R] bytes of ids that the shard's device receives
     ids_by: int64[::1]  # [K] number of the exchange that brings them, K to X - 1
@@ -59,7 +59,7 @@ class SearchProblem(NamedTuple):
     group_of: int64[:, ::1]  # [Y, D] the device's group in each layout; -1: none
     may_share: boolean[:, ::1]  # [Y, S] whether groups may share the strip
     shared_codes: float64[:, :, ::1]  # [Y, S, F] encoding of each device's shard
-    shared_sums: float64[:, :, :, ::1]  # [2, Y, S, 4] as `sums`: on each device but the last, on the last
+    shared_sums: float64[:, :, :, ::1]  # [2, Y, S, 6] as `sums`: on each device but the last, on the last
     is_last: int64[:, ::1]  # [Y, D] 1 where the device is the last of its group: its row range may be short
     shared_ids: int64[:, ::1]  # [Y, S] bytes of ids that each device receives
     shared_ids_by: int64[::1]  # [Y] number of the exchange that brings them
@@ -79,10 +79,16 @@ class SearchProblem(NamedTuple):
     run_sequence: boolean[::1]  # [N] whether its outputs are not pooled
     run_replicas: boolean[::1]  # [N] whether its tables are replicas
     # What a run holds in its turns: before, after, with the next run's first phase, in each phase.
-    turn_sums: float64[:, :, :, ::1]  # [N, 4, slots, 2] multiples of what entered and is sorted
+    turn_sums: float64[:, :, :, ::1]  # [N, 4, slots, 2] multiples of what entered and of lookups
     turn_batch: float64[:, :, :, ::1]  # [N, 4, slots, 6] of its part of a local batch (see memory.frame)
     turn_phases: int64[:, ::1]  # [N, 4] phases of a turn
     sums_most: float64[:, ::1]  # [N, 2] the largest of these multiples
+    host_free: float64  # bytes of a host's memory; infinite where they are not given
+    # Tables that are on all devices in every plan.
+    given_memory: float64[:, ::1]  # [D, 3 + 2 N] as State.memory
+    given_runs: float64[:, ::1]  # [N, 4] State.run_shards, run_partial, run_outputs, run_rank
+    given_every: float64  # bytes of their ids in a local batch
+    given_stepped: float64  # bytes that the dense optimizer makes to update them
     # Re-sharding limits.
     kept: int16[:, ::1]  # [S, D] units in the plan to start from; no rows: no limits
     weight: int64[::1]  # [S] bytes of weights of a unit
@@ -101,7 +107,7 @@ class State(NamedTuple):
     sums: float64[:, :, ::1]  # [D, K, F] summed encodings of each fused op
     ms: float64[:, ::1]  # [D, K] ms of each fused op at speed 1
     carried: int64[:, ::1]  # [D, X] bytes that exchanges carry: outputs of each kind, and ids
-    memory: float64[:, ::1]  # [D, 2 + 2 N] sums over a device's shards: RESIDENT, ARRIVED, then of each run
+    memory: float64[:, ::1]  # [D, 3 + 2 N] sums over a device's shards, see RESIDENT
     left: float64[::1]  # [D] bytes left, at least; exact where less than nothing
     load: float64[::1]  # [D] ms
     hosts: int64[:, ::1]  # [H, X] the same of each host
@@ -114,7 +120,7 @@ class State(NamedTuple):
     group_sums: float64[:, ::1]  # [G, F] summed encodings
     group_ms: float64[::1]  # [G] ms of the op on each of its devices, at speed 1
     group_size: float64[::1]  # [G] sum of shared_size
-    group_sums_of: float64[:, :, ::1]  # [2, G, 4] sums on each of its devices but the last, and on the last
+    group_sums_of: float64[:, :, ::1]  # [2, G, 6] sums on each of its devices but the last, and on the last
     group_ids: int64[::1]  # [G] bytes of ids that each of its devices receives
     shared_ms: float64[::1]  # [D] ms of the ops of its groups, at speed 1
     own_ms: float64[::1]  # [D] ms of exchanges set by its own groups' sizes
@@ -122,7 +128,8 @@ class State(NamedTuple):
     trial_sums: float64[:, :, ::1]  # [2, K, F]
     trial_ms: float64[:, ::1]  # [2, K]
     trial_carried: int64[:, ::1]  # [2, X]
-    trial_memory: float64[:, ::1]  # [2, 2 + 2 N]
+    on_host: float64[::1]  # [H] bytes in the hosts' memory
+    trial_memory: float64[:, ::1]  # [2, 3 + 2 N]
     trial_left: float64[::1]  # [2]
     trial_load: float64[::1]  # [2]
     trial_all_carried: int64[::1]  # [X]
@@ -167,8 +174,12 @@ EVERY: bytes of a local batch that are in all phases: its ids.
 STEPPED: bytes that the dense optimizer makes.
 JOINED, DENSE_PART: bytes of a local batch's outputs while they are joined, and in the dense part.
 """
-RESIDENT, ARRIVED, SUMS = range(3)
-"""Indices of State.memory: of all runs. SUMS + n: what entered of run n. SUMS + N + n: what it sorts."""
+RESIDENT, ARRIVED, ON_HOST, SUMS = range(4)
+"""Indices of State.memory.
+
+RESIDENT, ARRIVED, ON_HOST: of all runs, see Sums.
+SUMS + n: what entered of run n. SUMS + N + n: its lookups.
+"""
 SLOT_BEFORE, SLOT_AFTER, SLOT_LINGERS, SLOT_PHASES = range(4)
 """Indices of a turn's slots. SLOT_PHASES + i is phase i."""
 
@@ -183,11 +194,11 @@ def empty(problem: SearchProblem, n_hosts: int, log_length: int, seed: int) -> S
         "held": (n_strips, n_devices), "count": n_devices, "strips": (n_devices, n_strips),
         "sums": (n_devices, n_kinds, n_features), "ms": (n_devices, n_kinds),
         "carried": (n_devices, n_exchanges),
-        "memory": (n_devices, sums), "left": n_devices,
+        "memory": (n_devices, sums), "left": n_devices, "on_host": n_hosts,
         "load": n_devices, "hosts": (n_hosts, n_exchanges), "all_carried": n_exchanges,
         "norm": (3, n_exchanges), "ref": (3, n_exchanges),
         "group": n_strips, "shared": n_strips, "group_sums": (n_groups, n_features), "group_ms": n_groups,
-        "group_size": n_groups, "group_sums_of": (2, n_groups, 4), "group_ids": n_groups,
+        "group_size": n_groups, "group_sums_of": (2, n_groups, 6), "group_ids": n_groups,
         "shared_ms": n_devices, "own_ms": n_devices, "moved": n_strips,
         "trial_sums": (2, n_kinds, n_features),
         "trial_ms": (2, n_kinds), "trial_carried": (2, n_exchanges),

@@ -138,13 +138,14 @@ def recompute(head, fx, st):
     """
     n_devices, n_exchanges = st.carried.shape
     n_kinds = len(fx.ids_by)
-    st.run_shards[:] = 0
-    st.run_partial[:] = 0
-    st.run_outputs[:] = 0.0
-    st.run_rank[:] = 1 << 62
-    st.value[EVERY], st.value[STEPPED] = fx.waiting_ids, 0.0
+    for r in range(len(st.run_shards)):
+        st.run_shards[r], st.run_partial[r] = int64(fx.given_runs[r, 0]), int64(fx.given_runs[r, 1])
+        st.run_outputs[r], st.run_rank[r] = fx.given_runs[r, 2], int64(fx.given_runs[r, 3])
+    st.value[EVERY], st.value[STEPPED] = fx.waiting_ids + fx.given_every, fx.given_stepped
     recompute_groups(head, fx, st)
-    st.memory[:] = 0.0
+    for d in range(n_devices):
+        for i in range(st.memory.shape[1]):
+            st.memory[d, i] = fx.given_memory[d, i]
     st.carried[:] = 0
     for y in range(len(fx.shared_once)):
         for d in range(n_devices):
