@@ -94,7 +94,9 @@ class ShardCostCache:
         self.unit = np.array([_unit_width(bundle, shards_of[i], problem)
                               for i, bundle in enumerate(self._strips)])
         self.size = np.array([self._units(i, bundle[0]) for i, bundle in enumerate(self._strips)])
-        self._cut_before = {strip for strip, units in self.keys(shards) if units < self.size[strip]}
+        keys = self.keys(shards)
+        self._cut_before = {strip for strip, units in keys if units < self.size[strip]}
+        self._parts = np.bincount([strip for strip, _ in keys], minlength=len(self._strips))
         self.most = np.array([self._most(i) for i in range(len(self._strips))])
         self.allowed = np.ones((len(self._strips), len(problem.topology)), dtype=bool)
         for i, first in enumerate(bundle[0] for bundle in self._strips):
@@ -197,8 +199,8 @@ class ShardCostCache:
 
     @property
     def least_parts(self) -> np.ndarray:
-        """[S] shards that a strip has at least."""
-        return -(-self.size // self.most)
+        """[S] shards that a strip has at least: as many as devices' memory, and FBGEMM, need."""
+        return np.maximum(self._parts, -(-self.size // self.most))
 
     def _columns(self, strip: int, low: int, high: int) -> Bundle:
         """Units low to high of a strip."""
