@@ -6,7 +6,7 @@ Tables that no device can hold are cut. Problems without a plan are refused with
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +15,8 @@ from shardcore.amounts import run_batches
 from shardcore.constraints import Constraints
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.inputs import sample_bytes
-from shardcore.layouts import WHOLE_ROWS, device_names, run_of, shards_on
-from shardcore.memory import gib, held_bytes, require_fits, resident_bytes
+from shardcore.layouts import WHOLE_ROWS, device_names, even_share, run_of, shards_on
+from shardcore.memory import gib, held_bytes, require_fits
 from shardcore.op_limits import require_ops
 from shardcore.phases import IDS_ALIVE
 from shardcore.search.host_room import dealt
@@ -72,7 +72,7 @@ def fitting(problem: Problem) -> Plan:
             if pinned is None:
                 raise
             return fitting(pinned)
-    raise DoesNotFit(f"{_reason(problem, lacks)}. {remedy(problem)}")
+    raise DoesNotFit(f"{_reason(problem)}. {remedy(problem)}")
 
 
 class _Cuts:
@@ -91,33 +91,36 @@ class _Cuts:
             self.account = Account.of(self.batches, problem)
             self.cut = Account.of({run: replace(batch, cut=not run.local_batch)
                                    for run, batch in self.batches.items()}, problem)
+            self._at_most = self._room(self.account)
+            self._total = np.zeros(self._at_most.shape[1])
 
     def shards(self) -> list[Shard]:
-        problem, found, possible, total = self.problem, [], True, 0.0
-        room = self._room(self.account) if self.batches else np.zeros((len(problem.topology), 1))
+        found: list[Shard] = []
         for bundle in self.bundles:
-            table, lacks = bundle[0].table, math.inf
-            if all(why_not(WHOLE_ROWS, s.table, problem) is None for s in bundle):
-                vector = sum(self.account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in bundle)
-                at = problem.pinned.get(table.name)
-                lacks = (vector - (room if at is None else room[list(at)])).max(1).min()
-                total = total + vector
-            if lacks <= 0 and table.dim <= problem.topology.most_columns:
-                found += bundle
-            elif (parts := self._cut(bundle)) is not None:
-                found += parts
-            else:
-                possible = False
+            parts = bundle if self.fits_whole(bundle) else self.cut_of(bundle)
+            if parts is None:
+                return self._shards_of(fitting(self.problem))
+            found += parts
         # However shards are placed, all devices together hold their sum.
-        if not possible or np.any(total > np.maximum(room, 0).sum(0) * (1 + 1e-9)):
-            return self._shards_of(fitting(problem))
+        if self.batches and np.any(self._total > np.maximum(self._at_most, 0).sum(0) * (1 + 1e-9)):
+            return self._shards_of(fitting(self.problem))
         return found
+
+    def fits_whole(self, bundle: Bundle) -> bool:
+        """Tell if the tables of a bundle, whole, fit on some device."""
+        problem, name = self.problem, bundle[0].table.name
+        if not all(why_not(WHOLE_ROWS, s.table, problem) is None for s in bundle):
+            return False
+        vector = sum(self.account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in bundle)
+        self._total += vector
+        room = self._at_most[list(problem.pinned[name])] if name in problem.pinned else self._at_most
+        return bundle[0].table.dim <= problem.topology.most_columns and bool((vector <= room).all(1).any())
 
     def _room(self, account: Account) -> np.ndarray:
         """[D, P] bytes that devices have for shards."""
         return account.limits - account.base - account.loads(self.fixed)
 
-    def _cut(self, bundle: Bundle) -> list[Shard] | None:
+    def cut_of(self, bundle: Bundle) -> list[Shard] | None:
         """A table in shards of which each fits on some device. None if there are none."""
         problem, table = self.problem, bundle[0].table
         if len(bundle) > 1 or table.name in problem.whole:
@@ -183,37 +186,119 @@ def _require_widths(problem: Problem) -> None:
                 f"{len(problem.allowed_devices(table.name))} (a CPU, by topology.hardware, has no limit)")
 
 
-def _reason(problem: Problem, lacks: int) -> str:
-    """Why a problem does not fit: the first thing that is too large by itself, or the gaps of a packing."""
-    may_hold, reserved = held_bytes(problem), problem.constraints.reserved_bytes
+def _reason(problem: Problem) -> str:
+    """Why a problem does not fit, for people: the first thing that is too large."""
+    reserved = problem.constraints.reserved_bytes
     kept = f" ({gib(reserved)} of each stays free: constraints.reserved_bytes)" if reserved else ""
-    reason = _too_large(problem, may_hold) or (
+    cuts = _Cuts(problem)
+    reason = _sum_too_large(cuts) or _one_too_large(cuts) or _pins_too_large(cuts) or _whole_too_large(cuts)
+    return f"problem {problem.name!r} does not fit: " + (reason or (
         f"no way was found to pack it: its tables, {gib(sum(t.bytes for t in problem.tables))} of weights, "
-        f"leave gaps that are too small on {len(may_hold)} devices, or their outputs and ids take too much")
-    return f"problem {problem.name!r} does not fit: {reason}{kept}"
+        f"leave gaps that are too small on its {len(problem.topology)} devices. Tried: tables whole, cut by "
+        "columns, divided by rows and on all devices")) + kept
 
 
-def _too_large(problem: Problem, may_hold: Sequence[int]) -> str:
-    """What takes more memory than there is, whatever else is placed, and by how much. "": nothing does."""
-    resident = {t.name: _resident(t, problem) for t in problem.tables}
-    needed, available = sum(resident.values()), sum(max(0, n) for n in may_hold)
-    if needed > available:
-        return (f"its {len(problem.tables)} tables take {gib(needed)} of weights and optimizer state; its "
-                f"{len(may_hold)} devices may hold {gib(available)} together, {gib(needed - available)} too "
-                "little")
-    for bundle in bundles((Shard.whole(t) for t in problem.tables if t.name in problem.whole), problem):
-        account = account_of([Placement(WHOLE_ROWS.name, s, (0,)) for s in bundle], problem)
-        vector = sum(account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in bundle) + account.base
-        limits = account.limits[list(problem.allowed_devices(bundle[0].table.name))]
-        if (lacks := (vector - limits).max(1).min()) > 0:
-            where = " where it may live" if bundle[0].table.name in problem.pinned else ""
-            return (f"{_describe(bundle, problem)} takes {gib(vector.max())} with outputs; the largest "
-                    f"device{where} may hold {gib(limits.max())}, {gib(lacks)} too little")
-    return _pins_too_large(problem, resident, may_hold)
+def _sum_too_large(cuts: _Cuts) -> str:
+    """All tables, if they take more than all devices have. "": they do not."""
+    problem, may_hold = cuts.problem, held_bytes(cuts.problem)
+    needed = _needed(cuts, [shard for bundle in cuts.bundles for shard in bundle], may_hold)
+    available = _available(may_hold)
+    return "" if needed <= available else (
+        f"its {len(problem.tables)} tables take {gib(needed)} with their outputs; its {len(may_hold)} "
+        f"devices may hold {gib(available)} together, {gib(needed - available)} too little")
 
 
-def _resident(table: Table, problem: Problem) -> int:
-    return sum(resident_bytes(run_of(WHOLE_ROWS.name, table), Shard.whole(table), problem))
+def _needed(cuts: _Cuts, shards: Sequence[Shard], devices: Sequence[int]) -> int:
+    """Bytes that tables, whole or cut, take on so many devices together, in the largest phase."""
+    vectors = [cuts.account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in shards
+               if why_not(WHOLE_ROWS, s.table, cuts.problem) is None]
+    each = cuts.account.base if cuts.batches else 0.0
+    return math.ceil(np.max((sum(vectors) + len(devices) * each)[:cuts.account.phases])) if vectors else 0
+
+
+def _available(may_hold: Iterable[int]) -> int:
+    return sum(max(0, n) for n in may_hold)
+
+
+def _one_too_large(cuts: _Cuts) -> str:
+    """A table, or several kept on one device, that fit no device in any way. "": there are none."""
+    problem, may_hold = cuts.problem, held_bytes(cuts.problem)
+    for bundle in cuts.bundles:
+        table = bundle[0].table
+        if cuts.fits_whole(bundle) or cuts.cut_of(bundle) is not None:
+            continue
+        largest = max(may_hold[d] for d in problem.allowed_devices(table.name))
+        where = " where it may live" if table.name in problem.pinned else ""
+        if table.name in problem.whole or len(bundle) > 1:
+            n_bytes = _needed(cuts, bundle, [0])
+            return (f"{_describe(bundle, problem)} takes {gib(n_bytes)} with outputs; the largest "
+                    f"device{where} may hold {gib(largest)}, {gib(n_bytes - largest)} too little")
+        why = _undividable(cuts, table)
+        if why_not(WHOLE_ROWS, table, problem) is not None:
+            return f"table {table.name!r} has to be divided by rows (constraints.kinds), and {why}"
+        width = problem.unit_width(table)
+        n_bytes = _needed(cuts, [Shard(table, 0, table.rows, 0, width)], [0])
+        return (f"{width} columns of table {table.name!r} take {gib(n_bytes)} with outputs; the largest "
+                f"device{where} may hold {gib(largest)}, {gib(n_bytes - largest)} too little, and {why}")
+    return ""
+
+
+def _undividable(cuts: _Cuts, table: Table) -> str:
+    """Why the table's rows cannot be divided, even if it were the only table."""
+    problem, allowed = cuts.problem, cuts.problem.allowed_devices(table.name)
+    whole = division(table, problem)
+    if whole is None:
+        if len(allowed) == 1:
+            return "there is no other device to have some of its rows"
+        if set(allowed) >= set(problem.topology.on_hosts[0]) and not even_share(table.rows, len(allowed)):
+            return (f"TorchRec cannot divide {table.rows} rows over {len(allowed)} devices: "
+                    "the last would have none")
+        return ("TorchRec divides rows over all devices, or a whole host, "
+                "where it may not be (constraints.pinned)")
+    account, may_hold = account_of([whole], problem), held_bytes(problem)
+    needs = np.ceil((account.loads([whole]) + account.base)[:, :account.phases].max(1)).astype(int)
+    d = max(whole.devices, key=lambda d: needs[d] - may_hold[d])
+    which = f"{'all' if len(whole.devices) == len(may_hold) else 'its'} {len(whole.devices)} devices"
+    return (f"its rows, which TorchRec divides evenly over {which}, take {gib(needs[d])} on device {d}, "
+            f"which may hold {gib(may_hold[d])}")
+
+
+def _pins_too_large(cuts: _Cuts) -> str:
+    """Tables pinned to some devices that take more memory than these have. "": none do.
+
+    This is Hall's condition, for each set of devices that some table is pinned to.
+    """
+    problem, may_hold = cuts.problem, held_bytes(cuts.problem)
+    pinned: dict[frozenset[int], list[Table]] = {}
+    for table in (t for t in problem.tables if t.name in problem.pinned):
+        pinned.setdefault(frozenset(problem.pinned[table.name]), []).append(table)
+    for devices in sorted(pinned, key=len):
+        # All tables whose devices lie within this set compete for its memory.
+        tables = [t for within, of in pinned.items() if within <= devices for t in of]
+        needed = _needed(cuts, list(map(Shard.whole, tables)), list(devices))
+        if needed > (available := _available(may_hold[d] for d in devices)):
+            return (f"the tables pinned to {device_names(sorted(devices))} (constraints.pinned), "
+                    f"{shown(t.name for t in tables)}, take {gib(needed)} with their outputs; "
+                    f"{'it' if len(devices) == 1 else 'they'} may hold {gib(available)}, "
+                    f"{gib(needed - available)} too little")
+    return ""
+
+
+def _whole_too_large(cuts: _Cuts) -> str:
+    """Tables that must stay whole, if no packing of them alone is found. "": one is, or there are none."""
+    problem = cuts.problem
+    names = [t.name for t in problem.tables if t.name in problem.whole]
+    if not names or len(names) == len(problem.tables):
+        lacks = 1 if names else 0
+    else:
+        tables = tuple(t for t in problem.tables if t.name in problem.whole)
+        alone = replace(problem, tables=tables, constraints=problem.constraints.among(set(names)))
+        lacks = roomiest(alone, quick=True)[1]
+    if lacks <= 0:
+        return ""
+    why = ", ".join(sorted({problem.kept_whole_by(name) for name in names}))
+    return (f"tables {shown(names)} must stay whole ({why}) and no way was found to pack them side by side"
+            f"{' where they may live' if problem.pinned else ''}")
 
 
 def _describe(bundle: Bundle, problem: Problem) -> str:
@@ -222,25 +307,6 @@ def _describe(bundle: Bundle, problem: Problem) -> str:
     if len(bundle) > 1:
         return f"the group {shown(s.table.name for s in bundle)}, kept on one device (constraints.together),"
     return f"table {name!r}, which must stay whole ({problem.kept_whole_by(name)}),"
-
-
-def _pins_too_large(problem: Problem, resident: Mapping[str, int], may_hold: Sequence[int]) -> str:
-    """Tables pinned to some devices that take more memory than these have. "": none do.
-
-    This is Hall's condition, for each set of devices that some table is pinned to.
-    """
-    pinned: dict[frozenset[int], list[str]] = {}
-    for name in (t.name for t in problem.tables if t.name in problem.pinned):
-        pinned.setdefault(frozenset(problem.pinned[name]), []).append(name)
-    for devices in sorted(pinned, key=len):
-        # All tables whose devices lie within this set compete for its memory.
-        names = [name for within, of in pinned.items() if within <= devices for name in of]
-        needed, available = sum(resident[n] for n in names), sum(max(0, may_hold[d]) for d in devices)
-        if needed > available:
-            return (f"the tables pinned to {device_names(sorted(devices))} (constraints.pinned), "
-                    f"{shown(names)}, take {gib(needed)}; {'it' if len(devices) == 1 else 'they'} may hold "
-                    f"{gib(available)}, {gib(needed - available)} too little")
-    return ""
 
 
 def shown(names: Iterable[str]) -> str:

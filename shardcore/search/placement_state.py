@@ -97,7 +97,7 @@ class PlacementState:
     def _vectors(self, strip: np.ndarray, number: np.ndarray) -> np.ndarray:
         """[..., P] bytes of shards in each phase."""
         coefficients = self._coefficients[self.cache.kind[strip]]
-        return (self.cache.sums[number][..., :5, None] * coefficients).sum(-2)
+        return (self.cache.sums[number][..., None] * coefficients).sum(-2)
 
     def place(self, strip: np.ndarray, units: np.ndarray, device: np.ndarray) -> None:
         """Add a shard. The caller has to ask first whether it fits."""

@@ -36,10 +36,10 @@ EACH = table_bytes(TABLES[0], Problem("p", TABLES, Topology((Device(1),)), BATCH
 MODEL = AnalyticModel(Setting("made-up", BATCH))
 
 
-def problem_of(tables, memory, hosts=None, share=SHARE, **constraints) -> Problem:
+def problem_of(tables, memory, hosts=None, **constraints) -> Problem:
     devices = tuple(Device(m, host=h) for m, h in zip(memory, hosts or ["a"] * len(memory), strict=True))
     return with_room(Problem("p", tuple(tables), Topology(devices), BATCH,
-                             constraints=Constraints(**constraints)), share)
+                             constraints=Constraints(**constraints)))
 
 
 def test_best_fit_finds_a_way_or_is_certain_that_there_is_none():
