@@ -176,7 +176,8 @@ class Starts:
 
         If nothing fits yet, a start replicates the tables that take less memory so.
         """
-        worth, every = self.spaces.worth_copying(space, self.model, y), np.flatnonzero(space.fixed.may_share[y])
+        worth = self.spaces.worth_copying(space, self.model, y)
+        every = np.flatnonzero(space.fixed.may_share[y])
         some = [worth[:len(worth) // k] for k in (4, 2, 1)]
         start = self._cheapest(space, [self._with(space, s, y) for s in (*some, every) if len(s)])
         yield start
