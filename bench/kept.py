@@ -184,15 +184,18 @@ def counted_by(search: Search | Starts, start: Start) -> np.ndarray:
 
 
 def off_of_plans(n: int) -> list[int]:
-    """`off_bytes` of annealing that starts from each of the first n plans of bench.memory."""
+    """`off_bytes` of annealing that starts from each of the first n plans of bench.memory.
+
+    It has tables whole there that a plan cuts both ways.
+    """
     from bench.memory import drawn as planned  # with torch and TorchRec
 
     off = []
     for i in range(n):
         problem, plan = planned(i)
         starts = Starts(problem, model_of(problem), Budget().start(), 0)
-        off += off_bytes(plan.placements, problem,
-                         counted_by(starts, starts.resharded(Reshard(plan), "all")))
+        start = starts.resharded(Reshard(plan), "all")
+        off += off_bytes(start.placements, problem, counted_by(starts, start))
     return off
 
 
