@@ -49,9 +49,10 @@ from shardcore.job import Job
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_share, run_of
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.anneal.sharder import Search
-from shardcore.search.anneal.starts import Starts
+from shardcore.search.anneal.sharder import Search, copy_of
+from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.placement_state import PlacementState
+from shardcore.search.shards import fixed_placements
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import GIB, Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
@@ -168,27 +169,33 @@ def findings() -> Iterator[Problem]:
 # --- a search's own count ---------------------------------------------------------------------------------
 
 
-def off_bytes(placements: Sequence[Placement], problem: Problem, free: np.ndarray,
-              used: np.ndarray) -> list[int]:
-    """For each device that has a shard, a search's own count of bytes less what the plan takes there.
-
-    free, used: [D] of the search, or [D, P] where it counts phases apart.
-    """
-    free, used = (np.asarray(x).reshape(len(x), -1) for x in (free, used))
+def off_bytes(placements: Sequence[Placement], problem: Problem, counted: np.ndarray) -> list[int]:
+    """For each device that has a shard, a search's own count of bytes [D] less what the plan takes there."""
     held, plan = sorted({d for p in placements for d in p.devices}), Plan(tuple(placements))
-    left = np.array(memory.held_bytes(problem)) - memory.used_bytes(plan, problem)
-    return (left - (free - used).min(1))[held].astype(int).tolist()
+    return (counted - memory.used_bytes(plan, problem))[held].astype(int).tolist()
+
+
+def counted_by(search: Search | Starts, start: Start) -> np.ndarray:
+    """[D] bytes that annealing counts of a plan. Where devices have no memory, what is left is exact."""
+    fixed = start.fixed._replace(free=np.full(len(start.fixed.free), -1e-9), host_free=np.inf)
+    state = copy_of(start.state)
+    search.compiled.refresh(search.head, fixed, state)
+    return np.rint(-state.left)
 
 
 def off_of_plans(n: int) -> list[int]:
-    """`off_bytes` of annealing that starts from each of the first n plans of bench.memory."""
+    """`off_bytes` of annealing that starts from each of the first n plans of bench.memory.
+
+    It has tables whole there that a plan cuts both ways.
+    """
     from bench.memory import drawn as planned  # with torch and TorchRec
 
     off = []
     for i in range(n):
         problem, plan = planned(i)
-        start = Starts(problem, model_of(problem), Budget().start(), 0).resharded(Reshard(plan), "all")
-        off += off_bytes(plan.placements, problem, start.fixed.free, start.state.used)
+        starts = Starts(problem, model_of(problem), Budget().start(), 0)
+        start = starts.resharded(Reshard(plan), "all")
+        off += off_bytes(start.placements, problem, counted_by(starts, start))
     return off
 
 
@@ -199,13 +206,13 @@ def own_counts() -> Iterator[list[int]]:
 
     def plan(state: PlacementState, **provenance: Any) -> Plan:
         found = of_state(state, **provenance)
-        off.extend(off_bytes(found.placements, state.cache.problem, state.free, state.used))
+        off.extend(off_bytes(found.placements, state.cache.problem, state.peak_bytes()))
         return found
 
     def placements(search: Search) -> list[Placement]:
-        best = search.best
-        off.extend(off_bytes(best.placements, search.problem, best.fixed.free, best.state.used))
-        return best.placements
+        given = [*search.best.placements, *fixed_placements(search.problem)]
+        off.extend(off_bytes(given, search.problem, counted_by(search, search.best)))
+        return search.best.placements
 
     of_state, of_search = PlacementState.plan, Search.placements
     PlacementState.plan, Search.placements = plan, property(placements)

@@ -50,11 +50,11 @@ from shardcore.cost.replay_metrics import OURS, ReplayRecord, bootstrap
 from shardcore.draws.problems import DIMS
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.measure.replay import ReplayConfig, replay_all
-from shardcore.memory import every_plan_bytes
 from shardcore.report.text import markdown_table
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, sharder
 from shardcore.search.greedy import ORDERS
+from shardcore.step.memory_account import local_batch_bytes
 from shardcore.topology import Device, Topology
 from shardcore.types import PRECISION_BYTES, Plan, Problem, Setting, Shard, Table
 
@@ -91,7 +91,7 @@ def task(pool: Sequence[Table], setting: Setting, index: int, cell: tuple[int, i
                    for k, (i, dim) in enumerate(zip(chosen, widths, strict=True)))
     problem = Problem(f"paper-{devices}x{max_dim}-{index:03d}", tables, Topology((Device(1),) * devices),
                       setting.batch, setting.optimizer)
-    device = Device(DEVICE_BYTES + every_plan_bytes(problem))
+    device = Device(DEVICE_BYTES + local_batch_bytes(problem))
     return replace(problem, topology=Topology((device,) * devices))
 
 

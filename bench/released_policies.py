@@ -46,10 +46,10 @@ from shardcore.cost.model import group_costs, price
 from shardcore.cost.neural import NeuralModel
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import WHOLE_ROWS
-from shardcore.memory import every_plan_bytes, table_bytes
 from shardcore.search import SHARDERS, Budget, sharder
 from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.train import PolicyConfig, train
+from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.generate import PoolConfig, generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table
@@ -76,7 +76,7 @@ def tasks(model: NeuralModel, tables: int) -> dict[str, list[Problem]]:
     every = [p for of in made.values() for p in of]
     needs = [sum(table_bytes(t, p) for t in p.tables) / DEVICES * SLACK for p in every]
     largest = max(table_bytes(t, p) for p in every for t in p.tables)
-    device = Device(int(max(*needs, largest)) + max(map(every_plan_bytes, every)))
+    device = Device(int(max(*needs, largest)) + max(map(local_batch_bytes, every)))
     return {side: [replace(p, topology=replace(p.topology, devices=(device,) * DEVICES)) for p in of]
             for side, of in made.items()}
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from shardcore.fused import DENSE_OPTIMIZERS
 from shardcore.inputs import received_bytes, sample_bytes
 from shardcore.job import PAYLOADS, Job
-from shardcore.layouts import Layout, layout_of, merged, run_of
+from shardcore.layouts import Layout, run_of
 from shardcore.outputs import output_bytes, table_output_rows
 from shardcore.tables.access import access_share
-from shardcore.types import OUTPUT_BYTES, Placement, Plan, Problem, Shard, Table
+from shardcore.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
 
 SORTING_BYTES = 52
 """Bytes a lookup that FBGEMM's CUDA backward needs to sort rows. Given, not measured.
@@ -41,38 +42,70 @@ def travelling(name: str, n_bytes: float, job: Job, received: bool = False) -> d
             f"{name} decoded": n_bytes * (arrives < 1), f"{name} recast": n_bytes * back * (back < 1)}
 
 
-def local_amounts(plan: Plan, problem: Problem) -> dict[Layout, dict[str, float]]:
-    """Bytes of each amount of a local batch, run by run, in the order in which TorchRec runs them.
+@dataclass(frozen=True)
+class RunBatch:
+    """What a run has of a local batch. It is the same on all devices.
+
+    outputs: bytes of its outputs.
+    cut: whether some of its tables are cut by columns.
+    permuted, bucketized: bytes of its ids in the order of the plan, and in buckets.
+    stepped: bytes that the dense optimizer makes to update the largest replica.
+    """
+
+    outputs: int
+    cut: bool
+    permuted: float
+    bucketized: float
+    stepped: int
+
+
+def run_batches(placements: Iterable[Placement], problem: Problem) -> dict[Layout, RunBatch]:
+    """What each run has of a local batch, in the order in which TorchRec runs them.
 
     That is of the first table of each. Of several collections, the one of the first table is first.
+
+    placements: each is a shard by itself, whatever its devices.
     """
-    local, of_collection, numbers = problem.local_batch, {}, {}
-    for number, table in enumerate(problem.tables):
-        numbers[table.name] = of_collection.setdefault((table.collection, table.sequence), number), number
+    local, numbers = problem.local_batch, table_order(problem)
     runs: dict[Layout, list[Placement]] = {}
-    for placement in sorted(merged(plan.placements), key=lambda p: numbers[p.shard.table.name]):
+    for placement in sorted(placements, key=lambda p: numbers[p.shard.table.name]):
         runs.setdefault(run_of(placement.kind, placement.shard.table), []).append(placement)
-    outputs = {run: sum(OUTPUT_BYTES * p.shard.width * table_output_rows(p.shard.table, local)
-                        for p in placements) for run, placements in runs.items()}
+    found = {}
+    for run, of in runs.items():
+        shards, ranges = [p.shard for p in of], len(of[0].devices)
+        found[run] = RunBatch(
+            sum(OUTPUT_BYTES * s.width * table_output_rows(s.table, local) for s in shards),
+            any(s.width < s.table.dim for s in shards),
+            local * sum(sample_bytes(s.table, problem.job) for s in shards),
+            local * sum(bucketized_bytes(s.table, problem.job, ranges) for s in shards) * run.divides_rows,
+            max(stepped_bytes(run, s, problem) for s in shards))
+    return found
+
+
+def table_order(problem: Problem) -> dict[str, tuple[int, int]]:
+    """The place of each table's run among runs: that of the first table of its collection, and its own."""
+    of_collection: dict[tuple[str, bool], int] = {}
+    return {table.name: (of_collection.setdefault((table.collection, table.sequence), number), number)
+            for number, table in enumerate(problem.tables)}
+
+
+def local_amounts(batches: Mapping[Layout, RunBatch], problem: Problem) -> dict[Layout, dict[str, float]]:
+    """Bytes of each amount of a local batch, run by run, in the order of the runs."""
     collections: dict[tuple[str, bool], list[int]] = {}
-    for run, n_bytes in outputs.items():
-        collections.setdefault((run.collection, run.sequence), []).append(n_bytes)
-    found, last = {}, _last_to_need_gradients(runs)
-    for run, placements in runs.items():
+    for run, batch in batches.items():
+        collections.setdefault((run.collection, run.sequence), []).append(batch.outputs)
+    found, last = {}, _last_to_need_gradients(batches)
+    for run, batch in batches.items():
         joined = collections[run.collection, run.sequence]
-        cut = any(p.shard.width < p.shard.table.dim for p in placements)
-        tables = [p.shard.table for p in placements]
-        found[run] = outputs_amounts(outputs[run], problem, cut, cut if run.sequence else len(joined) > 1)
+        found[run] = outputs_amounts(batch.outputs, problem, batch.cut,
+                                     batch.cut if run.sequence else len(joined) > 1)
         if run.sequence or run in last:
-            found[run]["gradient"] = outputs[run] if run.sequence else sum(joined)
-        found[run]["uncut"] = found[run].get("gradient", 0) * (not cut)
-        found[run]["permuted"] = local * sum(sample_bytes(t, problem.job) for t in tables)
-        if run.divides_rows:
-            ranges = len(placements[0].devices)
-            found[run]["bucketized"] = local * sum(bucketized_bytes(t, problem.job, ranges) for t in tables)
+            found[run]["gradient"] = batch.outputs if run.sequence else sum(joined)
+        found[run]["uncut"] = found[run].get("gradient", 0) * (not batch.cut)
+        found[run]["permuted"], found[run]["bucketized"] = batch.permuted, batch.bucketized
     first = next(iter(found.values()))
     first["batch"] = batch_bytes(problem)
-    first["stepped"] = max(stepped_bytes(layout_of(p.kind), p.shard, problem) for p in plan.placements)
+    first["stepped"] = max(batch.stepped for batch in batches.values())
     return found
 
 

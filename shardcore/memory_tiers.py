@@ -20,7 +20,8 @@ import numpy as np
 
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, Layout, layout_of
-from shardcore.memory import bytes_as, free_bytes, gib, host_bytes, resident_bytes
+from shardcore.memory import gib, held_bytes, host_bytes, resident_bytes
+from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables import access
 from shardcore.tables.host_rows import link_bytes
 from shardcore.types import Problem, Shard, Table
@@ -168,8 +169,8 @@ def with_load_factors(problem: Problem, factors: Mapping[str, float]) -> Problem
 def tier_bytes(problem: Problem) -> float:
     """Bytes of device memory that weights, caches and state may take, on all devices together."""
     held = sum(_rows_bytes(table, problem) for table in problem.tables)
-    taken = sum(bytes_as(WHOLE_ROWS, Shard.whole(table), problem) for table in problem.tables)
-    return sum(max(0, free) for free in free_bytes(problem)) - (taken - held)
+    taken, local = sum(table_bytes(t, problem) for t in problem.tables), local_batch_bytes(problem)
+    return sum(max(0, may_hold - local) for may_hold in held_bytes(problem)) - (taken - held)
 
 
 def tier_of(table: Table, problem: Problem) -> Tier:

@@ -26,6 +26,9 @@ import numpy as np
 BATCHES = 3
 """Local batches that TrainPipelineSparseDist holds: in compute, in input distribution, being copied."""
 
+IDS_ALIVE = 2
+"""Batches whose ids are in the order of the plan, in buckets and on their devices at once."""
+
 Alive = Mapping[str, Mapping[str, int]]
 """part -> amount -> how many of it are alive."""
 
@@ -66,7 +69,7 @@ def _gradients(*amounts: str) -> dict[str, Counter[str]]:
 
 _EXCHANGED, _CROSSED = "all_to_all world", "all_to_all cross"
 _SUMMED, _SUMMED_ON_HOST = "reduce_scatter world", "reduce_scatter host"
-_IDLE: Alive = {"ids": {"batch": BATCHES, "permuted": 2, "bucketized": 2, "arrived": 2},
+_IDLE: Alive = {"ids": {"batch": BATCHES, **dict.fromkeys(("permuted", "bucketized", "arrived"), IDS_ALIVE)},
                 "dense gradients": {"dense": 1}}
 """Of a run whenever it is nothing else: ids, and DDP's buckets."""
 
@@ -261,3 +264,12 @@ def times_of(keys: tuple[tuple[str, ...], ...]) -> tuple[tuple[tuple[int, str], 
         for (_, run, amount), n in phase.alive.items():
             times[rows[run, amount], column] += n
     return amounts, times
+
+
+@lru_cache(maxsize=256)
+def needed_times(keys: tuple[tuple[str, ...], ...]) -> tuple[tuple[tuple[int, str], ...], np.ndarray]:
+    """`times_of` without phases in which nothing is alive that is not in another, too."""
+    amounts, times = times_of(keys)
+    times = np.unique(times, axis=1)
+    less = (times[:, :, None] <= times[:, None, :]).all(0)
+    return amounts, times[:, less.sum(1) == 1]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardcore.layouts import CHANNELS, ID_CHANNELS, WORLD, Channel
-from shardcore.memory import SHARE, every_plan_bytes
+from shardcore.step.memory_account import account_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Problem, Shard, Table
 
@@ -39,12 +39,10 @@ def on_hosts(hosts: str, memory_bytes: int = 1 << 30, **fields) -> Topology:
     return Topology(tuple(Device(memory_bytes, host=h) for h in hosts), **fields)
 
 
-def with_room(problem: Problem, share: float = SHARE) -> Problem:
-    """The problem with memory for what searches count beside shards, and what its devices have for shards.
-
-    share: see every_plan_bytes. 0: for what plans take at most.
-    """
-    more = every_plan_bytes(problem, share)
+def with_room(problem: Problem) -> Problem:
+    """The problem with memory for the local batch, and what its devices have for shards."""
+    whole = [column(t, 0) for t in problem.tables]
+    more = int(account_of(whole, problem).base.max()) + 1
     devices = tuple(replace(d, memory_bytes=d.memory_bytes + more) for d in problem.topology.devices)
     return replace(problem, topology=replace(problem.topology, devices=devices))
 

@@ -16,6 +16,7 @@ from shardcore.errors import Infeasible
 from shardcore.fused import DENSE_OPTIMIZERS, PRECISIONS
 from shardcore.job import Job
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, shards_on
+from shardcore.step import memory_account
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
@@ -28,17 +29,21 @@ def problem_of(*tables, hardware="nvidia-h200", n=2, optimizer="exact_sgd", batc
     return Problem("p", tables or (TABLE, OTHER), Topology((Device(GIB),) * n, hardware), batch, optimizer)
 
 
+def local_of(plan: Plan, problem: Problem) -> dict:
+    return memory.local_amounts(memory.run_batches(plan.placements, problem), problem)
+
+
 def test_what_a_whole_table_takes_by_hand():
     """A phase at a time: ids arrive in 3 buffers; later they are 2, beside outputs or what is sorted."""
     arrived, pooled, sorting = 64 * (3 * 8 + 4), 64 * 8 * 4, 64 * 3 * 52
     weights = 1000 * 8 * 4
     on_gpu, on_cpu = problem_of(), problem_of(hardware="cpu-some")
-    assert memory.table_bytes(TABLE, on_gpu) == weights + 2 * arrived + pooled + sorting
-    assert memory.table_bytes(TABLE, on_cpu) == weights + max(3 * arrived, 2 * arrived + 2 * pooled)
+    assert memory_account.table_bytes(TABLE, on_gpu) == weights + 2 * arrived + pooled + sorting
+    assert memory_account.table_bytes(TABLE, on_cpu) == weights + max(3 * arrived, 2 * arrived + 2 * pooled)
     busy = replace(TABLE, pooling=30.0)  # its ids take more than its outputs
-    assert memory.table_bytes(busy, on_cpu) == weights + 3 * 64 * (30 * 8 + 4)
+    assert memory_account.table_bytes(busy, on_cpu) == weights + 3 * 64 * (30 * 8 + 4)
     # No hardware: that of a GPU, which takes more.
-    assert memory.table_bytes(TABLE, problem_of(hardware=None)) == memory.table_bytes(TABLE, on_gpu)
+    assert memory_account.table_bytes(TABLE, problem_of(hardware=None)) == memory_account.table_bytes(TABLE, on_gpu)
 
 
 @pytest.mark.parametrize("payload", ["fp16", "bf16"])
@@ -47,7 +52,7 @@ def test_16_bits_take_more_at_first_by_hand(payload):
     arrived, pooled = 64 * (3 * 8 + 4), 64 * 8 * 4
     plain = problem_of(hardware="cpu-some")
     short = replace(plain, job=Job(forward_payload=payload))
-    assert memory.table_bytes(TABLE, short) == 1000 * 8 * 4 + max(3 * arrived, 2 * arrived + 2.5 * pooled)
+    assert memory_account.table_bytes(TABLE, short) == 1000 * 8 * 4 + max(3 * arrived, 2 * arrived + 2.5 * pooled)
     amounts = memory.shard_amounts(WHOLE_ROWS, Shard.whole(TABLE), short)
     assert [amounts[f"all_to_all world{what}"] for what in ("", " there", " back", " cast", " clamped")] == [
         pooled, pooled / 2, pooled, pooled / 2, pooled]
@@ -55,10 +60,10 @@ def test_16_bits_take_more_at_first_by_hand(payload):
     back = replace(plain, job=Job(backward_payload=payload))
     given = Plan((column(TABLE, 0), column(OTHER, 1)))
     ordered = 32 * (8 + 16) * 4
-    [found] = memory.local_amounts(given, back).values()
+    [found] = local_of(given, back).values()
     assert [found[f"local{what}"] for what in ("", " there", " back", " recast", " clamped")] == [
         ordered, ordered, ordered / 2, ordered / 2, ordered]
-    [found] = memory.local_amounts(given, short).values()
+    [found] = local_of(given, short).values()
     assert (found["local there"], found["local decoded"], found["local recast"]) == (ordered / 2, ordered, 0)
 
 
@@ -67,7 +72,7 @@ def test_a_sequence_of_16_bits_is_clamped_to_two_tensors_by_hand():
     sequence, job = replace(TABLE, sequence=True), Job(forward_payload="fp16")
     problem = replace(problem_of(sequence, OTHER, hardware="cpu-some"), job=job)
     arrived, lookups = 64 * (3 * 8 + 4), 64 * 3 * 8 * 4
-    assert memory.table_bytes(sequence, problem) == 1000 * 8 * 4 + 2 * arrived + 3.5 * lookups
+    assert memory_account.table_bytes(sequence, problem) == 1000 * 8 * 4 + 2 * arrived + 3.5 * lookups
 
 
 def test_parts_say_what_payloads_of_16_bits_take():
@@ -83,7 +88,7 @@ def test_parts_say_what_payloads_of_16_bits_take():
 def test_a_cut_copies_ids():
     """Two halves take what the table does, and its ids once more on their device and twice to be sent."""
     problem = problem_of(hardware="cpu-some")
-    whole, half = (memory.table_bytes(TABLE, problem, width) for width in (8, 4))
+    whole, half = (memory_account.table_bytes(TABLE, problem, width) for width in (8, 4))
     local_ids, ids = 32 * (3 * 8 + 4), 64 * (3 * 8 + 4)
     assert 2 * half - whole >= 2 * ids + 2 * 2 * local_ids
 
@@ -145,7 +150,7 @@ def test_a_dense_optimizer_has_scratch_of_the_largest_replica(name, scratch):
 def test_received_outputs_are_the_same_for_all_plans_on_all_devices():
     problem = problem_of(replace(OTHER, dim=512), hardware="cpu-some")
     [table] = problem.tables
-    each = [memory.local_amounts(plan, problem).values() for plan in (
+    each = [local_of(plan, problem).values() for plan in (
         Plan((column(table, 0),)), Plan((row(table, problem.topology),)),
         Plan((replica(table, problem.topology),)))]
     assert [found["local"] for [found] in each] == [32 * 512 * 4] * 3
@@ -158,7 +163,7 @@ def test_runs_are_in_the_order_of_their_first_tables():
     b0, b1, a0, a1, b2 = tables
     plan = Plan((column(a1, 0), replica(b2, problem.topology), row(a0, problem.topology),
                  row(b1, problem.topology), column(b0, 1)))
-    assert [(run.collection, run.name) for run in memory.local_amounts(plan, problem)] == [
+    assert [(run.collection, run.name) for run in local_of(plan, problem)] == [
         ("b", "column"), ("b", "row"), ("b", "data_parallel"), ("a", "row"), ("a", "column")]
 
 
@@ -184,7 +189,7 @@ def test_gradients_of_all_outputs_live_until_the_last_kind_has_its_own():
     for plan, needs in (((row(a, on), column(b, 0)), [(outputs, outputs), (0, 0)]),
                         ((column(a, 0), replica(b, on)), [(0, 0), (outputs, outputs)]),
                         ((column(a, 0, 0, 32), column(a, 1, 32), row(b, on)), [(outputs, 0), (0, 0)])):
-        each = memory.local_amounts(Plan(plan), problem).values()
+        each = local_of(Plan(plan), problem).values()
         assert [(n.get("gradient", 0), n["uncut"]) for n in each] == needs
 
 
@@ -197,7 +202,7 @@ def test_searches_count_what_whole_tables_take(job, hardware, sequence):
     problem = replace(problem_of(*tables, hardware=hardware), job=job)
     for n_tables in range(1, len(tables)):
         plan = Plan(tuple(column(t, int(i >= n_tables)) for i, t in enumerate(tables)))
-        counted = memory.counted_bytes(plan, problem)[0] + memory.every_plan_bytes(problem)
+        counted = memory.counted_bytes(plan, problem)[0] + memory_account.local_batch_bytes(problem)
         used = memory.used_bytes(plan, problem)[0]
         assert (counted == used) if n_tables == 2 else counted >= (used if n_tables > 2 else 0.8 * used)
 
@@ -213,7 +218,7 @@ def test_searches_count_about_what_a_plan_takes(seed):
     job = [Job(), Job(forward_payload="fp16"), Job(forward_payload="bf16", backward_payload="fp16")][seed % 3]
     given = replace(given, topology=replace(given.topology, hardware=[None, "cpu-x"][seed % 2]), job=job)
     plan = training.draw(given, np.random.default_rng(seed))
-    each = memory.every_plan_bytes(given)
+    each = memory_account.local_batch_bytes(given)
     assert all(0.8 * used <= counted + each for used, counted in zip(
         memory.used_bytes(plan, given), memory.counted_bytes(plan, given), strict=True))
 
@@ -229,7 +234,7 @@ def test_all_ways_to_count_a_table_agree(job):
     problem = replace(problem, job=job, tables=tuple(tables), topology=host)
     rows, dim = np.array([(t.rows, t.dim) for t in problem.tables], dtype=float).T
     lookups = memory.Lookups.of_all(problem.tables, problem)
-    one_by_one = [memory.table_bytes(t, problem) for t in problem.tables]
+    one_by_one = [memory_account.table_bytes(t, problem) for t in problem.tables]
     assert memory.columns_bytes(lookups, rows, dim, dim, problem).tolist() == one_by_one
     narrow = [memory.bytes_as(WHOLE_ROWS, Shard(t, 0, t.rows, 0, 4), problem) for t in problem.tables]
     assert memory.columns_bytes(lookups, rows, 0 * rows + 4, dim, problem).tolist() == narrow
@@ -314,7 +319,7 @@ def test_managed_collision_takes_bytes_for_each_row_and_lookup():
         more = memory.by_part(Plan((placed,)), problem)[0].parts["weights"] - memory.by_part(
             Plan((before,)), plain)[0].parts["weights"]
         assert more == rows * 32 + lookups * 40
-    assert memory.table_bytes(table, problem) - memory.table_bytes(TABLE, plain) == 1000 * 32 + 64 * 3 * 40
+    assert memory_account.table_bytes(table, problem) - memory_account.table_bytes(TABLE, plain) == 1000 * 32 + 64 * 3 * 40
 
 
 def test_a_host_that_cannot_hold_its_rows_is_named():
@@ -360,12 +365,12 @@ def test_a_divided_sequence_keeps_where_each_id_was_by_hand():
     problem = problem_of(LONG, hardware="cpu-some", batch=256)
     plan = Plan((row(LONG, problem.topology),))
     local = 128 * 4000 * 8
-    [amounts] = memory.local_amounts(plan, problem).values()
+    [amounts] = local_of(plan, problem).values()
     assert amounts["bucketized"] == 2 * local + 128 * 2 * 4
     [device, _] = memory.by_part(plan, problem)
     assert device.parts["ids"] == pytest.approx(11 * local, rel=1e-3)
     pooled = replace(LONG, sequence=False)
-    [amounts] = memory.local_amounts(Plan((row(pooled, problem.topology),)),
+    [amounts] = local_of(Plan((row(pooled, problem.topology),)),
                                      replace(problem, tables=(pooled,))).values()
     assert amounts["bucketized"] == local + 128 * 2 * 4
 

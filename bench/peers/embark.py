@@ -45,16 +45,17 @@ from itertools import product
 
 import numpy as np
 
+from bench.peers.room import Room, free_bytes
 from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import Layout, even_rows, ways
-from shardcore.memory import bytes_as, free_bytes
+from shardcore.layouts import Layout, even_rows, run_of, ways
+from shardcore.memory import fits
 from shardcore.search.budget import Budget, Meter
-from shardcore.search.feasible import feasible_shards, pack_or_raise
-from shardcore.search.free_memory import FreeMemory, freedom
+from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.greedy import looked_up
 from shardcore.search.rates import exchange_ms, lookup_ms
-from shardcore.search.shards import Bundle, bundles, cheapest, division, placed, priced, to_plan
+from shardcore.search.shards import Bundle, bundles, cheapest, division, freedom, placed, priced
+from shardcore.step.memory_account import own_peaks
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 
 _MOST_SHARDS = 1 << 20
@@ -118,10 +119,9 @@ def embark(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget 
             found = [*search.replicas, *placed(best.chosen, best.devices, problem)]
             plans.append(priced(found, problem, model, algorithm="embark", seed=seed, packed=False,
                                 swept=[rows, search.ratio, narrowest], config=asdict(config)))
-    if not plans:
-        packing = pack_or_raise(problem)
-        plans = [to_plan(packing.shards, packing.devices, problem, model, algorithm="embark", seed=seed,
-                         packed=True, config=asdict(config))]
+    if not any(fits(plan, problem) for plan in plans):
+        plans = [priced(fitting(problem).placements, problem, model, algorithm="embark", seed=seed,
+                        packed=True, config=asdict(config))]
     best_plan = cheapest(plans, problem)
     return replace(best_plan, provenance={**best_plan.provenance, "evals": meter.evals})
 
@@ -151,7 +151,7 @@ def replicating(problem: Problem) -> Layout:
 
 def _replica_bytes(table: Table, problem: Problem) -> int:
     """Bytes of a replica of a table."""
-    return bytes_as(replicating(problem), Shard.whole(table), problem)
+    return own_peaks(problem)(run_of(replicating(problem).name, table), Shard.whole(table))
 
 
 class _Search:
@@ -225,7 +225,7 @@ class _Search:
         self.meter.evals += 1
         found = bundles((shard for t, grid in grids.items() for shard in _shards(t, grid)), self.problem)
         costs = np.array([sum(map(self._cost, bundle)) for bundle in found])
-        room = FreeMemory(self.problem, self.free)
+        room = Room(self.problem, self.free)
         holds = {t: np.zeros(len(self.speed), dtype=bool) for t in grids}
         looked, columns = np.zeros(len(self.speed)), np.zeros(len(self.speed))
         chosen, devices = [], []
@@ -233,14 +233,13 @@ class _Search:
         for i in np.lexsort((-costs, [freedom(bundle, self.problem) for bundle in found])):
             bundle, table = found[i], found[i][0].table
             # A device takes at most one shard of a table.
-            ok = room.fits(bundle[0]) & ~holds[table]
+            ok = room.fits(bundle) & ~holds[table]
             if not ok.any():
                 return _Pass(np.inf, stuck=table)
             more_looked, more_columns = sum(map(looked_up, bundle)), self.ratio * sum(s.width for s in bundle)
             after = (looked + more_looked) / self.speed + columns + more_columns
             d = int(np.argmin(np.where(ok, after, np.inf)))
-            for shard in bundle:
-                room.put(shard, d)
+            room.put(bundle, d)
             holds[table][d] = True
             looked[d] += more_looked
             columns[d] += more_columns

@@ -37,14 +37,23 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from bench.peers.room import Room, free_bytes
 from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
-from shardcore.memory import free_bytes
+from shardcore.memory import fits
 from shardcore.search.budget import Budget
-from shardcore.search.feasible import feasible_shards, pack_or_raise
-from shardcore.search.free_memory import FreeMemory, bundle_bytes, freedom
+from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.rates import exchange_ms
-from shardcore.search.shards import Bundle, bundles, cheapest, devices_of, halve_columns, placed, priced
+from shardcore.search.shards import (
+    Bundle,
+    bundles,
+    cheapest,
+    devices_of,
+    freedom,
+    halve_columns,
+    placed,
+    priced,
+)
 from shardcore.types import Plan, Problem, Shard
 
 GROUP = 8
@@ -128,19 +137,19 @@ def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | 
                 break
             program = _Program(problem, model, cut, surrogate, per_column_ms)
             devices = program.start()
-            if packed := devices is None:
-                packing = pack_or_raise(problem)
-                program = _Program(problem, model, packing.shards, surrogate, per_column_ms)
-                where = dict(zip(packing.shards, packing.devices, strict=True))
-                devices = np.array([where[bundle[0]] for bundle in program.bundles])
+            if devices is None:
+                continue
             # Both plans are kept: the surrogate may prefer the one that the model does not.
             start = devices
             for group in _groups(program.load, devices):
                 devices, nodes = program.improve(devices, group, limits.next(config.gap))
                 meter.evals += nodes
             plans += [priced(placed(program.bundles, d, problem), problem, model, algorithm="milp", seed=seed,
-                             packed=packed, surrogate=surrogate, share=share if share < np.inf else None)
+                             packed=False, surrogate=surrogate, share=share if share < np.inf else None)
                       for d in (start, devices)]
+    if not any(fits(plan, problem) for plan in plans):
+        plans = [priced(fitting(problem).placements, problem, model, algorithm="milp", seed=seed,
+                        packed=True)]
     best = cheapest(plans, problem)
     shares = [s if s < np.inf else None for s in config.shares]
     return replace(best, provenance={**best.provenance, "evals": meter.evals,
@@ -178,7 +187,7 @@ class _Program:
                  per_column_ms: float) -> None:
         self.problem, self.bundles = problem, bundles(shards, problem)
         self.free = np.array(free_bytes(problem), dtype=np.int64)
-        self.bytes = np.array([bundle_bytes(bundle, problem) for bundle in self.bundles], dtype=np.int64)
+        self.bytes = np.array([Room(problem).bytes_of(bundle) for bundle in self.bundles], dtype=np.int64)
         speed = np.array([d.speed for d in problem.topology.devices])
         compute_ms = _surrogate_ms(self.bundles, model, surrogate, len(speed))
         columns = np.array([_width(bundle) for bundle in self.bundles])
@@ -192,16 +201,15 @@ class _Program:
 
         Bundles go by falling load, each to the device that is then done first.
         """
-        room, busy = FreeMemory(self.problem), np.zeros(len(self.free))
+        room, busy = Room(self.problem), np.zeros(len(self.free))
         devices = np.zeros(len(self.bundles), dtype=int)
         for i in np.lexsort((-self.load.min(1), [freedom(bundle, self.problem) for bundle in self.bundles])):
-            fits = room.fits(self.bundles[i][0])
+            fits = room.fits(self.bundles[i])
             if not fits.any():
                 return None
             d = devices[i] = int(np.argmin(np.where(fits, busy + self.load[i], np.inf)))
             busy[d] += self.load[i, d]
-            for shard in self.bundles[i]:
-                room.put(shard, d)
+            room.put(self.bundles[i], d)
         return devices
 
     def improve(self, devices: np.ndarray, group: np.ndarray,
@@ -228,10 +236,9 @@ class _Program:
 
     def _fits(self, devices: np.ndarray) -> bool:
         """Whether the bundles fit, to the byte. HiGHS keeps constraints only to a tolerance."""
-        room = FreeMemory(self.problem)
+        room = Room(self.problem)
         for i, d in enumerate(devices):
-            for shard in self.bundles[i]:
-                room.put(shard, int(d))
+            room.put(self.bundles[i], int(d))
         return bool((room.left >= np.minimum(self.free, 0)).all())
 
 

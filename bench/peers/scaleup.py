@@ -14,12 +14,13 @@ from typing import Any
 
 from torchrec.distributed.types import CacheStatistics
 
+from bench.peers.room import free_bytes
 from shardcore.layouts import WHOLE_ROWS
-from shardcore.memory import bytes_as, free_bytes
 from shardcore.memory_tiers import with_load_factors
 from shardcore.search.shards import consolidate
 from shardcore.search.torchrec_pieces import quiet
 from shardcore.search.torchrec_placements import placements_of
+from shardcore.step.memory_account import own_peaks
 from shardcore.tables import access
 from shardcore.tables.heat import Heat, heat_of
 from shardcore.types import Placement, Problem, Shard, Table
@@ -72,7 +73,7 @@ class _Bytes:
             for theirs in option.shards:
                 (row, column), (rows, columns) = theirs.offset, theirs.size
                 ours = Shard(table, row, row + rows, column, column + columns)
-                theirs.storage = Storage(hbm=bytes_as(WHOLE_ROWS, ours, self.problem), ddr=0)
+                theirs.storage = Storage(hbm=own_peaks(self.problem)(WHOLE_ROWS, ours), ddr=0)
 
 
 def scaled_up(problem: Problem, start: float,

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_DEVICES, MOST_DIM, MOST_TABLES, require_within
-from shardcore.memory import every_plan_bytes, table_bytes
+from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.topology import Device, Topology
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Problem, Setting, Table
 
@@ -63,7 +63,7 @@ def draw_problem(pool: Sequence[Table], index: int, setting: Setting, seed: int 
                    for i in rng.choice(len(live), n, replace=False))
     topology = Topology((Device(1),) * config.devices)
     drawn = Problem(f"pool-{seed}-{index:02d}", tables, topology, setting.batch, setting.optimizer)
-    return sized(drawn, config.slack, table_bytes, every_plan_bytes(drawn))
+    return sized(drawn, config.slack, table_bytes, local_batch_bytes(drawn))
 
 
 def sized(drawn: Problem, slack: float, bytes_of: Callable[[Table, Problem, int], int],

@@ -12,17 +12,18 @@ Shapes: C states searched at once, N their shards, K plans of a state, D devices
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
+from shardcore.layouts import shards_on
 from shardcore.search.budget import Budget, Meter
-from shardcore.search.feasible import feasible_shards, pack_or_raise
+from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.shard_cost_cache import ShardCostCache, ShardKey
-from shardcore.search.shards import bundles, placed, priced, to_plan
+from shardcore.search.shards import bundles, division, fixed_placements, placed, priced
 from shardcore.types import Plan, Problem
 
 State = tuple[ShardKey, ...]
@@ -123,23 +124,31 @@ class Beam:
         """
         self.problem.require_setting(self.model.setting)
         shards = feasible_shards(self.problem)
+        if not shards:  # all tables have one way to run
+            return priced((), self.problem, self.model, packed=False, evals=0, **provenance)
         cache = ShardCostCache(self.problem, self.model, shards)
         state = tuple(sorted(cache.keys(shards)))
         if (search_s := self._search_s(cache, state)) and not self.meter.has_time(search_s):
-            packing = pack_or_raise(self.problem)
-            return to_plan(packing.shards, packing.devices, self.problem, self.model, packed=True, evals=0,
-                           **provenance)
+            return priced(fitting(self.problem).placements, self.problem, self.model, packed=True, evals=0,
+                          **provenance)
         before_s = self.meter.seconds()
         [first] = search(cache, [state], self.inner)
         state_s = self.meter.seconds() - before_s
         self.meter.evals += self.inner.plans
-        # A packing may divide rows differently. So it has strips, and a cache, of its own.
-        of_packing, packing = (cache, first) if first.devices else self._packed()
         best = self._improved(cache, first, state_s)
-        if not best.devices:
-            cache, best = of_packing, self._improved(of_packing, packing, state_s)
-        elif packing.ms < best.ms:
-            cache, best = of_packing, packing
+        packing = first
+        if not first.devices:
+            # A packing may divide rows differently. So it has strips, and a cache, of its own.
+            packed = priced(fitting(self.problem).placements, self.problem, self.model)
+            of_packing, packing = self._packed(packed)
+            if packing is None:  # it has replicas, or divides rows otherwise
+                if not best.devices:
+                    return replace(packed, provenance={**packed.provenance, "packed": True,
+                                                       "evals": self.meter.evals, **provenance})
+            elif not best.devices:
+                cache, best = of_packing, self._improved(of_packing, packing, state_s)
+            elif packing.ms < best.ms:
+                cache, best = of_packing, packing
         if sampled and self.meter.budget != Budget():
             best = self._sampled(cache, best, sampled)
         placements = placed(cache.bundles(best.state), best.devices, self.problem)
@@ -169,12 +178,14 @@ class Beam:
         search(cache, [state[:_PROBED]], self.inner)
         return (self.meter.seconds() - before_s) * len(state) / _PROBED
 
-    def _packed(self) -> tuple[ShardCostCache, Found]:
-        """Some plan that fits, with its own cache, as its row ranges may differ. Raises Infeasible."""
-        packing = pack_or_raise(self.problem)
-        cache = ShardCostCache(self.problem, self.model, packing.shards)
-        device_of = dict(zip(packing.shards, packing.devices, strict=True))
-        firsts = [bundle[0] for bundle in bundles(packing.shards, self.problem)]
+    def _packed(self, plan: Plan) -> tuple[ShardCostCache | None, Found | None]:
+        """A plan as a state, with its own cache. None if it has replicas, or divides rows otherwise."""
+        left = [p for p in plan.placements if p not in fixed_placements(self.problem)]
+        if any(len(p.devices) > 1 and p != division(p.shard.table, self.problem) for p in left):
+            return None, None
+        device_of = {shard: d for p in left for d, shard in shards_on(p)}
+        cache = ShardCostCache(self.problem, self.model, device_of)
+        firsts = [bundle[0] for bundle in bundles(device_of, self.problem)]
         pairs = sorted((cache.key(first), device_of[first]) for first in firsts)
         state, devices = tuple(p for p, _ in pairs), tuple(d for _, d in pairs)
         return cache, Found(cache.plan_ms(state, devices), state, devices)

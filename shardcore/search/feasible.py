@@ -9,37 +9,38 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
+from shardcore.amounts import run_batches
 from shardcore.constraints import Constraints
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.layouts import WHOLE_ROWS, device_names, even_share, shards_on
-from shardcore.memory import free_bytes, gib
-from shardcore.search.exact_memory import roomiest
-from shardcore.search.free_memory import bundle_bytes, bytes_alone
-from shardcore.search.packing import (
-    NODES,
-    Packing,
-    cut,
-    largest_free,
-    least_bytes,
-    pack,
-    surely_fits,
-    too_tall,
-    whole_impossible,
+from shardcore.inputs import sample_bytes
+from shardcore.layouts import WHOLE_ROWS, device_names, even_share, run_of, shards_on
+from shardcore.memory import gib, held_bytes, require_fits
+from shardcore.op_limits import require_ops
+from shardcore.phases import IDS_ALIVE
+from shardcore.search.host_room import dealt
+from shardcore.search.packing import roomiest
+from shardcore.search.shards import (
+    Bundle,
+    bundles,
+    division,
+    equal_parts,
+    fixed_placements,
+    halve_columns,
+    searched_tables,
+    why_not,
 )
-from shardcore.search.shards import Bundle, bundles, division, why_not
+from shardcore.step.memory_account import Account, account_of
 from shardcore.topology import DEFAULT_RESERVE, default_reserve
-from shardcore.types import Problem, Shard, Table
+from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 MOST_DEVICES = 256
 """The largest number of further devices that a remedy suggests."""
-MOST_PACKED = 1000
-"""With more tables, sums estimate what would fit. Packing them repeatedly would take minutes."""
-_NEARLY = 0.99
-"""Above this share of the memory, gaps may remain that no table fits."""
 
 
 class DoesNotFit(Infeasible):
-    """No plan was found that fits. It may be that a search counts too much (see `roomiest`)."""
+    """No plan was found that fits."""
 
 
 def feasible_shards(problem: Problem) -> list[Shard]:
@@ -48,46 +49,127 @@ def feasible_shards(problem: Problem) -> list[Shard]:
     Such a table is halved by columns until its shards fit.
     If its narrowest columns are still too large, its rows are divided (`division`).
     Sequences are divided by rows at once where that is possible, and else cut into equal parts.
-    Tables in problem.whole are never cut.
+    Tables in problem.whole are never cut. Those of `fixed_placements` are not among them.
 
-    Raises Infeasible if TorchRec trains no plan of the problem. Data-parallel tables are not considered.
-    The reasons:
-
-    - The tables take more memory than all devices have.
-    - The tables pinned to some devices take more than these have.
-    - A bundle, or a table that must stay whole, takes more than the largest device where it may live.
-    - The narrowest columns of a table take more, and its rows cannot be divided or a row range does not fit.
-    - The row ranges of such tables find no packing.
-    - More than MOST_PACKED tables take nearly all memory, and no packing is found.
-      A search would not fill gaps better, and would take long to find out.
+    Raises Infeasible if that is not possible, or takes more memory than there is, and no other plan fits
+    either (`fitting`).
     """
     _require_widths(problem)
-    free = free_bytes(problem)
-    needed, available = least_bytes(problem), sum(max(0, f) for f in free)
-    if needed > available:
-        raise _infeasible(problem, f"its {len(problem.tables)} tables take {gib(needed)}; "
-                                   f"its {len(free)} devices may hold "
-                                   f"{gib(available)} together, {gib(needed - available)} too little")
-    # Bundles and whole tables cannot be cut, so each needs a device that holds it.
-    uncut = bundles((Shard.whole(t) for t in problem.tables if t.name in problem.whole), problem)
-    limits = largest_free(problem, [bundle[0].table for bundle in uncut], free)
-    for bundle, largest in zip(uncut, limits, strict=True):
-        if bundle_bytes(bundle, problem) > largest:
-            too_much = _too_much(bundle, problem, largest)
-            raise _infeasible(problem, f"{_describe(bundle, problem)} takes {too_much}")
-    # Too large even as a narrow column: only a division of rows helps.
-    for table in too_tall(problem, problem.tables, free):
-        if why := _undividable(table, problem, free):
-            if not problem.may_run(WHOLE_ROWS, table):
-                raise _infeasible(problem, f"table {table.name!r} has to be divided by rows "
-                                           f"(constraints.kinds), and {why}")
-            [largest], width = largest_free(problem, [table], free), problem.unit_width(table)
-            too_much = _too_much((Shard(table, 0, table.rows, 0, width),), problem, largest)
-            raise _infeasible(problem, f"{width} columns of table {table.name!r} take {too_much}, and {why}")
-    _require_pins_fit(problem, free)
-    if len(problem.tables) > MOST_PACKED and needed > _NEARLY * available and not surely_fits(problem)(free):
-        pack_or_raise(problem)
-    return cut(problem, free) or list(pack_or_raise(problem).shards)
+    return _Cuts(problem).shards()
+
+
+def fitting(problem: Problem) -> Plan:
+    """A plan that fits, for a sharder whose own placing failed. Raises DoesNotFit if none is found."""
+    plan, lacks = roomiest(problem)
+    if plan is not None and lacks <= 0:
+        try:
+            require_fits(plan, problem)
+            require_ops(plan, problem)
+            return plan
+        except Infeasible:
+            # Hosts may hold more or less. So tables there are dealt to hosts first.
+            pinned = dealt(problem)
+            if pinned is None:
+                raise
+            return fitting(pinned)
+    raise DoesNotFit(f"{_reason(problem)}. {remedy(problem)}")
+
+
+class _Cuts:
+    """How far tables have to be cut to fit on devices, each alone with the local batch.
+
+    account: of plans with all tables whole, but those of `fixed_placements`. cut: the same, cut by columns.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.fixed = problem, fixed_placements(problem)
+        self.bundles = bundles(map(Shard.whole, searched_tables(problem)), problem)
+        whole = [Placement(WHOLE_ROWS.name, s, (0,)) for bundle in self.bundles for s in bundle
+                 if why_not(WHOLE_ROWS, s.table, problem) is None]
+        self.batches = run_batches([*whole, *self.fixed], problem)
+        if self.batches:
+            self.account = Account.of(self.batches, problem)
+            self.cut = Account.of({run: replace(batch, cut=not run.local_batch)
+                                   for run, batch in self.batches.items()}, problem)
+            self._at_most = self._room(self.account)
+            self._total = np.zeros(self._at_most.shape[1])
+
+    def shards(self) -> list[Shard]:
+        found: list[Shard] = []
+        for bundle in self.bundles:
+            parts = bundle if self.fits_whole(bundle) else self.cut_of(bundle)
+            if parts is None:
+                return self._shards_of(fitting(self.problem))
+            found += parts
+        # However shards are placed, all devices together hold their sum.
+        if self.batches and np.any(self._total > np.maximum(self._at_most, 0).sum(0) * (1 + 1e-9)):
+            return self._shards_of(fitting(self.problem))
+        return found
+
+    def fits_whole(self, bundle: Bundle) -> bool:
+        """Tell if the tables of a bundle, whole, fit on some device."""
+        problem, name = self.problem, bundle[0].table.name
+        if not all(why_not(WHOLE_ROWS, s.table, problem) is None for s in bundle):
+            return False
+        vector = sum(self.account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in bundle)
+        self._total += vector
+        room = self._at_most[list(problem.pinned[name])] if name in problem.pinned else self._at_most
+        return bundle[0].table.dim <= problem.topology.most_columns and bool((vector <= room).all(1).any())
+
+    def _room(self, account: Account) -> np.ndarray:
+        """[D, P] bytes that devices have for shards."""
+        return account.limits - account.base - account.loads(self.fixed)
+
+    def cut_of(self, bundle: Bundle) -> list[Shard] | None:
+        """A table in shards of which each fits on some device. None if there are none."""
+        problem, table = self.problem, bundle[0].table
+        if len(bundle) > 1 or table.name in problem.whole:
+            return None
+        divided, by_columns = division(table, problem), why_not(WHOLE_ROWS, table, problem) is None
+        ranges = [s for _, s in shards_on(divided)] if divided and self._fits_divided(divided) else None
+        if not by_columns or (table.sequence and ranges):
+            return ranges
+        if table.sequence:
+            # TorchRec needs the columns of a sequence equally wide.
+            unit = problem.unit_width(table)
+            equal = (equal_parts(table, n) for n in range(2, len(problem.allowed_devices(table.name)) + 1)
+                     if table.dim % n == 0 and table.dim // n % unit == 0)
+            return next(filter(self._fits, equal), None)
+        parts = [Shard.whole(table)]
+        while parts[0].width > problem.most_width(table) or not self._fits(parts):
+            halves = [halve_columns(shard, problem.unit_width(table)) for shard in parts]
+            if None in halves:
+                return ranges
+            parts = [half for both in halves for half in both]
+        return parts
+
+    def _fits(self, parts: Sequence[Shard]) -> bool:
+        """Tell if each of some parts of a table fits on a device."""
+        table, widest = parts[0].table, max(parts, key=lambda s: s.width)
+        ids = (len(parts) - 1) * sample_bytes(table, self.problem.job) * self.problem.local_batch * IDS_ALIVE
+        needs = self.cut.vector(run_of(WHOLE_ROWS.name, table), widest) + ids
+        return bool((needs <= self._room(self.cut)[list(self.problem.allowed_devices(table.name))]
+                     ).all(1).any())
+
+    def _fits_divided(self, divided: Placement) -> bool:
+        """Tell if each row range fits on its device. It counts the table's outputs twice."""
+        batches = self.batches | run_batches([divided], self.problem)
+        account, devices = Account.of(batches, self.problem), list(divided.devices)
+        return bool((account.loads([divided]) <= self._room(account))[devices].all())
+
+    def _shards_of(self, plan: Plan) -> list[Shard]:
+        """The shards of a plan. Tables that it has on several devices are whole, or divided by rows."""
+        fixed = {p.shard.table.name for p in self.fixed}
+        found = []
+        for placement in plan.placements:
+            if placement.shard.table.name in fixed:
+                continue
+            divided = division(placement.shard.table, self.problem) if len(placement.devices) > 1 else None
+            if divided is not None and divided.kind == placement.kind:
+                found += [s for _, s in shards_on(divided)]
+            else:
+                found.append(placement.shard)
+        return found
 
 
 def _require_widths(problem: Problem) -> None:
@@ -104,25 +186,66 @@ def _require_widths(problem: Problem) -> None:
                 f"{len(problem.allowed_devices(table.name))} (a CPU, by topology.hardware, has no limit)")
 
 
-def _describe(bundle: Bundle, problem: Problem) -> str:
-    """A bundle in the words of an error message."""
-    name = bundle[0].table.name
-    if len(bundle) > 1:
-        return f"the group {shown(s.table.name for s in bundle)}, kept on one device (constraints.together),"
-    return f"table {name!r}, which must stay whole ({problem.kept_whole_by(name)}),"
+def _reason(problem: Problem) -> str:
+    """Why a problem does not fit, for people: the first thing that is too large."""
+    reserved = problem.constraints.reserved_bytes
+    kept = f" ({gib(reserved)} of each stays free: constraints.reserved_bytes)" if reserved else ""
+    cuts = _Cuts(problem)
+    reason = _sum_too_large(cuts) or _one_too_large(cuts) or _pins_too_large(cuts) or _whole_too_large(cuts)
+    return f"problem {problem.name!r} does not fit: " + (reason or (
+        f"no way was found to pack it: its tables, {gib(sum(t.bytes for t in problem.tables))} of weights, "
+        f"leave gaps that are too small on its {len(problem.topology)} devices. Tried: tables whole, cut by "
+        "columns, divided by rows and on all devices")) + kept
 
 
-def _too_much(bundle: Bundle, problem: Problem, largest: int) -> str:
-    """How much a bundle takes, and by how much that is too much."""
-    needed = bundle_bytes(bundle, problem)
-    where = " where it may live" if bundle[0].table.name in problem.pinned else ""
-    return (f"{gib(needed)} with outputs; the largest device{where} may hold {gib(largest)}, "
-            f"{gib(needed - largest)} too little")
+def _sum_too_large(cuts: _Cuts) -> str:
+    """All tables, if they take more than all devices have. "": they do not."""
+    problem, may_hold = cuts.problem, held_bytes(cuts.problem)
+    needed = _needed(cuts, [shard for bundle in cuts.bundles for shard in bundle], may_hold)
+    available = _available(may_hold)
+    return "" if needed <= available else (
+        f"its {len(problem.tables)} tables take {gib(needed)} with their outputs; its {len(may_hold)} "
+        f"devices may hold {gib(available)} together, {gib(needed - available)} too little")
 
 
-def _undividable(table: Table, problem: Problem, free: Sequence[int]) -> str | None:
-    """Why the table's rows cannot be divided, even if it were the only table. None if they can."""
-    allowed = problem.allowed_devices(table.name)
+def _needed(cuts: _Cuts, shards: Sequence[Shard], devices: Sequence[int]) -> int:
+    """Bytes that tables, whole or cut, take on so many devices together, in the largest phase."""
+    vectors = [cuts.account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in shards
+               if why_not(WHOLE_ROWS, s.table, cuts.problem) is None]
+    each = cuts.account.base if cuts.batches else 0.0
+    return math.ceil(np.max((sum(vectors) + len(devices) * each)[:cuts.account.phases])) if vectors else 0
+
+
+def _available(may_hold: Iterable[int]) -> int:
+    return sum(max(0, n) for n in may_hold)
+
+
+def _one_too_large(cuts: _Cuts) -> str:
+    """A table, or several kept on one device, that fit no device in any way. "": there are none."""
+    problem, may_hold = cuts.problem, held_bytes(cuts.problem)
+    for bundle in cuts.bundles:
+        table = bundle[0].table
+        if cuts.fits_whole(bundle) or cuts.cut_of(bundle) is not None:
+            continue
+        largest = max(may_hold[d] for d in problem.allowed_devices(table.name))
+        where = " where it may live" if table.name in problem.pinned else ""
+        if table.name in problem.whole or len(bundle) > 1:
+            n_bytes = _needed(cuts, bundle, [0])
+            return (f"{_describe(bundle, problem)} takes {gib(n_bytes)} with outputs; the largest "
+                    f"device{where} may hold {gib(largest)}, {gib(n_bytes - largest)} too little")
+        why = _undividable(cuts, table)
+        if why_not(WHOLE_ROWS, table, problem) is not None:
+            return f"table {table.name!r} has to be divided by rows (constraints.kinds), and {why}"
+        width = problem.unit_width(table)
+        n_bytes = _needed(cuts, [Shard(table, 0, table.rows, 0, width)], [0])
+        return (f"{width} columns of table {table.name!r} take {gib(n_bytes)} with outputs; the largest "
+                f"device{where} may hold {gib(largest)}, {gib(n_bytes - largest)} too little, and {why}")
+    return ""
+
+
+def _undividable(cuts: _Cuts, table: Table) -> str:
+    """Why the table's rows cannot be divided, even if it were the only table."""
+    problem, allowed = cuts.problem, cuts.problem.allowed_devices(table.name)
     whole = division(table, problem)
     if whole is None:
         if len(allowed) == 1:
@@ -132,79 +255,64 @@ def _undividable(table: Table, problem: Problem, free: Sequence[int]) -> str | N
                     "the last would have none")
         return ("TorchRec divides rows over all devices, or a whole host, "
                 "where it may not be (constraints.pinned)")
-    devices = whole.devices
-    for d, shard in shards_on(whole):
-        needed = bytes_alone(shard, problem)
-        if needed > free[d]:
-            which = f"{'all' if len(devices) == len(free) else 'its'} {len(devices)} devices"
-            return (f"its rows, which TorchRec divides evenly over {which}, "
-                    f"take {gib(needed)} on device {d}, which may hold {gib(free[d])}")
-    return None
+    account, may_hold = account_of([whole], problem), held_bytes(problem)
+    needs = np.ceil((account.loads([whole]) + account.base)[:, :account.phases].max(1)).astype(int)
+    d = max(whole.devices, key=lambda d: needs[d] - may_hold[d])
+    which = f"{'all' if len(whole.devices) == len(may_hold) else 'its'} {len(whole.devices)} devices"
+    return (f"its rows, which TorchRec divides evenly over {which}, take {gib(needs[d])} on device {d}, "
+            f"which may hold {gib(may_hold[d])}")
 
 
-def _require_pins_fit(problem: Problem, free: list[int]) -> None:
-    """Raise Infeasible if tables pinned to some devices take more memory than these have.
+def _pins_too_large(cuts: _Cuts) -> str:
+    """Tables pinned to some devices that take more memory than these have. "": none do.
 
     This is Hall's condition, for each set of devices that some table is pinned to.
     """
-    pinned: dict[frozenset[int], list[Shard]] = {}
-    for table in problem.tables if problem.pinned else ():
-        if table.name in problem.pinned:
-            pinned.setdefault(frozenset(problem.pinned[table.name]), []).append(Shard.whole(table))
-    needs = {devices: bundle_bytes(shards, problem) for devices, shards in pinned.items()}
-    # A set lies within another only if its first device is there. Few sets share that.
-    of_first: dict[int, list[frozenset[int]]] = {}
-    for devices in pinned:
-        of_first.setdefault(min(devices), []).append(devices)
+    problem, may_hold = cuts.problem, held_bytes(cuts.problem)
+    pinned: dict[frozenset[int], list[Table]] = {}
+    for table in (t for t in problem.tables if t.name in problem.pinned):
+        pinned.setdefault(frozenset(problem.pinned[table.name]), []).append(table)
     for devices in sorted(pinned, key=len):
         # All tables whose devices lie within this set compete for its memory.
-        within = [d for first in sorted(devices) for d in of_first.get(first, ()) if d <= devices]
-        needed, available = sum(needs[d] for d in within), sum(max(0, free[d]) for d in devices)
-        if needed > available:
-            names = [s.table.name for d in within for s in pinned[d]]
-            raise _infeasible(problem,
-                              f"the tables pinned to {device_names(sorted(devices))} (constraints.pinned), "
-                                       f"{shown(names)}, take {gib(needed)} with their outputs; "
-                                       f"{'it' if len(devices) == 1 else 'they'} may hold {gib(available)}, "
-                                       f"{gib(needed - available)} too little")
+        tables = [t for within, of in pinned.items() if within <= devices for t in of]
+        needed = _needed(cuts, list(map(Shard.whole, tables)), list(devices))
+        if needed > (available := _available(may_hold[d] for d in devices)):
+            return (f"the tables pinned to {device_names(sorted(devices))} (constraints.pinned), "
+                    f"{shown(t.name for t in tables)}, take {gib(needed)} with their outputs; "
+                    f"{'it' if len(devices) == 1 else 'they'} may hold {gib(available)}, "
+                    f"{gib(needed - available)} too little")
+    return ""
+
+
+def _whole_too_large(cuts: _Cuts) -> str:
+    """Tables that must stay whole, if no packing of them alone is found. "": one is, or there are none."""
+    problem = cuts.problem
+    names = [t.name for t in problem.tables if t.name in problem.whole]
+    if not names or len(names) == len(problem.tables):
+        lacks = 1 if names else 0
+    else:
+        tables = tuple(t for t in problem.tables if t.name in problem.whole)
+        alone = replace(problem, tables=tables, constraints=problem.constraints.among(set(names)))
+        lacks = roomiest(alone, quick=True)[1]
+    if lacks <= 0:
+        return ""
+    why = ", ".join(sorted({problem.kept_whole_by(name) for name in names}))
+    return (f"tables {shown(names)} must stay whole ({why}) and no way was found to pack them side by side"
+            f"{' where they may live' if problem.pinned else ''}")
+
+
+def _describe(bundle: Bundle, problem: Problem) -> str:
+    """A bundle in the words of an error message."""
+    name = bundle[0].table.name
+    if len(bundle) > 1:
+        return f"the group {shown(s.table.name for s in bundle)}, kept on one device (constraints.together),"
+    return f"table {name!r}, which must stay whole ({problem.kept_whole_by(name)}),"
 
 
 def shown(names: Iterable[str]) -> str:
     """The first few names, and how many more there are."""
     names = list(names)
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def pack_or_raise(problem: Problem) -> Packing:
-    """Some plan that fits, for a sharder whose own placing failed. Raises Infeasible if none is found."""
-    free = free_bytes(problem)
-    packing = pack(problem, free)
-    if packing is not None:
-        return packing
-    needed, available = least_bytes(problem), sum(max(0, f) for f in free)
-    total = (f"its tables take {needed / available:.1%} of the {gib(available)} that its {len(free)} "
-             "devices may hold")
-    whole = [t.name for t in problem.tables if t.name in problem.whole]
-    if whole_impossible(problem, free):
-        why = ", ".join(sorted({problem.kept_whole_by(name) for name in whole}))
-        raise _infeasible(problem,
-                          f"tables {shown(whole)} must stay whole ({why}) and do not fit side by side"
-                                   f"{' where they may live' if problem.pinned else ''}; "
-                                   f"every assignment was tried ({total})")
-    raise _infeasible(problem, f"no way was found to pack it: {total}, but the gaps are too small. Tried: "
-                               "best fit with "
-                               f"{NODES} steps of backtracking; then the same for the tables that must "
-                               f"stay whole ({len(whole)}) and the others cut by columns into the gaps"
-                               f"{'; then pinned tables first' if problem.pinned else ''}; "
-                               "and all of that with the rows of "
-                               "the tallest tables divided over the devices evenly, as TorchRec trains them")
-
-
-def _infeasible(problem: Problem, reason: str) -> DoesNotFit:
-    """The error with its reason. Its remedy takes long to find, see `remedy`."""
-    reserved = problem.constraints.reserved_bytes
-    kept = f" ({gib(reserved)} of each stays free: constraints.reserved_bytes)" if reserved else ""
-    return DoesNotFit(f"problem {problem.name!r} does not fit: {reason}{kept}")
 
 
 def remedy(problem: Problem) -> str:

@@ -4,7 +4,7 @@ Tables are placed by falling load. Each goes to the device with memory whose loa
 A load is divided by the device's speed. On equal devices this is the published rule.
 
 Bundles are placed as one. Pinned tables go first: those with fewest devices before others.
-If a table finds no memory, `packing` takes over. The plan is then not balanced, but it fits.
+If a table finds no memory, a packing takes over (`fitting`). The plan is then not balanced, but it fits.
 
 Shapes: D devices.
 """
@@ -18,10 +18,10 @@ import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget
-from shardcore.search.feasible import feasible_shards, pack_or_raise
+from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.search.shards import bundles, to_plan
+from shardcore.search.shards import bundles, priced
 from shardcore.types import Plan, Problem, Shard
 
 Choose = Callable[[float, np.ndarray, np.ndarray], int]
@@ -83,22 +83,22 @@ def _greedy(name: str, problem: Problem, model: CostModel, seed: int, load: Call
 
 def _place(name: str, problem: Problem, model: CostModel, seed: int, load: Callable[[Shard], float],
            choose: Choose) -> Plan:
-    """Place all bundles by falling load with `choose`. Falls back to `packing` where one does not fit."""
+    """Place all bundles by falling load with `choose`. Falls back to a packing where one does not fit."""
     problem.require_setting(model.setting)
     shards = feasible_shards(problem)
+    if not shards:  # all tables have one way to run
+        return priced((), problem, model, algorithm=name, seed=seed, packed=False)
     cache, found = ShardCostCache(problem, model, shards), bundles(shards, problem)
     keys = [cache.key(bundle[0]) for bundle in found]
     cache.add(keys)
     strip, units = np.array(keys).T
     loads = np.array([sum(map(load, bundle)) for bundle in found])
-    state = PlacementState(cache, priced=False)
+    state = PlacementState(cache, keys, priced=False)
     # Least freedom first, then the largest load, then the most bytes.
     for i in np.lexsort((-cache.bytes[cache.numbers(strip, units)], -loads, cache.freedom[strip])):
         fits = state.fits(strip[i], units[i])
         if not fits.any():
-            packing = pack_or_raise(problem)
-            return to_plan(packing.shards, packing.devices, problem, model, algorithm=name, seed=seed,
-                           packed=True)
+            return priced(fitting(problem).placements, problem, model, algorithm=name, seed=seed, packed=True)
         state.place(strip[i], units[i], choose(loads[i], fits, state.free - state.used))
     return state.plan(algorithm=name, seed=seed, packed=False)
 

@@ -1,47 +1,15 @@
-"""Plans whose tables with rows in host memory fit in the memory of their hosts.
-
-Searches count device memory only. So where a plan takes more of a host than there is, such tables are dealt
-to hosts first, and the search is asked again.
+"""Tables with rows in host memory, dealt to hosts so that they fit there. For packings, which count devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
-from typing import Any
 
 import numpy as np
 
-from shardcore.cost.model import CostModel
-from shardcore.errors import Infeasible
 from shardcore.memory import host_bytes
-from shardcore.search.budget import Budget
 from shardcore.search.shards import on_all_devices
-from shardcore.types import Plan, Problem, Shard
-
-
-def within_host_memory(sharder: Callable[..., Plan]) -> Callable[..., Plan]:
-    """A sharder that searches again, with tables in host memory pinned to hosts, if it finds no plan.
-
-    Each of both searches has half of the seconds. Raises Infeasible as the first search did.
-    """
-
-    @wraps(sharder)
-    def search(problem: Problem, model: CostModel, *, budget: Budget | None = None, **given: Any) -> Plan:
-        pinned = dealt(problem)
-        if pinned is None:
-            return sharder(problem, model, budget=budget, **given)
-        half = budget and budget.part(0.5)
-        try:
-            return sharder(problem, model, budget=half, **given)
-        except Infeasible as error:
-            try:
-                return sharder(pinned, model, budget=half, **given)
-            except Infeasible:
-                raise error from None
-
-    return search
+from shardcore.types import Problem, Shard
 
 
 def dealt(problem: Problem) -> Problem | None:

@@ -95,7 +95,7 @@ def greedy_grid(cache: ShardCostCache, keys: np.ndarray,
     devices: [C, K, N] of each shard.
     """
     (n_states, n_shards, _), n_passes, n_devices = keys.shape, len(caps), len(cache.speed)
-    state = PlacementState(cache, (n_states, n_passes))
+    state = PlacementState(cache, keys, (n_states, n_passes))
     numbers = cache.numbers(keys[..., 0], keys[..., 1])  # [C, N]
     # The small constant absorbs rounding: a cap of exactly the mean has to be reachable.
     cap = cache.outputs[numbers].sum(1)[:, None, None] / n_devices * caps[:, None] + 1e-9  # [C, K, 1]

@@ -1,392 +1,305 @@
-"""Packing: find some plan that fits, at any cost. Used when a search's own order of placing fails.
+"""Packing: plans that fit, at any cost. For where a search's own order of placing finds none.
 
-`free` holds bytes per device. It may have more entries than the problem has devices.
-These are further devices, where tables that are not pinned may go.
+Once it is known how each table runs, what a device holds in a phase of a step is a sum: of its shards' bytes
+then, and of a local batch's, which are the same on all devices (step/memory_account.py). So shards are
+vectors of bytes, to be packed into devices. How tables run is tried in turn: all ways if there are few
+tables, else whole tables first, and then more and more of the largest divided.
 
-Shapes: D devices.
+Shapes: D devices, P phases.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from math import prod
 
 import numpy as np
 
-from shardcore.layouts import WHOLE_ROWS, even_share, shards_on
-from shardcore.memory import Lookups, columns_bytes
-from shardcore.search.best_fit import best_fit
-from shardcore.search.free_memory import FreeMemory, bundle_bytes, bytes_alone, freedom
-from shardcore.search.shards import bundles, equal_parts, halve_columns
-from shardcore.search.shards import division as divided
-from shardcore.types import MIN_WIDTH, Placement, Problem, Shard, Table
+from shardcore import memory
+from shardcore.layouts import LAYOUTS, WHOLE_ROWS, Group, Layout, run_of, shards_on
+from shardcore.op_limits import TooManyInOneOp, require_ops
+from shardcore.search.shards import Bundle, bundles, shared_groups, why_not
+from shardcore.search.vector_packing import VectorPacking
+from shardcore.step.memory_account import Sums, account_of, own_peaks, sums_of
+from shardcore.types import Placement, Plan, Problem, Shard, Table
 
-NODES = 20_000
-"""The most steps of best fit with backtracking. A step assigns one bundle."""
-MOST_DIVIDED = 64
-"""The most tables whose rows are divided in one step although their columns fit."""
-
-Placed = list[tuple[Shard, int]]
-"""Shards and their devices."""
-
-
-@dataclass(frozen=True)
-class Packing:
-    """shards[i] fits on devices[i]."""
-
-    shards: tuple[Shard, ...]
-    devices: tuple[int, ...]
-
-
-def least_bytes(problem: Problem) -> int:
-    """A lower bound on the bytes of any plan without replicas: cutting only adds to them."""
-    return sum_bytes(problem.tables, problem)
-
-
-def sum_bytes(tables: Sequence[Table], problem: Problem) -> int:
-    """Bytes of whole tables."""
-    return int(_each_bytes(tables, problem).sum())
-
-
-def _each_bytes(tables: Sequence[Table], problem: Problem, narrowest: bool = False) -> np.ndarray:
-    """[T] `table_bytes` of many tables, of all columns or of the fewest that a shard may have."""
-    rows, dim = np.array([(t.rows, t.dim) for t in tables], dtype=float).reshape(-1, 2).T
-    lookups = Lookups.of_all(tables, problem)
-    width = np.array([problem.unit_width(t) for t in tables], dtype=float) if narrowest else dim
-    return columns_bytes(lookups, rows, width, dim, problem)
-
-
-def largest_free(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> list[int]:
-    """For each table, the most free bytes of a device where it may live."""
-    largest = {devices: max(free[d] for d in devices) for devices in set(problem.pinned.values())}
-    largest[None], pinned = max(free), problem.pinned
-    return [largest[pinned.get(t.name)] for t in tables]
+_ALL = 1500
+"""With fewer ways to run all tables, each is tried."""
+_SHARES = (1.0, 0.7, 0.5, 0.3, 0.1)
+"""Share of the room on a device that a shard may take in further tries."""
+_MOVES = 5000
+"""Moves that repair a plan, at most."""
+_NEARLY = 1.1
+"""Parts that take so much more than the least are as good, if they are fewer."""
+_LARGE = 1 << 16
+"""Devices × tables of a large problem: it gets few tries."""
 
 
 @dataclass(frozen=True)
-class Division:
-    """Which tables have their rows divided.
+class Way:
+    """How a table runs.
 
-    rows: row ranges of the divided tables, with their devices.
-    tables: all others.
-    free: [D] bytes left for these.
+    kind: of sharding.
+    parts: shards of all rows by columns, each for a device of its own.
+    devices: the group that shares the table. Empty for such shards.
     """
 
-    rows: tuple[tuple[Shard, int], ...]
-    tables: tuple[Table, ...]
-    free: tuple[int, ...]
+    kind: str = WHOLE_ROWS.name
+    parts: int = 1
+    devices: Group = ()
 
 
-def divisions(problem: Problem, free: Sequence[int]) -> Iterator[Division]:
-    """Ways to divide the rows of tables, those with fewest first.
+@lru_cache(maxsize=8)
+def roomiest(problem: Problem, quick: bool = False) -> tuple[Plan | None, int]:
+    """The plan found that fits, or the one that lacks least, and the bytes that it lacks on some device.
 
-    First, tables that are too tall (`too_tall`).
-    Then also the tallest of the others, 1, 2, 4, ... more: their columns are the coarsest to pack.
-    It ends where a table that has to be divided cannot be, or where too little memory is left.
+    quick: try few ways.
+
+    The bytes are 0 or less if it fits. None: constraints leave a table no kind.
     """
-    now, more = Division((), problem.tables, tuple(free)), 1
-    while True:
-        while needed := too_tall(problem, now.tables, now.free):
-            now, n = _with(now, needed, problem)
-            if n < len(needed):
-                return
-        if sum_bytes(now.tables, problem) > sum(max(0, f) for f in now.free):
-            return
-        yield now
-        now, n = _with(now, sorted(now.tables, key=lambda t: -t.rows), problem, more)
-        if n == 0 or more > MOST_DIVIDED:
-            return
-        more *= 2
+    found, search = (None, 0), _Search(problem)
+    if not all(search.ways):
+        return found
+    for ways in search.choices(quick):
+        plan, lacks = search.packed(ways, found)
+        if plan is not None and (found[0] is None or lacks < found[1]):
+            # Parts of a table that meet on a device are one shard, so the packing may have counted too much.
+            exact = lacking(plan, problem)
+            found = plan, exact if within_ops(plan, problem) else max(exact, math.ceil(lacks), 1)
+            if found[1] <= 0:
+                break
+    return found
 
 
-def too_tall(problem: Problem, tables: Sequence[Table], free: Sequence[int]) -> list[Table]:
-    """Tables that may be cut, but that fit no device where they may live, however narrow their columns.
+def lacking(plan: Plan, problem: Problem) -> int:
+    """The most bytes that a device with a shard takes more than it may."""
+    holding = {d for placement in plan.placements for d in placement.devices}
+    used, may_hold = memory.used_bytes(plan, problem), memory.held_bytes(problem)
+    return max(used[d] - may_hold[d] for d in holding)
 
-    Columns of a sequence are cut only if its rows cannot be divided: TorchRec needs them equally wide.
+
+def repaired(plan: Plan, problem: Problem) -> Plan | None:
+    """The plan with shards moved away from devices that they do not fit, to others. None if some stay.
+
+    Each move is one that leaves the fuller of two devices least full. Tables keep their kinds and widths.
     """
-    # Cut, ids are sent again: a few columns may take more than the whole table.
-    least, whole = _each_bytes(tables, problem, narrowest=True), _each_bytes(tables, problem)
-    too_large = np.flatnonzero(np.minimum(least, whole) > largest_free(problem, tables, free))
-    also = {i for i, table in enumerate(tables if problem.kinds_of else ())
-            if not problem.may_run(WHOLE_ROWS, table)}
-    also |= {i for i in np.flatnonzero(whole > largest_free(problem, tables, free))
-             if tables[i].sequence and divided(tables[i], problem)}
-    return [tables[i] for i in sorted(also.union(too_large)) if tables[i].name not in problem.whole]
-
-
-def _with(division: Division, tables: Sequence[Table], problem: Problem,
-          most: int | None = None) -> tuple[Division, int]:
-    """The division with up to `most` further tables divided by rows, and how many those are.
-
-    Tables whose rows cannot be divided, or do not fit, are passed over.
-    """
-    rows, left, done = list(division.rows), list(division.free), set()
-    for table in tables:
-        if len(done) == most:
-            break
-        whole = divided(table, problem)
-        ranges = [] if whole is None else [(s, d)
-                                           for d, s in shards_on(_on_further(whole, len(left), problem))]
-        needs = {d: bytes_alone(s, problem) for s, d in ranges}
-        if needs and all(n <= left[d] for d, n in needs.items()):
-            left = [f - needs.get(d, 0) for d, f in enumerate(left)]
-            rows += ranges
-            done.add(table.name)
-    return (Division(tuple(rows), tuple(t for t in division.tables if t.name not in done), tuple(left)),
-            len(done))
-
-
-def _on_further(whole: Placement, n_devices: int, problem: Problem) -> Placement:
-    """Extend a division over all devices to the further ones, if the number of rows allows it."""
-    if len(whole.devices) < len(problem.topology) or not even_share(whole.shard.rows, n_devices):
-        return whole
-    return replace(whole, devices=(*whole.devices, *range(len(whole.devices), n_devices)))
-
-
-def cut(problem: Problem, free: Sequence[int]) -> list[Shard] | None:
-    """All tables as shards: whole, halved by columns, or divided by rows, as far as the memory requires.
-
-    None if a table that must stay whole is too large, or rows cannot be divided.
-    """
-    division = next(divisions(problem, free), None)
-    halved = _halved(problem, division) if division else None
-    return None if halved is None else [*(s for s, _ in division.rows), *halved]
-
-
-def _halved(problem: Problem, division: Division) -> list[Shard] | None:
-    """The other tables, halved by columns as far as needed. None if that does not suffice."""
-    shards: list[Shard] = []
-    most = largest_free(problem, division.tables, division.free)
-    fits = _each_bytes(division.tables, problem) <= most
-    fits &= np.array([t.dim <= problem.topology.most_columns for t in division.tables], dtype=bool)
-    cut = [(t, n) for t, fit, n in zip(division.tables, fits, most, strict=True) if t.sequence and not fit]
-    widths = {name: _equal_width([of for of in cut if of[0].collection == name], problem)
-              for name in {t.collection for t, _ in cut}}
-    for table, whole_fits, largest in zip(division.tables, fits, most, strict=True):
-        waiting = [Shard.whole(table)]
-        if whole_fits:
-            shards += waiting
-            continue
-        if table.sequence and table.name not in problem.whole:
-            if not (width := widths[table.collection]):
-                return None
-            shards += equal_parts(table, table.dim // width)
-            continue
-        while waiting:
-            shard = waiting.pop()
-            if bytes_alone(shard, problem) <= largest:
-                shards.append(shard)
-                continue
-            halves = None if table.name in problem.whole else halve_columns(shard, problem.unit_width(table))
-            if halves is None:
-                return None
-            waiting += reversed(halves)
-    return shards
-
-
-def _equal_width(cut: Sequence[tuple[Table, int]], problem: Problem) -> int:
-    """The most columns of which all of a collection's sequences that are cut may have parts. 0 if none fit.
-
-    TorchRec needs them equally wide. cut: the tables, and the most bytes of a part.
-    """
-    first = min(cut, key=lambda of: of[0].dim)[0]
-    for width in range(first.dim, 0, -MIN_WIDTH):
-        if all(t.dim % width == 0 and width % problem.unit_width(t) == 0
-               and t.dim // width <= len(problem.allowed_devices(t.name))
-               and bytes_alone(Shard(t, 0, t.rows, 0, width), problem) <= most for t, most in cut):
-            return width
-    return 0
-
-
-def pack(problem: Problem, free: Sequence[int], nodes: int = NODES) -> Packing | None:
-    """A packing into `free` bytes per device, or None.
-
-    For each division of rows, two ways are tried:
-
-    1. Best fit by falling size, with backtracking up to `nodes`. Tables are cut only if no device holds one.
-    2. Best fit for the tables that must stay whole. The others are poured into the gaps:
-       they are cut by columns wherever a device is full. With pinned tables, a second try packs those first.
-    """
-    if least_bytes(problem) > sum(max(0, f) for f in free):
-        return None
-    for division in divisions(problem, free):
-        placed = _packed(problem, division, nodes)
-        if placed is not None and _equally_wide(placed):
-            placed = [*division.rows, *placed]
-            return Packing(tuple(shard for shard, _ in placed), tuple(device for _, device in placed))
+    account = account_of(plan.placements, problem)
+    may_hold = account.limits
+    load = np.tile(account.base, (len(may_hold), 1))
+    placements, movable = list(plan.placements), defaultdict(set)
+    where = defaultdict(set)
+    for i, p in enumerate(placements):
+        for device, shard in shards_on(p):
+            load[device] += account.vector(run_of(p.kind, shard.table), shard)
+            where[shard.table.name].add(device)
+        if p.kind == WHOLE_ROWS.name and p.shard.table.name not in problem.bundle_of:
+            movable[p.devices[0]].add(i)
+    used = np.isin(np.arange(len(load)), [d for p in placements for d in p.devices])
+    for _ in range(_MOVES):
+        lacks = np.where(used, (load - may_hold).max(1), -np.inf)
+        device = int(lacks.argmax())
+        if lacks[device] <= 0:
+            found = Plan(tuple(placements))
+            return found if memory.fits(found, problem) and within_ops(found, problem) else None
+        at = sorted(movable[device])
+        if not at:
+            return None
+        shards = [placements[i].shard for i in at]
+        vectors = np.array([account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in shards])
+        stay = (load[device] - vectors - may_hold[device]).max(1)
+        come = np.full((len(at), len(load)), np.inf)
+        for k, s in enumerate(shards):
+            targets = [d for d in problem.allowed_devices(s.table.name) if d not in where[s.table.name]]
+            come[k, targets] = (load[targets] + vectors[k] - may_hold[targets]).max(1)
+        after = np.maximum(stay[:, None], come)
+        # Of moves after which both fit, the smallest shard.
+        after = np.where(after <= 0, vectors.max(1)[:, None] - vectors.max() - 1, after)
+        k, target = np.unravel_index(int(after.argmin()), after.shape)
+        if after[k, target] >= lacks[device]:
+            return None
+        i, name = at[k], shards[k].table.name
+        placements[i] = replace(placements[i], devices=(int(target),))
+        load[device] -= vectors[k]
+        load[target] += vectors[k]
+        used[target] = True
+        movable[device].remove(i)
+        movable[int(target)].add(i)
+        where[name] = where[name] - {device} | {int(target)}
     return None
 
 
-def _equally_wide(placed: Placed) -> bool:
-    """Tell if the columns of each sequence are cut into equal parts, once those of a device are joined."""
-    widths: dict[Table, dict[int, int]] = {}
-    for shard, device in placed:
-        if shard.table.sequence and shard.width < shard.table.dim:
-            on = widths.setdefault(shard.table, {})
-            on[device] = on.get(device, 0) + shard.width
-    return all(len(set(on.values())) == 1 for on in widths.values())
+def within_ops(plan: Plan, problem: Problem) -> bool:
+    """Tell if no op has more than FBGEMM runs."""
+    try:
+        require_ops(plan, problem)
+    except TooManyInOneOp:
+        return False
+    return True
 
 
-def _packed(problem: Problem, division: Division, nodes: int) -> Placed | None:
-    """A packing of the tables whose rows are not divided."""
-    tables, free, halved = division.tables, division.free, _halved(problem, division)
-    whole = None if halved is None else _whole(problem, halved, free, nodes)[0]
-    if whole is not None:
-        return whole
-    pinned = [t for t in tables if t.name in problem.pinned]
-    rest = [t for t in tables if t.name not in problem.pinned]
-    if halved is None and any(t.sequence for t in tables):
-        return None  # it is not known how to cut them
-    parts = [shard for shard in halved or () if shard.table.sequence]
-    placed = _poured(problem, free, nodes, [tables], parts)
-    return _poured(problem, free, nodes, [pinned, rest], parts) if placed is None and pinned else placed
+class _Search:
+    """Packings of a problem.
 
-
-def surely_fits(problem: Problem) -> Callable[[Sequence[int]], bool]:
-    """A test whether `pack` is certain to succeed with `free` bytes per device. It uses sums only.
-
-    A table, or MIN_WIDTH columns of it, finds no memory only if every device has less than that left.
-    That takes earlier tables to fill all but this much of each device.
-    The test never says yes if tables are pinned or in bundles, or only some kinds or widths may run them.
+    bundles: tables that go together.
+    ways: of each bundle, those that constraints allow.
+    room: most bytes that a device has left for shards by columns, in the last packing.
     """
-    asked, most = problem.constraints, problem.topology.most_columns
-    if problem.pinned or problem.bundle_of or asked.kinds or asked.min_widths or any(
-            t.dim > most for t in problem.tables):
-        return lambda free: False
-    rows, dim, whole = np.array([(t.rows, t.dim, t.sequence or t.name in problem.whole)
-                                 for t in problem.tables], dtype=float).T
-    # as they are packed, or nearly so
-    order = np.lexsort((-dim, np.where(whole > 0, -rows * dim, -rows), -whole))
-    rows, dim, whole = rows[order], dim[order], whole[order] > 0
-    lookups = Lookups(*(of[order] for of in Lookups.of_all(problem.tables, problem)))
-    table = columns_bytes(lookups, rows, dim, dim, problem)
-    narrowest = columns_bytes(lookups, rows, np.full(len(rows), float(MIN_WIDTH)), dim, problem)
-    # A shard's bytes are convex in its columns: at most a line from none to all columns, as if cut.
-    all_columns, no_columns = (columns_bytes(lookups, rows, width, dim + 1, problem)
-                               for width in (dim, 0 * dim))
 
-    def fits(free: Sequence[int]) -> bool:
-        n, available = len(free), sum(max(0, f) for f in free) * (1 - 1e-9)
-        # What its shards add to the whole. Each takes a part of the line, and begins at `no_columns`.
-        extra = all_columns - table + no_columns * (np.minimum(dim // MIN_WIDTH, n) - 1)
-        cut = np.zeros(len(rows), dtype=bool)
-        while True:
-            left = available - np.cumsum(table + cut * extra)
-            more = left + table + cut * extra < n * table  # may find no device with room for all of it
-            if (more & whole).any() or (left[more] < n * narrowest[more]).any():
-                return False
-            if not (more & ~cut).any():
-                return True
-            cut |= more
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.n = problem, len(problem.topology)
+        self.may_hold = np.array(memory.held_bytes(problem), dtype=float)
+        self.bundles = bundles(map(Shard.whole, problem.tables), problem)
+        self.ways = [_ways(bundle, problem) for bundle in self.bundles]
+        self.room = 0.0
+        self._own_peak = own_peaks(problem)
+        self._about: dict[tuple[int, Way], int] = {}
+        self._sums: dict[tuple[Layout, Shard], Sums] = {}
 
-    return fits
+    def choices(self, quick: bool) -> Iterator[tuple[Way, ...]]:
+        """A way for each bundle, and then others."""
+        if prod(len(ways) for ways in self.ways[:20]) <= _ALL and len(self.ways) <= 20:
+            ranked = product(*(enumerate(ways) for ways in self.ways))
+            for choice in sorted(ranked, key=lambda choice: sum(rank for rank, _ in choice)):
+                yield tuple(way for _, way in choice)
+            return
+        # Few and large shards first. With less room for each, tables are cut further, or shared.
+        n = range(len(self.bundles))
+        ways = tuple(self._within(i, self.may_hold.max(), 1.0) for i in n)
+        yield ways
+        # Where a local batch leaves no room, as much as if all tables were divided evenly.
+        room = max(self.room, 2 * sum(self._bytes(i, ways[i]) for i in n if not ways[i].devices) / self.n)
+        for share in _SHARES:
+            before, ways = ways, tuple(self._within(i, room, share) for i in n)
+            if ways != before:
+                yield ways
+        if quick or len(ways) * self.n > _LARGE:
+            return
+        # Tables that take less memory on all devices than on one, and more and more of the largest in rows.
+        copied = [self._copied(i) or way for i, way in enumerate(ways)]
+        order = np.argsort([-self._bytes(i, of[0]) for i, of in enumerate(self.ways)], kind="stable").tolist()
+        for n in (0, *(8 ** k for k in range(4))):
+            divided = {i: self._divided(i) for i in order[:n]}
+            yield tuple(divided.get(i) or way for i, way in enumerate(ways))
+            yield tuple(divided.get(i) or way for i, way in enumerate(copied))
 
+    def _within(self, i: int, room: float, share: float) -> Way:
+        """The fewest columns' shards of a bundle that take no more than a share of the room.
 
-def whole_impossible(problem: Problem, free: Sequence[int], nodes: int = NODES) -> bool:
-    """Whether the tables that must stay whole certainly do not fit together: all assignments were tried."""
-    placed, exhausted = _whole(problem, _uncut(problem, problem.tables), free, nodes)
-    return placed is None and exhausted
+        If none do, those that take about least. Groups share a bundle only where its columns do not fit.
+        """
+        cut, shared = ([w for w in self.ways[i] if bool(w.devices) == several] for several in (False, True))
+        # More parts send ids again, and do not sort fewer.
+        least = _NEARLY * min((self._bytes(i, way) for way in cut), default=np.inf)
+        enough = max(share * room, least) if least <= room else share * room
+        for ways, most in ((cut, enough), (shared, room)):
+            if way := next((way for way in ways if self._bytes(i, way) <= most), None):
+                return way
+        return min(self.ways[i], key=lambda way: self._bytes(i, way))
 
+    def _copied(self, i: int) -> Way | None:
+        """The replicas of a table, if all together take less than it does whole."""
+        ways = [way for way in self.ways[i] if LAYOUTS[way.kind].local_batch]
+        most = self._bytes(i, self.ways[i][0])
+        return next((way for way in ways if self.n * self._bytes(i, way) < most), None)
 
-def _uncut(problem: Problem, tables: Sequence[Table]) -> list[Shard]:
-    """The tables that must stay whole."""
-    return [Shard.whole(t) for t in tables if t.name in problem.whole]
+    def _divided(self, i: int) -> Way | None:
+        return next((way for way in self.ways[i] if LAYOUTS[way.kind].divides_rows), None)
 
+    def _bytes(self, i: int, way: Way) -> int:
+        """About the bytes that a device has of a bundle."""
+        if (i, way) not in self._about:
+            shards = self.bundles[i]
+            if way.parts > 1:
+                shards = _parts(shards[0].table, way.parts, self.problem)[-1:]
+            if LAYOUTS[way.kind].divides_rows:
+                shards = [next(s for _, s in shards_on(Placement(way.kind, shards[0], way.devices)))]
+            self._about[i, way] = sum(self._own_peak(run_of(way.kind, s.table), s) for s in shards)
+        return self._about[i, way]
 
-def _whole(problem: Problem, shards: Sequence[Shard], free: Sequence[int],
-           nodes: int) -> tuple[Placed | None, bool]:
-    """Devices for shards as they are, and whether the answer is certain."""
-    of = [(freedom(b, problem), -bundle_bytes(b, problem), b) for b in bundles(shards, problem)]
-    of.sort(key=lambda x: x[:2])
-    sizes, ordered = [-less for _, less, _ in of], [bundle for *_, bundle in of]
-    allowed = [problem.pinned.get(bundle[0].table.name) for bundle in ordered] if problem.pinned else ()
-    devices, exhausted = best_fit(sizes, free, nodes, allowed)
-    if devices is None:
-        return None, exhausted
-    return [(shard, d) for bundle, d in zip(ordered, devices, strict=True) for shard in bundle], exhausted
+    def packed(self, ways: Sequence[Way], best: tuple[Plan | None, int]) -> tuple[Plan | None, float]:
+        """A plan of these ways, and the bytes that it lacks. None if that is no better than the best."""
+        shared, parts = [], []
+        for bundle, way in zip(self.bundles, ways, strict=True):
+            if way.devices:
+                shared += [Placement(way.kind, s, way.devices) for s in bundle]
+            elif way.parts == 1:
+                parts.append(bundle)
+            else:
+                parts += [(part,) for part in _parts(bundle[0].table, way.parts, self.problem)]
+        if not equally_wide(parts):
+            return None, 0
+        some = [Placement(WHOLE_ROWS.name, s, (i % self.n,))
+                for i, bundle in enumerate(parts) for s in bundle]
+        account = account_of((*shared, *some), self.problem)
+        may_hold = account.limits
 
+        def vector(run: Layout, shard: Shard) -> np.ndarray:
+            if (run, shard) not in self._sums:
+                self._sums[run, shard] = sums_of(run, shard, self.problem)
+            return account.vector(run, shard, self._sums[run, shard])
 
-def _poured(problem: Problem, free: Sequence[int], nodes: int,
-            groups: Sequence[Sequence[Table]], parts: Sequence[Shard]) -> Placed | None:
-    """Pack groups of tables, one after another. In each, tables that must stay whole go first.
-
-    parts: of sequences. They are not cut further.
-    """
-    room = FreeMemory(problem, free)
-    placed: Placed = []
-    for tables in groups:
-        names = {t.name for t in tables if t.sequence and t.name not in problem.whole}
-        uncut = [*_uncut(problem, tables), *(part for part in parts if part.table.name in names)]
-        fixed, _ = _whole(problem, uncut, room.left.tolist(), nodes)
-        if fixed is None:
-            return None
-        for shard, device in fixed:
-            room.put(shard, device)
-            placed.append((shard, device))
-        # Tables whose columns are largest go first: small columns fill the gaps that large ones leave.
-        rest = sorted((Shard.whole(t) for t in tables if t.name not in problem.whole and not t.sequence),
-                      key=lambda s: (freedom((s,), problem), -s.rows, -s.width))
-        gaps = _gaps(room)
-        for whole in rest:
-            n_bytes = bytes_alone(whole, problem)
-            i = len(gaps) if problem.pinned else bisect_left(gaps, (n_bytes, -1))
-            if i < len(gaps):  # it fits whole: the quick form of `_pour`
-                left, device = gaps.pop(i)
-                insort(gaps, (left - n_bytes, device))
-                room.left[device] = left - n_bytes
-                placed.append((whole, device))
-                continue
-            poured = _pour(whole, room)
-            if poured is None:
-                return None
-            placed, gaps = placed + poured, _gaps(room)
-    return placed
-
-
-def _gaps(room: FreeMemory) -> list[tuple[int, int]]:
-    """Free bytes and device, in rising order."""
-    return sorted(zip(room.left.tolist(), range(len(room.left)), strict=True))
-
-
-def _pour(whole: Shard, room: FreeMemory) -> Placed | None:
-    """Put a table on the fullest device that takes it whole.
-
-    Otherwise the emptiest device takes as many columns as it can, and the rest is poured again.
-    """
-    waiting, placed = [whole], []
-    while waiting:
-        shard = waiting.pop()
-        if len(fits := np.flatnonzero(room.fits(shard))):
-            device, first, rest = int(fits[np.argmin(room.left[fits])]), shard, []
-        else:
-            allowed = room.allowed(shard)
-            device = int(np.argmax(room.left if allowed is None
-                                   else np.where(allowed, room.left, np.iinfo(np.int64).min)))
-            both = _first_columns(shard, room, device)
-            if both is None:
-                return None
-            first, rest = both[0], [both[1]]
-        room.put(first, device)
-        placed.append((first, device))
-        waiting += rest
-    return placed
+        load = np.tile(account.base, (self.n, 1))
+        for placement in shared:
+            for device, shard in shards_on(placement):
+                load[device] += vector(run_of(placement.kind, shard.table), shard)
+        self.room = (may_hold - load).min(1).max()
+        vectors = np.array([sum(vector(run_of(WHOLE_ROWS.name, s.table), s) for s in bundle)
+                            for bundle in parts]).reshape(len(parts), load.shape[1])
+        most = best[1] if best[0] is not None else np.inf
+        # However shards are packed, in each phase all devices together take their sum.
+        together = (load.sum(0) + vectors.sum(0) - np.maximum(may_hold, 0).sum(0)).max()
+        if len(shared) and together / self.n >= most:
+            return None, 0
+        packing = VectorPacking(may_hold, load, bool(shared), vectors,
+                           [self.problem.allowed_devices(b[0].table.name) for b in parts],
+                           [b[0].table.name for b in parts])
+        lacks, devices = packing.best(most)
+        if devices is None:
+            return None, 0
+        return Plan((*shared, *(Placement(WHOLE_ROWS.name, s, (d,))
+                                for bundle, d in zip(parts, devices, strict=True) for s in bundle))), lacks
 
 
-def _first_columns(shard: Shard, room: FreeMemory, device: int) -> tuple[Shard, Shard] | None:
-    """The most columns that the device takes, and the rest. None if it takes none."""
-    unit = room.problem.unit_width(shard.table)
-
-    def first(units: int) -> Shard:
-        return replace(shard, col_hi=shard.col_lo + units * unit)
-    units = _most(shard.width // unit, lambda n: bool(room.fits(first(n))[device]))
-    return (first(units), replace(shard, col_lo=first(units).col_hi)) if units else None
+# --- ways to run tables -------------------------------------------------------------------------------------
 
 
-def _most(end: int, fits: Callable[[int], bool]) -> int:
-    """The largest n below `end` that fits, or 0. Bisection: what fits, fits with less."""
-    low, high = 0, end
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+def _ways(bundle: Bundle, problem: Problem) -> list[Way]:
+    """The ways that constraints allow, whole tables first."""
+    table, found = bundle[0].table, []
+    if all(why_not(WHOLE_ROWS, s.table, problem) is None for s in bundle):
+        whole = table.name in problem.whole
+        most = 1 if whole else min(table.dim // problem.unit_width(table),
+                                   len(problem.allowed_devices(table.name)))
+        numbers = dict.fromkeys([1, 2, 3, *(1 << k for k in range(2, most.bit_length())), most])
+        found = [Way(parts=n) for n in numbers if n <= most and _may_be_parts(table, n, problem)]
+    if len(bundle) > 1:
+        return found
+    for layout in LAYOUTS.values():
+        if layout is not WHOLE_ROWS and why_not(layout, table, problem) is None:
+            found += [Way(layout.name, devices=group) for group in shared_groups(layout, table, problem)]
+    return found
+
+
+def _may_be_parts(table: Table, n: int, problem: Problem) -> bool:
+    unit = problem.unit_width(table)
+    return (-(-table.dim // unit // n) * unit <= problem.topology.most_columns
+            and not (table.sequence and table.dim // unit % n))
+
+
+def _parts(table: Table, n: int, problem: Problem) -> list[Shard]:
+    """The table in n shards by columns, as equal as its unit allows."""
+    unit = problem.unit_width(table)
+    ends = [table.dim // unit * i // n * unit for i in range(n + 1)]
+    return [Shard(table, 0, table.rows, lo, hi) for lo, hi in zip(ends, ends[1:], strict=False)]
+
+
+def equally_wide(parts: Sequence[Bundle]) -> bool:
+    """Tell if all cut sequences of a collection have parts of one width, as TorchRec needs them."""
+    widths: dict[str, int] = {}
+    return all(widths.setdefault(s.table.collection, s.width) == s.width for bundle in parts for s in bundle
+               if s.table.sequence and s.width < s.table.dim)

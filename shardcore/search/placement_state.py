@@ -3,19 +3,21 @@
 It holds one plan, or a batch of plans in lockstep.
 Sharders build plans on it. Annealing has a compiled form (anneal/compiled/).
 
-Shapes: ... the batch (nothing for one plan), S strips, D devices, K kinds, F features.
+Shapes: ... the batch (nothing for one plan), S strips, D devices, K kinds, F features, P phases,
+C states of a batch: its first axis.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from shardcore.memory import free_bytes
+from shardcore.memory import held_bytes
 from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.search.shards import placed, priced
-from shardcore.types import Plan
+from shardcore.search.shards import fixed_placements, placed, priced
+from shardcore.types import Plan, Problem
 
 
 class PlacementState:
@@ -26,19 +28,22 @@ class PlacementState:
     `strip`, `units` and `device` are integers, or arrays that broadcast to [...].
 
     held: [..., S, D] units of each strip on each device.
-    used: [..., D] bytes.
+    load: [..., D, P] bytes of the shards in each phase of a step (step/memory_account.py).
+    used: [..., D] bytes of the shards, each in its own largest phase. No phase takes more.
     outputs: [..., D, K] bytes of outputs of each kind.
     id_bytes: [..., D, K] bytes of ids and lengths that devices receive for each kind.
     sums: [..., D, K, F] summed encodings, which the model's head reads.
     op_ms: [..., D, K] of the fused ops, at speed 1.
-    free: [D] bytes that embeddings may use.
+    free: [D] bytes that are left beside a local batch.
     priced: whether to keep sums and op_ms. Without them there is no cost.
+
+    keys: [..., N, 2] all shards that will be placed. What the local batch takes depends on them.
     """
 
-    def __init__(self, cache: ShardCostCache, batch: tuple[int, ...] = (), priced: bool = True) -> None:
+    def __init__(self, cache: ShardCostCache, keys: np.ndarray, batch: tuple[int, ...] = (),
+                 priced: bool = True) -> None:
         n_devices, n_kinds = len(cache.speed), len(cache.kinds)
-        self.cache = cache
-        self.free = np.array(free_bytes(cache.problem), dtype=np.int64)
+        self.cache, problem = cache, cache.problem
         self.held = np.zeros((*batch, len(cache), n_devices), dtype=np.int32)
         self.used = np.zeros((*batch, n_devices), dtype=np.int64)
         self.outputs = np.zeros((*batch, n_devices, n_kinds), dtype=np.int64)
@@ -48,17 +53,60 @@ class PlacementState:
         self.op_ms = np.zeros((*batch, n_devices, n_kinds))
         self._plans = tuple(np.ogrid[tuple(map(slice, batch))]) if batch else ()
 
-    def fits(self, strip: np.ndarray, units: np.ndarray) -> np.ndarray:
-        """[..., D] whether a device may hold the shard and has the memory."""
-        return (self.used + self.extra_bytes(strip, units) <= self.free) & self.cache.allowed[strip]
+        keys = np.asarray(keys).reshape(-1, *np.shape(keys)[-2:])  # [C, N, 2]
+        accounts, of_state = cache.accounts(keys)
+        self._account, fixed = accounts[0], fixed_placements(problem)
+        before = self._account.loads(fixed)
+        self.load = np.tile(before, (*batch, 1, 1))
+        # [..., 1, P]: a state's is that of all its plans.
+        shape = (len(keys), *(1 for _ in batch[1:]), 1, before.shape[1]) if batch else before.shape[1:]
+        self._base = np.array([a.base for a in accounts])[of_state].reshape(shape)
+        # The ids of a local batch are there once more for each shard but the first of a strip.
+        ids = cache.local_ids[keys[..., 0]].sum(1) - cache.local_ids.sum()
+        self._ids = np.zeros(batch) + (ids.reshape(-1, *(1 for _ in batch[1:])) if batch else ids[0])
+        self._coefficients = self._account.coefficients[[self._account.runs[run] for run in cache.kinds]]
+        self._limited_ops = self._account.phases < before.shape[1]
+        self.free = np.array(held_bytes(problem)) - math.ceil(self._base.max())
+        self.used += before.max(1).astype(np.int64)
+        self._hosts = _hosts(problem) if problem.topology.gives_host_memory else None
+        self._on_host = np.zeros((*batch, n_devices))
 
-    def extra_bytes(self, strip: np.ndarray, units: np.ndarray) -> np.ndarray:
-        """[..., D] bytes that the shard adds. Fewer where it widens a shard that is already there."""
+    def fits(self, strip: np.ndarray, units: np.ndarray) -> np.ndarray:
+        """[..., D] whether a device may hold the shard and has the memory, in each phase of a step."""
         before = self.held[(*self._plans, strip)]
-        strip, units = np.asarray(strip)[..., None], np.asarray(units)[..., None]
-        n_bytes, numbers = self.cache.bytes, self.cache.numbers
+        strips, more = np.asarray(strip)[..., None], np.asarray(units)[..., None]
+        was, then = self.cache.numbers(strips, before), self.cache.numbers(strips, before + more)
         # A wider shard shares its rows' optimizer state, so bytes do not simply add up.
-        return n_bytes[numbers(strip, before + units)] - n_bytes[numbers(strip, before)]
+        fits = (self.used + self.cache.bytes[then] - self.cache.bytes[was]
+                + np.asarray(self._ids)[..., None] <= self.free)
+        if not fits.all() or self._limited_ops:
+            # What a shard takes at most was too much. So count phase by phase where it was.
+            at = np.nonzero(np.ones_like(fits) if self._limited_ops else ~fits)
+            before, after, of = (np.broadcast_to(x, fits.shape)[at] for x in (was, then, strips))
+            base, ids = (np.broadcast_to(x, (*fits.shape, x.shape[-1]))[at]
+                         for x in (self._base, np.asarray(self._ids)[..., None, None]))
+            n_phases = self._account.phases
+            load = self.load[at] + self._vectors(of, after) - self._vectors(of, before) + base
+            load[:, :n_phases] = np.rint(load[:, :n_phases] + ids)
+            fits[at] = (load <= self._account.limits[at[-1]]).all(-1)
+        if self._hosts is not None:
+            of_host = self._on_host @ self._hosts + self.cache.sums[then, 5] - self.cache.sums[was, 5]
+            fits &= of_host <= self.cache.problem.topology.host_memory_bytes
+        return fits & self.cache.allowed[strip]
+
+    def peak_bytes(self) -> np.ndarray:
+        """[..., D] bytes that devices take in the largest phase of a step. Equal to memory.used_bytes(plan).
+
+        That of a device without a shard is the local batch's.
+        """
+        n_phases = self._account.phases
+        load = (self.load + self._base)[..., :n_phases].max(-1)
+        return np.rint(load + np.asarray(self._ids)[..., None]).astype(np.int64)
+
+    def _vectors(self, strip: np.ndarray, number: np.ndarray) -> np.ndarray:
+        """[..., P] bytes of shards in each phase."""
+        coefficients = self._coefficients[self.cache.kind[strip]]
+        return (self.cache.sums[number][..., None] * coefficients).sum(-2)
 
     def place(self, strip: np.ndarray, units: np.ndarray, device: np.ndarray) -> None:
         """Add a shard. The caller has to ask first whether it fits."""
@@ -71,6 +119,11 @@ class PlacementState:
         was, becomes = cache.numbers(strip, before), cache.numbers(strip, after)
         self.held[at] = after
         self.used[here] += cache.bytes[becomes] - cache.bytes[was]
+        self.load[here] += self._vectors(strip, becomes) - self._vectors(strip, was)
+        self._on_host[here] += cache.sums[becomes, 5] - cache.sums[was, 5]
+        # Shards that meet are one.
+        self._ids -= cache.local_ids[strip] * ((before > 0) & (after > before))
+        self._ids += cache.local_ids[strip] * ((after > 0) & (after < before))
         self.outputs[of_kind] += cache.outputs[becomes] - cache.outputs[was]
         self.id_bytes[of_kind] += cache.id_bytes[becomes] - cache.id_bytes[was]
         if not self.priced:
@@ -107,3 +160,9 @@ class PlacementState:
         problem, held = self.cache.problem, self.held[strips, devices]
         bundles = self.cache.bundles(list(zip(strips.tolist(), held.tolist(), strict=True)))
         return priced(placed(bundles, devices, problem), problem, self.cache.model, **provenance)
+
+
+def _hosts(problem: Problem) -> np.ndarray:
+    """[D, D] 1 where two devices are on one host."""
+    host = np.unique([d.host for d in problem.topology.devices], return_inverse=True)[1]
+    return (host[:, None] == host).astype(float)

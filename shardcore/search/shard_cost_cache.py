@@ -19,26 +19,32 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from copy import copy
+from dataclasses import replace
+from functools import cached_property
 from math import gcd
 
 import numpy as np
 
+from shardcore.amounts import RunBatch, bucketized_bytes, run_batches
 from shardcore.cost.model import CommCost, CostModel, step_ms
-from shardcore.inputs import received_bytes
-from shardcore.layouts import runs_of
-from shardcore.outputs import output_bytes
-from shardcore.search.free_memory import IMPOSSIBLE, bundle_bytes
+from shardcore.inputs import sample_bytes
+from shardcore.layouts import WHOLE_ROWS, Layout, runs_of
+from shardcore.phases import IDS_ALIVE
 from shardcore.search.shards import (
+    IMPOSSIBLE,
     Bundle,
     RowRange,
     bundles,
     devices_of,
+    division,
+    fixed_placements,
     join_columns,
     layout_of_shard,
+    may_be_on_a_device,
     row_range,
 )
-from shardcore.types import Problem, Shard, Table
+from shardcore.step.memory_account import Account, Turns, sums_of
+from shardcore.types import Placement, Problem, Shard, Table
 from shardcore.workload import traffic_of_outputs
 
 ShardKey = tuple[int, int]
@@ -61,7 +67,8 @@ class ShardCostCache:
     size: [S] units of the whole strip.
     most: [S] units that a device may have.
     codes: [R, F] encodings.
-    bytes: [R] memory.
+    sums: [R, 6] what it adds to a device's memory (memory_account.Sums).
+    bytes: [R] about its memory: in its own largest phase.
     outputs: [R] bytes of outputs.
     id_bytes: [R] bytes of ids and lengths that its device receives.
     single_ms: [R] cost of an op with only this shard, at speed 1.
@@ -71,7 +78,7 @@ class ShardCostCache:
         self.problem, self.model = problem, model
         self.speed = np.array([d.speed for d in problem.topology.devices])
         shards = list(shards)
-        self._strips = _strips_of(shards, problem)
+        self._strips, self._cut_sequences = _strips_of(shards, problem), _cut_sequences(shards)
         self._strips_at: dict[RowRange, list[tuple[Shard, int]]] = defaultdict(list)
         for i, bundle in enumerate(self._strips):
             for shard in bundle:
@@ -87,7 +94,9 @@ class ShardCostCache:
         self.unit = np.array([_unit_width(bundle, shards_of[i], problem)
                               for i, bundle in enumerate(self._strips)])
         self.size = np.array([self._units(i, bundle[0]) for i, bundle in enumerate(self._strips)])
-        self._cut_before = {strip for strip, units in self.keys(shards) if units < self.size[strip]}
+        keys = self.keys(shards)
+        self._cut_before = {strip for strip, units in keys if units < self.size[strip]}
+        self._parts = np.bincount([strip for strip, _ in keys], minlength=len(self._strips))
         self.most = np.array([self._most(i) for i in range(len(self._strips))])
         self.allowed = np.ones((len(self._strips), len(problem.topology)), dtype=bool)
         for i, first in enumerate(bundle[0] for bundle in self._strips):
@@ -100,25 +109,62 @@ class ShardCostCache:
         self._numbers[:, 0] = 0
         self.made: list[Bundle] = [self._strips[0]]  # number 0: any will do, its values are zeroed
         self._codes, self._single_ms = np.zeros((0, 1)), np.zeros(0)
+        self._batches: dict[Layout, RunBatch] | None = None
+        self.sums, self._multiples = np.zeros((1, 6)), Turns.of(self.kinds, problem).most
         self.bytes, self.outputs, self.id_bytes = (np.zeros(1, dtype=np.int64) for _ in range(3))
 
     def __len__(self) -> int:
         """S."""
         return len(self._strips)
 
-    def with_reserve(self, problem: Problem) -> ShardCostCache:
-        """The same shards in a problem that differs in constraints.reserved_bytes only."""
-        other = copy(self)
-        other.problem = problem
-        return other
+    @cached_property
+    def local_ids(self) -> np.ndarray:
+        """[S] bytes of a strip's ids in a local batch, as often as they are there.
+
+        Those of a table's row ranges count for the first of them.
+        """
+        def of(shard: Shard) -> float:
+            n_bytes = sample_bytes(shard.table, self.problem.job)
+            if not shard.full_rows:
+                whole = division(shard.table, self.problem)
+                n_bytes += bucketized_bytes(shard.table, self.problem.job, len(whole.devices))
+            return n_bytes * (shard.row_lo == 0)
+
+        each = IDS_ALIVE * self.problem.local_batch
+        return np.array([each * sum(map(of, bundle)) for bundle in self._strips])
+
+    def accounts(self, keys: np.ndarray) -> tuple[list[Account], np.ndarray]:
+        """Accounts of memory of states keys [C, N, 2], and [C] the number of each.
+
+        They differ by the kinds that have tables cut by columns.
+        """
+        of = np.stack([(self.kind[keys[..., 0]] == k) & (keys[..., 1] < self.size[keys[..., 0]])
+                       for k in range(len(self.kinds))], -1).any(1)  # [C, K]
+        cuts, number = np.unique(of, axis=0, return_inverse=True)
+        if self._batches is None:
+            whole = [s for bundle in self._strips for s in bundle if s.full_rows]
+            ranges = [division(s.table, self.problem) for bundle in self._strips for s in bundle
+                      if not s.full_rows and s.row_lo == 0]
+            self._batches = run_batches([*(Placement(WHOLE_ROWS.name, s, (0,)) for s in whole), *ranges,
+                                         *fixed_placements(self.problem)], self.problem)
+        made = [Account.of({run: replace(b, cut=b.cut or run in self.kinds and bool(
+                            cut[self.kinds.index(run)])) for run, b in self._batches.items()}, self.problem)
+                for cut in cuts]
+        return made, number.reshape(-1)
 
     def covers(self, shards: Iterable[Shard]) -> bool:
-        """Whether these shards make up exactly the strips of the cache."""
-        return self._strips == _strips_of(shards, self.problem)
+        """Whether these shards make up exactly the strips of the cache, with sequences cut in the same way."""
+        shards = list(shards)
+        return self._cut_sequences == _cut_sequences(shards) and self._strips == _strips_of(shards,
+                                                                                            self.problem)
 
     def table(self, strip: int) -> Table:
         """The strip's table, or the first of several kept together."""
         return self._strips[strip][0].table
+
+    def whole(self, strip: int) -> Bundle:
+        """All columns of a strip."""
+        return self._strips[strip]
 
     def key(self, shard: Shard) -> ShardKey:
         """A shard as strip and units. Of a table kept together with others, the key of their bundle."""
@@ -155,8 +201,8 @@ class ShardCostCache:
 
     @property
     def least_parts(self) -> np.ndarray:
-        """[S] shards that a strip has at least."""
-        return -(-self.size // self.most)
+        """[S] shards that a strip has at least: as many as devices' memory, and FBGEMM, need."""
+        return np.maximum(self._parts, -(-self.size // self.most))
 
     def _columns(self, strip: int, low: int, high: int) -> Bundle:
         """Units low to high of a strip."""
@@ -203,14 +249,19 @@ class ShardCostCache:
             return
         made, first = [self._columns(s, 0, u) for s, u in new], len(self.made)
         self.made += made
-        n_bytes = [bundle_bytes(bundle, self.problem) if u <= self.most[s] else IMPOSSIBLE
-                   for bundle, (s, u) in zip(made, new, strict=True)]
-        self.bytes = np.concatenate([self.bytes, n_bytes])
-        batch = self.problem.global_batch
-        outputs = [sum(output_bytes(s, batch) for s in bundle) for bundle in made]
-        self.outputs = np.concatenate([self.outputs, np.array(outputs, dtype=np.int64)])
-        ids = [sum(received_bytes(s, self.problem) for s in bundle) for bundle in made]
-        self.id_bytes = np.concatenate([self.id_bytes, np.array(ids, dtype=np.int64)])
+        runs = [self.kinds[self.kind[s]] for s, _ in new]
+        sums = np.array([np.sum([sums_of(run, s, self.problem) for s in bundle], 0)
+                         for bundle, run in zip(made, runs, strict=True)])
+        possible = [u <= self.most[s] and all(may_be_on_a_device(shard, self.problem) for shard in bundle)
+                    for bundle, (s, u) in zip(made, new, strict=True)]
+        sums[~np.array(possible), 0] = IMPOSSIBLE
+        self.sums = np.concatenate([self.sums, sums])
+        multiples = self._multiples[[self.kind[s] for s, _ in new]]
+        n_bytes = sums[:, :2].sum(1) + (sums[:, 2:4] * multiples).sum(1)
+        self.bytes = np.concatenate([self.bytes, n_bytes.astype(np.int64)])
+        ids, outputs = sums.T[1:3].astype(np.int64)
+        self.outputs = np.concatenate([self.outputs, outputs])
+        self.id_bytes = np.concatenate([self.id_bytes, ids])
         for i, (s, u) in enumerate(new):
             self._numbers[s, u] = first + i
 
@@ -278,6 +329,11 @@ def _unit_width(bundle: Bundle, shards: Sequence[Shard], problem: Problem) -> in
     if table.sequence and len(shards) > 1:
         return gcd(*(shard.width for shard in shards))
     return problem.unit_width(table)
+
+
+def _cut_sequences(shards: Iterable[Shard]) -> frozenset[tuple[str, int]]:
+    """Sequences that are cut by columns, and the widths of their shards."""
+    return frozenset((s.table.name, s.width) for s in shards if s.table.sequence and s.width < s.table.dim)
 
 
 def _strips_of(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:

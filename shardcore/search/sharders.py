@@ -17,13 +17,10 @@ from shardcore.limits import require_type
 from shardcore.search import greedy, neuroshard, torchrec
 from shardcore.search.beam import BeamConfig
 from shardcore.search.budget import Budget
-from shardcore.search.fixed_kinds import with_fixed_kinds
-from shardcore.search.host_room import within_host_memory
 from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.sharder import TABLE_WISE, place
 from shardcore.search.named_sharders import NamedSharders
 from shardcore.search.portfolio import annealing, portfolio
-from shardcore.search.true_memory import within_memory
 from shardcore.types import Plan, Problem
 
 
@@ -58,8 +55,7 @@ _others = {"random": greedy.random, **greedy.ORDERS, "neuroshard": neuroshard.ne
 if torchrec.installed():
     _others["torchrec"] = torchrec.torchrec
 _all = {"portfolio": portfolio, "anneal": annealing, "anneal_columns": partial(annealing, space="columns"),
-        **{name: within_host_memory(within_memory(with_fixed_kinds(name, of)))
-           for name, of in _others.items()}}
+        **_others}
 SHARDERS: dict[str, Sharder] = NamedSharders({name: _checked(of) for name, of in _all.items()},
                                              lambda name: sharder(name))
 """By name. A name that is not known raises ShardCoreError."""
@@ -93,5 +89,4 @@ def sharder(name: str, policy: Policy | None = None) -> Sharder:
         raise ShardCoreError(f"algorithm {name!r} needs a policy {wanted!r}, and "
                              f"{'none' if policy is None else repr(policy.name)} was given; "
                              f"python -m shardcore train-policy {wanted} makes one, for --policy")
-    return _checked(within_host_memory(within_memory(with_fixed_kinds(
-        name, partial(place, policy, name, config=config)))))
+    return _checked(partial(place, policy, name, config=config))

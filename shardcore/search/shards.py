@@ -32,7 +32,9 @@ from shardcore.layouts import (
     possible_groups,
     run_of,
     shards_on,
+    ways,
 )
+from shardcore.step.memory_account import account_of
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
@@ -137,6 +139,56 @@ def on_all_devices(table: Table, problem: Problem) -> bool:
                                for layout in kinds)
 
 
+def fixed_placements(problem: Problem) -> tuple[Placement, ...]:
+    """The placements of tables that constraints.kinds have on all devices, each by the kind that takes least.
+
+    There is nothing to search: every plan has them so.
+
+    Raises ShardCoreError for a table that none of its kinds can run, and for one on all devices that other
+    constraints keep on some devices or whole.
+    """
+    return _fixed(problem) if problem.kinds_of else ()
+
+
+@lru_cache(16)
+def _fixed(problem: Problem) -> tuple[Placement, ...]:
+    found = []
+    for table in (t for t in problem.tables if t.name in problem.kinds_of):
+        _require_possible(table, problem)
+        if on_all_devices(table, problem):
+            possible = [Placement(kind, Shard.whole(table), problem.topology.ranks)
+                        for kind in problem.kinds_of[table.name]
+                        if why_not(layout_of(kind), table, problem) is None]
+            found.append(min(possible, key=lambda p: account_of([p], problem).loads([p]).max()))
+    return tuple(found)
+
+
+def searched_tables(problem: Problem) -> tuple[Table, ...]:
+    """The tables that a search places: all but those of `fixed_placements`."""
+    fixed = {placement.shard.table.name for placement in fixed_placements(problem)}
+    return tuple(t for t in problem.tables if t.name not in fixed) if fixed else problem.tables
+
+
+def _require_possible(table: Table, problem: Problem) -> None:
+    """Raise ShardCoreError unless one of its kinds can run a table."""
+    kinds, asked = problem.kinds_of[table.name], problem.constraints
+    for constraint, names in (("pinned", dict(asked.pinned)), ("together", sum(asked.together, ())),
+                              ("unsplit", asked.unsplit)):
+        if table.name in names and {layout_of(kind) for kind in kinds} <= set(ways(problem.topology)) and (
+                constraint != "unsplit" or all(layout_of(kind).divides_rows for kind in kinds)):
+            raise ShardCoreError(f"problem {problem.name!r} has table {table.name!r} in constraints.kinds "
+                                 f"({', '.join(kinds)}, on all devices) and in constraints.{constraint}; it "
+                                 "needs to be in one of them")
+    reasons = [why_not(layout_of(kind), table, problem) for kind in kinds]
+    if None in reasons:
+        return
+    free = replace(problem, constraints=replace(asked, kinds=()))
+    others = [name for name, layout in LAYOUTS.items() if why_not(layout, table, free) is None]
+    raise ShardCoreError(f"problem {problem.name!r} runs table {table.name!r} by {' or '.join(kinds)} "
+                         f"(constraints.kinds): {'; '.join(dict.fromkeys(reasons))}. It needs "
+                         f"{' or '.join(others) or 'other constraints'}")
+
+
 def layout_of_shard(shard: Shard, problem: Problem) -> Layout:
     """How a shard runs."""
     kind = WHOLE_ROWS.name if shard.full_rows else division(shard.table, problem).kind
@@ -150,6 +202,29 @@ def devices_of(shard: Shard, problem: Problem) -> tuple[int, ...]:
     devices = division(shard.table, problem).devices
     # All ranges have ceil(rows / n) rows, except the last (layouts.even_share).
     return (devices[shard.row_lo // -(-shard.table.rows // len(devices))],)
+
+
+IMPOSSIBLE = 1 << 51
+"""Bytes of shards that may not be on a device at all: more than any has."""
+
+
+def may_be_on_a_device(shard: Shard, problem: Problem) -> bool:
+    """Tell if a device may have so many columns of a table, with all rows. It may have any range of rows."""
+    table = shard.table
+    if not shard.full_rows:
+        return True
+    if table.dim > problem.topology.most_columns and shard.width > problem.most_width(table):
+        return False
+    return not problem.kinds_of or problem.may_run(WHOLE_ROWS, table)
+
+
+def freedom(bundle: Bundle, problem: Problem) -> int:
+    """The number of devices that a bundle may choose from.
+
+    Bundles with least freedom are placed first, as others could take their memory and go elsewhere.
+    This is the rule of the least flexible job (Pinedo, Scheduling, 5.1).
+    """
+    return len(devices_of(bundle[0], problem))
 
 
 def equal_parts(table: Table, n: int) -> list[Shard]:
@@ -257,8 +332,14 @@ def cheapest(plans: Iterable[Plan], problem: Problem) -> Plan:
 def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, **provenance: Any) -> Plan:
     """The consolidated plan of these placements, with provenance and predicted cost.
 
-    Raises what `workload.lower` raises, but not if the plan does not fit (see true_memory.py).
+    Tables of `fixed_placements` need not be among them.
+
+    Raises what `workload.lower` raises, but not if the plan does not fit.
     """
+    placements = list(placements)
+    if fixed := fixed_placements(problem):
+        there = {placement.shard.table.name for placement in placements}
+        placements += [p for p in fixed if p.shard.table.name not in there]
     plan = Plan(consolidate(placements))
     cost = price(lower(plan, problem, fits=False), model)
     beyond = {"extrapolated": list(cost.extrapolated)} if cost.extrapolated else {}

@@ -13,7 +13,7 @@ It learns this through its extension points:
 
 - Links: the topology's, or else the model's.
 - Memory bandwidth: chosen so that its cost of all tables equals the model's.
-- Bytes of each shard, from `memory`, so that what fits there fits here.
+- Bytes of each shard, in its own largest phase. It plans again with less memory if its plans do not fit.
 - Memory of each device. A custom topology is no way: with one, it proposes uneven row ranges, untrainable.
 - Speed: compute counts for less on a faster device, when it places shards and when it ranks plans.
 
@@ -21,7 +21,7 @@ Rows are not cut where the last rank would get none.
 
 It cannot know of pins and bundles. Such tables are placed before it runs, whole. Those with fewest devices go
 first, each where it is done first. TorchRec plans the rest around them. It sees hosts of unequal size as one
-host. `packing` takes over if no run finds a plan.
+host. A packing takes over if no run finds a plan that fits.
 
 Its exhaustive proposer runs up to 1,000 combinations, not 10,000. Either limit is met at about ten tables.
 
@@ -43,13 +43,25 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
 from shardcore.fused import PRECISIONS
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec
+from shardcore.memory import fits, held_bytes
 from shardcore.search.budget import Budget, Meter
-from shardcore.search.exact_memory import equally_wide
-from shardcore.search.feasible import feasible_shards, pack_or_raise
-from shardcore.search.free_memory import FreeMemory, bundle_bytes, freedom
+from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.greedy import looked_up
+from shardcore.search.packing import equally_wide, lacking
+from shardcore.search.placement_state import PlacementState
 from shardcore.search.rates import column_bytes, exchange_ms, lookup_ms
-from shardcore.search.shards import Bundle, bundles, cheapest, consolidate, placed, priced, to_plan
+from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.search.shards import (
+    Bundle,
+    bundles,
+    cheapest,
+    consolidate,
+    fixed_placements,
+    freedom,
+    placed,
+    priced,
+    searched_tables,
+)
 from shardcore.search.torchrec_pieces import (
     ALL_TYPES,
     COLUMN_TYPES,
@@ -61,11 +73,16 @@ from shardcore.search.torchrec_pieces import (
     quiet,
 )
 from shardcore.search.torchrec_placements import placements_of
+from shardcore.step.memory_account import local_batch_bytes
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import require_plan
 
 INSTALL = ("pip install --no-deps torchrec==1.8.0 && "
            "pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath")
+
+
+_TRIES = 4
+"""Sweeps, at most, each with less memory, until a plan fits."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +132,11 @@ def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budge
     rest = [t for t in problem.tables if given is not None and t not in given.tables]
     if given is not None and not rest:
         plans.append(priced(given.placements, problem, model, algorithm="torchrec", seed=seed, packed=False))
-    if rest:
+    more = -local_batch_bytes(problem)
+    for _ in range(_TRIES if rest else 0):
+        # It adds up bytes. That is too much for some plans, and too little for others.
         with quiet():
-            theirs = _Theirs(problem, model, rest, given)
+            theirs = _Theirs(problem, model, rest, replace(given, left=np.maximum(given.left + more, 0)))
             for all_types, min_partition in theirs.distinct(config):
                 if plans and not meter.left():
                     break
@@ -125,10 +144,12 @@ def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budge
                 if found is not None and _allowed([*given.placements, *found], problem):
                     plans.append(priced([*given.placements, *found], problem, model, algorithm="torchrec",
                                         seed=seed, packed=False, swept=[all_types, min_partition]))
-    if not plans:
-        packing = pack_or_raise(problem)
-        plans = [to_plan(packing.shards, packing.devices, problem, model, algorithm="torchrec", seed=seed,
-                         packed=True)]
+        if not plans or any(fits(plan, problem) for plan in plans):
+            break
+        more -= max(min(lacking(plan, problem) for plan in plans), -more)
+    if not any(fits(plan, problem) for plan in plans):
+        plans = [priced(fitting(problem).placements, problem, model, algorithm="torchrec", seed=seed,
+                        packed=True)]
     best = cheapest(plans, problem)
     return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config)})
 
@@ -148,7 +169,7 @@ class _Given:
     """Tables placed before TorchRec plans.
 
     tables, placements: which, and where.
-    left: [D] bytes left.
+    left: [D] bytes left by these.
     busy: [D] ms of their work.
     """
 
@@ -160,27 +181,36 @@ class _Given:
 
 def _constrained_first(problem: Problem, model: CostModel) -> _Given | None:
     """Place pinned tables and bundles, whole. None if one finds no memory."""
-    chosen = [t for t in problem.tables if t.name in problem.pinned or t.name in problem.bundle_of]
+    fixed = fixed_placements(problem)
+    tables = searched_tables(problem)
+    chosen = [t for t in tables if t.name in problem.pinned or t.name in problem.bundle_of]
     speed = np.array([d.speed for d in problem.topology.devices])
     lookup, exchange = lookup_ms(problem, model), exchange_ms(problem, model)
-    room, busy, where = FreeMemory(problem), np.zeros(len(speed)), []
+    busy, where = np.zeros(len(speed)), []
 
     def load(bundle: Bundle) -> np.ndarray:
         """[D] ms of a bundle on each device."""
         # The same cost formula that TorchRec gets, from the model's rates.
         return sum(map(looked_up, bundle)) * lookup / speed + sum(s.width for s in bundle) * exchange
 
+    shards = list(map(Shard.whole, tables))
+    cache = ShardCostCache(problem, model, shards)
+    keys = cache.keys(shards)
+    cache.add(keys)
+    state = PlacementState(cache, keys, priced=False)
     order = sorted(bundles(map(Shard.whole, chosen), problem),
-                   key=lambda b: (freedom(b, problem), -load(b).min(), -bundle_bytes(b, problem)))
+                   key=lambda b: (freedom(b, problem), -load(b).min(), -sum(s.bytes for s in b)))
     for bundle in order:
-        fits = room.fits(bundle[0])
-        if not fits.any():
+        roomy = state.fits(*cache.key(bundle[0]))
+        if not roomy.any():
             return None
-        where.append(int(np.argmin(np.where(fits, busy + load(bundle), np.inf))))
+        where.append(int(np.argmin(np.where(roomy, busy + load(bundle), np.inf))))
         busy[where[-1]] += load(bundle)[where[-1]]
-        for shard in bundle:
-            room.put(shard, where[-1])
-    return _Given(frozenset(chosen), placed(order, where, problem), np.maximum(room.left, 0), busy)
+        state.place(*cache.key(bundle[0]), where[-1])
+    known = frozenset([*chosen, *(p.shard.table for p in fixed)])
+    # Before the local batch, of which TorchRec knows nothing.
+    left = np.array(held_bytes(problem)) - state.used
+    return _Given(known, [*placed(order, where, problem), *fixed], left, busy)
 
 
 class _Theirs:

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from shardcore.layouts import WHOLE_ROWS, layout_of_torchrec
-from shardcore.memory import bytes_as
+from shardcore.layouts import WHOLE_ROWS, layout_of_torchrec, run_of
 from shardcore.search.budget import Meter
+from shardcore.step.memory_account import own_peaks
 from shardcore.types import Problem, Shard, Table
 
 COLUMN_TYPES = ("table_wise", "column_wise")
@@ -50,7 +50,7 @@ class Slowest:
 
 @dataclass(frozen=True)
 class OurBytes:
-    """A ShardEstimator that counts storage as `memory` does.
+    """A ShardEstimator that counts each shard's own largest phase as its storage.
 
     It also sorts the options. TorchRec takes them from sets of strings, whose order varies by process.
     """
@@ -63,6 +63,7 @@ class OurBytes:
 
         sharding_options.sort(key=lambda o: (int(o.name[1:]),
                                              (*ALL_TYPES, *HOST_TYPES).index(o.sharding_type)))
+        bytes_of = own_peaks(self.problem)
         for option in sharding_options:
             layout = WHOLE_ROWS if option.num_shards == 1 else layout_of_torchrec(option.sharding_type)
             for theirs in option.shards:
@@ -70,7 +71,7 @@ class OurBytes:
                 n_bytes = 0
                 if rows and columns:
                     ours = Shard(self.tables[option.name], row, row + rows, column, column + columns)
-                    n_bytes = bytes_as(layout, ours, self.problem)
+                    n_bytes = bytes_of(run_of(layout.name, ours.table), ours)
                 theirs.storage = Storage(hbm=n_bytes, ddr=0)
 
 

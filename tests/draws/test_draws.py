@@ -15,9 +15,9 @@ from shardcore.draws.steps import first_step_plans, step_plans
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import shards_on
 from shardcore.measurements import EmulatedLinks
-from shardcore.memory import every_plan_bytes, table_bytes
 from shardcore.outputs import output_bytes
 from shardcore.samples import dataset
+from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.types import OF_IDS, Setting
 from shardcore.workload import lower
 
@@ -136,12 +136,12 @@ def test_a_fifth_of_random_groups_has_narrow_shards_only_or_wide_ones_only(table
 def test_a_problem_has_half_as_much_memory_again_as_it_needs(tables):
     problem = draw_problem(tables, 0, SETTING, config=ProblemConfig(min_tables=5, devices=2))
     need = sum(table_bytes(t, problem) for t in problem.tables)
-    each = int(need * 1.5 / 2) + every_plan_bytes(problem)
+    each = int(need * 1.5 / 2) + local_batch_bytes(problem)
     assert [d.memory_bytes for d in problem.topology.devices] == [each] * 2
     one = [tables[0]]  # of which each device holds at least one column
     problem = draw_problem(one, 0, SETTING, config=ProblemConfig(min_tables=1, max_dim=4, devices=4))
     assert problem.topology.devices[0].memory_bytes == (
-        table_bytes(problem.tables[0], problem, 4) + every_plan_bytes(problem))
+        table_bytes(problem.tables[0], problem, 4) + local_batch_bytes(problem))
 
 
 def test_groups_cover_what_a_search_asks_about(tables):

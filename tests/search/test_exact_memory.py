@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from conformance import model_for
 from shapes import column, on_hosts, replica, row
+from shardcore.search.exact_memory import lacking, repaired, roomiest
 
 from shardcore import files, memory
 from shardcore.constraints import Constraints
 from shardcore.errors import Infeasible
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.exact_memory import lacking, repaired, roomiest
 from shardcore.search.shards import halve_columns
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table

@@ -14,10 +14,11 @@ from shardcore.cost.model import CommCost, CostModel, price, price_plan
 from shardcore.errors import Infeasible
 from shardcore.layouts import ID_CHANNELS
 from shardcore.limits import MOST_BYTES
-from shardcore.memory import every_plan_bytes, table_bytes, used_bytes
+from shardcore.memory import used_bytes
 from shardcore.report import plan_report
 from shardcore.search import BASELINES, SHARDERS, Budget, sharder
 from shardcore.search.explain import Explanation, explain
+from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
@@ -136,7 +137,7 @@ def test_a_plan_of_a_policy_stands_beside_what_searches_its_alternatives():
 
 def test_more_memory_helps_where_memory_is_what_binds():
     free = draw_problem(3, 10, [1] * 2)
-    need, every = sum(table_bytes(t, free) for t in free.tables), every_plan_bytes(free)
+    need, every = sum(table_bytes(t, free) for t in free.tables), local_batch_bytes(free)
     tight = replace(free, topology=Topology(tuple(Device(int(need * s) + every) for s in (0.8, 0.25))))
     found = explained(solved(tight), tight, model_for(tight), SMALL)
     assert found.changes[1].total_ms < found.total_ms

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 from conformance import draw_problem, model_for
 from shapes import column, with_room
+from shardcore.search.fixed_kinds import set_aside
 
 from shardcore.constraints import Constraints
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.memory import used_bytes
 from shardcore.publish.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.fixed_kinds import set_aside
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Table
 from shardcore.workload import lower

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from shapes import column, host_row, on_hosts, replica, row, with_room
+from shardcore.search.best_fit import best_fit
+from shardcore.search.free_memory import FreeMemory, bytes_alone
 
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.layouts import shards_on
-from shardcore.memory import table_bytes
 from shardcore.search import SHARDERS
-from shardcore.search.best_fit import best_fit
 from shardcore.search.feasible import feasible_shards
-from shardcore.search.free_memory import FreeMemory, bytes_alone
 from shardcore.search.greedy import looked_up
 from shardcore.search.packing import pack
 from shardcore.search.shards import consolidate, halve_columns, join_columns
+from shardcore.step.memory_account import table_bytes
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import require_cover

@@ -8,22 +8,23 @@ from itertools import product
 import numpy as np
 import pytest
 from shapes import column, host_row, row, with_room
+from shardcore.search.best_fit import best_fit
+from shardcore.search.exact_memory import roomiest
+from shardcore.search.free_memory import FreeMemory, bundle_bytes, bytes_alone
 
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import Infeasible
 from shardcore.layouts import shards_on
-from shardcore.memory import SHARE, fits, free_bytes, table_bytes
+from shardcore.memory import fits, free_bytes
 from shardcore.search import SHARDERS, feasible
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.best_fit import best_fit
 from shardcore.search.budget import Budget
-from shardcore.search.exact_memory import roomiest
 from shardcore.search.feasible import feasible_shards
-from shardcore.search.free_memory import FreeMemory, bundle_bytes, bytes_alone
 from shardcore.search.packing import least_bytes, pack, surely_fits
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.search.shards import devices_of, division, layout_of_shard, placed
+from shardcore.step.memory_account import table_bytes
 from shardcore.topology import Device, Topology, default_reserve
 from shardcore.types import OPTIMIZERS, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
@@ -35,10 +36,10 @@ EACH = table_bytes(TABLES[0], Problem("p", TABLES, Topology((Device(1),)), BATCH
 MODEL = AnalyticModel(Setting("made-up", BATCH))
 
 
-def problem_of(tables, memory, hosts=None, share=SHARE, **constraints) -> Problem:
+def problem_of(tables, memory, hosts=None, **constraints) -> Problem:
     devices = tuple(Device(m, host=h) for m, h in zip(memory, hosts or ["a"] * len(memory), strict=True))
     return with_room(Problem("p", tuple(tables), Topology(devices), BATCH,
-                             constraints=Constraints(**constraints)), share)
+                             constraints=Constraints(**constraints)))
 
 
 def test_best_fit_finds_a_way_or_is_certain_that_there_is_none():

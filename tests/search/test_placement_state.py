@@ -12,10 +12,11 @@ from shapes import with_room
 
 from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
-from shardcore.memory import counted_bytes, table_bytes
+from shardcore.memory import counted_bytes
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import devices_of, halve_columns
+from shardcore.step.memory_account import table_bytes
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Shard, Table
 

@@ -16,23 +16,26 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardcore.amounts import batch_bytes, bucketized_bytes, run_batches, stepped_bytes, table_order
 from shardcore.cost.model import CostModel
-from shardcore.inputs import received_bytes
 from shardcore.layouts import (
     Group,
     Layout,
     even_share,
     run_of,
     runs_of,
+    shards_on,
 )
-from shardcore.memory import bytes_as, free_bytes
-from shardcore.outputs import output_bytes
-from shardcore.search.anneal.compiled import SearchProblem
+from shardcore.memory import held_bytes
+from shardcore.outputs import output_bytes, table_output_rows
+from shardcore.phases import BATCHES, IDS_ALIVE
+from shardcore.search.anneal.compiled import SUMS, SearchProblem
 from shardcore.search.anneal.rates import exchange_rates, id_rates, shared_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.search.shards import division, placed
-from shardcore.types import Placement, Problem, Shard, Table
+from shardcore.search.shards import division, fixed_placements, placed
+from shardcore.step.memory_account import Turns, sums_of
+from shardcore.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
 
 LARGE = 1 << 19
 """Strips × devices of a large problem."""
@@ -46,6 +49,8 @@ class SearchSpace:
 
     problem, cache: the tables and their strips.
     fixed: the same as arrays, for the compiled search.
+    bytes: [R] about the memory of a shard.
+    shared_bytes: [Y, S] about that of a strip on each device of a group.
     groups: [G] a kind and its devices, which may share whole tables.
     divided: [N] strips whose rows are always divided over all devices.
     runs: [X - K] those that ids travel for, each by an exchange of its own: of kinds, then of groups.
@@ -54,6 +59,8 @@ class SearchSpace:
     problem: Problem
     cache: ShardCostCache
     fixed: SearchProblem
+    bytes: np.ndarray
+    shared_bytes: np.ndarray
     groups: tuple[tuple[Layout, Group], ...]
     divided: np.ndarray
     runs: tuple[Layout, ...]
@@ -73,6 +80,11 @@ class SearchSpace:
         ways = [(s, division(self.cache.table(s), self.problem)) for s in self.divided]
         pairs = [(s, self.number(way.kind, way.devices, self.cache.table(s))) for s, way in ways]
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+    def sharing(self, pairs: np.ndarray) -> np.ndarray:
+        """[N, 2] strips that groups share, and the divided strips that are not among them."""
+        always = self.always_shared
+        return np.concatenate([pairs, always[~np.isin(always[:, 0], pairs[:, 0])]])
 
     @property
     def as_it_is(self) -> SearchProblem:
@@ -156,22 +168,28 @@ def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halv
     exchange = [*(exchange_rates(problem, model, layout) for layout in cache.kinds),
                 *(id_rates(problem, model, layout) for layout in of_ids)]
     number = {cache.table(s).name: s for s in range(len(cache))}
+    turns = Turns.of(of_ids, problem)
+    shared = _shared(problem, model, cache, groups, everywhere, {t.name for t in by_rows}, of_ids)
     fixed = SearchProblem(
         shard=np.ascontiguousarray(number_of, dtype=np.int32), codes=np.ascontiguousarray(cache.codes),
-        added_ms=added(cache.codes, model), bytes=cache.bytes, outputs=cache.outputs,
+        added_ms=added(cache.codes, model), sums=cache.sums, outputs=cache.outputs,
         ids=cache.id_bytes, ids_by=np.arange(len(cache.kinds)) + len(cache.kinds),
         kind=cache.kind.astype(np.int64), size=cache.size.astype(np.int64),
         table=np.array([number[cache.table(s).name] for s in range(len(cache))]), may_split=may_split,
         # No rows if nothing is restricted: the compiled search then skips the check.
         allowed=cache.allowed[:0] if cache.allowed.all() else cache.allowed,
-        free=np.array(free_bytes(problem), np.int64),
+        free=np.array(held_bytes(problem), float),
         speed=cache.speed, host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64),
         **{name: np.array([rates[name] for rates in exchange]) for name in exchange[0]},
         hides_ids_ms=problem.job.hides_ids_ms,
-        **_shared(problem, model, cache, groups, everywhere, {t.name for t in by_rows}, of_ids),
+        **shared, **_memory(problem, cache, groups, of_ids),
+        turn_sums=turns.sums, turn_batch=turns.batch, turn_phases=turns.phases, sums_most=turns.most,
         kept=np.zeros((0, n_devices), np.int16), weight=np.zeros(0, np.int64), joint=np.zeros(0, np.int64),
         most_moved=np.zeros(2, np.int64), parameters=model.compiled().parameters, halves=halves)
-    return SearchSpace(problem, cache, fixed, groups,
+    multiples = turns.most[[of_ids.index(layout) for layout in dict.fromkeys(y for y, _ in groups)]]
+    sums = shared["shared_sums"][0]
+    shared_bytes = sums[..., :2].sum(-1) + (sums[..., 2:4] * multiples.reshape(-1, 1, 2)).sum(-1)
+    return SearchSpace(problem, cache, fixed, cache.bytes, shared_bytes.astype(np.int64), groups,
                        np.array([number[t.name] for t in by_rows], dtype=np.int64), of_ids)
 
 
@@ -189,7 +207,7 @@ def _worth_cutting(cache: ShardCostCache, shards: Sequence[Shard]) -> np.ndarray
     cache.need(strips, cache.size)
     whole = cache.numbers(strips, cache.size)
     added_ms, n_bytes = added(cache.codes[whole], cache.model), cache.bytes[whole].astype(float)
-    least_bytes = _WORTH * max(0.0, np.mean(free_bytes(cache.problem)))
+    least_bytes = _WORTH * max(0.0, np.mean(held_bytes(cache.problem)))
     worth = (added_ms * n > _WORTH * added_ms.sum()) | (n_bytes > least_bytes)
     cut = np.array([s for s, units in cache.keys(shards) if units < cache.size[s]], dtype=np.int64)
     worth[cut] = True
@@ -249,14 +267,14 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
              "group_of": of,
              "may_share": np.zeros(shape, dtype=bool),
              "shared_codes": np.zeros((*shape, cache.codes.shape[1])),
-             "shared_bytes": np.zeros(shape, np.int64), "shared_ids": np.zeros(shape, np.int64),
+             "shared_sums": np.zeros((2, *shape, 6)), "shared_ids": np.zeros(shape, np.int64),
              "shared_ids_by": np.array([n_kinds + of_ids.index(layout) for layout in layouts], np.int64),
              "shared_size": np.zeros(shape),
              **{f"shared_{name}": np.zeros(len(layouts)) for name in ("own", "busiest", "total", "once")}}
     if not wanted and not divided:
         return found
     whole = [Shard.whole(cache.table(s)) for s in range(len(cache))]
-    bound = {*problem.pinned, *problem.whole, *(divided - problem.kinds_of.keys())}
+    bound = {*problem.pinned, *problem.whole}
     free = np.array([wanted and not cache.is_range[s] and w.width == cache.unit[s] * cache.size[s]
                      and w.table.name not in bound for s, w in enumerate(whole)], dtype=bool)
     for y, layout in enumerate(layouts):
@@ -272,14 +290,69 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
         found["may_share"][y] = free & divides & [
             runs(layout, shard.table) and problem.may_run(layout, shard.table) for shard in whole]
         found["shared_codes"][y] = model.encode(shards, layout.batch(problem))
-        found["shared_bytes"][y] = [bytes_as(layout, shard, problem) for shard in shards]
-        if layout.ids:
-            found["shared_ids"][y] = [received_bytes(shard, problem) for shard in shards]
+        found["shared_sums"][:, y] = sums = np.array([sums_of(layout, shard, problem) for shard in shards])
+        if layout.divides_rows:
+            # The last device of a group has the rows that are left.
+            found["shared_sums"][1, y] = [
+                sums_of(layout, replace(shard, row_lo=shard.row_hi * (size - 1), row_hi=w.row_hi), problem)
+                if rows and rows * size != w.row_hi else of
+                for shard, w, rows, of in zip(shards, whole, share, sums, strict=True)]
+        found["shared_ids"][y] = sums[:, 1]
         found["shared_size"][y] = [shard.bytes if layout.dense_gradient
                                    else output_bytes(shard, problem.global_batch) for shard in shards]
         for name, rate in shared_rates(problem, model, layout, size).items():
             found[f"shared_{name}"][y] = rate
     return found
+
+
+def _memory(problem: Problem, cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]],
+            of_ids: Sequence[Layout]) -> dict[str, np.ndarray]:
+    """The fields of records.SearchProblem about memory that do not depend on shards."""
+    topology, job, local = problem.topology, problem.job, problem.local_batch
+    order = table_order(problem)
+    rank = {name: i for i, name in enumerate(sorted(order, key=order.__getitem__))}
+    layouts = tuple(dict.fromkeys(layout for layout, _ in groups))
+    of = {layout: next(group for y, group in groups if y is layout) for layout in layouts}
+    strips = [cache.whole(s) for s in range(len(cache))]
+    # What the ranges of a table take of a local batch counts for the first.
+    once = [[shard for shard in bundle if shard.row_lo == 0] for bundle in strips]
+    outputs = [sum(OUTPUT_BYTES * shard.width * table_output_rows(shard.table, local) for shard in bundle)
+               for bundle in once]
+
+    given = fixed_placements(problem)
+    memory, runs = np.zeros((len(topology), SUMS + 2 * len(of_ids))), np.zeros((len(of_ids), 4))
+    runs[:, 3] = len(order)
+    batches = run_batches(given, problem)
+    for run, batch in batches.items():
+        tables = [p.shard.table for p in given if run_of(p.kind, p.shard.table) is run]
+        runs[of_ids.index(run)] = len(tables), 0, batch.outputs, min(rank[t.name] for t in tables)
+    for device, shard, run in ((d, shard, of_ids.index(run_of(p.kind, shard.table)))
+                               for p in given for d, shard in shards_on(p)):
+        resident, arrived, entered, lookups, _, on_host = sums_of(of_ids[run], shard, problem)
+        memory[device, :SUMS] += resident, arrived, on_host
+        memory[device, [SUMS + run, SUMS + len(of_ids) + run]] += entered, lookups
+    collections = sorted({(run.collection, run.sequence) for run in of_ids})
+    is_last = np.zeros((len(layouts), len(topology)), np.int64)
+    for layout, group in groups:
+        is_last[layouts.index(layout), group[-1]] = 1
+    return {
+        "local_outputs": np.array(outputs, float) / cache.size,
+        "local_ids": cache.local_ids,
+        "bucketized": np.array([[IDS_ALIVE * local * bucketized_bytes(cache.table(s), job, len(of[y]))
+                                 * y.divides_rows for s in range(len(cache))] for y in layouts],
+                               float).reshape(len(layouts), len(cache)),
+        "stepped": np.array([[stepped_bytes(y, Shard.whole(cache.table(s)), problem)
+                              for s in range(len(cache))] for y in layouts],
+                            float).reshape(len(layouts), len(cache)),
+        "rank": np.array([min(rank[shard.table.name] for shard in bundle) for bundle in strips], np.int64),
+        "waiting_ids": BATCHES * batch_bytes(problem), "is_last": is_last,
+        "run_collection": np.array([collections.index((run.collection, run.sequence)) for run in of_ids]),
+        "run_sequence": np.array([run.sequence for run in of_ids], dtype=bool),
+        "given_memory": memory, "given_runs": runs,
+        "given_every": IDS_ALIVE * sum(b.permuted + b.bucketized for b in batches.values()),
+        "given_stepped": float(max((b.stepped for b in batches.values()), default=0)),
+        "host_free": float(topology.host_memory_bytes) if topology.gives_host_memory else np.inf,
+        "run_replicas": np.array([run.local_batch for run in of_ids], dtype=bool)}
 
 
 def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
@@ -308,8 +381,8 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     saved = divided_ms(total[None]) - divided_ms(total - codes[may]) + of_byte * outputs
     order = np.argsort(extra - saved, kind="stable")
     always = space.always_shared
-    room = fixed.free.min() - fixed.shared_bytes[fixed.group_layout[always[:, 1]], always[:, 0]].sum()
-    fits = np.cumsum(fixed.shared_bytes[y, may[order]]) <= room
+    room = fixed.free.min() - space.shared_bytes[fixed.group_layout[always[:, 1]], always[:, 0]].sum()
+    fits = np.cumsum(space.shared_bytes[y, may[order]]) <= room
     order = order[:int(fits.argmin()) if not fits.all() else len(order)]
     if not len(order):
         return order

@@ -32,8 +32,7 @@ from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Meter
-from shardcore.search.feasible import feasible_shards, pack_or_raise
-from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.types import Placement, Problem
 from shardcore.workload import traffic_of_outputs
 
@@ -63,12 +62,10 @@ class Search:
     """One annealing run.
 
     best: the cheapest plan met, in its space. None before the first.
-    cache: of a search of the same problem with another reserve, whose shards need no second encoding.
     """
 
-    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int,
-                 cache: ShardCostCache | None = None) -> None:
-        self.starts = Starts(problem, model, meter, seed, cache)
+    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
+        self.starts = Starts(problem, model, meter, seed)
         self.compiled, self.head = self.starts.compiled, self.starts.head
         self.problem, self.model, self.meter = problem, model, meter
         self.best: Start | None = None
@@ -135,7 +132,7 @@ class Search:
         if several and (self.best is None or self.meter.has_time(took_s)):
             self._note(self.starts.shared(shards, fits=self.best is not None))
         if self.best is None:
-            pack_or_raise(self.problem)
+            fitting(self.problem)
         # Improving a hopeless start would waste its share of the budget.
         self._waiting = [start for start in self._waiting if start.ms <= _HOPEFUL * self.best.ms]
 

@@ -16,15 +16,14 @@ import numpy as np
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
 from shardcore.layouts import shards_on
-from shardcore.memory import free_bytes
+from shardcore.memory import held_bytes
 from shardcore.progress import stopped_clock
 from shardcore.search import greedy
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.budget import Meter
-from shardcore.search.feasible import pack_or_raise, shown
-from shardcore.search.packing import least_bytes
+from shardcore.search.feasible import fitting, shown
 from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.search.shards import placed
+from shardcore.search.shards import division, fixed_placements
 from shardcore.types import Placement, Problem, Shard
 
 if TYPE_CHECKING:  # numba takes a second to import, and only searches need it
@@ -69,8 +68,7 @@ class Start:
 class Starts:
     """Makes starts in the spaces of a problem. What is encoded for one is kept for the next."""
 
-    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int,
-                 cache: ShardCostCache | None = None) -> None:
+    def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
         with stopped_clock():  # numba takes a second to import
             from shardcore.search.anneal import compiled
             from shardcore.search.anneal import search_space as spaces
@@ -78,7 +76,7 @@ class Starts:
         self.compiled, self.spaces, self.meter = compiled, spaces, meter
         self.problem, self.model, self.seed = problem, model, seed
         self.head = model.compiled().head
-        self.cache = cache and cache.with_reserve(problem)  # of the last shards
+        self.cache: ShardCostCache | None = None  # of the last shards
         self._greedy_s: float | None = None  # seconds of the longest greedy plan so far, if one was found
 
     def by_columns(self, kind: str, shards: Sequence[Shard]) -> Iterator[Start]:
@@ -91,7 +89,7 @@ class Starts:
         space, n = self._space(shards, kind), 0
         shares = _SPLITS[2:5:2] if self.spaces.is_large(space.cache) else _SPLITS
         ways = [[(self._cuts(space, share), _pairs()) for share in shares]]
-        if (least_bytes(self.problem) > _TIGHT * sum(free_bytes(self.problem))
+        if (self._whole_bytes(space).sum() > _TIGHT * sum(held_bytes(self.problem))
             and not self.spaces.is_large(space.cache)):
             ways.append([(self._small(space, share), _pairs()) for share in _SMALL])
         for start in (self._cheapest(space, way) for way in ways):
@@ -106,7 +104,7 @@ class Starts:
                 n += 1
                 yield self.of_plan(best.placements, kind)
         if not n:
-            yield self._packed(kind)
+            yield self.of_plan(fitting(self.problem).placements, kind)
 
     def shared(self, shards: Sequence[Shard], fits: bool) -> Iterator[Start]:
         """Greedy plans of the whole space, with tables shared by groups of devices.
@@ -170,8 +168,8 @@ class Starts:
         [group] = np.flatnonzero(space.fixed.group_layout == y)
         copied = {space.cache.table(s).name for s in [*worth, *space.divided]}
         left = [(shard, d) for shard, d in placed if shard.table.name not in copied]
-        start = self._placed(space, left, np.concatenate([space.always_shared, _pairs(worth, group)]))
-        return start if (start.state.used <= np.maximum(0, space.fixed.free)).all() else None
+        start = self._placed(space, left, space.sharing(_pairs(worth, group)))
+        return start if start.state.value[self.compiled.OVER] == 0 else None
 
     def _replicated(self, space: SearchSpace, y: int, fits: bool) -> Iterator[Start | None]:
         """Starts with tables on all devices where that pays.
@@ -179,11 +177,12 @@ class Starts:
         If nothing fits yet, a start replicates the tables that take less memory so.
         """
         worth = self.spaces.worth_copying(space, self.model, y)
-        some = {len(worth) // k for k in (1, 2, 4)} - {0}
-        start = self._cheapest(space, [self._with(space, worth[:k], y) for k in sorted(some)])
+        every = np.flatnonzero(space.fixed.may_share[y])
+        some = [worth[:len(worth) // k] for k in (4, 2, 1)]
+        start = self._cheapest(space, [self._with(space, s, y) for s in (*some, every) if len(s)])
         yield start
         if not fits and start is None:
-            less = space.fixed.shared_bytes[y] < self._whole_bytes(space.fixed) / 2
+            less = space.shared_bytes[y] < self._whole_bytes(space) / 2
             saving = space.fixed.may_share[y] & less
             yield self._cheapest(space, [self._with(space, np.flatnonzero(saving), y)])
 
@@ -197,7 +196,7 @@ class Starts:
         """
         best, least, begin = None, np.inf, None
         for n, shared in ways:
-            shared = np.concatenate([shared, space.always_shared])
+            shared = space.sharing(shared)
             state = self._greedy(space, n, shared)
             if state is not None and state.value[self.compiled.BEST] < least:
                 best, least, begin = state, state.value[self.compiled.BEST], (n, shared)
@@ -228,12 +227,11 @@ class Starts:
         if not self._has_time():
             return None
         fixed, shards, before_s = space.fixed, self._shards(space, n), self.meter.seconds()
-        size = fixed.bytes[fixed.shard[shards[:, 0], shards[:, 1]]]
+        size = space.bytes[fixed.shard[shards[:, 0], shards[:, 1]]]
         for order in (np.arange(len(shards)), np.lexsort((-size, _choice(fixed, shards[:, 0])))):
             state = self._state(space)
             self.compiled.share(self.head, fixed, state, shared)
-            fits = (state.used <= np.maximum(0, fixed.free)).all()
-            if fits and self.compiled.greedy(self.head, fixed, state, np.ascontiguousarray(shards[order])):
+            if self.compiled.greedy(self.head, fixed, state, np.ascontiguousarray(shards[order])):
                 self.compiled.refresh(self.head, fixed, state)
                 self._greedy_s = max(self._greedy_s or 0.0, self.meter.seconds() - before_s)
                 return state
@@ -257,7 +255,7 @@ class Starts:
         fixed = space.fixed
         cost = (self.model.head(fixed.shared_codes[y, strips])
                 + (fixed.shared_own[y] + fixed.shared_busiest[y]) * fixed.shared_size[y, strips])
-        n_bytes = space.fixed.shared_bytes[y][strips]
+        n_bytes = space.shared_bytes[y][strips]
         free = np.array([min(space.fixed.free[list(space.groups[g][1])]) for g in groups])
         for order in (np.argsort(-cost, kind="stable"), np.argsort(-n_bytes, kind="stable")):
             load, room, of = np.zeros(len(groups)), free.copy(), np.zeros(len(strips), dtype=np.int64)
@@ -276,7 +274,7 @@ class Starts:
         0 for strips that are always shared.
         """
         fixed, most_bytes = space.fixed, max(1, int(share * space.fixed.free.mean()))
-        wanted = -(-self._whole_bytes(fixed) // most_bytes)
+        wanted = -(-self._whole_bytes(space) // most_bytes)
         n = np.where(fixed.may_split, np.clip(wanted, space.cache.least_parts, fixed.size), 1)
         n[space.divided] = 0
         return n
@@ -310,23 +308,29 @@ class Starts:
         """[N] ms of ops with one shard each, at speed 1."""
         return np.asarray(self.model.head(fixed.codes[fixed.shard[strips, units]]))
 
-    def _whole_bytes(self, fixed: SearchProblem) -> np.ndarray:
-        """[S] bytes of each strip uncut."""
-        return fixed.bytes[fixed.shard[np.arange(len(fixed.size)), fixed.size]]
-
-    def _packed(self, kind: str) -> Start:
-        """A start from a packing, for problems where no greedy plan fits."""
-        packing = pack_or_raise(self.problem)
-        placements = placed([(shard,) for shard in packing.shards], packing.devices, self.problem)
-        return self.of_plan(placements, "all" if kind == "all" else "columns")
+    def _whole_bytes(self, space: SearchSpace) -> np.ndarray:
+        """[S] about the bytes of each strip uncut."""
+        return space.bytes[space.fixed.shard[np.arange(len(space.fixed.size)), space.fixed.size]]
 
     def of_plan(self, placements: Sequence[Placement], kind: str) -> Start:
-        """A plan without data-parallel tables, as a start in its own space. Divided rows stay divided."""
-        shards = [(shard, d) for p in placements for d, shard in shards_on(p)]
-        space = self._space([shard for shard, _ in shards], kind)
-        divided = {space.cache.table(s).name for s in space.divided}
-        left = [(shard, d) for shard, d in shards if shard.table.name not in divided]
-        return self._placed(space, left, space.always_shared)
+        """A plan as a start in its own space."""
+        fixed = fixed_placements(self.problem)
+        left = [p for p in placements if p not in fixed]
+        shared = [p for p in left if len(p.devices) > 1]
+        # Ordered rows that are divided stay shards like others (search_space.without_ranges).
+        ranges = [p for p in shared if p.shard.table.ordered and p == division(p.shard.table, self.problem)]
+        shared = [p for p in shared if p not in ranges]
+        placed = [(s, d) for p in left if p not in shared for d, s in shards_on(p)]
+        shards = [*(s for s, _ in placed), *(p.shard for p in shared)]
+        space = self.spaces.space(self._of_strips(shards), shards, kind == "all" or bool(shared),
+                                  kind == "halves")
+        start = self._placed(space, placed, np.concatenate([_pairs(), *(
+            _pairs(space.strips([p.shard.table]), space.number(p.kind, p.devices, p.shard.table))
+            for p in shared)]))
+        if kind != "all":
+            start.space = replace(space, fixed=space.as_it_is)
+            start.fixed = start.space.fixed
+        return start
 
     def _space(self, shards: Sequence[Shard], kind: str) -> SearchSpace:
         """The space of shards. Row ranges become whole tables, shared by all devices, where possible."""

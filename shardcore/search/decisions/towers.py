@@ -26,11 +26,12 @@ from shardcore.constraints import require_tower_hosts
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.limits import require, require_within
-from shardcore.memory import free_bytes, gib, table_bytes
+from shardcore.memory import gib, held_bytes
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.decisions.tower_plans import as_towers
 from shardcore.search.feasible import shown
+from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.hot_rows import as_cold, cold_names
 from shardcore.towers import Towers
 from shardcore.types import Plan, Problem, Shard
@@ -188,7 +189,8 @@ def tower_hosts(problem: Problem, towers: Towers, model: CostModel,
     affinity = np.zeros((len(units), len(units)))
     of = [number[name] for name in towers.tables]
     np.add.at(affinity, np.ix_(of, of), towers.matrix() * (1 - np.eye(len(of))))
-    free = free_bytes(problem)
+    local = local_batch_bytes(problem)
+    free = [may_hold - local for may_hold in held_bytes(problem)]
     capacity = np.array([(sum(topology.devices[d].speed for d in host),
                           max(1, sum(max(0, free[d]) for d in host)))
                          for host in topology.on_hosts], dtype=float)

@@ -72,7 +72,7 @@ class Rollouts:
         keys = np.take_along_axis(keys, order[..., None], 1)
         (n_states, n, _), n_devices = keys.shape, len(cache.speed)
         context = self.net.context(self.weights, latents[cache.numbers(keys[..., 0], keys[..., 1])])
-        state = PlacementState(cache, (n_states, self.plans), self.priced or self.net.asks_model)
+        state = PlacementState(cache, keys, (n_states, self.plans), self.priced or self.net.asks_model)
         noise = self._noise((n_states, self.plans, n, n_devices))
         sums = np.zeros((n_states, self.plans, n_devices, latents.shape[1]), np.float32)
         speed = cache.speed.astype(np.float32)[:, None]

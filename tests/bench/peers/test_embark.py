@@ -9,8 +9,9 @@ from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import shards_on
-from shardcore.memory import bytes_as, table_bytes
+from shardcore.memory import bytes_as
 from shardcore.search import Budget
+from shardcore.step.memory_account import table_bytes
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Shard, Table
 

@@ -14,9 +14,19 @@ k is a kind, f a feature. `was` is before a change, `then` after it.
 """
 
 from shardcore.search.anneal.compiled.greedy import greedy
-from shardcore.search.anneal.compiled.records import BEST, ENERGY, LOG, WORST, SearchProblem, State, empty
+from shardcore.search.anneal.compiled.records import (
+           BEST,
+           ENERGY,
+           LOG,
+           OVER,
+           SUMS,
+           WORST,
+           SearchProblem,
+           State,
+           empty,
+)
 from shardcore.search.anneal.compiled.run import anneal
 from shardcore.search.anneal.compiled.state import place, refresh, rewind, share
 
-__all__ = ["BEST", "ENERGY", "LOG", "WORST", "SearchProblem", "State", "anneal", "empty", "greedy", "place",
-           "refresh", "rewind", "share"]
+__all__ = ["BEST", "ENERGY", "LOG", "OVER", "SUMS", "WORST", "SearchProblem", "State", "anneal", "empty",
+           "greedy", "place", "refresh", "rewind", "share"]

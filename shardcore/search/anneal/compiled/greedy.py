@@ -5,6 +5,14 @@ from numba import boolean, int64
 
 from shardcore.compiling import inner
 from shardcore.search.anneal.compiled.cost import total_of
+from shardcore.search.anneal.compiled.memory import (
+    add_change,
+    change_parts,
+    expect,
+    frame,
+    host_fits,
+    left_of,
+)
 from shardcore.search.anneal.compiled.pointers import WORDS, entry
 from shardcore.search.anneal.compiled.records import HEAD, problem_at, state_at
 from shardcore.search.anneal.compiled.state import hold
@@ -33,10 +41,17 @@ def exchange(fx, st, d, k, more, more_ids):
 def greedy(head, problem, state, shards):
     """Place shards [N, 2] (strip, units) in the order given. False where one fits on no device.
 
-    Each goes to the device with the least load after it, exchanges included.
+    Each goes to the device with the least load after it, exchanges included. Also False if what is there
+    already does not fit beside the local batch of all of them.
     """
     fx, st = problem_at(problem), state_at(state)
-    n_devices = len(st.load)
+    n_devices, n_kinds = len(st.load), len(fx.ids_by)
+    for i in range(len(shards)):
+        expect(fx, st, shards[i, 0], shards[i, 1])
+    frame(fx, st)
+    for d in range(n_devices):
+        if left_of(fx, st, d, st.memory[d]) < 0.0:
+            return False
     for i in range(len(shards)):
         s, units = shards[i, 0], shards[i, 1]
         k, least, best, best_ms = fx.kind[s], np.inf, int64(-1), 0.0
@@ -47,9 +62,13 @@ def greedy(head, problem, state, shards):
             # `allowed` without rows means that every strip may go anywhere.
             if len(fx.allowed) > 0 and not fx.allowed[s, d]:
                 continue
-            # Bytes are those of the widened shard: a row's optimizer state counts once.
+            # Sums are those of the widened shard: a row's optimizer state counts once.
             was, then = fx.shard[s, st.held[s, d]], fx.shard[s, now]
-            if st.used[d] + fx.bytes[then] - fx.bytes[was] > fx.free[d]:
+            for j in range(st.memory.shape[1]):
+                st.trial_memory[0, j] = st.memory[d, j]
+            add_change(fx, st.trial_memory[0], was, then, fx.ids_by[k] - n_kinds)
+            if (left_of(fx, st, d, st.trial_memory[0]) < 0.0
+                or not host_fits(fx, st, d, fx.sums[then, 5] - fx.sums[was, 5])):
                 continue
             if st.count[d] == 0:
                 e = seen_empty
@@ -74,6 +93,12 @@ def greedy(head, problem, state, shards):
         if best < 0:
             return False
         was = fx.shard[s, st.held[s, best]]
+        if st.held[s, best] > 0:
+            # Two expected shards are one. That takes less of a local batch.
+            both = int64(st.held[s, best]) + units
+            changes = change_parts(fx, st, s, int64(st.held[s, best]), both)
+            if change_parts(fx, st, s, units, int64(0)) or changes:
+                frame(fx, st)
         hold(fx, st, s, best, st.held[s, best] + units)
         then = fx.shard[s, st.held[s, best]]
         for f in range(st.sums.shape[2]):
@@ -87,5 +112,6 @@ def greedy(head, problem, state, shards):
         st.carried[best, ids] += more_ids
         st.hosts[fx.host[best], ids] += more_ids
         st.all_carried[ids] += more_ids
-        st.used[best] += fx.bytes[then] - fx.bytes[was]
+        st.on_host[fx.host[best]] += fx.sums[then, 5] - fx.sums[was, 5]
+        add_change(fx, st.memory[best], was, then, fx.ids_by[k] - n_kinds)
     return True

@@ -8,7 +8,23 @@ from numba import int64
 
 from shardcore.compiling import inner
 from shardcore.search.anneal.compiled.cost import copy_norm, energy_of, load_of, power, total_of
-from shardcore.search.anneal.compiled.records import BYTES_MOVED, MOST_EDITS, N_MOVED, WIDEST, WORST
+from shardcore.search.anneal.compiled.memory import (
+    add_change,
+    all_left,
+    change_parts,
+    frame,
+    host_fits,
+    left_of,
+)
+from shardcore.search.anneal.compiled.records import (
+    BYTES_MOVED,
+    EVERY,
+    MOST_EDITS,
+    N_MOVED,
+    ON_HOST,
+    WIDEST,
+    WORST,
+)
 from shardcore.search.anneal.compiled.state import hold, moved_of, note
 
 
@@ -161,6 +177,43 @@ def moves_too_much(fx, st, n):
 
 
 @inner
+def fits(fx, st, a, b, n):
+    """Whether all devices fit after n edits on devices a and b, whose trial rows are filled.
+
+    A device that is too full already may still lose bytes.
+    """
+    every, changes = st.value[EVERY], False
+    for i in range(n):
+        s, d = st.edit[i, 0], st.edit[i, 1]
+        changes = change_parts(fx, st, s, int64(st.held[s, d]), st.edit[i, 2]) or changes
+    if changes:
+        frame(fx, st)
+    st.trial_left[0] = left_of(fx, st, a, st.trial_memory[0])
+    st.trial_left[1] = left_of(fx, st, b, st.trial_memory[1])
+    fit = ((st.trial_left[0] >= 0.0 or st.trial_left[0] >= st.left[a])
+           and (st.trial_left[1] >= 0.0 or st.trial_left[1] >= st.left[b]))
+    if fx.host_free < np.inf and fx.host[a] != fx.host[b]:
+        fit = (fit and host_fits(fx, st, a, st.trial_memory[0, ON_HOST] - st.memory[a, ON_HOST])
+               and host_fits(fx, st, b, st.trial_memory[1, ON_HOST] - st.memory[b, ON_HOST]))
+    # With more parts of tables all devices have more ids of a local batch.
+    more = st.value[EVERY] - every
+    if fit and (changes or more > 0.0):
+        for d in range(len(st.left)):
+            if (changes or st.left[d] < more) and d != a and d != b and st.left[d] >= 0.0:
+                if left_of(fx, st, d, st.memory[d]) < 0.0:
+                    fit = False
+                    break
+    # The edits are not carried out yet.
+    for i in range(n):
+        s, d = st.edit[i, 0], st.edit[i, 1]
+        change_parts(fx, st, s, st.edit[i, 2], int64(st.held[s, d]))
+    st.value[EVERY] = every
+    if changes:
+        frame(fx, st)
+    return fit
+
+
+@inner
 def try_edits(head, fx, st, a, b, n):
     """The energy in ms after n edits on devices a and b. Infinite where they are not allowed.
 
@@ -171,9 +224,10 @@ def try_edits(head, fx, st, a, b, n):
         if now > 0 and len(fx.allowed) > 0 and not fx.allowed[s, d]:
             return np.inf
     # Cheap checks come first: no head is called for a move that is not allowed.
-    st.trial_used[0], st.trial_used[1] = st.used[a], st.used[b]
     n_exchanges = st.carried.shape[1]
     n_kinds = len(fx.ids_by)
+    for i in range(st.memory.shape[1]):
+        st.trial_memory[0, i], st.trial_memory[1, i] = st.memory[a, i], st.memory[b, i]
     for x in range(n_exchanges):
         st.trial_carried[0, x], st.trial_carried[1, x] = st.carried[a, x], st.carried[b, x]
     for k in range(n_kinds):
@@ -182,14 +236,12 @@ def try_edits(head, fx, st, a, b, n):
         s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
         slot = 0 if d == a else 1
         was, then, k = fx.shard[s, st.held[s, d]], fx.shard[s, now], fx.kind[s]
-        st.trial_used[slot] += fx.bytes[then] - fx.bytes[was]
+        add_change(fx, st.trial_memory[slot], was, then, fx.ids_by[k] - n_kinds)
         st.trial_carried[slot, k] += fx.outputs[then] - fx.outputs[was]
         st.trial_carried[slot, fx.ids_by[k]] += fx.ids[then] - fx.ids[was]
         # The fused op of kind k on that device changes.
         st.trial_ms[slot, k] = -1.0
-    # A device that is too full already may still lose bytes.
-    if (st.trial_used[0] > fx.free[a] and st.trial_used[0] > st.used[a]) or (
-            st.trial_used[1] > fx.free[b] and st.trial_used[1] > st.used[b]):
+    if not fits(fx, st, a, b, n):
         return np.inf
     if len(fx.kept) > 0 and moves_too_much(fx, st, n):
         return np.inf
@@ -247,8 +299,10 @@ def try_edits(head, fx, st, a, b, n):
 @inner
 def accept(fx, st, a, b, n):
     """Carry out the n edits that `try_edits` priced last."""
+    every, changes = st.value[EVERY], False
     for i in range(n):
         s, d = st.edit[i, 0], st.edit[i, 1]
+        changes = change_parts(fx, st, s, int64(st.held[s, d]), st.edit[i, 2]) or changes
         note(st, s, d, int64(st.held[s, d]))
         hold(fx, st, s, d, st.edit[i, 2])
     # Copy the trial's results rather than compute them again.
@@ -262,6 +316,18 @@ def accept(fx, st, a, b, n):
             st.ms[d, k] = st.trial_ms[slot, k]
             for f in range(st.sums.shape[2]):
                 st.sums[d, k, f] = st.trial_sums[slot, k, f]
-        st.used[d] = st.trial_used[slot]
+        st.on_host[fx.host[d]] += st.trial_memory[slot, ON_HOST] - st.memory[d, ON_HOST]
+        for i in range(st.memory.shape[1]):
+            st.memory[d, i] = st.trial_memory[slot, i]
+        st.left[d] = st.trial_left[slot]
         st.load[d] = st.trial_load[slot]
     copy_norm(st.norm, st.trial_norm)
+    if changes:
+        frame(fx, st)
+        all_left(fx, st)
+    elif st.value[EVERY] != every:
+        for d in range(len(st.left)):
+            if d != a and d != b:
+                st.left[d] -= st.value[EVERY] - every
+                if st.left[d] < 0.0:
+                    st.left[d] = left_of(fx, st, d, st.memory[d])

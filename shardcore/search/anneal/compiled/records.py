@@ -3,7 +3,7 @@
 An array with no rows means "does not apply".
 
 Shapes: S strips, U most units of a strip, R shards, F features, D devices, H hosts.
-P parameters, L log entries, K kinds of what single devices hold.
+P parameters, L log entries, K kinds of what single devices hold, N runs (step/memory_account.py).
 X exchanges: one of outputs for each kind, then one of ids for each kind and layout.
 Y layouts of what groups of devices share, G groups.
 
@@ -30,7 +30,7 @@ class SearchProblem(NamedTuple):
     shard: int32[:, ::1]  # [S, U + 1] number of the shard with so many units; number 0 is nothing
     codes: float64[:, ::1]  # [R, F] encoding of a shard
     added_ms: float64[::1]  # [R] ms that a shard adds to a fused op
-    bytes: int64[::1]  # [R] memory of a shard
+    sums: float64[:, ::1]  # [R, 6] what it adds to a device's (step/memory_account.Sums)
     outputs: int64[::1]  # [R] bytes of the shard's outputs
     ids: int64[::1]  # [R] bytes of ids that the shard's device receives
     ids_by: int64[::1]  # [K] number of the exchange that brings them, K to X - 1
@@ -39,7 +39,7 @@ class SearchProblem(NamedTuple):
     table: int64[::1]  # [S] number of the table
     may_split: boolean[::1]  # [S] whether columns may be cut
     allowed: boolean[:, ::1]  # [S, D] where a strip may live; no rows: anywhere
-    free: int64[::1]  # [D] bytes
+    free: float64[::1]  # [D] bytes that embeddings may have
     speed: float64[::1]  # [D]
     host: int64[::1]  # [D]
     # Rates of exchanges, both ways together. ms = own * load + busiest * (largest load) + ...
@@ -59,7 +59,8 @@ class SearchProblem(NamedTuple):
     group_of: int64[:, ::1]  # [Y, D] the device's group in each layout; -1: none
     may_share: boolean[:, ::1]  # [Y, S] whether groups may share the strip
     shared_codes: float64[:, :, ::1]  # [Y, S, F] encoding of each device's shard
-    shared_bytes: int64[:, ::1]  # [Y, S] memory on each device
+    shared_sums: float64[:, :, :, ::1]  # [2, Y, S, 6] as `sums`: on each device but the last, on the last
+    is_last: int64[:, ::1]  # [Y, D] 1 where the device is the last of its group: its row range may be short
     shared_ids: int64[:, ::1]  # [Y, S] bytes of ids that each device receives
     shared_ids_by: int64[::1]  # [Y] number of the exchange that brings them
     shared_size: float64[:, ::1]  # [Y, S] what it exchanges; whole numbers, so that sums are exact
@@ -67,6 +68,27 @@ class SearchProblem(NamedTuple):
     shared_busiest: float64[::1]  # [Y] ms per size of the largest group
     shared_total: float64[::1]  # [Y] ms per size of all groups together
     shared_once: float64[::1]  # [Y] ms if anything is shared at all
+    # Memory. The exchanges of ids are those of runs: run n is that of exchange K + n.
+    local_outputs: float64[::1]  # [S] bytes of a unit's outputs for a local batch
+    local_ids: float64[::1]  # [S] bytes of its ids in a local batch, as often as they are there
+    bucketized: float64[:, ::1]  # [Y, S] the same of ids in buckets
+    stepped: float64[:, ::1]  # [Y, S] bytes that the dense optimizer makes to update it
+    rank: int64[::1]  # [S] place in the order in which TorchRec runs tables
+    waiting_ids: float64  # bytes of the local batches that the pipeline holds
+    run_collection: int64[::1]  # [N] number of its collection, pooled or not
+    run_sequence: boolean[::1]  # [N] whether its outputs are not pooled
+    run_replicas: boolean[::1]  # [N] whether its tables are replicas
+    # What a run holds in its turns: before, after, with the next run's first phase, in each phase.
+    turn_sums: float64[:, :, :, ::1]  # [N, 4, slots, 2] multiples of what entered and of lookups
+    turn_batch: float64[:, :, :, ::1]  # [N, 4, slots, 6] of its part of a local batch (see memory.frame)
+    turn_phases: int64[:, ::1]  # [N, 4] phases of a turn
+    sums_most: float64[:, ::1]  # [N, 2] the largest of these multiples
+    host_free: float64  # bytes of a host's memory; infinite where they are not given
+    # Tables that are on all devices in every plan.
+    given_memory: float64[:, ::1]  # [D, 3 + 2 N] as State.memory
+    given_runs: float64[:, ::1]  # [N, 4] State.run_shards, run_partial, run_outputs, run_rank
+    given_every: float64  # bytes of their ids in a local batch
+    given_stepped: float64  # bytes that the dense optimizer makes to update them
     # Re-sharding limits.
     kept: int16[:, ::1]  # [S, D] units in the plan to start from; no rows: no limits
     weight: int64[::1]  # [S] bytes of weights of a unit
@@ -85,7 +107,8 @@ class State(NamedTuple):
     sums: float64[:, :, ::1]  # [D, K, F] summed encodings of each fused op
     ms: float64[:, ::1]  # [D, K] ms of each fused op at speed 1
     carried: int64[:, ::1]  # [D, X] bytes that exchanges carry: outputs of each kind, and ids
-    used: int64[::1]  # [D] bytes
+    memory: float64[:, ::1]  # [D, 3 + 2 N] sums over a device's shards, see RESIDENT
+    left: float64[::1]  # [D] bytes left, at least; exact where less than nothing
     load: float64[::1]  # [D] ms
     hosts: int64[:, ::1]  # [H, X] the same of each host
     all_carried: int64[::1]  # [X] the same of all devices
@@ -97,7 +120,7 @@ class State(NamedTuple):
     group_sums: float64[:, ::1]  # [G, F] summed encodings
     group_ms: float64[::1]  # [G] ms of the op on each of its devices, at speed 1
     group_size: float64[::1]  # [G] sum of shared_size
-    group_bytes: int64[::1]  # [G] memory on each of its devices
+    group_sums_of: float64[:, :, ::1]  # [2, G, 6] sums on each of its devices but the last, and on the last
     group_ids: int64[::1]  # [G] bytes of ids that each of its devices receives
     shared_ms: float64[::1]  # [D] ms of the ops of its groups, at speed 1
     own_ms: float64[::1]  # [D] ms of exchanges set by its own groups' sizes
@@ -105,7 +128,9 @@ class State(NamedTuple):
     trial_sums: float64[:, :, ::1]  # [2, K, F]
     trial_ms: float64[:, ::1]  # [2, K]
     trial_carried: int64[:, ::1]  # [2, X]
-    trial_used: int64[::1]  # [2]
+    on_host: float64[::1]  # [H] bytes in the hosts' memory
+    trial_memory: float64[:, ::1]  # [2, 3 + 2 N]
+    trial_left: float64[::1]  # [2]
     trial_load: float64[::1]  # [2]
     trial_all_carried: int64[::1]  # [X]
     trial_hosts: int64[::1]  # [H] bytes of ids of each host
@@ -113,6 +138,14 @@ class State(NamedTuple):
     trial_group_sums: float64[:, ::1]  # [2, F] of the two groups that a move changes
     trial_group_ms: float64[::1]  # [2]
     trial_group_size: float64[::1]  # [G]
+    # What the local batch takes, see memory.frame.
+    run_shards: int64[::1]  # [N] shards
+    run_partial: int64[::1]  # [N] shards with some of the columns only
+    run_outputs: float64[::1]  # [N] bytes of a local batch's outputs
+    run_rank: int64[::1]  # [N] the least rank of its strips
+    order: int64[::1]  # [N] runs in their order; the first number[N_RUNS] are valid
+    frame: float64[:, :, ::1]  # [N, 4, slots] bytes of a local batch in a run's turns
+    frame_most: float64[::1]  # [1] the most bytes of a local batch in a phase
     edit: int64[:, ::1]  # [MOST_EDITS, 3] a move: strip, device, units afterwards
     # A device of -1 marks a change of group; the third entry is then the group before.
     log: int32[:, ::1]  # [L, 3] done since the best plan: strip, device, units before
@@ -121,43 +154,61 @@ class State(NamedTuple):
     random: uint64[::1]  # [1] state of the random generator
 
 
-LOG, WORST, N_MOVED, BYTES_MOVED, N_SHARED, WIDEST = range(6)
+LOG, WORST, N_MOVED, BYTES_MOVED, N_SHARED, N_RUNS, WIDEST = range(7)
 """Indices of State.number.
 
 LOG: entries in the log.
 WORST: the slowest device.
 N_MOVED, BYTES_MOVED: tables and bytes moved.
 N_SHARED: strips that groups share.
+N_RUNS: runs that have a shard.
 WIDEST + x: the device that carries most in exchange x. It has to come last.
 """
-BEST, ENERGY = range(2)
+BEST, ENERGY, OVER, EVERY, STEPPED, JOINED, DENSE_PART = range(7)
 """Indices of State.value.
 
 BEST: cost of the best plan met, in ms.
 ENERGY: smooth cost of the present plan, in ms.
+OVER: bytes that devices have more than they may, all together.
+EVERY: bytes of a local batch that are in all phases: its ids.
+STEPPED: bytes that the dense optimizer makes.
+JOINED, DENSE_PART: bytes of a local batch's outputs while they are joined, and in the dense part.
 """
+RESIDENT, ARRIVED, ON_HOST, SUMS = range(4)
+"""Indices of State.memory.
+
+RESIDENT, ARRIVED, ON_HOST: of all runs, see Sums.
+SUMS + n: what entered of run n. SUMS + N + n: its lookups.
+"""
+SLOT_BEFORE, SLOT_AFTER, SLOT_LINGERS, SLOT_PHASES = range(4)
+"""Indices of a turn's slots. SLOT_PHASES + i is phase i."""
 
 
 def empty(problem: SearchProblem, n_hosts: int, log_length: int, seed: int) -> State:
     """A State with nothing placed."""
     (n_strips, _), n_devices, n_features = problem.shard.shape, len(problem.free), problem.codes.shape[1]
     n_exchanges, n_groups = len(problem.own), len(problem.group_layout)
-    n_kinds = len(problem.ids_by)
+    n_kinds, n_runs = len(problem.ids_by), len(problem.run_collection)
+    sums = SUMS + 2 * n_runs
     shapes = {
         "held": (n_strips, n_devices), "count": n_devices, "strips": (n_devices, n_strips),
         "sums": (n_devices, n_kinds, n_features), "ms": (n_devices, n_kinds),
         "carried": (n_devices, n_exchanges),
-        "used": n_devices,
+        "memory": (n_devices, sums), "left": n_devices, "on_host": n_hosts,
         "load": n_devices, "hosts": (n_hosts, n_exchanges), "all_carried": n_exchanges,
         "norm": (3, n_exchanges), "ref": (3, n_exchanges),
         "group": n_strips, "shared": n_strips, "group_sums": (n_groups, n_features), "group_ms": n_groups,
-        "group_size": n_groups, "group_bytes": n_groups, "group_ids": n_groups, "shared_ms": n_devices,
-        "own_ms": n_devices, "moved": n_strips, "trial_sums": (2, n_kinds, n_features),
+        "group_size": n_groups, "group_sums_of": (2, n_groups, 6), "group_ids": n_groups,
+        "shared_ms": n_devices, "own_ms": n_devices, "moved": n_strips,
+        "trial_sums": (2, n_kinds, n_features),
         "trial_ms": (2, n_kinds), "trial_carried": (2, n_exchanges),
-        "trial_used": 2, "trial_load": 2, "trial_all_carried": n_exchanges, "trial_hosts": n_hosts,
+        "trial_memory": (2, sums), "trial_left": 2, "trial_load": 2,
+        "trial_all_carried": n_exchanges, "trial_hosts": n_hosts,
         "trial_norm": (3, n_exchanges),
         "trial_group_sums": (2, n_features), "trial_group_ms": 2, "trial_group_size": n_groups,
-        "edit": (MOST_EDITS, 3), "log": (log_length, 3), "number": WIDEST + n_exchanges, "value": 2,
+        "run_shards": n_runs, "run_partial": n_runs, "run_outputs": n_runs, "run_rank": n_runs,
+        "order": n_runs, "frame": problem.turn_sums.shape[:3], "frame_most": 1,
+        "edit": (MOST_EDITS, 3), "log": (log_length, 3), "number": WIDEST + n_exchanges, "value": 7,
         "random": 1}
     found = State(**{name: np.zeros(shapes[name], State.__annotations__[name].dtype.name)
                      for name in State._fields})

@@ -56,7 +56,7 @@ def anneal(head, problem, state, trials, hot_ms, cold_ms):
             st.value[BEST] = cost
             st.number[LOG] = 0
         elif st.number[LOG] + MOST_EDITS > len(st.log):  # the log is full: start again from the best plan
-            undo(fx, st)
+            undo(fx, st, int64(0))
             recompute(head, fx, st)
             cost_of(fx, st)
     return st.value[BEST]

@@ -8,8 +8,8 @@ from numba import int64
 from shardcore.compiling import inner
 from shardcore.search.anneal.compiled.cost import copy_norm, energy_of, load_of, power, total_of
 from shardcore.search.anneal.compiled.moves import below, uniform
-from shardcore.search.anneal.compiled.records import N_SHARED, WORST
-from shardcore.search.anneal.compiled.state import hold, note, recompute, set_group
+from shardcore.search.anneal.compiled.records import LOG, N_SHARED, OVER, WORST
+from shardcore.search.anneal.compiled.state import hold, note, recompute, set_group, undo
 
 
 @inner
@@ -98,7 +98,7 @@ def change_shared(head, fx, st, threshold):
         try_group(head, fx, st, int64(1), to, back, leaves if moves else comes)
     # What b holds, after the move, of strips that run as these do on one device.
     k = fx.kind[leaves if leaves >= 0 else comes]
-    carried, more_on_b = st.trial_carried[0], 0
+    carried = st.trial_carried[0]
     # What exchanges bring ids to b, and to the groups.
     ids, shared_by = fx.ids_by[k], fx.shared_ids_by[y]
     for x in range(len(carried)):
@@ -110,39 +110,31 @@ def change_shared(head, fx, st, threshold):
         if len(fx.allowed) > 0 and not fx.allowed[leaves, b]:
             return False
         shard = fx.shard[leaves, fx.size[leaves]]
-        more_on_b += fx.bytes[shard]
         carried[k] += fx.outputs[shard]
         carried[ids] += fx.ids[shard]
         for f in range(n_features):
             st.trial_sums[0, 0, f] += fx.codes[shard, f]
     if comes >= 0:
         shard = fx.shard[comes, fx.size[comes]]
-        more_on_b -= fx.bytes[shard]
         carried[k] -= fx.outputs[shard]
         carried[ids] -= fx.ids[shard]
         for f in range(n_features):
             st.trial_sums[0, 0, f] -= fx.codes[shard, f]
     ms = head(st.trial_sums[0, 0], fx.parameters) if carried[k] > 0 else 0.0
-    # Bytes, and bytes of ids, that each device of group `start` loses, and of group `to` gains.
-    out_bytes = fx.shared_bytes[y, leaves] if leaves >= 0 else 0
-    in_bytes = (fx.shared_bytes[y, leaves] if moves else fx.shared_bytes[y, comes]) if to >= 0 else 0
+    # Bytes of ids that each device of group `start` loses, and of group `to` gains.
     out_ids = fx.shared_ids[y, leaves] if leaves >= 0 else 0
     in_ids = (fx.shared_ids[y, leaves] if moves else fx.shared_ids[y, comes]) if to >= 0 else 0
     if back >= 0:
-        out_bytes, in_bytes = out_bytes - fx.shared_bytes[y, back], in_bytes - fx.shared_bytes[y, back]
         out_ids, in_ids = out_ids - fx.shared_ids[y, back], in_ids - fx.shared_ids[y, back]
     copy_norm(norm, st.norm)
     # Every device of a group changes. So the norms of loads and of ids are summed anew.
     norm[0, 0] = 0.0
     for d in range(n):
-        g, more = fx.group_of[y, d], more_on_b if d == b else 0
+        g = fx.group_of[y, d]
         shared_ms, own_ms = st.shared_ms[d], st.own_ms[d]
         if g >= 0 and (g == start or g == to):
             shared_ms += st.trial_group_ms[0 if g == start else 1] - st.group_ms[g]
             own_ms += fx.shared_own[y] * (st.trial_group_size[g] - st.group_size[g])
-            more += (in_bytes if g == to else 0) - (out_bytes if g == start else 0)
-        if more > 0 and st.used[d] + more > fx.free[d]:
-            return False
         if d == b:
             load = load_of(fx, d, shared_ms, own_ms, ms + total_of(st.ms[d]) - st.ms[d, k], carried)
         else:
@@ -172,6 +164,7 @@ def change_shared(head, fx, st, threshold):
     st.trial_all_carried[k] += wider
     if energy_of(fx, ref, norm, st.trial_all_carried, st.trial_group_size) >= threshold:
         return False
+    over, mark = st.value[OVER], st.number[LOG]
     if leaves >= 0:
         # Note each step before it is taken, so that `undo` can go back in reverse order.
         note(st, leaves, int64(-1), start)
@@ -189,4 +182,9 @@ def change_shared(head, fx, st, threshold):
         set_group(st, comes, to)
     # Every device of a group changed. A full recompute is simple, and removes rounding errors.
     recompute(head, fx, st)
+    # Only then it is known what the local batch takes, and so whether devices fit.
+    if st.value[OVER] > over:
+        undo(fx, st, mark)
+        recompute(head, fx, st)
+        return False
     return True

@@ -4,15 +4,18 @@ from numba import float64, int64, void
 
 from shardcore.compiling import inner
 from shardcore.search.anneal.compiled.cost import cost_of, energy_of, load_of, power, total_of
+from shardcore.search.anneal.compiled.memory import add, all_left, expect, frame
 from shardcore.search.anneal.compiled.pointers import WORDS, entry
 from shardcore.search.anneal.compiled.records import (
     BEST,
     BYTES_MOVED,
     ENERGY,
+    EVERY,
     HEAD,
     LOG,
     N_MOVED,
     N_SHARED,
+    STEPPED,
     problem_at,
     state_at,
 )
@@ -74,9 +77,12 @@ def note(st, s, d, was):
 
 
 @inner
-def undo(fx, st):
-    """Take back all logged steps, the last first. Only `held` and `group`, with their lists, are restored."""
-    while st.number[LOG] > 0:
+def undo(fx, st, until):
+    """Take back logged steps, the last first, until so many are left.
+
+    Only `held` and `group`, with their lists, are restored.
+    """
+    while st.number[LOG] > until:
         st.number[LOG] -= 1
         # int64, as elsewhere: numba compiles a function again for each type that it is called with.
         s, d, was = (int64(st.log[st.number[LOG], 0]), int64(st.log[st.number[LOG], 1]),
@@ -92,14 +98,22 @@ def recompute_groups(head, fx, st):
     """Compute group_* from `group`, and from them shared_ms and own_ms of each device."""
     st.group_sums[:] = 0.0
     st.group_size[:] = 0.0
-    st.group_bytes[:] = 0
+    st.group_sums_of[:] = 0.0
     st.group_ids[:] = 0
     for i in range(st.number[N_SHARED]):
         s = st.shared[i]
         g = st.group[s]
         y = fx.group_layout[g]
         st.group_size[g] += fx.shared_size[y, s]
-        st.group_bytes[g] += fx.shared_bytes[y, s]
+        for e in range(2):
+            for i_sum in range(4):
+                st.group_sums_of[e, g, i_sum] += fx.shared_sums[e, y, s, i_sum]
+        r = fx.shared_ids_by[y] - len(fx.ids_by)
+        st.run_shards[r] += 1
+        st.run_outputs[r] += fx.local_outputs[s] * fx.size[s]
+        st.run_rank[r] = min(st.run_rank[r], fx.rank[s])
+        st.value[EVERY] += fx.local_ids[s] + fx.bucketized[y, s]
+        st.value[STEPPED] = max(st.value[STEPPED], fx.stepped[y, s])
         st.group_ids[g] += fx.shared_ids[y, s]
         for f in range(st.group_sums.shape[1]):
             st.group_sums[g, f] += fx.shared_codes[y, s, f]
@@ -124,13 +138,20 @@ def recompute(head, fx, st):
     """
     n_devices, n_exchanges = st.carried.shape
     n_kinds = len(fx.ids_by)
+    for r in range(len(st.run_shards)):
+        st.run_shards[r], st.run_partial[r] = int64(fx.given_runs[r, 0]), int64(fx.given_runs[r, 1])
+        st.run_outputs[r], st.run_rank[r] = fx.given_runs[r, 2], int64(fx.given_runs[r, 3])
+    st.value[EVERY], st.value[STEPPED] = fx.waiting_ids + fx.given_every, fx.given_stepped
     recompute_groups(head, fx, st)
-    st.used[:] = 0
+    for d in range(n_devices):
+        for i in range(st.memory.shape[1]):
+            st.memory[d, i] = fx.given_memory[d, i]
     st.carried[:] = 0
     for y in range(len(fx.shared_once)):
         for d in range(n_devices):
             if fx.group_of[y, d] >= 0:
-                st.used[d] += st.group_bytes[fx.group_of[y, d]]
+                add(fx, st.memory[d], st.group_sums_of[fx.is_last[y, d], fx.group_of[y, d]],
+                    fx.shared_ids_by[y] - n_kinds)
                 st.carried[d, fx.shared_ids_by[y]] += st.group_ids[fx.group_of[y, d]]
     st.hosts[:] = 0
     st.all_carried[:] = 0
@@ -140,7 +161,8 @@ def recompute(head, fx, st):
         for i in range(st.count[d]):
             s = st.strips[d, i]
             shard, k = fx.shard[s, st.held[s, d]], fx.kind[s]
-            st.used[d] += fx.bytes[shard]
+            add(fx, st.memory[d], fx.sums[shard], fx.ids_by[k] - n_kinds)
+            expect(fx, st, s, int64(st.held[s, d]))
             st.carried[d, k] += fx.outputs[shard]
             st.carried[d, fx.ids_by[k]] += fx.ids[shard]
             for f in range(st.sums.shape[2]):
@@ -152,6 +174,8 @@ def recompute(head, fx, st):
             st.hosts[fx.host[d], x] += st.carried[d, x]
             st.all_carried[x] += st.carried[d, x]
         st.load[d] = load_of(fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.ms[d]), st.carried[d])
+    frame(fx, st)
+    all_left(fx, st)
     # References are the means. The lower limits guard the division for empty plans.
     st.ref[0, 0] = max(st.load.mean(), 1e-12)
     for x in range(n_exchanges):
@@ -187,7 +211,7 @@ def refresh(head, problem, state):
 def rewind(head, problem, state):
     """Go back to the best plan met. Returns its cost in ms."""
     fx, st = problem_at(problem), state_at(state)
-    undo(fx, st)
+    undo(fx, st, int64(0))
     # The log restores only `held` and `group`.
     recompute(head, fx, st)
     st.value[BEST] = cost_of(fx, st)

@@ -1,0 +1,44 @@
+"""Memory of devices as planners count it that add up numbers: each shard's own largest phase.
+
+Shapes: D devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardcore.memory import held_bytes
+from shardcore.search.shards import Bundle, devices_of, layout_of_shard
+from shardcore.step.memory_account import local_batch_bytes, own_peaks
+from shardcore.types import Problem
+
+
+def free_bytes(problem: Problem) -> list[int]:
+    """[D] bytes that shards may take."""
+    local = local_batch_bytes(problem)
+    return [may_hold - local for may_hold in held_bytes(problem)]
+
+
+class Room:
+    """Bytes left on each device while bundles are placed.
+
+    left: [D].
+    """
+
+    def __init__(self, problem: Problem, free: Sequence[int] | None = None) -> None:
+        self.problem, self._bytes_of = problem, own_peaks(problem)
+        self.left = np.array(free_bytes(problem) if free is None else free, dtype=np.int64)
+
+    def bytes_of(self, bundle: Bundle) -> int:
+        return sum(self._bytes_of(layout_of_shard(shard, self.problem), shard) for shard in bundle)
+
+    def fits(self, bundle: Bundle) -> np.ndarray:
+        """[D] devices that may have the bundle, and have the memory."""
+        allowed = np.zeros(len(self.left), dtype=bool)
+        allowed[list(devices_of(bundle[0], self.problem))] = True
+        return allowed & (self.left >= self.bytes_of(bundle))
+
+    def put(self, bundle: Bundle, device: int) -> None:
+        self.left[device] -= self.bytes_of(bundle)

@@ -1,0 +1,204 @@
+"""Memory of devices: exactly what the plan's own count says (step/memory_account.py, memory_timeline).
+
+A device holds a few sums over its shards (row). Some are in all phases of a step; of the others, multiples
+are in each phase. What the local batch takes is the same on all devices (the frame). It depends on which runs
+there are, on their order and on which of them have tables cut by columns.
+
+A step has four stages. In each, runs take turns. Before and after its own turn, a run holds something, too.
+So one pass over the runs gives all phases: no list of them is needed.
+
+t is a stage, i a run's place in the order.
+"""
+
+import math
+
+from shardcore.compiling import inner
+from shardcore.search.anneal.compiled.records import (
+    ARRIVED,
+    DENSE_PART,
+    EVERY,
+    JOINED,
+    N_RUNS,
+    ON_HOST,
+    OVER,
+    RESIDENT,
+    SLOT_AFTER,
+    SLOT_BEFORE,
+    SLOT_LINGERS,
+    SLOT_PHASES,
+    STEPPED,
+    SUMS,
+)
+
+
+@inner
+def add(fx, row, sums, run):
+    """Add a shard's sums [5] to a device's row."""
+    n = len(fx.run_collection)
+    row[RESIDENT] += sums[0]
+    row[ARRIVED] += sums[1]
+    row[ON_HOST] += sums[5]
+    row[SUMS + run] += sums[2]
+    row[SUMS + n + run] += sums[3]
+
+
+@inner
+def add_change(fx, row, was, then, run):
+    """Replace one shard's sums by another's in a device's row."""
+    n = len(fx.run_collection)
+    row[RESIDENT] += fx.sums[then, 0] - fx.sums[was, 0]
+    row[ARRIVED] += fx.sums[then, 1] - fx.sums[was, 1]
+    row[ON_HOST] += fx.sums[then, 5] - fx.sums[was, 5]
+    row[SUMS + run] += fx.sums[then, 2] - fx.sums[was, 2]
+    row[SUMS + n + run] += fx.sums[then, 3] - fx.sums[was, 3]
+
+
+@inner
+def frame(fx, st):
+    """Compute what the local batch takes, from the runs' outputs, ranks and partial shards."""
+    # The runs that there are, by the rank of their first table.
+    n = 0
+    for r in range(len(st.run_shards)):
+        if st.run_shards[r] > 0:
+            i = n
+            while i > 0 and st.run_rank[st.order[i - 1]] > st.run_rank[r]:
+                st.order[i] = st.order[i - 1]
+                i -= 1
+            st.order[i] = r
+            n += 1
+    st.number[N_RUNS] = n
+    received = joined = sent_back = most = 0.0
+    for i in range(n):
+        r = st.order[i]
+        outputs, cut = st.run_outputs[r], st.run_partial[r] > 0
+        # Outputs of a collection's runs form one tensor. Its gradient lives until the run that is last in
+        # backward has its own: the first of them.
+        of_all, others, is_last = 0.0, 0, True
+        for j in range(n):
+            q = st.order[j]
+            if fx.run_collection[q] == fx.run_collection[r]:
+                of_all += st.run_outputs[q]
+                if q != r:
+                    others += 1
+                    # Replicas' are after all that is exchanged.
+                    if fx.run_replicas[q] or (j < i and not fx.run_replicas[r]):
+                        is_last = False
+        together = cut if fx.run_sequence[r] else others > 0
+        gradient = 0.0
+        if fx.run_sequence[r]:
+            gradient = outputs
+        elif is_last:
+            gradient = of_all
+        received += outputs
+        joined += outputs if together else 0.0
+        of_run = 0.0
+        for t in range(4):
+            for slot in range(fx.turn_batch.shape[2]):
+                of = fx.turn_batch[r, t, slot]
+                st.frame[r, t, slot] = (
+                    of[0] * outputs + (of[1] * outputs if cut else of[5] * gradient)
+                    + (of[2] * outputs if together else 0.0)
+                    + (of[3] * outputs if cut or together else 0.0) + of[4] * gradient)
+                if slot >= SLOT_PHASES or slot == SLOT_BEFORE:
+                    of_run = max(of_run, st.frame[r, t, slot])
+            of_run = max(of_run, st.frame[r, t, SLOT_AFTER] + st.frame[r, t, SLOT_LINGERS])
+        most += of_run
+        sent_back += st.frame[r, 2, SLOT_BEFORE]
+    st.value[JOINED] = received + joined
+    st.value[DENSE_PART] = received
+    # No phase takes more of a local batch.
+    st.frame_most[0] = max(most, received + max(joined, sent_back))
+
+
+@inner
+def peak(fx, st, row):
+    """Bytes of a device's largest phase, without what is in all phases."""
+    n, n_all = st.number[N_RUNS], len(fx.run_collection)
+    most = max(row[ARRIVED], st.value[STEPPED], st.value[JOINED])
+    for t in range(4):
+        held = 0.0
+        for i in range(n):
+            r = st.order[i]
+            of = fx.turn_sums[r, t, SLOT_BEFORE]
+            held += st.frame[r, t, SLOT_BEFORE] + of[0] * row[SUMS + r] + of[1] * row[SUMS + n_all + r]
+        if t == 2:
+            most = max(most, st.value[DENSE_PART] + held)
+        lingers = 0.0
+        for i in range(n):
+            # Autograd goes back from the last run to the first.
+            r = st.order[i] if t < 2 else st.order[n - 1 - i]
+            entered, lookups = row[SUMS + r], row[SUMS + n_all + r]
+            of, frame_of = fx.turn_sums[r, t], st.frame[r, t]
+            held -= frame_of[SLOT_BEFORE] + of[SLOT_BEFORE, 0] * entered + of[SLOT_BEFORE, 1] * lookups
+            for slot in range(SLOT_PHASES, SLOT_PHASES + fx.turn_phases[r, t]):
+                most = max(most, held + lingers + frame_of[slot] + of[slot, 0] * entered
+                           + of[slot, 1] * lookups)
+                lingers = 0.0
+            held += frame_of[SLOT_AFTER] + of[SLOT_AFTER, 0] * entered + of[SLOT_AFTER, 1] * lookups
+            lingers = (frame_of[SLOT_LINGERS] + of[SLOT_LINGERS, 0] * entered
+                       + of[SLOT_LINGERS, 1] * lookups)
+    return most
+
+
+@inner
+def left_of(fx, st, d, row):
+    """Bytes that device d has left if it holds a row. At least so many; exact where less than nothing.
+
+    A device without a shard takes nothing: it may be one whose memory is all reserved.
+    """
+    if row[RESIDENT] == 0.0 and row[ARRIVED] == 0.0:
+        return max(fx.free[d], 0.0)
+    left, n_all = fx.free[d] - row[RESIDENT], len(fx.run_collection)
+    # The sum of each run's largest phase is quick, and mostly enough.
+    most = row[ARRIVED] + st.value[STEPPED] + st.frame_most[0]
+    for i in range(st.number[N_RUNS]):
+        r = st.order[i]
+        most += fx.sums_most[r, 0] * row[SUMS + r] + fx.sums_most[r, 1] * row[SUMS + n_all + r]
+    enough = left - st.value[EVERY] - most
+    if enough >= 0.0:
+        return enough
+    return left - math.floor(st.value[EVERY] + peak(fx, st, row) + 0.5)
+
+
+@inner
+def all_left(fx, st):
+    """Compute what all devices have left, and what they and hosts have too much, together."""
+    over = 0.0
+    st.on_host[:] = 0.0
+    for d in range(len(st.left)):
+        st.left[d] = left_of(fx, st, d, st.memory[d])
+        over += max(0.0, -st.left[d])
+        st.on_host[fx.host[d]] += st.memory[d, ON_HOST]
+    for h in range(len(st.on_host)):
+        over += max(0.0, st.on_host[h] - fx.host_free)
+    st.value[OVER] = over
+
+
+@inner
+def host_fits(fx, st, d, more):
+    """Whether the memory of d's host takes more bytes. A host that is too full already may lose some."""
+    return more <= 0.0 or st.on_host[fx.host[d]] + more <= fx.host_free
+
+
+@inner
+def expect(fx, st, s, units):
+    """Count a shard of strip s among those that runs have. `frame` computes what follows."""
+    r = fx.ids_by[fx.kind[s]] - len(fx.ids_by)
+    st.run_shards[r] += 1
+    st.run_outputs[r] += units * fx.local_outputs[s]
+    st.run_rank[r] = min(st.run_rank[r], fx.rank[s])
+    st.value[EVERY] += fx.local_ids[s]
+    if units < fx.size[s]:
+        st.run_partial[r] += 1
+
+
+@inner
+def change_parts(fx, st, s, was, now):
+    """Count a device's shard of strip s as wider or narrower. Returns whether a run is now cut that was not,
+    or no longer is."""
+    r = fx.ids_by[fx.kind[s]] - len(fx.ids_by)
+    before = st.run_partial[r] > 0
+    st.value[EVERY] += (int(now > 0) - int(was > 0)) * fx.local_ids[s]
+    st.run_shards[r] += int(now > 0) - int(was > 0)
+    st.run_partial[r] += int(0 < now and now < fx.size[s]) - int(0 < was and was < fx.size[s])
+    return before != (st.run_partial[r] > 0)

@@ -1,0 +1,1 @@
+"""What one training step of a plan does."""

@@ -1,0 +1,237 @@
+"""The memory of devices as sums over shards, so that searches keep it exactly while shards come and go.
+
+The memory timeline (phases.py) is linear. In each phase a device holds its shards' resident bytes, and
+multiples of a few sums over its shards: ids that arrived, outputs (or gradients of replicas), and lookups.
+The largest phase counts. What a device has of the local batch is the same on all devices.
+
+Shapes: D devices, R runs, P phases, T turns (stages of a step). F sums of a shard, see `Sums`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from shardcore.amounts import (
+    RunBatch,
+    bucketized_bytes,
+    local_amounts,
+    outputs_amounts,
+    run_batches,
+    sorting_bytes,
+    travelling,
+)
+from shardcore.inputs import received_bytes, sample_bytes
+from shardcore.layouts import WHOLE_ROWS, Layout, run_of, shards_on
+from shardcore.memory import held_bytes, host_bytes, resident_bytes
+from shardcore.op_limits import MOST_IDS, may_bind, most_features, op_ids
+from shardcore.outputs import output_bytes
+from shardcore.phases import IDS_ALIVE, RUNS, needed_times, run_key
+from shardcore.types import Placement, Problem, Shard, Table
+
+_OF_OP = 1024.0
+"""Bytes as which a feature or an id counts that is too many in an op."""
+
+
+class Sums(NamedTuple):
+    """What a shard adds to a device's sums.
+
+    resident: bytes of weights, optimizer state, ids while they wait, and a replica's gradient. Always there.
+    arrived: bytes of ids that the device receives. They are there once more when they arrive.
+    entered: bytes of outputs, or of a replica's gradient. They enter collectives.
+    lookups: in a step.
+    features: with pooled outputs.
+    on_host: bytes in the memory of the device's host.
+    """
+
+    resident: float
+    arrived: int
+    entered: int
+    lookups: float
+    features: int
+    on_host: int
+
+
+def sums_of(run: Layout, shard: Shard, problem: Problem) -> Sums:
+    """The sums of a device's part of a shard."""
+    table, resident = shard.table, sum(resident_bytes(run, shard, problem))
+    lookups, features = op_ids(run, shard, problem), 0 if run.sequence else table.features
+    if run.local_batch:
+        gradient = shard.bytes * run.dense_gradient
+        return Sums(resident + gradient, 0, gradient, lookups, features, 0)
+    arrived = received_bytes(shard, problem)
+    return Sums(resident + IDS_ALIVE * arrived, arrived, output_bytes(shard, problem.global_batch), lookups,
+                features, host_bytes(shard, problem))
+
+
+@dataclass(frozen=True, eq=False)
+class Account:
+    """The memory of plans whose runs, and whose local batch, are the same.
+
+    runs: [R] in the order in which TorchRec runs them.
+    base: [P] bytes of a local batch.
+    coefficients: [R, F, P] bytes in a phase for each of a run's sums.
+    limits: [D, P] bytes that a device may have, with its local batch.
+    phases: the first so many of P are phases. The others are lookups and features of each run's op, which
+      FBGEMM limits. They are there only where there may be too many.
+    """
+
+    problem: Problem
+    runs: Mapping[Layout, int]
+    base: np.ndarray
+    coefficients: np.ndarray
+    limits: np.ndarray
+    phases: int
+
+    @classmethod
+    def of(cls, batches: Mapping[Layout, RunBatch], problem: Problem) -> Account:
+        """The account of plans with these runs.
+
+        batches: what each has of a local batch, in the order of runs.
+        """
+        keys = tuple(_key(run) for run in batches)
+        names, times = needed_times(keys)
+        rows = {name: i for i, name in enumerate(names)}
+        base = np.zeros(times.shape[1])
+        coefficients = np.zeros((len(keys), len(Sums._fields), len(base)))
+        for r, (run, amounts) in enumerate(local_amounts(batches, problem).items()):
+            base += sum(n * times[rows[r, name]] for name, n in amounts.items() if (r, name) in rows)
+            coefficients[r, 0] = 1.0
+            for f, unit in enumerate(_units(run, problem), start=1):
+                coefficients[r, f] = sum(n * times[rows[r, name]] for name, n in unit.items()
+                                         if (r, name) in rows)
+            # They are resident, too (see Sums).
+            coefficients[r, 1] -= IDS_ALIVE * (not run.local_batch)
+            coefficients[r, 2] -= run.local_batch
+        limits = np.tile(np.array(held_bytes(problem), dtype=float)[:, None], len(base))
+        phases = len(base)
+        if may_bind(problem):
+            of_op = np.array([(MOST_IDS, most_features(run.batch(problem))) for run in batches], float)
+            base = np.append(base, np.zeros(of_op.size))
+            limits = np.append(limits, np.tile(of_op.ravel() * _OF_OP, (len(limits), 1)), axis=1)
+            of_ops = np.zeros((len(keys), len(Sums._fields), len(keys), 2))
+            for r in range(len(keys)):
+                of_ops[r, 3:5, r] = _OF_OP * np.eye(2)
+            coefficients = np.append(coefficients, of_ops.reshape(*coefficients.shape[:2], -1), axis=2)
+        return cls(problem, {run: r for r, run in enumerate(batches)}, base, coefficients, limits, phases)
+
+    def vector(self, run: Layout, shard: Shard, sums: Sums | None = None) -> np.ndarray:
+        """[P] bytes that a device has of a shard in each phase. sums: those of the shard, if known."""
+        return np.array(sums or sums_of(run, shard, self.problem), float) @ self.coefficients[self.runs[run]]
+
+    def loads(self, placements: Iterable[Placement]) -> np.ndarray:
+        """[D, P] bytes that devices have of these placements in each phase, without the local batch."""
+        load = np.zeros(self.limits.shape)
+        for placement in placements:
+            for device, shard in shards_on(placement):
+                load[device] += self.vector(run_of(placement.kind, shard.table), shard)
+        return load
+
+
+def own_peaks(problem: Problem) -> Callable[[Layout, Shard], int]:
+    """A function of a run and a shard: bytes that a device has of it in its own largest phase.
+
+    The ids of a local batch that a cut or a division adds to all devices are included.
+    """
+    accounts: dict[Layout, Account] = {}
+
+    def bytes_of(run: Layout, shard: Shard) -> int:
+        if run not in accounts:
+            accounts[run] = Account.of({run: RunBatch(0, False, 0.0, 0.0, 0)}, problem)
+        account, ids = accounts[run], 0.0
+        if shard.width < shard.table.dim and not run.local_batch:
+            ids += sample_bytes(shard.table, problem.job)
+        if run.divides_rows:
+            ids += bucketized_bytes(shard.table, problem.job, len(run.groups(problem.topology)[0]))
+        largest = account.vector(run, shard)[:account.phases].max()
+        return math.ceil(largest + IDS_ALIVE * problem.local_batch * ids)
+
+    return bytes_of
+
+
+def table_bytes(table: Table, problem: Problem, width: int | None = None) -> int:
+    """Bytes of a table on a device, or of some of its columns, in its own largest phase."""
+    shard = Shard(table, 0, table.rows, 0, width or table.dim)
+    return own_peaks(problem)(run_of(WHOLE_ROWS.name, table), shard)
+
+
+def local_batch_bytes(problem: Problem) -> int:
+    """Bytes of a local batch on a device with half of an even share of all tables, which are whole.
+
+    The largest phase counts. So with more shards, the local batch adds less.
+    """
+    whole = [Placement(WHOLE_ROWS.name, Shard.whole(t), (0,)) for t in problem.tables]
+    account = account_of(whole, problem)
+    load = account.loads(whole)[0, :account.phases] / (2 * len(problem.topology))
+    # Resident bytes are in all phases.
+    return math.ceil((account.base[:account.phases] + load).max() - load.max())
+
+
+def account_of(placements: Iterable[Placement], problem: Problem) -> Account:
+    """The account of a plan, complete or not."""
+    return Account.of(run_batches(placements, problem), problem)
+
+
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """What runs hold in their turns, for searches in which runs come and go (anneal/compiled/memory.py).
+
+    Slots of a turn: before it, after it, in the first phase of the next run's turn, and its own phases.
+
+    sums: [R, T, slots, 2] multiples of what entered, and of lookups.
+    batch: [R, T, slots, 6] multiples of what a run has of a local batch: its outputs; these if it is cut, if
+      outputs of several runs are joined, and if either; its gradient; and that if it is not cut.
+    phases: [R, T] number of phases.
+    most: [R, 2] the largest of the multiples `sums`.
+    """
+
+    sums: np.ndarray
+    batch: np.ndarray
+    phases: np.ndarray
+    most: np.ndarray
+
+    @classmethod
+    def of(cls, runs: Sequence[Layout], problem: Problem) -> Turns:
+        stages = [RUNS[_key(run)] for run in runs]
+        n_phases = np.array([[len(turn.phases) for turn in of] for of in stages], dtype=np.int64)
+        n_slots = 3 + int(n_phases.max())
+        sums, batch = (np.zeros((len(runs), 4, n_slots, n)) for n in (2, 6))
+        local = _local_units(problem)
+        for r, run in enumerate(runs):
+            _, entered, sorting = _units(run, problem)
+            for t, turn in enumerate(stages[r]):
+                for slot, alive in enumerate((turn.before, turn.after, turn.lingers, *turn.phases.values())):
+                    for name, n in ((name, n) for of in alive.values() for name, n in of.items()):
+                        sums[r, t, slot] += n * np.array([entered.get(name, 0), sorting.get(name, 0)])
+                        batch[r, t, slot] += n * local.get(name, np.zeros(6))
+        after = np.zeros_like(sums)
+        after[:, :, 1] = sums[:, :, 2]
+        return cls(sums, batch, n_phases, (sums + after).max((1, 2)))
+
+
+def _local_units(problem: Problem) -> dict[str, np.ndarray]:
+    """Each amount of a run's outputs for a local batch, as multiples of what `Turns.batch` names."""
+    outputs, cut, together, either, gradient, uncut = np.eye(6)
+    plain, joined = (outputs_amounts(1.0, problem, False, together) for together in (False, True))
+    units = {name: n * outputs for name, n in plain.items()}
+    return units | {"cut": cut, "together": together, "joined": either, "gradient": gradient, "uncut": uncut,
+                    "local copied": plain["local copied"] * outputs
+                    + (joined["local copied"] - plain["local copied"]) * together}
+
+
+def _key(run: Layout) -> tuple[str, ...]:
+    return run_key([channel.name for channel in run.channels], run.sequence)
+
+
+def _units(run: Layout, problem: Problem) -> tuple[dict[str, float], ...]:
+    """The amounts of a byte that arrived, of one that entered, and of a lookup."""
+    if run.local_batch:
+        return {}, {"dense": 1.0}, {}
+    entered: dict[str, float] = {}
+    for channel, entering in run.channels.items():
+        entered |= travelling(channel.name, entering(0, 1.0, problem), problem.job)
+    return {"arrived": 1.0}, entered, {"sorting": float(sorting_bytes(problem))}
