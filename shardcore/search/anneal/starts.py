@@ -36,6 +36,8 @@ _MISSES = 5
 """After so many cuts without a cheaper greedy plan, cutting ends."""
 _DIVIDED = (1.0, 0.5, 0.25)
 """Other starts divide the rows of tables that cost more than these shares."""
+_COPIED = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the tables that starts copy, where the others have their rows divided."""
 _TIGHT, _SMALL = 0.8, (0.3, 0.2, 0.1, 0.05)
 """When memory is tight, further starts cut tables by size.
 
@@ -120,6 +122,29 @@ class Starts:
                 if start:
                     fits = True
                     yield start
+        if start := self._by_kinds(space):
+            yield start
+
+    def _by_kinds(self, space: SearchSpace) -> Start | None:
+        """The cheapest start with all tables, pooled or not, on several devices. None if none fits.
+
+        The smallest tables are copied, the others have their rows divided: more and more of the former.
+        """
+        may, layouts, ways = space.fixed.may_share, space.layouts, []
+        copied = _first(may, [y for y, layout in enumerate(layouts) if layout.local_batch])
+        size = np.where(copied >= 0, space.shared_bytes[copied, np.arange(may.shape[1])], np.inf)
+        smallest, n_copies = np.argsort(size, kind="stable"), int((copied >= 0).sum())
+        for name in dict.fromkeys(layout.name for layout in layouts if layout.divides_rows):
+            divided = _first(may, [y for y, layout in enumerate(layouts) if layout.name == name])
+            for share in _COPIED[::len(_COPIED) - 1] if self.spaces.is_large(space.cache) else _COPIED:
+                of = np.where(divided >= 0, divided, copied)
+                copies = smallest[:int(share * n_copies)]
+                of[copies] = copied[copies]
+                if (of >= 0).any():
+                    each = (self._with(space, np.flatnonzero(of == y), y) for y in np.unique(of[of >= 0]))
+                    n, pairs = zip(*each, strict=True)
+                    ways.append((np.min(n, 0), np.concatenate(pairs)))
+        return self._cheapest(space, ways) if ways else None
 
     def from_columns(self, columns: Sequence[Placement]) -> Iterator[Start]:
         """A plan by columns as a start in the whole space, and with tables on all devices where that pays."""
@@ -380,6 +405,14 @@ class Starts:
             start.space = replace(start.space, fixed=start.space.as_it_is)
         start.fixed = start.space.as_it_is
         return start
+
+
+def _first(may_share: np.ndarray, layouts: Sequence[int]) -> np.ndarray:
+    """[S] the first of some layouts by which groups may share a strip. -1: none."""
+    found = np.full(may_share.shape[1], -1)
+    for y in reversed(layouts):
+        found[may_share[y]] = y
+    return found
 
 
 def _pairs(strips: Sequence[int] = (), group: int = 0) -> np.ndarray:
