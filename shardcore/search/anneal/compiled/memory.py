@@ -80,7 +80,7 @@ def frame(fx, st):
                 if q != r:
                     others += 1
                     # Replicas are last, whatever the order.
-                    if fx.run_replicas[q] or (j > i and not fx.run_replicas[r]):
+                    if fx.run_replicas[q] or (j < i and not fx.run_replicas[r]):
                         is_last = False
         together = cut if fx.run_sequence[r] else others > 0
         gradient = 0.0
