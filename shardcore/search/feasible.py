@@ -6,6 +6,7 @@ Tables that no device can hold are cut. Problems without a plan are refused with
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -54,8 +55,9 @@ def feasible_shards(problem: Problem) -> list[Shard]:
     Raises Infeasible if that is not possible, or takes more memory than there is, and no other plan fits
     either (`fitting`).
     """
+    cuts = _Cuts(problem)  # refuses kinds that cannot run a table, with those that can
     _require_widths(problem)
-    return _Cuts(problem).shards()
+    return cuts.shards()
 
 
 def fitting(problem: Problem) -> Plan:
@@ -95,16 +97,43 @@ class _Cuts:
             self._total = np.zeros(self._at_most.shape[1])
 
     def shards(self) -> list[Shard]:
-        found: list[Shard] = []
-        for bundle in self.bundles:
-            parts = bundle if self.fits_whole(bundle) else self.cut_of(bundle)
-            if parts is None:
-                return self._shards_of(fitting(self.problem))
-            found += parts
-        # However shards are placed, all devices together hold their sum.
-        if self.batches and np.any(self._total > np.maximum(self._at_most, 0).sum(0) * (1 + 1e-9)):
+        found = [bundle if self.fits_whole(bundle) else self.cut_of(bundle) for bundle in self.bundles]
+        if None in found or not self._make_equally_wide(found) or self._too_much():
             return self._shards_of(fitting(self.problem))
-        return found
+        return [shard for parts in found for shard in parts]
+
+    def _too_much(self) -> bool:
+        """Tell if all tables do not fit, however they are placed."""
+        if not self.batches:
+            return False
+        # All devices together hold their sum, and each those that are on all devices.
+        together = np.any(self._total > np.maximum(self._at_most, 0).sum(0) * (1 + 1e-9))
+        return bool(together or (self.fixed and np.any(self._at_most < -0.5)))
+
+    def _make_equally_wide(self, found: list[Sequence[Shard]]) -> bool:
+        """Cut the sequences of a collection that are cut into parts of one width. Tell if there is one.
+
+        TorchRec needs them so.
+        """
+        cut: dict[str, list[int]] = defaultdict(list)
+        for i, (first, *_) in enumerate(found):
+            if first.table.sequence and first.width < first.table.dim:
+                cut[first.table.collection].append(i)
+        for at in cut.values():
+            tables, narrowest = [found[i][0].table for i in at], min(found[i][0].width for i in at)
+            width = next((w for w in range(narrowest, 0, -1)
+                          if all(self._fits_equally(t, w) for t in tables)), None)
+            if width is None:
+                return False
+            for i, table in zip(at, tables, strict=True):
+                found[i] = equal_parts(table, table.dim // width)
+        return True
+
+    def _fits_equally(self, table: Table, width: int) -> bool:
+        """Tell if a table may be cut into parts of a width that fit."""
+        return (table.dim % width == 0 and width % self.problem.unit_width(table) == 0
+                and table.dim // width <= len(self.problem.allowed_devices(table.name))
+                and self._fits(equal_parts(table, table.dim // width)))
 
     def fits_whole(self, bundle: Bundle) -> bool:
         """Tell if the tables of a bundle, whole, fit on some device."""
@@ -131,10 +160,9 @@ class _Cuts:
             return ranges
         if table.sequence:
             # TorchRec needs the columns of a sequence equally wide.
-            unit = problem.unit_width(table)
-            equal = (equal_parts(table, n) for n in range(2, len(problem.allowed_devices(table.name)) + 1)
-                     if table.dim % n == 0 and table.dim // n % unit == 0)
-            return next(filter(self._fits, equal), None)
+            most = len(problem.allowed_devices(table.name))
+            return next((equal_parts(table, n) for n in range(2, most + 1)
+                         if table.dim % n == 0 and self._fits_equally(table, table.dim // n)), None)
         parts = [Shard.whole(table)]
         while parts[0].width > problem.most_width(table) or not self._fits(parts):
             halves = [halve_columns(shard, problem.unit_width(table)) for shard in parts]
