@@ -97,24 +97,23 @@ class _Cuts:
             self._total = np.zeros(self._at_most.shape[1])
 
     def shards(self) -> list[Shard]:
-        found = [bundle if self.fits_whole(bundle) else self.cut_of(bundle) for bundle in self.bundles]
-        if None in found or not self._make_equally_wide(found) or self._too_much():
+        fit_whole, found = list(map(self.fits_whole, self.bundles)), []
+        fits = not (self.batches and self._too_much())
+        for bundle, is_whole in zip(self.bundles, fit_whole, strict=True):
+            found.append(bundle if is_whole else fits and self.cut_of(bundle))
+            fits = fits and found[-1] is not None
+        if not (fits and self._make_equally_wide(found)):
             return self._shards_of(fitting(self.problem))
         return [shard for parts in found for shard in parts]
 
     def _too_much(self) -> bool:
         """Tell if all tables do not fit, however they are placed."""
-        if not self.batches:
-            return False
-        # All devices together hold their sum, and each those that are on all devices.
-        together = np.any(self._total > np.maximum(self._at_most, 0).sum(0) * (1 + 1e-9))
-        return bool(together or (self.fixed and np.any(self._at_most < -0.5)))
+        # All devices together hold their sum, and each holds those that are on all devices.
+        together = self._total > np.maximum(self._at_most, 0).sum(0) * (1 + 1e-9)
+        return bool(together.any() or (self.fixed and (self._at_most < -0.5).any()))
 
     def _make_equally_wide(self, found: list[Sequence[Shard]]) -> bool:
-        """Cut the sequences of a collection that are cut into parts of one width. Tell if there is one.
-
-        TorchRec needs them so.
-        """
+        """Cut sequences of a collection into parts of one width, as TorchRec needs. Tell if there is one."""
         cut: dict[str, list[int]] = defaultdict(list)
         for i, (first, *_) in enumerate(found):
             if first.table.sequence and first.width < first.table.dim:
