@@ -75,20 +75,32 @@ def test_a_table_that_none_of_its_kinds_can_run_is_refused_with_those_that_can()
 
 def test_replicas_that_do_not_fit_are_refused():
     large = problem({f"t{i}": "data_parallel" for i in range(7)}, memory_bytes=20_000)
-    with pytest.raises(Infeasible, match="does not fit: .* are lacking. It would fit with"):
+    with pytest.raises(Infeasible, match=r"'t0', .* and 2 more, on all devices \(constraints.kinds\), take "
+                       "0.4 MiB of each .* may hold 0.1 MiB, 0.2 MiB too little.* It would fit with 0.3 MiB"):
         plan(large)
+
+
+def test_what_is_on_all_devices_is_named_where_it_leaves_others_too_little():
+    given = problem({f"t{i}": "data_parallel" for i in range(7)})
+    beside = Plan((*fixed_placements(given), column(given.tables[7], 0)))
+    short = replace(given, topology=Topology((Device(max(used_bytes(beside, given)) - 1),) * 2),
+                    constraints=replace(given.constraints, unsplit=("t7",)))
+    short = replace(short, constraints=replace(short.constraints, kinds=(*short.constraints.kinds,
+                                                                         ("t7", ("column",)))))
+    with pytest.raises(Infeasible, match=r"table 't7', which must stay whole .* bytes too little \(.* of "
+                       r"each is for tables on all devices: constraints.kinds\)"):
+        plan(short)
 
 
 def test_replicas_alone_fit_to_the_byte():
     given = problem({f"t{i}": "data_parallel" for i in range(8)})
     only = Plan(fixed_placements(given))
-    for less in (0, 1):
-        of = replace(given, topology=Topology(tuple(Device(n - less) for n in used_bytes(only, given))))
-        if not less:
-            assert kinds(plan(of)) == kinds(only)
-            continue
-        with pytest.raises(Infeasible, match="1 bytes are lacking"):
-            plan(of)
+    exact, short = (replace(given, topology=Topology(tuple(Device(n - k) for n in used_bytes(only, given))))
+                    for k in (0, 1))
+    for algorithm in SEARCHES:
+        assert kinds(plan(exact, algorithm)) == kinds(only)
+        with pytest.raises(Infeasible, match="1 bytes too little.* 1 bytes are lacking"):
+            plan(short, algorithm)
 
 
 def test_what_they_take_is_not_given_to_others():
