@@ -85,17 +85,26 @@ class PlacementState:
         if not fits.all() or self._limited_ops:
             # What a shard takes at most was too much. So count phase by phase where it was.
             at = np.nonzero(np.ones_like(fits) if self._limited_ops else ~fits)
-            was, then, strips = (np.broadcast_to(x, fits.shape)[at] for x in (was, then, strips))
+            before, after, of = (np.broadcast_to(x, fits.shape)[at] for x in (was, then, strips))
             base, ids = (np.broadcast_to(x, (*fits.shape, x.shape[-1]))[at]
                          for x in (self._base, ids[..., None]))
             n_phases = self._account.phases
-            load = self.load[at] + self._vectors(strips, then) - self._vectors(strips, was) + base
+            load = self.load[at] + self._vectors(of, after) - self._vectors(of, before) + base
             load[:, :n_phases] = np.rint(load[:, :n_phases] + ids)
             fits[at] = (load <= self._account.limits[at[-1]]).all(-1)
         if self._hosts is not None:
             of_host = self._on_host @ self._hosts + self.cache.sums[then, 5] - self.cache.sums[was, 5]
             fits &= of_host <= self.cache.problem.topology.host_memory_bytes
         return fits & self.cache.allowed[strip]
+
+    def peak_bytes(self) -> np.ndarray:
+        """[..., D] bytes that devices take in the largest phase of a step. Equal to memory.used_bytes(plan).
+
+        That of a device without a shard is the local batch's.
+        """
+        n_phases = self._account.phases
+        load = (self.load + self._base)[..., :n_phases].max(-1)
+        return np.rint(load + np.asarray(self._ids)[..., None]).astype(np.int64)
 
     def _vectors(self, strip: np.ndarray, number: np.ndarray) -> np.ndarray:
         """[..., P] bytes of shards in each phase."""

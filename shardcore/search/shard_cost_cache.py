@@ -78,7 +78,7 @@ class ShardCostCache:
         self.problem, self.model = problem, model
         self.speed = np.array([d.speed for d in problem.topology.devices])
         shards = list(shards)
-        self._strips = _strips_of(shards, problem)
+        self._strips, self._cut_sequences = _strips_of(shards, problem), _cut_sequences(shards)
         self._strips_at: dict[RowRange, list[tuple[Shard, int]]] = defaultdict(list)
         for i, bundle in enumerate(self._strips):
             for shard in bundle:
@@ -155,8 +155,10 @@ class ShardCostCache:
         return made, number.reshape(-1)
 
     def covers(self, shards: Iterable[Shard]) -> bool:
-        """Whether these shards make up exactly the strips of the cache."""
-        return self._strips == _strips_of(shards, self.problem)
+        """Whether these shards make up exactly the strips of the cache, with sequences cut in the same way."""
+        shards = list(shards)
+        return self._cut_sequences == _cut_sequences(shards) and self._strips == _strips_of(shards,
+                                                                                            self.problem)
 
     def table(self, strip: int) -> Table:
         """The strip's table, or the first of several kept together."""
@@ -338,6 +340,11 @@ def _unit_width(bundle: Bundle, shards: Sequence[Shard], problem: Problem) -> in
     if table.sequence and len(shards) > 1:
         return gcd(*(shard.width for shard in shards))
     return problem.unit_width(table)
+
+
+def _cut_sequences(shards: Iterable[Shard]) -> frozenset[tuple[str, int]]:
+    """Sequences that are cut by columns, and the widths of their shards."""
+    return frozenset((s.table.name, s.width) for s in shards if s.table.sequence and s.width < s.table.dim)
 
 
 def _strips_of(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:
