@@ -63,8 +63,8 @@ def plan_of(shards, devices, problem) -> Plan:
     return Plan(consolidate([*placed([(s,) for s in shards], devices, problem), *fixed_placements(problem)]))
 
 
-def total_ms(shards, devices, problem, fits=True) -> float:
-    return price(lower(plan_of(shards, devices, problem), problem, fits=fits),
+def total_ms(shards, devices, problem) -> float:
+    return price(lower(plan_of(shards, devices, problem), problem),
                  replace(MODEL, setting=replace(MODEL.setting, optimizer=problem.optimizer))).total_ms
 
 
