@@ -28,7 +28,7 @@ import numpy as np
 from shardcore.amounts import RunBatch, bucketized_bytes, run_batches
 from shardcore.cost.model import CommCost, CostModel, step_ms
 from shardcore.inputs import sample_bytes
-from shardcore.layouts import WHOLE_ROWS, Layout, runs_of
+from shardcore.layouts import WHOLE_ROWS, Layout, run_of, runs_of
 from shardcore.phases import IDS_ALIVE
 from shardcore.search.shards import (
     IMPOSSIBLE,
@@ -110,7 +110,9 @@ class ShardCostCache:
         self.made: list[Bundle] = [self._strips[0]]  # number 0: any will do, its values are zeroed
         self._codes, self._single_ms = np.zeros((0, 1)), np.zeros(0)
         self._batches: dict[Layout, RunBatch] | None = None
-        self.sums, self._multiples = np.zeros((1, 6)), Turns.of(self.kinds, problem).most
+        self.sums, self._multiples = np.zeros((1, 6)), {}
+        for run in {*self.kinds, *(run for of in map(self.runs, range(len(self))) for run in of)}:
+            [self._multiples[run]] = Turns.of((run,), problem).most
         self.bytes, self.outputs, self.id_bytes = (np.zeros(1, dtype=np.int64) for _ in range(3))
 
     def __len__(self) -> int:
@@ -165,6 +167,13 @@ class ShardCostCache:
     def whole(self, strip: int) -> Bundle:
         """All columns of a strip."""
         return self._strips[strip]
+
+    def runs(self, strip: int) -> tuple[Layout, ...]:
+        """How each table of a strip runs. Those of a bundle may be of several collections."""
+        bundle = self._strips[strip]
+        if len(bundle) == 1:
+            return (self.kinds[self.kind[strip]],)
+        return tuple(run_of(WHOLE_ROWS.name, shard.table) for shard in bundle)
 
     def key(self, shard: Shard) -> ShardKey:
         """A shard as strip and units. Of a table kept together with others, the key of their bundle."""
@@ -249,15 +258,17 @@ class ShardCostCache:
             return
         made, first = [self._columns(s, 0, u) for s, u in new], len(self.made)
         self.made += made
-        runs = [self.kinds[self.kind[s]] for s, _ in new]
-        sums = np.array([np.sum([sums_of(run, s, self.problem) for s in bundle], 0)
-                         for bundle, run in zip(made, runs, strict=True)])
+        of_shards = [(run, shard) for bundle, (s, _) in zip(made, new, strict=True)
+                     for run, shard in zip(self.runs(s), bundle, strict=True)]
+        each = np.array([sums_of(run, shard, self.problem) for run, shard in of_shards])
+        multiples = np.array([self._multiples[run] for run, _ in of_shards])
+        begins = np.cumsum([0, *map(len, made[:-1])])
+        n_bytes = np.add.reduceat(each[:, :2].sum(1) + (each[:, 2:4] * multiples).sum(1), begins)
+        sums = np.add.reduceat(each, begins)
         possible = [u <= self.most[s] and all(may_be_on_a_device(shard, self.problem) for shard in bundle)
                     for bundle, (s, u) in zip(made, new, strict=True)]
-        sums[~np.array(possible), 0] = IMPOSSIBLE
+        sums[~np.array(possible), 0] = n_bytes[~np.array(possible)] = IMPOSSIBLE
         self.sums = np.concatenate([self.sums, sums])
-        multiples = self._multiples[[self.kind[s] for s, _ in new]]
-        n_bytes = sums[:, :2].sum(1) + (sums[:, 2:4] * multiples).sum(1)
         self.bytes = np.concatenate([self.bytes, n_bytes.astype(np.int64)])
         ids, outputs = sums.T[1:3].astype(np.int64)
         self.outputs = np.concatenate([self.outputs, outputs])
