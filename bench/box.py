@@ -29,8 +29,8 @@ from shardcore.layouts import WORLD, Channel
 from shardcore.measure import hosts, pairs
 from shardcore.measurements import CollectiveSample
 from shardcore.samples import dataset
+from shardcore.step.collectives import COLLECTIVES
 from shardcore.topology import Device, Topology
-from shardcore.types import COLLECTIVES
 
 KNOWN = {(2, 4), (4, 8), (2, 8)}
 """Hosts and ranks that the law is fitted to, at the lowest rate there is."""
@@ -53,7 +53,7 @@ def scaled(rates: dict[str, np.ndarray], share: float) -> dict[str, np.ndarray]:
     """The law for links between hosts of another bandwidth: `share` of that which it was fitted to."""
     found = {name: law.copy() for name, law in rates.items()}
     for name, law in found.items():
-        if name != collective_model.BUCKETIZE:
+        if name not in collective_model.OWN_WORK:
             law[collective_model.FAR] /= share
     return found
 
@@ -90,9 +90,9 @@ def judge(folder: Path, again: Path | None, latency_ms: float) -> None:
     for shape, samples in by_shape.items():
         own = scaled(rates, shape[2] / slowest)
         where = "fitted" if shape[:2] in KNOWN and shape[2] == slowest else "asked"
-        for c, ways in COLLECTIVES.items():
+        for c, row in COLLECTIVES.items():
             of = [s for s in samples if s.request.collective == c]
-            for way in ways if of else ():
+            for way in row.ways if of else ():
                 predicted, took = collective_fit.predicted(own, of, way)
                 errors = (mape(predicted, took), *(mape(explicit_ms(of, on, way), took)
                                                    for on in topologies(shape, latency_ms)))
@@ -124,7 +124,7 @@ def repeatability(first: dict[Shape, list[CollectiveSample]],
     again = {s.id: s for samples in second.values() for s in samples}
     apart: dict[tuple[str, str], list[float]] = defaultdict(list)
     for s in (s for samples in first.values() for s in samples if s.id in again):
-        for way in COLLECTIVES[s.request.collective]:
+        for way in s.request.row.ways:
             a, b = (measured_ms([x], way)[0] for x in (s, again[s.id]))
             apart[s.request.collective, way].append(200 * abs(a - b) / (a + b))
     return {kind: float(np.median(found)) for kind, found in apart.items()}

@@ -31,7 +31,7 @@ from bench import box
 from bench import replays as one_host
 from shardcore import files
 from shardcore.cost import collective_fit, neural, replay_metrics, replay_records, step_factors
-from shardcore.cost.collective_model import BUCKETIZE
+from shardcore.cost.collective_model import OWN_WORK
 from shardcore.cost.model import price
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.job import Job
@@ -60,7 +60,7 @@ def of_box(model: neural.NeuralModel, exchanges: Path | None,
 
     steps: a FOLDER of this bench, whose replays tell what exchanges take in a step. None: as alone.
     """
-    compute = {name: w for name, w in model.weights.items() if not name.startswith(("exchange_", BUCKETIZE))}
+    compute = {name: w for name, w in model.weights.items() if not name.startswith(("exchange_", *OWN_WORK))}
     measured = [] if exchanges is None else [
         s for (_, _, gbit_s), samples in box.read(exchanges, GROUPS).items() for s in samples
         if gbit_s == BETWEEN_GBIT_S and (s.request.hosts, len(s.request.widths)) in box.KNOWN]

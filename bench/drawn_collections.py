@@ -19,7 +19,7 @@ from shardcore.job import PAYLOADS, Job
 from shardcore.layouts import CROSS, HOST, ID_CHANNELS, WORLD, Channel, Layout, run_of, shards_on
 from shardcore.outputs import payload_bytes
 from shardcore.topology import Device, Topology
-from shardcore.types import CAST, COLLECTIVES, OUTPUT_BYTES, Plan, Problem, Shard, Table
+from shardcore.types import OUTPUT_BYTES, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
@@ -134,8 +134,8 @@ def expected(model: Drawn, seed: int) -> list[Calls]:
                 continue
             # What enters on the way there leaves on the way back.
             ways = {"forward": [there[rank], back[rank]], "backward": [back[rank], there[rank]]}
-            for way in COLLECTIVES[channel.collective]:
-                cast = getattr(job, f"{way}_payload") if channel.collective in CAST else "fp32"
+            for way in channel.row.ways:
+                cast = getattr(job, f"{way}_payload") if channel.row.cast else "fp32"
                 mine.setdefault(f"{way} {channel.words}", []).append(
                     [payload_bytes(n_bytes, cast) for n_bytes in ways[way]])
         found.append(in_order(mine))

@@ -24,6 +24,7 @@ from typing import Any
 
 from shardcore.errors import ShardCoreError
 from shardcore.job import Job
+from shardcore.step.collectives import Collective, collective_of
 from shardcore.topology import Topology
 from shardcore.types import GROUPS, Placement, Problem, Shard, Table
 
@@ -48,15 +49,18 @@ weights, outputs: bytes of its weights, and of its outputs.
 class Channel:
     """A collective among groups of devices. Each channel runs at most once forward and once backward.
 
-    collective: one of types.COLLECTIVES.
+    collective: a name of step.collectives.COLLECTIVES.
     group: WORLD, HOST or CROSS.
 
-    The backward of a reduce-scatter is an all-gather. An all-reduce runs backward only.
-    An all-to-all of ids runs forward only, before the lookups.
     """
 
     collective: str
     group: str = WORLD
+
+    @property
+    def row(self) -> Collective:
+        """Raises ShardCoreError for an unknown collective."""
+        return collective_of(self.collective)
 
     @property
     def name(self) -> str:
@@ -65,7 +69,7 @@ class Channel:
     @property
     def words(self) -> str:
         """The collective in words, for people."""
-        return (self.collective.replace("_ids_", " of ids, ").replace("_ids", " of ids").replace("_", "-")
+        return (self.row.words
                 + {WORLD: "", HOST: " within a host", CROSS: " across hosts"}[self.group])
 
 

@@ -12,8 +12,6 @@ import numpy as np
 from shardcore.layouts import CHANNELS, CROSS, Channel, Layout
 from shardcore.types import Problem
 
-_BY_DDP = "all_reduce"
-
 
 def lanes(runs: Iterable[Layout]) -> dict[Layout, int]:
     """Where runs stand in arrays of bytes: the lane of each, from 0.
@@ -24,7 +22,7 @@ def lanes(runs: Iterable[Layout]) -> dict[Layout, int]:
     taken: list[set[Channel]] = [set()]
     found = {}
     for run in runs:
-        own = {c for c in (*run.channels, run.ids) if c and c.collective != _BY_DDP}
+        own = {c for c in (*run.channels, run.ids) if c and not c.row.dense}
         found[run] = next((i for i, others in enumerate(taken) if not own & others), len(taken))
         taken += [set()] * (found[run] == len(taken))
         taken[found[run]] |= own

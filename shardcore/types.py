@@ -42,17 +42,8 @@ OUTPUT_BYTES = 4
 """Bytes of one pooled output or gradient element: FBGEMM pools into FP32 and TorchRec sends it so by default.
 """
 
-COLLECTIVES = {"all_to_all": ("forward", "backward"), "reduce_scatter": ("forward", "backward"),
-               "all_reduce": ("backward",), "all_to_all_ids": ("forward",),
-               "all_to_all_ids_bucketized": ("forward",)}
-"""The collectives of a step, and when each runs. A reduce-scatter's backward is an all-gather."""
-OF_IDS = ("all_to_all_ids", "all_to_all_ids_bucketized")
-"""The collectives that carry ids. Before the second, each device puts its ids in buckets, one a row range."""
 GROUPS = ("world", "host", "cross")
 """Scopes of a collective's groups, see layouts."""
-CAST = ("all_to_all", "reduce_scatter")
-"""The collectives whose payload a job may choose: those with a codec in TorchRec (fbgemm_qcomm_codec)."""
-
 MIN_WIDTH = 4
 """Columns are cut in multiples of this: FBGEMM's kernels load rows as vectors of four."""
 
@@ -275,7 +266,7 @@ class Setting:
     batch: the global batch: samples that a model-parallel op processes in one step.
     precision: of the weights. "fp16+fp32" where tables differ.
     optimizer: fused into the backward op.
-    forward_payload, backward_payload: what the collectives of CAST carry.
+    forward_payload, backward_payload: what outputs and gradients travel as.
     """
 
     hardware: str

@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from shardcore.cost.collective_model import groups_of, is_ring
+from shardcore.cost.collective_model import groups_of
 from shardcore.cost.host_memory import HostMemoryModel, with_host_memory
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import BUCKETIZED_IDS, CROSS, ID_CHANNELS, Channel
+from shardcore.layouts import CROSS, Channel
 from shardcore.outputs import payload_bytes
 from shardcore.tables.access import access_share, unique_rows
 from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
@@ -130,21 +130,22 @@ class AnalyticModel:
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Transfer and waiting, [..., D] ms."""
         forward, backward = np.zeros(traffic.shape[1:]), np.zeros(traffic.shape[1:])
-        input_ms = work_ms = forward
-        there, back = self.setting.forward_payload, self.setting.backward_payload
+        input_ms = work_ms = np.zeros(traffic.shape[1:])
+        both = ((forward, "forward", self.setting.forward_payload),
+                (backward, "backward", self.setting.backward_payload))
         for channel, sent_bytes in zip(channels_of(traffic), traffic, strict=True):
-            if channel in ID_CHANNELS:
+            row = channel.row
+            if row.ids:
                 input_ms = input_ms + self._transfer_ms(channel, sent_bytes, topology)
-                if channel == BUCKETIZED_IDS:
+                if row.work:
                     # Each device reads and writes the ids of its own samples, which are as many on all.
                     own_bytes = sent_bytes.mean(-1, keepdims=True)
                     work_ms = work_ms + 2 * own_bytes / (self.gather_gbps * BYTES_PER_MS_PER_GBPS)
-            elif channel.collective == "all_reduce":
-                # Backward only. A ring moves its bytes twice: reduce-scatter, then all-gather.
-                backward = backward + 2 * self._transfer_ms(channel, sent_bytes, topology)
-            else:
-                forward = forward + self._transfer_ms(channel, payload_bytes(sent_bytes, there), topology)
-                backward = backward + self._transfer_ms(channel, payload_bytes(sent_bytes, back), topology)
+                continue
+            for ms, way, payload in both:
+                if way in row.ways:
+                    travels = payload_bytes(sent_bytes, payload) if row.cast else sent_bytes
+                    ms += row.passes * self._transfer_ms(channel, travels, topology)
         ready = compute_ms + backward
         return CommCost(forward, backward, ready.max(-1, keepdims=True) - ready, input_ms + work_ms, work_ms)
 
@@ -169,7 +170,7 @@ class AnalyticModel:
 
         hosts: [n] number of each device's host.
         """
-        n_devices, rings = len(hosts), is_ring(channel)
+        n_devices = len(hosts)
         own, all_bytes = sent_bytes / n_devices, sent_bytes.sum(-1, keepdims=True) / n_devices
         # Sums by host: pairs of a thousand devices are too many. A device sends nothing to itself.
         on_host = np.eye(int(hosts.max()) + 1)[hosts]  # [n, H]
@@ -182,7 +183,7 @@ class AnalyticModel:
         # a link is as busy as the busier of its two directions
         within = np.maximum(own * mates, own_host - own)
         out, into = own * others, own.sum(-1, keepdims=True) - own_host
-        if rings:
+        if channel.row.ring:
             # All but a part of the bytes enters and leaves every device, and every host.
             moved = np.broadcast_to(own.max(-1, keepdims=True) * (n_devices - 1), own.shape)
             within, out = moved * mates.any(), moved * others.any()

@@ -33,10 +33,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardcore.errors import ShardCoreError
-from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, CROSS, HOST, ID_CHANNELS, IDS, WORLD, Channel
+from shardcore.layouts import CHANNELS, CROSS, HOST, WORLD, Channel
+from shardcore.step.collectives import COLLECTIVES
 from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
-from shardcore.types import CAST, COLLECTIVES, OF_IDS, PAYLOADS
+from shardcore.types import PAYLOADS
 
 LATENCY_TERMS = ("once", "messages", "far_rounds", "skew_ms")
 """Terms of the latency.
@@ -70,16 +70,13 @@ OF_BYTES = slice(4, 11)
 
 FP32: Mapping[str, str] = {"forward": "fp32", "backward": "fp32"}
 """Payloads by way."""
-ALL_TO_ALLS_OF_IDS = 3
-"""TorchRec exchanges how much it will send, then lengths, then ids."""
-BUCKETIZE = "bucketize_ids"
-"""The name of a weight [2]: of putting ids in buckets. ms once, and ms a byte of a device's own ids."""
 ORDER = "order_ids"
 """The name of a weight [2]: of putting arrived ids in order. ms once, and ms a byte. There is none without
 samples that tell it apart."""
-ALL_TO_ALL = Channel("all_to_all")
+OWN_WORK = (*(row.work.weight for row in COLLECTIVES.values() if row.work), ORDER)
+"""Names of the weights of devices' own work on ids."""
+ALL_TO_ALL = Channel(next(iter(COLLECTIVES)))
 """Its rates stand in for those of a channel that was not measured."""
-_RINGS = ("reduce_scatter", "all_reduce")
 SKEW_LIMIT_MS = 10.0
 LEAST_IN_STEP, MOST_IN_STEP = 1e-3, 1e3
 """Range of a collective's time in a step over its time alone. Factors beyond it are discarded."""
@@ -102,27 +99,16 @@ def exchange_terms(channel: Channel, owned_bytes: np.ndarray, hosts: np.ndarray,
     """
     owned = np.asarray(owned_bytes, dtype=float)
     skew = np.minimum(np.asarray(skew_ms, dtype=float), SKEW_LIMIT_MS)[..., None]
-    times = 1
-    if not is_ring(channel):
+    row = channel.row
+    if row.ring:
+        # Inputs are padded to the largest, but for a dense gradient.
+        far_rounds, *of_links = _ring(row.passes * (owned if row.dense else owned.max(-1, keepdims=True)),
+                                      hosts)
+    else:
         # A device receives its ids as it receives gradients backward: `owned` bytes, a part from each device.
         far_rounds, *of_links = _all_to_all(owned, hosts, channel.group == CROSS)
-        times = ALL_TO_ALLS_OF_IDS if channel.collective in OF_IDS else 1
-    else:
-        # A reduce-scatter pads inputs to the largest. An all-reduce is one, and then an all-gather.
-        twice = channel.collective == "all_reduce"
-        far_rounds, *of_links = _ring(2 * owned if twice else owned.max(-1, keepdims=True), hosts)
+    times = row.exchanges
     return [1.0 * times, (len(hosts) - 1.0) * times, far_rounds * times, skew, *of_links]
-
-
-def is_ring(channel: Channel) -> bool:
-    """Tell if a collective sends round a ring, rather than from each device to each other one.
-
-    Raises ShardCoreError for a collective whose law is not known.
-    """
-    if channel.collective not in (*_RINGS, "all_to_all", *OF_IDS):
-        raise ShardCoreError(f"collective {channel.collective!r} has no price; known are "
-                             f"{', '.join(COLLECTIVES)}")
-    return channel.collective in _RINGS
 
 
 def _all_to_all(owned: np.ndarray, hosts: np.ndarray, shares_links: bool) -> Terms:
@@ -195,35 +181,34 @@ def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np
     members, hosts = groups_of(channel, topology)
     if members.shape[1] < 2 or not owned.any():
         return forward, backward
-    is_ring(channel)  # raises for a collective without a law
     rates = {way: explicit_links(in_step(w, channel, way) * rates_of(w, channel, way, payloads[way]),
                                  topology, _share(channel, payloads[way]))
-             for way in COLLECTIVES[channel.collective]}
+             for way in channel.row.ways}
     # [..., G, n]: price all groups of the channel at once.
     grouped = owned[..., members]
     skew = np.asarray(skew_ms, dtype=float)[..., None]
     terms = exchange_terms(channel, grouped, _counted(hosts, np.stack(list(rates.values()))), skew)
-    # If any device of a group owns bytes, all take part. An all-reduce is the exception: owners only.
+    # If any device of a group owns bytes, all take part. Of dense gradients: owners only.
     all_run = np.broadcast_to((grouped > 0).any(-1, keepdims=True), grouped.shape)
-    runs = grouped > 0 if channel.collective == "all_reduce" else all_run
+    runs = grouped > 0 if channel.row.dense else all_run
     for ms, way in ((forward, "forward"), (backward, "backward")):
         if way in rates:
             ms[..., members] = np.where(runs, transfer_ms(terms, rates[way]), 0.0)
-    if channel in ID_CHANNELS:
+    if channel.row.ids:
         # Rates of measured links include what it takes to put ids in order. Given links do not.
         own_ms = _order_ms(w, owned, once=topology.latency_ms is not None, bytes_too=topology.gives_slowest)
-        if channel == BUCKETIZED_IDS:
-            own_ms = own_ms + bucketize_ms(w, owned)
+        own_ms = own_ms + work_before_ms(w, channel, owned)
         forward += in_step(w, channel, "forward") * own_ms
     return forward, backward
 
 
-def bucketize_ms(w: Mapping[str, np.ndarray], received_bytes: np.ndarray) -> np.ndarray:
-    """[..., 1] ms in which a device puts ids in buckets. 0 where that was not measured.
+def work_before_ms(w: Mapping[str, np.ndarray], channel: Channel, received_bytes: np.ndarray) -> np.ndarray:
+    """[..., 1] ms of a device's own work before ids travel. 0 where there is none, or it was not measured.
 
     received_bytes: [..., D] of each device, afterwards. All devices have equally many ids before.
     """
-    once, per_byte = w.get(BUCKETIZE, (0.0, 0.0))
+    work = channel.row.work
+    once, per_byte = w.get(work.weight, (0.0, 0.0)) if work else (0.0, 0.0)
     return once + per_byte * received_bytes.mean(-1, keepdims=True)
 
 
@@ -236,8 +221,7 @@ def id_work_ms(w: Mapping[str, np.ndarray], channel: Channel, received_bytes: np
     if received.shape[-1] < 2:
         return np.zeros_like(received)
     ms = _order_ms(w, received)
-    if channel == BUCKETIZED_IDS:
-        ms += np.where(received.any(-1, keepdims=True), bucketize_ms(w, received), 0.0)
+    ms += np.where(received.any(-1, keepdims=True), work_before_ms(w, channel, received), 0.0)
     return in_step(w, channel, "forward") * ms
 
 
@@ -279,13 +263,17 @@ def weight(channel: Channel, way: str, payload: str = "fp32") -> str:
 
 def _found(w: Mapping[str, np.ndarray], name: Callable[[Channel, str], str], channel: Channel,
            way: str) -> np.ndarray | None:
-    """A channel's own weight. If absent, that of its collective over all devices, or of the all-to-all.
-
-    Bucketized ids have no rates of their own: they travel as all ids do.
-    """
-    as_ids = (IDS,) if channel == BUCKETIZED_IDS else ()
-    tried = (channel, Channel(channel.collective), *as_ids, ALL_TO_ALL)
+    """A channel's own weight. If absent, that of its collective over all devices, or of those like it."""
+    tried = (channel, *_stand_ins(channel))
     return next((w[name(c, way)] for c in tried if name(c, way) in w), None)
+
+
+def _stand_ins(channel: Channel) -> list[Channel]:
+    """The channel's collective over all devices, then the ones like it (Collective.like)."""
+    found = [Channel(channel.collective)]
+    while like := found[-1].row.like:
+        found.append(Channel(like))
+    return found
 
 
 def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: str = "fp32") -> np.ndarray:
@@ -293,7 +281,7 @@ def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: s
 
     Of another payload than FP32: those of the channel or its collective, or FP32's with fewer bytes.
     """
-    if channel.collective in CAST and payload != "fp32":
+    if channel.row.cast and payload != "fp32":
         own = [weight(c, way, payload) for c in (channel, Channel(channel.collective))]
         if known := [w[name] for name in own if name in w]:
             return known[0]
@@ -306,12 +294,12 @@ def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: s
 
 def _share(channel: Channel, payload: str) -> float:
     """Bytes that travel for a byte of FP32."""
-    return PAYLOADS[payload] / PAYLOADS["fp32"] if channel.collective in CAST else 1.0
+    return PAYLOADS[payload] / PAYLOADS["fp32"] if channel.row.cast else 1.0
 
 
 def knows_payload(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: str) -> bool:
     """Whether the rates of a channel are those of its payload."""
-    return payload == "fp32" or channel.collective not in CAST or any(
+    return payload == "fp32" or not channel.row.cast or any(
         weight(c, way, payload) in w for c in (channel, Channel(channel.collective)))
 
 
@@ -328,20 +316,21 @@ def in_step(w: Mapping[str, np.ndarray], channel: Channel, way: str) -> float:
 
 def stands_for(w: Mapping[str, np.ndarray], channel: Channel) -> str:
     """In words: the channel whose rates a channel without measurements uses."""
-    own = IDS if channel == BUCKETIZED_IDS else Channel(channel.collective)
-    return f"the {(own if is_measured(w, own) else ALL_TO_ALL).words}"
+    measured = (c for c in _stand_ins(channel) if is_measured(w, c))
+    return f"the {next(measured, ALL_TO_ALL).words}"
 
 
 def is_measured(w: Mapping[str, np.ndarray], channel: Channel) -> bool:
     """Whether the channel has rates of its own in every direction."""
-    if channel == BUCKETIZED_IDS:
-        return BUCKETIZE in w and is_measured(w, IDS)
-    return all(weight(channel, way) in w for way in COLLECTIVES[channel.collective])
+    row = channel.row
+    if row.work:
+        return row.work.weight in w and is_measured(w, Channel(row.like))
+    return all(weight(channel, way) in w for way in row.ways)
 
 
 def measured_links(w: Mapping[str, np.ndarray], channel: Channel) -> set[str]:
     """The kinds of links that the channel's rates know: "within" hosts, "between" hosts, or both."""
-    rates = np.stack([rates_of(w, channel, way) for way in COLLECTIVES[channel.collective]])
+    rates = np.stack([rates_of(w, channel, way) for way in channel.row.ways])
     return {name for name, part in (("within", NEAR), ("between", FAR)) if rates[:, part].any()}
 
 

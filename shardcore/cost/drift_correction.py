@@ -27,7 +27,8 @@ from shardcore.errors import ShardCoreError
 from shardcore.layouts import WORLD
 from shardcore.measurements import CollectiveSample, ComputeSample, Spread
 from shardcore.samples import dataset
-from shardcore.types import COLLECTIVES, Setting
+from shardcore.step.collectives import COLLECTIVES
+from shardcore.types import Setting
 
 FEWEST_BUSY = 20
 """From this number on, collectives between busy ranks replace those between idle ranks."""

@@ -25,7 +25,7 @@ from shardcore.layouts import ID_CHANNELS, Channel
 from shardcore.limits import require_type
 from shardcore.topology import Topology
 from shardcore.traffic import channels_of
-from shardcore.types import COLLECTIVES, Problem, Setting, Shard
+from shardcore.types import Problem, Setting, Shard
 from shardcore.workload import Workload
 
 _SOME_LOOKUPS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -210,7 +210,7 @@ class NeuralModel:
             # Runs exchange one after another.
             before = found.get(channel, (0.0, 0.0))
             found[channel] = before[0] + forward, before[1] + backward
-            if "forward" in COLLECTIVES[channel.collective]:
+            if "forward" in channel.row.ways:
                 # A collective synchronises the devices: the next one starts without skew.
                 skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)
         return found

@@ -11,7 +11,7 @@ from shardcore.layouts import ID_CHANNELS, kinds_of
 from shardcore.memory import gib
 from shardcore.tables import access
 from shardcore.topology import LINKS
-from shardcore.types import COLLECTIVES, Shard
+from shardcore.types import Shard
 from shardcore.workload import Workload
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
         yield (f"{kinds} shards: their {channel.words} is priced with the rates of "
                f"{collective_model.stands_for(model.weights, channel)}, not measured")
     payloads = {"forward": model.setting.forward_payload, "backward": model.setting.backward_payload}
-    for channel, way in ((c, way) for c in used for way in COLLECTIVES[c.collective]):
+    for channel, way in ((c, way) for c in used for way in c.row.ways):
         if not collective_model.knows_payload(model.weights, channel, way, payloads[way]):
             yield (f"{payloads[way]} {way} in the {channel.words} is priced with FP32's rates and fewer "
                    "bytes, not measured")

@@ -29,7 +29,6 @@ from shardcore.cost.nnls import fit_law
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS, HOST, ID_CHANNELS, Channel
 from shardcore.step_cost import StepCost
-from shardcore.types import COLLECTIVES
 from shardcore.workload import Workload
 
 FEWEST_STEPS = 8
@@ -106,7 +105,7 @@ def _of_sums(alone: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, float
         terms.append([sum(ms[c][way][last] for c in some for way in (0, 1)) for some in often])
     fitted = fit_law(np.array(terms), np.array(took))
     return {collective_model.step_weight(c, way): k for some, k in zip(often, fitted, strict=True)
-            for c in some for way in COLLECTIVES[c.collective]}, len(known)
+            for c in some for way in c.row.ways}, len(known)
 
 
 def _decides(channel: Channel) -> str:
@@ -124,7 +123,7 @@ def said(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
 
 
 _PARTS = {**{f"{way}_comm_ms": (way, [c for c in CHANNELS if c not in ID_CHANNELS
-                                      and way in COLLECTIVES[c.collective]])
+                                      and way in c.row.ways])
              for way in ("forward", "backward")},
           "input_ms": ("forward", list(ID_CHANNELS))}
 """Parts of a StepCost, with the direction and the channels that they time."""

@@ -15,8 +15,8 @@ import numpy as np
 
 from shardcore.cost import collective_model, features, quantiles
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import BUCKETIZED_IDS, CHANNELS
-from shardcore.types import CAST, COLLECTIVES, PAYLOADS
+from shardcore.layouts import CHANNELS
+from shardcore.types import PAYLOADS
 
 _POSITIVE = (1e-30, 1e30)
 _RATE = (0.0, 1e6)
@@ -67,13 +67,13 @@ def require(w: Mapping[str, np.ndarray]) -> None:
         "band.error": ((levels,), _ANY), **_network(w, c),
     }
     in_step = (collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP)
-    ran = [(channel, way) for channel in CHANNELS for way in COLLECTIVES[channel.collective]]
+    ran = [(channel, way) for channel in CHANNELS for way in channel.row.ways]
     # Collectives may be unmeasured, and factors exist only with replays.
     optional = {collective_model.weight(*x, payload): ((e,), _RATE)
-                for x in ran if x[0] != BUCKETIZED_IDS
-                for payload in (PAYLOADS if x[0].collective in CAST else ("fp32",))}
+                for x in ran if not x[0].row.work
+                for payload in (PAYLOADS if x[0].row.cast else ("fp32",))}
     optional |= {collective_model.step_weight(*x): ((1,), in_step) for x in ran}
-    optional |= {name: ((2,), _RATE) for name in (collective_model.BUCKETIZE, collective_model.ORDER)}
+    optional |= {name: ((2,), _RATE) for name in collective_model.OWN_WORK}
     for name in sorted(set(w) - set(rules) - set(optional)):
         raise ShardCoreError(f"weight {name!r} is not known")
     for name, (shape, ends) in {**rules, **{n: r for n, r in optional.items() if n in w}}.items():

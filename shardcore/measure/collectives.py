@@ -42,7 +42,7 @@ from shardcore.measure.timing import spread
 from shardcore.measure.transfers import Transfer, transfers
 from shardcore.measurements import CollectiveRequest, CollectiveSample
 from shardcore.samples import dataset
-from shardcore.types import OF_IDS, Setting
+from shardcore.types import Setting
 
 _SCRATCH_BYTES = 16 << 20
 """Overwritten to keep a rank busy: more than a core's caches hold."""
@@ -267,7 +267,7 @@ class Rank:
                     way.append(ends)
                     work_s.append(worked_s)
         ways = (tuple(zip(*way[self.config.warmups:], strict=True)) if way else None for way in times)
-        own = tuple(work_s[self.config.warmups:]) if request.collective in OF_IDS else ()
+        own = tuple(work_s[self.config.warmups:]) if request.row.ids else ()
         return RankTimes(*ways, self._oversubscribed, own)
 
     def _group(self, request: CollectiveRequest) -> dist.ProcessGroup | None:

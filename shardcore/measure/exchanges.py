@@ -71,7 +71,7 @@ def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dic
                for run, lane in reversed(workload.lanes.items())}
     found = {run: rows for rows, run in of_rows.items()
              if len(workload.ops) > 1 and workload.traffic[list(rows)].any()}
-    return {run: [_EXCHANGES[c.collective](workload.traffic[row], workload, rank, full, own_groups[c.group])
+    return {run: [_EXCHANGES[c.row.call](workload.traffic[row], workload, rank, full, own_groups[c.group])
                   for c, row in zip(run.channels_in(job), found[run], strict=True)]
             for run in workload.lanes if run in found}
 

@@ -17,7 +17,6 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.cost.study import LearningCurve
 from shardcore.layouts import CHANNELS, kinds_of
 from shardcore.report.text import markdown_table
-from shardcore.types import COLLECTIVES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -328,7 +327,7 @@ def _trained_on(model: NeuralModel) -> str:
 
 def _in_steps(model: NeuralModel) -> str:
     factors = [f"{channel.words} {way} {collective_model.in_step(model.weights, channel, way):.2f}"
-               for channel in CHANNELS for way in COLLECTIVES[channel.collective]
+               for channel in CHANNELS for way in channel.row.ways
                if collective_model.step_weight(channel, way) in model.weights]
     return f"{model.meta['steps']:,}: {', '.join(factors)}"
 

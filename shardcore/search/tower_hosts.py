@@ -33,7 +33,7 @@ from shardcore.search.budget import Budget
 from shardcore.search.feasible import shown
 from shardcore.search.shards import on_all_devices
 from shardcore.towers import Towers
-from shardcore.types import COLLECTIVES, Plan, Problem, Shard, Table
+from shardcore.types import Plan, Problem, Shard, Table
 from shardcore.workload import Workload, lower
 
 MOST_UNITS = 4096
@@ -387,5 +387,5 @@ def _sent(workload: Workload) -> Iterable[float]:
     shares = {WORLD: ((size - 1) / n, 1 - 1 / n_hosts), HOST: (1 - 1 / size, 0.0)}
     entered = [(shares.get(c.group, (0.0, 1 - 1 / n_hosts)), float(sent.sum()))
                for c, sent in zip(workload.channels, workload.traffic, strict=True)
-               if c not in ID_CHANNELS and "forward" in COLLECTIVES[c.collective]]
+               if c not in ID_CHANNELS and "forward" in c.row.ways]
     return (sum(share[i] * n_bytes for share, n_bytes in entered) for i in range(2))

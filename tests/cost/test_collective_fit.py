@@ -9,9 +9,10 @@ from shapes import ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, sends
 from test_collective_model import QUICK, columns, fitted, on_hosts
 
 from shardcore.cost import accuracy, collective_fit, collective_model, fit
-from shardcore.layouts import BUCKETIZED_IDS, Channel
+from shardcore.layouts import BUCKETIZED_IDS, IDS, Channel
 from shardcore.measurements import CollectiveRequest, CollectiveSample, EmulatedLinks
-from shardcore.types import OF_IDS
+
+OF_IDS = IDS.collective, BUCKETIZED_IDS.collective
 
 
 def test_exchanges_of_two_ranks_alone_fit_too():
@@ -125,7 +126,7 @@ def test_links_that_a_topology_gives_carry_half_of_the_bytes_in_16_bits():
 def test_bucketized_ids_take_what_ids_take_and_the_time_to_put_them_in_buckets():
     ids, bucketized = (comm_samples(collective=c) for c in OF_IDS)
     model = fitted([*comm_samples(), *ids, *bucketized])
-    once, per_byte = model.weights[collective_model.BUCKETIZE]
+    once, per_byte = model.weights["bucketize_ids"]
     assert (once, per_byte) == (pytest.approx(0.3, rel=0.01), pytest.approx(1 / 4e6, rel=0.01))
     assert collective_fit.errors(model.weights, bucketized)["all_to_all_ids_bucketized_forward_mape"] < 0.1
     owned = np.array([1e6, 3e6])
@@ -137,7 +138,7 @@ def test_bucketized_ids_take_what_ids_take_and_the_time_to_put_them_in_buckets()
     for some in (ids, bucketized):
         less = fitted([*comm_samples(), *some])
         assert not collective_model.is_measured(less.weights, BUCKETIZED_IDS)
-        assert collective_model.BUCKETIZE not in less.weights
+        assert "bucketize_ids" not in less.weights
 
 
 def test_what_devices_do_with_ids_is_known_where_samples_tell_it():

@@ -16,8 +16,9 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS, IDS, LAYOUTS, Channel
 from shardcore.measurements import CollectiveRequest, CollectiveSample
+from shardcore.step.collectives import COLLECTIVES
 from shardcore.topology import Device, Topology
-from shardcore.types import COLLECTIVES, Plan, Problem, Table
+from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
 
 QUICK = fit.FitConfig(epochs=3)
@@ -120,14 +121,14 @@ def test_terms_of_rings_by_hand():
 
 def test_a_late_start_is_that_of_the_first_exchange_measured():
     at = collective_model.EXCHANGE_TERMS.index("skew_ms")
-    for collective, ways in COLLECTIVES.items():
+    for collective, of in COLLECTIVES.items():
         request = CollectiveRequest((8, 8), 16, (2.0, 5.0), collective)
-        timed = [(spread(ms),) * 2 if way in ways else None
+        timed = [(spread(ms),) * 2 if way in of.ways else None
                  for way, ms in (("forward", 1.0), ("backward", 2.0))]
         sample = CollectiveSample("id", SETTING, request, *timed, (0.0, 0.0), 0.0)
-        for way in ways:
+        for way in of.ways:
             found, measured = collective_fit.observed([sample] * 2, way)
-            assert found[at].tolist() == [3.0 if way == ways[0] else 0.0] * 4
+            assert found[at].tolist() == [3.0 if way == of.ways[0] else 0.0] * 4
             assert measured.tolist() == [1.0 if way == "forward" else 2.0] * 4
 
 
@@ -337,7 +338,7 @@ def test_what_was_not_measured_is_named(of_hosts):
 
 def test_a_collective_without_a_law_is_refused_not_taken_for_a_ring(of_hosts, monkeypatch):
     other, topology, owned = Channel("broadcast"), on_hosts(2), np.ones(2)
-    said = "collective 'broadcast' has no price; known are all_to_all, reduce_scatter, all_reduce"
+    said = "collective 'broadcast' is not known; known are all_to_all, reduce_scatter, all_reduce"
     with pytest.raises(ShardCoreError, match=said):
         collective_model.exchange_terms(other, owned, np.zeros(2, dtype=int))
     with pytest.raises(ShardCoreError, match=said):

@@ -240,7 +240,7 @@ def test_fine_tuning_begins_with_the_model_and_keeps_positive_what_is():
 
 def test_fine_tuning_without_exchanges_keeps_all_that_is_known_of_them():
     known = fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, QUICK).model
-    of_ids = {name: np.array([0.05, 2e-6]) for name in (collective_model.BUCKETIZE, collective_model.ORDER)}
+    of_ids = {name: np.array([0.05, 2e-6]) for name in collective_model.OWN_WORK}
     known = dataclasses.replace(known, weights={**known.weights, **of_ids})
     tuned = fit.train(compute_samples(linear_law, 60), [], SETTING, QUICK, start=known).model
     assert set(known.weights) == set(tuned.weights)

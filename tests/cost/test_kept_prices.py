@@ -20,7 +20,7 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.job import Job
 from shardcore.layouts import CHANNELS, LAYOUTS, possible_groups
 from shardcore.topology import Device, Topology
-from shardcore.types import CAST, COLLECTIVES, PAYLOADS, Placement, Plan, Problem, Shard, Table
+from shardcore.types import PAYLOADS, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 KEPT = Path(__file__).parents[1] / "files" / "kept_prices.json"
@@ -51,14 +51,14 @@ def neural_model(precision: str, seed: int) -> NeuralModel:
          "network.0.weight": rng.normal(size=(c, 2)) / 10, "network.0.bias": rng.normal(size=2) / 10}
     scale = np.array([1e-2, 1e-3, 1e-2, 1e-2] + [1e-8] * 7 + [1e-3])
     for i, channel in enumerate(CHANNELS):
-        for way in COLLECTIVES[channel.collective] if i % 3 != 2 else ():
-            for payload in PAYLOADS if channel.collective in CAST and i % 2 else ("fp32",):
+        for way in channel.row.ways if i % 3 != 2 else ():
+            for payload in PAYLOADS if channel.row.cast and i % 2 else ("fp32",):
                 w[collective_model.weight(channel, way, payload)] = rng.uniform(0, 1, e) * scale
         w |= {collective_model.step_weight(channel, way): rng.uniform(1, 3, 1)
-              for way in COLLECTIVES[channel.collective] if i % 2}
+              for way in channel.row.ways if i % 2}
     w |= {collective_model.weight(collective_model.ALL_TO_ALL, way): rng.uniform(0, 1, e) * scale
           for way in ("forward", "backward")}
-    w |= {collective_model.BUCKETIZE: np.array([0.02, 1e-8]), collective_model.ORDER: np.array([0.01, 2e-8])}
+    w |= {"bucketize_ids": np.array([0.02, 1e-8]), "order_ids": np.array([0.01, 2e-8])}
     return NeuralModel(replace(SETTING, precision=precision), w, {"ranges": {"batch": [64, 4096]}})
 
 

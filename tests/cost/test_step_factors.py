@@ -16,15 +16,16 @@ from shardcore.errors import ShardCoreError
 from shardcore.job import Job
 from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, ID_CHANNELS, IDS, Channel
 from shardcore.search import SHARDERS
+from shardcore.step.collectives import COLLECTIVES
 from shardcore.step_cost import PARTS, StepCost
 from shardcore.topology import Device, Topology
-from shardcore.types import COLLECTIVES, Plan, Problem
+from shardcore.types import Plan, Problem
 from shardcore.workload import lower
 
 ANALYTIC = AnalyticModel(SETTING)
 FACTORS = {(ALL_TO_ALL, "forward"): 1.4, (REDUCE_SCATTER, "forward"): 2.0, (REDUCE_SCATTER, "backward"): 1.5,
            (ALL_REDUCE, "backward"): 1.25, (IDS, "forward"): 1.6, (BUCKETIZED_IDS, "forward"): 1.9}
-ALONE = {(c, way): 1.0 for c in CHANNELS for way in COLLECTIVES[c.collective]}
+ALONE = {(c, way): 1.0 for c in CHANNELS for way in COLLECTIVES[c.collective].ways}
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +108,8 @@ def test_sums_of_steps_over_several_hosts_tell_a_factor_of_each_collective(model
     steps = [(w, overlapping(replayed(model, w, of_ways))) for w in seen]
     fitted = step_factors.fit(model, steps)
     told = found_factors(fitted)
-    assert {c: told[c, COLLECTIVES[c.collective][-1]] for c in own} == pytest.approx(own, rel=1e-2)
-    assert {c: told[c, COLLECTIVES[c.collective][0]] for c in own} == pytest.approx(own, rel=1e-2)
+    assert {c: told[c, COLLECTIVES[c.collective].ways[-1]] for c in own} == pytest.approx(own, rel=1e-2)
+    assert {c: told[c, COLLECTIVES[c.collective].ways[0]] for c in own} == pytest.approx(own, rel=1e-2)
     assert fitted.meta["steps"] == len(seen)
 
 
