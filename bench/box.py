@@ -25,11 +25,12 @@ import numpy as np
 from shardcore import report
 from shardcore.cost import collective_fit, collective_model
 from shardcore.cost.metrics import mape
-from shardcore.layouts import WORLD, Channel
+from shardcore.layouts import Channel
 from shardcore.measure import hosts, pairs
 from shardcore.measurements import CollectiveSample
 from shardcore.samples import dataset
 from shardcore.step.collectives import COLLECTIVES
+from shardcore.step.scopes import WORLD
 from shardcore.topology import Device, Topology
 
 KNOWN = {(2, 4), (4, 8), (2, 8)}

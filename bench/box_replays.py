@@ -40,9 +40,10 @@ from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, greedy
 from shardcore.search.portfolio import annealing as anneal
+from shardcore.step.scopes import SCOPES
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
-from shardcore.types import GROUPS, Plan, Problem, Table
+from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
 
 BETWEEN_GBIT_S = 0.05
@@ -62,7 +63,7 @@ def of_box(model: neural.NeuralModel, exchanges: Path | None,
     """
     compute = {name: w for name, w in model.weights.items() if not name.startswith(("exchange_", *OWN_WORK))}
     measured = [] if exchanges is None else [
-        s for (_, _, gbit_s), samples in box.read(exchanges, GROUPS).items() for s in samples
+        s for (_, _, gbit_s), samples in box.read(exchanges, SCOPES).items() for s in samples
         if gbit_s == BETWEEN_GBIT_S and (s.request.hosts, len(s.request.widths)) in box.KNOWN]
     alone = dataclasses.replace(model, weights=compute | collective_fit.fit(measured, [], lambda *_: None))
     if steps is None:

@@ -21,8 +21,9 @@ from shardcore.limits import (
     require_within,
 )
 from shardcore.step.collectives import COLLECTIVES, Collective
+from shardcore.step.scopes import SCOPES, WORLD, even_hosts
 from shardcore.step_cost import PARTS, StepCost
-from shardcore.types import GROUPS, PAYLOADS, Setting, Shard
+from shardcore.types import PAYLOADS, Setting, Shard
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,8 @@ class CollectiveRequest:
     hosts: how many the ranks are spread over, evenly.
     busy_ms: how long each rank computes before an exchange, as in a step. Between ranks that did not, CPUs
         exchange up to three times as fast.
-    group: which ranks exchange with each other, one of types.GROUPS; n of them: all D, those of a host, or
-        one of each host. All groups do so at once. batch is what travels in each.
+    group: which ranks exchange with each other, a scope of step.scopes.SCOPES; n of them. All groups do so
+        at once. batch is what travels in each.
     emulated: the links, where hosts are emulated. None: hosts and links are real.
 
     What travels, by collective:
@@ -136,14 +137,14 @@ class CollectiveRequest:
     payload: str = "fp32"
     hosts: int = 1
     busy_ms: float = 0.0
-    group: str = "world"
+    group: str = WORLD
     emulated: EmulatedLinks | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "widths", tuple(int(w) for w in self.widths))
         object.__setattr__(self, "start_ms", tuple(float(s) for s in self.start_ms))
         ranks = len(self.widths)
-        require_known(self, "exchange", collective=COLLECTIVES, payload=PAYLOADS, group=GROUPS)
+        require_known(self, "exchange", collective=COLLECTIVES, payload=PAYLOADS, group=SCOPES)
         require(ranks >= 2 and min(self.widths) >= 0 and max(self.widths) > 0,
                 f"exchange has widths {self.widths}; it needs one of 0 or more for each of at least 2 "
                 "ranks, and one above 0")
@@ -163,13 +164,13 @@ class CollectiveRequest:
         require(self.hosts >= 1 and ranks % self.hosts == 0,
                 f"exchange has hosts {self.hosts}; they need to hold the same number of its {ranks} ranks "
                 "each")
-        together = len(self.groups[0])
+        together = len(self.groups[0]) if self.groups else 0
         require(together >= 2 and all(any(self.widths[r] for r in ranks) for ranks in self.groups),
                 f"exchange has group {self.group!r} of hosts {self.hosts} with {ranks} ranks and widths "
                 f"{self.widths}; a group needs at least 2 ranks, and a width above 0")
         require(self.batch >= 1 and (row.dense or self.batch % together == 0),
                 f"exchange has batch {self.batch}, which its {together} ranks need to divide evenly")
-        require(not row.ids or self.group == "world",
+        require(not row.ids or self.group == WORLD,
                 f"exchange {self.collective} has group {self.group!r}; ids go to all ranks, it needs 'world'")
         require(self.emulated is None or self.hosts > 1,
                 f"exchange has emulated links between hosts {self.hosts}; it needs at least 2")
@@ -183,10 +184,7 @@ class CollectiveRequest:
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that exchange with each other. Ranks are numbered host by host."""
-        every = range(len(self.widths))
-        each = len(every) // self.hosts
-        return {"world": (tuple(every),), "host": tuple(tuple(every[i:i + each]) for i in every[::each]),
-                "cross": tuple(tuple(every[i::each]) for i in range(each))}[self.group]
+        return SCOPES[self.group].groups(even_hosts(len(self.widths), self.hosts))
 
 
 @dataclass(frozen=True)

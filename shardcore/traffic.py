@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from shardcore.layouts import CHANNELS, CROSS, Channel, Layout
+from shardcore.layouts import CHANNELS, Channel, Layout
 from shardcore.types import Problem
 
 
@@ -46,7 +46,7 @@ def shared_on_hosts(traffic: np.ndarray, problem: Problem) -> np.ndarray:
     """
     if problem.job.tower_ratio is not None:
         on_hosts = np.array(problem.topology.on_hosts)
-        for row in (i for i, c in enumerate(channels_of(traffic)) if c.group == CROSS):
+        for row in (i for i, c in enumerate(channels_of(traffic)) if c.scope.across):
             of_host = traffic[row][..., on_hosts]
             traffic[row][..., on_hosts] = np.broadcast_to(of_host.mean(-1, keepdims=True), of_host.shape)
     return traffic

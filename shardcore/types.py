@@ -42,8 +42,6 @@ OUTPUT_BYTES = 4
 """Bytes of one pooled output or gradient element: FBGEMM pools into FP32 and TorchRec sends it so by default.
 """
 
-GROUPS = ("world", "host", "cross")
-"""Scopes of a collective's groups, see layouts."""
 MIN_WIDTH = 4
 """Columns are cut in multiples of this: FBGEMM's kernels load rows as vectors of four."""
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from shardcore.cost.collective_model import groups_of
 from shardcore.cost.host_memory import HostMemoryModel, with_host_memory
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import CROSS, Channel
+from shardcore.layouts import Channel
 from shardcore.outputs import payload_bytes
+from shardcore.step.scopes import groups_of
 from shardcore.tables.access import access_share, unique_rows
 from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.traffic import channels_of
@@ -158,7 +158,7 @@ class AnalyticModel:
 
         Each device's bytes [..., D] are spread evenly over the devices of its group.
         """
-        members, hosts = groups_of(channel, topology)
+        members, hosts = groups_of(channel.group, topology)
         ms = np.zeros(np.shape(sent_bytes))
         if members.shape[1] > 1 and np.any(sent_bytes):
             ms[..., members] = self._among(sent_bytes[..., members], hosts, topology, channel)
@@ -191,7 +191,7 @@ class AnalyticModel:
         elif topology.host_link_gbps:
             # A host's link carries what all of its devices send and receive.
             out, into = of_host(out), of_host(into)
-            if channel.group == CROSS:
+            if channel.scope.across:
                 out, into = (np.broadcast_to(x.sum(-2, keepdims=True), x.shape) for x in (out, into))
         between = np.maximum(out, into)
         link_gbps = topology.host_link_gbps or topology.between_hosts_gbps or self.exchange_gbps

@@ -29,10 +29,11 @@ from shardcore.cost.collective_model import (
 )
 from shardcore.cost.metrics import mape
 from shardcore.cost.nnls import fit_law
-from shardcore.layouts import WORLD, Channel
+from shardcore.layouts import Channel
 from shardcore.measurements import CollectiveSample
 from shardcore.step.collectives import COLLECTIVES, Collective
-from shardcore.types import GROUPS, OUTPUT_BYTES, PAYLOADS
+from shardcore.step.scopes import SCOPES, WORLD
+from shardcore.types import OUTPUT_BYTES, PAYLOADS
 
 ONCE, MESSAGES = (EXCHANGE_TERMS.index(name) for name in ("once", "messages"))
 MESSAGE_SHARE = 1 / 7
@@ -52,7 +53,7 @@ def fit(train_side: Sequence[CollectiveSample], validation: Sequence[CollectiveS
         note: Callable[[str, int, dict[str, float]], None]) -> dict[str, np.ndarray]:
     """[E] rates of each measured collective, group, payload and direction, named by `weight`."""
     rates = {}
-    for (row, payload), group in itertools.product(_MEASURED, GROUPS):
+    for (row, payload), group in itertools.product(_MEASURED, SCOPES):
         known, unseen = (_of(side, row.name, payload, group) for side in (train_side, validation))
         # Ids that are worked on before have the rates of others.
         for way in row.ways if len(known) >= FEWEST_SAMPLES and not row.work else ():

@@ -33,8 +33,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardcore.layouts import CHANNELS, CROSS, HOST, WORLD, Channel
+from shardcore.layouts import CHANNELS, Channel
 from shardcore.step.collectives import COLLECTIVES
+from shardcore.step.scopes import WORLD, groups_of
 from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.types import PAYLOADS
 
@@ -95,7 +96,7 @@ def exchange_terms(channel: Channel, owned_bytes: np.ndarray, hosts: np.ndarray,
     hosts: [n] number of each device's host.
     skew_ms: [...] from the first start to the last.
 
-    CROSS groups share their hosts' links. For them, the axis before the last is that of the groups.
+    Groups across hosts share their links. For them, the axis before the last is that of the groups.
     """
     owned = np.asarray(owned_bytes, dtype=float)
     skew = np.minimum(np.asarray(skew_ms, dtype=float), SKEW_LIMIT_MS)[..., None]
@@ -106,7 +107,7 @@ def exchange_terms(channel: Channel, owned_bytes: np.ndarray, hosts: np.ndarray,
                                       hosts)
     else:
         # A device receives its ids as it receives gradients backward: `owned` bytes, a part from each device.
-        far_rounds, *of_links = _all_to_all(owned, hosts, channel.group == CROSS)
+        far_rounds, *of_links = _all_to_all(owned, hosts, channel.scope.across)
     times = row.exchanges
     return [1.0 * times, (len(hosts) - 1.0) * times, far_rounds * times, skew, *of_links]
 
@@ -178,7 +179,7 @@ def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np
     """
     owned = np.asarray(owned_bytes, dtype=float)
     forward, backward = np.zeros_like(owned), np.zeros_like(owned)
-    members, hosts = groups_of(channel, topology)
+    members, hosts = groups_of(channel.group, topology)
     if members.shape[1] < 2 or not owned.any():
         return forward, backward
     rates = {way: explicit_links(in_step(w, channel, way) * rates_of(w, channel, way, payloads[way]),
@@ -233,22 +234,6 @@ def _order_ms(w: Mapping[str, np.ndarray], received_bytes: np.ndarray, once: boo
     """
     of_any, of_byte = w.get(ORDER, (0.0, 0.0))
     return np.where(received_bytes > 0, of_any * once + of_byte * bytes_too * received_bytes, 0.0)
-
-
-def groups_of(channel: Channel, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
-    """[G, n] devices of each group of a channel, and [n] numbers of their hosts.
-
-    Groups within and across hosts exist only where all hosts have the same size.
-    """
-    if channel.group == WORLD:
-        number = {host: k for k, host in enumerate(topology.hosts)}
-        return np.arange(len(topology))[None], np.array([number[d.host] for d in topology.devices])
-    if not topology.equal_hosts:
-        return np.zeros((0, 0), dtype=int), np.zeros(0, dtype=int)
-    on_hosts = np.array(topology.on_hosts)
-    if channel.group == HOST:
-        return on_hosts, np.zeros(on_hosts.shape[1], dtype=int)
-    return on_hosts.T, np.arange(on_hosts.shape[0])
 
 
 def _name(channel: Channel) -> str:

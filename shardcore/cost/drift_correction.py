@@ -24,10 +24,10 @@ from shardcore.cost import collective_fit, features
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.nnls import fit_law
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import WORLD
 from shardcore.measurements import CollectiveSample, ComputeSample, Spread
 from shardcore.samples import dataset
 from shardcore.step.collectives import COLLECTIVES
+from shardcore.step.scopes import WORLD
 from shardcore.types import Setting
 
 FEWEST_BUSY = 20

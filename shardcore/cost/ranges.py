@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shardcore.cost import collective_model
 from shardcore.layouts import ID_CHANNELS, kinds_of
 from shardcore.memory import gib
+from shardcore.step.scopes import groups_of
 from shardcore.tables import access
 from shardcore.topology import LINKS
 from shardcore.types import Shard
@@ -127,7 +128,7 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
     elif topology.hardware != model.setting.hardware:
         yield f"the topology has {topology.hardware}; the model was measured on {model.setting.hardware}"
     used = list(dict.fromkeys(c for c, sent in zip(workload.channels, workload.traffic, strict=True)
-                              if sent.any() and collective_model.groups_of(c, topology)[0].shape[1] > 1))
+                              if sent.any() and groups_of(c.group, topology)[0].shape[1] > 1))
     links = [collective_model.measured_links(model.weights, c) for c in used]
     given = [f"{name} {getattr(topology, name):g}" for name in LINKS if getattr(topology, name) is not None]
     if given and len(topology) > 1:

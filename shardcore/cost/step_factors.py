@@ -27,7 +27,7 @@ from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import CHANNELS, HOST, ID_CHANNELS, Channel
+from shardcore.layouts import CHANNELS, ID_CHANNELS, Channel
 from shardcore.step_cost import StepCost
 from shardcore.workload import Workload
 
@@ -110,7 +110,7 @@ def _of_sums(alone: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, float
 
 def _decides(channel: Channel) -> str:
     """The kind of links, as of measured_links, that a channel over several hosts is priced by."""
-    return "within" if channel.group == HOST else "between"
+    return "within" if channel.scope.within else "between"
 
 
 def said(before: NeuralModel, fitted: NeuralModel, n: int) -> str:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from shardcore.draws.problems import DIMS
-from shardcore.layouts import CROSS
 from shardcore.measurements import CollectiveRequest, EmulatedLinks
 from shardcore.step.collectives import COLLECTIVES
+from shardcore.step.scopes import SCOPES, even_hosts
 from shardcore.types import PAYLOADS
 
 _PLAIN = 0.5
@@ -83,11 +83,12 @@ def emulated_request(index: int, ranks_on: tuple[int, int], batch: int, links: E
     if np.random.default_rng([9, seed, index, hosts * each]).random() < _EVEN:
         request = replace(request, widths=(max(1, round(np.mean(request.widths))),) * (hosts * each))
     group, share = request.row.draw.scope, request.row.draw.scope_share
-    if each == 1 or np.random.default_rng([7, seed, index, hosts * each]).random() >= share:
+    if not group or each == 1 or np.random.default_rng([7, seed, index, hosts * each]).random() >= share:
         return request
     # Across hosts travel the rows that a reduce-scatter within hosts left.
-    grouped = {"group": group, "batch": request.batch // each if group == CROSS else request.batch}
-    members = replace(request, widths=(1,) * len(request.widths), **grouped).groups
+    across = SCOPES[group].across
+    grouped = {"group": group, "batch": request.batch // each if across else request.batch}
+    members = SCOPES[group].groups(even_hosts(hosts * each, hosts))
     idle = [ranks[0] for ranks in members if not any(request.widths[r] for r in ranks)]
     widths = tuple(min(DIMS) if r in idle else w for r, w in enumerate(request.widths))
     return replace(request, widths=widths, **grouped)

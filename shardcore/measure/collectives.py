@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import WORLD
 from shardcore.limits import MOST_REPEATS, WAITS_S, require, require_within
 from shardcore.measure import hosts, local_ranks, own_core
 from shardcore.measure.devices import device_of
@@ -42,6 +41,7 @@ from shardcore.measure.timing import spread
 from shardcore.measure.transfers import Transfer, transfers
 from shardcore.measurements import CollectiveRequest, CollectiveSample
 from shardcore.samples import dataset
+from shardcore.step.scopes import WORLD
 from shardcore.types import Setting
 
 _SCRATCH_BYTES = 16 << 20

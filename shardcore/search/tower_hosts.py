@@ -26,12 +26,14 @@ import numpy as np
 from shardcore.constraints import require_tower_hosts
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
-from shardcore.layouts import HOST, ID_CHANNELS, WORLD
+from shardcore.layouts import ID_CHANNELS
 from shardcore.limits import require, require_within
 from shardcore.memory import free_bytes, gib, table_bytes
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import shown
 from shardcore.search.shards import on_all_devices
+from shardcore.step.scopes import groups_of
+from shardcore.topology import Topology
 from shardcore.towers import Towers
 from shardcore.types import Plan, Problem, Shard, Table
 from shardcore.workload import Workload, lower
@@ -381,11 +383,14 @@ def _sent(workload: Workload) -> Iterable[float]:
 
     Hosts are of equal size. Of the n parts of what a device enters, it keeps one.
     """
-    n_hosts, n = len(workload.topology.hosts), len(workload.topology)
-    size = n // n_hosts
-    # Of what enters: the share that goes to devices of the own host, and to other hosts.
-    shares = {WORLD: ((size - 1) / n, 1 - 1 / n_hosts), HOST: (1 - 1 / size, 0.0)}
-    entered = [(shares.get(c.group, (0.0, 1 - 1 / n_hosts)), float(sent.sum()))
+    entered = [(_leaving(c.group, workload.topology), float(sent.sum()))
                for c, sent in zip(workload.channels, workload.traffic, strict=True)
                if c not in ID_CHANNELS and "forward" in c.row.ways]
     return (sum(share[i] * n_bytes for share, n_bytes in entered) for i in range(2))
+
+
+def _leaving(scope: str, topology: Topology) -> tuple[float, float]:
+    """Shares of what enters that go to devices of the own host, and to other hosts."""
+    _, hosts = groups_of(scope, topology)
+    n, mates = len(hosts), np.count_nonzero(hosts == 0)
+    return (mates - 1) / n, (n - mates) / n

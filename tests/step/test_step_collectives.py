@@ -5,7 +5,7 @@ import pytest
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS, Channel
 from shardcore.step.collectives import COLLECTIVES, collective_of
-from shardcore.types import GROUPS
+from shardcore.step.scopes import SCOPES
 
 first, *others = COLLECTIVES.values()
 
@@ -24,7 +24,7 @@ def test_a_row_runs_and_can_be_measured(row):
     from shardcore.measure.transfers import CALLS
 
     assert row.call in CALLS and set(row.ways) <= {"forward", "backward"} and row.ways
-    assert 0 < row.draw.share < 1 and (not row.draw.scope or row.draw.scope in GROUPS)
+    assert 0 < row.draw.share < 1 and (not row.draw.scope or row.draw.scope in SCOPES)
     assert row.ids or not row.work
     assert any(channel.collective == row.name for channel in CHANNELS)
 
