@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +29,7 @@ from shardcore.measure import hosts, pairs
 from shardcore.measurements import CollectiveSample
 from shardcore.samples import dataset
 from shardcore.step.collectives import COLLECTIVES
+from shardcore.step.links import links_of
 from shardcore.step.scopes import WORLD
 from shardcore.topology import Device, Topology
 
@@ -63,9 +63,10 @@ def topologies(shape: Shape, latency_ms: float) -> tuple[Topology, Topology]:
     """Given bandwidths and latency: a share of its host's link for each rank, or a link that they share."""
     n_hosts, ranks, gbit_s = shape
     each, gbps = ranks // n_hosts, gbit_s / 8
-    on_hosts = Topology(tuple(Device(1 << 30, host=f"host-{rank // each}") for rank in range(ranks)),
-                        within_host_gbps=WITHIN_GBPS, latency_ms=latency_ms)
-    return replace(on_hosts, between_hosts_gbps=gbps / each), replace(on_hosts, host_link_gbps=gbps)
+    devices = tuple(Device(1 << 30, host=f"host-{rank // each}") for rank in range(ranks))
+    own, shared = (links_of(latency_ms, is_shared, within_host=WITHIN_GBPS, between_hosts=each_gbps)
+                   for is_shared, each_gbps in ((False, gbps / each), (True, gbps)))
+    return Topology(devices, links=own), Topology(devices, links=shared)
 
 
 def explicit_ms(samples: Sequence[CollectiveSample], topology: Topology, way: str) -> np.ndarray:

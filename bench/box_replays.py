@@ -40,6 +40,7 @@ from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, greedy
 from shardcore.search.portfolio import annealing as anneal
+from shardcore.step.links import links_of
 from shardcore.step.scopes import SCOPES
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
@@ -98,10 +99,10 @@ def problem_of(tables: Sequence[Table], model: neural.NeuralModel, index: int, s
     drawn = draw_problem(tables, index, model.setting, seed, shape)
     memory = drawn.topology.devices[0].memory_bytes
     devices = (Device(memory, host=f"host-{rank // where.ranks_per_host}") for rank in range(where.ranks))
-    topology = Topology(tuple(devices), within_host_gbps=WITHIN_GBPS)
+    topology = Topology(tuple(devices), links=links_of(within_host=WITHIN_GBPS))
     if not fitted:
-        topology = dataclasses.replace(topology, latency_ms=LATENCY_MS,
-                                       host_link_gbps=where.between_gbit_s / 8)
+        topology = dataclasses.replace(topology, links=links_of(
+            LATENCY_MS, shared=True, within_host=WITHIN_GBPS, between_hosts=where.between_gbit_s / 8))
     return dataclasses.replace(drawn, topology=topology, job=Job("none")), where
 
 

@@ -32,6 +32,7 @@ from shardcore.constraints import Constraints
 from shardcore.cost import neural
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS
+from shardcore.step.links import links_of
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Topology
 from shardcore.types import Problem, Table
@@ -79,7 +80,7 @@ def drawn(pool: list[Table], i: int, model: neural.NeuralModel) -> Problem:
     devices, names, links = problem.topology.devices, [t.name for t in problem.tables], {}
     if i % 5 == 1 and n >= 4:
         devices = tuple(dataclasses.replace(d, host=f"h{2 * j // n}") for j, d in enumerate(devices))
-        links = {"between_hosts_gbps": 1.0, "within_host_gbps": 5.0}
+        links = {"links": links_of(between_hosts=1.0, within_host=5.0)}
     if i % 7 == 3:
         devices = tuple(dataclasses.replace(d, speed=1.0 if j % 2 else 1.5) for j, d in enumerate(devices))
     constraints = Constraints()

@@ -219,8 +219,10 @@ def table_from_json(data: Any, what: str) -> Table:
 def problem_to_json(problem: Problem) -> dict[str, Any]:
     topology = dataclasses.asdict(problem.topology)
     topology["devices"] = [dataclasses.asdict(d) for d in problem.topology.devices]
-    for name in ("host_link_gbps", "host_memory_bytes", "host_memory_gbps"):
-        if topology[name] is None:  # only where given: older problems keep their digest
+    topology["links"] = [{k: v for k, v in link.items() if v is not None and v is not False}
+                         for link in topology["links"]]
+    for name in ("links", "host_memory_bytes", "host_memory_gbps"):
+        if not topology[name]:  # only where given: older problems keep their digest
             del topology[name]
     return document("problem", {
         "name": problem.name,

@@ -7,13 +7,14 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from shardcore.limits import (
     MOST_BYTES,
     MOST_CUDA_COLUMNS,
     MOST_DEVICES,
     MOST_DIM,
     MOST_GBPS,
-    MOST_MS,
     MOST_SPEED,
     PATH_NAME,
     is_path_name,
@@ -23,9 +24,8 @@ from shardcore.limits import (
     require_types,
     require_within,
 )
+from shardcore.step.links import LEVELS, Link, joins, units_of
 
-LINKS = ("within_host_gbps", "between_hosts_gbps", "host_link_gbps", "latency_ms")
-"""What a topology may give of its links."""
 BYTES_PER_MS_PER_GBPS = 1e6
 GIB = 1 << 30
 DEFAULT_RESERVE = 0.15
@@ -69,20 +69,14 @@ class Topology:
 
     devices: of all hosts, in the order of their numbers.
     hardware: the setting's name of a device ("nvidia-h200"); None: whatever the cost model was measured on.
-    within_host_gbps, between_hosts_gbps: bandwidths per device, GB/s; None: as the cost model measured them.
-    host_link_gbps: bandwidth of each host to the others, GB/s, where its devices share one link. Given
-      instead of between_hosts_gbps.
-    latency_ms: of a collective, ms; None: as the cost model measured it.
+    links: of some levels. Those of others are as the cost model measured them.
     host_memory_bytes: of each host, what tables may use. None: none.
     host_memory_gbps: bandwidth between a device and its host's memory, GB/s. Given, not measured.
     """
 
     devices: tuple[Device, ...]
     hardware: str | None = None
-    within_host_gbps: float | None = None
-    between_hosts_gbps: float | None = None
-    latency_ms: float | None = None
-    host_link_gbps: float | None = None
+    links: tuple[Link, ...] = ()
     host_memory_bytes: int | None = None
     host_memory_gbps: float | None = None
 
@@ -92,14 +86,13 @@ class Topology:
                 f"a topology has {len(self.devices) or 'no'} devices; it needs 1 to {MOST_DEVICES}")
         require(self.hardware is None or is_path_name(self.hardware),
                 f"topology has hardware {self.hardware!r}; it needs {PATH_NAME}, such as 'nvidia-h200'")
-        gbps = (1 / MOST_GBPS, MOST_GBPS)
-        require_within(self, "topology", within_host_gbps=gbps, between_hosts_gbps=gbps, host_link_gbps=gbps,
-                       host_memory_gbps=gbps, host_memory_bytes=(1, MOST_BYTES))
-        require(self.between_hosts_gbps is None or self.host_link_gbps is None,
-                f"topology has between_hosts_gbps {self.between_hosts_gbps} and host_link_gbps "
-                f"{self.host_link_gbps}; it needs the first where each device has a link of its own to other "
-                "hosts, and the second where those of a host share one")
-        require_within(self, "topology", latency_ms=(0, MOST_MS))
+        require_within(self, "topology", host_memory_gbps=(1 / MOST_GBPS, MOST_GBPS),
+                       host_memory_bytes=(1, MOST_BYTES))
+        given = [link.level for link in self.links]
+        require(len(set(given)) == len(given), f"topology gives links of {', '.join(given)}; it needs at "
+                "most one of each level")
+        # In one order: equal topologies have equal files.
+        object.__setattr__(self, "links", tuple(self.link(level) for level in LEVELS if level in given))
 
     @classmethod
     def of_hosts(cls, hosts: int, devices: int, memory_gib: float, **given: Any) -> Topology:
@@ -107,7 +100,7 @@ class Topology:
 
         devices: of each host.
         memory_gib: of each device, what embeddings may use.
-        given: other fields of a Topology, such as hardware="nvidia-h100" and within_host_gbps=400.
+        given: other fields of a Topology, such as hardware="nvidia-h100" and links=links_of(within_host=400).
         """
         for what, value in (("hosts", hosts), ("devices", devices)):
             require_type(value, int, what, "a whole number")
@@ -121,8 +114,9 @@ class Topology:
     def __repr__(self) -> str:
         sizes = sorted({device.memory_bytes / GIB for device in self.devices})
         memory = f"{sizes[0]:.4g}" if len(sizes) == 1 else f"{sizes[0]:.4g} to {sizes[-1]:.4g}"
-        given = "".join(f", {f.name} {value}" for f in fields(self)
-                        if f.name != "devices" and (value := getattr(self, f.name)) is not None)
+        given = "".join(f", {f.name} {value}" for f in fields(self) if f.name not in ("devices", "links")
+                        and (value := getattr(self, f.name)) is not None)
+        given += "".join(f", {link.words}" for link in self.links)
         return f"Topology({len(self.devices)} devices on {len(self.hosts)} hosts, {memory} GiB each{given})"
 
     @cached_property
@@ -157,17 +151,24 @@ class Topology:
         """The most columns of a shard that FBGEMM runs there."""
         return MOST_DIM if self.on_cpu else MOST_CUDA_COLUMNS
 
-    @property
-    def gives_links(self) -> bool:
-        """Whether it gives bandwidths or latency, so that its exchanges are not priced as measured."""
-        return any(getattr(self, name) is not None for name in LINKS)
+    def link(self, level: str) -> Link:
+        """Links of a level. With nothing given where it gives none."""
+        return next((link for link in self.links if link.level == level), Link(level))
 
-    @property
-    def gives_slowest(self) -> bool:
-        """Whether it gives the bandwidth of the slowest links: between hosts, if it has several."""
-        if len(self.hosts) == 1:
-            return self.within_host_gbps is not None
-        return (self.between_hosts_gbps, self.host_link_gbps) != (None, None)
+    @cached_property
+    def units(self) -> np.ndarray:
+        """[K, D] number of the unit that each device is in at each level of links."""
+        return units_of([d.host for d in self.devices])
+
+    def outermost(self, units: np.ndarray) -> Link:
+        """The outermost links between some devices. units: [K, n], columns of `units`."""
+        joined = [name for name, joins_some in zip(LEVELS, joins(units), strict=True) if joins_some]
+        return self.link(joined[-1] if joined else next(iter(LEVELS)))
+
+    @cached_property
+    def slowest(self) -> Link:
+        """The outermost links between its devices."""
+        return self.outermost(self.units)
 
     @property
     def gives_host_memory(self) -> bool:
@@ -176,20 +177,18 @@ class Topology:
 
     def among(self, devices: Sequence[int]) -> Topology:
         """Some of the devices, while the others do the same: they share what hosts have with them."""
-        picked, link, memory = set(devices), self.host_link_gbps, self.host_memory_bytes
-        if link is not None or memory is not None:
-            share = min(n / len(of) for of in self.on_hosts if (n := len(picked.intersection(of))))
-            link, memory = link and link * share, memory and int(memory * share)
-        return replace(self, devices=tuple(self.devices[d] for d in devices), host_link_gbps=link,
-                       host_memory_bytes=memory)
+        picked, memory = set(devices), self.host_memory_bytes
+        share = min(n / len(of) for of in self.on_hosts if (n := len(picked.intersection(of))))
+        links = tuple(replace(x, gbps=x.gbps * share) if x.shared else x for x in self.links)
+        return replace(self, devices=tuple(self.devices[d] for d in devices), links=links,
+                       host_memory_bytes=memory and int(memory * share))
 
     def __len__(self) -> int:
         return len(self.devices)
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.devices, self.hardware, self.within_host_gbps, self.between_hosts_gbps,
-                     self.latency_ms, self.host_link_gbps, self.host_memory_bytes, self.host_memory_gbps))
+        return hash((self.devices, self.hardware, self.links, self.host_memory_bytes, self.host_memory_gbps))
 
     def __hash__(self) -> int:  # of thousands of devices, and looked up often
         return self._hash

@@ -18,7 +18,7 @@ OURS = ("shardcore", "tasks", "flows")
 ORCHESTRATORS = {"prefect", "ray", "mlflow", "dvc"}
 
 
-BELOW = {"errors.py": (), "limits.py": ("errors",), "topology.py": ("errors", "limits"),
+BELOW = {"errors.py": (), "limits.py": ("errors",), "topology.py": ("errors", "limits", "step.links"),
          "constraints.py": ("errors", "limits"), "job.py": ("errors", "limits", "fused"),
          "fused.py": (),
          "access_statistics.py": ("limits",), "step_cost.py": (),

@@ -10,11 +10,13 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from shardcore.cost.collective_model import link_counts
 from shardcore.cost.host_memory import HostMemoryModel, with_host_memory
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import Channel
 from shardcore.outputs import payload_bytes
+from shardcore.step.links import LEVELS, joins
 from shardcore.step.scopes import groups_of
 from shardcore.tables.access import access_share, unique_rows
 from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
@@ -158,50 +160,33 @@ class AnalyticModel:
 
         Each device's bytes [..., D] are spread evenly over the devices of its group.
         """
-        members, hosts = groups_of(channel.group, topology)
+        members = groups_of(channel.group, topology)
         ms = np.zeros(np.shape(sent_bytes))
         if members.shape[1] > 1 and np.any(sent_bytes):
-            ms[..., members] = self._among(sent_bytes[..., members], hosts, topology, channel)
+            ms[..., members] = self._among(sent_bytes[..., members], topology.units[:, members[0]], topology,
+                                           channel)
         return ms
 
-    def _among(self, sent_bytes: np.ndarray, hosts: np.ndarray, topology: Topology,
+    def _among(self, sent_bytes: np.ndarray, units: np.ndarray, topology: Topology,
                channel: Channel) -> np.ndarray:
         """[..., G, n] ms among the n devices of each of G groups.
 
-        hosts: [n] number of each device's host.
+        units: [K, n] of each device, by level of links.
         """
-        n_devices = len(hosts)
-        own, all_bytes = sent_bytes / n_devices, sent_bytes.sum(-1, keepdims=True) / n_devices
-        # Sums by host: pairs of a thousand devices are too many. A device sends nothing to itself.
-        on_host = np.eye(int(hosts.max()) + 1)[hosts]  # [n, H]
-
-        def of_host(x: np.ndarray) -> np.ndarray:
-            return (x @ on_host)[..., hosts]
-
-        mates, own_host = on_host.sum(0)[hosts] - 1, of_host(own)
-        others = n_devices - 1 - mates
-        # a link is as busy as the busier of its two directions
-        within = np.maximum(own * mates, own_host - own)
-        out, into = own * others, own.sum(-1, keepdims=True) - own_host
-        if channel.row.ring:
-            # All but a part of the bytes enters and leaves every device, and every host.
-            moved = np.broadcast_to(own.max(-1, keepdims=True) * (n_devices - 1), own.shape)
-            within, out = moved * mates.any(), moved * others.any()
-            into = out
-        elif topology.host_link_gbps:
-            # A host's link carries what all of its devices send and receive.
-            out, into = of_host(out), of_host(into)
-            if channel.scope.across:
-                out, into = (np.broadcast_to(x.sum(-2, keepdims=True), x.shape) for x in (out, into))
-        between = np.maximum(out, into)
-        link_gbps = topology.host_link_gbps or topology.between_hosts_gbps or self.exchange_gbps
-        # Both kinds of link transfer at the same time; the slower one decides.
-        slowest = np.maximum(
-            within / ((topology.within_host_gbps or self.exchange_gbps) * BYTES_PER_MS_PER_GBPS),
-            between / (link_gbps * BYTES_PER_MS_PER_GBPS),
-        ).max(-1, keepdims=True)
-        latency = self.exchange_latency_ms if topology.latency_ms is None else topology.latency_ms
-        return np.broadcast_to(np.where(all_bytes > 0, latency + slowest, 0.0), np.shape(sent_bytes))
+        ring, slowest = channel.row.ring, 0.0
+        owned = sent_bytes.max(-1, keepdims=True) if ring else sent_bytes
+        counts = link_counts(ring, owned, units, channel.scope.across)
+        # All levels transfer at the same time, and the slowest decides. A link is as busy as its busier way.
+        for level, of, used in zip(LEVELS, counts, joins(units), strict=True):
+            if used:
+                link = topology.link(level)
+                busiest = of["uplink" if link.shared else "busiest"]
+                slowest = np.maximum(slowest, busiest / ((link.gbps or self.exchange_gbps)
+                                                         * BYTES_PER_MS_PER_GBPS))
+        given = topology.outermost(units).latency_ms
+        latency = self.exchange_latency_ms if given is None else given
+        any_bytes = sent_bytes.sum(-1, keepdims=True) > 0
+        return np.broadcast_to(np.where(any_bytes, latency + slowest, 0.0), np.shape(sent_bytes))
 
 
 def _drivers(shard: Shard, batch: int) -> tuple[float, float, float, float]:

@@ -17,9 +17,8 @@ import numpy as np
 from shardcore.cost.collective_model import (
     ALL_TO_ALL,
     EXCHANGE_TERMS,
-    FAR,
-    NEAR,
     ORDER,
+    PARTS,
     exchange_terms,
     is_measured,
     rates_of,
@@ -32,6 +31,7 @@ from shardcore.cost.nnls import fit_law
 from shardcore.layouts import Channel
 from shardcore.measurements import CollectiveSample
 from shardcore.step.collectives import COLLECTIVES, Collective
+from shardcore.step.links import units_of
 from shardcore.step.scopes import SCOPES, WORLD
 from shardcore.types import OUTPUT_BYTES, PAYLOADS
 
@@ -99,16 +99,19 @@ def _fit_ordering(samples: Sequence[CollectiveSample]) -> dict[str, np.ndarray]:
 def _fit_rates(terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.ndarray:
     """[E] rates of transfer_ms from terms [E, S].
 
-    The maximum is not linear. So guess for each sample which links are slower, and fit the linear law.
-    Repeat until the guess agrees with the fit.
+    The maximum is not linear. So guess for each sample which level of links is slowest, and fit the linear
+    law. Repeat until the guess agrees with the fit.
     """
-    far_decides = terms[FAR].any(0)
+    parts = list(PARTS.values())
+    # [S] the level that decides; first the outermost that a sample uses.
+    decides = np.max([k * terms[part].any(0) for k, part in enumerate(parts)], axis=0)
     for _ in range(rounds):
         decisive = terms.copy()
-        decisive[NEAR, far_decides], decisive[FAR, ~far_decides] = 0, 0
+        for k, part in enumerate(parts):
+            decisive[part, decides != k] = 0
         rates = _fit_shared(decisive, measured)
-        before, far_decides = far_decides, rates[FAR] @ terms[FAR] > rates[NEAR] @ terms[NEAR]
-        if (before == far_decides).all():
+        before, decides = decides, np.argmax([rates[part] @ terms[part] for part in parts], axis=0)
+        if (before == decides).all():
             break
     return rates
 
@@ -164,11 +167,12 @@ def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
     """[E, D] terms of one sample."""
     r = sample.request
     # Ranks are numbered host by host, and hosts are of one size.
-    members, hosts = np.array(r.groups), np.arange(len(r.widths)) // (len(r.widths) // r.hosts)
+    members, each = np.array(r.groups), len(r.widths) // r.hosts
     first = way == r.row.ways[0]  # only the first exchange is entered at start_ms
-    terms = exchange_terms(Channel(r.collective, r.group), owned_bytes(sample)[members], hosts[members[0]],
+    terms = exchange_terms(Channel(r.collective, r.group), owned_bytes(sample)[members],
+                           units_of([f"host-{rank // each}" for rank in members[0]]),
                            max(r.start_ms) - min(r.start_ms) if first else 0.0)
-    found = np.zeros((len(terms), len(hosts)))
+    found = np.zeros((len(terms), len(r.widths)))
     for of_ranks, term in zip(found, terms, strict=True):
         of_ranks[members] = np.broadcast_to(term, members.shape)
     return found

@@ -30,11 +30,13 @@ Shapes: D devices, E exchange terms, S samples; ... any leading dimensions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 
 import numpy as np
 
 from shardcore.layouts import CHANNELS, Channel
 from shardcore.step.collectives import COLLECTIVES
+from shardcore.step.links import LEVELS, Level, joins
 from shardcore.step.scopes import WORLD, groups_of
 from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.types import PAYLOADS
@@ -47,27 +49,31 @@ messages: that a device sends.
 far_rounds: rounds that wait for a link between hosts. An all-to-all has one: it sends all at once.
 skew_ms: from the first start to the last, at most SKEW_LIMIT_MS. Long waiters resume late.
 """
-NEAR_TERMS = ("near_bytes", "near_busiest_bytes")
-"""Terms of links within hosts.
+COUNTS = ("bytes", "busiest", "port", "uplink", "shared_uplink", "head_start")
+"""What terms of a level of links count (step.links.Level.terms).
 
-near_bytes: of the device, out and in.
-near_busiest_bytes: the most of any device in one direction.
-"""
-FAR_TERMS = ("far_bytes", "far_busiest_bytes", "port_busiest_bytes", "uplink_bytes", "shared_uplink_bytes",
-             "head_start")
-"""Terms of links between hosts. All are 0 on one host.
-
-far_bytes, far_busiest_bytes: as within hosts.
-port_busiest_bytes: the most of any device over both kinds of link, in one direction. They may share a port.
-uplink_bytes: the most of any host. Its devices may share an uplink.
-shared_uplink_bytes: the mean over hosts. Of an all-to-all without the part for one other host, of a ring all.
+bytes: of the device, out and in.
+busiest: the most of any device in one direction.
+port: the most of any device over this level and all inner ones, in one direction. They may share a port.
+uplink: the most of any inner unit, such as a host. Its devices may share an uplink.
+shared_uplink: the mean over inner units. Of an all-to-all without the part for one other, of a ring all.
     A link that is busier than others is filled all the time. Links that are all as busy are not, if several
-    hosts share them: TCP shares unevenly, so in the end some rest while others still carry.
+    units share them: TCP shares unevenly, so in the end some rest while others still carry.
 head_start: -1. What links take at once after a pause, and what early ranks have sent by the last one's start.
+
+All are 0 where a level joins no devices. Only a ring counts the innermost always.
 """
-EXCHANGE_TERMS = (*LATENCY_TERMS, *NEAR_TERMS, *FAR_TERMS)
-LATENCY, NEAR, FAR = slice(0, 4), slice(4, 6), slice(6, 12)
-OF_BYTES = slice(4, 11)
+EXCHANGE_TERMS = (*LATENCY_TERMS, *(term for level in LEVELS.values() for term in level.terms))
+LATENCY = slice(0, len(LATENCY_TERMS))
+PARTS: Mapping[str, slice] = {
+    name: slice(first := EXCHANGE_TERMS.index(next(iter(level.terms))), first + len(level.terms))
+    for name, level in LEVELS.items()}
+"""The terms of each level."""
+NEAR, *_, FAR = PARTS.values()
+OF_BYTES = [EXCHANGE_TERMS.index(term) for level in LEVELS.values() for term, count in level.terms.items()
+            if count != "head_start"]
+_OWN_BYTES = [EXCHANGE_TERMS.index(term) for level in LEVELS.values() for term, count in level.terms.items()
+              if count == "bytes"]
 
 FP32: Mapping[str, str] = {"forward": "fp32", "backward": "fp32"}
 """Payloads by way."""
@@ -88,72 +94,91 @@ Terms = Sequence[np.ndarray | float]
 """One of each of EXCHANGE_TERMS, in a shape that broadcasts to [..., D]."""
 
 
-def exchange_terms(channel: Channel, owned_bytes: np.ndarray, hosts: np.ndarray,
+def exchange_terms(channel: Channel, owned_bytes: np.ndarray, units: np.ndarray,
                    skew_ms: np.ndarray | float = 0.0) -> Terms:
     """Terms of a collective in groups of n devices.
 
     owned_bytes: [..., n] as in workload.Workload.traffic.
-    hosts: [n] number of each device's host.
+    units: [K, n] as of step.links.units_of.
     skew_ms: [...] from the first start to the last.
 
     Groups across hosts share their links. For them, the axis before the last is that of the groups.
     """
-    owned = np.asarray(owned_bytes, dtype=float)
+    owned, row, n = np.asarray(owned_bytes, dtype=float), channel.row, units.shape[1]
     skew = np.minimum(np.asarray(skew_ms, dtype=float), SKEW_LIMIT_MS)[..., None]
-    row = channel.row
     if row.ring:
         # Inputs are padded to the largest, but for a dense gradient.
-        far_rounds, *of_links = _ring(row.passes * (owned if row.dense else owned.max(-1, keepdims=True)),
-                                      hosts)
-    else:
-        # A device receives its ids as it receives gradients backward: `owned` bytes, a part from each device.
-        far_rounds, *of_links = _all_to_all(owned, hosts, channel.scope.across)
+        owned = row.passes * (owned if row.dense else owned.max(-1, keepdims=True))
+    # A device receives its ids as it receives gradients backward: `owned` bytes, a part from each device.
+    counts = link_counts(row.ring, owned, units, channel.scope.across)
+    far_rounds = float(any(joins(units)[1:])) * (n - 1 if row.ring else 1)
     times = row.exchanges
-    return [1.0 * times, (len(hosts) - 1.0) * times, far_rounds * times, skew, *of_links]
+    return [1.0 * times, (n - 1.0) * times, far_rounds * times, skew,
+            *(of[count] for level, of in zip(LEVELS.values(), counts, strict=True)
+              for count in level.terms.values())]
 
 
-def _all_to_all(owned: np.ndarray, hosts: np.ndarray, shares_links: bool) -> Terms:
-    """far_rounds and the link terms of an all-to-all.
+def link_counts(ring: bool, owned: np.ndarray, units: np.ndarray,
+                shares_links: bool) -> list[dict[str, np.ndarray | float]]:
+    """[K] counts of each level of links (COUNTS), each [..., n] or as it broadcasts to it.
 
-    Each device sends owned / n to every other one. Backward it receives as much, so the terms are the same.
+    An all-to-all: each device sends owned / n to every other one. Backward it receives as much, so counts are
+    the same. A ring (Patarasuk and Yuan 2009): (n - 1) / n of the bytes leave and enter every device, and
+    every unit. They do so in n - 1 rounds, each as slow as its slowest link.
     """
-    n_devices, total = len(hosts), owned.sum(-1, keepdims=True)
-    # One host: the far terms are 0. This is the common case, and cheap.
-    if not np.ptp(hosts):
-        out, into = owned * (n_devices - 1) / n_devices, (total - owned) / n_devices
-        return [0.0, out + into, _busiest(out, into), *[0.0] * len(FAR_TERMS)]
-    _, number, sizes = np.unique(hosts, return_inverse=True, return_counts=True)
-    # Sort devices by host and sum runs. A devices × hosts matrix could have 2^32 cells.
-    order = np.argsort(number, kind="stable")
-    on_host = np.add.reduceat(owned[..., order], np.cumsum(sizes) - sizes, axis=-1)
-    # Out: a device's own bytes to others. In: the others' bytes, of which it gets 1 / n.
-    size, of_host = sizes[number], on_host[..., number]
-    near_out, near_in = owned * (size - 1) / n_devices, (of_host - owned) / n_devices
-    far_out, far_in = owned * (n_devices - size) / n_devices, (total - of_host) / n_devices
-    leaves, enters = on_host * (n_devices - sizes) / n_devices, (total - on_host) * sizes / n_devices
+    used = joins(units)
+    if ring:
+        moved = owned * (units.shape[1] - 1) / units.shape[1]
+        return [{"bytes": 2 * x, "head_start": -float(k > 0 and joins_some),
+                 **dict.fromkeys(("busiest", "port", "uplink", "shared_uplink"), x)}
+                for k, joins_some in enumerate(used) for x in [moved * float(k == 0 or joins_some)]]
+    found, inner, leaves_ports, enters_ports = [], np.arange(units.shape[1]), 0.0, 0.0
+    for outer, joins_some in zip(units, used, strict=True):
+        if joins_some:
+            counts, out, into = _level_counts(owned, inner, outer, shares_links)
+            leaves_ports, enters_ports = leaves_ports + out, enters_ports + into
+            counts["port"] = _busiest(leaves_ports, enters_ports)
+        found.append(counts if joins_some else dict.fromkeys(COUNTS, 0.0))
+        inner = outer
+    return found
+
+
+def _level_counts(owned: np.ndarray, inner: np.ndarray, outer: np.ndarray, shares_links: bool
+                  ) -> tuple[dict[str, np.ndarray | float], np.ndarray, np.ndarray]:
+    """Counts of an all-to-all on one level, and bytes [..., n] that leave and enter each device there.
+
+    inner, outer: [n] units of the level before, and of this one.
+    """
+    n = len(inner)
+    (of_inner, size_in, first), (of_outer, size_out, _) = (_of_units(owned, unit) for unit in (inner, outer))
+    out, into = owned * (size_out - size_in) / n, (of_outer - of_inner) / n
+    leaves = (of_inner * (size_out - size_in) / n)[..., first]
+    enters = ((of_outer - of_inner) * size_in / n)[..., first]
     if shares_links:
         leaves, enters = leaves.sum(-2, keepdims=True), enters.sum(-2, keepdims=True)
-    return [1.0, near_out + near_in, _busiest(near_out, near_in), far_out + far_in, _busiest(far_out, far_in),
-            _busiest(near_out + far_out, near_in + far_in), _busiest(leaves, enters),
-            leaves.mean(-1, keepdims=True) * (len(sizes) - 2) / (len(sizes) - 1), -1.0]
+    others = leaves.shape[-1] - 1
+    return {"bytes": out + into, "busiest": _busiest(out, into), "uplink": _busiest(leaves, enters),
+            "shared_uplink": leaves.mean(-1, keepdims=True) * (others - 1) / others,
+            "head_start": -1.0}, out, into
+
+
+def _of_units(owned: np.ndarray, unit: np.ndarray) -> tuple[np.ndarray, np.ndarray | int, np.ndarray]:
+    """Bytes [..., n] and devices [n] of each device's unit, and a device of each unit."""
+    # Few units or one device each are the common cases, and cheap.
+    if not np.ptp(unit):
+        return owned.sum(-1, keepdims=True), len(unit), np.zeros(1, dtype=int)
+    _, first, number, sizes = np.unique(unit, return_index=True, return_inverse=True, return_counts=True)
+    if len(sizes) == len(unit):
+        return owned, 1, first
+    # Sort devices by unit and sum runs. A devices × units matrix could have 2^32 cells.
+    order = np.argsort(number, kind="stable")
+    on_unit = np.add.reduceat(owned[..., order], np.cumsum(sizes) - sizes, axis=-1)
+    return on_unit[..., number], sizes[number], first
 
 
 def _busiest(out: np.ndarray, into: np.ndarray) -> np.ndarray:
     """The most bytes of any device, in either direction."""
     return np.maximum(out.max(-1, keepdims=True), into.max(-1, keepdims=True))
-
-
-def _ring(owned: np.ndarray, hosts: np.ndarray) -> Terms:
-    """far_rounds and the link terms of a ring (Patarasuk and Yuan 2009).
-
-    (D - 1) / D of the bytes leave and enter every device, and every host.
-    They do so in D - 1 rounds, each as slow as its slowest link.
-    """
-    n_devices, several = len(hosts), float(np.ptp(hosts) > 0)
-    moved = owned * (n_devices - 1) / n_devices
-    # On one host no bytes go between hosts.
-    far = several * moved
-    return [several * (n_devices - 1), 2 * moved, moved, 2 * far, far, far, far, far, -several]
 
 
 # --- prices -------------------------------------------------------------------------------------------------
@@ -162,10 +187,10 @@ def _ring(owned: np.ndarray, hosts: np.ndarray) -> Terms:
 def transfer_ms(terms: Terms, rates: np.ndarray) -> np.ndarray:
     """[..., D] ms from terms and rates [E]."""
     # Terms without a rate are skipped: most rates are 0.
-    latency, near, far = (sum((r * t for r, t in zip(rates[part], terms[part], strict=True) if r),
-                              np.zeros(()))
-                          for part in (LATENCY, NEAR, FAR))
-    return latency + np.maximum(near, far)
+    latency, *levels = (sum((r * t for r, t in zip(rates[part], terms[part], strict=True) if r),
+                            np.zeros(()))
+                        for part in (LATENCY, *PARTS.values()))
+    return latency + reduce(np.maximum, levels)
 
 
 def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np.ndarray, topology: Topology,
@@ -179,16 +204,17 @@ def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np
     """
     owned = np.asarray(owned_bytes, dtype=float)
     forward, backward = np.zeros_like(owned), np.zeros_like(owned)
-    members, hosts = groups_of(channel.group, topology)
+    members = groups_of(channel.group, topology)
     if members.shape[1] < 2 or not owned.any():
         return forward, backward
+    units = topology.units[:, members[0]]
     rates = {way: explicit_links(in_step(w, channel, way) * rates_of(w, channel, way, payloads[way]),
-                                 topology, _share(channel, payloads[way]))
+                                 topology, _share(channel, payloads[way]), units)
              for way in channel.row.ways}
     # [..., G, n]: price all groups of the channel at once.
     grouped = owned[..., members]
     skew = np.asarray(skew_ms, dtype=float)[..., None]
-    terms = exchange_terms(channel, grouped, _counted(hosts, np.stack(list(rates.values()))), skew)
+    terms = exchange_terms(channel, grouped, _counted(units, np.stack(list(rates.values()))), skew)
     # If any device of a group owns bytes, all take part. Of dense gradients: owners only.
     all_run = np.broadcast_to((grouped > 0).any(-1, keepdims=True), grouped.shape)
     runs = grouped > 0 if channel.row.dense else all_run
@@ -197,7 +223,8 @@ def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np
             ms[..., members] = np.where(runs, transfer_ms(terms, rates[way]), 0.0)
     if channel.row.ids:
         # Rates of measured links include what it takes to put ids in order. Given links do not.
-        own_ms = _order_ms(w, owned, once=topology.latency_ms is not None, bytes_too=topology.gives_slowest)
+        given = topology.slowest
+        own_ms = _order_ms(w, owned, once=given.latency_ms is not None, bytes_too=given.gbps is not None)
         own_ms = own_ms + work_before_ms(w, channel, owned)
         forward += in_step(w, channel, "forward") * own_ms
     return forward, backward
@@ -314,42 +341,57 @@ def is_measured(w: Mapping[str, np.ndarray], channel: Channel) -> bool:
 
 
 def measured_links(w: Mapping[str, np.ndarray], channel: Channel) -> set[str]:
-    """The kinds of links that the channel's rates know: "within" hosts, "between" hosts, or both."""
+    """The levels of links that the channel's rates know."""
     rates = np.stack([rates_of(w, channel, way) for way in channel.row.ways])
-    return {name for name, part in (("within", NEAR), ("between", FAR)) if rates[:, part].any()}
+    return {name for name, part in PARTS.items() if rates[:, part].any()}
 
 
-def explicit_links(rates: np.ndarray, topology: Topology, share: float = 1.0) -> np.ndarray:
+def explicit_links(rates: np.ndarray, topology: Topology, share: float = 1.0,
+                   units: np.ndarray | None = None) -> np.ndarray:
     """The explicit link model: [E] rates with the topology's own latency and bandwidths put in.
 
-    The busiest device's bytes decide. Between hosts whose devices share a link, the busiest host's do. If
-    nothing is known of links within such hosts, a device's are as fast.
+    The busiest device's bytes decide. Where the devices of a unit share a link, the busiest unit's do. If
+    nothing is known of links within such units, a device's are as fast.
     share: of the bytes, that travel.
+    units: [K, n] of the devices that exchange. None: all.
     """
     rates = rates.copy()
-    if topology.latency_ms is not None:
-        rates[LATENCY] = (topology.latency_ms, 0, 0, 0)
-    if topology.within_host_gbps:
-        rates[NEAR] = (0, share / (topology.within_host_gbps * BYTES_PER_MS_PER_GBPS))
-    if topology.between_hosts_gbps:
-        rates[FAR] = (0, share / (topology.between_hosts_gbps * BYTES_PER_MS_PER_GBPS), 0, 0, 0, 0)
-    if topology.host_link_gbps:
-        of_byte = share / (topology.host_link_gbps * BYTES_PER_MS_PER_GBPS)
-        rates[FAR] = (0, 0, 0, of_byte, 0, 0)
-        if not rates[NEAR].any():
-            rates[NEAR] = (0, of_byte)
+    latency_ms = (topology.slowest if units is None else topology.outermost(units)).latency_ms
+    if latency_ms is not None:
+        rates[LATENCY] = (latency_ms, 0, 0, 0)
+    inner = None
+    for level in LEVELS.values():
+        link = topology.link(level.name)
+        if link.gbps:
+            of_byte = share / (link.gbps * BYTES_PER_MS_PER_GBPS)
+            _give(rates, level, level.shared if link.shared else level.each, of_byte)
+            if link.shared and inner and not rates[PARTS[inner.name]].any():
+                _give(rates, inner, inner.each, of_byte)
+        inner = level
     return rates
 
 
-def _counted(hosts: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """[n] hosts as numbers, as far as the rates [..., E] can tell them apart.
+def _give(rates: np.ndarray, level: Level, term: str, of_byte: float) -> None:
+    """Put ms of a byte in as the one rate of a level."""
+    rates[PARTS[level.name]] = 0
+    rates[EXCHANGE_TERMS.index(term)] = of_byte
 
-    Rates without links between hosts: all devices count as one host.
-    Rates without links within hosts: each device counts as a host.
+
+def _counted(units: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    """[K, n] units, as far as the rates [..., E] can tell levels apart.
+
+    A level without rates passes what it joins on to the next one out that has some, or else in. Where none
+    has, all devices count as one unit.
     """
-    if not rates[..., FAR].any():
-        return np.zeros_like(hosts)
-    return hosts if rates[..., NEAR].any() else np.arange(len(hosts))
+    known = [bool(rates[..., part].any()) for part in PARTS.values()]
+    if not any(known):
+        return np.zeros_like(units)
+    found, last = units.copy(), max(k for k, has_rates in enumerate(known) if has_rates)
+    for k, has_rates in enumerate(known[:last]):
+        if not has_rates:
+            found[k] = found[k - 1] if k else np.arange(units.shape[1])
+    found[last:] = units[-1]
+    return found
 
 
 def even_is_least(w: Mapping[str, np.ndarray], topology: Topology, payload: str = "fp32") -> bool:
@@ -368,5 +410,5 @@ def own_bytes_count(w: Mapping[str, np.ndarray], topology: Topology, payload: st
 
     payload: of gradients.
     """
-    return any(explicit_links(rates_of(w, c, "backward", payload), topology)[[NEAR.start, FAR.start]].any()
+    return any(explicit_links(rates_of(w, c, "backward", payload), topology)[_OWN_BYTES].any()
                for c in CHANNELS)

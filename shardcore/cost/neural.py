@@ -23,6 +23,7 @@ from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import ID_CHANNELS, Channel
 from shardcore.limits import require_type
+from shardcore.step.links import LEVELS
 from shardcore.topology import Topology
 from shardcore.traffic import channels_of
 from shardcore.types import Problem, Setting, Shard
@@ -177,11 +178,10 @@ class NeuralModel:
         Raises ShardCoreError if all-to-alls were not measured and the topology states no links.
         """
         measured = collective_model.is_measured(self.weights, collective_model.ALL_TO_ALL)
-        if len(topology) > 1 and topology.within_host_gbps is None and not measured:
+        if len(topology) > 1 and not measured and not topology.link(first := next(iter(LEVELS))).gbps:
             raise ShardCoreError(f"the cost model for ({self.setting}) has no measured exchanges: "
-                                 "give the topology's "
-                                 "within_host_gbps (and between_hosts_gbps), "
-                                 "or measure exchanges and train again")
+                                 f"give the topology's links (of level {first!r}, and of others that it "
+                                 "has), or measure exchanges and train again")
         compute_ms = np.asarray(compute_ms, dtype=float)
         of_channel = self.collectives(traffic, compute_ms, topology)
         input_ms = sum(of_channel.pop(channel)[0] for channel in ID_CHANNELS)

@@ -28,6 +28,7 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS, ID_CHANNELS, Channel
+from shardcore.step.links import LEVELS, Link
 from shardcore.step_cost import StepCost
 from shardcore.workload import Workload
 
@@ -45,8 +46,9 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     Steps on one host say nothing of collectives measured between hosts only.
     Raises ShardCoreError where some steps ran on one host and some over several.
     """
-    steps = [(w, took) for w, took in steps if len(w.topology) > 1 and not w.topology.gives_slowest
-             and w.topology.latency_ms is None and w.job.forward_payload == w.job.backward_payload == "fp32"]
+    steps = [(w, took) for w, took in steps if len(w.topology) > 1
+             and w.topology.slowest == Link(w.topology.slowest.level)
+             and w.job.forward_payload == w.job.backward_payload == "fp32"]
     if not collective_model.is_measured(model.weights, collective_model.ALL_TO_ALL):
         return model
     # Without old factors, or new ones would be relative to them.
@@ -75,7 +77,7 @@ def _of_part(alone: NeuralModel, steps: Sequence[Step], part: str) -> tuple[dict
     # What a dense part hides of ids has no time.
     timed = [s for s in steps if any(getattr(s[1], part))
              and not (part == "input_ms" and s[0].job.hides_ids_ms)]
-    often = [c for c in channels if "within" in collective_model.measured_links(alone.weights, c)
+    often = [c for c in channels if next(iter(LEVELS)) in collective_model.measured_links(alone.weights, c)
              and sum(_runs(w, c) for w, _ in timed) >= FEWEST_STEPS]
     # Keep steps whose collectives all run often enough, or another's time would distort the fit.
     known = [s for s in timed if (ran := {c for c in channels if _runs(s[0], c)}) and ran <= set(often)]
@@ -109,8 +111,9 @@ def _of_sums(alone: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, float
 
 
 def _decides(channel: Channel) -> str:
-    """The kind of links, as of measured_links, that a channel over several hosts is priced by."""
-    return "within" if channel.scope.within else "between"
+    """The level of links that a channel over several hosts is priced by."""
+    inner, *_, outer = LEVELS
+    return inner if channel.scope.within else outer
 
 
 def said(before: NeuralModel, fitted: NeuralModel, n: int) -> str:

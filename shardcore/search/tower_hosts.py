@@ -391,6 +391,7 @@ def _sent(workload: Workload) -> Iterable[float]:
 
 def _leaving(scope: str, topology: Topology) -> tuple[float, float]:
     """Shares of what enters that go to devices of the own host, and to other hosts."""
-    _, hosts = groups_of(scope, topology)
-    n, mates = len(hosts), np.count_nonzero(hosts == 0)
+    first = groups_of(scope, topology)[0]
+    hosts = [topology.devices[d].host for d in first]
+    n, mates = len(hosts), hosts.count(hosts[0])
     return (mates - 1) / n, (n - mates) / n

@@ -77,11 +77,7 @@ def groups_in(topology: Topology, scope: str) -> tuple[Group, ...]:
 
 
 @lru_cache(maxsize=128)
-def groups_of(scope: str, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
-    """[G, n] devices of each group of a scope, and [n] numbers of their hosts."""
+def groups_of(scope: str, topology: Topology) -> np.ndarray:
+    """[G, n] devices of each group of a scope. [0, 0] where there are none."""
     groups = groups_in(topology, scope)
-    if not groups:
-        return np.zeros((0, 0), dtype=int), np.zeros(0, dtype=int)
-    host_of = {d: h for h, devices in enumerate(topology.on_hosts) for d in devices}
-    hosts = {h: i for i, h in enumerate(dict.fromkeys(host_of[d] for d in groups[0]))}
-    return np.array(groups), np.array([hosts[host_of[d]] for d in groups[0]])
+    return np.array(groups) if groups else np.zeros((0, 0), dtype=int)

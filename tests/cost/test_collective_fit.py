@@ -11,6 +11,7 @@ from test_collective_model import QUICK, columns, fitted, on_hosts
 from shardcore.cost import accuracy, collective_fit, collective_model, fit
 from shardcore.layouts import BUCKETIZED_IDS, IDS, Channel
 from shardcore.measurements import CollectiveRequest, CollectiveSample, EmulatedLinks
+from shardcore.step.links import links_of
 
 OF_IDS = IDS.collective, BUCKETIZED_IDS.collective
 
@@ -116,7 +117,7 @@ def test_a_payload_that_was_not_measured_has_the_rates_of_fp32_with_half_of_the_
 
 def test_links_that_a_topology_gives_carry_half_of_the_bytes_in_16_bits():
     model, owned = fitted(comm_samples()), columns([64, 64])
-    given = on_hosts(2, within_host_gbps=1.0, latency_ms=0.0)
+    given = on_hosts(2, links=links_of(within_host=1.0, latency_ms=0.0))
     whole, short = (model.for_payloads(p, p).comm(owned, np.zeros(2), given) for p in ("fp32", "fp16"))
     assert whole.forward_ms == pytest.approx(np.full(2, 64 * 256 * 4 / 2 / 1e6))
     assert short.forward_ms == pytest.approx(whole.forward_ms / 2)
@@ -130,7 +131,7 @@ def test_bucketized_ids_take_what_ids_take_and_the_time_to_put_them_in_buckets()
     assert (once, per_byte) == (pytest.approx(0.3, rel=0.01), pytest.approx(1 / 4e6, rel=0.01))
     assert collective_fit.errors(model.weights, bucketized)["all_to_all_ids_bucketized_forward_mape"] < 0.1
     owned = np.array([1e6, 3e6])
-    for topology in (on_hosts(2), on_hosts(2, within_host_gbps=10.0, latency_ms=0.1)):
+    for topology in (on_hosts(2), on_hosts(2, links=links_of(within_host=10.0, latency_ms=0.1))):
         plain, divided = (model.comm(sends(**{c: owned}), np.zeros(2), topology).input_ms for c in OF_IDS)
         assert divided == pytest.approx(plain + 0.3 + 2e6 / 4e6, rel=0.01)
     assert collective_model.is_measured(model.weights, BUCKETIZED_IDS)
@@ -159,8 +160,9 @@ def test_what_devices_do_with_ids_is_known_where_samples_tell_it():
 
 
 @pytest.mark.parametrize(("given", "once", "by_bytes"), [
-    ({}, 0, 0), ({"latency_ms": 0.1}, 1, 0), ({"within_host_gbps": 10.0}, 0, 1),
-    ({"within_host_gbps": 10.0, "latency_ms": 0.1}, 1, 1)], ids=["measured", "latency", "links", "both"])
+    ({}, 0, 0), ({"links": links_of(latency_ms=0.1)}, 1, 0), ({"links": links_of(within_host=10.0)}, 0, 1),
+    ({"links": links_of(within_host=10.0, latency_ms=0.1)}, 1, 1)],
+    ids=["measured", "latency", "links", "both"])
 def test_given_links_leave_the_work_of_putting_ids_in_order(given, once, by_bytes):
     """What rates of measured links include of it. The same samples, with that work told and not."""
     ids, bucketized = (comm_samples(collective=c) for c in OF_IDS)

@@ -14,6 +14,7 @@ from shardcore.errors import SettingMismatch
 from shardcore.job import Job
 from shardcore.layouts import ID_CHANNELS
 from shardcore.search.shards import to_plan
+from shardcore.step.links import links_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
@@ -190,8 +191,8 @@ def test_a_model_is_for_the_payloads_of_its_problems_job(any_model):
 def test_halving_columns_of_tables_of_many_lookups_over_two_hosts_raises_the_price(any_model):
     """Each half needs all ids. Outputs and lookups stay as even as they were."""
     a, b = (Table(name, 10_000, 8, 50.0) for name in "ab")
-    where = Topology((Device(1 << 30, host="a"), Device(1 << 30, host="b")), between_hosts_gbps=0.01,
-                     latency_ms=0.0)
+    where = Topology((Device(1 << 30, host="a"), Device(1 << 30, host="b")),
+                     links=links_of(between_hosts=0.01, latency_ms=0.0))
     given = Problem("p", (a, b), where, 256)
 
     def ms(*placements):

@@ -12,6 +12,7 @@ from shardcore.search import SHARDERS
 from shardcore.search.budget import Budget
 from shardcore.search.sharding_groups import best, candidates, cost_of
 from shardcore.sharding_groups import GroupedPlan, Grouping, problem_of_group, sizes, synced_bytes
+from shardcore.step.links import links_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Table
 from shardcore.workload import lower
@@ -24,7 +25,7 @@ NEAR, FAR, LATENCY_MS = 40.0, 5.0, 0.2
 def problem(memory: int = 512 * MIB, optimizer: str = "exact_sgd", hosts: int = 2) -> Problem:
     tables = tuple(Table(f"t{i}", 40_000 * (1 + i % 3), 32, 2.0 + i) for i in range(12))
     devices = tuple(Device(memory, host=f"h{h}") for h in range(hosts) for _ in range(4))
-    links = Topology(devices, None, NEAR, FAR, LATENCY_MS)
+    links = Topology(devices, links=links_of(LATENCY_MS, within_host=NEAR, between_hosts=FAR))
     return Problem("many", tables, links, 64 * len(devices), optimizer)
 
 

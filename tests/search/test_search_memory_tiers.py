@@ -13,6 +13,7 @@ from shardcore.memory_tiers import decide, largest_to_host, one_load_factor, tie
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.memory_tiers import filled, try_shares
 from shardcore.search.tried import best_of
+from shardcore.step.links import links_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
@@ -84,7 +85,7 @@ def test_every_sharder_takes_load_factors(algorithm):
 @pytest.mark.parametrize("load_factor", [1.0, 0.5])
 def test_tables_that_replicas_would_suit_are_none_with_rows_in_host_memory(load_factor):
     small = tuple(Table(f"s{i}", 100, 16, 50.0, Zipf(1.0), load_factor=load_factor) for i in range(4))
-    slow = replace(problem(1 << 26).topology, within_host_gbps=0.01, latency_ms=0.1)
+    slow = replace(problem(1 << 26).topology, links=links_of(within_host=0.01, latency_ms=0.1))
     asked = Problem("small", small, slow, 1024)
     found = SHARDERS["anneal"](asked, MODEL.for_problem(asked), budget=Budget(evals=2_000))
     assert lower(found, asked)
