@@ -34,6 +34,7 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.search.memory_tiers import try_shares
 from shardcore.search.shards import priced
 from shardcore.search.tried import best_of
+from shardcore.step.tiers import Memory
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem
@@ -49,7 +50,7 @@ def drawn(index: int, batch: int, gbps: float) -> Problem:
     pool, rng = [t for t in generate_pool() if t.pooling > 0.01], np.random.default_rng([index, 23])
     some = tuple(pool[k] for k in rng.choice(len(pool), 60, replace=False))
     rich = Problem(f"tiers-{index}", some, Topology(
-        (Device(1 << 40),) * 4, host_memory_gbps=gbps, host_memory_bytes=1 << 50), batch)
+        (Device(1 << 40),) * 4, memory=(Memory("host", 1 << 50, gbps),)), batch)
     beside = sum(d.memory_bytes for d in rich.topology.devices) - tier_bytes(rich)
     memory = int(beside + SHARES[index % len(SHARES)] * sum(t.bytes for t in some)) // 4
     return replace(rich, topology=replace(rich.topology, devices=(Device(memory),) * 4))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,6 @@ from shardcore.limits import (
     MOST_CUDA_COLUMNS,
     MOST_DEVICES,
     MOST_DIM,
-    MOST_GBPS,
     MOST_SPEED,
     PATH_NAME,
     is_path_name,
@@ -25,6 +24,7 @@ from shardcore.limits import (
     require_within,
 )
 from shardcore.step.links import LEVELS, Link, joins, units_of
+from shardcore.step.tiers import BELOW, Memory
 
 BYTES_PER_MS_PER_GBPS = 1e6
 GIB = 1 << 30
@@ -70,15 +70,13 @@ class Topology:
     devices: of all hosts, in the order of their numbers.
     hardware: the setting's name of a device ("nvidia-h200"); None: whatever the cost model was measured on.
     links: of some levels. Those of others are as the cost model measured them.
-    host_memory_bytes: of each host, what tables may use. None: none.
-    host_memory_gbps: bandwidth between a device and its host's memory, GB/s. Given, not measured.
+    memory: of tiers below the devices, where tables may have rows.
     """
 
     devices: tuple[Device, ...]
     hardware: str | None = None
     links: tuple[Link, ...] = ()
-    host_memory_bytes: int | None = None
-    host_memory_gbps: float | None = None
+    memory: tuple[Memory, ...] = ()
 
     def __post_init__(self) -> None:
         require_types(self, "topology")
@@ -86,13 +84,13 @@ class Topology:
                 f"a topology has {len(self.devices) or 'no'} devices; it needs 1 to {MOST_DEVICES}")
         require(self.hardware is None or is_path_name(self.hardware),
                 f"topology has hardware {self.hardware!r}; it needs {PATH_NAME}, such as 'nvidia-h200'")
-        require_within(self, "topology", host_memory_gbps=(1 / MOST_GBPS, MOST_GBPS),
-                       host_memory_bytes=(1, MOST_BYTES))
-        given = [link.level for link in self.links]
-        require(len(set(given)) == len(given), f"topology gives links of {', '.join(given)}; it needs at "
-                "most one of each level")
-        # In one order: equal topologies have equal files.
-        object.__setattr__(self, "links", tuple(self.link(level) for level in LEVELS if level in given))
+        for name, axis, known in (("links", "level", LEVELS), ("memory", "tier", BELOW)):
+            by_name = {getattr(x, axis): x for x in getattr(self, name)}
+            require(len(by_name) == len(getattr(self, name)), f"topology gives {name} of "
+                    f"{', '.join(getattr(x, axis) for x in getattr(self, name))}; it needs at most one of "
+                    f"each {axis}")
+            # In one order: equal topologies have equal files.
+            object.__setattr__(self, name, tuple(by_name[x] for x in known if x in by_name))
 
     @classmethod
     def of_hosts(cls, hosts: int, devices: int, memory_gib: float, **given: Any) -> Topology:
@@ -114,9 +112,9 @@ class Topology:
     def __repr__(self) -> str:
         sizes = sorted({device.memory_bytes / GIB for device in self.devices})
         memory = f"{sizes[0]:.4g}" if len(sizes) == 1 else f"{sizes[0]:.4g} to {sizes[-1]:.4g}"
-        given = "".join(f", {f.name} {value}" for f in fields(self) if f.name not in ("devices", "links")
-                        and (value := getattr(self, f.name)) is not None)
+        given = f", hardware {self.hardware}" if self.hardware else ""
         given += "".join(f", {link.words}" for link in self.links)
+        given += "".join(f", {x.bytes / GIB:.4g} GiB {x.tier} memory a host" for x in self.memory)
         return f"Topology({len(self.devices)} devices on {len(self.hosts)} hosts, {memory} GiB each{given})"
 
     @cached_property
@@ -170,25 +168,24 @@ class Topology:
         """The outermost links between its devices."""
         return self.outermost(self.units)
 
-    @property
-    def gives_host_memory(self) -> bool:
-        """Whether tables may have rows in host memory."""
-        return self.host_memory_bytes is not None and self.host_memory_gbps is not None
+    def memory_of(self, tier: str) -> Memory | None:
+        """Memory of a tier below the devices. None: tables may have no rows there."""
+        return next((memory for memory in self.memory if memory.tier == tier), None)
 
     def among(self, devices: Sequence[int]) -> Topology:
         """Some of the devices, while the others do the same: they share what hosts have with them."""
-        picked, memory = set(devices), self.host_memory_bytes
+        picked = set(devices)
         share = min(n / len(of) for of in self.on_hosts if (n := len(picked.intersection(of))))
         links = tuple(replace(x, gbps=x.gbps * share) if x.shared else x for x in self.links)
-        return replace(self, devices=tuple(self.devices[d] for d in devices), links=links,
-                       host_memory_bytes=memory and int(memory * share))
+        memory = tuple(replace(x, bytes=max(1, int(x.bytes * share))) for x in self.memory)
+        return replace(self, devices=tuple(self.devices[d] for d in devices), links=links, memory=memory)
 
     def __len__(self) -> int:
         return len(self.devices)
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.devices, self.hardware, self.links, self.host_memory_bytes, self.host_memory_gbps))
+        return hash((self.devices, self.hardware, self.links, self.memory))
 
     def __hash__(self) -> int:  # of thousands of devices, and looked up often
         return self._hash

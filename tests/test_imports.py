@@ -18,11 +18,13 @@ OURS = ("shardcore", "tasks", "flows")
 ORCHESTRATORS = {"prefect", "ray", "mlflow", "dvc"}
 
 
-BELOW = {"errors.py": (), "limits.py": ("errors",), "topology.py": ("errors", "limits", "step.links"),
+BELOW = {"errors.py": (), "limits.py": ("errors",),
+         "topology.py": ("errors", "limits", "step.links", "step.tiers"),
          "constraints.py": ("errors", "limits"), "job.py": ("errors", "limits", "fused"),
          "fused.py": (),
          "access_statistics.py": ("limits",), "step_cost.py": (),
-         "types.py": ("errors", "limits", "topology", "constraints", "fused", "job", "access_statistics"),
+         "types.py": ("errors", "limits", "topology", "constraints", "fused", "job", "access_statistics",
+                      "step.tiers"),
          "measurements.py": ("errors", "limits", "types", "step_cost", "step.collectives",
                              "step.scopes")}
 """What the nouns see of ours: nothing but other nouns, and the errors and limits of them all."""

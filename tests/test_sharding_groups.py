@@ -24,6 +24,7 @@ from shardcore.sharding_groups import (
     synced_bytes,
 )
 from shardcore.step.links import links_of
+from shardcore.step.tiers import Memory
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Table
 
@@ -119,7 +120,7 @@ def test_weights_and_sums_are_synchronised_replicated_tables_are_not():
     replica = next(p.shard.table for p in plan_of(own).placements if p.kind == "data_parallel")
     in_host = replace(own, tables=tuple(t if t == replica else replace(t, load_factor=0.0)
                                         for t in own.tables),  # all rows are averaged there too
-                      topology=replace(own.topology, host_memory_bytes=GIB, host_memory_gbps=25.0))
+                      topology=replace(own.topology, memory=(Memory("host", GIB, 25.0),)))
     assert synced_bytes(rebind_tables(plan_of(own), in_host), in_host) == synced_bytes(plan_of(own), own)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from shardcore.cli.options import command, natural, positive, positive_gib
 from shardcore.cli.progress_line import shown
 from shardcore.errors import ShardCoreError
+from shardcore.step.tiers import BELOW, Memory
 from shardcore.types import Problem
 
 _TIERS = """Decide which rows of a problem's tables lie in device memory, and which in the hosts', where not
@@ -55,12 +56,14 @@ def tiers(args: argparse.Namespace) -> None:
 
 
 def _with_host_memory(problem: Problem, args: argparse.Namespace) -> Problem:
-    given = {"host_memory_bytes": args.host_gib and int(args.host_gib * 2**30),
-             "host_memory_gbps": args.link_gbps or (None if problem.topology.host_memory_gbps else 25.0)}
-    own = dataclasses.replace(problem.topology, **{k: v for k, v in given.items() if v is not None})
-    if own.host_memory_bytes is None:
+    known = next(iter(problem.topology.memory), None)
+    if not known and not args.host_gib:
         raise ShardCoreError(f"{args.problem} does not say how much memory hosts have for tables; give "
-                             "--host-gib, or host_memory_bytes in its topology")
+                             "--host-gib, or memory in its topology")
+    memory = Memory(known.tier if known else BELOW[0],
+                    int(args.host_gib * 2**30) if args.host_gib else known.bytes,
+                    args.link_gbps or (known.gbps if known else 25.0))
+    own = dataclasses.replace(problem.topology, memory=(memory, *problem.topology.memory[1:]))
     return dataclasses.replace(problem, topology=own)
 
 

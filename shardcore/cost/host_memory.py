@@ -122,7 +122,7 @@ def with_host_memory(model: Any, problem: Problem) -> Any:
     """The model for a problem: with the link, if any of its tables has rows in host memory."""
     if not any(table.in_host_memory for table in problem.tables):
         return model
-    return HostMemoryModel(model, problem.topology.host_memory_gbps, problem.optimizer)
+    return HostMemoryModel(model, problem.topology.memory[0].gbps, problem.optimizer)
 
 
 def _split(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -231,7 +231,7 @@ class ShardCorePlanner:
             *torchrec_optimizers.notes(self.model, own, self.problem.optimizer, sharders),
             *unpriced_wrappers(theirs), *self._notes_of_lookups(theirs),
             *([] if self.theirs is None else torchrec_topology.notes(
-                self.theirs, self.topology.gives_host_memory)),
+                self.theirs, bool(self.topology.memory))),
             *unpriced_hardware(self.model.setting, self.compute_device),
             *(f"extrapolated: {line}" for line in out_of_range(model, lower(self.found, self.problem)))]
         return made

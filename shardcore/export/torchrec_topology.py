@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from shardcore.errors import ShardCoreError
 from shardcore.export import torchrec_fields
 from shardcore.step.links import LEVELS, links_of
+from shardcore.step.tiers import BELOW, TIERS, Memory, MemoryTier
 from shardcore.topology import Device, Topology
 
 if TYPE_CHECKING:
@@ -37,9 +38,13 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bo
     ddr = host_memory and not on_cpu
     return Topology(
         devices, links=links_of(**given_bandwidths(topology)),
-        host_memory_bytes=(min(d.storage.ddr for d in topology.devices) * topology.local_world_size if ddr
-                           else None),
-        host_memory_gbps=topology.hbm_to_ddr_mem_bw / BYTES_PER_MS_PER_GBPS if ddr else None)
+        memory=tuple(_memory(topology, TIERS[tier]) for tier in BELOW if ddr and TIERS[tier].torchrec))
+
+
+def _memory(topology: TheirTopology, tier: MemoryTier) -> Memory:
+    storage, bandwidth = tier.torchrec
+    return Memory(tier.name, min(getattr(d.storage, storage) for d in topology.devices)
+                  * topology.local_world_size, getattr(topology, bandwidth) / BYTES_PER_MS_PER_GBPS)
 
 
 def _treated(topology: TheirTopology) -> list[str]:

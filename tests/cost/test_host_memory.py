@@ -11,13 +11,14 @@ from shardcore.cost.host_memory import HostMemoryModel
 from shardcore.cost.model import QuantileCostModel, price
 from shardcore.memory_tiers import tiers_of, with_load_factors
 from shardcore.search.bound import bound
+from shardcore.step.tiers import Memory
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 MODEL = AnalyticModel(Setting("made-up", 512))
 TABLES = tuple(Table(f"t{i}", 5_000, 16, 3.0, Zipf(0.9)) for i in range(4))
-HOST = {"host_memory_bytes": 1 << 30, "host_memory_gbps": 2.0}
+HOST = {"memory": (Memory("host", 1 << 30, 2.0),)}
 PLAIN = Problem("p", TABLES, Topology((Device(1 << 30),) * 2, **HOST), 512)
 TIERED = with_load_factors(PLAIN, {"t0": 0.1, "t1": 0.0})
 
@@ -35,7 +36,7 @@ def test_a_device_takes_as_much_longer_as_its_bytes_take_on_the_link():
     link = [tier.link_bytes / 2e6 for tier in tiers_of(TIERED).tiers]
     assert min(link[:2]) > 0 and link[2:] == [0, 0]
     assert ms(TIERED) - ms(PLAIN) == pytest.approx(link[:2])
-    faster = replace(TIERED, topology=replace(TIERED.topology, host_memory_gbps=4.0))
+    faster = replace(TIERED, topology=replace(TIERED.topology, memory=(Memory("host", 1 << 30, 4.0),)))
     assert ms(faster) - ms(PLAIN) == pytest.approx(np.array(link[:2]) / 2)
 
 

@@ -20,6 +20,7 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.job import Job
 from shardcore.layouts import CHANNELS, LAYOUTS, possible_groups
 from shardcore.step.links import links_of
+from shardcore.step.tiers import Memory
 from shardcore.topology import Device, Topology
 from shardcore.types import PAYLOADS, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
@@ -31,7 +32,7 @@ TABLES = (Table("plain", 40_000, 32, 8.0, Zipf(1.05)), Table("wide", 9_000, 128,
           Table("other", 3_000, 8, 1.0, Zipf(0.5), collection="second"),
           Table("deep", 90_000, 64, 5.0, Zipf(1.1), load_factor=0.1),
           Table("deeper", 60_000, 32, 1.5, Zipf(1.0), load_factor=0.0))
-HOST_MEMORY = {"host_memory_bytes": 1 << 34, "host_memory_gbps": 20.0}
+HOST_MEMORY = {"memory": (Memory("host", 1 << 34, 20.0),)}
 LINKS = {"measured": {}, "within": {"links": links_of(within_host=50.0)},
          "own": {"links": links_of(within_host=50.0, between_hosts=2.0, latency_ms=0.03)},
          "shared": {"links": links_of(between_hosts=3.0, latency_ms=0.0, shared=True)}}

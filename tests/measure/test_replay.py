@@ -25,6 +25,7 @@ from shardcore.measure.kernels import KernelBench
 from shardcore.measure.replay import ReplayConfig, combine, combine_all, replay, replay_all
 from shardcore.measure.timing import Caches
 from shardcore.measurements import ComputeRequest
+from shardcore.step.tiers import Memory
 from shardcore.step_cost import PARTS, StepCost
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
@@ -390,7 +391,7 @@ def test_a_workload_of_another_setting_is_refused_before_anything_starts(tables)
         replay(whole(fast), SETTING, CONFIG)
     with pytest.raises(ShardCoreError, match="repeats"):
         ReplayConfig(repeats=0)
-    hosts = dataclasses.replace(problem.topology, host_memory_bytes=64 * MIB, host_memory_gbps=10.0)
+    hosts = dataclasses.replace(problem.topology, memory=(Memory("host", 64 * MIB, 10.0),))
     large = dataclasses.replace(tables[0], name="large", load_factor=0.5)
     cached = dataclasses.replace(problem, tables=(large,), topology=hosts)
     with pytest.raises(ShardCoreError, match="table 'large' has rows in host memory"):
