@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from bench.hot_rows import OTHER_BATCHES, PER_HOST, N, _batch, models, planned
 from shardcore import files
-from shardcore.cost import mixed
+from shardcore.cost import composite
 from shardcore.cost.model import CostModel
 from shardcore.cost.replay_metrics import bootstrap
 from shardcore.export.hot_cold import HotColdEmbeddingCollection
@@ -175,7 +175,7 @@ def main() -> None:
     p.add_argument("--repeats", type=int, default=9, help="steps of each arm")
     p.add_argument("--gbit", type=float, default=0.1, help="Gbit/s of a host's link")
     args = p.parse_args()
-    model, box = mixed.load([args.model]), Box(2, PER_HOST, args.gbit)
+    model, box = composite.load([args.model]), Box(2, PER_HOST, args.gbit)
     topology = Topology(tuple(Device(1 << 36, host=f"h{i // PER_HOST}") for i in range(N)),
                         links=links_of(LATENCY_MS, shared=True, within_host=WITHIN_GBPS,
                                        between_hosts=args.gbit / 8))

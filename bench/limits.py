@@ -50,7 +50,7 @@ PARTS = {
     "anneal": [("shardcore.search.anneal.sharder", "Search.run")],
     "final": [("shardcore.search.anneal.sharder", "priced"),
               ("shardcore.search.placement_state", "PlacementState.plan")],
-    "range": [("shardcore.cost.mixed", "out_of_range")],
+    "range": [("shardcore.cost.composite", "out_of_range")],
     "explain": [("shardcore.search.explain", "explain")],
     "write": [("shardcore.files", "write_plan")],
 }

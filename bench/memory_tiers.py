@@ -26,7 +26,7 @@ import numpy as np
 
 from bench.peers.scaleup import STARTS, scaled_up
 from shardcore import files
-from shardcore.cost import mixed
+from shardcore.cost import composite
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
 from shardcore.memory_tiers import largest_to_host, one_load_factor, tier_bytes, tiers_of
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--link-gbps", type=float, default=25.0, help="given (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="keep each problem's figures there, and resume")
     args = parser.parse_args()
-    model = mixed.load([args.model])
+    model = composite.load([args.model])
     done = {x["problem"]: x for x in map(json.loads, args.out.read_text().splitlines())
             } if args.out and args.out.exists() else {}
     for index in range(args.problems):

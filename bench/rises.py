@@ -23,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardcore import report
-from shardcore.cost import mixed
+from shardcore.cost import composite
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=38)
     parser.add_argument("--model", help="folder of a trained model; default: AnalyticModel")
     args = parser.parse_args()
-    loaded = mixed.load([args.model]) if args.model else None
+    loaded = composite.load([args.model]) if args.model else None
     part = Budget(evals=int(PART * DEFAULT.evals))
     found: dict[str, list[float]] = {"budget": [], "memory": [], "devices": [], "best other": []}
     for i in range(args.problems):

@@ -39,14 +39,14 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 def hot_rows(args: argparse.Namespace) -> None:
     from shardcore import files
-    from shardcore.cost import mixed
+    from shardcore.cost import composite
     from shardcore.report.hot_rows_report import thresholds_line, thresholds_table
     from shardcore.search import Budget, known, sharder
     from shardcore.search.hot_rows import try_thresholds
     from shardcore.search.tried import best_of
     from shardcore.workload import lower
 
-    problem, model = files.read_problem(args.problem), mixed.load(args.model)
+    problem, model = files.read_problem(args.problem), composite.load(args.model)
     budget = Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
     search = sharder(known(args.algorithm or "anneal"))
     with shown() as line:
@@ -57,7 +57,7 @@ def hot_rows(args: argparse.Namespace) -> None:
     if args.plan:
         files.write_plan(args.plan, best.plan, best.problem)
     print(thresholds_table(problem, tried, best))
-    for line in mixed.out_of_range(model.for_problem(best.problem), lower(best.plan, best.problem)):
+    for line in model.for_problem(best.problem).out_of_range(lower(best.plan, best.problem)):
         print(f"extrapolated: {line}", file=sys.stderr)
 
 

@@ -69,7 +69,7 @@ def _with_host_memory(problem: Problem, args: argparse.Namespace) -> Problem:
 
 def _searched(args: argparse.Namespace, problem: Problem) -> Problem:
     from shardcore import files
-    from shardcore.cost import mixed
+    from shardcore.cost import composite
     from shardcore.report.memory_tiers_report import share_line, shares_table
     from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
     from shardcore.search.memory_tiers import try_shares
@@ -79,7 +79,7 @@ def _searched(args: argparse.Namespace, problem: Problem) -> Problem:
     if args.plan and not args.out:
         raise ShardCoreError(f"--plan {args.plan} needs --out, the problem with load factors that it is a "
                              "plan of")
-    model = mixed.load(args.model)
+    model = composite.load(args.model)
     budget = Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
     with shown() as line:
         tried = try_shares(problem, model, sharder(known(args.algorithm or DEFAULT_SHARDER)), args.seed,
@@ -88,6 +88,6 @@ def _searched(args: argparse.Namespace, problem: Problem) -> Problem:
     if args.plan:
         files.write_plan(args.plan, best.plan, best.problem)
     print(shares_table(tried, best) + "\n")
-    for line in mixed.out_of_range(model.for_problem(best.problem), lower(best.plan, best.problem)):
+    for line in model.for_problem(best.problem).out_of_range(lower(best.plan, best.problem)):
         print(f"extrapolated: {line}", file=sys.stderr)
     return best.problem

@@ -88,7 +88,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
 
 def plan(args: argparse.Namespace) -> None:
     from shardcore import files
-    from shardcore.cost import known_errors, mixed
+    from shardcore.cost import composite, known_errors
     from shardcore.cost.model import at_confidence
     from shardcore.report import plan_report
     from shardcore.search import DEFAULT_SHARDER, known, sharder
@@ -103,7 +103,7 @@ def plan(args: argparse.Namespace) -> None:
     with shown():
         report(f"reading {args.problem}")
         asked = problem = files.read_problem(args.problem)
-    loaded = mixed.load(args.model)
+    loaded = composite.load(args.model)
     if args.groups is not None:
         _plan_groups(args, problem, loaded, policy)
         return
@@ -137,7 +137,7 @@ def plan(args: argparse.Namespace) -> None:
     if args.explain:
         _say_explained(found, problem, cautious, budget)
     # Warnings go to standard error, so that standard output stays readable by programs.
-    _say_extrapolated(mixed.out_of_range(model, lower(found, problem)))
+    _say_extrapolated(model.out_of_range(lower(found, problem)))
 
 
 def _provenance(args: argparse.Namespace) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def _add_price(commands: argparse._SubParsersAction) -> None:
 
 def price(args: argparse.Namespace) -> None:
     from shardcore import files, grouped_plans
-    from shardcore.cost import mixed
+    from shardcore.cost import composite
     from shardcore.cost.model import at_confidence
     from shardcore.cost.model import price as predicted
     from shardcore.search.tower_hosts import as_planned
@@ -279,7 +279,7 @@ def price(args: argparse.Namespace) -> None:
     of_groups = grouped_plans.read_grouped(args.plan, whole) if grouped_plans.is_grouped(args.plan) else None
     if of_groups:
         own = of_groups.problem
-    model = mixed.load(args.model).for_problem(own)
+    model = composite.load(args.model).for_problem(own)
     own.require_setting(model.setting)
     found = of_groups.plan if of_groups else files.read_plan(args.plan, own)
     own = as_planned(found, own)
@@ -288,7 +288,7 @@ def price(args: argparse.Namespace) -> None:
         body = grouped.price(of_groups, whole, cautious)
         beyond = grouped.extrapolated(of_groups, whole, model)
     else:
-        cost, beyond = predicted(workload, cautious), mixed.out_of_range(model, workload)
+        cost, beyond = predicted(workload, cautious), model.out_of_range(workload)
         body = {"total_ms": cost.total_ms, **dataclasses.asdict(cost),
                 "memory_bytes": list(workload.memory_bytes)}
     body["extrapolated"] = beyond

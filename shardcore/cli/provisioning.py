@@ -45,7 +45,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 def provision(args: argparse.Namespace) -> None:
     from shardcore import files
-    from shardcore.cost import mixed
+    from shardcore.cost import composite
     from shardcore.provision import Target, best_of_each, read_offers, sweep
     from shardcore.report import provision_report
     from shardcore.search import DEFAULT_SHARDER, Budget, sharder
@@ -57,7 +57,7 @@ def provision(args: argparse.Namespace) -> None:
     # Folders of models are relative to the file that names them.
     folders = {offer.model: args.offers.parent / offer.model for offer in offers}
     require_outputs(args, folders.values())
-    models = {name: mixed.load([folder]) for name, folder in folders.items()}
+    models = {name: composite.load([folder]) for name, folder in folders.items()}
     began = clock()
     with shown():
         found = sweep(problem, offers, models, search, args.seed, Budget(args.budget_evals), args.budget_s)
@@ -85,7 +85,7 @@ def provision(args: argparse.Namespace) -> None:
     if none := [c for c in found if c.cost is None]:
         print(f"\n{len(none)} clusters have no plan, such as {none[0].words}: {none[0].why}")
     model = models[first.offer.model].for_problem(first.problem)
-    for line in mixed.out_of_range(model, lower(first.plan, first.problem)):
+    for line in model.out_of_range(lower(first.plan, first.problem)):
         print(f"extrapolated: {line}", file=sys.stderr)
 
 

@@ -74,7 +74,7 @@ def diff(args: argparse.Namespace) -> None:
 def _write_comparison(args: argparse.Namespace) -> None:
     """Both plans under the problem of the new one."""
     from shardcore import files
-    from shardcore.cost import mixed
+    from shardcore.cost import composite
     from shardcore.cost.model import price
     from shardcore.report import plan_page
     from shardcore.report.plan_explorer import Version
@@ -83,7 +83,7 @@ def _write_comparison(args: argparse.Namespace) -> None:
     from shardcore.workload import lower
 
     problem = files.read_problem(args.problem or args.new.with_name("problem.json"))
-    model = mixed.load(args.model).for_problem(problem)
+    model = composite.load(args.model).for_problem(problem)
     problem.require_setting(model.setting)
     versions = []
     for path in (args.new, args.old):

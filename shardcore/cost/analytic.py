@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from shardcore.cost.collective_model import link_counts
-from shardcore.cost.host_memory import HostMemoryModel, with_host_memory
+from shardcore.cost.composite import Composite, composed
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import Channel
@@ -62,12 +62,16 @@ class AnalyticModel:
                 raise ShardCoreError(f"analytic model has {field.name} {value}; "
                                      "bandwidths need to be positive, costs 0 or more")
 
-    def for_problem(self, problem: Problem) -> AnalyticModel | HostMemoryModel:
+    def for_problem(self, problem: Problem) -> AnalyticModel | Composite:
+        """See model.CostModel."""
+        return composed((self.in_device_memory(problem),), problem)
+
+    def in_device_memory(self, problem: Problem) -> AnalyticModel:
         """The model at the batch and with the payloads of a problem. Its formulas hold for any."""
         job = problem.job
         setting = replace(self.setting, batch=problem.global_batch, forward_payload=job.forward_payload,
                           backward_payload=job.backward_payload)
-        return with_host_memory(replace(self, setting=setting), problem)
+        return replace(self, setting=setting)
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, 4] drivers: 1 (a table), lookups, bytes gathered, bytes updated.

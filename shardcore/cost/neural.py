@@ -18,7 +18,7 @@ from shardcore import files, model_files, schema
 from shardcore.access_statistics import Zipf
 from shardcore.cost import collective_model, features, nets, quantiles, ranges
 from shardcore.cost import weights as required
-from shardcore.cost.host_memory import HostMemoryModel, with_host_memory
+from shardcore.cost.composite import Composite, composed
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import ID_CHANNELS, Channel
@@ -52,9 +52,9 @@ class NeuralModel:
     weights: Mapping[str, np.ndarray]
     meta: Mapping[str, Any]
 
-    def for_problem(self, problem: Problem) -> NeuralModel | HostMemoryModel:
+    def for_problem(self, problem: Problem) -> NeuralModel | Composite:
         """See model.CostModel."""
-        return with_host_memory(self.in_device_memory(problem), problem)
+        return composed((self.in_device_memory(problem),), problem)
 
     def in_device_memory(self, problem: Problem) -> NeuralModel:
         """The model at the batch of a problem, and with its job's payloads, as if no rows were elsewhere."""

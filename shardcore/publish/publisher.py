@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcore import files
-from shardcore.cost import mixed, neural
+from shardcore.cost import neural
 from shardcore.cost.model import price
 from shardcore.errors import Infeasible, ShardCoreError, Unreachable
 from shardcore.limits import MOST_COUNT, MOST_MS, MOST_SEED, require_within
@@ -232,7 +232,7 @@ class Publisher:
         decision = self._decision(problem, before, outcome="restored", reason=reason, current=then.current,
                                   candidate=then.current, candidate_ms=cost.total_ms)
         return Published(problem, decision, cost, _totals(self._others(problem)),
-                         bool(mixed.out_of_range(self.model, workload)))
+                         bool(self.model.out_of_range(workload)))
 
     # --- a new plan --------------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class Publisher:
             plan, cost = before.plan, before.cost
             self._add(problem, plan, decision, before, others)
         return Published(problem, decision, cost, _totals(others),
-                         bool(mixed.out_of_range(self.model, lower(plan, problem))))
+                         bool(self.model.out_of_range(lower(plan, problem))))
 
     def _others(self, problem: Problem) -> dict[str, compare.Outcome]:
         """Plans to compare with: by BASELINES, NeuroShard's beam, and TorchRec's planner if it may run."""
@@ -319,7 +319,7 @@ class Publisher:
         if store.is_whole(self.plans, problem.name, store.version_of(plan, problem)):
             return
         workload = lower(plan, problem)
-        cost, beyond = price(workload, self.model), mixed.out_of_range(self.model, workload)
+        cost, beyond = price(workload, self.model), self.model.out_of_range(workload)
         decisions = [decision, *islice(store.history(self.plans, problem.name), plan_page.MOST_ROWS)]
         # Explaining searches alternatives, so it runs only for a new version.
         explained = explain(plan, problem, self.model, _EXPLAIN, others)

@@ -13,7 +13,7 @@ from laws import SETTING
 
 from shardcore.access_statistics import Zipf
 from shardcore.constraints import Constraints
-from shardcore.cost import collective_model, features, mixed, quantiles
+from shardcore.cost import collective_model, composite, features, quantiles
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
@@ -65,7 +65,7 @@ def neural_model(precision: str, seed: int) -> NeuralModel:
 
 
 MODELS = {"analytic": AnalyticModel(SETTING), "neural": neural_model("fp32", 1),
-          "mixed": mixed.MixedModel((neural_model("fp16", 2), neural_model("fp32", 1)))}
+          "mixed": composite.Composite((neural_model("fp16", 2), neural_model("fp32", 1)))}
 
 
 def placements(problem: Problem) -> list[Placement]:
