@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from shardcore.cost.collective_model import link_counts
 from shardcore.cost.composite import Composite, composed
+from shardcore.cost.link_counts import link_counts
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import Channel

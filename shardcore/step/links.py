@@ -26,7 +26,7 @@ class Level:
     words: for people, after "links".
     unit: name of the unit that it joins, from the name of a device's host.
     terms: exchange terms of a cost model (collective_model.EXCHANGE_TERMS), and what each counts, a name of
-      collective_model.COUNTS.
+      cost.link_counts.COUNTS.
     each: the term that a given bandwidth of each device applies to.
     shared: the same where the devices of an inner unit share one link. "": they never do.
     torchrec: argument of TorchRec's Topology for it, and the constant that is its default.
