@@ -264,8 +264,8 @@ def load(folder: str | Path) -> NeuralModel:
     # Weights are matrices by position, so names have to agree in order too.
     for what, names in _NAMES.items():
         found = meta.pop(what, None)
-        if what in required.LONGER and isinstance(found, list) and found and found == names[:len(found)]:
-            weights = required.LONGER[what](weights, len(found))
+        if what in required.LONGER and required.are_older(found, names):
+            weights = required.LONGER[what](weights, found)
         elif found != names:
             raise ShardCoreError(f"model in {folder} was trained on {what} {schema.show(found)}; "
                                  f"this ShardCore computes {schema.show(names)}: train again")

@@ -6,6 +6,7 @@ import numpy as np
 
 from shardcore.access_statistics import Reuse, Zipf
 from shardcore.cost import features
+from shardcore.cost.collective_model import EXCHANGE_TERMS
 from shardcore.cost.neural import NeuralModel
 from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample, Spread
 from shardcore.samples import dataset
@@ -148,3 +149,8 @@ def by_hand(**weights) -> NeuralModel:
         },
         {"ranges": {}},
     )
+
+
+def of_terms(**rates: float) -> np.ndarray:
+    """[E] rates of exchange terms by name. 0 for the others."""
+    return np.array([rates.get(name, 0.0) for name in EXCHANGE_TERMS])

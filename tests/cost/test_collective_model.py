@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from laws import SETTING, comm_samples, exchange_law, spread
+from laws import SETTING, comm_samples, exchange_law, of_terms, spread
 from shapes import ALL_REDUCE, ALL_TO_ALL, column, host_row, replica, row, sends
 
 from bench import links
@@ -17,7 +17,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS, IDS, LAYOUTS, Channel
 from shardcore.measurements import CollectiveRequest, CollectiveSample
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.step.links import links_of, units_of
+from shardcore.step.links import LEVELS, links_of, units_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
@@ -177,26 +177,29 @@ def test_only_who_replicates_reduces():
 
 
 def test_links_that_a_topology_gives_replace_what_was_fitted():
-    rates = np.arange(1.0, 13.0)
-    latency, near, far = [0.25, 0, 0, 0], [0, 1 / 2e6], [0, 1 / 5e5, 0, 0, 0, 0]
-    for given, expected in (({"latency_ms": 0.25}, [*latency, *rates[4:]]),
-                            ({"latency_ms": 0.0}, [0, 0, 0, 0, *rates[4:]]),
-                            ({"within_host": 2.0}, [*rates[:4], *near, *rates[6:]]),
-                            ({"between_hosts": 0.5}, [*rates[:6], *far]),
-                            ({"between_hosts": 0.5, "shared": True}, [*rates[:6], 0, 0, 0, 1 / 5e5, 0, 0]),
-                            ({}, rates)):
-        topology = on_hosts(1, 1, links=links_of(**given))
-        assert collective_model.explicit_links(rates, topology) == pytest.approx(expected)
-    far_only = np.where(np.arange(12) < 6, 0.0, rates)
+    by_name = {name: 1.0 + i for i, name in enumerate(collective_model.EXCHANGE_TERMS)}
+    latency = dict.fromkeys(collective_model.LATENCY_TERMS, 0.0)
+    near, far = (dict.fromkeys(LEVELS[name].terms, 0.0) for name in ("within_host", "between_hosts"))
+    for given, changed in (({"latency_ms": 0.25}, {**latency, "once": 0.25}),
+                           ({"latency_ms": 0.0}, latency),
+                           ({"within_host": 2.0}, {**near, "near_busiest_bytes": 1 / 2e6}),
+                           ({"between_hosts": 0.5}, {**far, "far_busiest_bytes": 1 / 5e5}),
+                           ({"between_hosts": 0.5, "shared": True}, {**far, "uplink_bytes": 1 / 5e5}),
+                           ({}, {})):
+        topology, rates = on_hosts(1, 1, links=links_of(**given)), of_terms(**by_name)
+        found = collective_model.explicit_links(rates, topology)
+        assert found == pytest.approx(of_terms(**{**by_name, **changed}))
+        assert rates == pytest.approx(of_terms(**by_name))
+    far_only = of_terms(**{name: 1.0 for name in far})
     given = collective_model.explicit_links(far_only, on_hosts(
         1, 1, links=links_of(shared=True, between_hosts=0.5)))
-    assert given == pytest.approx([0, 0, 0, 0, 0, 1 / 5e5, 0, 0, 0, 1 / 5e5, 0, 0])  # within hosts no faster
-    assert rates == pytest.approx(np.arange(1.0, 13.0))
+    # Within hosts no faster.
+    assert given == pytest.approx(of_terms(near_busiest_bytes=1 / 5e5, uplink_bytes=1 / 5e5))
 
 
 def test_links_that_are_all_as_busy_may_take_longer_and_start_ahead():
     """A mean of all links beside the busiest one, less what early ranks sent; never below 0."""
-    law = np.array([0.0] * 9 + [0.8, 0.2, 1.5])
+    law = of_terms(uplink_bytes=0.8, shared_uplink_bytes=0.2, head_start=1.5)
     laws = {collective_model.weight(ALL_TO_ALL, way): law for way in ("forward", "backward")}
     hosts = on_hosts(1, 1, 1)
     even, uneven, few = (collective_model.collective_ms(laws, ALL_TO_ALL, np.array(owned), hosts)[0]

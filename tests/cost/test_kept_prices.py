@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from laws import SETTING
+from laws import SETTING, of_terms
 
 from shardcore.access_statistics import Zipf
 from shardcore.constraints import Constraints
@@ -36,13 +36,15 @@ HOST_MEMORY = {"memory": (Memory("host", 1 << 34, 20.0),)}
 LINKS = {"measured": {}, "within": {"links": links_of(within_host=50.0)},
          "own": {"links": links_of(within_host=50.0, between_hosts=2.0, latency_ms=0.03)},
          "shared": {"links": links_of(between_hosts=3.0, latency_ms=0.0, shared=True)}}
+TERMS = ("once", "messages", "far_rounds", "skew_ms", "near_bytes", "near_busiest_bytes", "far_bytes",
+         "far_busiest_bytes", "port_busiest_bytes", "uplink_bytes", "shared_uplink_bytes", "head_start")
 HOSTS = {"one": "aaaa", "pairs": "abab", "odd": "aaab", "apart": "abcd"}
 
 
 def neural_model(precision: str, seed: int) -> NeuralModel:
     """A model of drawn weights, all collectives measured but ids within buckets."""
     rng = np.random.default_rng(seed)
-    k, c, e = len(features.DRIVERS), len(features.CONDITIONS), len(collective_model.EXCHANGE_TERMS)
+    k, c = len(features.DRIVERS), len(features.CONDITIONS)
     levels = np.array(quantiles.LEVELS)
     w = {"rates": rng.uniform(0, 1e-5, (k, 2)), "launch": rng.uniform(0.01, 0.1, 2),
          "load_typical": rng.uniform(1e2, 1e4, k), "condition_low": np.full(c, -10.0),
@@ -51,14 +53,19 @@ def neural_model(precision: str, seed: int) -> NeuralModel:
          "contention.1.weight": rng.uniform(0, 0.1, (3, 2)), "band.log_ms": np.array([0.0]),
          "band.width": np.array([0.1]), "band.level": levels, "band.error": np.linspace(-2, 2, len(levels)),
          "network.0.weight": rng.normal(size=(c, 2)) / 10, "network.0.bias": rng.normal(size=2) / 10}
-    scale = np.array([1e-2, 1e-3, 1e-2, 1e-2] + [1e-8] * 7 + [1e-3])
+    scale = dict(zip(TERMS, [1e-2, 1e-3, 1e-2, 1e-2] + [1e-8] * 7 + [1e-3], strict=True))
+
+    def drawn() -> np.ndarray:
+        of = dict(zip(TERMS, rng.uniform(0, 1, len(TERMS)), strict=True))
+        return of_terms(**{name: of[name] * scale[name] for name in TERMS})
+
     for i, channel in enumerate(CHANNELS):
         for way in channel.row.ways if i % 3 != 2 else ():
             for payload in PAYLOADS if channel.row.cast and i % 2 else ("fp32",):
-                w[collective_model.weight(channel, way, payload)] = rng.uniform(0, 1, e) * scale
+                w[collective_model.weight(channel, way, payload)] = drawn()
         w |= {collective_model.step_weight(channel, way): rng.uniform(1, 3, 1)
               for way in channel.row.ways if i % 2}
-    w |= {collective_model.weight(collective_model.ALL_TO_ALL, way): rng.uniform(0, 1, e) * scale
+    w |= {collective_model.weight(collective_model.ALL_TO_ALL, way): drawn()
           for way in ("forward", "backward")}
     w |= {"bucketize_ids": np.array([0.02, 1e-8]), "order_ids": np.array([0.01, 2e-8])}
     return NeuralModel(replace(SETTING, precision=precision), w, {"ranges": {"batch": [64, 4096]}})

@@ -35,10 +35,10 @@ def test_a_row_says_where_its_groups_lie(row):
 
 
 def test_measured_ranks_and_kinds_form_the_same_groups():
-    topology = on_hosts("aabb")
+    topology = on_hosts("aaaabbbb")
     for name, row in SCOPES.items():
-        asked = CollectiveRequest((8,) * 4, 16, (0.0,) * 4, hosts=2, group=name).groups
-        assert asked == row.groups(topology.on_hosts) == row.groups(even_hosts(4, 2))
+        asked = CollectiveRequest((8,) * 8, 16, (0.0,) * 8, hosts=2, group=name).groups
+        assert asked == row.groups(topology.on_hosts) == row.groups(even_hosts(8, 2))
     assert LAYOUTS["host_row"].groups(topology) == SCOPES["host"].groups(topology.on_hosts)
     assert LAYOUTS["row"].groups(topology) == SCOPES["world"].groups(topology.on_hosts)
 
