@@ -53,7 +53,7 @@ def _placed(values: np.ndarray, known: Sequence[str], names: Sequence[str], fill
 
 
 def are_older(found: object, names: Sequence[str]) -> bool:
-    """True if names are those of an older model: the first of all, or all but terms of new levels of links."""
+    """True if an older model has these names: the first of all, or all but terms of new levels of links."""
     if not isinstance(found, list) or not found:
         return False
     new = {term for level in LEVELS.values() if not level.terms.keys() & found for term in level.terms}
