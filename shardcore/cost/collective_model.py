@@ -283,15 +283,15 @@ def explicit_links(rates: np.ndarray, topology: Topology, share: float = 1.0,
     latency_ms = (topology.slowest if units is None else topology.outermost(units)).latency_ms
     if latency_ms is not None:
         rates[LATENCY] = (latency_ms, 0, 0, 0)
-    inner = None
+    innermost, inside = next(iter(LEVELS.values())), slice(LATENCY.stop, LATENCY.stop)
     for level in LEVELS.values():
         link = topology.link(level.name)
         if link.gbps:
             of_byte = share / (link.gbps * BYTES_PER_MS_PER_GBPS)
             _give(rates, level, level.shared if link.shared else level.each, of_byte)
-            if link.shared and inner and not rates[PARTS[inner.name]].any():
-                _give(rates, inner, inner.each, of_byte)
-        inner = level
+            if link.shared and not rates[inside].any():
+                _give(rates, innermost, innermost.each, of_byte)
+        inside = slice(LATENCY.stop, PARTS[level.name].stop)
     return rates
 
 

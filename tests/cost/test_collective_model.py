@@ -44,12 +44,15 @@ def columns(widths) -> np.ndarray:
 # --- terms
 
 
+OF_HOSTS = {*collective_model.LATENCY_TERMS, *LEVELS["within_host"].terms, *LEVELS["between_hosts"].terms}
+
+
 def terms(collective: str, owned, hosts=(0, 0, 0), skew_ms=0.0) -> dict[str, list[float]]:
     """By name, of each device, in bytes as given."""
     found = collective_model.exchange_terms(Channel(collective), np.array(owned, dtype=float),
                                             units_of([str(h) for h in hosts]), skew_ms)
     return {name: np.broadcast_to(t, len(owned)).round(9).tolist()
-            for name, t in zip(collective_model.EXCHANGE_TERMS, found, strict=True)}
+            for name, t in zip(collective_model.EXCHANGE_TERMS, found, strict=True) if name in OF_HOSTS}
 
 
 def test_terms_of_an_all_to_all_on_one_host_by_hand():
