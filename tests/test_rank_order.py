@@ -94,7 +94,8 @@ def test_devices_move_with_their_ranks_and_links_are_those_found():
     assert [d.host for d in found.devices] == ["host-0", "host-0", "host-1", "host-1"]
     assert [d.memory_bytes >> 30 for d in found.devices] == [1, 3, 2, 4]
     assert [d.speed for d in found.devices] == [1.0, 3.0, 2.0, 4.0]
-    assert found.links == (Link("within_host", 5.0, latency_ms=0.1), Link("between_hosts", 0.5, latency_ms=0.1))
+    assert found.links == (Link("within_host", 5.0, latency_ms=0.1),
+                           Link("between_hosts", 0.5, latency_ms=0.1))
     assert found.hardware == "cpu"
     shared = topology_of(levels(times(places)), replace(LINKS, host_gbps=0.9), before)
     assert shared.link("between_hosts") == Link("between_hosts", 0.9, shared=True, latency_ms=0.1)
