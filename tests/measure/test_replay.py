@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from shapes import column, host_row, on_hosts, replica, row
+from shapes import ACROSS, column, host_row, on_hosts, replica, row
 
 import shardcore.measure.replay as module
 from shardcore import files
@@ -449,3 +449,16 @@ def test_the_command_replays_plans_of_one_problem(tables, tmp_path, capsys):
                 and set(PARTS) < set(cost))
     assert main(["replay", plan, str(tmp_path / "other.json"), *arguments]) == 1
     assert "'other'" in capsys.readouterr().err
+
+
+def _groups(rank, init_method, say):
+    dist.init_process_group("gloo", init_method, rank=rank, world_size=4)
+    ranks, group = exchanges.groups(rank, on_hosts("abba"), [ACROSS])[ACROSS.group]
+    say((list(ranks), dist.get_process_group_ranks(group)))
+    dist.destroy_process_group()
+
+
+def test_ranks_of_a_group_are_in_torchs_order():
+    """Those of the second devices of hosts a and b are 3 and 2."""
+    last = dict(local_ranks.run("test", _groups, 4, (), 60.0))
+    assert all(ours == torchs for ours, torchs in last.values()) and last[3][0] == [2, 3]
