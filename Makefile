@@ -27,7 +27,7 @@ test: setup
 	python -m pytest
 
 test-long: setup
-	python -m pytest -m long -n 0
+	python -m pytest -m long
 
 mutants: setup
 	python -m bench.mutants --out .mutants.jsonl

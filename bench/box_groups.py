@@ -35,8 +35,9 @@ from shardcore.measure import collectives, hosts, local_ranks, processes, replay
 from shardcore.measure.hardware import hardware_name
 from shardcore.measure.step_compute import measure_alone
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.sharding_groups import Candidate, best, candidates
-from shardcore.sharding_groups import members, replicas, sizes, synced_bytes
+from shardcore.search.decisions.driver import decide
+from shardcore.search.decisions.groups import FoundGroups, Groups
+from shardcore.sharding_groups import members, replicas, synced_bytes
 from shardcore.types import Problem, Setting, Table
 from shardcore.workload import Workload, lower
 
@@ -52,10 +53,10 @@ BOXES = ((4, 2), (2, 4))
 _TIMEOUT_S = 300.0
 
 
-def step_ms(found: Candidate, problem: Problem, setting: Setting, config: replay.ReplayConfig,
+def step_ms(found: FoundGroups, problem: Problem, setting: Setting, config: replay.ReplayConfig,
             places: Sequence[hosts.Place]) -> float:
     """Median ms of a step of all groups side by side."""
-    grouped, of_group = found.found, members(problem.topology, found.grouping)
+    grouped, of_group = found.grouped, members(problem.topology, found.grouping)
     work = lower(grouped.plan, grouped.problem)
     own = replace(setting, batch=grouped.problem.global_batch)
     [(_, (alone, _))] = local_ranks.run("compute", measure_alone, 1, ([work], own, config, None), _TIMEOUT_S)
@@ -87,12 +88,12 @@ def _replay(rank: int, init_method: str, say: Callable[[Any], None], work: Workl
                            meet=all_there.wait))
 
 
-def sync_ms(found: Candidate, problem: Problem, places: Sequence[hosts.Place]) -> float:
+def sync_ms(found: FoundGroups, problem: Problem, places: Sequence[hosts.Place]) -> float:
     """ms of one synchronisation; 0 where there is but one group."""
     among = replicas(problem.topology, found.grouping)
     if len(among[0]) < 2:
         return 0.0
-    n_bytes = [sum(of) for of in synced_bytes(found.found.plan, found.found.problem)]
+    n_bytes = [sum(of) for of in synced_bytes(found.plan, found.problem)]
     told = local_ranks.run("sync", _reduce, len(places), (len(places), among, n_bytes), _TIMEOUT_S, places)
     return max(ms for _, ms in told)
 
@@ -123,18 +124,18 @@ def judged(tables: Sequence[Table], model: AnalyticModel, index: int,
     devices = tuple(replace(d, memory_bytes=ROOM_BYTES) for d in problem.topology.devices)
     problem = replace(problem, topology=replace(problem.topology, devices=devices))
     config = replay.ReplayConfig(args.repeats, 2, arena_bytes=4 << 30)
-    of = candidates(problem, model.for_problem(problem), SHARDERS["anneal_columns"], sizes(problem), every,
-                    budget=Budget(evals=20_000))
+    best = decide(problem, model.for_problem(problem), [Groups(sync_every=every)],
+                  SHARDERS["anneal_columns"], budget=Budget(evals=20_000))
     rows = []
     with hosts.box_of(box) as places:
-        for found in (c for c in of if c.found is not None):
+        for found in (x.found for x in best.outcomes if x.found):
             ran = step_ms(found, problem, model.setting, config, places), sync_ms(found, problem, places)
             rows.append({"size": found.grouping.size, "layout": found.grouping.layout,
                          "step_ms": found.cost.step_ms, "sync_ms": found.cost.sync_ms, "ran_step_ms": ran[0],
                          "ran_sync_ms": ran[1], "total_ms": found.cost.total_ms,
                          "ran_total_ms": ran[0] + ran[1] / every})
             print(rows[-1], flush=True)
-    chosen = best(of).grouping
+    chosen = best.grouping
     return {"problem": problem.name, "box": [box.hosts, box.ranks_per_host], "every": every,
             "chosen": [chosen.size, chosen.layout], "rows": rows}
 

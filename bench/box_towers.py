@@ -31,8 +31,9 @@ from shardcore.cost.metrics import mape
 from shardcore.cost.model import price
 from shardcore.measure import hosts
 from shardcore.measure.replay import ReplayConfig, replay_all
+from shardcore.search.decisions.tower_plans import tower_traffic
+from shardcore.search.decisions.towers import tower_hosts
 from shardcore.search.portfolio import annealing as anneal
-from shardcore.search.tower_hosts import tower_hosts, tower_traffic
 from shardcore.step_cost import StepCost
 from shardcore.towers import Towers
 from shardcore.types import Table

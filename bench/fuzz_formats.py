@@ -76,7 +76,7 @@ FORMATS = {
     "towers": Format(("towers.json",), _json("towers.json"), uses.use_towers,
                      ("shardcore/towers.py:read_towers",)),
     "offers": Format(("offers.json",), _json("offers.json"), uses.use_offers,
-                     ("shardcore/provision.py:read_offers",)),
+                     ("shardcore/search/decisions/provision.py:read_offers",)),
     "model": Format(("model",), _model("model"), uses.use_model,
                     ("shardcore/cost/neural.py:load", "shardcore/model_files.py:read_model",
                      "shardcore/model_files.py:model_digest")),

@@ -21,13 +21,13 @@ from shardcore.cost import accuracy, neural, ranges, replay_records
 from shardcore.cost.model import CostModel, group_costs, price
 from shardcore.errors import ShardCoreError
 from shardcore.export import dmp_collection, fbgemm_statistics, torchrec_json
-from shardcore.provision import clusters, read_offers
 from shardcore.publish import store
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
+from shardcore.search.decisions.provision import clusters, read_offers
+from shardcore.search.decisions.towers import tower_hosts
 from shardcore.search.learned import sharder
 from shardcore.search.learned.policy import read_policy
-from shardcore.search.tower_hosts import tower_hosts
 from shardcore.sharding_groups import members
 from shardcore.tables.dlrm_datasets import dlrm_datasets_pool
 from shardcore.tables.hot_ids import read_hot_ids

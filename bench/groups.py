@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import argparse
 
-from shardcore import report
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.report import decisions_report
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.sharding_groups import Candidate, best, candidates
-from shardcore.sharding_groups import sizes
+from shardcore.search.decisions.driver import decide
+from shardcore.search.decisions.groups import Groups
 from shardcore.step.links import links_of
 from shardcore.tables.public import public_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Setting
 
 GB = 10**9
-HEADERS = ("size", "layout", "step ms", "synchronise ms", "total ms", "fullest device", "why not")
 
 
 def main() -> None:
@@ -35,19 +34,9 @@ def main() -> None:
     problem = Problem("dcnv2", public_pool("mlperf-dlrm-dcnv2"), links, 65536, "rowwise_adagrad",
                       Constraints(reserved_bytes=12 * GB))
     model = AnalyticModel(Setting("given", problem.global_batch, optimizer=problem.optimizer))
-    of = candidates(problem, model, SHARDERS["anneal_columns"], sizes(problem), args.sync_every,
-                    budget=Budget(evals=args.budget_evals))
-    rows = [(c.grouping.size, c.grouping.layout, *_costs(c), c.why) for c in of]
-    print(report.markdown_table(HEADERS, rows))
-    found = best(of).grouping
-    print(f"\nchosen: size {found.size}, {found.layout}")
-
-
-def _costs(of: Candidate) -> tuple[str, ...]:
-    if of.cost is None:
-        return ("-",) * 4
-    costs_ms = of.cost.step_ms, of.cost.sync_ms, of.cost.total_ms
-    return (*(f"{ms:.3f}" for ms in costs_ms), f"{of.fullest[1]:.0%}")
+    best = decide(problem, model, [Groups(sync_every=args.sync_every)], SHARDERS["anneal_columns"],
+                  budget=Budget(evals=args.budget_evals))
+    print(decisions_report.ledger_text(best.ledger))
 
 
 if __name__ == "__main__":

@@ -46,9 +46,9 @@ from shardcore.measure import local_ranks
 from shardcore.measure.hosts import Box, box_of
 from shardcore.report.text import markdown_table
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.hot_rows import try_thresholds
+from shardcore.search.decisions.driver import decide
+from shardcore.search.decisions.hot_rows import HotRows
 from shardcore.search.torchrec_pieces import quiet
-from shardcore.search.tried import best_of
 from shardcore.step.links import links_of
 from shardcore.tables.heat import row_counts
 from shardcore.tables.hot_ids import HotIds
@@ -100,10 +100,9 @@ def arms_of(problem: Problem, model: CostModel, budget: Budget) -> dict[str, Arm
             plan = theirs(problem, types)
         if all(set(plan.placements) != set(old.placements) for _, old in found.values()):
             found[f"TorchRec, {'all types' if len(types) > 1 else types[0]}"] = problem, plan
-    tried = try_thresholds(problem, model, SHARDERS["anneal"], budget=budget)
-    found["ours, no hot rows"] = problem, tried[0].plan
-    best = best_of(tried)
-    if best.rows:
+    best = decide(problem, model, [HotRows()], SHARDERS["anneal"], budget=budget)
+    found["ours, no hot rows"] = problem, best.outcomes[0].found.plan
+    if best.problem != problem:
         found["ours, hot rows"] = best.problem, best.plan
     return found
 

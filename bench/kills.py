@@ -64,7 +64,7 @@ PATIENCE_S = 15.0
 LONGEST_S = 600.0
 """Of a run that goes on after a kill, and of one that is not killed."""
 SMALLER = {"measure": {"compute_samples": 60, "comm_samples": 24, "step_samples": 1}, "train": {"epochs": 4},
-           "evaluate": {"problems": 1}}
+           "evaluate": {"problems": 1, "replay_problems": 1}}
 """Than the toy sizes of the tests."""
 HEADERS = ("killed", "kills", "ended in 15 s", "slowest end s", "went on", "failed late", "processes left",
            "folders left", "locks held", "open to others", "next run went on")

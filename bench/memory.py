@@ -1,16 +1,12 @@
 """Does a plan take as much memory as is counted? Peaks of a training step in TorchRec's real processes.
 
     python -m bench.memory --plans 20 --out memory.jsonl
-    python -m bench.memory --searches 100
 
 Each plan is drawn, of all kinds of sharding: weights take most of its memory, or ids, or outputs, or none
 does. Some tables have two features. A third of the plans have a collection of sequences too.
 DistributedModelParallel trains it under TrainPipelineSparseDist on 2 gloo processes, or on 4 as two hosts.
 `torch.profiler` records what every tensor takes, weights and optimizer state included. The peak of warm steps
 is compared with what `memory` counts, and with what TorchRec's own storage estimator does.
-
-With --searches, no process runs: of that many plans, what searches count is compared with what the plans
-take, for some values of `memory.SHARE`.
 
 A line of --out is a plan. Run again, it goes on from there. Exits 1 if a count is off by more than is
 promised (ABOVE, BELOW).
@@ -27,7 +23,6 @@ import os
 import sys
 import tempfile
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -43,9 +38,8 @@ from shardcore import files, memory, report
 from shardcore.export.torchrec import to_torchrec
 from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.job import PAYLOADS, Job
-from shardcore.layouts import WHOLE_ROWS
 from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Shard, Table
+from shardcore.types import Plan, Problem, Table
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
 
@@ -319,8 +313,6 @@ def counted(seed: int, steps_bytes: Sequence[Sequence[int]]) -> dict[str, Any]:
             "sequences": any(t.sequence for t in problem.tables),
             "peak_bytes": [max(each) for each in steps_bytes], "used_bytes": memory.used_bytes(plan, problem),
             "phases": [device.phase for device in memory.by_part(plan, problem)],
-            "searched_bytes": [taken + memory.every_plan_bytes(problem)
-                               for taken in memory.counted_bytes(plan, problem)],
             "torchrec_bytes": estimated(problem, plan)}
 
 
@@ -329,25 +321,7 @@ def off(row: dict[str, Any], count: str) -> list[float]:
     return [n / peak - 1 for n, peak in zip(row[count], row["peak_bytes"], strict=True)]
 
 
-def searched(seeds: Sequence[int], shares: Sequence[float] = (0, memory.SHARE, 1)) -> list[tuple[str, ...]]:
-    """What searches count of drawn plans, and of whole tables in turn, by what devices of them take."""
-    found: dict[tuple[str, str, float], list[float]] = defaultdict(list)
-    for seed in seeds:
-        problem, plan = drawn(seed)
-        n = len(problem.topology)
-        whole = Plan(tuple(Placement(WHOLE_ROWS.name, Shard.whole(t), (i % n,))
-                           for i, t in enumerate(problem.tables)))
-        for name, each in (("whole tables", whole), ("all kinds", plan)):
-            used, counted = memory.used_bytes(each, problem), memory.counted_bytes(each, problem)
-            for share in shares:
-                found[name, problem.name.split("-")[0], share] += [
-                    (taken + memory.every_plan_bytes(problem, share)) / most
-                    for taken, most in zip(counted, used, strict=True)]
-    return [(name, mostly, f"{share:g}", *(f"{np.quantile(x, q):.2f}" for q in (0, 0.1, 0.5, 1)),
-             f"{np.mean(np.array(x) < 1):.0%}") for (name, mostly, share), x in sorted(found.items())]
-
-
-COUNTS = {"counted": "used_bytes", "searches": "searched_bytes", "TorchRec": "torchrec_bytes"}
+COUNTS = {"counted": "used_bytes", "TorchRec": "torchrec_bytes"}
 
 
 def main() -> None:
@@ -356,12 +330,7 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=20, help="to draw (20)")
     parser.add_argument("--first", type=int, default=0, help="number of the first plan (0)")
     parser.add_argument("--out", type=Path, default=Path("memory.jsonl"), help="a line of JSON for each plan")
-    parser.add_argument("--searches", type=int, help="of so many plans, compare counts only")
     args = parser.parse_args()
-    if args.searches:
-        print(report.text_table(("plans", "mostly", "share", "least", "10%", "median", "most", "below 1"),
-                                searched(range(args.first, args.first + args.searches))))
-        return
     seeds = range(args.first, args.first + args.plans)
     lines = args.out.read_text().splitlines() if args.out.exists() else []
     done = {row["seed"]: row for row in map(json.loads, lines)}

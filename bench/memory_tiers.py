@@ -31,9 +31,9 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
 from shardcore.memory_tiers import largest_to_host, one_load_factor, tier_bytes, tiers_of
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.memory_tiers import try_shares
+from shardcore.search.decisions.driver import decide
+from shardcore.search.decisions.tiers import Tiers
 from shardcore.search.shards import priced
-from shardcore.search.tried import best_of
 from shardcore.step.tiers import Memory
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
@@ -93,9 +93,9 @@ def _best(found: list[Found]) -> Found:
 
 
 def arms(problem: Problem, model: CostModel) -> dict[str, Found]:
-    tried = best_of(try_shares(problem, model, SHARDERS["anneal_columns"], budget=Budget(EVALS)))
+    best = decide(problem, model, [Tiers()], SHARDERS["anneal_columns"], budget=Budget(EVALS))
     theirs, with_ours = torchrec(problem, model)
-    return {"ours": (tried.problem, tried.plan),
+    return {"ours": (best.problem, best.plan),
             "largest to host": with_room(lambda p: largest_to_host(p).problem, problem, model),
             "one load factor": with_room(lambda p: one_load_factor(p).problem, problem, model),
             "TorchRec scale-up": theirs, "its load factors, our places": with_ours}

@@ -16,8 +16,9 @@ import numpy as np
 
 from shardcore import report
 from shardcore.cost import neural
-from shardcore.provision import Offer, sweep
 from shardcore.search import SHARDERS, Budget
+from shardcore.search.decisions.driver import Outcome, decide
+from shardcore.search.decisions.provision import Offer, Provision, Target
 from shardcore.step.links import links_of
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
@@ -44,18 +45,21 @@ def main() -> None:
     drawn = np.random.default_rng(0).choice(len(pool), TABLES, replace=False)
     problem = Problem("pool-200", tuple(pool[i] for i in drawn), Topology((Device(96 << 30),)),
                       model.setting.batch)
-    sweep(problem, offers(args.model)[:1], {args.model: model}, SHARDERS["anneal_columns"],
-          budget=Budget(EVALS[0]))  # compiles
+
+    def sweep(evals: int, of: slice = slice(None)) -> tuple[Outcome, ...]:
+        decision = Provision(offers(args.model)[of], {args.model: model}, Target(step_ms=1e9))
+        return decide(problem, model, [decision], SHARDERS["anneal_columns"], budget=Budget(evals)).outcomes
+
+    sweep(EVALS[0], slice(1))  # compiles
     of = {}
     for evals in EVALS:
         began = time.process_time()
-        found = sweep(problem, offers(args.model), {args.model: model}, SHARDERS["anneal_columns"],
-                      budget=Budget(evals))
+        found = sweep(evals)
         of[evals] = found, time.process_time() - began
         print(f"{evals} evaluations: {of[evals][1]:.0f} s", file=sys.stderr)
     best, rows = of[EVALS[-1]][0], []
     for evals, (found, seconds) in of.items():
-        loses = [c.step_ms / b.step_ms - 1 for c, b in zip(found, best, strict=True) if c.cost and b.cost]
+        loses = [c.ms / b.ms - 1 for c, b in zip(found, best, strict=True) if c.found and b.found]
         rows.append((f"{evals:,}", len(found), f"{seconds:.1f}", f"{seconds / len(found):.2f}",
                      f"{100 * np.mean(loses):.1f}", f"{100 * max(loses):.1f}"))
     print(report.markdown_table(("evaluations a cluster", "clusters", "seconds", "a cluster", "loses, %",

@@ -20,7 +20,7 @@ import numpy as np
 from bench import box_replays
 from shardcore import report
 from shardcore.cost import neural, step_factors
-from shardcore.cost.model import price
+from shardcore.cost.model import price_plan
 from shardcore.publish import gain
 from shardcore.samples import replays
 from shardcore.workload import lower
@@ -53,10 +53,11 @@ def pairs(model: neural.NeuralModel) -> list[Pair]:
         others = [(lower(x.plans[name], x.problem, fits=False), cost.at_usual_speed())
                   for x in kept if x is not one for name, cost in x.costs.items()]
         own = step_factors.fit(alone, others).for_problem(one.problem)
-        plans = [(plan, price(lower(plan, one.problem, fits=False), own), one.costs[name].total_ms)
+        plans = [(price_plan(plan, one.problem, own, fits=False), one.costs[name].total_ms)
                  for name, plan in one.plans.items()]
-        for a, b in itertools.combinations(sorted(plans, key=lambda x: -x[1].total_ms), 2):
-            found.append(Pair(one.problem.name, gain.gain(a[:2], b[:2], one.problem, own), a[2] - b[2]))
+        plans.sort(key=lambda x: -x[0].cost.total_ms)
+        for (a, a_ms), (b, b_ms) in itertools.combinations(plans, 2):
+            found.append(Pair(one.problem.name, gain.gain(a, b, one.problem, own), a_ms - b_ms))
     return found
 
 

@@ -2,8 +2,8 @@
 
 Each file carries `schema` and `version`. It is read through schema.py, then checked against the rules of what
 it holds: an unknown key, a missing one, a wrong type, a file cut short or (where a program wrote it) edited
-by hand is refused by name. What is read can be lowered and priced. Writing goes to a temporary name and
-renames.
+by hand is refused by name. A plan is parsed only: whoever uses it lowers or validates it. Writing goes to a
+temporary name and renames.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardcore import plans_v1, problem_parts, renamed, workload
+from shardcore import problem_parts
 from shardcore.access_statistics import Reuse, Zipf
 from shardcore.constraints import Constraints
-from shardcore.documents import VERSIONS, digest, document, open_document, open_versions, seal, unseal
+from shardcore.documents import digest, document, open_document, seal, unseal
 from shardcore.errors import Overfull, ShardCoreError
 from shardcore.job import Job
 from shardcore.layouts import layout_of
@@ -373,21 +373,25 @@ def write_plan(path: str | Path, plan: Plan, problem: Problem) -> None:
     write_json(path, plan_to_json(plan, problem))
 
 
-def read_plan(path: str | Path, problem: Problem, fits: bool = True) -> Plan:
-    """A plan for `problem`; raises ShardCoreError where it was made for another one, or `lower` would refuse
-    it. Without `fits` its devices may hold too much: what a published plan takes may count otherwise in a
-    later version of ShardCore."""
-    data, version = open_versions(path, "plan")
-    plan = plan_from_json(unseal(data, path), problem, str(path), version)
+def read_plan(path: str | Path, problem: Problem) -> Plan:
+    """A plan for `problem`, parsed: it is for the caller to lower it, or to validate it by `require_plan`.
+
+    Raises ShardCoreError where it was made for another problem, or was edited.
+    """
+    return plan_from_json(unseal(open_document(path, "plan"), path), problem, str(path))
+
+
+@contextlib.contextmanager
+def validating(path: str | Path) -> Iterator[None]:
+    """Name the file of a plan in what its validation raises."""
     try:
-        workload.require_plan(plan, problem, fits)
+        yield
     except Overfull as error:
         raise Overfull(f"{path}: {error}. ShardCore may have counted less when the plan was made; "
                        "python -m shardcore plan --start PLAN.json searches one that fits, from it",
                        error.too_much) from None
     except ShardCoreError as error:
         raise type(error)(f"{path}: {error}") from None
-    return plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -418,34 +422,30 @@ _PROVENANCE = {"algorithm": str, "space": str, "predicted_ms": float | None, "mo
 """What others read of provenance; the rest is for people."""
 
 
-def read_provenance(data: Mapping[str, Any], what: str) -> Mapping[str, Any]:
-    """Provenance with today's name of the algorithm.
-
-    Raises ShardCoreError naming an entry that ShardCore uses and that is not of its kind.
-    """
+def require_provenance(data: Mapping[str, Any], what: str) -> None:
+    """Raise ShardCoreError naming an entry that ShardCore uses and that is not of its kind."""
     for name in sorted(set(data) & set(_PROVENANCE)):
         read(data[name], _PROVENANCE[name], f"{what}: {name}")
-    return {**data, "algorithm": renamed.sharder(data["algorithm"])} if "algorithm" in data else data
 
 
-def plan_from_json(data: Any, problem: Problem, what: str, version: int = VERSIONS["plan"]) -> Plan:
+def plan_from_json(data: Any, problem: Problem, what: str) -> Plan:
     """The plan of a file's content, not yet checked against the problem's tables and devices."""
-    found = build(_Plan if version > 1 else plans_v1.PlanFile, data, what)
+    found = build(_Plan, data, what)
     if found.problem_digest != (own := problem_digest(problem)):
         raise ShardCoreError(f"{what} is a plan for problem {show(found.problem)} with digest "
                              f"{show(found.problem_digest)}; problem {problem.name!r} here has {own}"
-                             f"{problem_parts.refusal(getattr(found, 'problem_parts', {}), problem)}")
+                             f"{problem_parts.refusal(found.problem_parts, problem)}")
     tables = {t.name: t for t in problem.tables}
     for p in found.placements:
         if p.table not in tables:
             raise ShardCoreError(f"{what} places table {show(p.table)}, "
                                  f"which problem {problem.name!r} does not have")
+    require_provenance(found.provenance, f"{what}: provenance")
     try:
-        placements = plans_v1.placements(found, problem) if version == 1 else tuple(
+        return Plan(tuple(
             Placement(layout_of(p.kind).name, Shard(tables[p.table], 0, tables[p.table].rows, *p.columns),
                       p.devices)
-            for p in found.placements)
-        return Plan(placements, read_provenance(found.provenance, f"{what}: provenance"))
+            for p in found.placements), found.provenance)
     except ShardCoreError as error:
         raise ShardCoreError(f"{what}: {error}") from None
 

@@ -5,7 +5,7 @@ host memory and a cache of so many on the device, 0 has none there. TorchRec cal
 `fused_uvm_caching` and `fused_uvm`. What then crosses the link to host memory is in tables/host_rows.py.
 
 Memory goes where a byte of it keeps most bytes off the link (RecShard, arXiv 2201.10095). It is counted over
-all devices together: a decision before the search for places. search/memory_tiers.py does both.
+all devices together: a decision before the search for places. search/decisions/tiers.py does both.
 
 Shapes: N sizes of a cache.
 """

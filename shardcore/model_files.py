@@ -47,7 +47,18 @@ def read_model(folder: str | Path, schema: str = "model") -> tuple[dict[str, Any
         raise ShardCoreError(f"{path} is not safetensors: {error}") from None
 
 
+def model_folders(folder: str | Path) -> list[Path]:
+    """Folders of models in a folder: itself, or its subfolders (of a mixed model, one for each precision)."""
+    inner = [] if (Path(folder) / MODEL_JSON).exists() else sorted(Path(folder).glob(f"*/{MODEL_JSON}"))
+    return [path.parent for path in inner] or [Path(folder)]
+
+
 def model_digest(folder: str | Path, schema: str = "model") -> str:
-    """16 hex digits that change whenever the model does: its weights or its meta, but not its provenance."""
-    content = document(schema, open_document(Path(folder) / f"{schema}.json", schema))
-    return digest({k: v for k, v in content.items() if k not in ("provenance", "digest")})
+    """16 hex digits that change whenever the model does: its weights or its meta, but not its provenance.
+
+    Those of a mixed model's parts are joined by "+".
+    """
+    contents = [document(schema, open_document(one / f"{schema}.json", schema))
+                for one in (model_folders(folder) if schema == "model" else [Path(folder)])]
+    return "+".join(digest({k: v for k, v in content.items() if k not in ("provenance", "digest")})
+                    for content in contents)

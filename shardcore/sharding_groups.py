@@ -135,8 +135,14 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
         for alike in replicas(topology, grouping))
     # Names are limited to 100 characters.
     name = f"{problem.name[:70]}.{grouping.layout}-{grouping.size}"
-    return replace(problem, name=name, topology=replace(topology.among(each[0]), devices=devices),
-                   global_batch=problem.local_batch * grouping.size)
+    links = replace(topology.among(each[0]), devices=devices)
+    if topology.memory:
+        # Groups on one host share its memory, by their devices there.
+        shares = [len(here) / len(all_here) for here, all_here in zip(
+            links.on_hosts, (topology.on_hosts[topology.hosts.index(h)] for h in links.hosts), strict=True)]
+        links = replace(links, memory=tuple(replace(memory, bytes=int(memory.bytes * min(shares)))
+                                            for memory in topology.memory))
+    return replace(problem, name=name, topology=links, global_batch=problem.local_batch * grouping.size)
 
 
 def synced_bytes(plan: Plan, problem: Problem) -> list[tuple[int, int]]:
@@ -185,6 +191,16 @@ def require_size(text: str, problem: Problem) -> tuple[int, ...]:
     raise ShardCoreError(f"--groups is {text[:40]!r}; it needs 'auto' or a size that divides the "
                          f"{len(problem.topology)} devices of problem {problem.name!r} evenly: "
                          f"{', '.join(map(str, reversed(allowed[-8:])))}{', ...' * (len(allowed) > 8)}")
+
+
+def words(grouping: Grouping, problem: Problem) -> str:
+    """A grouping, for people."""
+    size, count = grouping.size, len(problem.topology) // grouping.size
+    if count == 1:
+        return f"all {size} devices as one group"
+    # Groups of one device are the same in both layouts.
+    layout = f"{grouping.layout} " * (size > 1)
+    return f"{count} {layout}groups of {size} device{'s' * (size > 1)}"
 
 
 def numbered(hosts: list[str]) -> tuple[int, ...]:

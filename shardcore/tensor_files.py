@@ -42,7 +42,7 @@ def read_tensors(path: str | Path, schema: str) -> tuple[dict[str, Any], dict[st
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError, *UNREADABLE) as error:
         raise ShardCoreError(f"{path} is not safetensors: {error}") from None
-    body = unseal(opened(parse_json(about.encode(), path), schema, path)[0], path)
+    body = unseal(opened(parse_json(about.encode(), path), schema, path), path)
     said = read(body.pop(_DIGESTS, None), Mapping[str, str], f"{path}: {_DIGESTS}")
     if said != {name: tensor_sha256(tensor) for name, tensor in tensors.items()}:
         raise ShardCoreError(f"{path} has tensors that do not match their digests; it was cut short or "

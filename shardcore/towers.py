@@ -1,7 +1,7 @@
 """Towers: which tables belong together on a host, as a user gives it.
 
 In a model of towers (DMT, arXiv 2403.00877) a module on each host joins the outputs of the host's tables, and
-sends less than it got. search/tower_hosts.py finds the hosts, layouts.py says what then travels.
+sends less than it got. search/decisions/towers.py finds the hosts, layouts.py says what then travels.
 
 Shapes: M tables of a matrix.
 """
@@ -9,7 +9,8 @@ Shapes: M tables of a matrix.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,13 @@ class Towers:
                 other = f", and {a[j, i]:g} of {two} and {one}" * ("symmetric" in ought)
                 raise ShardCoreError(f"towers have affinity {a[i, j]:g} of {one} and {two}{other}; it needs "
                                      f"{ought}")
+
+    def renamed(self, names: Mapping[str, str]) -> Towers:
+        """The same with other names for some tables."""
+        def of(tables: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(names.get(name, name) for name in tables)
+
+        return replace(self, towers=tuple(map(of, self.towers)), tables=of(self.tables))
 
     def matrix(self) -> np.ndarray:
         """[M, M] the affinity as an array."""

@@ -472,7 +472,8 @@ class Problem:
         own = Setting(self.topology.hardware or setting.hardware, self.global_batch, self.precision,
                       self.optimizer, self.job.forward_payload, self.job.backward_payload)
         if own != setting:
-            remedy = ("give a model of each precision (plan --model A --model B); publish takes a single one"
+            remedy = ("give a model of each precision (plan --model A --model B; to publish, promote.also of "
+                      "params.yaml)"
                       if "+" in own.precision else
                       "measure and train one for the problem's setting, or change the problem")
             raise SettingMismatch(f"problem {self.name!r} is for ({own}), the cost model for ({setting}); "

@@ -12,7 +12,7 @@ import numpy as np
 from prefect import get_run_logger, task
 
 from shardcore import files
-from shardcore.cost import accuracy, drift_correction, neural, replay_metrics, replay_records
+from shardcore.cost import accuracy, neural, replay_metrics, replay_records, training
 from shardcore.draws import MOST_DRAWS
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.errors import ShardCoreError
@@ -81,12 +81,8 @@ def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, flo
     Writes predictions.csv and predictions.png to `out`.
     """
     model = neural.load(folder)
-    # The model was trained on these datasets too, so it is judged on all.
-    known = drift_correction.read([measurements, *model.meta["provenance"].get("datasets", {})],
-                                  model.setting)
+    known = training.read_held_out(model, measurements)
     compute = [s for s in accuracy.held_out(known.compute) if s.error is None]
-    if not compute:
-        raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}); measure more")
     measured = np.array([s.total_ms for s in compute])
     predicted = accuracy.predict(model, compute)
     rows = [{"shards": len(s.request.shards), "measured_ms": round(float(m), 5),
@@ -95,7 +91,7 @@ def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, flo
     files.write_csv(out / "predictions.csv", rows)
     _write_figure(out / "predictions.png", model_report.predicted_against_measured(measured, predicted,
                                                                                    "held-out groups"))
-    return accuracy.evaluate(model, compute, accuracy.held_out(known.comm))
+    return training.judge(model, known)
 
 
 @task(task_run_name="compare-sharders")

@@ -9,25 +9,24 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 from prefect import get_run_logger, task
 
 from shardcore import files
-from shardcore.draws import MOST_DRAWS, MOST_RANKS, different
-from shardcore.draws.collectives import comm_request
-from shardcore.draws.groups import GroupConfig, compute_request, reference_request
+from shardcore.draws import MOST_DRAWS, MOST_RANKS
+from shardcore.draws.groups import GroupConfig, reference_request
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_COUNT, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
-from shardcore.measure import collectives, hardware, kernels
+from shardcore.measure import collectives, hardware, kernels, run
 from shardcore.measure.device_bench import BenchSpec
 from shardcore.measure.replay import STEP_REPEATS, ReplayConfig, of_samples
-from shardcore.measure.supervise import PART_S, Supervisor
-from shardcore.measurements import CollectiveRequest, ComputeRequest
+from shardcore.measure.supervise import PART_S, Finished, Supervisor
+from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest
 from shardcore.samples import dataset
 from shardcore.types import Setting, Table
 from tasks import actors
@@ -94,22 +93,13 @@ class MeasureConfig:
 def wanted_compute(pool: Sequence[Table], setting: Setting,
                    config: MeasureConfig) -> dict[str, ComputeRequest]:
     """The first compute_samples different groups of the seed's draws, by id."""
-    live = tables_with_lookups(pool)
-    return dict(different(lambda i: compute_request(live, i, setting, config.seed, config.groups()),
-                                   lambda r: dataset.compute_id(setting, r), config.compute_samples))
-
-
-def tables_with_lookups(pool: Sequence[Table]) -> list[Table]:
-    live = [t for t in pool if t.pooling > 0]
-    if not live:
-        raise ShardCoreError("the pool has no table with lookups; there is nothing to measure")
-    return live
+    live = run.tables_with_lookups(pool)
+    return dict(run.wanted_groups(live, setting, config.compute_samples, config.seed, config.groups()))
 
 
 def wanted_comm(setting: Setting, ranks: int, config: MeasureConfig) -> dict[str, CollectiveRequest]:
     """The first comm_samples different exchanges of the seed's draws, by id."""
-    return dict(different(lambda i: comm_request(i, ranks, setting.batch, config.seed, hosts=config.hosts),
-                                   lambda r: dataset.comm_id(setting, r), config.comm_samples))
+    return dict(run.wanted_exchanges(setting, config.comm_samples, ranks, config.seed, config.hosts))
 
 
 def cluster_device() -> str:
@@ -170,8 +160,8 @@ def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, fo
     disturbed once more; the number of the former."""
     logger = get_run_logger()
     pool = files.read_pool(pool_path)
-    wanted, known = wanted_compute(pool, setting, config), dataset.read_ids(folder, "compute")
-    missing = [r for k, r in wanted.items() if k not in known]
+    wanted = wanted_compute(pool, setting, config)
+    missing = list(run.lacking(wanted.items(), dataset.read_ids(folder, "compute")))
     logger.info("%d compute samples wanted, %d of them to measure", config.compute_samples, len(missing))
     device = cluster_device()
 
@@ -181,33 +171,33 @@ def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, fo
 
     if not missing and not disturbed():
         return 0
-    pool_name = dataset.write_pool(folder, pool)
-    reference = reference_request(tables_with_lookups(pool), setting, config.groups())
+    reference = reference_request(run.tables_with_lookups(pool), setting, config.groups())
     count, usual_ms = (min(actor_count(config, device), len(missing) or 1),
                        dataset.usual_ms(folder, setting, reference))
     transport = RayTransport(BenchSpec(setting, device, config.kernels(), reference))
     with Supervisor(transport, count, usual_ms, config.chunk, config.hang_s, logger) as workers:
         workers.calibrate(missing or disturbed())
         logger.info("%d devices; the reference op takes %.3f ms", count, workers.reference_ms)
-        _measure(workers, missing, folder, pool_name, logger)
+        _measure(workers, missing, folder, pool)
         if again := disturbed():
             logger.info("%d samples were disturbed and are measured once more", len(again))
-            _measure(workers, again, folder, pool_name, logger, again=True)
+            _measure(workers, again, folder, pool, again=True)
     return len(missing)
 
 
-def _measure(workers: Supervisor, requests: Sequence[ComputeRequest], folder: Path, pool_name: str,
-             logger: Any, again: bool = False) -> None:
+def _measure(workers: Supervisor, requests: Sequence[ComputeRequest], folder: Path, pool: Sequence[Table],
+             again: bool = False) -> None:
     """Measure requests and keep what comes back at once."""
-    progress, failed = Progress("compute", len(requests), again), 0
-    for finished in workers.measure(requests):
-        samples = [s for f in finished for s in f.samples]
-        if samples:
-            dataset.write_compute(folder, samples, pool_name)
-        failed += sum(s.error is not None for s in samples)
+    logger, progress, failed = get_run_logger(), Progress("compute", len(requests), again), 0
+
+    def tell(finished: Sequence[Finished]) -> None:
+        nonlocal failed
         for f in finished:
+            failed += sum(s.error is not None for s in f.samples)
             progress.add(f.device, f.settled, f.kernel_s)
         progress.say()
+
+    run.measure_groups(workers, requests, folder, pool, tell)
     if failed:
         logger.warning("%d of %d samples failed; their reasons are in the dataset", failed, len(requests))
 
@@ -222,29 +212,39 @@ def measure_comm(setting: Setting, config: MeasureConfig, folder: Path) -> int:
         get_run_logger().warning("one GPU cannot exchange: no exchanges are measured, "
                                  "and problems need to give their links")
         return 0
-    known = dataset.read_ids(folder, "comm")
-    requests = [r for k, r in wanted_comm(setting, ranks, config).items() if k not in known]
+    wanted = wanted_comm(setting, ranks, config)
+    requests = list(run.lacking(wanted.items(), dataset.read_ids(folder, "comm")))
     if not requests:
         return 0
+    progress = Progress("comm", len(requests))
+
+    def tell(_: CollectiveSample) -> None:
+        progress.add(f"{ranks} ranks", 1)
+        progress.say()
+
+    with closing(_exchanges(requests, ranks, setting, device, config)) as samples:
+        run.measure_exchanges(samples, folder, tell, config.chunk)
+    return len(requests)
+
+
+def _exchanges(requests: Sequence[CollectiveRequest], ranks: int, setting: Setting, device: str,
+               config: MeasureConfig) -> Iterator[CollectiveSample]:
+    """Samples by a gang of the cluster, a chunk of requests after the other."""
     with actors.gang(Exchange, "measure[comm]", ranks, device, config.hosts) as members:
         [address] = actors.when_started([members[0].address.remote()])
         actors.answers("exchanges", [m.join.remote(i, ranks, address, device, config.comm())
                                      for i, m in enumerate(members)],
                        actors.START_S)
-        progress = Progress("comm", len(requests))
         done, some = 0, 1
         while chunk := requests[done:done + some]:
             began = time.monotonic()
             name = f"measure[comm] {done + len(chunk)}/{len(requests)}"
             times = actors.answers("exchanges", [m.measure.options(name=name).remote(chunk) for m in members],
                                    config.hang_s * len(chunk))
-            dataset.write_comm(folder, [collectives.combine(setting, r, seen, order=done + n)
-                                        for n, (r, seen) in enumerate(zip(chunk, zip(*times, strict=True),
-                                                                          strict=True))])
-            progress.add(f"{ranks} ranks", len(chunk))
-            progress.say()
-            done, some = done + len(chunk), next_part(len(chunk), time.monotonic() - began, config.chunk)
-    return len(requests)
+            took_s = time.monotonic() - began
+            for n, seen in enumerate(zip(*times, strict=True)):
+                yield collectives.combine(setting, chunk[n], seen, order=done + n)
+            done, some = done + len(chunk), next_part(len(chunk), took_s, config.chunk)
 
 
 def next_part(done: int, took_s: float, most: int) -> int:

@@ -72,4 +72,4 @@ def champion_policy(client: mlflow.MlflowClient, name: str, hardware: str) -> tu
                              f"in {paths.PARAMS} to it, run `dvc repro train_policy` and then "
                              f"`python -m flows.promote` ({registered!r} has no alias {CHAMPION!r} at "
                              f"{mlflow.get_tracking_uri()})")
-    return registry.downloaded(version, POLICY_JSON, read_policy), version
+    return registry.downloaded(version, POLICY_JSON, lambda found: read_policy(found[0])), version

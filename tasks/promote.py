@@ -12,8 +12,15 @@ from mlflow.entities import Metric
 from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
-from shardcore import files, model_files
-from shardcore.cost import accuracy, drift_correction, neural, replay_metrics, replay_records
+from shardcore import files, load_model, model_files
+from shardcore.cost import (
+    accuracy,
+    known_errors,
+    neural,
+    replay_metrics,
+    replay_records,
+    training,
+)
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_COUNT, require_within
 from shardcore.report import model_report
@@ -21,7 +28,7 @@ from shardcore.samples import replays
 from shardcore.search.learned.policy import POLICY_JSON
 from tasks import console, model_history, paths, policy_registry, publish_claim, registry
 
-_REPLAYS_TAG = "shardcore.replays_digest"
+_REPLAYS_TAG, _PRECISIONS_TAG = "shardcore.replays_digest", "precisions"
 
 
 @dataclass(frozen=True)
@@ -30,10 +37,13 @@ class PromoteConfig:
 
     may_lose: points of score that a challenger may lose and still pass.
     approval: whether a challenger that passed waits for a person's approval.
+    also: folders of models for other precisions of weights, of the same hardware and optimizer. They become
+      part of the version as they are, so that tables of several precisions can be planned.
     """
 
     may_lose: float = 0.0
     approval: bool = False
+    also: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_within(self, "promote config", may_lose=(0, MOST_COUNT))
@@ -77,11 +87,13 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
     """
     logger = get_run_logger()
     model, digest = neural.load(folder), model_files.model_digest(folder)
+    whole = load_model([folder, *config.also])
     client = registry.connect()
     runs = mlflow.search_runs(filter_string=f"tags.`{registry.DIGEST_TAG}` = '{digest}'", max_results=1,
                               output_format="list")
-    tags = {k: str(v) for k, v in model.meta["provenance"].items()} | {"setting": str(model.setting)}
-    challenger = registry.register(client, folder, runs[0].info.run_id if runs else None, tags)
+    tags = {k: str(v) for k, v in model.meta["provenance"].items()} | {
+        "setting": str(whole.setting), _PRECISIONS_TAG: whole.setting.precision}
+    challenger = registry.register(client, folder, runs[0].info.run_id if runs else None, tags, config.also)
     name, version = challenger.name, str(challenger.version)
     before = registry.find(client, name, registry.CHAMPION)
     champion = None if before is None else str(before.version)
@@ -96,6 +108,11 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
     if champion == version:
         return end(champion, f"version {version} is champion already")
     passed, reason = _judge(client, model, measurements, kept, challenger, before, config)
+    dropped = {*(before.tags.get(_PRECISIONS_TAG, "").split("+") if before else ()), ""} - {
+        "", *whole.setting.precision.split("+")}
+    if dropped:
+        reason += (f"; it has no model for {' and '.join(sorted(dropped))}, as champion {champion} has: name "
+                   "one in promote.also")
     client.set_model_version_tag(name, version, "gate", ("passed, " if passed else "") + reason)
     if not passed:
         return end(champion, f"version {champion} stays champion; challenger {version} {reason}")
@@ -145,27 +162,23 @@ def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements:
            kept: Sequence[replays.ReplaySet],
            challenger: ModelVersion, before: ModelVersion | None, config: PromoteConfig) -> tuple[bool, str]:
     """Whether a challenger passes the gate, and why."""
-    known = drift_correction.read([measurements, *model.meta["provenance"].get("datasets", {})],
-                                  model.setting)
-    data = accuracy.held_out(known.compute), accuracy.held_out(known.comm)
-    if not any(s.error is None for s in data[0]):
-        raise ShardCoreError(f"{measurements} holds no held-out samples for ({model.setting}) to judge "
-                             f"version {challenger.version} by; measure more")
-    new = score(accuracy.evaluate(model, *data))
+    known = training.read_held_out(model, measurements)
+    new = score(training.judge(model, known))
     client.set_model_version_tag(challenger.name, challenger.version, "score", f"{new:.4f}")
     client.set_model_version_tag(challenger.name, challenger.version, model_history.NOISE,
-                                 f"{accuracy.noise(data[0]):.4f}")
+                                 f"{accuracy.noise(accuracy.held_out(known.compute)):.4f}")
     said = f"score {new:.2f}% (mean error on held-out groups and exchanges)"
     if before is None:
         return True, f"{said}, the first"
     try:
-        old_model = registry.download(client, before)
+        champion = registry.download(before)
     except ShardCoreError as error:  # from a ShardCore with other features
         return True, f"{said}; champion {before.version} cannot be read any more: {error}"
     # Errors of different settings cannot be compared.
-    if old_model.setting != model.setting:
-        return True, f"{said}; champion {before.version} is for another setting ({old_model.setting})"
-    old = score(accuracy.evaluate(old_model, *data))
+    old_model = next((m for m in known_errors.trained(champion) if m.setting == model.setting), None)
+    if old_model is None:
+        return True, f"{said}; champion {before.version} is for another setting ({champion.setting})"
+    old = score(training.judge(old_model, known))
     if new > old + config.may_lose:
         return False, f"lost by {new - old:.2f} points: {said} against {old:.2f}%"
     if lost := kept and replay_metrics.lost(*(replay_records.judge(kept, m) for m in (model, old_model))):

@@ -14,7 +14,8 @@ from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
 from shardcore import files, report
-from shardcore.cost import known_errors, neural
+from shardcore.cost import known_errors
+from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError, Unreachable, redacted
 from shardcore.progress import listening
 from shardcore.publish import store
@@ -139,14 +140,19 @@ def _publish(publisher: Publisher, path: Path, names: list[str]) -> Published:
     return dataclasses.replace(publisher, model=model).publish(problem)
 
 
-def _provenance(model: neural.NeuralModel, version: ModelVersion, config: PublishConfig) -> dict[str, Any]:
+def _provenance(model: CostModel, version: ModelVersion, config: PublishConfig) -> dict[str, Any]:
     """Where plans come from: the model, its data, the code and the search."""
-    trained = model.meta["provenance"]
+    of_each = [one.meta["provenance"] for one in known_errors.trained(model)]
+
+    def said(name: str, otherwise: Any) -> Any:
+        found = list(dict.fromkeys(each.get(name, otherwise) for each in of_each))
+        return found[0] if len(found) == 1 else "+".join(map(str, found))
+
+    datasets = {name: digest for each in of_each for name, digest in each.get("datasets", {}).items()}
     return {"model": version.name, "model_version": str(version.version), "setting": str(model.setting),
-            "data_version": trained.get("data_version", "unversioned"),
-            "data": trained.get("data", "unknown"),
-            "model_git_commit": trained.get("git_commit", "no git"), "model_seed": trained.get("seed"),
-            **({"datasets": dict(trained["datasets"])} if "datasets" in trained else {}),
+            "data_version": said("data_version", "unversioned"), "data": said("data", "unknown"),
+            "model_git_commit": said("git_commit", "no git"), "model_seed": said("seed", None),
+            **({"datasets": datasets} if datasets else {}),
             "git_commit": git_commit(), "algorithm": config.algorithm,
             "budget_evals": config.budget_evals, "seed": config.seed,
             **({} if config.max_moved_tables is None else {"max_moved_tables": config.max_moved_tables})}

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import socket
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,8 +24,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from requests import RequestException
 
-from shardcore import files, model_files, schema
+from shardcore import files, load_model, model_files, schema
 from shardcore.cost import neural
+from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError, shortened
 from tasks import services
 
@@ -115,37 +117,44 @@ def _line(error: Exception) -> str:
     return shortened(" ".join(str(error).split()), 200)
 
 
-def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None,
-             tags: dict[str, str]) -> ModelVersion:
+def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None, tags: dict[str, str],
+             also: Sequence[str | Path] = ()) -> ModelVersion:
     """The version with a model's files, created on the first call. It becomes challenger.
 
-    The card beside the folder becomes its description.
+    The card beside the folder becomes its description. also: folders of models for other precisions, which
+    become part of the version.
     """
-    digest = model_files.model_digest(folder)
-    name = model_name(neural.load(folder).setting.hardware)
+    digest = "+".join(map(model_files.model_digest, [folder, *also]))
+    name = model_name(load_model([folder, *also]).setting.hardware)
     # A rerun with the same files must not make a second version.
     existing = [v for v in client.search_model_versions(f"name = '{name}'")
                 if v.tags.get(DIGEST_TAG) == digest]
-    version = existing[0] if existing else _upload(client, folder, name, run_id, {**tags, DIGEST_TAG: digest})
+    version = existing[0] if existing else _upload(client, [folder, *also], name, run_id,
+                                                   {**tags, DIGEST_TAG: digest})
     client.set_registered_model_alias(name, CHALLENGER, version.version)
     if (card := folder.with_name(CARD)).exists():
         version = client.update_model_version(name, version.version, schema.read_text(card))
     return version
 
 
-def _upload(client: mlflow.MlflowClient, folder: Path, name: str, run_id: str | None,
+def _upload(client: mlflow.MlflowClient, folders: Sequence[str | Path], name: str, run_id: str | None,
             tags: dict[str, str]) -> ModelVersion:
     with (run(run_id=run_id, run_name=None if run_id else "register"),
-          warnings.catch_warnings(action="ignore")):
+          warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as temporary):
+        each = [one for folder in folders for one in model_files.model_folders(folder)]
+        whole = Path(temporary, "model") if len(each) > 1 else each[0]
+        for one in each if len(each) > 1 else ():
+            shutil.copytree(one, whole / neural.load(one).setting.precision)
         info = mlflow.pyfunc.log_model(
             name=_ARTIFACT,
             python_model=str(Path(__file__).with_name("served_model.py")),
-            artifacts={"model": str(folder)},
+            artifacts={"model": str(whole)},
             code_paths=[str(Path(files.__file__).parent)],
             pip_requirements=["torch", "numpy", "pyarrow", "safetensors", "PyYAML"],
         )
         if not run_id:  # it was trained where another registry is
-            mlflow.log_metrics({f"validation/{k}": v for k, v in neural.load(folder).meta["metrics"].items()})
+            metrics = neural.load(each[0]).meta["metrics"]
+            mlflow.log_metrics({f"validation/{k}": v for k, v in metrics.items()})
     # as mlflow.register_model, which complains where the model has a version already
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
@@ -155,13 +164,13 @@ def _upload(client: mlflow.MlflowClient, folder: Path, name: str, run_id: str | 
     return version
 
 
-def download(client: mlflow.MlflowClient, version: ModelVersion) -> neural.NeuralModel:
+def download(version: ModelVersion) -> CostModel:
     """A version's model, loaded from its safetensors and JSON. No code from the registry is run."""
-    return downloaded(version, model_files.MODEL_JSON, neural.load)
+    return downloaded(version, model_files.MODEL_JSON, load_model)
 
 
-def downloaded(version: ModelVersion, name: str, load: Callable[[Path], T]) -> T:
-    """What a version holds, loaded from the folder with a file of this name."""
+def downloaded(version: ModelVersion, name: str, load: Callable[[Sequence[Path]], T]) -> T:
+    """What a version holds, loaded from the folders with a file of this name."""
     with tempfile.TemporaryDirectory() as temporary:
         path = mlflow.artifacts.download_artifacts(f"models:/{version.name}/{version.version}",
                                                    dst_path=temporary)
@@ -170,13 +179,13 @@ def downloaded(version: ModelVersion, name: str, load: Callable[[Path], T]) -> T
             raise ShardCoreError(f"version {version.version} of {version.name} holds no {name}; "
                                  "it was not registered by ShardCore")
         try:
-            return load(folders[0])
+            return load(folders)
         except ShardCoreError as error:
             raise ShardCoreError(f"version {version.version} of {version.name} holds no model that works: "
                                  f"{error}") from None
 
 
-def champion(client: mlflow.MlflowClient, hardware: str) -> tuple[neural.NeuralModel, ModelVersion]:
+def champion(client: mlflow.MlflowClient, hardware: str) -> tuple[CostModel, ModelVersion]:
     """The champion's model and version. Raises ShardCoreError if there is none."""
     name = model_name(hardware)
     version = find(client, name, CHAMPION)
@@ -184,4 +193,4 @@ def champion(client: mlflow.MlflowClient, hardware: str) -> tuple[neural.NeuralM
         raise ShardCoreError(f"model {name!r} has no version with the alias {CHAMPION!r} in the registry at "
                              f"{mlflow.get_tracking_uri()}; run `python -m flows.promote`, or set the alias "
                              "in MLflow")
-    return download(client, version), version
+    return download(version), version

@@ -17,6 +17,7 @@ from shardcore import files
 from shardcore.draws.steps import first_step_plans, step_tables
 from shardcore.errors import ShardCoreError
 from shardcore.measure.replay import ReplayConfig, combine_all, require_replayable
+from shardcore.measure.run import measure_steps as measure_lacking
 from shardcore.measurements import StepSample
 from shardcore.samples import dataset, replays
 from shardcore.types import MIN_WIDTH, Plan, Problem, Setting, Table
@@ -132,19 +133,16 @@ def measure_steps(pool_path: Path, setting: Setting, config: MeasureConfig, fold
     if not total:
         return 0
     progress, reference = Progress("steps", total), dataset.reference_op(folder, setting)
+
+    def tell(problem: Problem, n: int, again: bool) -> None:
+        if again:
+            get_run_logger().info("%d steps of %s were disturbed and replayed once more", n, problem.name)
+        else:
+            progress.add(f"{devices} ranks", n)
+            progress.say()
+
     with EachProblem(lambda: replaying(devices, setting, config.steps(), reference)) as gang:
-        for problem, made in lacking:
-            if gang.run(problem.name, lambda run, p=problem, m=made: replays.append(folder, p, m, setting,
-                                                                                    config.steps(), run)):
-                progress.add(f"{devices} ranks", len(made))
-                progress.say()
-        for problem, made in replays.missing(folder, lacking, setting):
-            if problem.name in gang.failed:
-                continue
-            get_run_logger().info("%d steps of %s were disturbed and are replayed once more", len(made),
-                                  problem.name)
-            gang.run(problem.name, lambda run, p=problem, m=made: replays.append(folder, p, m, setting,
-                                                                                 config.steps(), run))
+        measure_lacking(folder, lacking, setting, config.steps(), gang.run, tell)
     return total
 
 

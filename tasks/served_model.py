@@ -21,8 +21,8 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.pyfunc import PythonModel
 from pydantic import BaseModel, SkipValidation
 
-from shardcore import files, schema
-from shardcore.cost import neural
+from shardcore import files, load_model, schema
+from shardcore.cost.model import ProbabilisticCostModel
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import CHANNELS, WHOLE_ROWS
 from shardcore.limits import MOST_BATCH
@@ -64,7 +64,7 @@ class GroupInput(BaseModel, extra="allow"):
 
 class ServedCostModel(PythonModel):
     def load_context(self, context: Any) -> None:
-        self._model = neural.load(context.artifacts["model"])
+        self._model = load_model(context.artifacts["model"])
 
     def predict(self, context: Any, model_input: list[GroupInput], params: Any = None):
         """A dictionary per group, as above. Raises MlflowException (HTTP 400) naming the group."""
@@ -75,10 +75,10 @@ class ServedCostModel(PythonModel):
             raise MlflowException(str(error), error_code=INVALID_PARAMETER_VALUE) from None
 
 
-def _answer(model: neural.NeuralModel, shards: tuple[Shard, ...], batch: int) -> dict[str, Any]:
+def _answer(model: ProbabilisticCostModel, shards: tuple[Shard, ...], batch: int) -> dict[str, Any]:
     sums = model.encode(shards, batch).sum(0)
     ms, share = float(model.head(sums)), float(model.forward_share(sums))
-    low, high = (float(x) for x in model.interval(sums, CONFIDENCE))
+    low, high = (float(model.quantile(sums, level)) for level in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
     ops = (Op(WHOLE_ROWS.name, shards, batch),) if shards else ()
     # A group has no device of its own. out_of_range needs a workload, so one is made up.
     device = Topology((Device(1),), model.setting.hardware)
@@ -110,7 +110,7 @@ def _group(data: Any, what: str, setting: Setting) -> tuple[tuple[Shard, ...], i
 def _shard(data: Any, what: str, setting: Setting) -> Shard:
     _check_keys(data, what, "table", "rows", "columns")
     table = files.table_from_json(data["table"], what)
-    if table.precision != setting.precision:
+    if table.precision not in setting.precision.split("+"):
         raise SettingMismatch(f"{what}: table {table.name!r} is {table.precision}; the model is for "
                               f"({setting})")
     if table.in_host_memory:

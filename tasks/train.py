@@ -17,7 +17,7 @@ from mlflow.entities import Metric
 from prefect import get_run_logger, task
 
 from shardcore import files, model_files, schema
-from shardcore.cost import accuracy, drift_correction, fit, known_errors, neural, pace, step_factors, study
+from shardcore.cost import accuracy, drift_correction, fit, known_errors, neural, pace, study, training
 from shardcore.cost.metrics import coverage
 from shardcore.errors import ShardCoreError
 from shardcore.measurements import ComputeSample
@@ -104,11 +104,10 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig,
         if not dataset.settings(path) and not replays.digests(path):
             raise ShardCoreError(f"{path} holds neither samples nor replays; train.datasets in params.yaml "
                                  "names dataset folders")
-    known = drift_correction.read([measurements, *shipped], setting)
-    replayed = replays.steps([measurements, *shipped], setting)
-    logger.info("training for %s on %d groups, %d exchanges and %d replayed steps of %s", setting,
-                len(known.compute),
-                len(known.comm), len(replayed), " and ".join(map(str, [measurements, *shipped])))
+    data = training.read([measurements, *shipped], setting)
+    for warning in data.warnings:
+        logger.warning("%s", warning)
+    logger.info("%s", data)
 
     work = console.Work("epochs", config.epochs)
 
@@ -127,24 +126,22 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig,
         mlflow.log_params({**dataclasses.asdict(config),
                            **{f"setting_{k}": v for k, v in dataclasses.asdict(setting).items()}})
         mlflow.set_tags({"git_commit": commit, "data_version": version})
-        _log_datasets(known.compute, versions)
-        trained = fit.train(known.compute, known.comm, setting, config.fit, progress)
-        _say_best(trained.curves)
-        fitted = step_factors.fit(trained.model, replayed)
-        if replayed:
-            logger.info(step_factors.said(trained.model, fitted, len(replayed)))
+        _log_datasets(data.known.compute, versions)
         joined = {"datasets": {str(path): versions[path] for path in shipped}} if shipped else {}
-        model = dataclasses.replace(fitted, meta={**fitted.meta, "provenance": {
-            "data_version": version, "git_commit": commit, "seed": config.seed,
-            "data": replays.data_digest([measurements, *shipped]), **joined,
-            **({"not_joined": refused} if refused else {})}})
+        trained = training.train(data, config.fit, progress, provenance={
+            "data_version": version, "git_commit": commit, "seed": config.seed, **joined,
+            **({"not_joined": refused} if refused else {})})
+        model = trained.model
+        _say_best(trained.curves)
+        if trained.of_steps:
+            logger.info("%s", trained.of_steps)
         for sentence in known_errors.worse_than_usual(model):
             logger.warning("%s", sentence)
-        studied = _study(model, known, config)
+        studied = _study(model, data.known, config)
         card = model_report.model_card(model, studied, registry.model_name(setting.hardware))
         mlflow.log_metrics(studied.flat())
         _log_curves(client, run.info.run_id, trained.curves, studied.curve)
-        _log_figures(model, accuracy.held_out(known.compute), trained.curves, studied)
+        _log_figures(model, accuracy.held_out(data.known.compute), trained.curves, studied)
         mlflow.log_text(card, registry.CARD)
         mlflow.set_tag("mlflow.note.content", card)  # the run's description
         # Files come last: a failed run leaves no model that looks trained.
@@ -177,11 +174,7 @@ def _study(model: neural.NeuralModel, known: drift_correction.Measurements,
         logger.info("learning curve, trained on %d groups: held-out error %.1f%%", samples,
                     values["test_mape"])
 
-    def of(split: str, samples: list) -> list:
-        return [s for s in samples if accuracy.split_of(s.id) == split]
-
-    metrics = {split: accuracy.evaluate(model, of(split, known.compute), of(split, known.comm))
-               for split in ("train", "validation", "test")}
+    metrics = {split: training.judge(model, known, split) for split in ("train", "validation", "test")}
     curve = (study.learning_curve(known.compute, model.setting, config.fit, progress)
              if config.learning_curve else None)
     studied = model_report.Studied(metrics, study.unseen_tables(known.compute, model.setting, config.fit),

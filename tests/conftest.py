@@ -1,6 +1,7 @@
 """Shared by the tests: what they need of the machine, how they are dealt to workers, and small tables and
 problems."""
 
+import fcntl
 import importlib.util
 import os
 import random
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
+WARM_UP = HERE / "warm_up.py"
 sys.path.append(str(HERE / "cost"))  # laws.py, for all
 # What a person has set for other work must not reach the tests, nor the processes that they start.
 OTHERS = ("PREFECT_", "MLFLOW_", "RAY_", "DVC_", "SHARDCORE_OWNED", "DISPLAY",
@@ -82,8 +84,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if missing := [name for name in required if not HAS[name]()]:
         pytest.exit(f"SHARDCORE_REQUIRE names {', '.join(missing)}, which this machine lacks; "
                     "its tests would be skipped", returncode=4)
-    subprocess.run([sys.executable, HERE / "warm_up.py"], cwd=HERE.parent,
-                   env={**os.environ, "PYTHONPATH": str(HERE.parent)}, check=True)
+    # Compiles while workers collect. It inherits the lock, which is free again when it has ended.
+    with open(WARM_UP) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.Popen([sys.executable, WARM_UP], cwd=HERE.parent, stdout=subprocess.DEVNULL,
+                         env={**os.environ, "PYTHONPATH": str(HERE.parent)}, pass_fds=[lock.fileno()])
+
+
+def pytest_collection_finish() -> None:
+    with open(WARM_UP) as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 # --- how tests are dealt to the workers ---------------------------------------------------------------------
@@ -92,19 +102,24 @@ RAY = ("flows/test_measure.py", "tasks/test_actors.py", "tasks/test_measure_pair
        "tasks/test_measure_tasks.py", "tasks/test_ray_cluster.py", "tasks/test_ray_replay.py",
        "tasks/test_workers.py")
 """These use one Ray cluster. All other flows use one Prefect server."""
-FIRST = ("flows/test_pipeline.py", *RAY, "flows/test_operations.py", "measure", "flows", "tasks", "export")
+FIRST = ("flows/test_pipeline.py", "flows/test_failures.py", "tasks/test_stack_runs.py", *RAY, "measure",
+         "export", "flows", "tasks")
 """The longest begin first, so that the workers end together."""
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of a file stay on one worker, which has the fixtures that they share; so do all that use Ray, and
-    all that use Prefect."""
+    """Tests of a file stay on one worker, which has the fixtures that they share; so do all that use Ray, all
+    that use one Prefect server, and all that train in processes, which are forked from one server."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0].removeprefix("tests/")
-            return "ray" if file in RAY else "prefect" if file.startswith("flows/") else file
+            if file in RAY:
+                return "ray"
+            if file.startswith("flows/") and file != "flows/test_failures.py":  # which kills its own servers
+                return "prefect"
+            return "export" if file.startswith("export/") or file == "test_memory.py" else file
 
     return ByGroup(config, log)
 

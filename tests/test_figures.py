@@ -81,6 +81,7 @@ def test_only_takes_what_it_needs_too(table, tmp_path):
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"a", "b"}
 
 
+@pytest.mark.long
 def test_a_killed_entry_goes_on_in_its_folder(table, tmp_path):
     slow = "echo x >> {out}/times; test `wc -l < {out}/times` -gt 1 || sleep 60"
     given = table(entry("slow", slow))

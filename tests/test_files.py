@@ -20,6 +20,7 @@ from shardcore.job import Job
 from shardcore.step.links import links_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table
+from shardcore.workload import lower
 
 
 @pytest.fixture
@@ -231,13 +232,15 @@ def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
     (lambda p: p[0].update(kind="host_row", devices=[0, 1]), "it needs several hosts with the same number of "
      "devices each"),
 ])
-def test_a_plan_that_lower_would_refuse_is_not_read(problem, tmp_path, change, said):
+def test_a_plan_that_is_none_of_the_problem_is_refused_with_its_file(problem, tmp_path, change, said):
     path, data = tmp_path / "plan.json", files.plan_to_json(whole(problem), problem)
     change(data["placements"])
     body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
     files.write_json(path, {**data, "digest": files.digest(body)})
     with pytest.raises(ShardCoreError) as error:
-        files.read_plan(path, problem)
+        plan = files.read_plan(path, problem)
+        with files.validating(path):
+            lower(plan, problem)
     assert str(error.value).startswith(str(path)) and said in str(error.value)
 
 

@@ -10,7 +10,7 @@ from bench.fuzz_formats import FORMATS
 ROOT = Path(__file__).parent.parent
 
 DOOR = {"read_bytes", "read_text", "read_json", "read_yaml", "content_of", "parse_json", "require_file",
-        "open_document", "open_versions", "is_document", "read_model", "read_tensors"}
+        "open_document", "is_document", "read_model", "read_tensors"}
 RAW = {"open", "ParquetFile", "read_table", "read_csv", "safe_open", "memmap", "fromfile", "ZipFile",
        "json.load", "json.loads", "torch.load", "np.load", "yaml.load", "yaml.safe_load", "pickle.load",
        "pickle.loads", "tomllib.load", "tomllib.loads", "csv.reader", "csv.DictReader"}

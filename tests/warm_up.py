@@ -1,4 +1,5 @@
 """Compile what the suite uses and keep it on disk (20 s, once): otherwise each worker does, at the same time.
+conftest.py runs this while workers collect.
 
     python tests/warm_up.py
 """

@@ -10,15 +10,14 @@ from contextlib import redirect_stdout
 from typing import Any, TextIO
 
 from shardcore.cli import (
-    hot_rows,
+    measure,
     measurements,
-    memory_tiers,
     plans,
     policies,
     problems,
-    provisioning,
     published,
     replays,
+    short_forms,
     topologies,
 )
 from shardcore.cli.options import Formatter, require_outputs
@@ -44,8 +43,8 @@ def parser_of_all() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m shardcore", description=__doc__,
                                      formatter_class=Formatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (plans, replays, problems, hot_rows, memory_tiers, measurements, policies, topologies,
-                  provisioning, published):
+    for group in (plans, replays, problems, short_forms, measure, measurements, policies, topologies,
+                  published):
         group.add_commands(commands)
     return parser
 

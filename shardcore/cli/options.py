@@ -37,6 +37,13 @@ def command(commands: argparse._SubParsersAction, run: Callable[[argparse.Namesp
     return parser
 
 
+def add_budget(p: argparse._ActionsContainer, evals: int | None = None) -> None:
+    """Options of how long to search. evals: default."""
+    p.add_argument("--budget-s", type=positive(float), help="seconds for all searches together")
+    p.add_argument("--budget-evals", type=positive(int), default=evals, help="plans to price in each search; "
+                   "the same seed then gives the same plan")
+
+
 def path(text: str) -> Path:
     """A path. Python takes an empty one, of a variable that is not set, for the folder where it runs."""
     if not text or "\0" in text:
@@ -57,17 +64,21 @@ def require_outputs(args: argparse.Namespace, also_read: Iterable[Path] = ()) ->
     read += [("file", found) for found in also_read]
     written: list[tuple[str, Path]] = []
     for name, out in ((name, found) for name, found in given if name in args.outputs):
-        require_writable(out, f"--{name}", folder=name in args.folders)
+        require_writable(out, f"--{_dashed(name)}", folder=name in args.folders)
         for place in [out / file for file in args.outputs[name]] or [out]:
             for what, source in read:
                 if _replaces(place, source):
-                    raise ShardCoreError(f"--{name} {place} is {_in(place, source)}the {what} that is read; "
-                                         "it needs to be another file")
+                    raise ShardCoreError(f"--{_dashed(name)} {place} is {_in(place, source)}the "
+                                         f"{_dashed(what)} that is read; it needs to be another file")
             for other, before in written:
                 if place.resolve() == before.resolve():
-                    raise ShardCoreError(f"--{other} and --{name} are both {place}; "
+                    raise ShardCoreError(f"--{_dashed(other)} and --{_dashed(name)} are both {place}; "
                                          "they need to be two files")
             written.append((name, place))
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def _local(value: object) -> Path | None:

@@ -9,12 +9,13 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardcore.cli import decisions as deciding
 from shardcore.cli import grouped
-from shardcore.cli.options import command, gib, natural, positive
+from shardcore.cli.options import add_budget, command, natural, positive
 from shardcore.cli.progress_line import shown
 from shardcore.errors import ShardCoreError
 from shardcore.progress import clock, report
@@ -23,10 +24,8 @@ from shardcore.types import Plan, Problem
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
     from shardcore.search.budget import Budget
-    from shardcore.search.learned.policy import Policy
+    from shardcore.search.decisions.driver import Decision, Found, Outcome
 
-SECOND_MODEL_IS_GONE = ("--second-model is gone: replayed plans that two models agreed on were no faster "
-                        "(docs/log.md); leave it out, or search longer with --budget-s")
 _MODEL = ("folder of a trained model; where weights of tables differ in precision, give the option for each "
           "precision")
 _CONFIDENCE = ("an op's cost is what its measurement stays below with this probability (0.9, say), rather "
@@ -45,23 +44,14 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, plan, "Search a plan for a problem under a cost model.")
+    p = command(commands, plan, "Search a plan for a problem under a cost model. Options for what is decided "
+                "before the search combine; each decision has several problems searched.",
+                outputs=("out", "out_problem"))
     p.add_argument("problem", type=Path, metavar="PROBLEM.json")
-    p.add_argument("--model", type=Path, required=True, action="append", help=_MODEL)
-    p.add_argument("--start", type=Path, metavar="PLAN", help="improve this plan of the problem instead of "
-                   "planning afresh (annealing)")
-    p.add_argument("--start-problem", type=Path, metavar="PROBLEM.json", help="the problem that --start was "
-                   "made for, where it has changed since: tables new, gone, of another shape or with other "
-                   "statistics, or other devices")
-    p.add_argument("--without", type=natural, nargs="+", action="extend", metavar="DEVICE", help="with "
-                   "--start: devices of its problem that are gone; default: those with the highest numbers, "
-                   "where there are fewer now")
-    p.add_argument("--max-moved-tables", type=natural, metavar="N", help="with --start: most tables that may "
-                   "move; default: any number")
-    p.add_argument("--max-moved-gib", type=gib, metavar="G", help="with --start: most GiB of weights "
-                   "that may move, beyond what has to; default: any number")
-    p.add_argument("--towers", type=Path, metavar="TOWERS.json", help="tables that belong together on a "
-                   "host, and how many times smaller a tower module makes what crosses hosts (docs/plan.md)")
+    priced_by = p.add_mutually_exclusive_group(required=True)
+    priced_by.add_argument("--model", type=Path, action="append", help=_MODEL)
+    priced_by.add_argument("--offers", type=Path, metavar="OFFERS.json", help="types of machines, with their "
+                           "models: choose the cluster, too (docs/plan.md); with a target and --out-problem")
     p.add_argument("--algorithm", help="portfolio, the default (the cheapest plan of several searches), "
                    "anneal, anneal_columns (tables whole or cut by columns only), random, size_greedy, "
                    "dim_greedy, lookup_greedy, size_lookup_greedy, neuroshard or torchrec "
@@ -69,81 +59,103 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
                    "whole), or these with _columns (also cut by columns)")
     p.add_argument("--policy", type=Path, metavar="POLICY", help="folder of a trained policy (train-policy), "
                    "for a learned algorithm; default algorithm: the policy's own")
-    budget = p.add_mutually_exclusive_group()
-    budget.add_argument("--budget-s", type=positive(float), help="seconds to search")
-    budget.add_argument("--budget-evals", type=positive(int), help="plans to price; the same seed then gives "
-                        "the same plan")
+    add_budget(p.add_mutually_exclusive_group())
     p.add_argument("--seed", type=natural, default=0)
-    p.add_argument("--groups", nargs="?", const="auto", metavar="auto|SIZE", help="divide the devices into "
-                   "groups of SIZE, or of the best size, that replicate one plan (TorchRec's DMPCollection); "
-                   "each size and layout is searched with the budget")
-    p.add_argument("--sync-every", type=positive(int), metavar="N", help="with --groups: steps from one "
-                   "synchronisation of the replicas to the next; default: 1")
+    deciding.add_options(p)
+    deciding.add_target(p, required=False)
     p.add_argument("--confidence", type=positive(float), metavar="P", help=_CONFIDENCE)
-    p.add_argument("--second-model", help=argparse.SUPPRESS)
     p.add_argument("--explain", action="store_true", help=f"{_EXPLAIN}; each is searched with the same "
                    "budget again")
     p.add_argument("--out", type=Path, required=True, metavar="PLAN.json")
 
 
-def plan(args: argparse.Namespace) -> None:
+def plan_arguments(**given: Any) -> argparse.Namespace:
+    """Arguments of `plan`, for commands that are short forms of it. Options not given have their defaults."""
+    parser = argparse.ArgumentParser()
+    _add_plan(parser.add_subparsers())
+    own = vars(parser.parse_args(["plan", "-", "--model", "-", "--out", "-"]))
+    kept = {name: own[name] for name in ("command", "outputs", "folders")}
+    return argparse.Namespace(**own | {"model": None, "offers": None} | given | kept)
+
+
+def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda outcome: None) -> Found:
+    """Search a plan. heard: is called with each outcome of the outermost decision."""
     from shardcore import files
-    from shardcore.cost import composite, known_errors
+    from shardcore.cost import composite
     from shardcore.cost.model import at_confidence
-    from shardcore.report import plan_report
     from shardcore.search import DEFAULT_SHARDER, known, sharder
+    from shardcore.search.decisions.driver import decide
     from shardcore.search.learned.policy import read_policy
-    from shardcore.search.tower_hosts import tower_traffic
-    from shardcore.workload import lower
 
     policy = read_policy(args.policy) if args.policy else None
     args.algorithm = known(args.algorithm or (policy.name if policy else DEFAULT_SHARDER))
     search = sharder(args.algorithm, policy)
-    _require_agreeing(args)
+    deciding.require_agreeing(args)
     with shown():
         report(f"reading {args.problem}")
-        asked = problem = files.read_problem(args.problem)
-    loaded = composite.load(args.model)
-    if args.groups is not None:
-        _plan_groups(args, problem, loaded, policy)
-        return
-    model = loaded.for_problem(problem)
-    problem.require_setting(model.setting)
-    # The search uses the cautious model. The range check below needs the plain one.
-    cautious = at_confidence(model, args.confidence)
-    provenance, budget = _provenance(args), _budget(args)
-    began, why = clock(), ""
-    with shown():
+        problem = files.read_problem(args.problem)
+        problem = deciding.with_host_memory(problem, args) if args.tiers else problem
+    decisions = list(deciding.decisions(args, problem))
+    for decision in decisions:
+        if decision.changes and args.out and not args.out_problem:
+            raise ShardCoreError(f"--out {args.out} needs --out-problem, the problem with the "
+                                 f"{decision.changes} that it is a plan of")
+    folders = args.model or [args.offers.parent / decisions[0].offers[0].model]
+    # Searches use the cautious model. The check of ranges needs the plain one.
+    loaded, began, several = composite.load(folders), clock(), []
+    with shown() as line:
+        def hear(outcome: Outcome) -> None:
+            several.append(outcome)
+            if outcome.proposal.more or len(several) > 1:
+                line.say(outcome.text)
+            heard(outcome)
+
         report(args.algorithm)
-        if args.towers:
-            problem, of_towers = _with_towers(args.towers, problem, cautious, budget)
-            provenance |= of_towers
-            budget = budget and budget.without(clock() - began)
-        if args.start:
-            found, why = _replanned(args, problem, cautious, budget)
-        else:
-            found = search(problem, cautious, seed=args.seed, budget=budget)
-        found = Plan(found.placements, {**found.provenance, **provenance})
-        seconds, cost = clock() - began, found.provenance["predicted_ms"]
-        report(f"writing {args.out}", cost)
-        # Towers only narrow where tables may live: a plan with them is one of the problem that was asked.
-        files.write_plan(args.out, found, asked)
-    named = f"{known_errors.label(model)}, model {provenance['model_digest'][:8]}"
+        found = decide(problem, at_confidence(loaded, args.confidence), decisions, search, seed=args.seed,
+                       budget=_budget(args), heard=hear)
+        seconds = clock() - began
+        if args.offers:
+            folders = [args.offers.parent / found.chosen.offer.model]
+            loaded = composite.load(folders)
+        provenance = {**found.plan.provenance, **_provenance(args, folders)}
+        found = dataclasses.replace(found, plan=Plan(found.plan.placements, provenance))
+        report(f"writing {args.out}", found.ms)
+        deciding.write(args, found)
+    _say_planned(args, found, decisions, problem, loaded.for_problem(found.problem), seconds)
+    return found
+
+
+def _say_planned(args: argparse.Namespace, found: Found, decisions: Sequence[Decision], asked: Problem,
+                 model: CostModel, seconds: float) -> None:
+    """Print the plan's cost, and all that was decided. asked: the problem before that."""
+    from shardcore.cost import known_errors
+    from shardcore.cost.model import at_confidence
+    from shardcore.report import decisions_report
+    from shardcore.search.decisions.groups import FoundGroups
+
+    of_groups, cautious = isinstance(found, FoundGroups), at_confidence(model, args.confidence)
+    if (found.ledger and args.explain) or decisions_report.has_choice(found.ledger):
+        print(f"{decisions_report.ledger_text(found.ledger)}\n")
     sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
-    print(f"{args.out}: {cost:.3f} ms predicted{sure}, found in {seconds:.2f} s by {args.algorithm}{why}")
-    print(f"under {named}")
-    if args.towers:
-        print(plan_report.towers_text(tower_traffic(found, problem)))
+    by = found.plan.provenance["algorithm"] if of_groups else args.algorithm
+    print(f"{args.out or args.out_problem or args.problem}: {f'{found.words}: ' if of_groups else ''}"
+          f"{found.ms:.3f} ms predicted{sure}, found in {seconds:.2f} s by {by}"
+          f"{deciding.start_text(args, found, decisions, asked, cautious)}")
+    print(f"under {known_errors.label(model)}, model {found.plan.provenance['model_digest'][:8]}")
+    for text in filter(None, deciding.texts(decisions, found, asked)):
+        print(f"\n{text}")
     if args.explain:
-        _say_explained(found, problem, cautious, budget)
+        if of_groups:
+            print("\nThe plan of one group:")
+        _say_explained(found.plan, found.problem, cautious, _budget(args))
     # Warnings go to standard error, so that standard output stays readable by programs.
-    _say_extrapolated(model.out_of_range(lower(found, problem)))
+    _say_extrapolated(deciding.extrapolated(found, model))
 
 
-def _provenance(args: argparse.Namespace) -> dict[str, Any]:
+def _provenance(args: argparse.Namespace, folders: Sequence[Path]) -> dict[str, Any]:
     from shardcore import model_files
 
-    return ({"model_digest": "+".join(map(model_files.model_digest, args.model))}
+    return ({"model_digest": "+".join(map(model_files.model_digest, folders))}
             | ({"policy_digest": model_files.model_digest(args.policy, "policy")} if args.policy else {})
             | ({"confidence": args.confidence} if args.confidence else {}))
 
@@ -154,98 +166,16 @@ def _budget(args: argparse.Namespace) -> Budget | None:
     return Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
 
 
-def _plan_groups(args: argparse.Namespace, problem: Problem, model: CostModel, policy: Policy | None) -> None:
-    from shardcore.cost.model import at_confidence
-
-    began, cautious = clock(), at_confidence(model, args.confidence)
-    best = grouped.chosen(args, problem, cautious, _budget(args), policy)
-    of_groups = grouped.write(args, best, problem, _provenance(args))
-    found, own = of_groups.plan, of_groups.problem
-    print(f"{args.out}: {grouped.words(best, problem)}: {best.cost.total_ms:.3f} ms predicted, found in "
-          f"{clock() - began:.2f} s by {found.provenance['algorithm']}")
-    if args.explain:
-        print("\nThe plan of one group:")
-        _say_explained(found, own, cautious.for_problem(own), _budget(args))
-    _say_extrapolated(grouped.extrapolated(of_groups, problem, model.for_problem(own)))
-
-
-def _require_agreeing(args: argparse.Namespace) -> None:
-    """Raise ShardCoreError for options that are gone or contradict each other."""
-    from shardcore.search import SPACE_OF
-
-    grouped.require_agreeing(args)
-
-    if args.second_model is not None:
-        raise ShardCoreError(SECOND_MODEL_IS_GONE)
-    if args.start and args.algorithm not in SPACE_OF:
-        raise ShardCoreError(f"--start is for --algorithm {', '.join(SPACE_OF)} only; got "
-                             f"{args.algorithm}")
-    if args.groups is not None and args.towers:
-        raise ShardCoreError(f"--groups {args.groups} and --towers {args.towers} were both given; towers are "
-                             "of all hosts of a problem, so leave one out")
-    if args.start and args.towers:
-        raise ShardCoreError(f"--start {args.start} and --towers {args.towers} were both given; a plan with "
-                             "towers is made afresh, so leave one out")
-    for name in ("start_problem", "without", "max_moved_tables", "max_moved_gib"):
-        if (given := getattr(args, name)) is not None and not args.start:
-            shown = " ".join(map(str, given)) if isinstance(given, list) else given
-            raise ShardCoreError(f"--{name.replace('_', '-')} {shown} needs --start, the plan to start from")
-
-
-def _with_towers(path: Path, problem: Problem, model: CostModel,
-                 budget: Budget | None) -> tuple[Problem, dict[str, Any]]:
-    """The problem with the towers of a file, and what a plan's provenance says of them.
-
-    Hosts are searched for a third of the budget's seconds at most.
-    """
-    from shardcore.search.tower_hosts import TowerConfig, tower_hosts
-    from shardcore.towers import read_towers
-
-    towers = read_towers(path)
-    seconds = budget.seconds and budget.seconds / 3 if budget else None
-    found = tower_hosts(problem, towers, model, TowerConfig(seconds=seconds))
-    return found.problem, {"tower_ratio": towers.compression_ratio,
-                           "towers": {"affinity_inside": found.affinity_inside,
-                                      "loads": [list(host) for host in found.loads]}}
-
-
-def _replanned(args: argparse.Namespace, problem: Problem, model: CostModel,
-               budget: Budget | None) -> tuple[Plan, str]:
-    """A plan improved from --start, and the improvement in words."""
-    from shardcore import files
-    from shardcore.cost.model import price
-    from shardcore.publish.diff import diff
-    from shardcore.publish.replan import ReplanConfig, forced_moves, replan, without_devices
-    from shardcore.report import plan_report
-    from shardcore.search import SPACE_OF
-    from shardcore.workload import lower
-
-    # A plan's file is checked against the problem that it was made for. Whether it fits is not asked: memory
-    # may have been counted otherwise, and what is searched has to fit anyway.
-    before = files.read_problem(args.start_problem) if args.start_problem else problem
-    old = files.read_plan(args.start, before, fits=False)
-    if "tower_ratio" in old.provenance:
-        raise ShardCoreError(f"--start {args.start} is a plan with towers, which is made afresh: give "
-                             "--towers instead")
-    most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
-    config = ReplanConfig(args.max_moved_tables, most_bytes, space=SPACE_OF[args.algorithm],
-                          seed=args.seed, budget=budget)
-    was, of = without_devices(old, before, problem, sorted({*(args.without or ())}))
-    found = replan(was, of, model, config)
-    moved = diff(was, found, problem, forced_moves(was, of))
-    found = Plan(found.placements, {**found.provenance, "moved": moved.document()})
-    # A plan of another problem has no cost in this one.
-    cost = ("" if args.start_problem else
-            f", which cost {price(lower(old, problem, fits=False), model).total_ms:.3f} ms")
-    return found, f", starting from {args.start}{cost}; {plan_report.replan_text(moved, config)}"
-
-
 def _say_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None) -> None:
+    """Explain a plan. problem: without towers, if the plan has them."""
+    from shardcore.cost.model import price_plan
     from shardcore.report import plan_report
+    from shardcore.search.decisions.tower_plans import as_planned
     from shardcore.search.explain import explain
 
+    problem = as_planned(plan, problem)
     with shown():
-        explained = explain(plan, problem, model, budget)
+        explained = explain(price_plan(plan, problem, model), problem, model, budget)
     print(f"\n{plan_report.text(explained)}")
 
 
@@ -272,8 +202,10 @@ def price(args: argparse.Namespace) -> None:
     from shardcore.cost import composite
     from shardcore.cost.model import at_confidence
     from shardcore.cost.model import price as predicted
-    from shardcore.search.tower_hosts import as_planned
-    from shardcore.workload import lower
+    from shardcore.report import decisions_report
+    from shardcore.search.decisions.ledger import ledger_of
+    from shardcore.search.decisions.tower_plans import as_planned
+    from shardcore.workload import lower, require_cover
 
     whole = own = files.read_problem(args.problem)
     of_groups = grouped_plans.read_grouped(args.plan, whole) if grouped_plans.is_grouped(args.plan) else None
@@ -282,8 +214,11 @@ def price(args: argparse.Namespace) -> None:
     model = composite.load(args.model).for_problem(own)
     own.require_setting(model.setting)
     found = of_groups.plan if of_groups else files.read_plan(args.plan, own)
-    own = as_planned(found, own)
-    workload, cautious = lower(found, own), at_confidence(model, args.confidence)
+    with files.validating(args.plan):
+        if "tower_ratio" in found.provenance:
+            require_cover(found, own)
+        own = as_planned(found, own)
+        workload, cautious = lower(found, own), at_confidence(model, args.confidence)
     if of_groups:
         body = grouped.price(of_groups, whole, cautious)
         beyond = grouped.extrapolated(of_groups, whole, model)
@@ -297,7 +232,10 @@ def price(args: argparse.Namespace) -> None:
     elif not args.explain:
         print(json.dumps(body, indent=1))
     if args.explain:
-        print("\nThe plan of one group:" * bool(of_groups))
+        if decided := decisions_report.ledger_text(ledger_of(found.provenance)):
+            print(f"\n{decided}")
+        if of_groups:
+            print("\nThe plan of one group:")
         _say_explained(found, own, cautious, None)
     _say_extrapolated(beyond)
 
@@ -314,7 +252,6 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--module", required=True, metavar="PATH", help="of the EmbeddingBagCollection that has "
                    "the tables, in the model's tree of modules, such as sparse_arch.embedding_bag_collection")
     p.add_argument("--compute-device", choices=["cpu", "cuda"], default="cuda")
-    p.add_argument("--uneven-rows", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--out", type=Path, required=True, metavar="TORCHREC.json")
 
 
@@ -324,16 +261,16 @@ def export(args: argparse.Namespace) -> None:
     from shardcore.export.torchrec_json import write_torchrec
     from shardcore.grouped_plans import is_grouped
     from shardcore.search import torchrec
+    from shardcore.workload import require_plan
 
-    if args.uneven_rows:
-        raise ShardCoreError("--uneven-rows is gone: plans divide rows evenly now, as TorchRec does; "
-                             "leave it out")
     torchrec.require_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)
     if is_grouped(args.plan):
         grouped.export(args, problem)
     else:
         plan = files.read_plan(args.plan, problem)
+        with files.validating(args.plan):
+            require_plan(plan, problem)
         write_torchrec(args.out, to_torchrec(plan, problem, args.module, args.compute_device))
     if not all(t.collection for t in problem.tables):
         print(f"note: nothing here knows whether the model has a module {args.module!r} with these tables; "

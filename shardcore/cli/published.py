@@ -35,7 +35,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     p.add_argument("name", help="of the problem")
     p.add_argument("--fresh", type=Path, required=True, metavar="FILE.json", help="a problem or a pool of "
                    "tables with the shapes, pooling and access statistics of now")
-    p.add_argument("--model", type=Path, required=True, help="folder of a trained model")
+    p.add_argument("--model", type=Path, required=True, action="append", help="folder of a trained model; "
+                   "where weights of tables differ in precision, give it for each")
     p.add_argument("--max-moved-tables", type=natural, metavar="N", help="most tables that the re-plan may "
                    "move; default: any number")
     p.add_argument("--threshold", type=amount, default=0.0, help="a re-plan pays if its gain exceeds "
@@ -67,44 +68,41 @@ def diff(args: argparse.Namespace) -> None:
     (old, _), (new, problem) = (_read(path, args.problem) for path in (args.old, args.new))
     print(plan_report.diff_text(moves_of(old, new, problem)))
     if args.page:
-        _write_comparison(args)
+        _write_comparison(args, old, new, problem)
         print(f"{args.page}: both plans, for a browser")
 
 
-def _write_comparison(args: argparse.Namespace) -> None:
+def _write_comparison(args: argparse.Namespace, old: Plan, new: Plan, problem: Problem) -> None:
     """Both plans under the problem of the new one."""
-    from shardcore import files
-    from shardcore.cost import composite
+    from shardcore import files, load_model
     from shardcore.cost.model import price
     from shardcore.report import plan_page
     from shardcore.report.plan_explorer import Version
     from shardcore.search.anneal.reshard import rebind_tables
-    from shardcore.search.tower_hosts import as_planned
+    from shardcore.search.decisions.tower_plans import as_planned
     from shardcore.workload import lower
 
-    problem = files.read_problem(args.problem or args.new.with_name("problem.json"))
-    model = composite.load(args.model).for_problem(problem)
+    model = load_model(args.model).for_problem(problem)
     problem.require_setting(model.setting)
     versions = []
-    for path in (args.new, args.old):
-        plan = rebind_tables(_read(path, args.problem)[0], problem)
+    for path, made in ((args.new, new), (args.old, old)):
+        plan = rebind_tables(made, problem)
         work = lower(plan, as_planned(plan, problem), fits=False)
         versions.append(Version(str(path), plan, price(work, model), work.memory_bytes))
     files.write_atomic(args.page, plan_page.comparison(problem, *versions).encode())
 
 
 def drift(args: argparse.Namespace) -> None:
-    from shardcore import files
-    from shardcore.cost import neural
+    from shardcore import files, load_model
     from shardcore.publish import store
     from shardcore.publish.drift import drift as drift_of
     from shardcore.publish.replan import ReplanConfig
     from shardcore.report import plan_report
     from shardcore.search.budget import Budget
 
-    plan, problem = store.load_plan(args.plans, args.name)
+    plan, problem = store.read_plan(args.plans, args.name)
     now = _with_statistics_of(args.fresh, problem)
-    model = neural.load(args.model).for_problem(now)
+    model = load_model(args.model).for_problem(now)
     now.require_setting(model.setting)
     budget = Budget(args.budget_evals) if args.budget_evals else None
     config = ReplanConfig(args.max_moved_tables, seed=args.seed, budget=budget)
@@ -117,11 +115,15 @@ def drift(args: argparse.Namespace) -> None:
 
 
 def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:
-    """A plan with its problem: the given one, or problem.json beside it."""
+    """A valid plan with its problem: the given one, or problem.json beside it."""
     from shardcore import files
+    from shardcore.workload import require_plan
 
     of = files.read_problem(problem or path.with_name("problem.json"))
-    return files.read_plan(path, of), of
+    plan = files.read_plan(path, of)
+    with files.validating(path):
+        require_plan(plan, of)
+    return plan, of
 
 
 def _with_statistics_of(path: Path, problem: Problem) -> Problem:

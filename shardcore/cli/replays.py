@@ -48,8 +48,11 @@ def replay(args: argparse.Namespace) -> None:
     problem = files.read_problem(args.problem)
     name = args.hardware or hardware.hardware_name(device)
     setting = Setting(name, problem.global_batch, problem.precision, problem.optimizer)
-    plans = [files.read_plan(path, problem) for path in args.plans]
-    workloads = [lower(plan, problem) for plan in plans]
+    plans, workloads = [], []
+    for path in args.plans:
+        plans.append(files.read_plan(path, problem))
+        with files.validating(path):
+            workloads.append(lower(plans[-1], problem))
     predicted = None
     if args.model:
         model = composite.load(args.model).for_problem(problem)

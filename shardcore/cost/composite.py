@@ -9,6 +9,7 @@ Shapes: N shards, F features of all heads side by side, G ops, D devices; ... an
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +23,7 @@ from shardcore.cost.model import CommCost, Compiled, CostModel
 from shardcore.cost.ranges import and_more
 from shardcore.errors import SettingMismatch
 from shardcore.limits import require_type
+from shardcore.model_files import model_folders
 from shardcore.step.tiers import TIERS
 from shardcore.tables.host_rows import link_bytes_of
 from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
@@ -218,12 +220,18 @@ def composed(models: Sequence[Any], problem: Problem) -> Any:
 
 
 def load(folders: str | Path | Sequence[str | Path]) -> NeuralModel | Composite:
-    """The model of a folder, or of several folders of different precisions."""
+    """The model of a folder, or of several folders of different precisions.
+
+    A folder may have one model, or a subfolder with one for each precision, as the registry keeps them.
+    """
     from shardcore.cost import neural
 
     folders = [folders] if isinstance(folders, str | Path) else folders
     require_type(folders, (list, tuple), "folder of a model", "a path, or a list of paths")
-    models = sorted(map(neural.load, folders), key=lambda m: m.setting.precision)
+    for folder in folders:
+        require_type(folder, (str, os.PathLike), "folder of a model", "a path")
+    models = [neural.load(one) for folder in folders for one in model_folders(folder)]
+    models.sort(key=lambda m: m.setting.precision)
     return models[0] if len(models) == 1 else Composite(tuple(models))
 
 

@@ -52,6 +52,11 @@ class Measurements:
     comm: list[CollectiveSample]
     repeats: list[list[ComputeSample]]
 
+    def split(self, name: str) -> tuple[list[ComputeSample], list[CollectiveSample]]:
+        """Groups and exchanges of the split "train", "validation" or "test"."""
+        return ([s for s in self.compute if split_of(s.id) == name],
+                [s for s in self.comm if split_of(s.id) == name])
+
 
 def read(folders: Sequence[str | Path], setting: Setting) -> Measurements:
     """The measurements of one setting, from several dataset folders together.

@@ -16,7 +16,7 @@ _WORSE = 1.5
 
 def errors_of(model: CostModel) -> tuple[float, float]:
     """Mean relative errors of ops and of exchanges, on samples that the model was not trained on."""
-    found = [_errors(_meta(one).get("metrics", {})) for one in _models(model)]
+    found = [_errors(_meta(one).get("metrics", {})) for one in trained(model)]
     return max(c for c, _ in found), max(x for _, x in found)
 
 
@@ -30,11 +30,14 @@ def worse_than_usual(model: CostModel) -> list[str]:
 
 def label(model: CostModel) -> str:
     """The model's setting and its data, which tell models of one hardware apart."""
-    found = (_meta(one).get("provenance", {}).get("data", "unknown") for one in _models(model))
+    found = (_meta(one).get("provenance", {}).get("data", "unknown") for one in trained(model))
     return f"{model.setting}, data {'+'.join(str(data)[:8] for data in found)}"
 
 
-def _models(model: CostModel) -> tuple[CostModel, ...]:
+def trained(model: CostModel) -> tuple[CostModel, ...]:
+    """The models that were trained, of which a model is made: one of each precision."""
+    if inner := getattr(model, "model", None):
+        return trained(inner)
     return getattr(model, "models", (model,))
 
 

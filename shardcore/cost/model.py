@@ -19,8 +19,8 @@ from shardcore.job import Job
 from shardcore.limits import require_type, shown
 from shardcore.step_cost import PredictedCost
 from shardcore.topology import Topology
-from shardcore.types import Problem, Setting, Shard
-from shardcore.workload import Workload
+from shardcore.types import Plan, Problem, Setting, Shard
+from shardcore.workload import Workload, lower
 
 
 @runtime_checkable
@@ -254,3 +254,18 @@ def price(workload: Workload, model: CostModel) -> PredictedCost:
                                                        comm.waiting_ms, input_ms))
     return PredictedCost(*parts, input_ms=input_ms, dense_ms=workload.job.dense_ms,
                          extrapolated=tuple(model.out_of_range(workload)))
+
+
+@dataclass(frozen=True, eq=False)
+class PricedPlan:
+    """A plan, one step of it, and what a model predicts that the step costs."""
+
+    plan: Plan
+    workload: Workload
+    cost: PredictedCost
+
+
+def price_plan(plan: Plan, problem: Problem, model: CostModel, fits: bool = True) -> PricedPlan:
+    """Lower a plan and price it. Raises what `lower` raises."""
+    workload = lower(plan, problem, fits)
+    return PricedPlan(plan, workload, price(workload, model))

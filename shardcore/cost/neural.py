@@ -269,7 +269,7 @@ def load(folder: str | Path) -> NeuralModel:
         elif found != names:
             raise ShardCoreError(f"model in {folder} was trained on {what} {schema.show(found)}; "
                                  f"this ShardCore computes {schema.show(names)}: train again")
-    files.read_provenance(schema.build(_Meta, meta, str(folder)).provenance, f"{folder}: provenance")
+    files.require_provenance(schema.build(_Meta, meta, str(folder)).provenance, f"{folder}: provenance")
     try:
         required.require(weights)
     except ShardCoreError as error:

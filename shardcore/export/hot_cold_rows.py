@@ -268,7 +268,7 @@ def _read(path: Path, digest: str, tables: Collection[str]) -> _Part | None:
     try:
         with safe_open(path, "pt") as file:
             about = parse_json((file.metadata() or {}).get(_META, "null").encode(), path)
-            header = build(_Header, opened(about, _ROWS, path)[0], str(path))
+            header = build(_Header, opened(about, _ROWS, path), str(path))
             if header.table not in tables:
                 return None
             with open(path, "rb") as content:

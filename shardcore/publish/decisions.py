@@ -105,7 +105,7 @@ def from_document(data: Any, where: str) -> Decision:
         raise ShardCoreError(f"{where} is no decision of a version that this ShardCore reads ({_SCHEMA} "
                              f"{_SCHEMA_VERSION})")
     decision = schema.build(Decision, data, where)
-    files.read_provenance(decision.provenance, f"{where}: provenance")
+    files.require_provenance(decision.provenance, f"{where}: provenance")
     return decision
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from shardcore.cost.model import CostModel, price
+from shardcore.cost.model import CostModel, PricedPlan, price_plan
 from shardcore.errors import ShardCoreError
 from shardcore.publish.diff import Diff, diff
 from shardcore.publish.gain import Gain, gain
 from shardcore.publish.replan import ReplanConfig, forced_moves, replan
 from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.types import Plan, Problem, Table
-from shardcore.workload import lower
 
 _FRESH = ("rows", "dim", "features", "pooling", "access")
 """Fields of a Table that change while a job runs."""
@@ -66,23 +65,24 @@ def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, config: 
     Raises what `lower` raises if the plan is no longer valid. A new plan is then needed at any cost.
     """
     old = rebind_tables(plan, now)
-    planned, cost = (price(lower(p, of), model) for p, of in ((plan, problem), (old, now)))
-    now_ms = cost.total_ms
+    planned, kept = price_plan(plan, problem, model), price_plan(old, now, model)
+
+    def total_ms(priced: PricedPlan) -> float:
+        return priced.cost.total_ms
 
     # A short search may end worse than its start, so the old plan competes too.
-    def searched(limit: ReplanConfig) -> tuple[float, Plan]:
-        found = replan(plan, now, model, limit)
-        return min(((price(lower(found, now), model).total_ms, found), (now_ms, old)), key=lambda x: x[0])
+    def searched(limit: ReplanConfig) -> PricedPlan:
+        return min(price_plan(replan(plan, now, model, limit), now, model), kept, key=total_ms)
 
-    best_ms, best = searched(replace(config, max_moved_tables=None, max_moved_bytes=None))
-    replan_ms, replanned = searched(config) if config.limited else (best_ms, best)
+    best = searched(replace(config, max_moved_tables=None, max_moved_bytes=None))
+    replanned = searched(config) if config.limited else best
     # The unlimited search is heuristic as well. It can lose to the limited one.
-    if replan_ms < best_ms:
-        best_ms, best = replan_ms, replanned
-    saved = gain((old, cost), (replanned, price(lower(replanned, now), model)), now, model)
-    return Drift(planned_ms=planned.total_ms, now_ms=now_ms, best_ms=best_ms, best=best, replan_ms=replan_ms,
-                 replan=replanned, moves=diff(plan, replanned, now, forced_moves(plan, now)),
-                 gain=saved, most_tables=config.max_moved_tables, threshold=threshold)
+    best = min(best, replanned, key=total_ms)
+    return Drift(planned_ms=total_ms(planned), now_ms=total_ms(kept), best_ms=total_ms(best), best=best.plan,
+                 replan_ms=total_ms(replanned), replan=replanned.plan,
+                 moves=diff(plan, replanned.plan, now, forced_moves(plan, now)),
+                 gain=gain(kept, replanned, now, model), most_tables=config.max_moved_tables,
+                 threshold=threshold)
 
 
 def refreshed(problem: Problem, tables: Iterable[Table]) -> Problem:

@@ -23,10 +23,9 @@ from math import sqrt
 from typing import Any
 
 from shardcore.cost.known_errors import errors_of
-from shardcore.cost.model import CostModel
+from shardcore.cost.model import CostModel, PricedPlan
 from shardcore.layouts import shards_on
 from shardcore.outputs import output_bytes
-from shardcore.step_cost import StepCost
 from shardcore.types import Plan, Problem, Shard
 
 CONFIDENCE = 0.9
@@ -55,10 +54,9 @@ class Gain:
         return f"gain {self.ms / of:.1%} ± {self.margin_ms / of:.1%}"
 
 
-def gain(before: tuple[Plan, StepCost], now: tuple[Plan, StepCost], problem: Problem,
-         model: CostModel) -> Gain:
+def gain(before: PricedPlan, now: PricedPlan, problem: Problem, model: CostModel) -> Gain:
     """The gain of a plan over another one of the same tables. Costs are the model's."""
-    plans, costs = zip(before, now, strict=True)
+    plans, costs = (before.plan, now.plan), (before.cost, now.cost)
     lookups, sent = (_changed(*plans, of) for of in (
         lambda shard: shard.table.looked_up * shard.width * shard.rows / shard.table.rows,
         lambda shard: output_bytes(shard, problem.global_batch)))

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from shardcore import files
-from shardcore.cost import neural
-from shardcore.cost.model import price
+from shardcore.cost.model import CostModel, PricedPlan, price_plan
 from shardcore.errors import Infeasible, ShardCoreError, Unreachable
 from shardcore.limits import MOST_COUNT, MOST_MS, MOST_SEED, require_within
-from shardcore.memory import used_bytes
 from shardcore.publish import store
 from shardcore.publish.decisions import Decision
 from shardcore.publish.diff import Diff, diff, relabel_devices
@@ -30,9 +28,8 @@ from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.budget import Budget
 from shardcore.search.explain import explain
 from shardcore.search.learned.policy import Policy
-from shardcore.step_cost import StepCost
+from shardcore.step_cost import PredictedCost
 from shardcore.types import Plan, Problem
-from shardcore.workload import lower
 
 _logger = logging.getLogger(__name__)
 
@@ -72,7 +69,7 @@ class PublishConfig:
     torchrec_s: float = 10.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "algorithm", known(self.algorithm))
+        known(self.algorithm)
         require_within(self, "publish config", budget_evals=(1, MOST_COUNT), seed=(0, MOST_SEED),
                        keep_versions=(store.FEWEST_KEPT, MOST_COUNT), max_moved_tables=(0, MOST_COUNT),
                        torchrec_s=(0, MOST_MS))
@@ -95,14 +92,12 @@ class Published:
     decision: the decision.
     cost: the plan's cost under the current model.
     baselines: total ms by sharder, or why it found no plan.
-    extrapolated: whether the plan exceeds the measured range.
     """
 
     problem: Problem
     decision: Decision
-    cost: StepCost
+    cost: PredictedCost
     baselines: Mapping[str, float | str]
-    extrapolated: bool
 
     def row(self) -> tuple[Any, ...]:
         """A row under HEADERS."""
@@ -112,7 +107,7 @@ class Published:
                 f"{found[best]:.2f} {best}" if best else "none found one",
                 percent_change(total, found[best]) if best else "-",
                 percent_change(total, found["random"]) if "random" in found else "-",
-                f"{100 * compare.balance(self.cost):.0f}%", "yes" if self.extrapolated else "no",
+                f"{100 * compare.balance(self.cost):.0f}%", "yes" if self.cost.extrapolated else "no",
                 self.decision.outcome)
 
 
@@ -123,19 +118,19 @@ class Before:
     decision: the last one.
     published: its plan, with the tables of that time. None: its files are of no use any more.
     plan: its plan, with the problem's current tables.
-    cost: its cost under the current model. None: it is no longer valid for the problem.
+    priced: the latter under the current model. None: it is no longer valid for the problem.
     why_not: why it is no longer valid, or of no use.
     """
 
     decision: Decision
     published: Plan | None
     plan: Plan | None
-    cost: StepCost | None
+    priced: PricedPlan | None
     why_not: str = ""
 
     @property
     def total_ms(self) -> float | None:
-        return self.cost.total_ms if self.cost else None
+        return self.priced.cost.total_ms if self.priced else None
 
     def moves(self, plan: Plan, problem: Problem) -> Diff | None:
         """The moves from it to a plan. None: it is of no use any more."""
@@ -155,7 +150,7 @@ class Publisher:
     policy: what a learned algorithm places with.
     """
 
-    model: neural.NeuralModel
+    model: CostModel
     plans: str | Path
     config: PublishConfig
     provenance: Mapping[str, Any]
@@ -187,9 +182,9 @@ class Publisher:
         # A plan that no longer fits is loaded too: the decision says why it is replaced.
         published = plan = None
         try:
-            published = store.load_plan(self.plans, problem.name, fits=False)[0]
+            published = store.read_plan(self.plans, problem.name)[0]
             plan = rebind_tables(published, problem)
-            return Before(decision, published, plan, price(lower(plan, problem), self.model))
+            return Before(decision, published, plan, price_plan(plan, problem, self.model))
         except Unreachable:
             raise
         except ShardCoreError as error:
@@ -222,43 +217,33 @@ class Publisher:
         if then is None or not store.has(self.plans, problem.name, then.current):
             return None
         try:
-            plan, _ = store.load_plan(self.plans, problem.name, then.current, fits=False)
-            workload = lower(rebind_tables(plan, problem), problem)
+            plan, _ = store.read_plan(self.plans, problem.name, then.current)
+            cost = price_plan(rebind_tables(plan, problem), problem, self.model).cost
         except ShardCoreError:
             return None
-        cost = price(workload, self.model)
         reason = (f"the model is version {mine[1]} again, under which this plan was current on "
                   f"{plan_report.when(then.decided_at)}")
         decision = self._decision(problem, before, outcome="restored", reason=reason, current=then.current,
                                   candidate=then.current, candidate_ms=cost.total_ms)
-        return Published(problem, decision, cost, _totals(self._others(problem)),
-                         bool(self.model.out_of_range(workload)))
+        return Published(problem, decision, cost, _totals(self._others(problem)))
 
     # --- a new plan --------------------------------------------------------------------------------------
 
     def _searched(self, problem: Problem, before: Before | None) -> Published:
         others, found = self._others(problem), self._search(problem, before)
-        # The same placements keep their provenance, hence their version.
-        if before and before.cost and set(found.placements) == set(before.plan.placements):
-            plan, cost = before.plan, before.cost
-        else:
-            plan = Plan(found.placements, {**found.provenance, **self.provenance})
-            cost = price(lower(plan, problem), self.model)
-        gained = gain((before.plan, before.cost), (plan, cost), problem, self.model) if (
-            before and before.cost) else None
-        outcome, reason = self._judged(plan, before, gained, problem)
-        candidate = store.version_of(plan, problem)
+        gained = gain(before.priced, found, problem, self.model) if before and before.priced else None
+        outcome, reason = self._judged(found.plan, before, gained, problem)
+        candidate = store.version_of(found.plan, problem)
         current = store.version_of(before.plan, problem) if outcome == "kept" else candidate
         decision = self._decision(problem, before, outcome=outcome, reason=reason, current=current,
-                                  candidate=candidate, candidate_ms=cost.total_ms,
+                                  candidate=candidate, candidate_ms=found.cost.total_ms,
                                   margin_ms=gained and gained.margin_ms)
-        self._add(problem, plan, decision, before, others)
-        if outcome == "kept":
+        self._add(problem, found, candidate, decision, before, others)
+        if current != candidate:
             # The old plan for the problem as it is now: the same version where that has not changed.
-            plan, cost = before.plan, before.cost
-            self._add(problem, plan, decision, before, others)
-        return Published(problem, decision, cost, _totals(others),
-                         bool(self.model.out_of_range(lower(plan, problem))))
+            found = before.priced
+            self._add(problem, found, current, decision, before, others)
+        return Published(problem, decision, found.cost, _totals(others))
 
     def _others(self, problem: Problem) -> dict[str, compare.Outcome]:
         """Plans to compare with: by BASELINES, NeuroShard's beam, and TorchRec's planner if it may run."""
@@ -277,26 +262,40 @@ class Publisher:
             # What a baseline cannot plan must not keep ours from being published.
             return compare.Outcome(name, 0.0, error=str(error))
 
-    def _search(self, problem: Problem, before: Before | None) -> Plan:
-        """A plan by the config's algorithm. Annealing starts from the published plan, if there is one.
+    def _search(self, problem: Problem, before: Before | None) -> PricedPlan:
+        """A plan by the config's algorithm, with the publisher's provenance, or the one that there is.
+
+        Annealing starts from the published plan, if there is one.
 
         So noise of the search does not look like an improvement, and few tables move when some are new.
         """
         config, budget = self.config, Budget(evals=self.config.budget_evals)
         if before and before.plan and (space := SPACE_OF.get(config.algorithm)):
             try:
-                return replan(before.plan, problem, self.model,
+                plan = replan(before.plan, problem, self.model,
                               ReplanConfig(config.max_moved_tables, space=space, seed=config.seed,
                                            budget=budget))
+                return self._priced(plan, problem, before)
             except ShardCoreError:
                 # What no longer fits gives way to any plan: a limit on what moves from it means nothing.
-                if before.cost or config.max_moved_tables is None:
+                if before.priced or config.max_moved_tables is None:
                     raise
         outcome = compare.run(config.algorithm, problem, self.model, config.seed, budget,
                               self.policy)
         if outcome.plan is None:
             raise Infeasible(outcome.error)
-        return relabel_devices(outcome.plan, before.plan, problem) if before and before.plan else outcome.plan
+        if before and before.plan:
+            return self._priced(relabel_devices(outcome.plan, before.plan, problem), problem, before)
+        return dataclasses.replace(outcome.priced, plan=self._signed(outcome.plan))
+
+    def _priced(self, plan: Plan, problem: Problem, before: Before) -> PricedPlan:
+        """A plan that was searched. The same placements keep their provenance, hence their version."""
+        if before.priced and set(plan.placements) == set(before.plan.placements):
+            return before.priced
+        return price_plan(self._signed(plan), problem, self.model)
+
+    def _signed(self, plan: Plan) -> Plan:
+        return Plan(plan.placements, {**plan.provenance, **self.provenance})
 
     def _judged(self, plan: Plan, before: Before | None, gained: Gain | None,
                 problem: Problem) -> tuple[str, str]:
@@ -313,32 +312,29 @@ class Publisher:
             f"{'replaced' if better else 'kept'}; {gained.before_ms - gained.ms:.3f} ms instead of "
             f"{gained.before_ms:.3f} ms; {plan_report.moves_text(before.moves(plan, problem))}")
 
-    def _add(self, problem: Problem, plan: Plan, decision: Decision, before: Before | None,
-             others: Mapping[str, compare.Outcome]) -> None:
+    def _add(self, problem: Problem, priced: PricedPlan, version: str, decision: Decision,
+             before: Before | None, others: Mapping[str, compare.Outcome]) -> None:
         """Store a plan as a version with its report page, unless it is stored already."""
-        if store.is_whole(self.plans, problem.name, store.version_of(plan, problem)):
+        if store.is_whole(self.plans, problem.name, version):
             return
-        workload = lower(plan, problem)
-        cost, beyond = price(workload, self.model), self.model.out_of_range(workload)
+        plan, cost, memory_bytes = priced.plan, priced.cost, priced.workload.memory_bytes
         decisions = [decision, *islice(store.history(self.plans, problem.name), plan_page.MOST_ROWS)]
         # Explaining searches alternatives, so it runs only for a new version.
-        explained = explain(plan, problem, self.model, _EXPLAIN, others)
-        now = Version(version_name(store.version_of(plan, problem)), plan, cost, workload.memory_bytes)
-        page = plan_page.page(now, problem, explained, decisions,
-                              before and before.moves(plan, problem), beyond,
-                              _version(before, problem))
+        explained = explain(priced, problem, self.model, _EXPLAIN, others)
+        page = plan_page.page(Version(version_name(version), plan, cost, memory_bytes), problem, explained,
+                              decisions, before and before.moves(plan, problem), _version(before))
         store.add(self.plans, problem, plan, {
             "predicted": dataclasses.asdict(cost), "total_ms": cost.total_ms,
-            "memory_bytes": list(workload.memory_bytes), "baselines": _totals(others),
-            "extrapolated": beyond}, page)
+            "memory_bytes": list(memory_bytes), "baselines": _totals(others),
+            "extrapolated": list(cost.extrapolated)}, page)
 
 
-def _version(before: Before | None, problem: Problem) -> Version | None:
+def _version(before: Before | None) -> Version | None:
     """What was published before, to compare with. None: it is of no use any more."""
-    if before is None or before.cost is None:
+    if before is None or before.priced is None:
         return None
-    return Version(version_name(before.decision.current), before.plan, before.cost,
-                   used_bytes(before.plan, problem))
+    return Version(version_name(before.decision.current), before.plan, before.priced.cost,
+                   before.priced.workload.memory_bytes)
 
 
 def _totals(outcomes: Mapping[str, compare.Outcome]) -> dict[str, float | str]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, device_names, shards_on
-from shardcore.limits import MOST_BYTES, MOST_COUNT, MOST_SEED, require_within
+from shardcore.limits import MOST_BYTES, MOST_COUNT, MOST_SEED, require, require_within
 from shardcore.memory import fits, held_bytes, require_fits, used_bytes
 from shardcore.publish.diff import Diff, diff, relabel_devices, reorder_columns
 from shardcore.search.anneal.reshard import Reshard, rebind_tables
 from shardcore.search.budget import Budget
+from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.portfolio import annealing
+from shardcore.search.sharders import DEFAULT_SHARDER, SPACE_OF
 from shardcore.search.shards import on_all_devices, priced
+from shardcore.tables.hot_rows import as_cold
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import require_plan
 
@@ -82,6 +86,8 @@ def without_devices(old: Plan, before: Problem, now: Problem, gone: Sequence[int
         raise ShardCoreError(f"all {n_before} devices of problem {before.name!r} are gone; it needs to have "
                              "one left")
     if n_now == n_before:
+        if not gone:
+            return old, now
         pins = {t.name: sorted(set(now.allowed_devices(t.name)) - set(gone)) for t in now.tables}
         if empty := [name for name, devices in pins.items() if not devices]:
             raise Infeasible(f"table {empty[0]!r} may live on {device_names(now.allowed_devices(empty[0]))} "
@@ -94,6 +100,69 @@ def without_devices(old: Plan, before: Problem, now: Problem, gone: Sequence[int
     number = {d: i for i, d in enumerate(left)} | {d: n_now + i for i, d in enumerate(gone)}
     return replace(old, placements=tuple(replace(p, devices=tuple(number[d] for d in p.devices))
                                          for p in old.placements)), now
+
+
+@dataclass(frozen=True)
+class Start(Decision):
+    """A plan that searches improve instead of planning afresh.
+
+    old, before: the plan, and the problem that it was made for.
+    gone: devices of that problem that are gone.
+    algorithm: of the new plan. It has to anneal.
+    config: limits on what moves.
+    group: problem of a group that the plan is of. Problems of other groups are searched afresh.
+    """
+
+    old: Plan
+    before: Problem
+    gone: Sequence[int] = ()
+    algorithm: str = DEFAULT_SHARDER
+    config: ReplanConfig = field(default_factory=ReplanConfig)
+    group: Problem | None = None
+
+    name: ClassVar[str] = "plan to start from"
+    level: ClassVar[int] = 5
+
+    def __post_init__(self) -> None:
+        require(self.algorithm in SPACE_OF, f"a plan to start from is for algorithm {', '.join(SPACE_OF)} "
+                f"only; got {self.algorithm}")
+
+    def proposals(self, problem: Problem, model: CostModel,
+                  seconds: float | None) -> Generator[Proposal, Outcome, None]:
+        """The problem, searched from the plan.
+
+        Raises ShardCoreError for a plan with towers where the problem has none, as `without_devices`, and
+        where moves are limited and groups are others.
+        """
+        if self.group and (problem.name, problem.topology) != (self.group.name, self.group.topology):
+            require(not self.config.limited, f"at most {self.config.limits} may move; in groups of another "
+                    "size or layout every table does")
+            yield Proposal(words="afresh", problem=problem)
+            return
+        require("tower_ratio" not in self.old.provenance or problem.job.tower_ratio is not None,
+                "the plan to start from has towers; give the towers, too")
+        was, of = self.numbered(problem)
+
+        def search(own: Problem, fitting: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
+            return replan(was, of, fitting, replace(self.config, space=SPACE_OF[self.algorithm], seed=seed,
+                                                    budget=budget))
+
+        yield Proposal(words="from the plan before", problem=problem, search=search)
+
+    def numbered(self, problem: Problem) -> tuple[Plan, Problem]:
+        """The old plan with devices and tables as the problem has them, and the problem to re-plan."""
+        return without_devices(as_cold(self.old, problem), self.before, problem, sorted({*self.gone}))
+
+    def moved(self, plan: Plan, problem: Problem) -> Diff:
+        """The moves from the old plan to a new one."""
+        was, of = self.numbered(problem)
+        return diff(was, plan, problem, forced_moves(was, of))
+
+    def adopt(self, proposal: Proposal, found: Found | None, model: CostModel) -> Found | None:
+        if found is None or proposal.search is None:
+            return found
+        moved = self.moved(found.plan, found.problem).document()
+        return replace(found, plan=replace(found.plan, provenance={**found.plan.provenance, "moved": moved}))
 
 
 def forced_moves(old: Plan, problem: Problem) -> frozenset[str]:

@@ -20,7 +20,6 @@ there.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import socket
 import time
@@ -39,6 +38,7 @@ from shardcore.publish import decisions, places
 from shardcore.publish.decisions import Decision, require_id
 from shardcore.publish.places import Place
 from shardcore.types import Plan, Problem
+from shardcore.workload import require_plan
 
 FEWEST_KEPT = 2
 """A reader may still be at the version before the current one."""
@@ -60,24 +60,32 @@ def load_plan(root: str | Path, name: str, version: str | None = None,
               fits: bool = True) -> tuple[Plan, Problem]:
     """A problem's current plan, or the given version, with its problem.
 
-    Raises ShardCoreError if there is none or its files are damaged. With `fits`, also if it exceeds a
-    device's memory.
+    Raises ShardCoreError if there is none, its files are damaged, or the plan is not valid. With `fits`, also
+    if it exceeds a device's memory.
     """
+    plan, problem = read_plan(root, name, version)
+    with files.validating(f"plan of problem {name!r} in {root}"):
+        require_plan(plan, problem, fits)
+    return plan, problem
+
+
+def read_plan(root: str | Path, name: str, version: str | None = None) -> tuple[Plan, Problem]:
+    """As load_plan, for a caller that lowers the plan: it is parsed only."""
     home = _home(root, name)
     if version is None:
-        return _while_it_stays(home, lambda: _load(_version(home, current(root, name)), name, fits))
+        return _while_it_stays(home, lambda: _load(_version(home, current(root, name)), name))
     if not files.DIGEST.fullmatch(version) or not has(root, name, version):
         found = _versions(home)
         raise ShardCoreError(f"problem {name!r} has no version {schema.show(version)} in {root}; there are "
                              f"{', '.join(found) or 'none'}")
-    return _load(_version(home, version), name, fits)
+    return _load(_version(home, version), name)
 
 
-def _load(folder: Place, name: str, fits: bool) -> tuple[Plan, Problem]:
+def _load(folder: Place, name: str) -> tuple[Plan, Problem]:
     problem = files.read_problem(folder / "problem.json")
     if problem.name != name:
         raise ShardCoreError(f"{folder} has the plan of problem {problem.name!r}; it needs that of {name!r}")
-    return files.read_plan(folder / "plan.json", problem, fits), problem
+    return files.read_plan(folder / "plan.json", problem), problem
 
 
 def _version(home: Place, version: str) -> Place:
@@ -167,8 +175,6 @@ def _pointer(home: Place) -> str | None:
 
 def _read(home: Place, name: str, found: str) -> Decision:
     path = home / "decisions" / f"{found}.json"
-    if not places.exists(path) and places.exists(home / "versions" / found / "plan.json"):
-        return _migrated(home, name, found)
     decision = decisions.from_document(schema.read_json(path), str(path))
     if decision.id != found:
         raise ShardCoreError(f"{path} does not match its name; it was edited after ShardCore wrote it")
@@ -176,15 +182,6 @@ def _read(home: Place, name: str, found: str) -> Decision:
         raise ShardCoreError(f"{path} is a decision on problem {decision.problem!r}; it needs to be one on "
                              f"{name!r}")
     return decision
-
-
-def _migrated(home: Place, name: str, version: str) -> Decision:
-    """A pointer to a version as a decision. Stores had such pointers before there were decisions."""
-    plan, problem = _load(_version(home, version), name, fits=False)
-    ms = plan.provenance.get("predicted_ms")
-    is_cost = isinstance(ms, float) and 0 <= ms < math.inf
-    return Decision(name, "first", "published before decisions were kept", version, version,
-                    files.problem_digest(problem), ms if is_cost else None, provenance=plan.provenance)
 
 
 # --- writing ---------------------------------------------------------------------------------------------
@@ -253,7 +250,7 @@ def is_whole(root: str | Path, name: str, version: str) -> bool:
     """Whether a version is there and its files are as they were written."""
     folder = _version(_home(root, name), version)
     try:
-        _load(folder, name, fits=False)
+        _load(folder, name)
         cost = unseal(schema.read(schema.read_json(folder / COST), Mapping[str, Any], COST), folder / COST)
         if "page_sha256" in cost and cost["page_sha256"] != _sha256(schema.read_bytes(folder / PAGE)):
             return False
@@ -301,9 +298,6 @@ def record(root: str | Path, decision: Decision) -> None:
                              f"{before and before.id} is the last one in {root}; another publisher was "
                              "faster, so publish again")
     folder = _own(home / "decisions")
-    # A migrated decision has no file yet, but is named as parent from now on.
-    if before and not places.exists(folder / f"{before.id}.json"):
-        places.write(folder / f"{before.id}.json", files.json_bytes(before.document()))
     places.write(folder / f"{decision.id}.json", files.json_bytes(decision.document()))
     places.write(home / _POINTER, f"{decision.id}\n".encode())
 

@@ -388,7 +388,7 @@ curl localhost:5001/invocations -H 'Content-Type: application/json' -d \\
       {"table": {"name": "t", "rows": 1000000, "dim": 64, "pooling": 10}}]}]}'
 ```
 
-In Python: `shardcore.cost.neural.load("data/model")`, or `mlflow.pyfunc.load_model("models:/NAME@champion")`,
+In Python: `shardcore.load_model("data/model")`, or `mlflow.pyfunc.load_model("models:/NAME@champion")`,
 whose `predict` takes the list under "inputs". A group's answer: `ms`, of it `forward_ms`, `low_ms` to
 `high_ms` (holds 90% of measurements), `extrapolated`. A shard may name its `rows` and `columns`,
 [low, high] each.

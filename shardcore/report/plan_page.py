@@ -39,13 +39,12 @@ figure { margin: 1rem 0; } svg { width: 100%; height: auto; } .note { color: #66
 
 
 def page(now: Version, problem: Problem, explained: Explanation, decisions: Sequence[Decision],
-         moves: Diff | None, extrapolated: Sequence[str] = (), before: Version | None = None) -> str:
+         moves: Diff | None, before: Version | None = None) -> str:
     """The report page of a version.
 
     now: the version.
     decisions: first the decision that this version was made for, then earlier ones.
     moves: from the version before. None: there was none.
-    extrapolated: sentences that say where the plan exceeds the measured range.
     before: the version before, with what it takes now. None: there was none that still fits.
     """
     decision = decisions[0]
@@ -55,7 +54,7 @@ def page(now: Version, problem: Problem, explained: Explanation, decisions: Sequ
         f"{len(problem.tables)} tables on {len(problem.topology)} devices, global batch "
         f"{problem.global_batch:,}.<br>{escape(decision.outcome.capitalize())}: "
         f"{escape(decision.reason)}.</p>",
-        *([_warning(extrapolated)] if extrapolated else []),
+        *([_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
         f"<figure>{svg(figure(explained))}</figure>",
         "<h2>What bounds it</h2>", *(f"<p>{escape(line)}</p>" for line in plan_report.sentences(explained)),
         _shards(explained), _memory(explained),

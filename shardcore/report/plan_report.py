@@ -12,8 +12,8 @@ from shardcore.publish.diff import Diff
 from shardcore.publish.drift import Drift
 from shardcore.publish.replan import ReplanConfig
 from shardcore.report.text import percent_change, text_table
+from shardcore.search.decisions.tower_plans import TowerTraffic
 from shardcore.search.explain import Alternative, Explanation
-from shardcore.search.tower_hosts import TowerTraffic
 from shardcore.step_cost import StepCost
 from shardcore.types import Placement
 

@@ -35,8 +35,8 @@ from shardcore.schema import show
 from shardcore.types import Setting, Shard, Table
 
 REPLAYS = "replays"
-_ADDED = {"busy_ms": 0.0, "group": "world", "emulated": None}
-"""Fields of a CollectiveRequest that earlier versions lacked, and what they were then."""
+_USUAL = {"busy_ms": 0.0, "group": "world", "emulated": None}
+"""Fields of a CollectiveRequest that enter its id only where they are otherwise."""
 _OVER_HOSTS = 2
 """Raised by hand when times over several hosts mean something else. In 2, ranks start together."""
 _FEWEST_OF_REFERENCE = 4
@@ -65,17 +65,12 @@ def compute_id(setting: Setting, request: ComputeRequest) -> str:
 
 
 def comm_id(setting: Setting, request: CollectiveRequest) -> str:
-    return _comm_id(setting, request, _OVER_HOSTS if request.hosts > 1 else None)
-
-
-def _comm_id(setting: Setting, request: CollectiveRequest, method: int | None) -> str:
-    # A request without what was added has the id that it had before.
     described = {name: value for name, value in vars(request).items()
-                 if name not in _ADDED or value != _ADDED[name]}
+                 if name not in _USUAL or value != _USUAL[name]}
     if request.emulated:
         described["emulated"] = dataclasses.asdict(request.emulated)
-    if method:
-        described["method"] = method
+    if request.hosts > 1:
+        described["method"] = _OVER_HOSTS
     version = parts.MEASUREMENT_VERSIONS["comm"]
     return files.digest(["comm", version, _setting_json(setting), described])
 
@@ -220,7 +215,7 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
 
 
 def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]:
-    def sample(row: Row) -> CollectiveSample | None:
+    def sample(row: Row) -> CollectiveSample:
         between, within = row["emulated_between_gbit_s"], row["emulated_within_gbit_s"]
         require(between is not None or within is None, f"it has emulated_within_gbit_s {within} only; it "
                 "needs emulated_between_gbit_s beside it")
@@ -234,8 +229,6 @@ def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]
             row["id"], row["setting"], request, forward=both[0], backward=both[1], waiting_ms=waiting_ms,
             measured_at=row["measured_at"], error=row["error"], order=row["order"],
             oversubscribed=row["oversubscribed"], work_ms=row["work_ms"] and tuple(row["work_ms"]))
-        if request.hosts > 1 and made.id == _comm_id(made.setting, request, None):
-            return None  # its timings mean something else (_OVER_HOSTS)
         _require_own_id(made.id, comm_id(made.setting, made.request))
         return made
 
@@ -243,8 +236,8 @@ def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]
 
 
 def _samples(folder: str | Path, kind: str, setting: Setting | None,
-             make: Callable[[Row], Sample | None]) -> list[Sample]:
-    """The samples that `make` builds from all rows of a kind, each timing once. None: it does not count.
+             make: Callable[[Row], Sample]) -> list[Sample]:
+    """The samples that `make` builds from all rows of a kind, each timing once.
 
     Raises ShardCoreError naming an invalid sample.
     """
@@ -252,8 +245,7 @@ def _samples(folder: str | Path, kind: str, setting: Setting | None,
     for row in parts.read_rows(folder, kind, setting):
         try:
             # After an interrupted merge a timing may be in two parts.
-            if made := make(row):
-                samples[row["id"], row["measured_at"]] = made
+            samples[row["id"], row["measured_at"]] = make(row)
         except (TypeError, ShardCoreError) as error:
             said = error if isinstance(error, ShardCoreError) else "it has an entry that is nothing"
             raise ShardCoreError(f"{row['part']} is no part of a dataset, sample {show(row['id'])}: {said}; "

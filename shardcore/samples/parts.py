@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from shardcore import files, renamed
+from shardcore import files
 from shardcore.errors import ShardCoreError
 from shardcore.schema import MOST_FILE_BYTES, names_in, read_bytes, show
 from shardcore.types import Setting
@@ -57,8 +57,7 @@ COMPUTE = pa.schema([*_COMMON, ("pool", pa.string()), ("shards", pa.list_(_SHARD
                      ("backward", _SPREAD), ("slowdown", pa.float64()), ("relative_ci", pa.float64()),
                      ("order", pa.int64()), ("software", pa.string()), ("sequence", pa.bool_())])
 """batch: samples that the op ran over. pool: digest of the pool file with its tables. A shard's table has the
-dim given here. sequence: whether lookups are not pooled. Other columns are as in ComputeSample. Older parts
-call slowdown pace, and relative_ci known_to."""
+dim given here. sequence: whether lookups are not pooled. Other columns are as in ComputeSample."""
 COMM = pa.schema([*_COMMON, ("collective", pa.string()), ("payload", pa.string()), ("hosts", pa.int32()),
                   ("widths", pa.list_(pa.int32())), ("start_ms", pa.list_(pa.float64())),
                   ("forward", pa.list_(_SPREAD)), ("backward", pa.list_(_SPREAD)),
@@ -69,10 +68,6 @@ COMM = pa.schema([*_COMMON, ("collective", pa.string()), ("payload", pa.string()
 """As in CollectiveRequest and CollectiveSample. Lists have one entry per rank. emulated_*: of EmulatedLinks;
 null where hosts and links are real."""
 _SCHEMAS = {"compute": COMPUTE, "comm": COMM}
-_ADDED = {"compute": {"software": "", "sequence": False}, "comm": {
-    "busy_ms": 0.0, "group": "world", "emulated_between_gbit_s": None, "emulated_within_gbit_s": None,
-    "work_ms": None}}
-"""Columns that older parts lack, and what they were then."""
 
 Row = dict[str, Any]
 
@@ -209,11 +204,6 @@ def _rows_of(content: bytes, kind: str, columns: list[str] | None, path: Path) -
     if "measurement_version" in table.schema.names:
         if MEASUREMENT_VERSIONS[kind] not in table.column("measurement_version").unique().to_pylist():
             return []
-    for name, value in _ADDED[kind].items():
-        if name not in table.schema.names:
-            table = table.append_column(name, pa.array([value] * len(table), schema.field(name).type))
-    table = table.rename_columns(list(map(renamed.field, table.schema.names)))
-    in_file = pa.schema([f.with_name(renamed.field(f.name)) for f in in_file])
     _require_columns(table, in_file, schema, path)
     return (table.select(columns) if columns else table).to_pylist()
 
@@ -225,9 +215,8 @@ def _require_columns(table: pa.Table, in_file: pa.Schema, schema: pa.Schema, pat
     if unknown := sorted(set(table.schema.names) - set(schema.names)):
         known = ", ".join(schema.names)
         raise ShardCoreError(f"{path} has an unknown column {show(unknown[0])}; known are {known}")
-    for field in schema:  # An older part lacks those of _ADDED.
-        found = in_file.field(field.name).type if field.name in in_file.names else field.type
-        if found != field.type:
+    for field in schema:
+        if (found := in_file.field(field.name).type) != field.type:
             raise ShardCoreError(f"{path} has column {field.name!r} of type {found}; it needs {field.type}")
     nulls = [name for name in schema.names if name not in _OPTIONAL and table.column(name).null_count]
     if nulls:

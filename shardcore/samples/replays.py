@@ -3,7 +3,7 @@
   problem.json    as files.write_problem
   <plan>.json     as files.write_plan; named by the digest of what it places
   replays.json    schema shardcore/replays, version 3, sealed by a digest:
-                    the setting, the ReplayConfig and STEP_VERSION as measurement_version (without one: 2)
+                    the setting, the ReplayConfig and STEP_VERSION as measurement_version
                     replays: algorithm (or kind of plan), plan, total_ms and the parts of each
 
 replays.json is written last, so a folder without it holds no replays. A folder of another measurement version
@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardcore import files, plans_v1, renamed, schema
+from shardcore import files, schema
 from shardcore.documents import is_document
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_MS, MOST_SPEED
@@ -70,7 +70,8 @@ def _is_disturbed(cost: StepSample) -> bool:
 
 def plan_digest(plan: Plan) -> str:
     """Digest of what a plan places where, whoever made it."""
-    return files.digest(plans_v1.placed_shards(plan))
+    return files.digest(sorted([p.shard.table.name, p.kind, p.shard.col_lo, p.shard.col_hi, list(p.devices)]
+                               for p in plan.placements))
 
 
 def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config,
@@ -170,7 +171,7 @@ def _kept(folder: Path, body: _Body) -> ReplaySet:
                                  f"{len(row.waiting_ms)} devices; problem {problem.name!r} has "
                                  f"{len(problem.topology)}")
     names = dict.fromkeys(r.plan for r in body.replays)
-    plans = {name: files.read_plan(folder / f"{name}.json", problem, fits=False) for name in names}
+    plans = {name: files.read_plan(folder / f"{name}.json", problem) for name in names}
     for name, plan in plans.items():
         # An edited plan would be paired with times of another one.
         if plan_digest(plan) != name:
@@ -304,15 +305,15 @@ class _Row:
     waiting_ms: tuple[float, ...]
     step: Spread
     oversubscribed: bool
-    slowdown: float = 1.0
-    input_ms: tuple[float, ...] = ()
-    dense_ms: float = 0.0
+    slowdown: float
+    input_ms: tuple[float, ...]
+    dense_ms: float
 
     def __post_init__(self) -> None:
         if not files.DIGEST.fullmatch(self.plan):
             raise ShardCoreError(f"a replay is of plan {schema.show(self.plan)}; it needs the 16 hex digits "
                                  "of a digest")
-        of_parts = [getattr(self, name) for name in PARTS if getattr(self, name) or name != "input_ms"]
+        of_parts = [getattr(self, name) for name in PARTS]
         alike = len({len(p) for p in of_parts}) == 1 and of_parts[0]
         if not alike or not all(0 <= ms <= MOST_MS for p in of_parts for ms in p):
             raise ShardCoreError(f"the replay of plan {self.plan} has parts {schema.show(of_parts)}; "
@@ -341,8 +342,8 @@ class _Body:
     setting: Setting
     config: Mapping[str, Any]
     replays: tuple[_Row, ...]
+    measurement_version: int
     digest: str
-    measurement_version: int = 2
 
     def __post_init__(self) -> None:
         known: dict[str, StepSample] = {}
@@ -354,25 +355,13 @@ class _Body:
 def _read(folder: Path) -> _Body:
     path = folder / REPLAYS_JSON
     data = schema.read_json(path)
-    if (not isinstance(data, dict) or data.get("schema") != SCHEMA
-            or type(data.get("version")) is not int or not 1 <= data["version"] <= VERSION):
-        raise ShardCoreError(f"{path} is not {SCHEMA} of version 1 to {VERSION}; "
+    version = data.get("version") if isinstance(data, dict) else None
+    if type(version) is not int or (data.get("schema"), version) != (SCHEMA, VERSION):
+        raise ShardCoreError(f"{path} is not {SCHEMA} of version {VERSION}; "
                              f"remove {folder} to replay its plans again")
     body = {k: v for k, v in data.items() if k not in ("schema", "version")}
     if data.get("digest") != files.digest({k: v for k, v in body.items() if k != "digest"}):
         digest = schema.show(data.get("digest"))
         raise ShardCoreError(f"{path} does not match its digest {digest}; it was edited after ShardCore "
                              f"wrote it: remove {folder} to replay its plans again")
-    return schema.build(_Body, _of_version_1(body) if data["version"] == 1 else body, str(path))
-
-
-def _of_version_1(body: dict[str, Any]) -> dict[str, Any]:
-    """A body of version 1 with current names. Invalid rows are left for the schema to refuse."""
-    def row(old: Any) -> Any:
-        if not isinstance(old, dict) or not isinstance(old.get("algorithm"), str):
-            return old
-        return {**{renamed.field(name): of for name, of in old.items()},
-                "algorithm": renamed.sharder(old["algorithm"])}
-
-    rows = body.get("replays")
-    return {**body, "replays": list(map(row, rows)) if isinstance(rows, list) else rows}
+    return schema.build(_Body, body, str(path))

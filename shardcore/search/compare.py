@@ -8,15 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardcore.constraints import Constraints
-from shardcore.cost.model import CostModel, price
+from shardcore.cost.model import CostModel, PricedPlan, price_plan
 from shardcore.errors import Infeasible
 from shardcore.progress import clock
 from shardcore.search.budget import Budget
 from shardcore.search.learned.policy import Policy
-from shardcore.search.sharders import BASELINES, DEFAULT_SHARDER, SHARDERS, known, sharder
-from shardcore.step_cost import StepCost
+from shardcore.search.sharders import BASELINES, DEFAULT_SHARDER, SHARDERS, sharder
+from shardcore.step_cost import PredictedCost, StepCost
 from shardcore.types import Plan, Problem
-from shardcore.workload import lower
 
 
 @dataclass(frozen=True)
@@ -25,15 +24,22 @@ class Outcome:
 
     algorithm: its name.
     seconds: wall time, without compiling.
-    plan, cost: the plan and its predicted cost, if any.
+    priced: the plan with its predicted cost, if any.
     error: otherwise, why there is none.
     """
 
     algorithm: str
     seconds: float
-    plan: Plan | None = None
-    cost: StepCost | None = None
+    priced: PricedPlan | None = None
     error: str | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        return self.priced and self.priced.plan
+
+    @property
+    def cost(self) -> PredictedCost | None:
+        return self.priced and self.priced.cost
 
 
 def run(algorithm: str, problem: Problem, model: CostModel, seed: int = 0,
@@ -42,7 +48,6 @@ def run(algorithm: str, problem: Problem, model: CostModel, seed: int = 0,
 
     Infeasible becomes part of the outcome; other errors are raised.
     """
-    algorithm = known(algorithm)
     began = clock()
     try:
         plan = sharder(algorithm, policy)(problem, model, seed=seed, budget=budget)
@@ -50,7 +55,7 @@ def run(algorithm: str, problem: Problem, model: CostModel, seed: int = 0,
         return Outcome(algorithm, clock() - began, error=str(error))
     # Pricing for the report is not part of the search's time.
     seconds = clock() - began
-    return Outcome(algorithm, seconds, plan, price(lower(plan, problem), model))
+    return Outcome(algorithm, seconds, price_plan(plan, problem, model))
 
 
 def compile_searches(problem: Problem, model: CostModel) -> None:

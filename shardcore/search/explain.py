@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardcore.cost.model import CostModel, price
+from shardcore.cost.model import CostModel, PricedPlan
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import ID_CHANNELS
 from shardcore.limits import MOST_BYTES
@@ -22,12 +22,12 @@ from shardcore.memory import DeviceMemory, by_part, held_bytes
 from shardcore.search import compare
 from shardcore.search.bound import Bound, bound
 from shardcore.search.budget import Budget
+from shardcore.search.decisions.tower_plans import TowerTraffic, tower_traffic
 from shardcore.search.sharders import BASELINES, SHARDERS, SPACE_OF
-from shardcore.search.tower_hosts import TowerTraffic, tower_traffic
 from shardcore.step_cost import StepCost
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem
-from shardcore.workload import Workload, lower
+from shardcore.types import Problem
+from shardcore.workload import Workload
 
 MORE_MEMORY = (0.1, 0.5)
 MOST_TIMES_DEVICES = 4
@@ -107,7 +107,7 @@ class Explanation:
     towers: TowerTraffic | None = None
 
 
-def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None = None,
+def explain(priced: PricedPlan, problem: Problem, model: CostModel, budget: Budget | None = None,
             known: Mapping[str, compare.Outcome] | None = None) -> Explanation:
     """What limits a plan, how close it is to a bound, and what alternatives cost.
 
@@ -117,15 +117,12 @@ def explain(plan: Plan, problem: Problem, model: CostModel, budget: Budget | Non
 
     budget: of each search. None: as many evaluations as the plan's own algorithm took, or 20,000.
     known: outcomes of other algorithms. If given, no baseline is run.
-
-    Raises what `lower` raises.
     """
+    plan, workload, cost = priced.plan, priced.workload, priced.cost
     algorithm, seed = str(plan.provenance.get("algorithm", "")), int(plan.provenance.get("seed", 0))
     searcher = algorithm if algorithm in SHARDERS else OTHERWISE
     took = plan.provenance.get("evals") if searcher == algorithm else None
     budget = budget or Budget(evals=took or DEFAULT_EVALS)
-    workload = lower(plan, problem)
-    cost = price(workload, model)
     # The forward exchange begins when the last device is ready.
     ready = np.array(cost.compute_ms) + cost.backward_comm_ms
     device = int(np.argmax(ready))

@@ -10,7 +10,6 @@ from functools import partial, wraps
 from types import NoneType
 from typing import Any, Protocol
 
-from shardcore import renamed
 from shardcore.collector import rare_collections
 from shardcore.cost.model import CostModel, require_model
 from shardcore.errors import ShardCoreError
@@ -70,18 +69,11 @@ LEARNED: dict[str, tuple[str, BeamConfig]] = {
     **{f"{name}_columns": (name, BeamConfig()) for name in NETS}}
 """Learned sharders by name: the policy's name, and how tables are cut. NAME_columns cuts them by columns."""
 
-_GONE = {"embark": "EMBark's planner is", "milp": "the integer program is"}
-
 
 def known(name: str) -> str:
-    """The name of a sharder in SHARDERS or LEARNED, also for an older name. Raises ShardCoreError if unknown.
-    """
-    found = renamed.sharder(name)
-    if found in SHARDERS or found in LEARNED:
-        return found
-    if name in _GONE:
-        raise ShardCoreError(f"algorithm {name!r} is not known any more: {_GONE[name]} for comparisons only, "
-                             f"in bench/peers (python -m bench.search); use {DEFAULT_SHARDER}")
+    """The name, if it is of a sharder in SHARDERS or LEARNED. Raises ShardCoreError if not."""
+    if name in SHARDERS or name in LEARNED:
+        return name
     if name == "torchrec":
         raise ShardCoreError(f"algorithm {name!r} needs TorchRec, which is not installed: {torchrec.INSTALL}")
     raise ShardCoreError(f"algorithm {name!r} is not known; there are "

@@ -24,7 +24,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.layouts import LAYOUTS
 from shardcore.tables import access
 from shardcore.tables.heat import Heat, heat_of
-from shardcore.types import Problem, Table
+from shardcore.types import Placement, Plan, Problem, Table
 
 HOT, COLD = "_hot", "_cold"
 """What is appended to a table's name for its parts."""
@@ -136,6 +136,28 @@ def is_hot(table: Table, problem: Problem) -> bool:
     """Whether a table is hot rows of `with_hot_rows`."""
     return table.name.endswith(HOT) and problem.kinds_of.get(table.name) == (REPLICA.name,) and any(
         other.name == table.name.removesuffix(HOT) + COLD for other in problem.tables)
+
+
+def cold_names(problem: Problem) -> dict[str, str]:
+    """Names of the cold parts in a problem of `with_hot_rows`, by the names of the whole tables."""
+    return {table.name.removesuffix(HOT): table.name.removesuffix(HOT) + COLD
+            for table in problem.tables if is_hot(table, problem)}
+
+
+def as_cold(plan: Plan, problem: Problem) -> Plan:
+    """A plan whose tables have the names of their cold parts, where the problem has these instead.
+
+    So a plan without hot rows can be a start for one with them.
+    """
+    cold, known = cold_names(problem), {table.name for table in problem.tables}
+
+    def renamed(p: Placement) -> Placement:
+        name = p.shard.table.name
+        if name in known or name not in cold:
+            return p
+        return replace(p, shard=replace(p.shard, table=replace(p.shard.table, name=cold[name])))
+
+    return replace(plan, placements=tuple(map(renamed, plan.placements)))
 
 
 def _require_divisible(table: Table, rows: int) -> None:

@@ -43,7 +43,7 @@ def test_with_a_model_it_writes_a_plan_that_fits(asked, model, tmp_path, capsys)
     given = [*asked, "--host-gib", "1", "--model", str(model), "--budget-evals", "200"]
     assert main([*given, "--out", str(out), "--plan", str(plan)]) == 0
     said, progress = capsys.readouterr()
-    assert said.count("(best)") == 1 and "of the memory for rows: " in progress
+    assert said.count("(best)") == 1 and "of the memory for rows shared out first: " in progress
     found = files.read_problem(out)
     assert max(lower(files.read_plan(plan, found), found).memory_bytes) <= 15 << 20
     priced = tmp_path / "cost.json"

@@ -8,9 +8,8 @@ import pytest
 from laws import SETTING
 from shapes import column
 
-from shardcore import files
+from shardcore import files, memory
 from shardcore.cli import main
-from shardcore.cli.plans import SECOND_MODEL_IS_GONE
 from shardcore.job import Job
 from shardcore.memory import used_bytes
 from shardcore.model_files import model_digest
@@ -31,7 +30,7 @@ def test_plan_improves_a_plan_that_there_is(stored, model, capsys):
     assert (files.read_plan(new, files.read_problem(problem)).provenance["predicted_ms"]
             < before.provenance["predicted_ms"])
     assert (main([*again, "--algorithm", "neuroshard"]) == 1
-            and "--start is for --algorithm portfolio" in capsys.readouterr().err)
+            and "a plan to start from is for algorithm portfolio" in capsys.readouterr().err)
     assert (main([*again[:-2], "--max-moved-gib", "1"]) == 1
             and "--max-moved-gib 1.0 needs --start" in capsys.readouterr().err)
 
@@ -102,14 +101,6 @@ def test_plan_and_price_explain(stored, model, capsys):
     assert "is ready last" in priced and f"{provenance['predicted_ms']:.3f} ms" in priced
 
 
-@pytest.mark.parametrize("value", ["physical", ""])
-def test_an_option_that_is_gone_says_what_to_do(stored, model, capsys, value):
-    asked = ["plan", str(stored / "problem.json"), "--model", str(model), "--out", str(stored / "plan.json")]
-    assert main([*asked, "--second-model", value]) == 1
-    assert (capsys.readouterr().err == f"error: {SECOND_MODEL_IS_GONE}\n"
-            and not (stored / "plan.json").exists())
-
-
 def test_a_file_that_is_read_is_not_written_over(stored, model, capsys):
     problem = stored / "problem.json"
     before = problem.read_bytes()
@@ -122,7 +113,7 @@ def test_a_file_that_is_read_is_not_written_over(stored, model, capsys):
     ("replay plan.json other.json --problem problem.json --out other.json",
      "--out other.json is the plans that"),
     ("plan problem.json --model m --start plan.json --start-problem other.json --out other.json",
-     "--out other.json is the start_problem that"),
+     "--out other.json is the start-problem that"),
     ("plan problem.json --model m --start plan.json --out plan.json", "--out plan.json is the start that"),
     ("diff plan.json other.json --page other.json", "--page other.json is the new that"),
     ("hot-rows problem.json --model m --out hot.json --plan problem.json",
@@ -139,14 +130,6 @@ def test_no_file_that_any_command_writes_is_one_that_it_reads(asked, said, tmp_p
     assert main(asked.split()) == 1
     assert capsys.readouterr().err.startswith(f"error: {said}")
     assert {p.read_text() for p in tmp_path.iterdir()} == {"kept"}
-
-
-def test_uneven_rows_are_gone_and_it_is_said(stored, capsys):
-    asked = ["export", str(stored / "plan.json"), "--problem", str(stored / "problem.json"), "--module", "m"]
-    assert main([*asked, "--uneven-rows", "--out", str(stored / "torchrec.json")]) == 1
-    assert capsys.readouterr().err == ("error: --uneven-rows is gone: plans divide rows evenly now, "
-                                       "as TorchRec "
-                                       "does; leave it out\n")
 
 
 @pytest.fixture
@@ -205,3 +188,21 @@ def test_a_problem_says_how_a_step_runs_and_keeps_memory_for_the_dense_part(tmp_
     assert main([*made, "--dense-forward-ms", "2"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: job has dense_forward_ms 2.0 and dense_backward_ms None; it needs both")
+
+
+@pytest.mark.parametrize("command", ["price", "export", "replay"])
+def test_a_plan_is_validated_once_and_what_is_wrong_names_its_file(stored, model, command, capsys,
+                                                                   monkeypatch):
+    counted, validated = memory.require_fits, []
+    monkeypatch.setattr(memory, "require_fits", lambda *args: validated.append(args) or counted(*args))
+    problem = files.read_problem(stored / "problem.json")
+    devices = tuple(replace(d, memory_bytes=1 << 10) for d in problem.topology.devices)
+    small = replace(problem, topology=replace(problem.topology, devices=devices))
+    files.write_problem(stored / "small.json", small)
+    files.write_plan(stored / "large.json", Plan(tuple(column(t, 0) for t in small.tables)), small)
+    more = {"price": ["--model", str(model)], "export": ["--module", "m"], "replay": ["--device", "cpu"]}
+    assert main([command, str(stored / "large.json"), "--problem", str(stored / "small.json"), *more[command],
+                 "--out", str(stored / "out.json")]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {stored / 'large.json'}: device 0 of problem ") and "plan --start" in err
+    assert len(validated) == 1 and not (stored / "out.json").exists()

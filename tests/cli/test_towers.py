@@ -45,7 +45,11 @@ def test_plan_keeps_groups_on_hosts_and_says_what_crosses_them(on_two_hosts, mod
     assert json.loads(capsys.readouterr().out)["total_ms"] == pytest.approx(plan.provenance["predicted_ms"])
     again = ["plan", str(on_two_hosts / "problem.json"), "--model", str(model), "--out",
              str(on_two_hosts / "again.json"), "--start", str(on_two_hosts / "plan.json")]
-    assert main(again) == 1 and "is a plan with towers, which is made afresh" in capsys.readouterr().err
+    assert main(again) == 1
+    assert capsys.readouterr().err == "error: the plan to start from has towers; give the towers, too\n"
+    assert main([*again, "--towers", str(on_two_hosts / "towers.json"), "--max-moved-tables", "0"]) == 0
+    assert "nothing moves" in capsys.readouterr().out
+    assert files.read_plan(on_two_hosts / "again.json", plain) == plan
 
 
 @pytest.mark.parametrize("towers, said", [
@@ -59,9 +63,10 @@ def test_towers_that_cannot_be_are_one_line(on_two_hosts, model, capsys, towers,
     assert said in err and err.count("\n") == 1 and not (on_two_hosts / "plan.json").exists()
 
 
-def test_towers_need_hosts_and_no_start(stored, model, capsys):
+def test_towers_need_hosts_and_no_groups(stored, model, capsys):
     command = asked(stored, model, {"compression_ratio": 2, "towers": [["t0", "t1"]]})
     assert main(command) == 1
     assert "problem 'shifting' has 1 host; towers need 2 or more" in capsys.readouterr().err
-    assert main([*command, "--start", "old.json"]) == 1
-    assert "a plan with towers is made afresh, so leave one out" in capsys.readouterr().err
+    assert main([*command, "--groups"]) == 1
+    assert capsys.readouterr().err == ("error: sharding groups and towers were both asked for; towers are of "
+                                       "all hosts of a problem, so leave one out\n")

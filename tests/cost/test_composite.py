@@ -11,8 +11,8 @@ import shardcore
 from shardcore import model_files
 from shardcore.cost import composite, neural
 from shardcore.cost.composite import Composite
-from shardcore.cost.model import QuantileCostModel, group_costs, price
-from shardcore.errors import SettingMismatch
+from shardcore.cost.model import QuantileCostModel, group_costs, price, price_plan
+from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.explain import explain
 from shardcore.topology import Device, Topology
@@ -88,7 +88,8 @@ def test_searches_place_tables_of_both(both, name):
 def test_no_bound_is_proved(both):
     given = problem(*LONG, *SHORT)
     plan = SHARDERS["anneal_columns"](given, both, seed=0, budget=Budget(evals=500))
-    assert both.lower is None and explain(plan, given, both, Budget(evals=100)).bound.proved_ms is None
+    assert both.lower is None and explain(
+        price_plan(plan, given, both), given, both, Budget(evals=100)).bound.proved_ms is None
 
 
 def test_a_problem_of_one_precision_has_that_ones_model(both):
@@ -98,7 +99,7 @@ def test_a_problem_of_one_precision_has_that_ones_model(both):
     three = Composite((of_precision(both.models[0], "bf16"), *both.models))
     assert three.for_problem(problem(*LONG, *SHORT)).setting.precision == "fp16+fp32"
     with pytest.raises(SettingMismatch, match=r"is for \(.*fp16\+fp32.*\), the cost model for \(.*fp32.*\); "
-                                              r"give a model of each precision .*publish takes a single one"):
+                                              r"give a model of each precision .*promote.also of params"):
         problem(*LONG, *SHORT).require_setting(both.models[1].setting)
 
 
@@ -109,6 +110,11 @@ def test_one_folder_or_several_load(both, tmp_path):
     assert shardcore.load_model(folders).setting == both.setting
     for one in (folders[0], str(folders[0]), folders[:1]):
         assert shardcore.load_model(one).setting == both.models[1].setting
+    assert shardcore.load_model(tmp_path).setting == both.setting  # a subfolder for each precision
+    assert model_files.model_digest(tmp_path) == "+".join(
+        model_files.model_digest(tmp_path / name) for name in ("fp16", "fp32"))
+    with pytest.raises(ShardCoreError, match="cannot read .*nothing/model.json"):
+        shardcore.load_model(tmp_path / "nothing")
 
 
 def test_what_is_beyond_the_measured_is_that_of_its_own_model(both):

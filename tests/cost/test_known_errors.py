@@ -5,8 +5,13 @@ from dataclasses import replace
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 
-from shardcore.cost import fit, known_errors
+from shardcore import load_model
+from shardcore.cost import fit, known_errors, neural
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import at_confidence
+from shardcore.step.tiers import Memory
+from shardcore.topology import Device, Topology
+from shardcore.types import Problem, Table
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +41,18 @@ def test_models_of_one_setting_are_told_apart_by_their_data(model):
     assert known_errors.label(first) == f"{SETTING}, data 01234567"
     assert known_errors.label(second) == f"{SETTING}, data 89abcdef"
     assert known_errors.label(AnalyticModel(SETTING)) == f"{SETTING}, data unknown"
+
+
+def test_errors_and_names_are_those_of_the_trained_models_whatever_they_are_part_of(model, tmp_path):
+    for precision, error in (("fp16", 40.0), ("fp32", 10.0)):
+        neural.save(replace(erring(model, error, 13.0, 13.0), setting=replace(SETTING, precision=precision)),
+                    tmp_path / precision)
+    tables = Table("a", 100, 16, 2.0), Table("b", 100, 16, 2.0, precision="fp16")
+    mixed = load_model(tmp_path)
+    cached = Problem("p", (replace(tables[0], load_factor=0.5), tables[1]), Topology(
+        (Device(1 << 30),) * 2, memory=(Memory("host", 1 << 40, 10.0),)), SETTING.batch)
+    for whole in (mixed, mixed.for_problem(cached), at_confidence(mixed, 0.9)):
+        assert known_errors.errors_of(whole) == pytest.approx((0.4, 0.13))
+        assert "fp16+fp32" in known_errors.label(whole)
+    alone = replace(cached, tables=cached.tables[:1])
+    assert known_errors.errors_of(mixed.for_problem(alone)) == pytest.approx((0.1, 0.13))

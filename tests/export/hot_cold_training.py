@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -238,8 +239,8 @@ def full_disk_on_a_rank(rank: int, given: Problem, folder: str) -> str:
         if rank == 1:
             raise OSError("No space left on device")
 
-    hot_cold_rows.write_atomic = write
-    save_rows(sharded(HOT, given, True, "EXACT_SGD"), Path(folder, "rows"))
+    with mock.patch.object(hot_cold_rows, "write_atomic", write):
+        save_rows(sharded(HOT, given, True, "EXACT_SGD"), Path(folder, "full"))
     return ""
 
 
@@ -248,3 +249,14 @@ def another_checkpoint(rank: int, given: Problem, folder: str) -> str:
     model = sharded({**HOT, "b": (5, 39)}, given, True, "EXACT_SGD")
     model.load_state_dict(state)
     return ""
+
+
+def refusals(rank: int, given: Problem, folder: str, works: tuple[str, ...]) -> str:
+    """What each work is refused with, a line each, one after the other in the same processes."""
+    said = []
+    for work in works:
+        try:
+            said.append(globals()[work](rank, given, folder))
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}".replace("\n", " "))
+    return "\n".join(said)

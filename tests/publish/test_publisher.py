@@ -1,27 +1,35 @@
 """What publishing decides about a plan that is published already, under the models and problems of now."""
 
 import json
+import sys
 import uuid
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 
-from shardcore import files
+from shardcore import files, workload
 from shardcore.access_statistics import Zipf
 from shardcore.cost import fit
 from shardcore.cost.model import price
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.publish import store
+from shardcore.publish import publisher, store
 from shardcore.publish.diff import diff
 from shardcore.publish.publisher import PublishConfig, Publisher
-from shardcore.search import BASELINES, SHARDERS, Budget, torchrec
+from shardcore.search import BASELINES, SHARDERS, Budget, compare, torchrec
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
-CONFIG = PublishConfig(budget_evals=2_000, torchrec_s=0)
+CONFIG = PublishConfig("anneal", budget_evals=1_000, torchrec_s=0)
+
+
+@pytest.fixture(autouse=True)
+def short_explanations(monkeypatch):
+    monkeypatch.setattr(publisher, "_EXPLAIN", Budget(evals=10))
+    monkeypatch.setattr("shardcore.search.explain.MORE_MEMORY", ())
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +42,7 @@ def model():
 def problem():
     rng = np.random.default_rng(0)
     tables = tuple(Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10)), Zipf(1.0))
-                   for i in range(12))
+                   for i in range(8))
     return Problem("published", tables, Topology((Device(8 << 20),) * 4), SETTING.batch)
 
 
@@ -88,9 +96,9 @@ def test_torchrecs_planner_is_compared_with_where_problems_are_small(problem, mo
     asked = replace(CONFIG, torchrec_s=5.0)
     ms = publish(tmp_path, problem, model, config=asked).baselines["torchrec"]
     assert ms == SHARDERS["torchrec"](problem, model).provenance["predicted_ms"]
-    many = replace(problem, topology=Topology((Device(8 << 20),) * 512), global_batch=512)
-    publisher = Publisher(model, tmp_path, asked, {})
-    assert "torchrec" not in publisher._others(many) and "neuroshard" in publisher._others(many)
+    many = replace(problem, topology=Topology((Device(8 << 20),) * 1024), global_batch=1024)
+    others = Publisher(model, tmp_path, asked, {})._others(many)
+    assert "torchrec" not in others and "neuroshard" in others
 
 
 def test_a_baseline_that_cannot_plan_stops_nothing(problem, model, tmp_path, monkeypatch):
@@ -258,12 +266,6 @@ def test_any_algorithm_can_publish(problem, model, tmp_path):
         assert store.load_plan(tmp_path / algorithm, "published")[0] == found
 
 
-def test_a_sharder_may_have_its_older_name():
-    config = PublishConfig("local_columns", max_moved_tables=3)
-    assert (config.algorithm == "anneal_columns"
-            and config == PublishConfig("anneal_columns", max_moved_tables=3))
-
-
 def test_bad_settings_are_named():
     for fields, named in (({"threshold": 1.5}, "threshold 1.5"), ({"keep_versions": 1}, "keep_versions 1"),
                           ({"algorithm": "magic"}, "'magic'"),
@@ -276,3 +278,32 @@ def test_bad_settings_are_named():
 def test_plans_need_a_folder(plans):
     with pytest.raises(ShardCoreError, match="publish config has plans"):
         PublishConfig(plans=plans)
+
+
+@pytest.mark.parametrize("algorithm", ["size_greedy", "anneal"])
+def test_a_plan_is_lowered_and_priced_once_on_its_way_to_the_store(problem, model, tmp_path, monkeypatch,
+                                                                   algorithm):
+    """Beside what searches lower: the plans of each that ran, the one before, and a new one that is found."""
+    counts = Counter()
+
+    def counted(name, original):
+        def call(*args, **kwargs):
+            counts[name] += sys._getframe(1).f_globals["__name__"] != "shardcore.search.shards"
+            return original(*args, **kwargs)
+        return call
+
+    for name, original in (("lower", workload.lower), ("price", price), ("run", compare.run)):
+        wrapped = counted(name, original)
+        for module in [m for m in sys.modules.values() if getattr(m, "__name__", "").startswith("shardcore")]:
+            if module.__dict__.get(name) is original:
+                monkeypatch.setattr(module, name, wrapped)
+    config = replace(CONFIG, algorithm=algorithm, budget_evals=300)
+    for outcome in ("first", "kept", "better"):
+        if outcome == "better":
+            put(tmp_path, problem, worse(problem))
+        before = store.last(tmp_path, "published")
+        counts.clear()
+        found = publish(tmp_path, problem, model, config=config).decision
+        assert found.outcome == outcome and counts["run"] >= len(BASELINES)
+        more = 0 if before is None else 1 + (found.candidate != before.current)
+        assert counts["lower"] == counts["price"] == counts["run"] + more

@@ -140,17 +140,6 @@ def test_what_the_system_refuses_is_named(problem, tmp_path):
         store.last(tmp_path, "small")
 
 
-def test_a_pointer_to_a_version_is_read_as_the_first_decision(problem, tmp_path):
-    """As plans were published before there were decisions."""
-    version = store.add(tmp_path, problem, plan(problem, 0, predicted_ms=3.0, model_version="2"), {})
-    (tmp_path / "small/current").write_text(f"{version}\n")
-    assert store.load_plan(tmp_path, "small")[0] == plan(problem, 0)
-    then = store.last(tmp_path, "small")
-    assert (then.outcome, then.total_ms, then.provenance["model_version"]) == ("first", 3.0, "2")
-    now = publish(tmp_path, problem, 1)
-    assert list(store.history(tmp_path, "small")) == [now, then]
-
-
 def test_a_url_that_cannot_be_opened_is_named():
     with pytest.raises(ShardCoreError, match="plans are at unheard-of://x/y, which cannot be opened: "
                        ".*unheard-of"):
@@ -233,10 +222,3 @@ def test_only_a_regular_file_is_written_over(tmp_path, put):
     put(tmp_path / "report.md")
     with pytest.raises(ShardCoreError, match="cannot write .*report.md: it is no regular file; remove it"):
         store.write(tmp_path, "report.md", b"for people")
-
-
-def test_a_cost_that_nothing_has_is_none(problem, tmp_path):
-    """Of a store that had no decisions yet."""
-    version = store.add(tmp_path, problem, plan(problem, 0, predicted_ms=-1.0), {})
-    (tmp_path / "small/current").write_text(f"{version}\n")
-    assert store.last(tmp_path, "small").candidate_ms is None

@@ -214,10 +214,11 @@ def test_a_reader_that_is_overtaken_at_any_operation_finds_a_plan_of_meanwhile(t
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("begun, how, kinds, after", [
     pytest.param("folder", signal.SIGKILL, CHANGES, False, marks=pytest.mark.long),
-    ("folder", OSError(errno.EIO, "Input/output error"), CHANGES, False),
+    pytest.param("folder", OSError(errno.EIO, "Input/output error"), CHANGES, False, marks=pytest.mark.long),
     pytest.param("folder", OSError(errno.EIO, "Input/output error"), ALL, False, marks=pytest.mark.long),
-    ("object store", Killed(), CHANGES, False), ("object store", OSError("no answer"), ALL, False),
-    ("object store", OSError("no answer"), ALL, True),
+    ("object store", Killed(), CHANGES, False),
+    pytest.param("object store", OSError("no answer"), ALL, False, marks=pytest.mark.long),
+    pytest.param("object store", OSError("no answer"), ALL, True, marks=pytest.mark.long),
 ], ids=["folder, killed", "folder, a change fails", "folder, fails", "object store, killed",
         "object store, fails", "object store, done and fails"],
     indirect=["begun"])

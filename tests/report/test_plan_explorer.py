@@ -93,6 +93,7 @@ def rows(dom: str) -> list[list[str]]:
 
 
 @needs_browser
+@pytest.mark.long
 def test_tables_are_sorted_and_filtered_and_a_device_shows_what_it_has(tmp_path):
     part = explorer(version("version b", 2), PROBLEM, version("version a"))
     seen = rows(in_browser(part, "", tmp_path))

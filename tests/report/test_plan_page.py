@@ -17,6 +17,7 @@ import pytest
 
 from shardcore import files
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import price_plan
 from shardcore.publish import store
 from shardcore.publish.decisions import Decision
 from shardcore.publish.diff import diff
@@ -40,11 +41,11 @@ def made(problem, **fields) -> str:
     second = replace(first, parent=first.id, decided_at=1.7e9 + 3600, candidate=version, previous_ms=2.0,
                      candidate_ms=new.provenance["predicted_ms"], **fields,
                      provenance={"model_version": "7", "git_commit": "abc"})
-    explained = explain(new, problem, MODEL, BUDGET, {})
-    now = plan_explorer.Version(plan_explorer.version_name(version), new, explained.cost,
-                                explained.memory_bytes)
-    return plan_page.page(now, problem, explained, [second, first],
-                          diff(old, new), ["a table is <huge>", "2 is much", "3 is more", "4 is most"])
+    explained = explain(price_plan(new, problem, MODEL), problem, MODEL, BUDGET, {})
+    beyond = ("a table is <huge>", "2 is much", "3 is more", "4 is most")
+    now = plan_explorer.Version(plan_explorer.version_name(version), new,
+                                replace(explained.cost, extrapolated=beyond), explained.memory_bytes)
+    return plan_page.page(now, problem, explained, [second, first], diff(old, new))
 
 
 class Text(HTMLParser):
@@ -87,7 +88,7 @@ def own_script() -> str:
 
 def test_the_figure_stacks_the_parts_of_a_step_and_shows_memory_used_of_memory_free(problem):
     plan = SHARDERS["size_greedy"](problem, MODEL, budget=BUDGET)
-    explained = explain(plan, problem, MODEL, BUDGET, {})
+    explained = explain(price_plan(plan, problem, MODEL), problem, MODEL, BUDGET, {})
     costs, memory = plan_page.figure(explained).axes
     tops = [patch.get_data().values[::2] for patch in costs.patches]
     cost = explained.cost

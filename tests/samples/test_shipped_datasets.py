@@ -9,6 +9,7 @@ from shardcore.samples import dataset
 FOLDERS = sorted(p for p in (Path(__file__).parents[2] / "datasets").iterdir() if p.is_dir())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
 def test_a_shipped_dataset_is_whole_and_small(folder):
     [setting] = dataset.settings(folder)

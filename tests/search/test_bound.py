@@ -101,7 +101,8 @@ def test_the_bound_is_near_good_plans_of_many_tables():
     assert found.space == "each table whole or cut by columns (multiples of 4)"
 
 
-@pytest.mark.parametrize("shape", ["unequal", "hosts", "unequal hosts", "three"])
+@pytest.mark.parametrize("shape", ["unequal", "hosts", *(
+    pytest.param(shape, marks=pytest.mark.long) for shape in ("unequal hosts", "three"))])
 def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape):
     """With links and without, where own bytes may count; devices of several speeds."""
     ratios = []
@@ -256,7 +257,7 @@ def test_ids_that_the_dense_part_hides_raise_no_bound(dense_ms):
     drawn = Problem("p", draw_tables(np.random.default_rng(5), 8), on_hosts("aaaa"), BATCH)
     given = replace(drawn, job=Job(dense_forward_ms=dense_ms, dense_backward_ms=0.0))
     model = model_for(given)
-    found, plan = bound.bound(given, model), SHARDERS["anneal"](given, model, budget=Budget(evals=20_000))
+    found, plan = bound.bound(given, model), SHARDERS["anneal"](given, model, budget=Budget(evals=5_000))
     step_ms = plan.provenance["predicted_ms"]
     assert dense_ms < found.proved_ms <= step_ms
     without = bound.bound(drawn, model).proved_ms

@@ -12,10 +12,13 @@ from conformance import (
     DEEP,
     FILES,
     HUGE,
+    MIB,
+    SMALL,
     check_plan,
     draw_tables,
     model_for,
     parts_of,
+    solve,
     table_bytes,
     times_placed,
 )
@@ -24,7 +27,7 @@ from shapes import column, host_row, on_hosts, replica, row, with_room
 
 from bench.peers import PEERS
 from shardcore.constraints import Constraints
-from shardcore.errors import ShardCoreError
+from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import shards_on
 from shardcore.search import LEARNED, SHARDERS, Budget, compare
 from shardcore.search.learned.policy import NETS
@@ -99,6 +102,19 @@ def test_the_suites_own_parts_are_those_of_the_layouts():
         assert parts_of(placement) == list(shards_on(placement))
 
 
+@pytest.mark.parametrize("problem, said", [
+    (Problem("kept", SMALL, Topology((Device(MIB),) * 2), BATCH,
+             constraints=Constraints(reserved_bytes=2 * MIB)),
+     "hold 0 bytes.* too little .* more per device"),
+    (Problem("whole", (HUGE, *SMALL), Topology((Device(HUGE.bytes // 2),) * 4), BATCH,
+             constraints=Constraints(unsplit=("huge",))),
+     "'huge', which must stay whole.* 1.3 MiB.* 0.6 MiB.* more per device")])
+def test_what_would_help_is_found_however_much_that_takes(problem, said):
+    """One sharder stands for all: it takes seconds."""
+    with pytest.raises(Infeasible, match=said):
+        solve("size_greedy", with_room(problem))
+
+
 TRIES_MORE_CUTS = {"portfolio", "anneal", "anneal_columns"}
 """Annealing begins with greedy plans of many cuts, of which one may fit where `packing`, with which
 all others end, finds nothing."""
@@ -125,7 +141,7 @@ def tight(seed: int) -> Problem:
 def test_none_is_infeasible_where_another_finds_a_plan():
     """But for the exceptions stated, which none may be behind."""
     with_a_plan, only_exceptions = 0, 0
-    for seed in range(24):
+    for seed in range(12):
         problem = tight(seed)
         found = {name: compare.run(name, problem, model_for(problem), seed, Budget(evals=1))
                  for name in SHARDERS}
@@ -134,4 +150,4 @@ def test_none_is_infeasible_where_another_finds_a_plan():
         assert all("does not fit" in outcome.error for outcome in found.values() if not outcome.plan)
         with_a_plan += bool(solved)
         only_exceptions += solved in (TRIES_MORE_CUTS, TRIES_REPLICAS)
-    assert with_a_plan >= 14 and only_exceptions <= 2, (with_a_plan, only_exceptions)
+    assert with_a_plan >= 7 and only_exceptions <= 1, (with_a_plan, only_exceptions)

@@ -10,20 +10,24 @@ from policies import untrained
 
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.cost.model import CommCost, price
+from shardcore.cost.model import CommCost, CostModel, price, price_plan
 from shardcore.errors import Infeasible
 from shardcore.layouts import ID_CHANNELS
 from shardcore.limits import MOST_BYTES
 from shardcore.memory import every_plan_bytes, table_bytes, used_bytes
 from shardcore.report import plan_report
 from shardcore.search import BASELINES, SHARDERS, Budget, sharder
-from shardcore.search.explain import explain
+from shardcore.search.explain import Explanation, explain
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 PROBLEM = draw_problem(1, 12, [MIB] * 2)
 SMALL = Budget(evals=300)
+
+
+def explained(plan: Plan, problem: Problem, model: CostModel, *budget: Budget, **more) -> Explanation:
+    return explain(price_plan(plan, problem, model), problem, model, *budget, **more)
 
 
 def solved(problem: Problem, algorithm: str = "neuroshard") -> Plan:
@@ -36,14 +40,14 @@ def test_an_alternative_that_means_nothing_is_told_and_the_rest_stands():
     devices = (Device(MOST_BYTES),) * 4
     problem = replace(PROBLEM, tables=tables, topology=Topology(devices),
                       constraints=Constraints(kinds=(("small", ("row",)),)))
-    found = explain(solved(problem, "size_greedy"), problem, model_for(problem), SMALL)
+    found = explained(solved(problem, "size_greedy"), problem, model_for(problem), SMALL)
     refused = [a for a in found.changes if a.total_ms is None]
     assert len(refused) == 1 and "more devices" in refused[0].what and "rows" in refused[0].error
 
 
 def test_the_bounding_device_is_the_last_and_its_shards_cost_what_it_saves_without_them():
     plan, model = solved(PROBLEM, "size_greedy"), model_for(PROBLEM)
-    found = explain(plan, PROBLEM, model, SMALL)
+    found = explained(plan, PROBLEM, model, SMALL)
     cost = price(lower(plan, PROBLEM), model)
     assert found.total_ms == cost.total_ms and found.cost == cost
     assert cost.waiting_ms[found.device] == min(cost.waiting_ms) and found.limit in ("compute", "exchange")
@@ -76,7 +80,7 @@ def test_the_device_that_bounds_a_plan_need_not_be_the_one_that_computes_most():
     plan = Plan(placements, {"algorithm": "size_greedy"})
     model = OwnLink(Setting("made-up", BATCH), launch_us=0, table_us=1, lookup_ns=1, gather_gbps=1e9,
                     update_gbps=1e9)
-    found = explain(plan, problem, model, SMALL, known={})
+    found = explained(plan, problem, model, SMALL, known={})
     compute_ms = 1e-3 + 2400e-6, (2e-3 + 96e-6) / 2
     assert found.cost.compute_ms == pytest.approx(compute_ms, rel=1e-3)
     sent = tuple(BATCH * 4 * width for width in (4, 68))
@@ -94,13 +98,13 @@ def test_the_device_that_bounds_a_plan_need_not_be_the_one_that_computes_most():
     assert found.memory.parts["weights"] == (1600, 27_200)[found.fullest] and found.reserved_bytes == 100
     assert found.balance == pytest.approx(sum(compute_ms) / 2 / compute_ms[0], rel=1e-3)
     idle = replace(model, lookup_ns=1000)  # now compute is what takes longest, and on the first device
-    assert explain(plan, problem, idle, SMALL, known={}).device == 0
-    assert explain(plan, problem, idle, SMALL, known={}).limit == "compute"
+    assert explained(plan, problem, idle, SMALL, known={}).device == 0
+    assert explained(plan, problem, idle, SMALL, known={}).limit == "compute"
 
 
 def test_alternatives_are_baselines_memory_and_the_next_number_of_devices():
     plan = solved(PROBLEM)
-    found = explain(plan, PROBLEM, model_for(PROBLEM), SMALL)
+    found = explained(plan, PROBLEM, model_for(PROBLEM), SMALL)
     assert [a.what for a in found.baselines] == [*BASELINES, "portfolio", "anneal", "anneal_columns",
                                                  "searched again, same memory"]
     assert found.baselines[-1].total_ms == found.total_ms
@@ -112,11 +116,11 @@ def test_alternatives_are_baselines_memory_and_the_next_number_of_devices():
     assert all(a.total_ms <= found.total_ms for a in memory) and devices.what == "1 more device: 3"
     assert found.searched == "neuroshard, seed 0, 300 evaluations each"
     five = replace(PROBLEM, topology=Topology((Device(MIB),) * 4))
-    what = explain(solved(five), five, model_for(five), SMALL).changes[-1].what
+    what = explained(solved(five), five, model_for(five), SMALL).changes[-1].what
     assert what == f"2 more devices: 6 (the next number that divides the batch of {BATCH})"
     odd = replace(PROBLEM, global_batch=2)
     # no number of devices up to 8 divides 2
-    assert len(explain(solved(odd), odd, model_for(odd), SMALL).changes) == 2
+    assert len(explained(solved(odd), odd, model_for(odd), SMALL).changes) == 2
 
 
 def test_a_plan_of_a_policy_stands_beside_what_searches_its_alternatives():
@@ -124,7 +128,7 @@ def test_a_plan_of_a_policy_stands_beside_what_searches_its_alternatives():
     model = model_for(PROBLEM)
     plan = sharder("dreamshard", untrained("dreamshard"))(PROBLEM, model)
     for known in (None, {}):
-        found = explain(plan, PROBLEM, model, known=known)
+        found = explained(plan, PROBLEM, model, known=known)
         assert found.searched == "anneal, seed 0, 20,000 evaluations each"
         assert found.baselines[-1].what == "anneal" and found.baselines[-1].total_ms <= found.total_ms
         assert found.changes[1].total_ms == pytest.approx(found.baselines[-1].total_ms, rel=0.01)
@@ -134,7 +138,7 @@ def test_more_memory_helps_where_memory_is_what_binds():
     free = draw_problem(3, 10, [1] * 2)
     need, every = sum(table_bytes(t, free) for t in free.tables), every_plan_bytes(free)
     tight = replace(free, topology=Topology(tuple(Device(int(need * s) + every) for s in (0.8, 0.25))))
-    found = explain(solved(tight), tight, model_for(tight), SMALL)
+    found = explained(solved(tight), tight, model_for(tight), SMALL)
     assert found.changes[1].total_ms < found.total_ms
     text = plan_report.text(found)
     assert ("50% more memory on each device" in text and "No plan takes less than" in text
@@ -146,7 +150,7 @@ def test_the_fullest_device_is_that_of_which_most_is_taken():
     large, small = Table("large", 20_000, 16, 1.0), Table("small", 10_000, 16, 1.0)
     problem = Problem("p", (large, small), Topology((Device(16 * MIB), Device(MIB))), BATCH)
     plan = Plan(tuple(Placement("column", Shard.whole(t), (d,)) for d, t in enumerate((large, small))))
-    found = explain(plan, problem, model_for(problem), SMALL, known={})
+    found = explained(plan, problem, model_for(problem), SMALL, known={})
     assert found.memory_bytes[0] > found.memory_bytes[1] and found.fullest == 1
     assert found.memory.parts["weights"] == small.bytes
 
@@ -155,7 +159,7 @@ def test_it_is_plain_data_and_reads_well_for_one_device_and_for_a_plan_from_else
     alone = draw_problem(2, 4, [MIB])
     elsewhere = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in alone.tables),
                      {"algorithm": "by hand"})
-    found = explain(elsewhere, alone, model_for(alone), SMALL)
+    found = explained(elsewhere, alone, model_for(alone), SMALL)
     json.dumps(dataclasses.asdict(found), allow_nan=False)
     assert "Nothing is exchanged." in plan_report.text(found) and found.searched.startswith("anneal, seed 0")
 
@@ -163,4 +167,4 @@ def test_it_is_plain_data_and_reads_well_for_one_device_and_for_a_plan_from_else
 def test_a_plan_that_does_not_fit_is_refused():
     plan = solved(PROBLEM)
     with pytest.raises(Infeasible):
-        explain(plan, replace(PROBLEM, topology=Topology((Device(100),) * 2)), model_for(PROBLEM), SMALL)
+        explained(plan, replace(PROBLEM, topology=Topology((Device(100),) * 2)), model_for(PROBLEM), SMALL)

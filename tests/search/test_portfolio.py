@@ -53,13 +53,13 @@ def test_the_rows_of_a_long_sequence_are_divided_however_much_memory_there_is(me
 @pytest.mark.parametrize("seed", range(4))
 def test_a_larger_budget_never_ends_dearer(seed):
     problem = mixed(seed)
-    budgets = (1, 700, 2_000, 5_000, 13_000, 40_000)
+    budgets = (1, 700, 2_000, 5_000, 13_000)
     costs = [cost(portfolio(problem, gpu(problem), seed=seed, budget=Budget(evals=n))) for n in budgets]
     assert costs == sorted(costs, reverse=True), costs
     assert costs[-1] < costs[0]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_no_other_search_is_cheaper(seed):
     """With the default budget, which the beam takes its share of."""
     problem = draw_problem(seed, 18 + seed, [8 * MIB] * 4)

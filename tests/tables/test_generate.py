@@ -17,6 +17,7 @@ def pool():
     return generate_pool(PoolConfig())
 
 
+@pytest.mark.long
 def test_pool_meets_the_published_statistics(pool):
     found, wanted = pool_statistics(pool), published()
     for name, value in wanted.items():
@@ -26,6 +27,7 @@ def test_pool_meets_the_published_statistics(pool):
             assert found[name] == pytest.approx(value, rel=0.02), name
 
 
+@pytest.mark.long
 def test_pool_is_plausible(pool):
     assert len(pool) == 856 and len({t.name for t in pool}) == 856
     assert sum(t.pooling == 0 for t in pool) == 36
@@ -35,6 +37,7 @@ def test_pool_is_plausible(pool):
     assert max(t.pooling for t in pool) < 400
 
 
+@pytest.mark.long
 def test_bins_are_whole_rows(pool):
     for table in pool[::4]:
         counts = access.reference_counts(table)
@@ -43,6 +46,7 @@ def test_bins_are_whole_rows(pool):
         assert counts.sum() == table.pooling * BATCH
 
 
+@pytest.mark.long
 def test_streams_of_a_sample_have_their_tables_histograms(pool):
     ordered = sorted(pool, key=lambda t: t.pooling)
     for table in ordered[:: len(pool) // 8]:

@@ -6,6 +6,7 @@ import time
 
 import psutil
 import pytest
+from waiting import until
 
 from shardcore.errors import ShardCoreError
 from tasks import daemons
@@ -19,13 +20,6 @@ def daemon(tmp_path):
     made = Daemon("one", (sys.executable, "-c", CHILD), dict(os.environ), tmp_path)
     yield made
     daemons.stop([made], 5)
-
-
-def until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.05)
 
 
 def runs(process):

@@ -63,6 +63,7 @@ def test_a_time_that_is_none_is_left_out_and_the_page_is_made(client, at):
     model_history.note_champion(client, made)
 
 
+@pytest.mark.long
 def test_the_oldest_changes_go(client):
     one, other = version(client), version(client)
     for i in range(model_history._MOST + 5):

@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import until
 
 from tasks import owned
 
@@ -31,13 +31,6 @@ with owned():
     {ends}
 """
 SLEEPERS = "started = [start(), start(start_new_session=True)]"
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.02)
 
 
 def is_alive(pid):

@@ -155,6 +155,7 @@ def test_the_champion_is_scored_on_the_data_of_now(store, model):
     assert promote(store, now).champion == "2"
 
 
+@pytest.mark.long
 def test_datasets_that_joined_in_training_count(store, model):
     """By the measurements alone the challenger would lose."""
     other = scaled(model, 1.5)
@@ -168,6 +169,7 @@ def test_datasets_that_joined_in_training_count(store, model):
     assert promote(store, other).champion == "1" and promote(store, joined).champion == "2"
 
 
+@pytest.mark.long
 def test_a_champion_of_another_batch_is_no_measure(store, model, trained):
     other = dataclasses.replace(model, setting=dataclasses.replace(SETTING, batch=64))
     neural.save(other, store / "old")
@@ -178,6 +180,7 @@ def test_a_champion_of_another_batch_is_no_measure(store, model, trained):
     assert found.champion == "2" and "champion 1 is for another setting (law, batch 64" in found.reason
 
 
+@pytest.mark.long
 def test_a_challenger_that_chooses_worse_among_replayed_plans_does_not_follow(store, trained):
     client = registry.connect()
     assert promote(store, trained).champion == "1"
@@ -197,6 +200,7 @@ def test_a_challenger_that_chooses_worse_among_replayed_plans_does_not_follow(st
     assert promote(store, worse, may_lose=1000.0).champion == "2"  # 4 problems say too little
 
 
+@pytest.mark.long
 def test_a_champion_of_other_features_is_replaced(store, trained):
     neural.save(scaled(trained, 2), store / "old")
     neural.save(trained, store / "new")

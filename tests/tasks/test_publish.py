@@ -1,19 +1,30 @@
 """What a published plan says that it comes from."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from laws import SETTING, by_hand, pool
+from laws import SETTING, comm_samples, compute_samples, linear_law, pool
+from prefect.logging import disable_run_logger
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from tracking import tracked
 
-from shardcore import files
-from shardcore.cost.neural import NeuralModel
-from shardcore.errors import SettingMismatch
-from shardcore.publish.publisher import PublishConfig, Publisher
+from shardcore import files, load_model
+from shardcore.cost import fit, neural
+from shardcore.cost.model import price
+from shardcore.errors import SettingMismatch, ShardCoreError
+from shardcore.publish import store
+from shardcore.publish.publisher import PublishConfig
+from shardcore.samples import dataset
 from shardcore.search import DEFAULT_SHARDER
+from shardcore.step.tiers import Memory
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem
-from tasks.publish import _provenance, _publish
+from shardcore.workload import lower
+from tasks.promote import PromoteConfig, promote_model
+from tasks.publish import _provenance, publish_plans
+from tasks.setting import SettingConfig
 
 VERSION = SimpleNamespace(name="shardcore-cost-law", version=3)
 
@@ -38,14 +49,81 @@ def test_a_model_without_provenance_says_so():
             and "datasets" not in found)
 
 
-def test_a_problem_of_several_precisions_is_refused_by_name_before_any_search(tmp_path):
-    """A champion is a model of one precision."""
-    first, second = pool()[:2]
-    problem = Problem("both", (first, replace(second, precision="fp16")), Topology((Device(1 << 30),) * 2),
-                      SETTING.batch)
-    files.write_problem(tmp_path / "both.json", problem)
-    model = NeuralModel(SETTING, by_hand().weights, {"ranges": {}, "provenance": {}})
-    publisher = Publisher(model, tmp_path / "plans", PublishConfig(), {})
-    with pytest.raises(SettingMismatch, match="problem 'both' is for .*fp16.fp32.*publish takes a single"):
-        _publish(publisher, tmp_path / "both.json", [])
-    assert not (tmp_path / "plans").exists()
+@pytest.fixture
+def mixed_champion(tmp_path):
+    """A folder whose registry has a champion for FP16 and FP32: the former is slower in all."""
+    # A run can do without pages.
+    without_pages = temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9", PREFECT_CLIENT_MAX_RETRIES: 0})
+    with tracked(tmp_path), disable_run_logger(), without_pages:
+        compute, comm = compute_samples(linear_law, 60), comm_samples(20)
+        dataset.write_compute("measured", compute, dataset.write_pool("measured", pool()))
+        dataset.write_comm("measured", comm)
+        full = fit.train(compute, comm, SETTING, fit.FitConfig(epochs=1)).model
+        weights = {**full.weights, "launch": 3 * full.weights["launch"], "rates": 3 * full.weights["rates"]}
+        half = replace(full, weights=weights, setting=replace(SETTING, precision="fp16"))
+        for model, data in ((full, "of fp32"), (half, "of fp16")):
+            neural.save(replace(model, meta={**model.meta, "provenance": {"data": data}}), tmp_path / data)
+        promoted = promote_model.fn(tmp_path / "of fp32", Path("measured"),
+                                    PromoteConfig(also=(str(tmp_path / "of fp16"),)))
+        assert promoted.champion == "1"
+        yield tmp_path
+
+
+def of_precisions(name, *precisions):
+    tables = tuple(replace(t, precision=precisions[i % len(precisions)]) for i, t in enumerate(pool()[:4]))
+    return Problem(name, tables, Topology((Device(1 << 30),) * 2), SETTING.batch)
+
+
+def publish(*problems):
+    for one in problems:
+        files.write_problem(f"{one.name}.json", one)
+    return publish_plans.fn([Path(f"{p.name}.json") for p in problems], "plans",
+                            SettingConfig(SETTING.hardware, SETTING.batch),
+                            PublishConfig("anneal", budget_evals=300, torchrec_s=0))
+
+
+def test_problems_of_one_precision_and_of_several_are_published_under_one_champion(mixed_champion):
+    cached = of_precisions("cached", "fp16", "fp32")
+    host = {"memory": (Memory("host", 1 << 40, 10.0),)}
+    cached = replace(cached, topology=replace(cached.topology, **host),
+                     tables=(replace(cached.tables[0], load_factor=0.2), *cached.tables[1:]))
+    problems = [of_precisions("half", "fp16"), of_precisions("both", "fp16", "fp32"), cached]
+    table = publish(*problems)
+    assert all(p.name in table for p in problems) and "fp16+fp32" in table
+    model = load_model([mixed_champion / "of fp32", mixed_champion / "of fp16"])
+    for p in problems:
+        plan, its_problem = store.load_plan("plans", p.name)
+        assert its_problem == p and store.load_page("plans", p.name, store.current("plans", p.name))
+        assert plan.provenance["data"] == "of fp16+of fp32" and plan.provenance["model_version"] == "1"
+        assert plan.provenance["predicted_ms"] == price(lower(plan, p), model.for_problem(p)).total_ms
+
+
+def test_a_model_of_another_optimizer_is_none_to_join(mixed_champion):
+    model = neural.load(mixed_champion / "of fp16")
+    neural.save(replace(model, setting=replace(model.setting, optimizer="adam")), mixed_champion / "adam")
+    with pytest.raises(SettingMismatch, match="cannot be mixed; they need the same hardware and optimizer"):
+        promote_model.fn(mixed_champion / "of fp32", Path("measured"),
+                         PromoteConfig(also=(str(mixed_champion / "adam"),)))
+
+
+def test_a_challenger_is_judged_against_the_champion_s_model_of_its_precision(mixed_champion):
+    """It lost: three times slower in all than what was measured."""
+    slow = neural.load(mixed_champion / "of fp16")
+    neural.save(replace(slow, setting=SETTING), mixed_champion / "slow")
+    promoted = promote_model.fn(mixed_champion / "slow", Path("measured"), PromoteConfig())
+    assert promoted.champion == "1" and "lost by" in promoted.reason
+
+
+def test_a_challenger_that_lacks_a_precision_of_the_champion_says_so(mixed_champion):
+    promoted = promote_model.fn(mixed_champion / "of fp32", Path("measured"), PromoteConfig())
+    assert promoted.champion == "2"
+    assert promoted.reason.endswith("it has no model for fp16, as champion 1 has: name one in promote.also")
+    again = promote_model.fn(mixed_champion / "of fp32", Path("measured"),
+                             PromoteConfig(also=(str(mixed_champion / "of fp16"),)))
+    assert again.champion == "1" and "no model" not in again.reason
+
+
+def test_a_precision_without_a_model_is_refused_by_name_before_any_search(mixed_champion):
+    with pytest.raises(ShardCoreError, match="problem 'brain' is for .*bf16.fp32.*promote.also of params"):
+        publish(of_precisions("brain", "bf16", "fp32"))
+    assert store.names("plans") == []

@@ -5,13 +5,12 @@ import threading
 import time
 
 import pytest
-import ray
 
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.measure.replay import ReplayConfig
 from shardcore.step_cost import PARTS
 from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Setting, Shard
+from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 from tasks import actors
 from tasks.measure import MeasureConfig
@@ -32,10 +31,10 @@ def workload(tables):
 
 
 def test_one_gang_replays_problem_after_problem_and_ends(tables, workload, actor_processes):
-    [smaller] = [lower(Plan(tuple(Placement("column", Shard.whole(t), (i,)) for i, t in enumerate(some))),
-                       Problem(
-                           "replayed", some, Topology((Device(64 * MIB),) * 2), SETTING.batch))
-                 for some in (tables[2:4],)]
+    def on_each_one(*some):
+        plan = Plan(tuple(Placement("column", Shard.whole(t), (i,)) for i, t in enumerate(some)))
+        return lower(plan, Problem("replayed", some, Topology((Device(64 * MIB),) * 2), SETTING.batch))
+
     with replaying(2, SETTING, CONFIG) as run:
         costs = run([workload, workload])
         ranks = {p.pid for p in actor_processes("ReplayRank")}
@@ -45,8 +44,11 @@ def test_one_gang_replays_problem_after_problem_and_ends(tables, workload, actor
                 assert len(getattr(cost, part)) == 2 and min(getattr(cost, part)) >= 0
             assert 0 < cost.step.median_ms and cost.step.repeats == CONFIG.repeats
             assert cost.oversubscribed  # each host of this cluster has one CPU
-        [again] = run([smaller])
+        [again] = run([on_each_one(*tables[2:4])])
         assert again.total_ms > 0 and {p.pid for p in actor_processes("ReplayRank")} == ranks
+        said = r"rank 0 of 2 failed: shard large\[0:500000, 0:16\] is 30.5 MiB; the arena holds"
+        with pytest.raises(ShardCoreError, match=said):
+            run([on_each_one(Table("large", 500_000, 16, 4.0), tables[2])])
     deadline = time.monotonic() + 60
     while actor_processes("ReplayRank", "ray::replay"):
         assert time.monotonic() < deadline, "ranks outlive their gang"
@@ -98,10 +100,3 @@ def test_a_rank_that_dies_or_hangs_ends_the_gang_and_is_named(workload, actor_pr
     finally:
         over.set()
     assert struck
-
-
-def test_what_does_not_fit_is_named(workload):
-    with pytest.raises(ShardCoreError, match=r"rank 0 of 2 failed: shard cold\[0:50000, 0:16\] is 3.1 MiB; "
-                       r"the arena holds"):
-        replay.fn([workload], SETTING, dataclasses.replace(CONFIG, arena_bytes=MIB))
-    assert ray.cluster_resources()["CPU"] == 2

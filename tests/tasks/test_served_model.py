@@ -1,11 +1,13 @@
 """A registered model in the hands of others: loaded and served from an unrelated folder, with only what its
 version holds."""
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import mlflow
@@ -21,6 +23,7 @@ from shardcore.cost import fit, neural
 from shardcore.cost.model import group_costs
 from shardcore.types import Shard
 from tasks import registry
+from tasks.served_model import GroupInput, ServedCostModel
 
 TABLE = files.table_to_json(pool()[0])
 GROUPS = [{"shards": [{"table": files.table_to_json(t)} for t in pool()[:3]]},
@@ -106,6 +109,7 @@ def test_bad_input_is_refused_by_name(served, groups, said):
     assert status == 400 and said in answer["message"]
 
 
+@pytest.mark.long
 def test_it_loads_where_nothing_of_this_folder_is(registered, tmp_path):
     model, uri, env = registered
     code = (f"import json, mlflow, sys; sys.path[:] = [p for p in sys.path if p != {str(Path.cwd())!r}]; "
@@ -130,3 +134,20 @@ def test_what_only_python_can_ask_is_refused_by_name(registered, shard, said):
         with pytest.raises(mlflow.MlflowException) as error:
             model.predict(None, [{"shards": [shard]}])
     assert said in str(error.value)
+
+
+def test_a_model_of_several_precisions_serves_tables_of_each(registered, tmp_path):
+    for precision in ("fp16", "fp32"):
+        neural.save(dataclasses.replace(registered[0], setting=dataclasses.replace(
+            SETTING, precision=precision)), tmp_path / precision)
+    served = ServedCostModel()
+    served.load_context(SimpleNamespace(artifacts={"model": str(tmp_path)}))
+    half = {"table": {**TABLE, "precision": "fp16"}}
+    found = served.predict(None, [GroupInput(shards=s) for s in ([half], [{"table": TABLE}],
+                                                                 [half, {"table": {**TABLE, "name": "b"}}])])
+    each = [group_costs([[Shard.whole(dataclasses.replace(pool()[0], precision=precision))]],
+                        registered[0])[0] for precision in ("fp16", "fp32")]
+    assert [a["ms"] for a in found] == pytest.approx([*each, sum(each)])
+    assert all(a["low_ms"] <= a["ms"] <= a["high_ms"] for a in found)
+    with pytest.raises(mlflow.MlflowException, match="'t0' is bf16; the model is for .*fp16.fp32"):
+        served.predict(None, [GroupInput(shards=[{"table": {**TABLE, "precision": "bf16"}}])])

@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import yaml
+from waiting import until
 
 from shardcore.errors import ShardCoreError
 from tasks import daemons, owned, services, stack, stack_services
@@ -56,6 +57,7 @@ def sleeper(tmp_path):
 # --- who gets in --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_prefect_refuses_who_has_no_token(written_stack):
     """Its API, with the settings that it reads from the environment of the stack's server."""
     from prefect.server.api.server import create_app
@@ -75,6 +77,7 @@ def test_prefect_refuses_who_has_no_token(written_stack):
             assert client.get("/api/admin/version", auth=who).status_code == status
 
 
+@pytest.mark.long
 def test_mlflow_refuses_who_has_no_token(written_stack):
     """Its server, with the file and the environment that the stack gives it."""
     config, _, token = written_stack
@@ -453,13 +456,6 @@ def test_what_is_killed_is_said_with_the_last_lines_of_its_log(tmp_path, monkeyp
     assert "watch: " not in said and "prefect: " not in said
     assert re.search(rf"^watch +healthy +\d{{4}}-\S+ \S+ +{started['watch'].process().pid} ", said, re.M)
     assert re.search(r"^clients +\. \.stack/env\.sh$", said, re.M) and str(config.metrics_port) in said
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.02)
 
 
 def test_up_waits_for_what_starts_and_names_what_ends_or_never_answers(tmp_path, monkeypatch, sleeper):

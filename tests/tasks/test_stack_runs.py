@@ -20,6 +20,7 @@ import psutil
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import until
 
 from shardcore import files
 from shardcore.access_statistics import Reuse
@@ -109,14 +110,6 @@ class Project:
         """All of the stack's: each service leads a session."""
         leaders = set(self.ids().values())
         return [p for p in psutil.process_iter() if session_of(p) in leaders]
-
-
-def until(condition, timeout_s=120):
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.2)
-    return found
 
 
 def make_project(folder):

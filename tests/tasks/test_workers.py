@@ -6,6 +6,7 @@ import time
 
 import pytest
 from ray_fixtures import raylet
+from waiting import until
 
 from shardcore.draws.groups import GroupConfig, compute_request
 from shardcore.errors import ShardCoreError
@@ -62,13 +63,6 @@ def measure(fleet, requests, disturb=lambda: None):
     samples = [s for f in finished for s in f.samples if s.id != reference]
     assert sorted(s.id for s in samples) == sorted(dataset.compute_id(SETTING, r) for r in requests[1:])
     return finished, {s.id: s for s in samples}
-
-
-def until(condition, timeout_s=60):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.05)
 
 
 @pytest.mark.long

@@ -56,7 +56,7 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(hosts, s
         return ms
 
     monkeypatch.setattr(sharder.Search, "_exact_ms", checked)
-    annealing(problem, model, seed=1, budget=Budget(evals=20_000))
+    annealing(problem, model, seed=1, budget=Budget(evals=5_000))
     assert len(seen) > 20 and max(seen) > 1
 
 

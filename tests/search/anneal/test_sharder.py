@@ -56,7 +56,8 @@ def moved(old: Plan, new: Plan) -> tuple[int, int]:
     return tables, n * 4
 
 
-@pytest.mark.parametrize("space", ["halves", "columns", "all"])
+@pytest.mark.parametrize("space", ["all", *(
+    pytest.param(space, marks=pytest.mark.long) for space in ("halves", "columns"))])
 def test_it_is_cheaper_than_neuroshard_soon_and_later(space):
     ratios = {2_000: [], 40_000: []}
     for seed in range(3):
@@ -408,6 +409,7 @@ def test_the_parts_of_tables_are_priced_once(monkeypatch):
     assert cut and len(cut) == len(set(cut))
 
 
+@pytest.mark.long
 def test_in_a_large_problem_what_weighs_little_is_not_cut(monkeypatch):
     """But what has to be cut is, and the plans are no worse for it."""
     heavy = Table("heavy", 40_000, 64, 40.0, Zipf(0.4))

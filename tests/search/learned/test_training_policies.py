@@ -40,6 +40,7 @@ def test_the_same_seed_gives_the_same_policy_with_metrics_and_curves(name):
     assert metrics["test_solved"] == 1 and 0 < metrics["test_cost"] <= metrics["test_worst"]
 
 
+@pytest.mark.long
 def test_a_policy_that_the_model_rewards_learns_to_balance():
     """From a random policy to the greedy orders, whose cost is 1, on tables that it never saw."""
     config = PolicyConfig(rounds=12, policy_updates=10, problems_at_once=2, plans_each=8, learning_rate=5e-3)

@@ -1,0 +1,86 @@
+"""Train a cost model on dataset folders, and judge it on samples that it was not trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardcore.cost import accuracy, drift_correction, fit, step_factors
+from shardcore.cost.neural import NeuralModel
+from shardcore.errors import ShardCoreError
+from shardcore.samples import replays
+from shardcore.types import Setting
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingData:
+    """The samples of one setting in dataset folders.
+
+    known: groups and exchanges.
+    steps: replayed steps.
+    """
+
+    folders: tuple[Path, ...]
+    setting: Setting
+    known: drift_correction.Measurements
+    steps: Sequence[step_factors.Step]
+
+    def __str__(self) -> str:
+        return (f"training for {self.setting} on {len(self.known.compute)} groups, {len(self.known.comm)} "
+                f"exchanges and {len(self.steps)} replayed steps of {' and '.join(map(str, self.folders))}")
+
+    @property
+    def warnings(self) -> list[str]:
+        software = sorted({s.software for s in self.known.compute if s.software})
+        return [f"samples were measured with different software: {'; '.join(software)}; if their timings "
+                "differ, train on those of one"] if len(software) > 1 else []
+
+
+def read(folders: Sequence[str | Path], setting: Setting) -> TrainingData:
+    """Raises what drift_correction.read and replays.steps raise."""
+    paths = tuple(map(Path, folders))
+    return TrainingData(paths, setting, drift_correction.read(paths, setting), replays.steps(paths, setting))
+
+
+@dataclass(frozen=True, eq=False)
+class Trained(fit.TrainedModel):
+    """A model and its learning curves.
+
+    of_steps: a sentence on what replayed steps told. "": there were none.
+    """
+
+    of_steps: str = ""
+
+
+def train(data: TrainingData, config: fit.FitConfig | None = None, progress: fit.Progress | None = None,
+          start: NeuralModel | None = None, provenance: Mapping[str, Any] | None = None) -> Trained:
+    """Train on the train and validation splits, then fit what exchanges take in steps.
+
+    provenance: is kept in the model's, beside the digest of the data. Raises what fit.train raises.
+    """
+    alone = fit.train(data.known.compute, data.known.comm, data.setting, config, progress, start)
+    model = step_factors.fit(alone.model, data.steps)
+    about = {**model.meta["provenance"], "data": replays.data_digest(data.folders), **(provenance or {})}
+    of_steps = step_factors.said(alone.model, model, len(data.steps)) if data.steps else ""
+    model = dataclasses.replace(model, meta={**model.meta, "provenance": about})
+    return Trained(model, alone.curves, of_steps)
+
+
+def judge(model: NeuralModel, known: drift_correction.Measurements, split: str = "test") -> dict[str, float]:
+    """Accuracy on a split of measurements, see accuracy.evaluate."""
+    return accuracy.evaluate(model, *known.split(split))
+
+
+def read_held_out(model: NeuralModel, folder: Path) -> drift_correction.Measurements:
+    """Measurements to judge a model by: those of a folder, and of the datasets that joined its training.
+
+    Raises ShardCoreError where none of the groups is held out.
+    """
+    known = drift_correction.read([folder, *model.meta["provenance"].get("datasets", {})], model.setting)
+    if all(s.error is not None for s in accuracy.held_out(known.compute)):
+        raise ShardCoreError(f"{folder} holds no held-out samples for ({model.setting}) to judge a model by; "
+                             "measure more")
+    return known

@@ -1,0 +1,174 @@
+"""Measure what a dataset's folder lacks: what a seed draws, run, and kept in parts as it comes back.
+
+A rerun goes on where the last one ended. Where samples run is the caller's: processes of this machine for the
+command, Ray actors for the pipeline. Both hear of progress by a callback.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardcore.draws import Request, different
+from shardcore.draws.collectives import comm_request, emulated_request
+from shardcore.draws.groups import GroupConfig, compute_request
+from shardcore.errors import ShardCoreError
+from shardcore.measure.replay import ReplayConfig
+from shardcore.measure.supervise import Finished, Supervisor
+from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, EmulatedLinks
+from shardcore.samples import dataset, replays
+from shardcore.types import Problem, Setting, Table
+
+KEEP_EVERY_S = 5.0
+"""Between two writes, whatever the chunk: at most so much that has finished is lost at a kill."""
+_LONGEST_END = 0.25
+"""The share of the time that may be kept for what still runs at the end."""
+_LATE_S = 5.0
+"""What is not there so long after the time is over is given up."""
+Event = TypeVar("Event")
+Attempt = Callable[[str, Callable[[replays.Replay], object]], bool]
+"""Do work on a problem of this name, which is given what replays. False: it failed, and the others go on."""
+
+
+# --- what is wanted -----------------------------------------------------------------------------------------
+
+
+def tables_with_lookups(pool: Sequence[Table]) -> list[Table]:
+    live = [t for t in pool if t.pooling > 0]
+    if not live:
+        raise ShardCoreError("the pool has no table with lookups; there is nothing to measure")
+    return live
+
+
+def wanted_groups(tables: Sequence[Table], setting: Setting, n: int | None, seed: int,
+                  groups: GroupConfig) -> Iterator[tuple[str, ComputeRequest]]:
+    """The first n different groups of a seed, with their ids. None: all."""
+    return different(lambda i: compute_request(tables, i, setting, seed, groups),
+                     lambda r: dataset.compute_id(setting, r), n)
+
+
+def wanted_exchanges(setting: Setting, n: int, ranks: int, seed: int, hosts: int = 1,
+                     links: EmulatedLinks | None = None) -> Iterator[tuple[str, CollectiveRequest]]:
+    """The first n different exchanges of a seed, with their ids. links: those of emulated hosts."""
+    def draw(i: int) -> CollectiveRequest:
+        if links is None:
+            return comm_request(i, ranks, setting.batch, seed, hosts=hosts)
+        return emulated_request(i, (hosts, ranks // hosts), setting.batch, links, seed)
+
+    return different(draw, lambda r: dataset.comm_id(setting, r), n)
+
+
+def lacking(wanted: Iterable[tuple[str, Request]], known: Collection[str],
+            again: int = 0) -> Iterator[Request]:
+    """Requests without a sample, and the first `again` whether they have one or not."""
+    return (r for n, (key, r) in enumerate(wanted) if n < again or key not in known)
+
+
+# --- measuring ----------------------------------------------------------------------------------------------
+
+
+def measure_groups(bench: Supervisor, requests: Iterable[ComputeRequest], folder: Path, pool: Sequence[Table],
+                   progress: Callable[[Sequence[Finished]], object], chunk: int = 1,
+                   until: float = math.inf) -> None:
+    """Measure groups by a calibrated bench, into a folder.
+
+    progress: told what came back, after it is kept or will be within KEEP_EVERY_S.
+    chunk: samples written at once.
+    until: time.monotonic() at which to end; what runs then is still kept.
+    """
+    began, done = time.monotonic(), 0
+    # Only now: what cannot be measured leaves no folder.
+    pool_name = dataset.write_pool(folder, pool)
+
+    def has_time(_: ComputeRequest) -> bool:
+        """Whether a request can finish in time, by how long those so far took."""
+        now = time.monotonic()
+        each_s = (now - began) / done if done else 0.0
+        return now + min(bench.spec.config.interleave * each_s, _LONGEST_END * (until - began)) < until
+
+    def count(finished: Sequence[Finished]) -> None:
+        nonlocal done
+        done += sum(f.settled for f in finished)
+        progress(finished)
+
+    in_time = itertools.takewhile(lambda _: time.monotonic() < until + _LATE_S,
+                                  bench.measure(requests if until == math.inf
+                                                else itertools.takewhile(has_time, requests)))
+    keep(in_time, lambda finished: [s for f in finished for s in f.samples], chunk,
+         lambda samples: dataset.write_compute(folder, samples, pool_name), count)
+
+
+def measure_exchanges(samples: Iterable[CollectiveSample], folder: Path,
+                      progress: Callable[[CollectiveSample], object], chunk: int) -> None:
+    """Keep exchanges in a folder as they are measured."""
+    keep(samples, lambda sample: [sample], chunk, lambda some: dataset.write_comm(folder, some), progress)
+
+
+def by(replay: replays.Replay) -> Attempt:
+    """Attempt each problem by this function. Where it fails, so does all."""
+    def attempt(_: str, work: Callable[[replays.Replay], object]) -> bool:
+        work(replay)
+        return True
+
+    return attempt
+
+
+def measure_steps(folder: Path, wanted: Sequence[tuple[Problem, list]], setting: Setting,
+                  config: ReplayConfig, attempt: Attempt,
+                  progress: Callable[[Problem, int, bool], object]) -> None:
+    """Replay the plans whose steps a folder lacks, and once more those that were disturbed.
+
+    progress: told of each problem, the number of its plans, and whether they were disturbed before.
+    """
+    failed = set()
+    for again in (False, True):
+        for problem, made in replays.missing(folder, wanted, setting):
+            if problem.name in failed:
+                continue
+            if attempt(problem.name, lambda replay, p=problem, m=made: replays.append(
+                    folder, p, m, setting, config, replay)):
+                progress(problem, len(made), again)
+            else:
+                failed.add(problem.name)
+
+
+def keep(events: Iterable[Event], samples_of: Callable[[Event], Sequence[Any]], chunk: int,
+         write: Callable[[list[Any]], object], progress: Callable[[Event], object]) -> None:
+    """Write samples in parts of `chunk` as they come, what has come every KEEP_EVERY_S, and what is left also
+    where an error or Ctrl-C ends them."""
+    waiting: list[Any] = []
+    failed: list[Exception] = []
+    taking, ended = threading.Lock(), threading.Event()
+
+    def put(at_least: int = 1) -> None:
+        with taking:
+            if len(waiting) >= at_least:
+                write(list(waiting))
+                waiting.clear()
+
+    def put_now_and_then() -> None:
+        try:
+            while not ended.wait(KEEP_EVERY_S):
+                put()
+        except Exception as error:
+            failed.append(error)
+
+    timer = threading.Thread(target=put_now_and_then, daemon=True)
+    timer.start()
+    try:
+        for event in events:
+            if failed:
+                raise failed[0]
+            with taking:
+                waiting.extend(samples_of(event))
+            put(chunk)
+            progress(event)
+    finally:
+        ended.set()
+        timer.join()
+        put()

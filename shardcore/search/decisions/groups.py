@@ -1,0 +1,236 @@
+"""Sharding groups: their size and layout, by the cost of a step and of synchronising replicas.
+
+Each way to divide the devices gives a problem: that of one group (see shardcore/sharding_groups.py). A step
+of the whole job then takes
+
+    total = step of a group + time to synchronise / steps between two
+
+A synchronisation is one all-reduce of weights and one of optimizer state, among the replicas of each device.
+By a ring, 2 (R - 1) / R of the bytes leave and enter each device. The cost model prices it, by the topology's
+links or as it measured all-reduces. Rows in host memory cross the link to their device and back, too. All
+devices wait for the last.
+
+All groups communicate at once. Where devices of a host share its link, and the topology states no bandwidths,
+this is too cheap: a price has one group's bytes on it.
+
+Shapes: C channels, M devices of a group, R groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from shardcore.cost.model import CostModel, price
+from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.layouts import CHANNELS, Channel, shards_on
+from shardcore.memory import held_bytes, host_bytes, used_bytes
+from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
+from shardcore.search.sharders import SHARDERS
+from shardcore.sharding_groups import (
+    GroupedPlan,
+    Grouping,
+    groupings,
+    numbered,
+    problem_of_group,
+    replicas,
+    replicated_gradient_bytes,
+    require_size,
+    synced_bytes,
+    words,
+)
+from shardcore.step_cost import StepCost
+from shardcore.topology import Topology
+from shardcore.types import Problem
+from shardcore.workload import Workload, lower
+
+_ALL_REDUCE = CHANNELS.index(Channel("all_reduce"))
+EVEN_BYTES = "size_greedy"
+"""A sharder that deals bytes evenly.
+
+Sharders see the step, not the synchronisation, which takes as long as the device with most bytes. So its plan
+is weighed against that of the sharder.
+"""
+
+
+@dataclass(frozen=True)
+class GroupedCost:
+    """The cost of a step in groups.
+
+    step: of one group.
+    dense_gradients_ms: that gradients of replicated tables take longer among all devices than in a group.
+    sync_ms: one synchronisation of the replicas.
+    sync_every: steps from one to the next.
+    """
+
+    step: StepCost
+    dense_gradients_ms: float
+    sync_ms: float
+    sync_every: int
+
+    @property
+    def step_ms(self) -> float:
+        return self.step.total_ms + self.dense_gradients_ms
+
+    @property
+    def sync_ms_a_step(self) -> float:
+        return self.sync_ms / self.sync_every
+
+    @property
+    def total_ms(self) -> float:
+        return self.step_ms + self.sync_ms_a_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class InGroups(Proposal):
+    """A way to divide the devices of a problem."""
+
+    whole: Problem
+    grouping: Grouping
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundGroups(Found):
+    """A plan of one group. Its problem is that of the group.
+
+    whole: problem of all devices, with the tables of the group's.
+    """
+
+    whole: Problem
+    grouping: Grouping
+    cost: GroupedCost
+
+    @property
+    def grouped(self) -> GroupedPlan:
+        return GroupedPlan(self.grouping, self.plan, self.problem)
+
+    @property
+    def words(self) -> str:
+        """The groups, for people."""
+        every, groups = self.grouping.sync_every, words(self.grouping, self.whole)
+        if self.grouping.size == len(self.whole.topology):
+            return groups
+        return f"{groups}, synchronised every {f'{every} steps' if every > 1 else 'step'}"
+
+
+@dataclass(frozen=True)
+class Groups(Decision):
+    """Choose the groups to train in.
+
+    size: "auto" for every size that divides the devices, or one of them.
+    sync_every: steps from one synchronisation of the replicas to the next.
+    """
+
+    size: str = "auto"
+    sync_every: int = 1
+
+    name: ClassVar[str] = "sharding groups"
+    level: ClassVar[int] = 1
+
+    def proposals(self, problem: Problem, model: CostModel,
+                  seconds: float | None) -> Generator[InGroups, Outcome, None]:
+        """Every size in both layouts, the largest first. All devices as one group are the plain problem."""
+        ways = groupings(problem, self.sync_every, require_size(self.size, problem))
+        for i, grouping in enumerate(ways):
+            refused = own = None
+            try:
+                own = problem_of_group(problem, grouping)
+            except ShardCoreError as error:
+                refused = error
+            yield InGroups(words=words(grouping, problem), problem=own, refused=refused,
+                           more=len(ways) - 1 - i, whole=problem, grouping=grouping)
+
+    def adopt(self, proposal: InGroups, found: Found | None, model: CostModel) -> FoundGroups | None:
+        """Count the synchronisation. A plan that deals bytes evenly is kept where it is cheaper in all."""
+        if found is None:
+            return None
+        whole, own, grouping = proposal.whole, found.problem, proposal.grouping
+        fitting, plans = model.for_problem(own), [found.plan]
+        if grouping.size < len(whole.topology):
+            with suppress(Infeasible):
+                plans.append(SHARDERS[EVEN_BYTES](own, fitting))
+        costs = [cost_of(GroupedPlan(grouping, plan, own), whole, fitting) for plan in plans]
+        best = min(range(len(plans)), key=lambda i: costs[i].total_ms)
+        # Inner decisions change tables, and what is asked of them.
+        changed = replace(whole, tables=own.tables, constraints=own.constraints)
+        return FoundGroups(**{**vars(found), "plan": plans[best], "ms": costs[best].total_ms},
+                           whole=changed, grouping=grouping, cost=costs[best])
+
+    def facts(self, outcome: Outcome) -> Mapping[str, Any]:
+        found = outcome.found
+        if found is None:
+            return {}
+        shares = [used / max(1, free) for used, free in zip(
+            used_bytes(found.plan, found.problem), held_bytes(found.problem), strict=True)]
+        fullest = max(range(len(shares)), key=shares.__getitem__)
+        return {"step ms": found.cost.step_ms, "sync ms a step": found.cost.sync_ms_a_step,
+                "fullest device": f"{shares[fullest]:.0%} ({fullest})"}
+
+
+def cost_of(grouped: GroupedPlan, problem: Problem, model: CostModel) -> GroupedCost:
+    """The cost of a step of a grouped plan.
+
+    problem: the whole. model: for the problem of a group.
+    """
+    topology, grouping = problem.topology, grouped.grouping
+    step, dense, sync = price(lower(grouped.plan, grouped.problem), model), 0.0, 0.0
+    if grouping.size < len(topology):
+        if n_bytes := replicated_gradient_bytes(grouped.plan):
+            of_all, of_group = (_comm_ms(_all_reduce(n_bytes, among, problem), model)
+                                for among in (topology, grouped.problem.topology))
+            dense = max(0.0, of_all - of_group)
+        # All devices average their weights, then their state. Each waits for the last.
+        sync = sum(max((_comm_ms(part, model) for part in parts), default=0.0)
+                   for parts in synchronisation(grouped, problem)) + _host_rows_ms(grouped)
+    return GroupedCost(step, dense, sync, grouping.sync_every)
+
+
+def _host_rows_ms(grouped: GroupedPlan) -> float:
+    """ms in which rows below device memory cross the link to devices and back. A law, as for cache misses."""
+    ms, topology = [0.0] * len(grouped.problem.topology), grouped.problem.topology
+    for placement in grouped.plan.placements:
+        for device, shard in shards_on(placement):
+            if n_bytes := host_bytes(shard, grouped.problem):
+                ms[device] += 2 * n_bytes / topology.memory_of(shard.table.tier).gbps / 1e6
+    return max(ms)
+
+
+def synchronisation(grouped: GroupedPlan, problem: Problem) -> tuple[list[Workload], list[Workload]]:
+    """The all-reduces of a synchronisation: of weights, and then of optimizer state.
+
+    One for each way in which replicas are spread over hosts, of the device with most bytes.
+    problem: the whole.
+    """
+    topology = problem.topology
+    largest: dict[tuple[int, ...], tuple[int, int]] = {}
+    of_links: dict[tuple[int, ...], Topology] = {}
+    for (weights, state), devices in zip(synced_bytes(grouped.plan, grouped.problem),
+                                         replicas(topology, grouped.grouping), strict=True):
+        among = topology.among(devices)
+        # Replicas that are spread alike over hosts are priced once: the last of them counts.
+        spread = numbered([d.host for d in among.devices])
+        before = largest.get(spread, (0, 0))
+        largest[spread] = max(before[0], weights), max(before[1], state)
+        of_links[spread] = among
+    return tuple([_all_reduce(both[i], of_links[spread], grouped.problem)
+                  for spread, both in largest.items() if both[i]] for i in range(2))
+
+
+def _all_reduce(n_bytes: int, topology: Topology, problem: Problem) -> Workload:
+    """An all-reduce of so many bytes of each device, and nothing else."""
+    n_devices = len(topology)
+    traffic = np.zeros((len(CHANNELS), n_devices))
+    traffic[_ALL_REDUCE] = n_bytes
+    return Workload(ops=((),) * n_devices, traffic=traffic, memory_bytes=(0,) * n_devices, topology=topology,
+                    global_batch=problem.global_batch, job=problem.job)
+
+
+def _comm_ms(work: Workload, model: CostModel) -> float:
+    """ms of a workload's backward collectives."""
+    if len(work.topology) < 2:
+        return 0.0
+    return float(model.comm(work.traffic, np.zeros(len(work.topology)), work.topology).backward_ms.max())

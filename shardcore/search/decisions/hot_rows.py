@@ -1,0 +1,87 @@
+"""Hot rows: how many rows of sequence tables are on every device, by a threshold of lookups a batch.
+
+See shardcore/tables/hot_rows.py for what that saves and costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from shardcore.cost.model import CostModel
+from shardcore.errors import ShardCoreError
+from shardcore.memory import gib
+from shardcore.search.decisions.driver import Decision, Outcome, Proposal
+from shardcore.tables.hot_rows import heats, hot_counts, with_hot_rows
+from shardcore.types import Problem
+from shardcore.workload import lower
+
+_FACTOR = 4.0
+"""Between thresholds that are tried at first. Then its root, on both sides of the best of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threshold(Proposal):
+    """A problem with hot rows as tables of their own.
+
+    rows: hot rows by table.
+    """
+
+    rows: Mapping[str, int]
+
+
+class HotRows(Decision):
+    """Choose the number of hot rows of sequence tables, which are on every device."""
+
+    name: ClassVar[str] = "hot rows"
+    level: ClassVar[int] = 2
+    changes: ClassVar[str] = "hot rows as tables"
+
+    def proposals(self, problem: Problem, model: CostModel,
+                  seconds: float | None) -> Generator[Threshold, Outcome, None]:
+        """The problem without hot rows, and with those of each threshold, from the highest on.
+
+        On one device there are no thresholds. They fall until no plan fits, or half as many lookups as there
+        are devices would make a row hot: fewer are never worth an all-reduce.
+
+        Raises ShardCoreError for a problem without sequence tables, and as `heat_of` does.
+        """
+        if not (known := heats(problem)):
+            raise ShardCoreError(f"problem {problem.name!r} has no sequence tables that are looked up; only "
+                                 "those may have hot rows (docs/plan.md)")
+        outcomes: dict[float, Outcome] = {}
+        yielded: list[tuple[Mapping[str, int], Outcome]] = []
+
+        def outcome_of(threshold: float, more: int) -> Generator[Threshold, Outcome, Outcome]:
+            rows = {} if threshold == math.inf else hot_counts(problem, threshold)
+            outcomes[threshold] = same = next((x for own, x in yielded if own == rows), None)
+            if same is None:
+                outcomes[threshold] = yield Threshold(
+                    words=f"rows hot from {threshold:,.1f} lookups a batch" if rows else "no hot rows",
+                    problem=with_hot_rows(problem, rows), rows=rows, more=more)
+                yielded.append((rows, outcomes[threshold]))
+            return outcomes[threshold]
+
+        least = max(1.0, len(problem.topology) / 2)
+        falling = [max(least, max(float(heat.lookups.max()) for _, heat in known) / _FACTOR)]
+        while falling[-1] / _FACTOR >= least:
+            falling.append(falling[-1] / _FACTOR)
+        if len(problem.topology) == 1:  # no other device to be on
+            falling = []
+        yield from outcome_of(math.inf, len(falling) + 2 if falling else 0)
+        for i, threshold in enumerate(falling):
+            if (yield from outcome_of(threshold, len(falling) - i + 1)).found is None:
+                break
+        best = min(outcomes, key=lambda threshold: outcomes[threshold].ms)
+        if best < math.inf:
+            yield from outcome_of(best * _FACTOR**0.5, 1)
+            yield from outcome_of(best / _FACTOR**0.5, 0)
+
+    def facts(self, outcome: Outcome) -> Mapping[str, Any]:
+        facts: dict[str, Any] = {"hot": sum(outcome.proposal.rows.values())}
+        if outcome.found:
+            work = lower(outcome.found.plan, outcome.found.problem)
+            facts |= {"enters exchanges": gib(work.traffic.sum()), "most memory": gib(max(work.memory_bytes))}
+        return facts

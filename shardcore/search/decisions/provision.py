@@ -1,0 +1,277 @@
+"""Capacity planning: the cheapest cluster, of machines that can be had, that trains a problem fast enough.
+
+The question is that of Hercules (Ke et al., HPCA 2022). Each number of hosts of each offer is a problem of
+its own: the same tables and global batch, on its devices. Its plan is searched, and its step priced by the
+offer's cost model. A cluster has machines of one offer: TorchRec divides a batch evenly, so the slowest would
+hold up all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from shardcore import memory
+from shardcore.cost.model import CostModel
+from shardcore.documents import open_document
+from shardcore.errors import ShardCoreError
+from shardcore.limits import MOST_BYTES, MOST_DEVICES, MOST_SPEED, require, require_name, require_within
+from shardcore.schema import build
+from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
+from shardcore.search.shards import priced
+from shardcore.step.links import Link
+from shardcore.topology import Device, Topology, default_reserve
+from shardcore.types import Plan, Problem
+
+MOST_PRICE = 1e9
+"""The highest price of an hour, in any currency, and the most watts."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A type of machine.
+
+    name: of the offer.
+    devices: of one machine.
+    memory_bytes: of each device.
+    price_per_hour: of one machine, in any currency.
+    model: folder of the cost model of its devices.
+    most_hosts: machines that can be had.
+    watts: of one machine. None: not known.
+    speed: of a device, relative to what the model was measured on.
+    links: of its devices, as in Topology.
+    """
+
+    name: str
+    devices: int
+    memory_bytes: int
+    price_per_hour: float
+    model: str
+    most_hosts: int = 1
+    watts: float | None = None
+    speed: float = 1.0
+    links: tuple[Link, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_name(self.name, "an offer")
+        require_within(self, f"offer {self.name!r}", devices=(1, MOST_DEVICES), memory_bytes=(1, MOST_BYTES),
+                       price_per_hour=(0, MOST_PRICE), watts=(0, MOST_PRICE), most_hosts=(1, MOST_DEVICES),
+                       speed=(1 / MOST_SPEED, MOST_SPEED))
+        require(self.devices * self.most_hosts <= MOST_DEVICES, f"offer {self.name!r} has most_hosts "
+                f"{self.most_hosts} of {self.devices} devices; a problem has {MOST_DEVICES} devices at most")
+        self.topology(1)  # for its refusals
+
+    def topology(self, hosts: int) -> Topology:
+        devices = tuple(Device(self.memory_bytes, self.speed, f"host-{h}")
+                        for h in range(hosts) for _ in range(self.devices))
+        return Topology(devices, links=self.links)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The aim of a cluster. One of these.
+
+    step_ms: of a step, at most.
+    samples_per_s: at least.
+    price_per_hour: of the cluster, at most; the fastest that it buys is wanted.
+    """
+
+    step_ms: float | None = None
+    samples_per_s: float | None = None
+    price_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        given = {k: v for k, v in vars(self).items() if v is not None}
+        require(len(given) == 1 and min(given.values()) > 0,
+                f"the target has {given or 'nothing'}; it needs one of {', '.join(vars(self))}, above 0")
+
+    @property
+    def given(self) -> tuple[str, float]:
+        """The one that is given: its name and value."""
+        return next((k, v) for k, v in vars(self).items() if v is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster(Proposal):
+    """Some machines of an offer.
+
+    problem: the tables on its devices.
+    plans: found for as many hosts of as many devices. It may have these, too.
+    """
+
+    offer: Offer
+    hosts: int
+    plans: tuple[Plan, ...] = ()
+
+    @property
+    def price_per_hour(self) -> float:
+        return self.hosts * self.offer.price_per_hour
+
+    @property
+    def watts(self) -> float | None:
+        return None if self.offer.watts is None else self.hosts * self.offer.watts
+
+    def samples_per_s(self, step_ms: float) -> float:
+        return 1e3 * self.problem.global_batch / step_ms
+
+    def meets(self, target: Target, step_ms: float) -> bool:
+        if target.price_per_hour is not None:
+            return self.price_per_hour <= target.price_per_hour
+        if target.step_ms is not None:
+            return step_ms <= target.step_ms
+        return self.samples_per_s(step_ms) >= target.samples_per_s
+
+
+@dataclass(frozen=True)
+class Offers:
+    """The content of a file of offers."""
+
+    offers: tuple[Offer, ...]
+
+    def __post_init__(self) -> None:
+        names = [offer.name for offer in self.offers]
+        require(bool(names), "there are no offers; it needs one or more")
+        twice = next((name for name in names if names.count(name) > 1), None)
+        require(twice is None, f"there are two offers {twice!r}; each needs a name of its own")
+
+
+def read_offers(path: str | Path) -> tuple[Offer, ...]:
+    """The offers of a file. Raises ShardCoreError naming what is wrong in it."""
+    return build(Offers, open_document(path, "offers"), str(path), also=("schema", "version")).offers
+
+
+def clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:
+    """Every number of hosts of every offer whose devices divide the batch evenly. Not searched yet.
+
+    A problem that keeps free what is the default on its own devices keeps free what is the default on theirs.
+
+    Raises ShardCoreError for a problem whose constraints name devices.
+    """
+    pinned = dict(problem.constraints.pinned)
+    require(not pinned, f"problem {problem.name!r} has constraints.pinned {pinned}; clusters differ in their "
+            "devices, so it needs none")
+    by_default = problem.constraints.reserved_bytes == default_reserve(problem.topology.devices)
+    for offer in offers:
+        if by_default:
+            reserved = default_reserve(offer.topology(1).devices)
+            problem = replace(problem, constraints=replace(problem.constraints, reserved_bytes=reserved))
+        for hosts in range(1, offer.most_hosts + 1):
+            if problem.global_batch % (hosts * offer.devices) == 0:
+                # Names are limited to 100 characters, and to those of files. Offers have any.
+                offered = re.sub("[^A-Za-z0-9._-]+", "-", offer.name)
+                name = f"{problem.name[:60]}.{hosts}x{offered[:30]}"
+                yield Cluster(words=f"{hosts} x {offer.name!r}", offer=offer, hosts=hosts, problem=replace(
+                    problem, name=name, topology=offer.topology(hosts)))
+
+
+@dataclass(frozen=True)
+class Provision(Decision):
+    """Choose the cluster to rent or buy.
+
+    models: by the offers' `model`.
+    """
+
+    offers: Sequence[Offer]
+    models: Mapping[str, CostModel]
+    target: Target
+
+    name: ClassVar[str] = "clusters"
+    level: ClassVar[int] = 0
+    changes: ClassVar[str] = "devices of the cluster"
+    searches_all: ClassVar[bool] = True
+    against: ClassVar[Mapping[str, str]] = {
+        "memory tiers": "offers do not say what hosts have for tables",
+        "plan to start from": "it is of other devices than clusters have"}
+
+    def proposals(self, problem: Problem, model: CostModel,
+                  seconds: float | None) -> Generator[Cluster, Outcome, None]:
+        """Every number of hosts of every offer.
+
+        Raises SettingMismatch for a model of another setting than the problem's. Raises ShardCoreError where
+        no number of hosts divides the batch, and as `clusters`.
+        """
+        # Before any search: a model of another setting would end them all. Offers have hardware of their own.
+        anywhere = replace(problem, topology=replace(problem.topology, hardware=None))
+        for offer in self.offers:
+            anywhere.require_setting(self.models[offer.model].for_problem(anywhere).setting)
+        asked, plans = list(clusters(problem, self.offers)), defaultdict[tuple[int, int], list[Plan]](list)
+        require(bool(asked), f"problem {problem.name!r} has global_batch {problem.global_batch}, which no "
+                f"number of hosts of offers {', '.join(offer.name for offer in self.offers)} divides evenly")
+        for i, cluster in enumerate(asked):
+            alike = plans[cluster.hosts, cluster.offer.devices]
+            outcome = yield replace(cluster, model=self.models[cluster.offer.model],
+                                    more=len(asked) - 1 - i, plans=tuple(alike))
+            if outcome.found and outcome.found.ledger is None:
+                alike.append(outcome.found.plan)
+
+    def adopt(self, proposal: Cluster, found: Found | None, model: CostModel) -> Found | None:
+        """The cheapest of the plan found and of other clusters' plans. So more memory is never dearer.
+
+        Plans on which inner decisions were made are of other problems: none is proposed.
+        """
+        problem = found.problem if found else proposal.problem
+        own = model.for_problem(problem)
+        for plan in proposal.plans:
+            if memory.fits(plan, problem):
+                kept = priced(plan.placements, problem, own, **{
+                    k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")})
+                ms = kept.provenance["predicted_ms"]
+                if found is None or ms < found.ms:
+                    found = Found(problem=problem, plan=kept, ms=ms, evals=found.evals if found else 0)
+        return found
+
+    def best(self, outcomes: Sequence[Outcome]) -> Outcome:
+        return best_of_each(outcomes, self.target)[0]
+
+    def because(self, outcomes: Sequence[Outcome]) -> str:
+        key, asked = self.target.given
+        return f"{'fastest' if key == 'price_per_hour' else 'cheapest'} with {key} {asked:g}"
+
+    def facts(self, outcome: Outcome) -> Mapping[str, Any]:
+        return {"price_per_hour": outcome.proposal.price_per_hour}
+
+
+def best_of_each(outcomes: Sequence[Outcome], target: Target) -> list[Outcome]:
+    """The best cluster of each offer that meets the target, the best of all first.
+
+    The cheapest is best, or with a target price the fastest. Ties go to less power, then to the faster.
+    Power that is not known counts as most.
+
+    Raises ShardCoreError where no cluster meets it, naming the nearest.
+    """
+    planned = [x for x in outcomes if x.found]
+    meeting = sorted((x for x in planned if x.proposal.meets(target, x.ms)), key=lambda x: _rank(x, target))
+    if not meeting:
+        key, asked = target.given
+        near = min(planned, key=_price if key == "price_per_hour" else lambda x: x.ms)
+        has = {"step_ms": near.ms, "price_per_hour": _price(near),
+               "samples_per_s": near.proposal.samples_per_s(near.ms)}[key]
+        raise ShardCoreError(f"no cluster of {len(outcomes)} reaches {key} {asked:g}; the nearest, "
+                             f"{near.proposal.words}, has {has:.4g}")
+    first: dict[str, Outcome] = {}
+    for outcome in meeting:
+        first.setdefault(outcome.proposal.offer.name, outcome)
+    return list(first.values())
+
+
+def _price(outcome: Outcome) -> float:
+    return outcome.proposal.price_per_hour
+
+
+def _rank(outcome: Outcome, target: Target) -> tuple[float, ...]:
+    cost, ms = _price(outcome), outcome.ms
+    watts = float("inf") if outcome.proposal.watts is None else outcome.proposal.watts
+    return (ms, cost, watts) if target.price_per_hour is not None else (cost, watts, ms)
+
+
+def frontier(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Clusters that none is both cheaper and faster than, by rising price."""
+    kept: list[Outcome] = []
+    for outcome in sorted((x for x in outcomes if x.found), key=lambda x: (_price(x), x.ms)):
+        if not kept or outcome.ms < kept[-1].ms:
+            kept.append(outcome)
+    return kept

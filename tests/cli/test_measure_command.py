@@ -1,0 +1,302 @@
+"""`python -m shardcore measure`: it says what a folder lacks, measures it, goes on where it was stopped, and
+loses nothing."""
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from boxes import boxed
+
+from shardcore import files
+from shardcore.cli import main
+from shardcore.cli import measure as measuring
+from shardcore.draws import different
+from shardcore.draws.collectives import comm_request, emulated_request
+from shardcore.draws.groups import GroupConfig, compute_request, reference_request
+from shardcore.measurements import CollectiveSample, ComputeSample, EmulatedLinks, Spread
+from shardcore.samples import dataset, replays
+from shardcore.types import Setting
+
+ROOT = Path(__file__).parents[2]
+SETTING = Setting("law", 64)
+BOXED = ["--ranks", "4", "--between-gbit-s", "1"]
+SHAPE = GroupConfig(max_shards=4, max_shard_bytes=8 << 20)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize("asked, said", [
+    (["--exchanges", "1000000000000"], "measure has exchanges 1000000000000; it needs 0 to 1,000,000"),
+    (["--steps", "1000000000000"], "measure has steps 1000000000000; it needs 0 to 1,000,000"),
+    (["--exchanges", "1", "--ranks", "1000000"], "measure has ranks 1000000; it needs 1 to 1,024"),
+    (["--hang-s", "1e12"], "measure has hang_s 1000000000000.0; it needs 0.001 to 1,000,000"),
+    (["--max-repeats", "1000000000000"], "max_repeats 1000000000000; it needs 6 to 1,000,000"),
+    (["--max-shards", "1000000000000"], "group config has max_shards 1000000000000"),
+    (["--between-gbit-s", "1"], "--within-gbit-s are of emulated hosts; they need --hosts"),
+    (["--exchanges", "1", "--hosts", "2"], "hosts need --between-gbit-s"),
+    ([*BOXED, "--hosts", "2"], "it needs --exchanges, no --steps"),
+    ([*BOXED, "--exchanges", "1", "--hosts", "3"], "--ranks is 4; each of 3 hosts needs as many"),
+    ([*BOXED, "--exchanges", "1", "--hosts", "1"], "box has hosts 1; it needs 2 to 64"),
+    ([*BOXED, "--exchanges", "1", "--hosts", "2", "--within-gbit-s", "1e9"], "within_gbit_s 1000000000.0"),
+    (["--device", "cuda"], "there is no CUDA device here"),
+    (["--device", "cuda", "--hardware", "nvidia-h200"], "there is no CUDA device here"),
+])
+def test_what_cannot_be_is_one_line_before_anything_starts(asked, said, command, folder, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([*command, *asked]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and said in err and err.count("\n") == 1
+    assert not folder.exists()
+
+
+@pytest.fixture
+def command(tables, tmp_path, folder, monkeypatch):
+    monkeypatch.setattr(measuring, "_ESTIMATE_S", 0.3)
+    monkeypatch.setattr(measuring, "_CALIBRATE_S", 0.1)
+    files.write_pool(tmp_path / "pool.json", tables)
+    return [
+        "measure",
+        "--device",
+        "cpu",
+        "--hardware",
+        SETTING.hardware,
+        "--pool",
+        str(tmp_path / "pool.json"),
+        "--batch",
+        "64",
+        "--max-shards",
+        "4",
+        "--arena-gib",
+        "0.0078125",
+        "--max-repeats",
+        "6",
+        "--tolerance",
+        "0.9",
+        "--out",
+        str(folder),
+    ]
+
+
+@pytest.mark.parametrize("asked, said", [
+    (["--optimizer", "lamb"], "FBGEMM does not train fp32 weights with lamb on cpu (Optimizer lamb is not"),
+    (["--precision", "bf16"], "FBGEMM does not train bf16 weights with exact_sgd on cpu ("),
+])
+def test_what_fbgemm_does_not_train_is_one_line_that_names_what_it_does(asked, said, command, folder, capsys):
+    assert main([*command, "--samples", "1", *asked]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and said in err and "here it trains exact_sgd with fp32 or fp16; " in err
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("asked", [["--optimizer", "adagrad"], ["--precision", "fp8"]])
+def test_an_unknown_optimizer_or_precision_is_bad_usage(asked, command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*command, *asked])
+    assert ended.value.code == 2
+    assert f"invalid choice: '{asked[1]}' (choose from " in capsys.readouterr().err
+
+
+@pytest.fixture
+def live(tables):
+    return [t for t in tables if t.pooling > 0]
+
+
+def measured(request, total_ms: float = 1.0, **fields) -> ComputeSample:
+    part = Spread(total_ms / 2, total_ms / 2, total_ms / 2, 6)
+    return ComputeSample(
+        dataset.compute_id(SETTING, request),
+        SETTING,
+        request,
+        part,
+        part,
+        1.0,
+        **{"relative_ci": 0.01, **fields},
+    )
+
+
+def drawn(live, n: int) -> list:
+    draws = different(lambda i: compute_request(live, i, SETTING, 0, SHAPE),
+                               lambda r: dataset.compute_id(SETTING, r), n)
+    return [request for _, request in draws]
+
+
+def test_it_says_what_is_missing_measures_it_and_has_it(command, live, folder, capsys):
+    wanted = ["--samples", "6", "--exchanges", "2", "--steps", "2"]
+    assert main([*command, *wanted, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(
+        r"6 of the first 6 samples are missing in .*: about [\d.]+ min at [\d.]+ a second\n", said
+    )
+    assert "2 of the first 2 exchanges are missing" in said and "2 of the first 2 steps are missing" in said
+    assert not folder.exists()
+    assert main([*command, *wanted]) == 0
+    said = capsys.readouterr().out
+    assert f"measuring for {SETTING} into {folder}, 0 samples there already" in said
+    assert float(re.search(r"the reference op takes ([\d.e-]+) ms", said)[1]) > 0
+    assert re.search(
+        r"6 samples, [\d.]+ a second, \d+% of the time in kernels, \d+% in runs that entered a median", said
+    )
+    assert "2 of 2 exchanges" in said and "2 of 2 steps" in said
+    assert len(replays.digests(folder)) == 1 + ("disturbed" in said)
+    reference = reference_request(live, SETTING, SHAPE)
+    assert {s.request for s in dataset.read_compute(folder)} == {reference, *drawn(live, 6)}
+    assert all(s.error is None and s.setting == SETTING for s in dataset.read_compute(folder))
+    assert {s.request for s in dataset.read_comm(folder)} == {
+        comm_request(i, 2, 64) for i in range(2)
+    }
+    assert len(list(folder.glob("compute-*.parquet"))) == len(list(folder.glob("comm-*.parquet"))) == 1
+    assert main(["report", str(folder)]) == 0 and re.search(
+        r"steps +2 plans of 1 problems", capsys.readouterr().out
+    )
+
+
+def test_a_rerun_measures_what_was_disturbed_failed_or_is_wanted_again(command, live, folder, tables, capsys):
+    """At the folder's slowdown: its reference op usually takes 1,000 s, which no machine is as slow as."""
+    requests, reference = drawn(live, 8), reference_request(live, SETTING, SHAPE)
+    kept = [measured(r) for r in requests[:6]]
+    kept[3] = dataclasses.replace(kept[3], relative_ci=2.0)
+    kept[4] = dataclasses.replace(kept[4], forward=None, backward=None, error="out of memory")
+    dataset.write_compute(folder, [*kept, measured(reference, 1e6)], dataset.write_pool(folder, tables))
+    assert main([*command, "--samples", "7", "--again", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "6 samples there already, 1 of them disturbed and to be measured again\n" in said
+    assert "4 samples, " in said and "the reference op takes" not in said
+    new = {s.request: s for s in dataset.read_timings(folder) if s.measured_at > 1.0}
+    assert set(new) - {reference} == {requests[i] for i in (0, 3, 4, 6)}
+    assert all(s.slowdown < 1e-3 and s.total_ms > 1e3 for s in new.values())
+
+
+def test_nothing_starts_where_nothing_is_missing_or_the_machine_lacks_what_is_asked_for(
+    command, live, folder, tables, capsys
+):
+    kept = [measured(r) for r in (*drawn(live, 6), reference_request(live, SETTING, SHAPE))]
+    dataset.write_compute(folder, kept, dataset.write_pool(folder, tables))
+    dataset.write_compute(
+        folder, [dataclasses.replace(kept[0], measured_at=2.0)], dataset.write_pool(folder, tables)
+    )
+    exchanges = [comm_request(i, 2, 64) for i in range(2)]
+    ms = (Spread(1.0, 1.0, 1.0, 7),) * 2
+    dataset.write_comm(
+        folder,
+        [CollectiveSample(dataset.comm_id(SETTING, r), SETTING, r,
+                          None if r.collective == "all_reduce" else ms, ms, (0.0, 0.0), 1.0)
+         for r in exchanges],
+    )
+    assert main([*command, "--samples", "6", "--exchanges", "2"]) == 0
+    assert capsys.readouterr().out == f"{folder} holds the first 6 samples already\n"
+    assert (
+        len(list(folder.glob("compute-*.parquet"))) == 1 and len(dataset.read_timings(folder)) == 8
+    )  # merged
+    assert main([*command, "--samples", "6", "--ranks", "3", "--exchanges", "4"]) == 1
+    assert "divides the batch of 64" in capsys.readouterr().err
+    assert main([*command, "--samples", "6", "--ranks", "64", "--steps", "4"]) == 1
+    assert "need as many cores" in capsys.readouterr().err
+
+
+@boxed
+def test_exchanges_over_emulated_hosts_are_measured_once_and_say_so(command, folder, capsys):
+    asked = [*command, "--samples", "0", *BOXED, "--hosts", "2", "--exchanges", "3"]
+    assert main(asked) == 0
+    assert "3 of 3 exchanges among 4 ranks of 2 emulated hosts, between 1 Gbit/s, " in capsys.readouterr().out
+    found = dataset.read_comm(folder)
+    links = EmulatedLinks(1.0)
+    assert {s.request for s in found} == {emulated_request(i, (2, 2), 64, links) for i in range(3)}
+    assert all(s.error is None for s in found)
+    assert main(asked) == 0 and capsys.readouterr().out == ""
+    assert main([*asked, "--within-gbit-s", "2", "--dry-run"]) == 0  # other links, other exchanges
+    assert capsys.readouterr().out == "3 of the first 3 exchanges are missing\n"
+
+
+# --- stopped, killed ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(command):
+    """Starts the command in a session of its own, with a line for each sample, and ends what is left of
+    it."""
+    runs, script = (
+        [],
+        (
+            "import sys; from shardcore.cli import measure;"
+            "measure._CALIBRATE_S = 0.1; measure._PROGRESS_S = -1;"
+            "from shardcore.cli import main; sys.exit(main(sys.argv[1:]))"
+        ),
+    )
+
+    def start(*options):
+        run = subprocess.Popen(
+            [sys.executable, "-c", script, *command, *options],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        runs.append(run)
+        return run
+
+    yield start
+    for run in runs:
+        try:
+            os.killpg(run.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        run.communicate()
+
+
+def wait_for(run, line: str, timeout_s: float = 120.0) -> None:
+    """Until the process says a line that matches; fails with what it said to standard error where it ends
+    before, or in time."""
+    ending = threading.Timer(timeout_s, os.killpg, (run.pid, signal.SIGKILL))
+    ending.start()
+    try:
+        if not any(re.search(line, said) for said in run.stdout):
+            pytest.fail(f"it ended without saying {line!r}: {run.stderr.read()}")
+    finally:
+        ending.cancel()
+
+
+@pytest.mark.long
+def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(started, folder):
+    run = started("--chunk", "100000")
+    wait_for(run, "^[1-9][0-9]* samples")
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to all of its processes
+    _, errors = run.communicate(
+        timeout=60
+    )  # its output ends when the last process that could write there has
+    assert run.returncode == 130 and not errors
+    assert dataset.read_compute(folder)  # though no chunk was full
+
+
+@pytest.mark.long
+def test_killed_and_resumed_it_has_every_sample_once(started, command, live, folder):
+    """SIGKILL while it measures (bench/resumed.py does it at random moments, against an undisturbed run)."""
+    run = started("--samples", "30", "--chunk", "8")
+    wait_for(run, "^(8|9|1[0-9]) samples")  # a part was written
+    run.kill()
+    run.communicate(timeout=60)  # its measuring process sees that it is alone
+    kept, disturbed = dataset.read_ids(folder, "compute"), dataset.disturbed_ids(folder, 0.9)
+    assert kept
+    unfinished = folder / ".compute-cut-short.parquet.1.tmp"
+    unfinished.write_bytes(b"half")
+    # this one, and what the kill left; no other host can still be writing them
+    for left in folder.glob(".*.tmp"):
+        os.utime(left, (time.time() - 7200,) * 2)
+    assert main([*command, "--samples", "30"]) == 0
+    samples, repeats = dataset.read_compute(folder), dataset.read_repeats(folder)
+    assert kept <= {s.id for s in samples} and len(samples) == 31  # with the reference op
+    assert not list(folder.glob(".*.tmp"))
+    reference = reference_request(live, SETTING, SHAPE)
+    # no other was measured twice
+    assert {s[0].id for s in repeats} <= disturbed | {dataset.compute_id(SETTING, reference)}

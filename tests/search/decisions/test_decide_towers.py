@@ -1,0 +1,335 @@
+"""Towers: the hosts that are found, against brute force; what travels, by hand; and what is refused."""
+
+import json
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from shapes import ACROSS, ALL_TO_ALL, TO_TOWER, WITHIN, column, entering, host_row, on_hosts, with_room
+
+from shardcore import files
+from shardcore.constraints import Constraints
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import price
+from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.layouts import CHANNELS
+from shardcore.memory import table_bytes
+from shardcore.search import SHARDERS, Budget
+from shardcore.search.bound import bound
+from shardcore.search.decisions.tower_plans import as_planned, as_towers, tower_traffic
+from shardcore.search.decisions.towers import Division, TowerConfig, tower_hosts
+from shardcore.search.placement_state import PlacementState
+from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.step.links import links_of
+from shardcore.towers import Towers, read_towers
+from shardcore.types import Plan, Problem, Setting, Shard, Table
+from shardcore.workload import lower
+
+B = 64
+MODEL = AnalyticModel(Setting("made-up", B), launch_us=2, table_us=1, lookup_ns=10, exchange_latency_ms=0.001,
+                      exchange_gbps=1)
+
+
+def problem_of(n: int = 12, hosts: str = "aabb", memory_bytes: int = 1 << 24, **fields) -> Problem:
+    rng = np.random.default_rng(n)
+    tables = tuple(Table(f"t{i}", int(rng.integers(50, 400)), int(rng.choice([8, 16, 32])),
+                         float(rng.choice([1, 2.5, 10]))) for i in range(n))
+    return with_room(Problem("towers", tables, on_hosts(hosts, memory_bytes), B, **fields))
+
+
+def pairs(n: int = 12) -> Towers:
+    """t0 with t1, t2 with t3, ..."""
+    return Towers(4.0, tuple((f"t{i}", f"t{i + 1}") for i in range(0, n, 2)))
+
+
+# --- the division -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_division_of_few_units_is_better(seed):
+    rng = np.random.default_rng(seed)
+    n_units, n_hosts = 8 - seed % 2, 2 + seed % 2
+    affinity = np.triu(rng.random((n_units, n_units)) * (rng.random((n_units, n_units)) < 0.6), 1)
+    load = np.stack([rng.uniform(1, 4, n_units), rng.uniform(1, 4, n_units)], 1)
+    room = load[:, 1].sum() * (1.1 if seed % 3 else 3) / n_hosts
+    capacity = np.stack([np.ones(n_hosts), np.full(n_hosts, room)], 1)
+    allowed = rng.random((n_units, n_hosts)) < 0.9
+    allowed[:, 0] |= ~allowed.any(1)
+    division = Division(affinity + affinity.T, load, capacity, allowed, TowerConfig(tolerance=0.15))
+    least = min(division.cost(np.array(h)) for h in product(range(n_hosts), repeat=n_units)
+                if allowed[range(n_units), h].all())
+    found = division.best()
+    assert allowed[range(n_units), found].all()
+    assert division.cost(found) == pytest.approx(least, rel=1e-9, abs=1e-9)
+
+
+def test_out_of_time_the_first_division_that_fits_will_do():
+    rng = np.random.default_rng(0)
+    affinity, load = rng.random((30, 30)), rng.uniform(1, 4, (30, 2))
+    capacity = np.stack([np.ones(3), np.full(3, load[:, 1].sum())], 1)
+    at_once, whole = (Division(affinity + affinity.T, load, capacity, np.ones((30, 3), dtype=bool),
+                               TowerConfig(tolerance=0.02, seconds=seconds)) for seconds in (1e-9, None))
+    assert whole.cost(whole.best()) < at_once.cost(at_once.best())
+
+
+def test_out_of_time_a_division_that_does_not_fit_is_still_improved():
+    """The largest first, each on the emptiest host, puts 11 bytes on one of 9."""
+    n_bytes = np.array([5.0, 5, 4, 4, 3, 3, 3])
+    division = Division(np.zeros((7, 7)), np.stack([n_bytes, n_bytes], 1), np.array([(1, 9.0)] * 3),
+                        np.ones((7, 3), dtype=bool), TowerConfig(seconds=1e-9))
+    assert np.bincount(division.best(), n_bytes).tolist() == [9, 9, 9]
+
+
+def test_memory_counts_before_affinity():
+    # The first two belong together. Within the tolerance they would be, but they take 10.8 of 10.5 bytes.
+    load = np.array([(1, 6.0), (1, 4.8), (1, 5.0), (1, 4.2)])
+    affinity = np.zeros((4, 4))
+    affinity[0, 1] = affinity[1, 0] = 1.0
+    for room, beside in ((10.5, 3), (11.0, 1)):
+        capacity = np.array([(1, room)] * 2)
+        division = Division(affinity, load, capacity, np.ones((4, 2), dtype=bool), TowerConfig())
+        host = division.best()
+        assert np.flatnonzero(host == host[0]).tolist() == [0, beside]
+
+
+def test_blocks_of_a_matrix_are_found_and_hosts_are_even():
+    alike = tuple(Table(f"t{i}", 100, 16, 2.0) for i in range(12))
+    problem = Problem("blocks", alike, on_hosts("aabbcc"), 48)
+    block = np.arange(12) * 5 % 3  # tables of a block are not neighbours
+    matrix = np.where(block[:, None] == block, 1.0, 0.01)
+    found = tower_hosts(problem, Towers(2.0, (), tuple(t.name for t in problem.tables),
+                                        tuple(map(tuple, matrix))), MODEL)
+    hosts = [{found.host_of[f"t{i}"] for i in np.flatnonzero(block == b)} for b in range(3)]
+    assert sorted(map(sorted, hosts)) == [["a"], ["b"], ["c"]]
+    np.testing.assert_allclose(found.loads, 1.0)
+    assert found.affinity_inside == pytest.approx(18 / (18 + 48 * 0.01))
+    assert found.problem.job.tower_ratio == 2.0
+
+
+def test_groups_stay_together_with_pins_and_bundles_and_missing_tables_are_alone():
+    asked = Constraints(pinned=(("t0", (1, 3)), ("t5", ("a",))), together=(("t2", "t4"),))
+    problem = problem_of(constraints=asked)
+    found = tower_hosts(problem, Towers(4.0, (("t1", "t0"), ("t3", "t2"), ("t5", "t4"))), MODEL)
+    assert found.host_of["t1"] == found.host_of["t0"]
+    assert {found.host_of[f"t{i}"] for i in (2, 3, 4, 5)} == {"a"}  # t2 with t4, which is with t5
+    assert found.problem.pinned["t0"] == ((1,) if found.host_of["t0"] == "a" else (3,))
+    assert found.problem.constraints.together == asked.together
+    assert max(map(max, found.loads)) < 1.3
+    assert found == tower_hosts(problem, Towers(4.0, (("t1", "t0"), ("t3", "t2"), ("t5", "t4"))), MODEL)
+
+
+# --- what travels -------------------------------------------------------------------------------------------
+
+
+def test_what_enters_each_channel_by_hand():
+    # 2 hosts of 2 devices, batch 64, ratio 4. Device 0 has 16 columns, device 1 none, 2 has 8, 3 has 24.
+    a, b, c = (Table(n, 100, d, 1.0) for n, d in (("a", 16), ("b", 8), ("c", 24)))
+    plain = Problem("hand", (a, b, c), on_hosts("aabb"), B)
+    problem = as_towers(plain, {"a": "a", "b": "b", "c": "b"}, 4.0)
+    plan = Plan((column(a, 0), column(b, 2), column(c, 3)))
+    found = entering(lower(plan, problem).traffic)
+    # Within a host all outputs; across, a host's outputs / 4, half of them on each of its two devices.
+    assert found == {"all_to_all_host": [B * 16 * 4, 0, B * 8 * 4, B * 24 * 4],
+                     "all_to_all_cross": [B * 16 / 2, B * 16 / 2, B * 32 / 2, B * 32 / 2]}
+    assert entering(lower(plan, plain).traffic) == {"all_to_all": [B * 16 * 4, 0, B * 8 * 4, B * 24 * 4]}
+    # 48 columns of 64 samples, half of which are on the other host.
+    all_bytes = B * 48 * 4
+    moved = tower_traffic(plan, problem)
+    assert (moved.plain_across_bytes, moved.across_bytes) == (all_bytes / 2, all_bytes / 2 / 4)
+    assert (moved.plain_within_bytes, moved.within_bytes) == (all_bytes / 4, all_bytes / 2)
+    assert tower_traffic(plan, plain) is None
+
+
+def test_rows_divided_over_a_host_are_summed_and_compressed():
+    t, u = Table("t", 100, 16, 1.0), Table("u", 100, 8, 1.0)
+    problem = as_towers(Problem("rows", (t, u), on_hosts("aabb"), B), {"t": "a", "u": "b"}, 4.0)
+    plan = Plan((host_row(t, (0, 1)), column(u, 2)))
+    work = lower(plan, problem)
+    of = dict(zip(CHANNELS, work.traffic.tolist(), strict=True))
+    assert of[WITHIN] == [B * 16 * 4] * 2 + [0, 0] and of[TO_TOWER] == [0, 0, B * 8 * 4, 0]
+    assert of[ACROSS] == [B * 16 / 2] * 2 + [B * 8 / 2] * 2 and not any(of[ALL_TO_ALL])
+    moved = tower_traffic(plan, problem)  # of outputs: ids do not count, in buckets or not
+    assert (moved.within_bytes, moved.across_bytes) == (B * (16 * 4 + 8 * 4 / 2), B * (16 + 8) / 2)
+
+
+@pytest.mark.parametrize("ratio", [1, 8])
+def test_a_ratio_divides_what_crosses_hosts_and_nothing_else(ratio):
+    towers = replace(pairs(), compression_ratio=ratio)
+    problem = tower_hosts(problem_of(hosts="aabbccdd"), towers, MODEL).problem
+    plan = SHARDERS["size_greedy"](problem, MODEL)
+    moved = tower_traffic(plan, problem)
+    assert moved.across_bytes == pytest.approx(moved.plain_across_bytes / ratio)
+
+
+# --- plans --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", SHARDERS)
+def test_every_sharder_keeps_towers_on_their_hosts(algorithm):
+    found = tower_hosts(problem_of(), pairs(), MODEL)
+    problem, host = found.problem, [d.host for d in found.problem.topology.devices]
+    plan = SHARDERS[algorithm](problem, MODEL, seed=1, budget=Budget(evals=300))
+    for p in plan.placements:
+        assert {host[d] for d in p.devices} == {found.host_of[p.shard.table.name]}
+    ms = price(lower(plan, problem), MODEL).total_ms
+    assert plan.provenance["predicted_ms"] == pytest.approx(ms)
+    proved = bound(problem, MODEL).proved_ms
+    assert proved is None or proved <= ms * (1 + 1e-9)
+
+
+def test_a_table_too_large_for_a_device_is_divided_over_its_host():
+    big = Table("big", 60_000, 4, 1.0)
+    problem = problem_of(6, memory_bytes=table_bytes(big, problem_of(6)) * 6 // 10)
+    problem = replace(problem, tables=(*problem.tables, big))
+    found = tower_hosts(problem, pairs(6), MODEL)
+    plan = SHARDERS["anneal"](found.problem, MODEL, budget=Budget(evals=300))
+    [placement] = [p for p in plan.placements if p.shard.table == big]
+    assert placement.kind == "host_row" and len(placement.devices) == 2
+    lower(plan, found.problem)
+
+
+def test_a_sequence_that_is_on_every_device_is_so_beside_towers():
+    """As hot rows are. Only pooled tables are a tower's."""
+    hot = Table("s_hot", 50, 8, 2.0, sequence=True, collection="ec")
+    problem = problem_of()
+    problem = replace(problem, tables=(*problem.tables, hot),
+                      constraints=Constraints(kinds=(("s_hot", ("data_parallel",)),)))
+    found = tower_hosts(problem, pairs(), MODEL)
+    assert "s_hot" not in dict(found.problem.constraints.pinned)
+    plan = SHARDERS["size_greedy"](found.problem, MODEL)
+    [placement] = [p for p in plan.placements if p.shard.table == hot]
+    assert placement.kind == "data_parallel" and placement.devices == (0, 1, 2, 3)
+    told = Plan(plan.placements, {**plan.provenance, "tower_ratio": found.problem.job.tower_ratio})
+    assert lower(plan, as_planned(told, problem)).memory_bytes == lower(plan, found.problem).memory_bytes
+
+
+def test_a_plan_under_construction_costs_what_its_workload_does():
+    found = tower_hosts(problem_of(), pairs(), MODEL)
+    plan = SHARDERS["random"](found.problem, MODEL)
+    cache = ShardCostCache(found.problem, MODEL, [Shard.whole(t) for t in found.problem.tables])
+    state = PlacementState(cache)
+    for placement in plan.placements:
+        strip, units = cache.key(placement.shard)
+        cache.add([(strip, units)])
+        state.place(np.array(strip), np.array(units), np.array(placement.devices[0]))
+    assert float(state.cost_ms()) == pytest.approx(price(lower(plan, found.problem), MODEL).total_ms)
+
+
+def test_slow_links_between_hosts_make_towers_pay():
+    slow, links = problem_of(), links_of(within_host=100.0, between_hosts=0.001)
+    slow = replace(slow, topology=replace(slow.topology, links=links))
+    problems = [slow, *(tower_hosts(slow, replace(pairs(), compression_ratio=r), MODEL).problem
+                        for r in (2, 16))]
+    plans = [SHARDERS["anneal_columns"](p, MODEL, budget=Budget(evals=2000)) for p in problems]
+    costs = [price(lower(plan, p), MODEL) for plan, p in zip(plans, problems, strict=True)]
+    assert costs[0].total_ms > costs[1].total_ms > costs[2].total_ms
+    # Outputs and gradients take less time, ids as long as before.
+    back = [max(cost.backward_comm_ms) for cost in costs]
+    assert back[0] > 1.6 * back[1] > 1.6 * 7 * back[2]
+    ids = [max(cost.input_ms) for cost in costs]
+    assert max(ids) < 1.2 * min(ids)
+
+
+# --- what is refused ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("towers, said", [
+    (Towers(2, (("t0", "who"),)), "towers have table 'who', which problem 'towers' does not have"),
+    (Towers(2, (), ("who",), ((0.0,),)), "towers have table 'who', which problem"),
+])
+def test_tables_that_are_not_there_are_named(towers, said):
+    with pytest.raises(ShardCoreError, match=said):
+        tower_hosts(problem_of(), towers, MODEL)
+
+
+@pytest.mark.parametrize("hosts, said", [("aaaa", "has 1 host; towers need 2 or more"),
+                                         ("aaab", "has hosts of 1 to 3 devices; towers need as many")])
+def test_hosts_that_cannot_have_towers(hosts, said):
+    with pytest.raises(ShardCoreError, match=said):
+        tower_hosts(problem_of(hosts=hosts), pairs(), MODEL)
+    pinned = Constraints(pinned=tuple((f"t{i}", (0,)) for i in range(12)))
+    plain = problem_of(hosts=hosts, constraints=pinned)
+    with pytest.raises(ShardCoreError, match=said):
+        replace(plain, job=replace(plain.job, tower_ratio=2.0))
+
+
+def test_a_job_with_towers_needs_each_table_on_one_host():
+    problem = problem_of(constraints=Constraints(pinned=(("t0", (0, 1)),)))
+    with pytest.raises(ShardCoreError, match="'t1' may live on several hosts; it needs constraints.pinned"):
+        replace(problem, job=replace(problem.job, tower_ratio=2.0))
+    with pytest.raises(ShardCoreError, match="job has tower_ratio 0.5; it needs 1 to"):
+        replace(problem.job, tower_ratio=0.5)
+    apart = problem_of(constraints=Constraints(pinned=(("t0", ("a",)), ("t1", ("b",)))))
+    with pytest.raises(ShardCoreError, match="'t0', 't1' on one host, but constraints.pinned leaves"):
+        tower_hosts(apart, pairs(), MODEL)
+    with pytest.raises(ShardCoreError, match="has job.tower_ratio 4.0, so its towers are placed already"):
+        tower_hosts(tower_hosts(problem_of(), pairs(), MODEL).problem, pairs(), MODEL)
+
+
+def test_a_group_that_does_not_fit_is_named_and_by_how_much():
+    roomy = problem_of()
+    needed = [table_bytes(t, roomy) for t in roomy.tables]
+    tight = problem_of(memory_bytes=sum(needed) * 3 // 10)  # a host has 60% of what all tables take
+    seven = tuple(f"t{i}" for i in np.argsort(needed)[-9:])
+    with pytest.raises(Infeasible, match=r"the group .* and 4 more of the towers takes .* too little"):
+        tower_hosts(tight, Towers(2, (seven,)), MODEL)
+    # Three equal groups, each over half of a host.
+    equal = Problem("equal", tuple(Table(f"t{i}", 1000, 16, 1.0) for i in range(6)), on_hosts("aabb"), B)
+    each = table_bytes(equal.tables[0], equal)
+    equal = with_room(replace(equal, topology=on_hosts("aabb", each * 3 // 2 + 8)))
+    with pytest.raises(Infeasible, match=r"no division of its towers .* the group 't\d', 't\d' is on host"):
+        tower_hosts(equal, pairs(6), MODEL)
+
+
+GOOD = {"schema": "shardcore/towers", "version": 1, "compression_ratio": 4, "towers": [["t0", "t1"]]}
+MATRIX = {**{k: v for k, v in GOOD.items() if k != "towers"}, "tables": ["t0", "t1"]}
+
+
+def test_files_of_towers_are_read(tmp_path):
+    (tmp_path / "t.json").write_text(json.dumps(GOOD))
+    assert read_towers(tmp_path / "t.json") == Towers(4, (("t0", "t1"),))
+    (tmp_path / "t.json").write_text(json.dumps({**MATRIX, "affinity": [[9, 0.5], [0.5, 0]]}))
+    assert read_towers(tmp_path / "t.json") == Towers(4, (), ("t0", "t1"), ((9, 0.5), (0.5, 0)))
+
+
+@pytest.mark.parametrize("data, said", [
+    ({**GOOD, "compression_ratio": 0.9}, "compression_ratio 0.9; it needs 1 to 1,000,000"),
+    ({**GOOD, "towers": [["t0"], ["t1", "t0"]]}, "table 't0' 2 times in their groups; it needs to be in"),
+    ({**GOOD, "towers": [[]]}, "an empty group, towers[0]"),
+    ({**GOOD, "towers": []}, "no 'towers' and no 'affinity'"),
+    ({**GOOD, "tower": 1}, "unknown key 'tower'; known are compression_ratio, towers, tables, affinity"),
+    ({**MATRIX, "affinity": [[0, 1]]}, "an affinity of 1 rows for 2 tables"),
+    ({**MATRIX, "affinity": [[0, 1], [1]]}, "1 columns in the row of 't1'; it needs 2"),
+    ({**MATRIX, "affinity": [[0, 1], [2, 0]]},
+     "affinity 1 of 't0' and 't1', and 2 of 't1' and 't0'; it needs to be symmetric"),
+    ({**MATRIX, "affinity": [[0, -1], [-1, 0]]}, "affinity -1 of 't0' and 't1'; it needs 0, or 1e-100"),
+    ({**MATRIX, "affinity": [[0, 1e308], [1e308, 0]]}, "affinity 1e+308 of 't0' and 't1'; it needs 0, or"),
+    ({**MATRIX, "affinity": [[0, 1e-320], [1e-320, 0]]}, "of 't0' and 't1'; it needs 0, or 1e-100 to 1e+100"),
+    ({**MATRIX, "tables": ["t0", "t0"], "affinity": [[0, 1], [1, 0]]}, "table 't0' 2 times in 'tables'"),
+    ({**MATRIX, "affinity": [[0, float("nan")], [1, 0]]}, "is not finite"),
+])
+def test_files_of_towers_that_are_refused(tmp_path, data, said):
+    path = tmp_path / "towers.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ShardCoreError) as refused:
+        read_towers(path)
+    assert said in str(refused.value) and "towers.json" in str(refused.value)
+
+
+def test_an_affinity_that_is_no_number_is_refused_in_python_too():
+    with pytest.raises(ShardCoreError, match="affinity nan of 't0' and 't1'"):
+        Towers(2, (), ("t0", "t1"), ((0, float("nan")), (1, 0)))
+
+
+def test_a_problem_with_towers_survives_its_file_and_a_plan_tells_its_towers(tmp_path):
+    plain = problem_of()
+    problem = tower_hosts(plain, pairs(), MODEL).problem
+    files.write_problem(tmp_path / "p.json", problem)
+    assert files.read_problem(tmp_path / "p.json") == problem
+    plan = SHARDERS["size_greedy"](problem, MODEL)
+    assert as_planned(plan, plain) is plain
+    assert as_planned(Plan(plan.placements, {"tower_ratio": 4.0}), plain) == problem
+    astray = Plan((column(plain.tables[0], 0, 0, 4), column(plain.tables[0], 2, 4)), {"tower_ratio": 4.0})
+    with pytest.raises(ShardCoreError, match="table 't0' on hosts 'a' and 'b'; it needs one"):
+        as_planned(astray, plain)
