@@ -29,6 +29,7 @@ from shardcore.inputs import received_bytes
 from shardcore.layouts import CHANNELS, LAYOUTS, WHOLE_ROWS, possible_groups, shards_on
 from shardcore.search import SHARDERS
 from shardcore.search.bound import bound
+from shardcore.step.links import links_of
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Placement, Problem, Shard, Table
@@ -45,8 +46,8 @@ def tiny_problem(pool: list[Table], model: neural.NeuralModel, seed: int) -> Pro
     drawn = draw_problem(pool, seed, model.setting, 2027, shape)
     speeds = rng.choice([0.5, 1.0, 2.0], n_devices) if seed % 4 >= 2 else np.ones(n_devices)
     devices = tuple(Device(1 << 40, s) for s in speeds)
-    links = dict(within_host_gbps=float(rng.choice([0.2, 1.0, 5.0])), latency_ms=0.2)
-    return Problem(drawn.name, drawn.tables, Topology(devices, **links), model.setting.batch)
+    links = links_of(within_host=float(rng.choice([0.2, 1.0, 5.0])), latency_ms=0.2)
+    return Problem(drawn.name, drawn.tables, Topology(devices, links=links), model.setting.batch)
 
 
 def dealt(units: int, n_devices: int) -> list[np.ndarray]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +24,14 @@ import numpy as np
 from shardcore import report
 from shardcore.cost import collective_fit, collective_model
 from shardcore.cost.metrics import mape
-from shardcore.layouts import WORLD, Channel
+from shardcore.layouts import Channel
 from shardcore.measure import hosts, pairs
 from shardcore.measurements import CollectiveSample
 from shardcore.samples import dataset
+from shardcore.step.collectives import COLLECTIVES
+from shardcore.step.links import links_of
+from shardcore.step.scopes import WORLD
 from shardcore.topology import Device, Topology
-from shardcore.types import COLLECTIVES
 
 KNOWN = {(2, 4), (4, 8), (2, 8)}
 """Hosts and ranks that the law is fitted to, at the lowest rate there is."""
@@ -53,7 +54,7 @@ def scaled(rates: dict[str, np.ndarray], share: float) -> dict[str, np.ndarray]:
     """The law for links between hosts of another bandwidth: `share` of that which it was fitted to."""
     found = {name: law.copy() for name, law in rates.items()}
     for name, law in found.items():
-        if name != collective_model.BUCKETIZE:
+        if name not in collective_model.OWN_WORK:
             law[collective_model.FAR] /= share
     return found
 
@@ -62,9 +63,10 @@ def topologies(shape: Shape, latency_ms: float) -> tuple[Topology, Topology]:
     """Given bandwidths and latency: a share of its host's link for each rank, or a link that they share."""
     n_hosts, ranks, gbit_s = shape
     each, gbps = ranks // n_hosts, gbit_s / 8
-    on_hosts = Topology(tuple(Device(1 << 30, host=f"host-{rank // each}") for rank in range(ranks)),
-                        within_host_gbps=WITHIN_GBPS, latency_ms=latency_ms)
-    return replace(on_hosts, between_hosts_gbps=gbps / each), replace(on_hosts, host_link_gbps=gbps)
+    devices = tuple(Device(1 << 30, host=f"host-{rank // each}") for rank in range(ranks))
+    own, shared = (links_of(latency_ms, is_shared, within_host=WITHIN_GBPS, between_hosts=each_gbps)
+                   for is_shared, each_gbps in ((False, gbps / each), (True, gbps)))
+    return Topology(devices, links=own), Topology(devices, links=shared)
 
 
 def explicit_ms(samples: Sequence[CollectiveSample], topology: Topology, way: str) -> np.ndarray:
@@ -90,9 +92,9 @@ def judge(folder: Path, again: Path | None, latency_ms: float) -> None:
     for shape, samples in by_shape.items():
         own = scaled(rates, shape[2] / slowest)
         where = "fitted" if shape[:2] in KNOWN and shape[2] == slowest else "asked"
-        for c, ways in COLLECTIVES.items():
+        for c, row in COLLECTIVES.items():
             of = [s for s in samples if s.request.collective == c]
-            for way in ways if of else ():
+            for way in row.ways if of else ():
                 predicted, took = collective_fit.predicted(own, of, way)
                 errors = (mape(predicted, took), *(mape(explicit_ms(of, on, way), took)
                                                    for on in topologies(shape, latency_ms)))
@@ -124,7 +126,7 @@ def repeatability(first: dict[Shape, list[CollectiveSample]],
     again = {s.id: s for samples in second.values() for s in samples}
     apart: dict[tuple[str, str], list[float]] = defaultdict(list)
     for s in (s for samples in first.values() for s in samples if s.id in again):
-        for way in COLLECTIVES[s.request.collective]:
+        for way in s.request.row.ways:
             a, b = (measured_ms([x], way)[0] for x in (s, again[s.id]))
             apart[s.request.collective, way].append(200 * abs(a - b) / (a + b))
     return {kind: float(np.median(found)) for kind, found in apart.items()}

@@ -31,7 +31,7 @@ from bench import box
 from bench import replays as one_host
 from shardcore import files
 from shardcore.cost import collective_fit, neural, replay_metrics, replay_records, step_factors
-from shardcore.cost.collective_model import BUCKETIZE
+from shardcore.cost.collective_model import OWN_WORK
 from shardcore.cost.model import price
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.job import Job
@@ -40,9 +40,11 @@ from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, greedy
 from shardcore.search.portfolio import annealing as anneal
+from shardcore.step.links import links_of
+from shardcore.step.scopes import SCOPES
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
-from shardcore.types import GROUPS, Plan, Problem, Table
+from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
 
 BETWEEN_GBIT_S = 0.05
@@ -60,9 +62,9 @@ def of_box(model: neural.NeuralModel, exchanges: Path | None,
 
     steps: a FOLDER of this bench, whose replays tell what exchanges take in a step. None: as alone.
     """
-    compute = {name: w for name, w in model.weights.items() if not name.startswith(("exchange_", BUCKETIZE))}
+    compute = {name: w for name, w in model.weights.items() if not name.startswith(("exchange_", *OWN_WORK))}
     measured = [] if exchanges is None else [
-        s for (_, _, gbit_s), samples in box.read(exchanges, GROUPS).items() for s in samples
+        s for (_, _, gbit_s), samples in box.read(exchanges, SCOPES).items() for s in samples
         if gbit_s == BETWEEN_GBIT_S and (s.request.hosts, len(s.request.widths)) in box.KNOWN]
     alone = dataclasses.replace(model, weights=compute | collective_fit.fit(measured, [], lambda *_: None))
     if steps is None:
@@ -97,10 +99,10 @@ def problem_of(tables: Sequence[Table], model: neural.NeuralModel, index: int, s
     drawn = draw_problem(tables, index, model.setting, seed, shape)
     memory = drawn.topology.devices[0].memory_bytes
     devices = (Device(memory, host=f"host-{rank // where.ranks_per_host}") for rank in range(where.ranks))
-    topology = Topology(tuple(devices), within_host_gbps=WITHIN_GBPS)
+    topology = Topology(tuple(devices), links=links_of(within_host=WITHIN_GBPS))
     if not fitted:
-        topology = dataclasses.replace(topology, latency_ms=LATENCY_MS,
-                                       host_link_gbps=where.between_gbit_s / 8)
+        topology = dataclasses.replace(topology, links=links_of(
+            LATENCY_MS, shared=True, within_host=WITHIN_GBPS, between_hosts=where.between_gbit_s / 8))
     return dataclasses.replace(drawn, topology=topology, job=Job("none")), where
 
 

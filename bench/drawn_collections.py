@@ -16,10 +16,11 @@ import numpy as np
 
 from shardcore.inputs import Lookups, count_bytes, input_bytes
 from shardcore.job import PAYLOADS, Job
-from shardcore.layouts import CROSS, HOST, ID_CHANNELS, WORLD, Channel, Layout, run_of, shards_on
+from shardcore.layouts import ID_CHANNELS, Channel, Layout, run_of, shards_on
 from shardcore.outputs import payload_bytes
+from shardcore.step.scopes import SCOPES
 from shardcore.topology import Device, Topology
-from shardcore.types import CAST, COLLECTIVES, OUTPUT_BYTES, Plan, Problem, Shard, Table
+from shardcore.types import OUTPUT_BYTES, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
@@ -121,8 +122,7 @@ def expected(model: Drawn, seed: int) -> list[Calls]:
     n, job = len(model.problem.topology), model.problem.job
     sent, received = input_bytes(model.plan, model.problem, given_lookups(model, seed))
     counts = count_bytes(model.plan, model.problem)
-    hosts = model.problem.topology.on_hosts
-    groups = {WORLD: (tuple(range(n)),), HOST: hosts, CROSS: tuple(zip(*hosts, strict=True))}
+    groups = {name: row.groups(model.problem.topology.on_hosts) for name, row in SCOPES.items()}
     exchanges = [*pooled_exchanges(model), *sequence_exchanges(model, given_lookups(model, seed))]
     found = []
     for rank in range(n):
@@ -134,8 +134,8 @@ def expected(model: Drawn, seed: int) -> list[Calls]:
                 continue
             # What enters on the way there leaves on the way back.
             ways = {"forward": [there[rank], back[rank]], "backward": [back[rank], there[rank]]}
-            for way in COLLECTIVES[channel.collective]:
-                cast = getattr(job, f"{way}_payload") if channel.collective in CAST else "fp32"
+            for way in channel.row.ways:
+                cast = getattr(job, f"{way}_payload") if channel.row.cast else "fp32"
                 mine.setdefault(f"{way} {channel.words}", []).append(
                     [payload_bytes(n_bytes, cast) for n_bytes in ways[way]])
         found.append(in_order(mine))
@@ -153,8 +153,7 @@ def pooled_exchanges(model: Drawn) -> Iterator[Exchange]:
         return
     work = lower(Plan(tuple(p for p in model.plan.placements if not p.shard.table.sequence)),
                  replace(model.problem, tables=pooled))
-    n, hosts = len(model.problem.topology), model.problem.topology.on_hosts
-    groups = {WORLD: (tuple(range(n)),), HOST: hosts, CROSS: tuple(zip(*hosts, strict=True))}
+    groups = {name: row.groups(model.problem.topology.on_hosts) for name, row in SCOPES.items()}
     for channel, there in zip(work.channels, work.traffic, strict=True):
         # The workload's ids are those that statistics make us expect.
         if channel in ID_CHANNELS or not there.any():

@@ -75,7 +75,8 @@ def make(folder: Path) -> None:
         {"name": "small", "devices": 2, "memory_bytes": 1 << 34, "price_per_hour": 1.5, "most_hosts": 3,
          "model": "model", "watts": 300.0},
         {"name": "large", "devices": 8, "memory_bytes": 1 << 36, "price_per_hour": 20.0, "model": "model",
-         "speed": 1.5, "within_host_gbps": 100.0, "between_hosts_gbps": 10.0, "latency_ms": 0.05}]})
+         "speed": 1.5, "links": [{"level": "within_host", "gbps": 100.0},
+                                {"level": "between_hosts", "gbps": 10.0, "latency_ms": 0.05}]}]})
     pool = tuple({s.table.name: s.table for sample in known for s in sample.request.shards}.values())
     files.write_pool(folder / "pool.json", pool)
     measurements = folder / "measurements"

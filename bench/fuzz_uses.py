@@ -33,7 +33,7 @@ from shardcore.tables.dlrm_datasets import dlrm_datasets_pool
 from shardcore.tables.hot_ids import read_hot_ids
 from shardcore.tables.row_counts import read_row_counts
 from shardcore.towers import read_towers
-from shardcore.types import COLLECTIVES, Plan, Problem, Shard
+from shardcore.types import Plan, Problem, Shard
 from shardcore.workload import lower
 from tasks import cache, params, refresh, served_model
 
@@ -138,7 +138,7 @@ def use_measurements(folder: Path, sound: Sound) -> None:
         if samples:
             _require(_is_cost(accuracy.predict(sound.model, samples)), "what was measured cannot be priced")
         for s in dataset.read_comm(where, setting):
-            ways = COLLECTIVES[s.request.collective]
+            ways = s.request.row.ways
             times_ms = [] if s.error else [x.median_ms for way in ways for x in getattr(s, way)]
             _require(s.error or _is_cost(times_ms, s.waiting_ms), "an exchange's time is none")
     dataset.disturbed_ids(where, 0.02)

@@ -16,6 +16,7 @@ from shardcore.report import decisions_report
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.groups import Groups
+from shardcore.step.links import links_of
 from shardcore.tables.public import public_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Setting
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("--budget-evals", type=int, default=20_000, help="of each search (20000)")
     args = parser.parse_args()
     devices = tuple(Device(80 * GB, host=f"host-{h}") for h in range(4) for _ in range(8))
-    links = Topology(devices, within_host_gbps=150.0, between_hosts_gbps=25.0, latency_ms=0.05)
+    links = Topology(devices, links=links_of(within_host=150.0, between_hosts=25.0, latency_ms=0.05))
     problem = Problem("dcnv2", public_pool("mlperf-dlrm-dcnv2"), links, 65536, "rowwise_adagrad",
                       Constraints(reserved_bytes=12 * GB))
     model = AnalyticModel(Setting("given", problem.global_batch, optimizer=problem.optimizer))

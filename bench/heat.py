@@ -19,6 +19,7 @@ import numpy as np
 
 from shardcore.access_statistics import Zipf
 from shardcore.memory_tiers import decide, largest_to_host, one_load_factor, tier_bytes
+from shardcore.step.tiers import Memory
 from shardcore.tables import streams
 from shardcore.tables.access import reuse_of
 from shardcore.tables.generate import generate_pool
@@ -31,7 +32,7 @@ BATCH = 2048
 SHARES = (0.02, 0.1, 0.3)
 """Of a table's rows, those of them that recur: what is cached."""
 HISTOGRAMS, UNSEEN_SHARES = (1, 2, 4, 8), (0.05, 0.1, 0.2)
-HOST = {"host_memory_gbps": 25.0, "host_memory_bytes": 1 << 50}
+HOST = {"memory": (Memory("host", 1 << 50, 25.0),)}
 
 
 def tables(n: int) -> list[Table]:

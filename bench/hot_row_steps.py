@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from bench.hot_rows import OTHER_BATCHES, PER_HOST, N, _batch, models, planned
 from shardcore import files
-from shardcore.cost import mixed
+from shardcore.cost import composite
 from shardcore.cost.model import CostModel
 from shardcore.cost.replay_metrics import bootstrap
 from shardcore.export.hot_cold import HotColdEmbeddingCollection
@@ -49,6 +49,7 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.hot_rows import HotRows
 from shardcore.search.torchrec_pieces import quiet
+from shardcore.step.links import links_of
 from shardcore.tables.heat import row_counts
 from shardcore.tables.hot_ids import HotIds
 from shardcore.tables.streams import stream
@@ -83,8 +84,8 @@ def theirs(problem: Problem, types: list[str]) -> Plan:
 
     ours = problem.topology
     topology = TheirTopology(N, "cpu", ddr_cap=1 << 40, local_world_size=PER_HOST,
-                             intra_host_bw=ours.within_host_gbps * 1e6,
-                             inter_host_bw=ours.host_link_gbps / PER_HOST * 1e6)
+                             intra_host_bw=ours.link("within_host").gbps * 1e6,
+                             inter_host_bw=ours.link("between_hosts").gbps / PER_HOST * 1e6)
     constraints = {t.name: ParameterConstraints(sharding_types=types, pooling_factors=[t.pooling])
                    for t in problem.tables}
     model = collection(problem, {})
@@ -173,9 +174,10 @@ def main() -> None:
     p.add_argument("--repeats", type=int, default=9, help="steps of each arm")
     p.add_argument("--gbit", type=float, default=0.1, help="Gbit/s of a host's link")
     args = p.parse_args()
-    model, box = mixed.load([args.model]), Box(2, PER_HOST, args.gbit)
+    model, box = composite.load([args.model]), Box(2, PER_HOST, args.gbit)
     topology = Topology(tuple(Device(1 << 36, host=f"h{i // PER_HOST}") for i in range(N)),
-                        within_host_gbps=WITHIN_GBPS, host_link_gbps=args.gbit / 8, latency_ms=LATENCY_MS)
+                        links=links_of(LATENCY_MS, shared=True, within_host=WITHIN_GBPS,
+                                       between_hosts=args.gbit / 8))
     lines = args.out.read_text().splitlines() if args.out.exists() else ()
     done = {(x["model"], x["seed"]): x for x in map(json.loads, lines)}
     for seed in range(args.seeds):

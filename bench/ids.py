@@ -23,6 +23,7 @@ from shardcore.inputs import expected_bytes
 from shardcore.job import Job
 from shardcore.search.budget import Budget
 from shardcore.search.portfolio import annealing as anneal
+from shardcore.step.links import links_of
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem
@@ -44,7 +45,7 @@ def problems(model: CostModel, n: int, hosts: int, gbps: float, job: Job) -> lis
         drawn = draw_problem(pool, i, model.setting, 41, shape)
         devices = tuple(Device(d.memory_bytes, d.speed, f"host-{k // PER_HOST}")
                         for k, d in enumerate(drawn.topology.devices))
-        links = Topology(devices, between_hosts_gbps=gbps) if hosts > 1 else Topology(devices)
+        links = Topology(devices, links=links_of(between_hosts=gbps)) if hosts > 1 else Topology(devices)
         found.append(replace(drawn, topology=links, job=job))
     return found
 

@@ -53,6 +53,7 @@ from shardcore.search.anneal.sharder import Search, copy_of
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shards import fixed_placements
+from shardcore.step.tiers import Memory
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import GIB, Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
@@ -99,7 +100,7 @@ def drawn(suite: str, i: int, memory_bytes: int | None = None) -> Problem:
     hosts = [f"host-{2 * d // n if two else 0}" for d in range(n)]
     devices = tuple(Device(memory_bytes or 1 << 50, host=host) for host in hosts)
     topology = Topology(devices, None if gpu else "cpu", 200.0, 25.0 if two else None,
-                        **({"host_memory_bytes": 1 << 44, "host_memory_gbps": 25.0} if tiers else {}))
+                        **({"memory": (Memory("host", 1 << 44, 25.0),)} if tiers else {}))
     payloads = [str(p) for p in rng.choice(["fp32", "fp16", "bf16"], 2, p=[0.6, 0.2, 0.2])]
     constraints = Constraints(kinds=tuple(kinds))
     if suite == "ordinary":

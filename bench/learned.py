@@ -45,6 +45,7 @@ from shardcore.search.learned.learner import PolicyConfig
 from shardcore.search.learned.policy import NETS, Policy, read_policy, write_policy
 from shardcore.search.learned.train import train
 from shardcore.search.portfolio import annealing as anneal
+from shardcore.step.links import links_of
 from shardcore.step.memory_account import table_bytes
 from shardcore.tables.generate import generate_pool
 from shardcore.tables.held_out import kept_for_testing
@@ -52,7 +53,7 @@ from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Table
 
 TRAIN, VALIDATION, SEED = 60, 15, 2026
-LINKS = {"within_host_gbps": 1.0, "latency_ms": 0.2}
+LINKS = {"links": links_of(within_host=1.0, latency_ms=0.2)}
 MANY = Budget(evals=32)
 FEW, CUTS_MANY = 8, "dreamshard_direct"
 """On more devices only this policy cuts columns: the beam runs it on hundreds of states."""
@@ -159,8 +160,8 @@ def transferred(args: argparse.Namespace, model: NeuralModel) -> None:
 def large(args: argparse.Namespace, model: NeuralModel) -> None:
     to_learn, _ = halves()
     tables = tuple(replace(t, precision=model.setting.precision) for t in generate_pool())
-    topology = Topology(tuple(Device(1, host=f"host-{d // 8}") for d in range(128)), **LINKS,
-                        between_hosts_gbps=0.5)
+    topology = Topology(tuple(Device(1, host=f"host-{d // 8}") for d in range(128)),
+                        links=links_of(within_host=1.0, between_hosts=0.5, latency_ms=0.2))
     problem = Problem("pool", tables, topology, model.setting.batch, model.setting.optimizer)
     memory = int(3 * sum(table_bytes(t, problem) for t in tables) / 128)
     devices = tuple(replace(d, memory_bytes=memory) for d in topology.devices)

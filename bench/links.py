@@ -44,10 +44,10 @@ from shardcore.cost import accuracy, collective_fit, collective_model, drift_cor
 from shardcore.cost.metrics import mape
 from shardcore.draws.collectives import comm_request
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import BUCKETIZED_IDS
 from shardcore.measurements import CollectiveRequest, CollectiveSample, Spread
 from shardcore.samples import dataset
-from shardcore.types import COLLECTIVES, OF_IDS, OUTPUT_BYTES, Setting
+from shardcore.step.collectives import COLLECTIVES
+from shardcore.types import OUTPUT_BYTES, Setting
 
 # --- measured -----------------------------------------------------------------------------------------------
 
@@ -65,11 +65,11 @@ def measured_rows(comm: Sequence[CollectiveSample],
                      if k.startswith(collective_model.weight(collective_model.ALL_TO_ALL, ""))}
     slowdown, folds = _slowdown(train, rates), _fold_errors(comm)
     rows = []
-    for collective, ways in COLLECTIVES.items():
+    for collective, row in COLLECTIVES.items():
         held_out = [s for s in test if s.request.collective == collective]
         again = [g for g in repeats if g[0].request.collective == collective
                  and len(collective_fit.priced(g)) == len(g)]
-        for way in ways if held_out else ():
+        for way in row.ways if held_out else ():
             predicted, found = collective_fit.predicted(rates, held_out, way)
             proxy, _ = collective_fit.predicted(as_all_to_all, held_out, way)
             usual = np.concatenate([[slowdown(s)] * len(collective_fit.observed([s], way)[1])
@@ -88,9 +88,9 @@ def _fold_errors(comm: Sequence[CollectiveSample]) -> dict[tuple[str, str], str]
     both: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
     for k in range(FOLDS):
         rates = collective_fit.fit([s for i, s in enumerate(comm) if i % FOLDS != k], [], lambda *_: None)
-        for collective, ways in COLLECTIVES.items():
+        for collective, row in COLLECTIVES.items():
             for way, left_out in ((way, [s for s in comm[k::FOLDS] if s.request.collective == collective])
-                                  for way in ways):
+                                  for way in row.ways):
                 if left_out:
                     both.setdefault((collective, way),
                                     []).append(collective_fit.predicted(rates, left_out, way))
@@ -103,7 +103,7 @@ def _slowdown(train: Sequence[CollectiveSample],
     """A function: how many times as long as usual the training exchanges took that were measured nearest to a
     sample."""
     def slower(sample: CollectiveSample) -> float:
-        ratios = [math.log(b / a) for way in COLLECTIVES[sample.request.collective]
+        ratios = [math.log(b / a) for way in sample.request.row.ways
                   for a, b in zip(*collective_fit.predicted(rates, [sample], way), strict=True)]
         return float(np.mean(ratios))
 
@@ -159,12 +159,12 @@ def simulate(cluster: Cluster, request: CollectiveRequest, rng: np.random.Genera
         sizes = np.tile(owned[:, None] / n, (1, n))
         forward, backward = (_all_to_all_ms(cluster, sizes, host) + wake_ms,
                              _all_to_all_ms(cluster, sizes.T, host))
-    elif request.collective in OF_IDS:
+    elif request.row.ids:
         # How much will be sent, lengths, and ids. An eighth of the bytes are lengths.
         received = np.tile(owned[None] / n, (n, 1))
         three = (np.full((n, n), 16.0), received / 8, received * 7 / 8)
         forward, backward = sum(_all_to_all_ms(cluster, x, host) for x in three) + wake_ms, None
-        if request.collective == BUCKETIZED_IDS.collective:
+        if (work := request.row.work) and work.buckets:
             forward = forward + owned.mean() / (cluster.reduce_gbps * 1e6)
     else:
         scatter, gather = (_ring_ms(cluster, owned.max() / n, host, adds) for adds in (True, False))
@@ -249,7 +249,7 @@ def simulated(cluster: Cluster, shapes: Iterable[tuple[int, int]], n: int, seed:
         for index, collective in zip(range(n), itertools.cycle(collectives), strict=False):
             drawn = comm_request(index, ranks, BATCH, seed, hosts=hosts)
             widths = drawn.widths if collective != "all_reduce" else (max(drawn.widths),) * ranks
-            if collective == BUCKETIZED_IDS.collective:
+            if (work := COLLECTIVES[collective].work) and work.buckets:
                 widths = tuple(max(1, w) for w in widths)
             request = dataclasses.replace(drawn, widths=widths, batch=BATCH // int(rng.choice([1, 1, 4])),
                                           collective=collective, payload="fp32")
@@ -300,7 +300,7 @@ def main() -> None:
                                  "neighbours' slowdown", "repeats", "repeatability"), rows))
     if args.simulate:
         cluster = Cluster(uplink_gbps=args.uplink_gbps, eager_bytes=args.eager_bytes)
-        ways = [f"{collective} {way}" for collective, both in COLLECTIVES.items() for way in both]
+        ways = [f"{collective} {way}" for collective, row in COLLECTIVES.items() for way in row.ways]
         table = report.text_table(("ranks", "hosts", "", *ways),
                                   simulated_rows(cluster, args.samples, args.seed))
         lines = ["no measurements, known laws: error in percent", str(cluster), *table.splitlines()]

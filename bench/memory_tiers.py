@@ -26,7 +26,7 @@ import numpy as np
 
 from bench.peers.scaleup import STARTS, scaled_up
 from shardcore import files
-from shardcore.cost import mixed
+from shardcore.cost import composite
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
 from shardcore.memory_tiers import largest_to_host, one_load_factor, tier_bytes, tiers_of
@@ -34,6 +34,7 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.tiers import Tiers
 from shardcore.search.shards import priced
+from shardcore.step.tiers import Memory
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem
@@ -49,7 +50,7 @@ def drawn(index: int, batch: int, gbps: float) -> Problem:
     pool, rng = [t for t in generate_pool() if t.pooling > 0.01], np.random.default_rng([index, 23])
     some = tuple(pool[k] for k in rng.choice(len(pool), 60, replace=False))
     rich = Problem(f"tiers-{index}", some, Topology(
-        (Device(1 << 40),) * 4, host_memory_gbps=gbps, host_memory_bytes=1 << 50), batch)
+        (Device(1 << 40),) * 4, memory=(Memory("host", 1 << 50, gbps),)), batch)
     beside = sum(d.memory_bytes for d in rich.topology.devices) - tier_bytes(rich)
     memory = int(beside + SHARES[index % len(SHARES)] * sum(t.bytes for t in some)) // 4
     return replace(rich, topology=replace(rich.topology, devices=(Device(memory),) * 4))
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--link-gbps", type=float, default=25.0, help="given (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="keep each problem's figures there, and resume")
     args = parser.parse_args()
-    model = mixed.load([args.model])
+    model = composite.load([args.model])
     done = {x["problem"]: x for x in map(json.loads, args.out.read_text().splitlines())
             } if args.out and args.out.exists() else {}
     for index in range(args.problems):

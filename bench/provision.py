@@ -19,6 +19,7 @@ from shardcore.cost import neural
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import Outcome, decide
 from shardcore.search.decisions.provision import Offer, Provision, Target
+from shardcore.step.links import links_of
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem
@@ -30,7 +31,8 @@ EVALS = (1_000, 5_000, 20_000)
 def offers(model: str) -> list[Offer]:
     """Machines of 1 to 8 devices, slower and faster ones."""
     return [Offer(f"o{i}", 1 << i % 4, 96 << 30, 1.0 + i, model, HOSTS, 500.0 + 100 * i, 1.0 + 0.05 * i,
-                  within_host_gbps=50.0, host_link_gbps=2.0 + i, latency_ms=0.05) for i in range(OFFERS)]
+                  links=links_of(0.05, shared=True, within_host=50.0, between_hosts=2.0 + i))
+            for i in range(OFFERS)]
 
 
 def main() -> None:

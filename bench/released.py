@@ -158,6 +158,10 @@ class Published:
     forward: Any
     backward: Any
 
+    def for_problem(self, problem: Problem) -> Published:
+        """Itself: the networks were trained for one batch."""
+        return self
+
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, F]"""
         configs = [sorted(table_config(s, batch or self.setting.batch).items()) for s in shards]

@@ -49,6 +49,7 @@ from shardcore.layouts import WHOLE_ROWS
 from shardcore.search import SHARDERS, Budget, sharder
 from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.train import PolicyConfig, train
+from shardcore.step.links import links_of
 from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.generate import PoolConfig, generate_pool
 from shardcore.topology import Device, Topology
@@ -56,7 +57,7 @@ from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 DEVICES, TASKS, VALIDATION, DIM, SLACK = 4, 50, 15, 16, 2.0
-LINKS = {"within_host_gbps": 1.0, "latency_ms": 0.2}
+LINKS = {"links": links_of(within_host=1.0, latency_ms=0.2)}
 OURS = ("dreamshard", "dreamshard_direct", "autoshard")
 
 

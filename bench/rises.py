@@ -33,7 +33,7 @@ import numpy as np
 
 from bench.kept import lines_of, with_memory, write_lines
 from shardcore import report
-from shardcore.cost import mixed
+from shardcore.cost import composite
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
@@ -94,7 +94,7 @@ def rises(costs: Sequence[float]) -> list[float]:
 def searched(i: int, seed: int, folder: str | None) -> dict[str, object]:
     """Costs of problem i, by what there is more of. folder: of a trained model."""
     ample, kind = drawn(i, seed)
-    loaded = mixed.load([folder]) if folder else None
+    loaded = composite.load([folder]) if folder else None
     if loaded:
         ample = replace(ample, global_batch=loaded.setting.batch)
     model = loaded or AnalyticModel(Setting("gpu", ample.global_batch))

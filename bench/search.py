@@ -44,6 +44,7 @@ from shardcore.search import SHARDERS, Budget, compare, greedy
 from shardcore.search.bound import bound
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.search.torchrec import TorchRecConfig
+from shardcore.step.links import links_of
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Table
@@ -64,8 +65,8 @@ def problems(model: NeuralModel, n: int, devices: int, seed: int, unequal: bool 
         large = drawn.topology.devices[0].memory_bytes * (4 if unequal else 3) // 3
         weaker = [1 + unequal * (d % 2) for d in range(devices)]
         found_devices = tuple(Device(large // w, 1 / w, f"host-{d // 8}") for d, w in enumerate(weaker))
-        links = {"within_host_gbps": 1.0, "between_hosts_gbps": 0.5 if devices > 8 else None,
-                 "latency_ms": 0.2}
+        links = {"links": links_of(within_host=1.0, latency_ms=0.2,
+                                   between_hosts=0.5 if devices > 8 else None)}
         found.append(replace(drawn, topology=Topology(found_devices, **links)))
     return found
 

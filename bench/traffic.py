@@ -35,7 +35,8 @@ from shardcore import files, report
 from shardcore.export.torchrec import to_torchrec
 from shardcore.fused import PRECISIONS
 from shardcore.job import PAYLOADS, Job
-from shardcore.layouts import CROSS, HOST, WORLD, Channel
+from shardcore.layouts import Channel
+from shardcore.step.scopes import SCOPES
 from shardcore.topology import Topology
 from shardcore.types import OUTPUT_BYTES, Table
 
@@ -98,9 +99,9 @@ class Count(TorchDispatchMode):
 
     def _channel(self, name: str, group) -> Channel:
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
-        hosts = {self.topology.devices[r].host for r in ranks}
-        several = len(ranks) < len(self.topology)
-        return Channel(_COLLECTIVES[name], (HOST if len(hosts) == 1 else CROSS) if several else WORLD)
+        scope = next(name for name, row in SCOPES.items()
+                     if sorted(ranks) in map(sorted, row.groups(self.topology.on_hosts)))
+        return Channel(_COLLECTIVES[name], scope)
 
 
 def _flat(tensors) -> list[torch.Tensor]:

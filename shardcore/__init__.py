@@ -4,7 +4,7 @@ The nouns are here; the verbs live in their modules and load when asked for:
 
   lower(plan, problem)       what one training step of a plan does          shardcore.workload
   price(workload, model)     what a model predicts that it costs            shardcore.cost.model
-  load_model(folders)        a trained cost model, or one of each precision shardcore.cost.mixed
+  load_model(folders)        a trained cost model, or one of each precision shardcore.cost.composite
   SHARDERS                   name -> function(problem, model, seed=, budget=) -> Plan    shardcore.search
   Budget(evals=, seconds=)   how long a search may run                       shardcore.search
   replay(workload, setting)  what it costs, measured on real processes      shardcore.measure.replay
@@ -24,7 +24,7 @@ from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 _VERBS = {
     "lower": ("shardcore.workload", "lower"),
     "price": ("shardcore.cost.model", "price"),
-    "load_model": ("shardcore.cost.mixed", "load"),
+    "load_model": ("shardcore.cost.composite", "load"),
     "Budget": ("shardcore.search", "Budget"),
     "SHARDERS": ("shardcore.search", "SHARDERS"),
     "replay": ("shardcore.measure.replay", "replay"),

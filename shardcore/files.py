@@ -29,6 +29,7 @@ from shardcore.job import Job
 from shardcore.layouts import layout_of
 from shardcore.limits import MOST_DEVICES
 from shardcore.schema import build, read, show
+from shardcore.step.tiers import BELOW
 from shardcore.topology import Device, Topology, default_reserve
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 
@@ -190,6 +191,7 @@ def table_to_json(table: Table) -> dict[str, Any]:
                                            ("sequence", table.sequence, False), ("dedup", table.dedup, 1.0),
                                            ("collection", table.collection, ""),
                                            ("load_factor", table.load_factor, 1.0),
+                                           ("tier", table.tier, BELOW[0]),
                                            ("row_shares", table.row_shares, None),
                                            ("managed_collision", table.managed_collision, None))
                 if v != default}
@@ -219,8 +221,10 @@ def table_from_json(data: Any, what: str) -> Table:
 def problem_to_json(problem: Problem) -> dict[str, Any]:
     topology = dataclasses.asdict(problem.topology)
     topology["devices"] = [dataclasses.asdict(d) for d in problem.topology.devices]
-    for name in ("host_link_gbps", "host_memory_bytes", "host_memory_gbps"):
-        if topology[name] is None:  # only where given: older problems keep their digest
+    topology["links"] = [{k: v for k, v in link.items() if v is not None and v is not False}
+                         for link in topology["links"]]
+    for name in ("links", "memory"):
+        if not topology[name]:  # only where given: older problems keep their digest
             del topology[name]
     return document("problem", {
         "name": problem.name,

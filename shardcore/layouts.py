@@ -24,19 +24,11 @@ from typing import Any
 
 from shardcore.errors import ShardCoreError
 from shardcore.job import Job
+from shardcore.step.collectives import Collective, collective_of
+from shardcore.step.scopes import CROSS, HOST, WORLD, Group, Scope, groups_in, scope_of
 from shardcore.topology import Topology
-from shardcore.types import GROUPS, Placement, Problem, Shard, Table
+from shardcore.types import Placement, Problem, Shard, Table
 
-WORLD, HOST, CROSS = GROUPS
-"""Scope of a collective's groups.
-
-WORLD: all devices.
-HOST: the devices of one host.
-CROSS: one device of each host, by their order on it.
-"""
-
-Group = tuple[int, ...]
-"""Devices that share one shard, in the order in which row ranges are dealt out."""
 Bytes = Callable[[Any, Any, Problem], Any]
 """(weights, outputs, problem) -> bytes that a device's part of a shard enters into a channel in one step.
 
@@ -48,15 +40,23 @@ weights, outputs: bytes of its weights, and of its outputs.
 class Channel:
     """A collective among groups of devices. Each channel runs at most once forward and once backward.
 
-    collective: one of types.COLLECTIVES.
-    group: WORLD, HOST or CROSS.
+    collective: a name of step.collectives.COLLECTIVES.
+    group: scope of its groups, a name of step.scopes.SCOPES.
 
-    The backward of a reduce-scatter is an all-gather. An all-reduce runs backward only.
-    An all-to-all of ids runs forward only, before the lookups.
     """
 
     collective: str
     group: str = WORLD
+
+    @property
+    def row(self) -> Collective:
+        """Raises ShardCoreError for an unknown collective."""
+        return collective_of(self.collective)
+
+    @property
+    def scope(self) -> Scope:
+        """Raises ShardCoreError for an unknown scope."""
+        return scope_of(self.group)
 
     @property
     def name(self) -> str:
@@ -65,8 +65,7 @@ class Channel:
     @property
     def words(self) -> str:
         """The collective in words, for people."""
-        return (self.collective.replace("_ids_", " of ids, ").replace("_ids", " of ids").replace("_", "-")
-                + {WORLD: "", HOST: " within a host", CROSS: " across hosts"}[self.group])
+        return self.row.words + self.scope.words
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +158,7 @@ def _each_device(topology: Topology) -> tuple[Group, ...]:
 
 def _all_devices(topology: Topology) -> tuple[Group, ...]:
     """One group of all devices."""
-    return (topology.ranks,)
+    return groups_in(topology, WORLD)
 
 
 def _each_host(topology: Topology) -> tuple[Group, ...]:
@@ -167,7 +166,8 @@ def _each_host(topology: Topology) -> tuple[Group, ...]:
 
     TorchRec needs hosts of equal size. A single host equals all devices. Hosts of one device divide nothing.
     """
-    return topology.on_hosts if topology.equal_hosts and 1 < len(topology.hosts) < len(topology) else ()
+    groups = groups_in(topology, HOST)
+    return groups if 1 < len(groups) < len(topology) else ()
 
 
 def _outputs(weights: Any, outputs: Any, problem: Problem) -> Any:
@@ -234,7 +234,7 @@ Each collection has runs of its own (`run_of`). These are those of the collectio
 
 ID_CHANNELS: tuple[Channel, ...] = tuple(dict.fromkeys(x.ids for x in LAYOUTS.values() if x.ids))
 """The channels of input distribution."""
-_WITHIN_TOWERS = (c for layout in LAYOUTS.values() for c in layout.tower_channels or () if c.group == HOST)
+_WITHIN_TOWERS = (c for layout in LAYOUTS.values() for c in layout.tower_channels or () if c.scope.within)
 CHANNELS: tuple[Channel, ...] = (*dict.fromkeys(c for layout in LAYOUTS.values() for c in layout.channels),
                                  *ID_CHANNELS)
 CHANNELS = (*(c for c in _WITHIN_TOWERS if c not in CHANNELS), *CHANNELS)

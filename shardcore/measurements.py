@@ -20,8 +20,10 @@ from shardcore.limits import (
     require_known,
     require_within,
 )
+from shardcore.step.collectives import COLLECTIVES, Collective
+from shardcore.step.scopes import SCOPES, WORLD, even_hosts
 from shardcore.step_cost import PARTS, StepCost
-from shardcore.types import COLLECTIVES, GROUPS, OF_IDS, PAYLOADS, Setting, Shard
+from shardcore.types import PAYLOADS, Setting, Shard
 
 
 @dataclass(frozen=True)
@@ -108,13 +110,13 @@ class CollectiveRequest:
     widths: [D] columns that each rank owns.
     batch: B, the rows that travel.
     start_ms: [D] ms after the first rank that each enters the first exchange (forward, or the all-reduce).
-    collective: one of types.COLLECTIVES, see below.
+    collective: a name of step.collectives.COLLECTIVES, see below.
     payload: to which FP32 tensors are cast to travel, one of types.PAYLOADS.
     hosts: how many the ranks are spread over, evenly.
     busy_ms: how long each rank computes before an exchange, as in a step. Between ranks that did not, CPUs
         exchange up to three times as fast.
-    group: which ranks exchange with each other, one of types.GROUPS; n of them: all D, those of a host, or
-        one of each host. All groups do so at once. batch is what travels in each.
+    group: which ranks exchange with each other, a scope of step.scopes.SCOPES; n of them. All groups do so
+        at once. batch is what travels in each.
     emulated: the links, where hosts are emulated. None: hosts and links are real.
 
     What travels, by collective:
@@ -135,51 +137,54 @@ class CollectiveRequest:
     payload: str = "fp32"
     hosts: int = 1
     busy_ms: float = 0.0
-    group: str = "world"
+    group: str = WORLD
     emulated: EmulatedLinks | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "widths", tuple(int(w) for w in self.widths))
         object.__setattr__(self, "start_ms", tuple(float(s) for s in self.start_ms))
         ranks = len(self.widths)
-        require_known(self, "exchange", collective=COLLECTIVES, payload=PAYLOADS, group=GROUPS)
+        require_known(self, "exchange", collective=COLLECTIVES, payload=PAYLOADS, group=SCOPES)
         require(ranks >= 2 and min(self.widths) >= 0 and max(self.widths) > 0,
                 f"exchange has widths {self.widths}; it needs one of 0 or more for each of at least 2 "
                 "ranks, and one above 0")
-        require(self.collective not in OF_IDS or self.payload == "fp32",
+        row = self.row
+        require(not row.ids or self.payload == "fp32",
                 f"exchange {self.collective} has payload {self.payload!r}; ids are never cast, "
                 "it needs 'fp32'")
-        require(self.collective != "all_to_all_ids_bucketized" or min(self.widths) > 0,
-                f"exchange all_to_all_ids_bucketized has widths {self.widths}; rows are divided over all "
+        require(not (row.work and row.work.buckets) or min(self.widths) > 0,
+                f"exchange {self.collective} has widths {self.widths}; rows are divided over all "
                 "ranks, so each needs one above 0")
-        require(self.collective != "all_reduce" or len(set(self.widths)) == 1,
-                f"exchange all_reduce has widths {self.widths}; the same gradient on all ranks has one width")
+        require(not row.dense or len(set(self.widths)) == 1,
+                f"exchange {self.collective} has widths {self.widths}; the same gradient on all ranks has "
+                "one width")
         require(len(self.start_ms) == ranks and all(0 <= s < math.inf for s in self.start_ms),
                 f"exchange has start_ms {self.start_ms}; it needs one of 0 or more for each of its {ranks} "
                 "ranks")
         require(self.hosts >= 1 and ranks % self.hosts == 0,
                 f"exchange has hosts {self.hosts}; they need to hold the same number of its {ranks} ranks "
                 "each")
-        together = len(self.groups[0])
+        together = len(self.groups[0]) if self.groups else 0
         require(together >= 2 and all(any(self.widths[r] for r in ranks) for ranks in self.groups),
                 f"exchange has group {self.group!r} of hosts {self.hosts} with {ranks} ranks and widths "
                 f"{self.widths}; a group needs at least 2 ranks, and a width above 0")
-        require(self.batch >= 1 and (self.collective == "all_reduce" or self.batch % together == 0),
+        require(self.batch >= 1 and (row.dense or self.batch % together == 0),
                 f"exchange has batch {self.batch}, which its {together} ranks need to divide evenly")
-        require(self.collective not in OF_IDS or self.group == "world",
-                f"exchange all_to_all_ids has group {self.group!r}; ids go to all ranks, it needs 'world'")
+        require(not row.ids or self.group == WORLD,
+                f"exchange {self.collective} has group {self.group!r}; ids go to all ranks, it needs 'world'")
         require(self.emulated is None or self.hosts > 1,
                 f"exchange has emulated links between hosts {self.hosts}; it needs at least 2")
         require(0 <= self.busy_ms < math.inf, f"exchange has busy_ms {self.busy_ms}; it needs to be 0 or "
                 "more")
 
     @property
+    def row(self) -> Collective:
+        return COLLECTIVES[self.collective]
+
+    @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that exchange with each other. Ranks are numbered host by host."""
-        every = range(len(self.widths))
-        each = len(every) // self.hosts
-        return {"world": (tuple(every),), "host": tuple(tuple(every[i:i + each]) for i in every[::each]),
-                "cross": tuple(tuple(every[i::each]) for i in range(each))}[self.group]
+        return SCOPES[self.group].groups(even_hosts(len(self.widths), self.hosts))
 
 
 @dataclass(frozen=True)
@@ -253,7 +258,7 @@ class CollectiveSample:
     work_ms: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        runs = COLLECTIVES[self.request.collective]
+        runs = self.request.row.ways
         _require_sample(self, self.waiting_ms is not None and all(
             (getattr(self, way) is not None) == (way in runs) for way in ("forward", "backward")))
         of_ranks = [x for x in (self.forward, self.backward, self.waiting_ms, self.work_ms) if x is not None]
@@ -262,7 +267,7 @@ class CollectiveSample:
                 f"{len(self.request.widths)} ranks")
         require(all(0 <= ms <= MOST_MS for ms in self.waiting_ms or ()),
                 f"sample {self.id} has waiting_ms {self.waiting_ms}; it needs 0 or more")
-        require(self.work_ms is None or (self.request.collective in OF_IDS and all(
+        require(self.work_ms is None or (self.request.row.ids and all(
             0 <= ms <= MOST_MS for ms in self.work_ms)),
                 f"sample {self.id} of {self.request.collective} has work_ms {self.work_ms}; it needs 0 or "
                 "more, and only where ids travel")

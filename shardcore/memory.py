@@ -30,6 +30,7 @@ from shardcore.errors import Infeasible, Overfull
 from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.layouts import Layout, merged, run_of, shards_on
 from shardcore.phases import phases_of, run_key, times_of
+from shardcore.step.tiers import TIERS
 from shardcore.tables.access import access_share
 from shardcore.types import PRECISION_BYTES, Plan, Problem, Shard, Table
 
@@ -221,16 +222,16 @@ def fits(plan: Plan, problem: Problem) -> bool:
 
 
 def _require_hosts_fit(plan: Plan, problem: Problem) -> None:
-    """Raise Infeasible, naming the first host whose memory does not hold the rows of its devices."""
-    if not problem.topology.gives_host_memory:
-        return
-    on_device = [sum(host_bytes(shard, problem) for _, shard in held) for held in _held(plan, problem)]
-    may_hold = problem.topology.host_memory_bytes
-    for host, devices in zip(problem.topology.hosts, problem.topology.on_hosts, strict=True):
-        if (taken := sum(on_device[d] for d in devices)) > may_hold:
-            raise Infeasible(f"host {host!r} of problem {problem.name!r} would hold {gib(taken)} of rows; it "
-                             f"may hold {gib(may_hold)} (host_memory_bytes), {gib(taken - may_hold)} too "
-                             "little")
+    """Raise Infeasible, naming the first host with a tier of memory that does not hold its devices' rows."""
+    topology = problem.topology
+    for memory in topology.memory:
+        on_device = [sum(host_bytes(shard, problem) for _, shard in held if shard.table.tier == memory.tier)
+                     for held in _held(plan, problem)]
+        for host, devices in zip(topology.hosts, topology.on_hosts, strict=True):
+            if (taken := sum(on_device[d] for d in devices)) > memory.bytes:
+                raise Infeasible(f"host {host!r} of problem {problem.name!r} would hold {gib(taken)} of rows "
+                                 f"in {TIERS[memory.tier].words}; it may hold {gib(memory.bytes)} there, "
+                                 f"{gib(taken - memory.bytes)} too little")
 
 
 def gib(n_bytes: float) -> str:

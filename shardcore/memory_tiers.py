@@ -22,6 +22,7 @@ from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, Layout, layout_of
 from shardcore.memory import gib, held_bytes, host_bytes, resident_bytes
 from shardcore.step.memory_account import local_batch_bytes, table_bytes
+from shardcore.step.tiers import BELOW, TIERS
 from shardcore.tables import access
 from shardcore.tables.host_rows import link_bytes
 from shardcore.types import Problem, Shard, Table
@@ -64,7 +65,8 @@ class Tiers:
     def link_ms(self) -> float:
         """Of a step, if all devices have as much of it: no plan has less."""
         topology = self.problem.topology
-        return self.link_bytes / len(topology) / topology.host_memory_gbps / 1e6
+        return sum(tier.link_bytes / topology.memory_of(tier.table.tier).gbps
+                   for tier in self.tiers if tier.link_bytes) / len(topology) / 1e6
 
     @property
     def device_bytes(self) -> int:
@@ -80,7 +82,7 @@ def decide(problem: Problem, more_bytes: float = 0) -> Tiers:
     does not hold the tables that are there. Raises ShardCoreError for a problem without host memory, and as
     `heat_of` does.
     """
-    problem = in_device_memory(problem)
+    problem = below(in_device_memory(problem))
     budget = tier_bytes(problem) + more_bytes
     whole = [tier_of(table, problem) for table in problem.tables]
     if sum(tier.device_bytes for tier in whole) <= budget:
@@ -115,7 +117,7 @@ def largest_to_host(problem: Problem) -> Tiers:
 
     Raises as `decide` does.
     """
-    problem = in_device_memory(problem)
+    problem = below(in_device_memory(problem))
     _require_host_memory(problem)
     return _largest_to_host(problem, tier_bytes(problem))
 
@@ -140,7 +142,7 @@ def one_load_factor(problem: Problem) -> Tiers:
 
     Raises as `decide` does.
     """
-    problem = in_device_memory(problem)
+    problem = below(in_device_memory(problem))
     _require_host_memory(problem)
     choices = [choices_of(table, problem) for table in problem.tables]
     left = _beside_none(problem, choices, tier_bytes(problem))
@@ -157,6 +159,14 @@ def one_load_factor(problem: Problem) -> Tiers:
 def in_device_memory(problem: Problem) -> Problem:
     """The problem with all rows in device memory."""
     return with_load_factors(problem, {table.name: 1.0 for table in problem.tables})
+
+
+def below(problem: Problem) -> Problem:
+    """The problem with the fastest tier that its topology gives, for all rows that leave device memory."""
+    tier = next((memory.tier for memory in problem.topology.memory), BELOW[0])
+    if all(table.tier == tier for table in problem.tables):
+        return problem
+    return replace(problem, tables=tuple(replace(table, tier=tier) for table in problem.tables))
 
 
 def with_load_factors(problem: Problem, factors: Mapping[str, float]) -> Problem:
@@ -203,7 +213,8 @@ def choices_of(table: Table, problem: Problem) -> list[Tier]:
         return [tier_of(whole, problem)]
     sizes = np.unique(np.geomspace(1, table.rows, _SIZES).astype(int))
     # Nothing crosses the link for a table without lookups, so it needs no cache.
-    sizes = np.append(0, sizes[sizes < table.rows] if access.lookups(table, problem.global_batch) else [])
+    least = [0] * bool(TIERS[table.tier].kernel)
+    sizes = np.append(least, sizes[sizes < table.rows] if access.lookups(table, problem.global_batch) else [])
     link = link_bytes(table, sizes, problem.global_batch, problem.optimizer).sum(1)
     found = []
     for size, n_bytes in zip(sizes.tolist(), link.tolist(), strict=True):
@@ -214,9 +225,9 @@ def choices_of(table: Table, problem: Problem) -> list[Tier]:
 
 
 def _require_host_memory(problem: Problem) -> None:
-    if not problem.topology.gives_host_memory:
+    if not problem.topology.memory:
         raise ShardCoreError(f"problem {problem.name!r} does not say what hosts have; its topology needs "
-                             "host_memory_bytes and host_memory_gbps")
+                             f"memory of tier {' or '.join(map(repr, BELOW))}")
 
 
 def _beside_none(problem: Problem, choices: Sequence[Sequence[Tier]], budget: float) -> float:
@@ -230,8 +241,10 @@ def _beside_none(problem: Problem, choices: Sequence[Sequence[Tier]], budget: fl
 
 def _within_host(tiers: Sequence[Tier], problem: Problem) -> Tiers:
     in_host, hosts = sum(tier.host_bytes for tier in tiers), len(problem.topology.hosts)
-    if in_host > (may_hold := hosts * problem.topology.host_memory_bytes):
-        raise Infeasible(f"problem {problem.name!r} would have {gib(in_host)} of tables in host memory, "
+    memory = problem.topology.memory[0]
+    if in_host > (may_hold := hosts * memory.bytes):
+        raise Infeasible(f"problem {problem.name!r} would have {gib(in_host)} of tables in "
+                         f"{TIERS[memory.tier].words}, "
                          f"which may hold {gib(may_hold)}; it needs {gib(in_host - may_hold)} more of it, or "
                          "more device memory")
     factors = {tier.table.name: tier.table.load_factor for tier in tiers}

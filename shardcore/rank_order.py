@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardcore.limits import require
+from shardcore.step.links import LEVELS, Link
 from shardcore.topology import Topology
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def topology_of(found: Sequence[Groups], links: Links, before: Topology) -> Topo
     host = {rank: f"host-{i}" for i, group in enumerate(sorted(groups, key=lambda g: arranged.index(g[0])))
             for rank in group}
     devices = tuple(replace(before.devices[rank], host=host[rank]) for rank in arranged)
-    return replace(before, devices=devices, within_host_gbps=links.within_gbps,
-                   between_hosts_gbps=None if links.host_gbps else links.between_gbps,
-                   host_link_gbps=links.host_gbps, latency_ms=links.latency_ms)
+    inner, *_, outer = LEVELS
+    near = Link(inner, links.within_gbps, latency_ms=links.latency_ms)
+    far = Link(outer, links.host_gbps or links.between_gbps, bool(links.host_gbps), links.latency_ms)
+    return replace(before, devices=devices, links=(near, far)[:len(groups)])

@@ -136,11 +136,12 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
     # Names are limited to 100 characters.
     name = f"{problem.name[:70]}.{grouping.layout}-{grouping.size}"
     links = replace(topology.among(each[0]), devices=devices)
-    if topology.host_memory_bytes is not None:
+    if topology.memory:
         # Groups on one host share its memory, by their devices there.
         shares = [len(here) / len(all_here) for here, all_here in zip(
             links.on_hosts, (topology.on_hosts[topology.hosts.index(h)] for h in links.hosts), strict=True)]
-        links = replace(links, host_memory_bytes=int(topology.host_memory_bytes * min(shares)))
+        links = replace(links, memory=tuple(replace(memory, bytes=int(memory.bytes * min(shares)))
+                                            for memory in topology.memory))
     return replace(problem, name=name, topology=links, global_batch=problem.local_batch * grouping.size)
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from shardcore.limits import (
     MOST_BYTES,
     MOST_CUDA_COLUMNS,
     MOST_DEVICES,
     MOST_DIM,
-    MOST_GBPS,
-    MOST_MS,
     MOST_SPEED,
     PATH_NAME,
     is_path_name,
@@ -23,9 +23,9 @@ from shardcore.limits import (
     require_types,
     require_within,
 )
+from shardcore.step.links import LEVELS, Link, joins, units_of
+from shardcore.step.tiers import BELOW, Memory
 
-LINKS = ("within_host_gbps", "between_hosts_gbps", "host_link_gbps", "latency_ms")
-"""What a topology may give of its links."""
 BYTES_PER_MS_PER_GBPS = 1e6
 GIB = 1 << 30
 DEFAULT_RESERVE = 0.15
@@ -69,22 +69,14 @@ class Topology:
 
     devices: of all hosts, in the order of their numbers.
     hardware: the setting's name of a device ("nvidia-h200"); None: whatever the cost model was measured on.
-    within_host_gbps, between_hosts_gbps: bandwidths per device, GB/s; None: as the cost model measured them.
-    host_link_gbps: bandwidth of each host to the others, GB/s, where its devices share one link. Given
-      instead of between_hosts_gbps.
-    latency_ms: of a collective, ms; None: as the cost model measured it.
-    host_memory_bytes: of each host, what tables may use. None: none.
-    host_memory_gbps: bandwidth between a device and its host's memory, GB/s. Given, not measured.
+    links: of some levels. Those of others are as the cost model measured them.
+    memory: of tiers below the devices, where tables may have rows.
     """
 
     devices: tuple[Device, ...]
     hardware: str | None = None
-    within_host_gbps: float | None = None
-    between_hosts_gbps: float | None = None
-    latency_ms: float | None = None
-    host_link_gbps: float | None = None
-    host_memory_bytes: int | None = None
-    host_memory_gbps: float | None = None
+    links: tuple[Link, ...] = ()
+    memory: tuple[Memory, ...] = ()
 
     def __post_init__(self) -> None:
         require_types(self, "topology")
@@ -92,14 +84,13 @@ class Topology:
                 f"a topology has {len(self.devices) or 'no'} devices; it needs 1 to {MOST_DEVICES}")
         require(self.hardware is None or is_path_name(self.hardware),
                 f"topology has hardware {self.hardware!r}; it needs {PATH_NAME}, such as 'nvidia-h200'")
-        gbps = (1 / MOST_GBPS, MOST_GBPS)
-        require_within(self, "topology", within_host_gbps=gbps, between_hosts_gbps=gbps, host_link_gbps=gbps,
-                       host_memory_gbps=gbps, host_memory_bytes=(1, MOST_BYTES))
-        require(self.between_hosts_gbps is None or self.host_link_gbps is None,
-                f"topology has between_hosts_gbps {self.between_hosts_gbps} and host_link_gbps "
-                f"{self.host_link_gbps}; it needs the first where each device has a link of its own to other "
-                "hosts, and the second where those of a host share one")
-        require_within(self, "topology", latency_ms=(0, MOST_MS))
+        for name, axis, known in (("links", "level", LEVELS), ("memory", "tier", BELOW)):
+            by_name = {getattr(x, axis): x for x in getattr(self, name)}
+            require(len(by_name) == len(getattr(self, name)), f"topology gives {name} of "
+                    f"{', '.join(getattr(x, axis) for x in getattr(self, name))}; it needs at most one of "
+                    f"each {axis}")
+            # In one order: equal topologies have equal files.
+            object.__setattr__(self, name, tuple(by_name[x] for x in known if x in by_name))
 
     @classmethod
     def of_hosts(cls, hosts: int, devices: int, memory_gib: float, **given: Any) -> Topology:
@@ -107,7 +98,7 @@ class Topology:
 
         devices: of each host.
         memory_gib: of each device, what embeddings may use.
-        given: other fields of a Topology, such as hardware="nvidia-h100" and within_host_gbps=400.
+        given: other fields of a Topology, such as hardware="nvidia-h100" and links=links_of(within_host=400).
         """
         for what, value in (("hosts", hosts), ("devices", devices)):
             require_type(value, int, what, "a whole number")
@@ -121,8 +112,9 @@ class Topology:
     def __repr__(self) -> str:
         sizes = sorted({device.memory_bytes / GIB for device in self.devices})
         memory = f"{sizes[0]:.4g}" if len(sizes) == 1 else f"{sizes[0]:.4g} to {sizes[-1]:.4g}"
-        given = "".join(f", {f.name} {value}" for f in fields(self)
-                        if f.name != "devices" and (value := getattr(self, f.name)) is not None)
+        given = f", hardware {self.hardware}" if self.hardware else ""
+        given += "".join(f", {link.words}" for link in self.links)
+        given += "".join(f", {x.bytes / GIB:.4g} GiB {x.tier} memory a host" for x in self.memory)
         return f"Topology({len(self.devices)} devices on {len(self.hosts)} hosts, {memory} GiB each{given})"
 
     @cached_property
@@ -157,39 +149,43 @@ class Topology:
         """The most columns of a shard that FBGEMM runs there."""
         return MOST_DIM if self.on_cpu else MOST_CUDA_COLUMNS
 
-    @property
-    def gives_links(self) -> bool:
-        """Whether it gives bandwidths or latency, so that its exchanges are not priced as measured."""
-        return any(getattr(self, name) is not None for name in LINKS)
+    def link(self, level: str) -> Link:
+        """Links of a level. With nothing given where it gives none."""
+        return next((link for link in self.links if link.level == level), Link(level))
 
-    @property
-    def gives_slowest(self) -> bool:
-        """Whether it gives the bandwidth of the slowest links: between hosts, if it has several."""
-        if len(self.hosts) == 1:
-            return self.within_host_gbps is not None
-        return (self.between_hosts_gbps, self.host_link_gbps) != (None, None)
+    @cached_property
+    def units(self) -> np.ndarray:
+        """[K, D] number of the unit that each device is in at each level of links."""
+        return units_of([d.host for d in self.devices])
 
-    @property
-    def gives_host_memory(self) -> bool:
-        """Whether tables may have rows in host memory."""
-        return self.host_memory_bytes is not None and self.host_memory_gbps is not None
+    def outermost(self, units: np.ndarray) -> Link:
+        """The outermost links between some devices. units: [K, n], columns of `units`."""
+        joined = [name for name, joins_some in zip(LEVELS, joins(units), strict=True) if joins_some]
+        return self.link(joined[-1] if joined else next(iter(LEVELS)))
+
+    @cached_property
+    def slowest(self) -> Link:
+        """The outermost links between its devices."""
+        return self.outermost(self.units)
+
+    def memory_of(self, tier: str) -> Memory | None:
+        """Memory of a tier below the devices. None: tables may have no rows there."""
+        return next((memory for memory in self.memory if memory.tier == tier), None)
 
     def among(self, devices: Sequence[int]) -> Topology:
         """Some of the devices, while the others do the same: they share what hosts have with them."""
-        picked, link, memory = set(devices), self.host_link_gbps, self.host_memory_bytes
-        if link is not None or memory is not None:
-            share = min(n / len(of) for of in self.on_hosts if (n := len(picked.intersection(of))))
-            link, memory = link and link * share, memory and int(memory * share)
-        return replace(self, devices=tuple(self.devices[d] for d in devices), host_link_gbps=link,
-                       host_memory_bytes=memory)
+        picked = set(devices)
+        share = min(n / len(of) for of in self.on_hosts if (n := len(picked.intersection(of))))
+        links = tuple(replace(x, gbps=x.gbps * share) if x.shared else x for x in self.links)
+        memory = tuple(replace(x, bytes=max(1, int(x.bytes * share))) for x in self.memory)
+        return replace(self, devices=tuple(self.devices[d] for d in devices), links=links, memory=memory)
 
     def __len__(self) -> int:
         return len(self.devices)
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.devices, self.hardware, self.within_host_gbps, self.between_hosts_gbps,
-                     self.latency_ms, self.host_link_gbps, self.host_memory_bytes, self.host_memory_gbps))
+        return hash((self.devices, self.hardware, self.links, self.memory))
 
     def __hash__(self) -> int:  # of thousands of devices, and looked up often
         return self._hash

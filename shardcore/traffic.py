@@ -9,10 +9,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from shardcore.layouts import CHANNELS, CROSS, Channel, Layout
+from shardcore.layouts import CHANNELS, Channel, Layout
 from shardcore.types import Problem
-
-_BY_DDP = "all_reduce"
 
 
 def lanes(runs: Iterable[Layout]) -> dict[Layout, int]:
@@ -24,7 +22,7 @@ def lanes(runs: Iterable[Layout]) -> dict[Layout, int]:
     taken: list[set[Channel]] = [set()]
     found = {}
     for run in runs:
-        own = {c for c in (*run.channels, run.ids) if c and c.collective != _BY_DDP}
+        own = {c for c in (*run.channels, run.ids) if c and not c.row.dense}
         found[run] = next((i for i, others in enumerate(taken) if not own & others), len(taken))
         taken += [set()] * (found[run] == len(taken))
         taken[found[run]] |= own
@@ -48,7 +46,7 @@ def shared_on_hosts(traffic: np.ndarray, problem: Problem) -> np.ndarray:
     """
     if problem.job.tower_ratio is not None:
         on_hosts = np.array(problem.topology.on_hosts)
-        for row in (i for i, c in enumerate(channels_of(traffic)) if c.group == CROSS):
+        for row in (i for i, c in enumerate(channels_of(traffic)) if c.scope.across):
             of_host = traffic[row][..., on_hosts]
             traffic[row][..., on_hosts] = np.broadcast_to(of_host.mean(-1, keepdims=True), of_host.shape)
     return traffic

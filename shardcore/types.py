@@ -34,6 +34,7 @@ from shardcore.limits import (
     require_types,
     require_within,
 )
+from shardcore.step.tiers import BELOW, DEVICE, TIERS
 from shardcore.topology import Topology
 
 PRECISION_BYTES = {name: precision.bytes for name, precision in fused.PRECISIONS.items()}
@@ -41,17 +42,6 @@ OPTIMIZERS = tuple(fused.OPTIMIZERS)
 OUTPUT_BYTES = 4
 """Bytes of one pooled output or gradient element: FBGEMM pools into FP32 and TorchRec sends it so by default.
 """
-
-COLLECTIVES = {"all_to_all": ("forward", "backward"), "reduce_scatter": ("forward", "backward"),
-               "all_reduce": ("backward",), "all_to_all_ids": ("forward",),
-               "all_to_all_ids_bucketized": ("forward",)}
-"""The collectives of a step, and when each runs. A reduce-scatter's backward is an all-gather."""
-OF_IDS = ("all_to_all_ids", "all_to_all_ids_bucketized")
-"""The collectives that carry ids. Before the second, each device puts its ids in buckets, one a row range."""
-GROUPS = ("world", "host", "cross")
-"""Scopes of a collective's groups, see layouts."""
-CAST = ("all_to_all", "reduce_scatter")
-"""The collectives whose payload a job may choose: those with a codec in TorchRec (fbgemm_qcomm_codec)."""
 
 MIN_WIDTH = 4
 """Columns are cut in multiples of this: FBGEMM's kernels load rows as vectors of four."""
@@ -77,8 +67,9 @@ class Table:
         copied by the device that asked. `pooling` and `access` are those of all samples.
     collection: the EmbeddingBagCollection or EmbeddingCollection that has it, such as its path in the model.
         Each runs ops and exchanges of its own. Pooled tables and sequences of one name are two.
-    load_factor: share of its rows that a cache in device memory holds, while all are in the host's. 1: all
-        are in device memory, and there is no cache.
+    load_factor: share of its rows that a cache in device memory holds, while all are in `tier`. 1: all are in
+        device memory, and there is no cache.
+    tier: memory that has all rows where load_factor is below 1, a name of step.tiers.BELOW.
     row_shares: which ranges of rows are looked up how often, as measured. Only where ids are ordered.
     managed_collision: memory of what maps raw ids to rows. None: nothing does.
     """
@@ -98,6 +89,7 @@ class Table:
     load_factor: float = 1.0
     row_shares: RowShares | None = None
     managed_collision: ManagedCollision | None = None
+    tier: str = BELOW[0]
 
     def __post_init__(self) -> None:
         require_types(self, "table")
@@ -120,6 +112,9 @@ class Table:
         object.__setattr__(self, "load_factor", float(self.load_factor))
         require(0 <= self.load_factor <= 1,
                 f"{t} has load_factor {self.load_factor}; it needs a share of its rows, 0 to 1")
+        require_known(self, t, tier=BELOW)
+        require(bool(self.kernel), f"{t} has load_factor {self.load_factor:g} and tier {self.tier!r}; "
+                "TorchRec runs no table there without a cache, so it needs a share above 0")
         require(self.ordered or self.row_shares is None,
                 f"{t} has row_shares and ordered false; it needs ordered true, or no row_shares")
         if isinstance(self.access, Reuse):
@@ -142,8 +137,14 @@ class Table:
 
     @property
     def in_host_memory(self) -> bool:
-        """Whether its rows are in host memory, some of them cached or none."""
+        """True if its rows are in a tier below device memory, some of them cached or none."""
         return self.load_factor < 1
+
+    @property
+    def residency(self) -> Mapping[str, float]:
+        """Share of its rows in each tier of memory that has some."""
+        shares = {DEVICE: self.load_factor, self.tier: 1.0} if self.in_host_memory else {DEVICE: 1.0}
+        return {tier: share for tier, share in shares.items() if share}
 
     def cached(self, rows: int) -> int:
         """Of so many of its rows, those in device memory. All of them where it has no cache."""
@@ -153,8 +154,8 @@ class Table:
     def kernel(self) -> str:
         """TorchRec's compute kernel of its shards, where they are not replicas."""
         if not self.in_host_memory:
-            return "fused"
-        return "fused_uvm_caching" if self.load_factor else "fused_uvm"
+            return TIERS[DEVICE].kernel
+        return TIERS[self.tier].cached_kernel if self.load_factor else TIERS[self.tier].kernel
 
     @property
     def looked_up(self) -> float:
@@ -275,7 +276,7 @@ class Setting:
     batch: the global batch: samples that a model-parallel op processes in one step.
     precision: of the weights. "fp16+fp32" where tables differ.
     optimizer: fused into the backward op.
-    forward_payload, backward_payload: what the collectives of CAST carry.
+    forward_payload, backward_payload: what outputs and gradients travel as.
     """
 
     hardware: str
@@ -352,9 +353,10 @@ class Problem:
             unknown = sorted(set(tables) - names.keys())
             require(not unknown, f"{p} {verb} {unknown[:3]}, which it does not have")
         self.pinned  # noqa: B018 (it refuses pins that mean nothing)
-        if in_host := [t.name for t in self.tables if t.in_host_memory]:
-            require(self.topology.gives_host_memory, f"{p} has rows of table {in_host[0]!r} in host memory; "
-                    "its topology needs host_memory_bytes and host_memory_gbps")
+        for t in self.tables:
+            require(not t.in_host_memory or self.topology.memory_of(t.tier) is not None,
+                    f"{p} has rows of table {t.name!r} in {TIERS[t.tier].words}; its topology needs "
+                    f"memory of tier {t.tier!r}")
         if self.job.tower_ratio is not None:
             pooled = (t.name for t in self.tables if not t.sequence)
             require_tower_hosts({name: self.allowed_devices(name) for name in pooled},

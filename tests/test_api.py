@@ -30,6 +30,7 @@ from shardcore import (
 )
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.job import Job
+from shardcore.step.links import links_of
 
 TABLE = Table("t0", 1000, 64, 5.0)
 TOPOLOGY = Topology.of_hosts(2, 4, memory_gib=80)
@@ -141,7 +142,7 @@ def test_lists_and_numbers_of_numpy_are_taken():
 
 def test_equal_hosts_are_one_call():
     assert TOPOLOGY == Topology(tuple(Device(80 << 30, host=f"host-{h}") for h in (0, 0, 0, 0, 1, 1, 1, 1)))
-    found = Topology.of_hosts(1, 2, memory_gib=0.5, hardware="nvidia-h100", within_host_gbps=400.0)
+    found = Topology.of_hosts(1, 2, memory_gib=0.5, hardware="nvidia-h100", links=links_of(within_host=400.0))
     assert [d.memory_bytes for d in found.devices] == [1 << 29] * 2 and found.hardware == "nvidia-h100"
 
 

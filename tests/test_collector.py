@@ -6,6 +6,7 @@ import gc
 import pytest
 
 from shardcore.collector import rare_collections
+from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Table
@@ -32,12 +33,9 @@ def test_every_search_asks_for_it():
             found.append(gc.get_threshold())
             raise Asked
 
-    class Model:
-        setting, encode, head, comm = Asking(), None, None, None
-
     problem = Problem("p", (Table("t", 10, 8, 1.0),), Topology((Device(1 << 30),)), 4)
     for sharder in SHARDERS.values():
         with pytest.raises(Asked):
-            sharder(problem, Model())
+            sharder(problem, AnalyticModel(Asking()))
     assert len(found) == len(SHARDERS) and all(threshold[0] > 100 * before[0] for threshold in found)
     assert gc.get_threshold() == before

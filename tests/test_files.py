@@ -17,6 +17,7 @@ from shardcore import files, model_files
 from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
 from shardcore.job import Job
+from shardcore.step.links import links_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
@@ -37,7 +38,8 @@ def test_problems_round_trip(problem, problem_path, tmp_path):
     assert files.read_problem(problem_path) == problem
     unequal = Problem("u", problem.tables, Topology((Device(1 << 24), Device(1 << 25, 2.0, "b"),
                                                      Device(1 << 25, 2.0, "b"),
-                      Device(1 << 24)), "nvidia-h200", 400.0, 50.0, 0.01), 256, "rowwise_adagrad",
+                      Device(1 << 24)), "nvidia-h200",
+                      links_of(0.01, within_host=400.0, between_hosts=50.0)), 256, "rowwise_adagrad",
                       Constraints(7, ("hot",)))
     files.write_problem(tmp_path / "u.json", unequal)
     assert files.read_problem(tmp_path / "u.json") == unequal

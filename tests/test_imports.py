@@ -18,12 +18,15 @@ OURS = ("shardcore", "tasks", "flows")
 ORCHESTRATORS = {"prefect", "ray", "mlflow", "dvc"}
 
 
-BELOW = {"errors.py": (), "limits.py": ("errors",), "topology.py": ("errors", "limits"),
+BELOW = {"errors.py": (), "limits.py": ("errors",),
+         "topology.py": ("errors", "limits", "step.links", "step.tiers"),
          "constraints.py": ("errors", "limits"), "job.py": ("errors", "limits", "fused"),
          "fused.py": (),
          "access_statistics.py": ("limits",), "step_cost.py": (),
-         "types.py": ("errors", "limits", "topology", "constraints", "fused", "job", "access_statistics"),
-         "measurements.py": ("errors", "limits", "types", "step_cost")}
+         "types.py": ("errors", "limits", "topology", "constraints", "fused", "job", "access_statistics",
+                      "step.tiers"),
+         "measurements.py": ("errors", "limits", "types", "step_cost", "step.collectives",
+                             "step.scopes")}
 """What the nouns see of ours: nothing but other nouns, and the errors and limits of them all."""
 
 
@@ -87,6 +90,9 @@ def test_directions(path):
         assert "flows" not in tops
     if place.parent == Path("shardcore") and place.name in BELOW:
         assert ours <= {f"shardcore.{name}" for name in BELOW[place.name]}
+    if place.parts[:2] == ("shardcore", "step"):
+        assert {n for n in ours if not n.startswith("shardcore.step.")} <= {
+            f"shardcore.{name}" for name in ("errors", "limits", "topology")}
     if place.parts[0] == "shardcore" and place.parts[1] in ("tables", "draws", "samples", "measure"):
         through = {p.relative_to(ROOT).parts[1] for p in reached(path)}
         assert not through & {"cost", "search"}, f"{place} reaches {sorted(through & {'cost', 'search'})}"

@@ -17,6 +17,7 @@ from shardcore.fused import DENSE_OPTIMIZERS, PRECISIONS
 from shardcore.job import Job
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, shards_on
 from shardcore.step import memory_account
+from shardcore.step.tiers import Memory
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
@@ -230,7 +231,7 @@ def test_all_ways_to_count_a_table_agree(job):
                                  float(rng.choice([0, 1, 7.5, 100])), features=1 + i % 3, weighted=i % 5 == 0,
                                  sequence=i % 7 == 0) for i in range(200)))
     tables = (replace(t, load_factor=(1.0, 0.0, 0.3)[i % 3]) for i, t in enumerate(problem.tables))
-    host = replace(problem.topology, host_memory_bytes=1 << 40, host_memory_gbps=1.0)
+    host = replace(problem.topology, memory=(Memory("host", 1 << 40, 1.0),))
     problem = replace(problem, job=job, tables=tuple(tables), topology=host)
     rows, dim = np.array([(t.rows, t.dim) for t in problem.tables], dtype=float).T
     lookups = memory.Lookups.of_all(problem.tables, problem)
@@ -244,7 +245,7 @@ def test_all_ways_to_count_a_table_agree(job):
 @pytest.mark.parametrize("factor", [0.0, 0.1, 0.999])
 def test_rows_in_host_memory_leave_a_cache_a_map_and_state_of_rows(factor, optimizer):
     plain = replace(problem_of(optimizer=optimizer), topology=Topology(
-        (Device(1 << 30),) * 2, host_memory_bytes=1 << 30, host_memory_gbps=1.0))
+        (Device(1 << 30),) * 2, memory=(Memory("host", 1 << 30, 1.0),)))
     tiered = replace(TABLE, load_factor=factor)
     a_cell, a_row = memory.STATE_BYTES[optimizer]
     for width in (4, 8):
@@ -294,7 +295,7 @@ def test_a_cache_is_as_wide_as_the_widest_shard_of_its_op(tables, monkeypatch):
         cache_load_factor=sum(t.rows * t.load_factor for t in few) / sum(t.rows for t in few))
     names = ("weights_dev", "lxu_cache_weights", "lxu_cache_state", "lxu_state", "cache_index_table_map")
     real = sum(x.numel() * x.element_size() for x in (getattr(op, name) for name in names))
-    own = Topology((Device(1 << 40),), host_memory_bytes=1 << 40, host_memory_gbps=1.0)
+    own = Topology((Device(1 << 40),), memory=(Memory("host", 1 << 40, 1.0),))
     problem = Problem("p", tables, own, 64)
     [device] = memory.by_part(Plan(tuple(column(t, 0) for t in tables)), problem)
     # A row of a cache's last set more or less.
@@ -324,12 +325,12 @@ def test_managed_collision_takes_bytes_for_each_row_and_lookup():
 
 def test_a_host_that_cannot_hold_its_rows_is_named():
     table = replace(TABLE, load_factor=0.5)
-    own = Topology((Device(1 << 30, host="a"), Device(1 << 30, host="b")), host_memory_bytes=31_999,
-                   host_memory_gbps=1.0)
+    own = Topology((Device(1 << 30, host="a"), Device(1 << 30, host="b")),
+                   memory=(Memory("host", 31_999, 1.0),))
     plan = Plan((Placement("column", Shard.whole(table), (1,)),))
     with pytest.raises(Infeasible, match="host 'b' of problem .* would hold 32000 bytes of rows"):
         memory.require_fits(plan, Problem("p", (table,), own, 64))
-    memory.require_fits(plan, Problem("p", (table,), replace(own, host_memory_bytes=32_000), 64))
+    memory.require_fits(plan, Problem("p", (table,), replace(own, memory=(Memory("host", 32_000, 1.0),)), 64))
 
 
 def test_rows_of_a_divided_table_take_the_ids_in_them():

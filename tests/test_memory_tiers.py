@@ -18,6 +18,7 @@ from shardcore.memory_tiers import (
     water_filled,
     with_load_factors,
 )
+from shardcore.step.tiers import Memory
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Table
 
@@ -25,7 +26,8 @@ from shardcore.types import Problem, Table
 def problem(memory, optimizer="exact_sgd", gbps=25.0, host_bytes=1 << 34):
     tables = (Table("hot", 100_000, 64, 20.0, Zipf(1.2)), Table("flat", 100_000, 64, 2.0, Zipf(0.2)),
               Table("small", 1_000, 64, 1.0), Table("idle", 50_000, 64, 0.0))
-    topology = Topology((Device(memory),) * 2, host_memory_gbps=gbps, host_memory_bytes=host_bytes)
+    topology = Topology((Device(memory),) * 2, memory=(
+        Memory("host", host_bytes, gbps),) if gbps is not None else ())
     return Problem("p", tables, topology, 256, optimizer)
 
 
@@ -94,11 +96,11 @@ def test_a_decision_forgets_an_earlier_one():
 
 
 @pytest.mark.parametrize(("do", "error", "words"), [
-    (lambda: problem(1 << 20, gbps=0.0), ShardCoreError, "host_memory_gbps 0.0; it needs"),
-    (lambda: problem(1 << 20, host_bytes=-1), ShardCoreError, "host_memory_bytes -1; it needs"),
-    (lambda: decide(problem(18 << 20, host_bytes=None)), ShardCoreError, "needs host_memory_bytes and"),
+    (lambda: problem(1 << 20, gbps=0.0), ShardCoreError, "memory host has gbps 0.0; it needs"),
+    (lambda: problem(1 << 20, host_bytes=-1), ShardCoreError, "memory host has bytes -1; it needs"),
+    (lambda: decide(problem(18 << 20, gbps=None)), ShardCoreError, "needs memory of tier 'host'"),
     (lambda: with_load_factors(problem(1 << 30, gbps=None), {"flat": 0.5}), ShardCoreError,
-     "rows of table 'flat' in host memory; its topology needs"),
+     "rows of table 'flat' in host memory; its topology needs memory of tier 'host'"),
     (lambda: with_load_factors(problem(1 << 30), {"flat": 1.5}), ShardCoreError, "load_factor 1.5; it needs"),
     *((lambda how=how: how(problem(1 << 16)), Infeasible, "lacks at least .* of device memory")
       for how in (decide, one_load_factor, largest_to_host)),

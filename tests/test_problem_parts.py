@@ -12,6 +12,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.grouped_plans import read_grouped, write_grouped
 from shardcore.job import Job
 from shardcore.sharding_groups import GroupedPlan, Grouping, problem_of_group
+from shardcore.step.links import links_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Table
 
@@ -41,7 +42,7 @@ def on(**changed) -> Problem:
     (on(memory_bytes=2 * 10**9), "memory_bytes of devices"),
     (on(speed=2.0), "speed of devices"),
     (replace(WHOLE, topology=Topology(WHOLE.topology.devices[:2])), "number of devices"),
-    (replace(WHOLE, topology=replace(WHOLE.topology, within_host_gbps=9.0)), "topology.within_host_gbps"),
+    (replace(WHOLE, topology=replace(WHOLE.topology, links=links_of(within_host=9.0))), "topology.links"),
     (replace(WHOLE, global_batch=128), "global_batch"),
     (replace(WHOLE, optimizer="adam"), "optimizer"),
     (replace(WHOLE, job=Job(id_bytes=4)), "job.id_bytes"),

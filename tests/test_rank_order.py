@@ -8,6 +8,7 @@ import pytest
 from shardcore.constraints import Constraints
 from shardcore.errors import ShardCoreError
 from shardcore.rank_order import Links, levels, order, problem_of, topology_of
+from shardcore.step.links import Link
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Table
 
@@ -93,12 +94,13 @@ def test_devices_move_with_their_ranks_and_links_are_those_found():
     assert [d.host for d in found.devices] == ["host-0", "host-0", "host-1", "host-1"]
     assert [d.memory_bytes >> 30 for d in found.devices] == [1, 3, 2, 4]
     assert [d.speed for d in found.devices] == [1.0, 3.0, 2.0, 4.0]
-    assert (found.within_host_gbps, found.between_hosts_gbps, found.latency_ms) == (5.0, 0.5, 0.1)
-    assert found.hardware == "cpu" and found.host_link_gbps is None
+    assert found.links == (Link("within_host", 5.0, latency_ms=0.1),
+                           Link("between_hosts", 0.5, latency_ms=0.1))
+    assert found.hardware == "cpu"
     shared = topology_of(levels(times(places)), replace(LINKS, host_gbps=0.9), before)
-    assert (shared.between_hosts_gbps, shared.host_link_gbps) == (None, 0.9)
+    assert shared.link("between_hosts") == Link("between_hosts", 0.9, shared=True, latency_ms=0.1)
     alone = topology_of([], Links(5.0, None, None, 0.1), before)
-    assert len(alone.hosts) == 1 and alone.between_hosts_gbps is None
+    assert len(alone.hosts) == 1 and alone.links == (Link("within_host", 5.0, latency_ms=0.1),)
     with pytest.raises(ShardCoreError, match="4 devices and the gang 2 ranks"):
         topology_of([((0,), (1,))], LINKS, before)
 

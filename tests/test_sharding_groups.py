@@ -23,6 +23,8 @@ from shardcore.sharding_groups import (
     sizes,
     synced_bytes,
 )
+from shardcore.step.links import links_of
+from shardcore.step.tiers import Memory
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Table
 
@@ -67,12 +69,12 @@ def test_a_device_of_a_group_is_the_least_of_its_replicas():
     given = problem(("h0",) * 4)
     devices = [replace(d, memory_bytes=(i + 1) * GIB, speed=2.0 - i / 4)
                for i, d in enumerate(given.topology.devices)]
-    given = replace(given, topology=Topology(tuple(devices), within_host_gbps=10.0))
+    given = replace(given, topology=Topology(tuple(devices), links=links_of(within_host=10.0)))
     of = {layout: problem_of_group(given, Grouping(2, layout)).topology
           for layout in ("contiguous", "strided")}
     assert [(d.memory_bytes, d.speed) for d in of["contiguous"].devices] == [(GIB, 1.5), (2 * GIB, 1.25)]
     assert [(d.memory_bytes, d.speed) for d in of["strided"].devices] == [(GIB, 1.75), (3 * GIB, 1.25)]
-    assert of["strided"].within_host_gbps == 10.0
+    assert of["strided"].link("within_host").gbps == 10.0
 
 
 def test_groups_that_one_plan_cannot_serve_are_refused():
@@ -118,7 +120,7 @@ def test_weights_and_sums_are_synchronised_replicated_tables_are_not():
     replica = next(p.shard.table for p in plan_of(own).placements if p.kind == "data_parallel")
     in_host = replace(own, tables=tuple(t if t == replica else replace(t, load_factor=0.0)
                                         for t in own.tables),  # all rows are averaged there too
-                      topology=replace(own.topology, host_memory_bytes=GIB, host_memory_gbps=25.0))
+                      topology=replace(own.topology, memory=(Memory("host", GIB, 25.0),)))
     assert synced_bytes(rebind_tables(plan_of(own), in_host), in_host) == synced_bytes(plan_of(own), own)
 
 

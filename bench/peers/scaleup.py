@@ -103,7 +103,7 @@ def _scaled_up(problem: Problem, start: float, sharding_type: str) -> tuple[Prob
         for n, t in names.items()])
     free = free_bytes(problem)
     topology = Topology(len(free), "cuda", hbm_cap=min(free), ddr_cap=1 << 50, local_world_size=len(free),
-                        hbm_to_ddr_mem_bw=problem.topology.host_memory_gbps * 2**30 / 1000)
+                        hbm_to_ddr_mem_bw=problem.topology.memory_of("host").gbps * 2**30 / 1000)
     constraints = {n: ParameterConstraints(
         sharding_types=[sharding_type], compute_kernels=["fused_uvm_caching"], pooling_factors=[t.pooling],
         cache_params=CacheParams(CacheAlgorithm.LRU, start, stats=Misses(t, problem.global_batch)))

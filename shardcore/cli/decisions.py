@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardcore.cli.options import gib, natural, positive, positive_gib, require_outputs
 from shardcore.errors import ShardCoreError
+from shardcore.step.tiers import BELOW, Memory
 from shardcore.types import Problem
 
 if TYPE_CHECKING:
@@ -83,12 +84,14 @@ def require_agreeing(args: argparse.Namespace) -> None:
 
 def with_host_memory(problem: Problem, args: argparse.Namespace) -> Problem:
     """The problem with what --host-gib and --link-gbps say of hosts."""
-    given = {"host_memory_bytes": args.host_gib and int(args.host_gib * 2**30),
-             "host_memory_gbps": args.link_gbps or (None if problem.topology.host_memory_gbps else 25.0)}
-    own = dataclasses.replace(problem.topology, **{k: v for k, v in given.items() if v is not None})
-    if own.host_memory_bytes is None:
+    known = next(iter(problem.topology.memory), None)
+    if not known and not args.host_gib:
         raise ShardCoreError(f"{args.problem} does not say how much memory hosts have for tables; give "
-                             "--host-gib, or host_memory_bytes in its topology")
+                             "--host-gib, or memory in its topology")
+    memory = Memory(known.tier if known else BELOW[0],
+                    int(args.host_gib * 2**30) if args.host_gib else known.bytes,
+                    args.link_gbps or (known.gbps if known else 25.0))
+    own = dataclasses.replace(problem.topology, memory=(memory, *problem.topology.memory[1:]))
     return dataclasses.replace(problem, topology=own)
 
 
@@ -120,12 +123,13 @@ def decisions(args: argparse.Namespace, problem: Problem) -> Iterator[Decision]:
 
 def _models(args: argparse.Namespace, names: list[str]) -> dict[str, CostModel]:
     """The models of offers. Their folders are relative to the file that names them."""
-    from shardcore.cost import mixed
+    from shardcore.cost import composite
     from shardcore.cost.model import at_confidence
 
     folders = {name: args.offers.parent / name for name in names}
     require_outputs(args, folders.values())
-    return {name: at_confidence(mixed.load([folder]), args.confidence) for name, folder in folders.items()}
+    return {name: at_confidence(composite.load([folder]), args.confidence)
+            for name, folder in folders.items()}
 
 
 def _start(args: argparse.Namespace, problem: Problem) -> Start:
@@ -196,14 +200,13 @@ def texts(decisions: Sequence[Decision], found: Found, asked: Problem) -> Iterat
 def extrapolated(found: Found, model: CostModel) -> list[str]:
     """Sentences on what is extrapolated in the price of a plan. model: for its problem."""
     from shardcore.cli import grouped
-    from shardcore.cost import mixed
     from shardcore.search.decisions.groups import FoundGroups
     from shardcore.search.decisions.tower_plans import as_planned
     from shardcore.workload import lower
 
     if isinstance(found, FoundGroups):
         return grouped.extrapolated(found.grouped, found.whole, model)
-    return mixed.out_of_range(model, lower(found.plan, as_planned(found.plan, found.problem)))
+    return model.out_of_range(lower(found.plan, as_planned(found.plan, found.problem)))
 
 
 def write(args: argparse.Namespace, found: Found) -> None:

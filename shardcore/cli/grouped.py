@@ -32,7 +32,6 @@ def extrapolated(grouped: GroupedPlan, problem: Problem, model: CostModel) -> li
 
     model: for the problem of a group.
     """
-    from shardcore.cost import mixed
     from shardcore.search.decisions.groups import synchronisation
     from shardcore.workload import lower
 
@@ -41,8 +40,8 @@ def extrapolated(grouped: GroupedPlan, problem: Problem, model: CostModel) -> li
     if grouped.grouping.size < len(problem.topology):
         for works in synchronisation(grouped, problem):
             found += [f"synchronising: {sentence}" for work in works
-                      for sentence in mixed.out_of_range(model, work)]
-    return list(dict.fromkeys((*found, *mixed.out_of_range(model, lower(grouped.plan, grouped.problem)))))
+                      for sentence in model.out_of_range(work)]
+    return list(dict.fromkeys((*found, *model.out_of_range(lower(grouped.plan, grouped.problem)))))
 
 
 def export(args: argparse.Namespace, problem: Problem) -> None:

@@ -81,7 +81,7 @@ def plan_arguments(**given: Any) -> argparse.Namespace:
 def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda outcome: None) -> Found:
     """Search a plan. heard: is called with each outcome of the outermost decision."""
     from shardcore import files
-    from shardcore.cost import mixed
+    from shardcore.cost import composite
     from shardcore.cost.model import at_confidence
     from shardcore.search import DEFAULT_SHARDER, known, sharder
     from shardcore.search.decisions.driver import decide
@@ -102,7 +102,7 @@ def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda out
                                  f"{decision.changes} that it is a plan of")
     folders = args.model or [args.offers.parent / decisions[0].offers[0].model]
     # Searches use the cautious model. The check of ranges needs the plain one.
-    loaded, began, several = mixed.load(folders), clock(), []
+    loaded, began, several = composite.load(folders), clock(), []
     with shown() as line:
         def hear(outcome: Outcome) -> None:
             several.append(outcome)
@@ -116,7 +116,7 @@ def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda out
         seconds = clock() - began
         if args.offers:
             folders = [args.offers.parent / found.chosen.offer.model]
-            loaded = mixed.load(folders)
+            loaded = composite.load(folders)
         provenance = {**found.plan.provenance, **_provenance(args, folders)}
         found = dataclasses.replace(found, plan=Plan(found.plan.placements, provenance))
         report(f"writing {args.out}", found.ms)
@@ -199,7 +199,7 @@ def _add_price(commands: argparse._SubParsersAction) -> None:
 
 def price(args: argparse.Namespace) -> None:
     from shardcore import files, grouped_plans
-    from shardcore.cost import mixed
+    from shardcore.cost import composite
     from shardcore.cost.model import at_confidence
     from shardcore.cost.model import price as predicted
     from shardcore.report import decisions_report
@@ -211,7 +211,7 @@ def price(args: argparse.Namespace) -> None:
     of_groups = grouped_plans.read_grouped(args.plan, whole) if grouped_plans.is_grouped(args.plan) else None
     if of_groups:
         own = of_groups.problem
-    model = mixed.load(args.model).for_problem(own)
+    model = composite.load(args.model).for_problem(own)
     own.require_setting(model.setting)
     found = of_groups.plan if of_groups else files.read_plan(args.plan, own)
     with files.validating(args.plan):
@@ -223,7 +223,7 @@ def price(args: argparse.Namespace) -> None:
         body = grouped.price(of_groups, whole, cautious)
         beyond = grouped.extrapolated(of_groups, whole, model)
     else:
-        cost, beyond = predicted(workload, cautious), mixed.out_of_range(model, workload)
+        cost, beyond = predicted(workload, cautious), model.out_of_range(workload)
         body = {"total_ms": cost.total_ms, **dataclasses.asdict(cost),
                 "memory_bytes": list(workload.memory_bytes)}
     body["extrapolated"] = beyond

@@ -34,7 +34,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 def replay(args: argparse.Namespace) -> None:
     from shardcore import files
-    from shardcore.cost import mixed
+    from shardcore.cost import composite
     from shardcore.cost.model import price
     from shardcore.measure import hardware
     from shardcore.measure.replay import ReplayConfig, replay_all
@@ -55,7 +55,7 @@ def replay(args: argparse.Namespace) -> None:
             workloads.append(lower(plans[-1], problem))
     predicted = None
     if args.model:
-        model = mixed.load(args.model).for_problem(problem)
+        model = composite.load(args.model).for_problem(problem)
         problem.require_setting(model.setting)
         predicted = [price(workload, model) for workload in workloads]
     config = ReplayConfig(repeats=args.repeats, arena_bytes=int(args.arena_gib * 2**30),

@@ -10,12 +10,14 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from shardcore.cost.collective_model import groups_of, is_ring
-from shardcore.cost.host_memory import HostMemoryModel, with_host_memory
+from shardcore.cost.composite import Composite, composed
+from shardcore.cost.link_counts import link_counts
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import BUCKETIZED_IDS, CROSS, ID_CHANNELS, Channel
+from shardcore.layouts import Channel
 from shardcore.outputs import payload_bytes
+from shardcore.step.links import LEVELS, joins
+from shardcore.step.scopes import groups_of
 from shardcore.tables.access import access_share, unique_rows
 from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.traffic import channels_of
@@ -60,12 +62,16 @@ class AnalyticModel:
                 raise ShardCoreError(f"analytic model has {field.name} {value}; "
                                      "bandwidths need to be positive, costs 0 or more")
 
-    def for_problem(self, problem: Problem) -> AnalyticModel | HostMemoryModel:
+    def for_problem(self, problem: Problem) -> AnalyticModel | Composite:
+        """See model.CostModel."""
+        return composed((self.in_device_memory(problem),), problem)
+
+    def in_device_memory(self, problem: Problem) -> AnalyticModel:
         """The model at the batch and with the payloads of a problem. Its formulas hold for any."""
         job = problem.job
         setting = replace(self.setting, batch=problem.global_batch, forward_payload=job.forward_payload,
                           backward_payload=job.backward_payload)
-        return with_host_memory(replace(self, setting=setting), problem)
+        return replace(self, setting=setting)
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, 4] drivers: 1 (a table), lookups, bytes gathered, bytes updated.
@@ -130,21 +136,22 @@ class AnalyticModel:
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Transfer and waiting, [..., D] ms."""
         forward, backward = np.zeros(traffic.shape[1:]), np.zeros(traffic.shape[1:])
-        input_ms = work_ms = forward
-        there, back = self.setting.forward_payload, self.setting.backward_payload
+        input_ms = work_ms = np.zeros(traffic.shape[1:])
+        both = ((forward, "forward", self.setting.forward_payload),
+                (backward, "backward", self.setting.backward_payload))
         for channel, sent_bytes in zip(channels_of(traffic), traffic, strict=True):
-            if channel in ID_CHANNELS:
+            row = channel.row
+            if row.ids:
                 input_ms = input_ms + self._transfer_ms(channel, sent_bytes, topology)
-                if channel == BUCKETIZED_IDS:
+                if row.work:
                     # Each device reads and writes the ids of its own samples, which are as many on all.
                     own_bytes = sent_bytes.mean(-1, keepdims=True)
                     work_ms = work_ms + 2 * own_bytes / (self.gather_gbps * BYTES_PER_MS_PER_GBPS)
-            elif channel.collective == "all_reduce":
-                # Backward only. A ring moves its bytes twice: reduce-scatter, then all-gather.
-                backward = backward + 2 * self._transfer_ms(channel, sent_bytes, topology)
-            else:
-                forward = forward + self._transfer_ms(channel, payload_bytes(sent_bytes, there), topology)
-                backward = backward + self._transfer_ms(channel, payload_bytes(sent_bytes, back), topology)
+                continue
+            for ms, way, payload in both:
+                if way in row.ways:
+                    travels = payload_bytes(sent_bytes, payload) if row.cast else sent_bytes
+                    ms += row.passes * self._transfer_ms(channel, travels, topology)
         ready = compute_ms + backward
         return CommCost(forward, backward, ready.max(-1, keepdims=True) - ready, input_ms + work_ms, work_ms)
 
@@ -157,50 +164,33 @@ class AnalyticModel:
 
         Each device's bytes [..., D] are spread evenly over the devices of its group.
         """
-        members, hosts = groups_of(channel, topology)
+        members = groups_of(channel.group, topology)
         ms = np.zeros(np.shape(sent_bytes))
         if members.shape[1] > 1 and np.any(sent_bytes):
-            ms[..., members] = self._among(sent_bytes[..., members], hosts, topology, channel)
+            ms[..., members] = self._among(sent_bytes[..., members], topology.units[:, members[0]], topology,
+                                           channel)
         return ms
 
-    def _among(self, sent_bytes: np.ndarray, hosts: np.ndarray, topology: Topology,
+    def _among(self, sent_bytes: np.ndarray, units: np.ndarray, topology: Topology,
                channel: Channel) -> np.ndarray:
         """[..., G, n] ms among the n devices of each of G groups.
 
-        hosts: [n] number of each device's host.
+        units: [K, n] of each device, by level of links.
         """
-        n_devices, rings = len(hosts), is_ring(channel)
-        own, all_bytes = sent_bytes / n_devices, sent_bytes.sum(-1, keepdims=True) / n_devices
-        # Sums by host: pairs of a thousand devices are too many. A device sends nothing to itself.
-        on_host = np.eye(int(hosts.max()) + 1)[hosts]  # [n, H]
-
-        def of_host(x: np.ndarray) -> np.ndarray:
-            return (x @ on_host)[..., hosts]
-
-        mates, own_host = on_host.sum(0)[hosts] - 1, of_host(own)
-        others = n_devices - 1 - mates
-        # a link is as busy as the busier of its two directions
-        within = np.maximum(own * mates, own_host - own)
-        out, into = own * others, own.sum(-1, keepdims=True) - own_host
-        if rings:
-            # All but a part of the bytes enters and leaves every device, and every host.
-            moved = np.broadcast_to(own.max(-1, keepdims=True) * (n_devices - 1), own.shape)
-            within, out = moved * mates.any(), moved * others.any()
-            into = out
-        elif topology.host_link_gbps:
-            # A host's link carries what all of its devices send and receive.
-            out, into = of_host(out), of_host(into)
-            if channel.group == CROSS:
-                out, into = (np.broadcast_to(x.sum(-2, keepdims=True), x.shape) for x in (out, into))
-        between = np.maximum(out, into)
-        link_gbps = topology.host_link_gbps or topology.between_hosts_gbps or self.exchange_gbps
-        # Both kinds of link transfer at the same time; the slower one decides.
-        slowest = np.maximum(
-            within / ((topology.within_host_gbps or self.exchange_gbps) * BYTES_PER_MS_PER_GBPS),
-            between / (link_gbps * BYTES_PER_MS_PER_GBPS),
-        ).max(-1, keepdims=True)
-        latency = self.exchange_latency_ms if topology.latency_ms is None else topology.latency_ms
-        return np.broadcast_to(np.where(all_bytes > 0, latency + slowest, 0.0), np.shape(sent_bytes))
+        ring, slowest = channel.row.ring, 0.0
+        owned = sent_bytes.max(-1, keepdims=True) if ring else sent_bytes
+        counts = link_counts(ring, owned, units, channel.scope.across)
+        # All levels transfer at the same time, and the slowest decides. A link is as busy as its busier way.
+        for level, of, used in zip(LEVELS, counts, joins(units), strict=True):
+            if used:
+                link = topology.link(level)
+                busiest = of["uplink" if link.shared else "busiest"]
+                slowest = np.maximum(slowest, busiest / ((link.gbps or self.exchange_gbps)
+                                                         * BYTES_PER_MS_PER_GBPS))
+        given = topology.outermost(units).latency_ms
+        latency = self.exchange_latency_ms if given is None else given
+        any_bytes = sent_bytes.sum(-1, keepdims=True) > 0
+        return np.broadcast_to(np.where(any_bytes, latency + slowest, 0.0), np.shape(sent_bytes))
 
 
 def _drivers(shard: Shard, batch: int) -> tuple[float, float, float, float]:

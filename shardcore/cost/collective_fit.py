@@ -15,23 +15,25 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from shardcore.cost.collective_model import (
-    BUCKETIZE,
+    ALL_TO_ALL,
     EXCHANGE_TERMS,
-    FAR,
-    NEAR,
     ORDER,
-    bucketize_ms,
+    PARTS,
     exchange_terms,
     is_measured,
     rates_of,
     transfer_ms,
     weight,
+    work_before_ms,
 )
 from shardcore.cost.metrics import mape
 from shardcore.cost.nnls import fit_law
-from shardcore.layouts import BUCKETIZED_IDS, IDS, WORLD, Channel
+from shardcore.layouts import Channel
 from shardcore.measurements import CollectiveSample
-from shardcore.types import CAST, COLLECTIVES, GROUPS, OUTPUT_BYTES, PAYLOADS
+from shardcore.step.collectives import COLLECTIVES, Collective
+from shardcore.step.links import units_of
+from shardcore.step.scopes import SCOPES, WORLD
+from shardcore.types import OUTPUT_BYTES, PAYLOADS
 
 ONCE, MESSAGES = (EXCHANGE_TERMS.index(name) for name in ("once", "messages"))
 MESSAGE_SHARE = 1 / 7
@@ -42,39 +44,44 @@ as on 8, all-gathers 2.7 and all-reduces 2.1 times. With this share it is 2.7 ti
 (docs/decisions/latency-of-more-devices.md)."""
 FEWEST_SAMPLES = 4
 """A collective with fewer samples gets no rates."""
-_MEASURED = [(collective, payload, ways) for collective, ways in COLLECTIVES.items() for payload in PAYLOADS
-             if (collective in CAST or payload == "fp32") and collective != BUCKETIZED_IDS.collective]
-"""Collectives that have rates, with their payloads and directions."""
+_MEASURED = [(row, payload) for row in COLLECTIVES.values() for payload in PAYLOADS
+             if row.cast or payload == "fp32"]
+"""Collectives with their payloads."""
+
 
 def fit(train_side: Sequence[CollectiveSample], validation: Sequence[CollectiveSample],
         note: Callable[[str, int, dict[str, float]], None]) -> dict[str, np.ndarray]:
     """[E] rates of each measured collective, group, payload and direction, named by `weight`."""
     rates = {}
-    for (collective, payload, ways), group in itertools.product(_MEASURED, GROUPS):
-        known, unseen = (_of(side, collective, payload, group) for side in (train_side, validation))
-        for way in ways if len(known) >= FEWEST_SAMPLES else ():
+    for (row, payload), group in itertools.product(_MEASURED, SCOPES):
+        known, unseen = (_of(side, row.name, payload, group) for side in (train_side, validation))
+        # Ids that are worked on before have the rates of others.
+        for way in row.ways if len(known) >= FEWEST_SAMPLES and not row.work else ():
             (terms, measured), (unseen_terms, unseen_measured) = (observed(known, way),
                                                                   observed(unseen or known, way))
             # Without validation samples, training samples stand in for the report.
-            rates[weight(Channel(collective, group), way, payload)] = law = _fit_rates(terms, measured)
+            rates[weight(Channel(row.name, group), way, payload)] = law = _fit_rates(terms, measured)
             log_error = np.log(np.maximum(transfer_ms(terms, law), 1e-9) / measured)
-            note(_metric(collective, way, payload) + f"_{group}" * (group != WORLD), 0,
+            note(_metric(row.name, way, payload) + f"_{group}" * (group != WORLD), 0,
                  {"train_loss": float(np.abs(log_error).mean()),
                   "validation_mape": mape(transfer_ms(unseen_terms, law), unseen_measured)})
-    return (rates | _fit_bucketizing(rates, _of(train_side, BUCKETIZED_IDS.collective, "fp32"))
-            | _fit_ordering(_of(train_side, IDS.collective, "fp32")))
+    plain_ids = [s for s in train_side if (row := s.request.row).ids and not row.work]
+    works = [_fit_work(rates, row, _of(train_side, row.name, "fp32"))
+             for row in COLLECTIVES.values() if row.work]
+    return rates | {name: law for work in works for name, law in work.items()} | _fit_ordering(plain_ids)
 
 
-def _fit_bucketizing(rates: Mapping[str, np.ndarray],
-                     samples: Sequence[CollectiveSample]) -> dict[str, np.ndarray]:
-    """What exchanges of bucketized ids take beyond those of other ids. Nothing without both."""
-    if len(samples) < FEWEST_SAMPLES or not is_measured(rates, IDS):
+def _fit_work(rates: Mapping[str, np.ndarray], row: Collective,
+              samples: Sequence[CollectiveSample]) -> dict[str, np.ndarray]:
+    """Own work on ids: what these exchanges take beyond those of other ids. Nothing without both."""
+    if len(samples) < FEWEST_SAMPLES or not is_measured(rates, Channel(row.like)):
         return {}
     terms, measured = observed(samples, "forward")
     mean_bytes = np.concatenate([np.full(len(_counting(s, "forward")), owned_bytes(s).mean())
                                  for s in samples])
     own = np.stack([np.ones_like(mean_bytes), mean_bytes], axis=1)
-    return {BUCKETIZE: fit_law(own, measured, known=transfer_ms(terms, rates_of(rates, IDS, "forward")))}
+    known = transfer_ms(terms, rates_of(rates, Channel(row.like), "forward"))
+    return {row.work.weight: fit_law(own, measured, known=known)}
 
 
 def _fit_ordering(samples: Sequence[CollectiveSample]) -> dict[str, np.ndarray]:
@@ -92,16 +99,19 @@ def _fit_ordering(samples: Sequence[CollectiveSample]) -> dict[str, np.ndarray]:
 def _fit_rates(terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.ndarray:
     """[E] rates of transfer_ms from terms [E, S].
 
-    The maximum is not linear. So guess for each sample which links are slower, and fit the linear law.
-    Repeat until the guess agrees with the fit.
+    The maximum is not linear. So guess for each sample which level of links is slowest, and fit the linear
+    law. Repeat until the guess agrees with the fit.
     """
-    far_decides = terms[FAR].any(0)
+    parts = list(PARTS.values())
+    # [S] the level that decides; first the outermost that a sample uses.
+    decides = np.max([k * terms[part].any(0) for k, part in enumerate(parts)], axis=0)
     for _ in range(rounds):
         decisive = terms.copy()
-        decisive[NEAR, far_decides], decisive[FAR, ~far_decides] = 0, 0
+        for k, part in enumerate(parts):
+            decisive[part, decides != k] = 0
         rates = _fit_shared(decisive, measured)
-        before, far_decides = far_decides, rates[FAR] @ terms[FAR] > rates[NEAR] @ terms[NEAR]
-        if (before == far_decides).all():
+        before, decides = decides, np.argmax([rates[part] @ terms[part] for part in parts], axis=0)
+        if (before == decides).all():
             break
     return rates
 
@@ -128,8 +138,8 @@ def priced(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:
 
     An exchange that ended before the last rank started has no transfer time, and is left out.
     """
-    return [s for s in samples if (s.request.collective in CAST or s.request.payload == "fp32")
-            and (s.error or min(x.median_ms for way in COLLECTIVES[s.request.collective]
+    return [s for s in samples if (s.request.row.cast or s.request.payload == "fp32")
+            and (s.error or min(x.median_ms for way in s.request.row.ways
                                 for x in getattr(s, way)) > 0)]
 
 
@@ -157,11 +167,12 @@ def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
     """[E, D] terms of one sample."""
     r = sample.request
     # Ranks are numbered host by host, and hosts are of one size.
-    members, hosts = np.array(r.groups), np.arange(len(r.widths)) // (len(r.widths) // r.hosts)
-    first = way == COLLECTIVES[r.collective][0]  # only the first exchange is entered at start_ms
-    terms = exchange_terms(Channel(r.collective, r.group), owned_bytes(sample)[members], hosts[members[0]],
+    members, each = np.array(r.groups), len(r.widths) // r.hosts
+    first = way == r.row.ways[0]  # only the first exchange is entered at start_ms
+    terms = exchange_terms(Channel(r.collective, r.group), owned_bytes(sample)[members],
+                           units_of([f"host-{rank // each}" for rank in members[0]]),
                            max(r.start_ms) - min(r.start_ms) if first else 0.0)
-    found = np.zeros((len(terms), len(hosts)))
+    found = np.zeros((len(terms), len(r.widths)))
     for of_ranks, term in zip(found, terms, strict=True):
         of_ranks[members] = np.broadcast_to(term, members.shape)
     return found
@@ -188,8 +199,7 @@ def _both_ms(w: Mapping[str, np.ndarray], sample: CollectiveSample,
     r, measured = sample.request, _measured_ms(sample, way)
     channel = Channel(r.collective, r.group)
     ms = transfer_ms(_sample_terms(sample, way), rates_of(w, channel, way, r.payload))
-    if channel == BUCKETIZED_IDS:
-        ms = ms + bucketize_ms(w, owned_bytes(sample))
+    ms = ms + work_before_ms(w, channel, owned_bytes(sample))
     ms = np.broadcast_to(ms, measured.shape)
     return (ms, measured) if r.hosts == 1 else (ms.max(keepdims=True), measured.max(keepdims=True))
 
@@ -203,10 +213,9 @@ def errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> 
 
     A kind without samples has no metrics.
     """
-    return {f"{_metric(collective, way, payload)}_mape": mape(*predicted(w, of_kind, way))
-            for collective, payload, ways in [*_MEASURED, (BUCKETIZED_IDS.collective, "fp32", ("forward",))]
-            if (of_kind := _of(samples, collective, payload)) for way in ways}
-
+    return {f"{_metric(row.name, way, payload)}_mape": mape(*predicted(w, of_kind, way))
+            for row, payload in _MEASURED if (of_kind := _of(samples, row.name, payload))
+            for way in row.ways}
 
 
 def _of(samples: Sequence[CollectiveSample], collective: str, payload: str,
@@ -216,5 +225,5 @@ def _of(samples: Sequence[CollectiveSample], collective: str, payload: str,
 
 
 def _metric(collective: str, way: str, payload: str) -> str:
-    name = f"{way}_comm" if collective == "all_to_all" else f"{collective}_{way}"
+    name = f"{way}_comm" if collective == ALL_TO_ALL.collective else f"{collective}_{way}"
     return name + (f"_{payload}" if payload != "fp32" else "")

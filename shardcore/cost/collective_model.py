@@ -30,13 +30,17 @@ Shapes: D devices, E exchange terms, S samples; ... any leading dimensions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 
 import numpy as np
 
-from shardcore.errors import ShardCoreError
-from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, CROSS, HOST, ID_CHANNELS, IDS, WORLD, Channel
+from shardcore.cost.link_counts import link_counts
+from shardcore.layouts import CHANNELS, Channel
+from shardcore.step.collectives import COLLECTIVES
+from shardcore.step.links import LEVELS, Level, joins
+from shardcore.step.scopes import WORLD, groups_of
 from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
-from shardcore.types import CAST, COLLECTIVES, OF_IDS, PAYLOADS
+from shardcore.types import PAYLOADS
 
 LATENCY_TERMS = ("once", "messages", "far_rounds", "skew_ms")
 """Terms of the latency.
@@ -46,40 +50,27 @@ messages: that a device sends.
 far_rounds: rounds that wait for a link between hosts. An all-to-all has one: it sends all at once.
 skew_ms: from the first start to the last, at most SKEW_LIMIT_MS. Long waiters resume late.
 """
-NEAR_TERMS = ("near_bytes", "near_busiest_bytes")
-"""Terms of links within hosts.
-
-near_bytes: of the device, out and in.
-near_busiest_bytes: the most of any device in one direction.
-"""
-FAR_TERMS = ("far_bytes", "far_busiest_bytes", "port_busiest_bytes", "uplink_bytes", "shared_uplink_bytes",
-             "head_start")
-"""Terms of links between hosts. All are 0 on one host.
-
-far_bytes, far_busiest_bytes: as within hosts.
-port_busiest_bytes: the most of any device over both kinds of link, in one direction. They may share a port.
-uplink_bytes: the most of any host. Its devices may share an uplink.
-shared_uplink_bytes: the mean over hosts. Of an all-to-all without the part for one other host, of a ring all.
-    A link that is busier than others is filled all the time. Links that are all as busy are not, if several
-    hosts share them: TCP shares unevenly, so in the end some rest while others still carry.
-head_start: -1. What links take at once after a pause, and what early ranks have sent by the last one's start.
-"""
-EXCHANGE_TERMS = (*LATENCY_TERMS, *NEAR_TERMS, *FAR_TERMS)
-LATENCY, NEAR, FAR = slice(0, 4), slice(4, 6), slice(6, 12)
-OF_BYTES = slice(4, 11)
+EXCHANGE_TERMS = (*LATENCY_TERMS, *(term for level in LEVELS.values() for term in level.terms))
+LATENCY = slice(0, len(LATENCY_TERMS))
+PARTS: Mapping[str, slice] = {
+    name: slice(first := EXCHANGE_TERMS.index(next(iter(level.terms))), first + len(level.terms))
+    for name, level in LEVELS.items()}
+"""The terms of each level."""
+NEAR, *_, FAR = PARTS.values()
+OF_BYTES = [EXCHANGE_TERMS.index(term) for level in LEVELS.values() for term, count in level.terms.items()
+            if count != "head_start"]
+_OWN_BYTES = [EXCHANGE_TERMS.index(term) for level in LEVELS.values() for term, count in level.terms.items()
+              if count == "bytes"]
 
 FP32: Mapping[str, str] = {"forward": "fp32", "backward": "fp32"}
 """Payloads by way."""
-ALL_TO_ALLS_OF_IDS = 3
-"""TorchRec exchanges how much it will send, then lengths, then ids."""
-BUCKETIZE = "bucketize_ids"
-"""The name of a weight [2]: of putting ids in buckets. ms once, and ms a byte of a device's own ids."""
 ORDER = "order_ids"
 """The name of a weight [2]: of putting arrived ids in order. ms once, and ms a byte. There is none without
 samples that tell it apart."""
-ALL_TO_ALL = Channel("all_to_all")
+OWN_WORK = (*(row.work.weight for row in COLLECTIVES.values() if row.work), ORDER)
+"""Names of the weights of devices' own work on ids."""
+ALL_TO_ALL = Channel(next(iter(COLLECTIVES)))
 """Its rates stand in for those of a channel that was not measured."""
-_RINGS = ("reduce_scatter", "all_reduce")
 SKEW_LIMIT_MS = 10.0
 LEAST_IN_STEP, MOST_IN_STEP = 1e-3, 1e3
 """Range of a collective's time in a step over its time alone. Factors beyond it are discarded."""
@@ -90,83 +81,28 @@ Terms = Sequence[np.ndarray | float]
 """One of each of EXCHANGE_TERMS, in a shape that broadcasts to [..., D]."""
 
 
-def exchange_terms(channel: Channel, owned_bytes: np.ndarray, hosts: np.ndarray,
+def exchange_terms(channel: Channel, owned_bytes: np.ndarray, units: np.ndarray,
                    skew_ms: np.ndarray | float = 0.0) -> Terms:
     """Terms of a collective in groups of n devices.
 
     owned_bytes: [..., n] as in workload.Workload.traffic.
-    hosts: [n] number of each device's host.
+    units: [K, n] as of step.links.units_of.
     skew_ms: [...] from the first start to the last.
 
-    CROSS groups share their hosts' links. For them, the axis before the last is that of the groups.
+    Groups across hosts share their links. For them, the axis before the last is that of the groups.
     """
-    owned = np.asarray(owned_bytes, dtype=float)
+    owned, row, n = np.asarray(owned_bytes, dtype=float), channel.row, units.shape[1]
     skew = np.minimum(np.asarray(skew_ms, dtype=float), SKEW_LIMIT_MS)[..., None]
-    times = 1
-    if not is_ring(channel):
-        # A device receives its ids as it receives gradients backward: `owned` bytes, a part from each device.
-        far_rounds, *of_links = _all_to_all(owned, hosts, channel.group == CROSS)
-        times = ALL_TO_ALLS_OF_IDS if channel.collective in OF_IDS else 1
-    else:
-        # A reduce-scatter pads inputs to the largest. An all-reduce is one, and then an all-gather.
-        twice = channel.collective == "all_reduce"
-        far_rounds, *of_links = _ring(2 * owned if twice else owned.max(-1, keepdims=True), hosts)
-    return [1.0 * times, (len(hosts) - 1.0) * times, far_rounds * times, skew, *of_links]
-
-
-def is_ring(channel: Channel) -> bool:
-    """Tell if a collective sends round a ring, rather than from each device to each other one.
-
-    Raises ShardCoreError for a collective whose law is not known.
-    """
-    if channel.collective not in (*_RINGS, "all_to_all", *OF_IDS):
-        raise ShardCoreError(f"collective {channel.collective!r} has no price; known are "
-                             f"{', '.join(COLLECTIVES)}")
-    return channel.collective in _RINGS
-
-
-def _all_to_all(owned: np.ndarray, hosts: np.ndarray, shares_links: bool) -> Terms:
-    """far_rounds and the link terms of an all-to-all.
-
-    Each device sends owned / n to every other one. Backward it receives as much, so the terms are the same.
-    """
-    n_devices, total = len(hosts), owned.sum(-1, keepdims=True)
-    # One host: the far terms are 0. This is the common case, and cheap.
-    if not np.ptp(hosts):
-        out, into = owned * (n_devices - 1) / n_devices, (total - owned) / n_devices
-        return [0.0, out + into, _busiest(out, into), *[0.0] * len(FAR_TERMS)]
-    _, number, sizes = np.unique(hosts, return_inverse=True, return_counts=True)
-    # Sort devices by host and sum runs. A devices × hosts matrix could have 2^32 cells.
-    order = np.argsort(number, kind="stable")
-    on_host = np.add.reduceat(owned[..., order], np.cumsum(sizes) - sizes, axis=-1)
-    # Out: a device's own bytes to others. In: the others' bytes, of which it gets 1 / n.
-    size, of_host = sizes[number], on_host[..., number]
-    near_out, near_in = owned * (size - 1) / n_devices, (of_host - owned) / n_devices
-    far_out, far_in = owned * (n_devices - size) / n_devices, (total - of_host) / n_devices
-    leaves, enters = on_host * (n_devices - sizes) / n_devices, (total - on_host) * sizes / n_devices
-    if shares_links:
-        leaves, enters = leaves.sum(-2, keepdims=True), enters.sum(-2, keepdims=True)
-    return [1.0, near_out + near_in, _busiest(near_out, near_in), far_out + far_in, _busiest(far_out, far_in),
-            _busiest(near_out + far_out, near_in + far_in), _busiest(leaves, enters),
-            leaves.mean(-1, keepdims=True) * (len(sizes) - 2) / (len(sizes) - 1), -1.0]
-
-
-def _busiest(out: np.ndarray, into: np.ndarray) -> np.ndarray:
-    """The most bytes of any device, in either direction."""
-    return np.maximum(out.max(-1, keepdims=True), into.max(-1, keepdims=True))
-
-
-def _ring(owned: np.ndarray, hosts: np.ndarray) -> Terms:
-    """far_rounds and the link terms of a ring (Patarasuk and Yuan 2009).
-
-    (D - 1) / D of the bytes leave and enter every device, and every host.
-    They do so in D - 1 rounds, each as slow as its slowest link.
-    """
-    n_devices, several = len(hosts), float(np.ptp(hosts) > 0)
-    moved = owned * (n_devices - 1) / n_devices
-    # On one host no bytes go between hosts.
-    far = several * moved
-    return [several * (n_devices - 1), 2 * moved, moved, 2 * far, far, far, far, far, -several]
+    if row.ring:
+        # Inputs are padded to the largest, but for a dense gradient.
+        owned = row.passes * (owned if row.dense else owned.max(-1, keepdims=True))
+    # A device receives its ids as it receives gradients backward: `owned` bytes, a part from each device.
+    counts = link_counts(row.ring, owned, units, channel.scope.across)
+    far_rounds = float(any(joins(units)[1:])) * (n - 1 if row.ring else 1)
+    times = row.exchanges
+    return [1.0 * times, (n - 1.0) * times, far_rounds * times, skew,
+            *(of[count] for level, of in zip(LEVELS.values(), counts, strict=True)
+              for count in level.terms.values())]
 
 
 # --- prices -------------------------------------------------------------------------------------------------
@@ -175,10 +111,10 @@ def _ring(owned: np.ndarray, hosts: np.ndarray) -> Terms:
 def transfer_ms(terms: Terms, rates: np.ndarray) -> np.ndarray:
     """[..., D] ms from terms and rates [E]."""
     # Terms without a rate are skipped: most rates are 0.
-    latency, near, far = (sum((r * t for r, t in zip(rates[part], terms[part], strict=True) if r),
-                              np.zeros(()))
-                          for part in (LATENCY, NEAR, FAR))
-    return latency + np.maximum(near, far)
+    latency, *levels = (sum((r * t for r, t in zip(rates[part], terms[part], strict=True) if r),
+                            np.zeros(()))
+                        for part in (LATENCY, *PARTS.values()))
+    return latency + reduce(np.maximum, levels)
 
 
 def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np.ndarray, topology: Topology,
@@ -192,38 +128,39 @@ def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np
     """
     owned = np.asarray(owned_bytes, dtype=float)
     forward, backward = np.zeros_like(owned), np.zeros_like(owned)
-    members, hosts = groups_of(channel, topology)
+    members = groups_of(channel.group, topology)
     if members.shape[1] < 2 or not owned.any():
         return forward, backward
-    is_ring(channel)  # raises for a collective without a law
+    units = topology.units[:, members[0]]
     rates = {way: explicit_links(in_step(w, channel, way) * rates_of(w, channel, way, payloads[way]),
-                                 topology, _share(channel, payloads[way]))
-             for way in COLLECTIVES[channel.collective]}
+                                 topology, _share(channel, payloads[way]), units)
+             for way in channel.row.ways}
     # [..., G, n]: price all groups of the channel at once.
     grouped = owned[..., members]
     skew = np.asarray(skew_ms, dtype=float)[..., None]
-    terms = exchange_terms(channel, grouped, _counted(hosts, np.stack(list(rates.values()))), skew)
-    # If any device of a group owns bytes, all take part. An all-reduce is the exception: owners only.
+    terms = exchange_terms(channel, grouped, _counted(units, np.stack(list(rates.values()))), skew)
+    # If any device of a group owns bytes, all take part. Of dense gradients: owners only.
     all_run = np.broadcast_to((grouped > 0).any(-1, keepdims=True), grouped.shape)
-    runs = grouped > 0 if channel.collective == "all_reduce" else all_run
+    runs = grouped > 0 if channel.row.dense else all_run
     for ms, way in ((forward, "forward"), (backward, "backward")):
         if way in rates:
             ms[..., members] = np.where(runs, transfer_ms(terms, rates[way]), 0.0)
-    if channel in ID_CHANNELS:
+    if channel.row.ids:
         # Rates of measured links include what it takes to put ids in order. Given links do not.
-        own_ms = _order_ms(w, owned, once=topology.latency_ms is not None, bytes_too=topology.gives_slowest)
-        if channel == BUCKETIZED_IDS:
-            own_ms = own_ms + bucketize_ms(w, owned)
+        given = topology.slowest
+        own_ms = _order_ms(w, owned, once=given.latency_ms is not None, bytes_too=given.gbps is not None)
+        own_ms = own_ms + work_before_ms(w, channel, owned)
         forward += in_step(w, channel, "forward") * own_ms
     return forward, backward
 
 
-def bucketize_ms(w: Mapping[str, np.ndarray], received_bytes: np.ndarray) -> np.ndarray:
-    """[..., 1] ms in which a device puts ids in buckets. 0 where that was not measured.
+def work_before_ms(w: Mapping[str, np.ndarray], channel: Channel, received_bytes: np.ndarray) -> np.ndarray:
+    """[..., 1] ms of a device's own work before ids travel. 0 where there is none, or it was not measured.
 
     received_bytes: [..., D] of each device, afterwards. All devices have equally many ids before.
     """
-    once, per_byte = w.get(BUCKETIZE, (0.0, 0.0))
+    work = channel.row.work
+    once, per_byte = w.get(work.weight, (0.0, 0.0)) if work else (0.0, 0.0)
     return once + per_byte * received_bytes.mean(-1, keepdims=True)
 
 
@@ -236,8 +173,7 @@ def id_work_ms(w: Mapping[str, np.ndarray], channel: Channel, received_bytes: np
     if received.shape[-1] < 2:
         return np.zeros_like(received)
     ms = _order_ms(w, received)
-    if channel == BUCKETIZED_IDS:
-        ms += np.where(received.any(-1, keepdims=True), bucketize_ms(w, received), 0.0)
+    ms += np.where(received.any(-1, keepdims=True), work_before_ms(w, channel, received), 0.0)
     return in_step(w, channel, "forward") * ms
 
 
@@ -249,22 +185,6 @@ def _order_ms(w: Mapping[str, np.ndarray], received_bytes: np.ndarray, once: boo
     """
     of_any, of_byte = w.get(ORDER, (0.0, 0.0))
     return np.where(received_bytes > 0, of_any * once + of_byte * bytes_too * received_bytes, 0.0)
-
-
-def groups_of(channel: Channel, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
-    """[G, n] devices of each group of a channel, and [n] numbers of their hosts.
-
-    Groups within and across hosts exist only where all hosts have the same size.
-    """
-    if channel.group == WORLD:
-        number = {host: k for k, host in enumerate(topology.hosts)}
-        return np.arange(len(topology))[None], np.array([number[d.host] for d in topology.devices])
-    if not topology.equal_hosts:
-        return np.zeros((0, 0), dtype=int), np.zeros(0, dtype=int)
-    on_hosts = np.array(topology.on_hosts)
-    if channel.group == HOST:
-        return on_hosts, np.zeros(on_hosts.shape[1], dtype=int)
-    return on_hosts.T, np.arange(on_hosts.shape[0])
 
 
 def _name(channel: Channel) -> str:
@@ -279,13 +199,17 @@ def weight(channel: Channel, way: str, payload: str = "fp32") -> str:
 
 def _found(w: Mapping[str, np.ndarray], name: Callable[[Channel, str], str], channel: Channel,
            way: str) -> np.ndarray | None:
-    """A channel's own weight. If absent, that of its collective over all devices, or of the all-to-all.
-
-    Bucketized ids have no rates of their own: they travel as all ids do.
-    """
-    as_ids = (IDS,) if channel == BUCKETIZED_IDS else ()
-    tried = (channel, Channel(channel.collective), *as_ids, ALL_TO_ALL)
+    """A channel's own weight. If absent, that of its collective over all devices, or of those like it."""
+    tried = (channel, *_stand_ins(channel))
     return next((w[name(c, way)] for c in tried if name(c, way) in w), None)
+
+
+def _stand_ins(channel: Channel) -> list[Channel]:
+    """The channel's collective over all devices, then the ones like it (Collective.like)."""
+    found = [Channel(channel.collective)]
+    while like := found[-1].row.like:
+        found.append(Channel(like))
+    return found
 
 
 def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: str = "fp32") -> np.ndarray:
@@ -293,7 +217,7 @@ def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: s
 
     Of another payload than FP32: those of the channel or its collective, or FP32's with fewer bytes.
     """
-    if channel.collective in CAST and payload != "fp32":
+    if channel.row.cast and payload != "fp32":
         own = [weight(c, way, payload) for c in (channel, Channel(channel.collective))]
         if known := [w[name] for name in own if name in w]:
             return known[0]
@@ -306,12 +230,12 @@ def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: s
 
 def _share(channel: Channel, payload: str) -> float:
     """Bytes that travel for a byte of FP32."""
-    return PAYLOADS[payload] / PAYLOADS["fp32"] if channel.collective in CAST else 1.0
+    return PAYLOADS[payload] / PAYLOADS["fp32"] if channel.row.cast else 1.0
 
 
 def knows_payload(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: str) -> bool:
     """Whether the rates of a channel are those of its payload."""
-    return payload == "fp32" or channel.collective not in CAST or any(
+    return payload == "fp32" or not channel.row.cast or any(
         weight(c, way, payload) in w for c in (channel, Channel(channel.collective)))
 
 
@@ -328,54 +252,70 @@ def in_step(w: Mapping[str, np.ndarray], channel: Channel, way: str) -> float:
 
 def stands_for(w: Mapping[str, np.ndarray], channel: Channel) -> str:
     """In words: the channel whose rates a channel without measurements uses."""
-    own = IDS if channel == BUCKETIZED_IDS else Channel(channel.collective)
-    return f"the {(own if is_measured(w, own) else ALL_TO_ALL).words}"
+    measured = (c for c in _stand_ins(channel) if is_measured(w, c))
+    return f"the {next(measured, ALL_TO_ALL).words}"
 
 
 def is_measured(w: Mapping[str, np.ndarray], channel: Channel) -> bool:
     """Whether the channel has rates of its own in every direction."""
-    if channel == BUCKETIZED_IDS:
-        return BUCKETIZE in w and is_measured(w, IDS)
-    return all(weight(channel, way) in w for way in COLLECTIVES[channel.collective])
+    row = channel.row
+    if row.work:
+        return row.work.weight in w and is_measured(w, Channel(row.like))
+    return all(weight(channel, way) in w for way in row.ways)
 
 
 def measured_links(w: Mapping[str, np.ndarray], channel: Channel) -> set[str]:
-    """The kinds of links that the channel's rates know: "within" hosts, "between" hosts, or both."""
-    rates = np.stack([rates_of(w, channel, way) for way in COLLECTIVES[channel.collective]])
-    return {name for name, part in (("within", NEAR), ("between", FAR)) if rates[:, part].any()}
+    """The levels of links that the channel's rates know."""
+    rates = np.stack([rates_of(w, channel, way) for way in channel.row.ways])
+    return {name for name, part in PARTS.items() if rates[:, part].any()}
 
 
-def explicit_links(rates: np.ndarray, topology: Topology, share: float = 1.0) -> np.ndarray:
+def explicit_links(rates: np.ndarray, topology: Topology, share: float = 1.0,
+                   units: np.ndarray | None = None) -> np.ndarray:
     """The explicit link model: [E] rates with the topology's own latency and bandwidths put in.
 
-    The busiest device's bytes decide. Between hosts whose devices share a link, the busiest host's do. If
-    nothing is known of links within such hosts, a device's are as fast.
+    The busiest device's bytes decide. Where the devices of a unit share a link, the busiest unit's do. If
+    nothing is known of links within such units, a device's are as fast.
     share: of the bytes, that travel.
+    units: [K, n] of the devices that exchange. None: all.
     """
     rates = rates.copy()
-    if topology.latency_ms is not None:
-        rates[LATENCY] = (topology.latency_ms, 0, 0, 0)
-    if topology.within_host_gbps:
-        rates[NEAR] = (0, share / (topology.within_host_gbps * BYTES_PER_MS_PER_GBPS))
-    if topology.between_hosts_gbps:
-        rates[FAR] = (0, share / (topology.between_hosts_gbps * BYTES_PER_MS_PER_GBPS), 0, 0, 0, 0)
-    if topology.host_link_gbps:
-        of_byte = share / (topology.host_link_gbps * BYTES_PER_MS_PER_GBPS)
-        rates[FAR] = (0, 0, 0, of_byte, 0, 0)
-        if not rates[NEAR].any():
-            rates[NEAR] = (0, of_byte)
+    latency_ms = (topology.slowest if units is None else topology.outermost(units)).latency_ms
+    if latency_ms is not None:
+        rates[LATENCY] = (latency_ms, 0, 0, 0)
+    innermost, inside = next(iter(LEVELS.values())), slice(LATENCY.stop, LATENCY.stop)
+    for level in LEVELS.values():
+        link = topology.link(level.name)
+        if link.gbps:
+            of_byte = share / (link.gbps * BYTES_PER_MS_PER_GBPS)
+            _give(rates, level, level.shared if link.shared else level.each, of_byte)
+            if link.shared and not rates[inside].any():
+                _give(rates, innermost, innermost.each, of_byte)
+        inside = slice(LATENCY.stop, PARTS[level.name].stop)
     return rates
 
 
-def _counted(hosts: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """[n] hosts as numbers, as far as the rates [..., E] can tell them apart.
+def _give(rates: np.ndarray, level: Level, term: str, of_byte: float) -> None:
+    """Put ms of a byte in as the one rate of a level."""
+    rates[PARTS[level.name]] = 0
+    rates[EXCHANGE_TERMS.index(term)] = of_byte
 
-    Rates without links between hosts: all devices count as one host.
-    Rates without links within hosts: each device counts as a host.
+
+def _counted(units: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    """[K, n] units, as far as the rates [..., E] can tell levels apart.
+
+    A level without rates passes what it joins on to the next one out that has some, or else in. Where none
+    has, all devices count as one unit.
     """
-    if not rates[..., FAR].any():
-        return np.zeros_like(hosts)
-    return hosts if rates[..., NEAR].any() else np.arange(len(hosts))
+    known = [bool(rates[..., part].any()) for part in PARTS.values()]
+    if not any(known):
+        return np.zeros_like(units)
+    found, last = units.copy(), max(k for k, has_rates in enumerate(known) if has_rates)
+    for k, has_rates in enumerate(known[:last]):
+        if not has_rates:
+            found[k] = found[k - 1] if k else np.arange(units.shape[1])
+    found[last:] = units[-1]
+    return found
 
 
 def even_is_least(w: Mapping[str, np.ndarray], topology: Topology, payload: str = "fp32") -> bool:
@@ -394,5 +334,5 @@ def own_bytes_count(w: Mapping[str, np.ndarray], topology: Topology, payload: st
 
     payload: of gradients.
     """
-    return any(explicit_links(rates_of(w, c, "backward", payload), topology)[[NEAR.start, FAR.start]].any()
+    return any(explicit_links(rates_of(w, c, "backward", payload), topology)[_OWN_BYTES].any()
                for c in CHANNELS)

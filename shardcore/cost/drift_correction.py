@@ -24,10 +24,11 @@ from shardcore.cost import collective_fit, features
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.nnls import fit_law
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import WORLD
 from shardcore.measurements import CollectiveSample, ComputeSample, Spread
 from shardcore.samples import dataset
-from shardcore.types import COLLECTIVES, Setting
+from shardcore.step.collectives import COLLECTIVES
+from shardcore.step.scopes import WORLD
+from shardcore.types import Setting
 
 FEWEST_BUSY = 20
 """From this number on, collectives between busy ranks replace those between idle ranks."""

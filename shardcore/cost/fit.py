@@ -28,7 +28,7 @@ from shardcore.cost.nnls import fit_law
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_COUNT, MOST_SEED, require_within
 from shardcore.measurements import CollectiveSample, ComputeSample
-from shardcore.types import OF_IDS, Setting
+from shardcore.types import Setting
 
 Progress = Callable[[str, int, dict[str, float]], None]
 
@@ -129,7 +129,7 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample], se
     # Exchanges belong to the hardware, not to the batch or the optimizer.
     if start is not None and not comm and start.setting.hardware == setting.hardware:
         weights |= {k: v for k, v in start.weights.items()
-                    if k.startswith("exchange") or k in (collective_model.BUCKETIZE, collective_model.ORDER)}
+                    if k.startswith("exchange") or k in collective_model.OWN_WORK}
         measured |= {k: v for k, v in start.meta["ranges"].items() if k in _OF_EXCHANGES}
         carried = {k: v for k, v in start.meta.items() if k == "steps"}
     splits = {f"{kind}_{side}": sum(split_of(s.id) == side for s in samples)
@@ -191,7 +191,7 @@ def measured_ranges(compute: Sequence[ComputeSample],
             values[name] += found
     for sample in comm:
         values["devices"].append(len(sample.request.widths))
-        name = "exchange_id_bytes" if sample.request.collective in OF_IDS else "exchange_bytes"
+        name = "exchange_id_bytes" if sample.request.row.ids else "exchange_bytes"
         values[name] += collective_fit.owned_bytes(sample).tolist()
     values["batch"] = _global_batches(compute)
     return {name: [float(min(v)), float(max(v))] for name, v in values.items() if any(v)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from shardcore.types import Plan, Problem, Setting, Shard
 from shardcore.workload import Workload, lower
 
 
+@runtime_checkable
 class CostModel(Protocol):
     """Costs of fused ops and collectives, in ms. All methods are pure.
 
@@ -221,7 +222,7 @@ def step_ms(compute_ms: np.ndarray, comm: CommCost, job: Job) -> np.ndarray:
 
 def require_model(model: object) -> None:
     """Raise ShardCoreError unless something can be asked for costs."""
-    if not all(hasattr(model, name) for name in ("setting", "encode", "head", "comm")):
+    if not isinstance(model, CostModel):
         raise ShardCoreError(f"model is {shown(model)}; it needs to be a cost model, as load_model(folder) "
                              "gives")
 

@@ -18,14 +18,15 @@ from shardcore import files, model_files, schema
 from shardcore.access_statistics import Zipf
 from shardcore.cost import collective_model, features, nets, quantiles, ranges
 from shardcore.cost import weights as required
-from shardcore.cost.host_memory import HostMemoryModel, with_host_memory
+from shardcore.cost.composite import Composite, composed
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import ID_CHANNELS, Channel
 from shardcore.limits import require_type
+from shardcore.step.links import LEVELS
 from shardcore.topology import Topology
 from shardcore.traffic import channels_of
-from shardcore.types import COLLECTIVES, Problem, Setting, Shard
+from shardcore.types import Problem, Setting, Shard
 from shardcore.workload import Workload
 
 _SOME_LOOKUPS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -51,9 +52,9 @@ class NeuralModel:
     weights: Mapping[str, np.ndarray]
     meta: Mapping[str, Any]
 
-    def for_problem(self, problem: Problem) -> NeuralModel | HostMemoryModel:
+    def for_problem(self, problem: Problem) -> NeuralModel | Composite:
         """See model.CostModel."""
-        return with_host_memory(self.in_device_memory(problem), problem)
+        return composed((self.in_device_memory(problem),), problem)
 
     def in_device_memory(self, problem: Problem) -> NeuralModel:
         """The model at the batch of a problem, and with its job's payloads, as if no rows were elsewhere."""
@@ -177,11 +178,10 @@ class NeuralModel:
         Raises ShardCoreError if all-to-alls were not measured and the topology states no links.
         """
         measured = collective_model.is_measured(self.weights, collective_model.ALL_TO_ALL)
-        if len(topology) > 1 and topology.within_host_gbps is None and not measured:
+        if len(topology) > 1 and not measured and not topology.link(first := next(iter(LEVELS))).gbps:
             raise ShardCoreError(f"the cost model for ({self.setting}) has no measured exchanges: "
-                                 "give the topology's "
-                                 "within_host_gbps (and between_hosts_gbps), "
-                                 "or measure exchanges and train again")
+                                 f"give the topology's links (of level {first!r}, and of others that it "
+                                 "has), or measure exchanges and train again")
         compute_ms = np.asarray(compute_ms, dtype=float)
         of_channel = self.collectives(traffic, compute_ms, topology)
         input_ms = sum(of_channel.pop(channel)[0] for channel in ID_CHANNELS)
@@ -210,7 +210,7 @@ class NeuralModel:
             # Runs exchange one after another.
             before = found.get(channel, (0.0, 0.0))
             found[channel] = before[0] + forward, before[1] + backward
-            if "forward" in COLLECTIVES[channel.collective]:
+            if "forward" in channel.row.ways:
                 # A collective synchronises the devices: the next one starts without skew.
                 skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)
         return found
@@ -264,8 +264,8 @@ def load(folder: str | Path) -> NeuralModel:
     # Weights are matrices by position, so names have to agree in order too.
     for what, names in _NAMES.items():
         found = meta.pop(what, None)
-        if what in required.LONGER and isinstance(found, list) and found and found == names[:len(found)]:
-            weights = required.LONGER[what](weights, len(found))
+        if what in required.LONGER and required.are_older(found, names):
+            weights = required.LONGER[what](weights, found)
         elif found != names:
             raise ShardCoreError(f"model in {folder} was trained on {what} {schema.show(found)}; "
                                  f"this ShardCore computes {schema.show(names)}: train again")

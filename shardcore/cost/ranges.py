@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from shardcore.cost import collective_model
 from shardcore.layouts import ID_CHANNELS, kinds_of
 from shardcore.memory import gib
+from shardcore.step.links import LEVELS, joins
+from shardcore.step.scopes import groups_of
 from shardcore.tables import access
-from shardcore.topology import LINKS
-from shardcore.types import COLLECTIVES, Shard
+from shardcore.types import Shard
 from shardcore.workload import Workload
 
 if TYPE_CHECKING:
@@ -127,24 +128,26 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
     elif topology.hardware != model.setting.hardware:
         yield f"the topology has {topology.hardware}; the model was measured on {model.setting.hardware}"
     used = list(dict.fromkeys(c for c, sent in zip(workload.channels, workload.traffic, strict=True)
-                              if sent.any() and collective_model.groups_of(c, topology)[0].shape[1] > 1))
-    links = [collective_model.measured_links(model.weights, c) for c in used]
-    given = [f"{name} {getattr(topology, name):g}" for name in LINKS if getattr(topology, name) is not None]
-    if given and len(topology) > 1:
-        yield (f"the topology gives {', '.join(given)}: the explicit link model prices its exchanges from "
-               "there, not measured")
-    if (len(topology.hosts) > 1 and topology.between_hosts_gbps is topology.host_link_gbps is None
-        and any("between" not in x for x in links)):
-        yield f"{len(topology.hosts)} hosts; links between hosts count as those within one"
-    if len(topology.hosts) < len(topology) and topology.within_host_gbps is None and {"between"} in links:
-        yield "devices share a host; links within hosts count as those measured between hosts"
+                              if sent.any() and groups_of(c.group, topology).shape[1] > 1))
+    if topology.links and len(topology) > 1:
+        yield (f"the topology gives {'; '.join(link.words for link in topology.links)}: the explicit link "
+               "model prices its exchanges from there, not measured")
+    given = {link.level for link in topology.links if link.gbps}
+    known = [given | collective_model.measured_links(model.weights, c) for c in used]
+    order = list(LEVELS)
+    for k, (name, is_used) in enumerate(zip(LEVELS, joins(topology.units), strict=True)):
+        if others := next((of for of in known if of and name not in of), None) if is_used else None:
+            # As collective_model counts them: the next level out that is known, or else in.
+            stand_in = next(x for x in (*order[k:], *order[:k][::-1]) if x in others)
+            yield (f"links {LEVELS[name].words} were not measured: they count as those "
+                   f"{LEVELS[stand_in].words}")
     for channel in (c for c in used if c != collective_model.ALL_TO_ALL
                     and not collective_model.is_measured(model.weights, c)):
         kinds = kinds_of(channel, workload.job.tower_ratio is not None)
         yield (f"{kinds} shards: their {channel.words} is priced with the rates of "
                f"{collective_model.stands_for(model.weights, channel)}, not measured")
     payloads = {"forward": model.setting.forward_payload, "backward": model.setting.backward_payload}
-    for channel, way in ((c, way) for c in used for way in COLLECTIVES[c.collective]):
+    for channel, way in ((c, way) for c in used for way in c.row.ways):
         if not collective_model.knows_payload(model.weights, channel, way, payloads[way]):
             yield (f"{payloads[way]} {way} in the {channel.words} is priced with FP32's rates and fewer "
                    "bytes, not measured")

@@ -27,9 +27,9 @@ from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import CHANNELS, HOST, ID_CHANNELS, Channel
+from shardcore.layouts import CHANNELS, ID_CHANNELS, Channel
+from shardcore.step.links import LEVELS, Link
 from shardcore.step_cost import StepCost
-from shardcore.types import COLLECTIVES
 from shardcore.workload import Workload
 
 FEWEST_STEPS = 8
@@ -46,8 +46,9 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     Steps on one host say nothing of collectives measured between hosts only.
     Raises ShardCoreError where some steps ran on one host and some over several.
     """
-    steps = [(w, took) for w, took in steps if len(w.topology) > 1 and not w.topology.gives_slowest
-             and w.topology.latency_ms is None and w.job.forward_payload == w.job.backward_payload == "fp32"]
+    steps = [(w, took) for w, took in steps if len(w.topology) > 1
+             and w.topology.slowest == Link(w.topology.slowest.level)
+             and w.job.forward_payload == w.job.backward_payload == "fp32"]
     if not collective_model.is_measured(model.weights, collective_model.ALL_TO_ALL):
         return model
     # Without old factors, or new ones would be relative to them.
@@ -76,7 +77,7 @@ def _of_part(alone: NeuralModel, steps: Sequence[Step], part: str) -> tuple[dict
     # What a dense part hides of ids has no time.
     timed = [s for s in steps if any(getattr(s[1], part))
              and not (part == "input_ms" and s[0].job.hides_ids_ms)]
-    often = [c for c in channels if "within" in collective_model.measured_links(alone.weights, c)
+    often = [c for c in channels if next(iter(LEVELS)) in collective_model.measured_links(alone.weights, c)
              and sum(_runs(w, c) for w, _ in timed) >= FEWEST_STEPS]
     # Keep steps whose collectives all run often enough, or another's time would distort the fit.
     known = [s for s in timed if (ran := {c for c in channels if _runs(s[0], c)}) and ran <= set(often)]
@@ -106,12 +107,13 @@ def _of_sums(alone: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, float
         terms.append([sum(ms[c][way][last] for c in some for way in (0, 1)) for some in often])
     fitted = fit_law(np.array(terms), np.array(took))
     return {collective_model.step_weight(c, way): k for some, k in zip(often, fitted, strict=True)
-            for c in some for way in COLLECTIVES[c.collective]}, len(known)
+            for c in some for way in c.row.ways}, len(known)
 
 
 def _decides(channel: Channel) -> str:
-    """The kind of links, as of measured_links, that a channel over several hosts is priced by."""
-    return "within" if channel.group == HOST else "between"
+    """The level of links that a channel over several hosts is priced by."""
+    inner, *_, outer = LEVELS
+    return inner if channel.scope.within else outer
 
 
 def said(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
@@ -124,7 +126,7 @@ def said(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
 
 
 _PARTS = {**{f"{way}_comm_ms": (way, [c for c in CHANNELS if c not in ID_CHANNELS
-                                      and way in COLLECTIVES[c.collective]])
+                                      and way in c.row.ways])
              for way in ("forward", "backward")},
           "input_ms": ("forward", list(ID_CHANNELS))}
 """Parts of a StepCost, with the direction and the channels that they time."""

@@ -15,8 +15,9 @@ import numpy as np
 
 from shardcore.cost import collective_model, features, quantiles
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import BUCKETIZED_IDS, CHANNELS
-from shardcore.types import CAST, COLLECTIVES, PAYLOADS
+from shardcore.layouts import CHANNELS
+from shardcore.step.links import LEVELS
+from shardcore.types import PAYLOADS
 
 _POSITIVE = (1e-30, 1e30)
 _RATE = (0.0, 1e6)
@@ -30,21 +31,33 @@ _MOST_LAYERS = 8
 """Of the network. With more, products of weights within _ANY may overflow."""
 
 
-def _with_new_drivers(w: Mapping[str, np.ndarray], known: int) -> dict[str, np.ndarray]:
-    """The weights of a model that knew only the first `known` drivers. The others cost nothing."""
-    return {**w, **{name: _longer(w[name], known, len(features.DRIVERS), fill) for name, fill in
+def _with_new_drivers(w: Mapping[str, np.ndarray], known: Sequence[str]) -> dict[str, np.ndarray]:
+    """The weights of a model that knew only some drivers. The others cost nothing."""
+    return {**w, **{name: _placed(w[name], known, features.DRIVERS, fill) for name, fill in
                     (("rates", 0.0), ("contention.0.weight", 0.0), ("load_typical", 1.0)) if name in w}}
 
 
-def _with_new_terms(w: Mapping[str, np.ndarray], known: int) -> dict[str, np.ndarray]:
-    """The weights of a model that knew only the first `known` exchange terms. The others cost nothing."""
-    return {name: _longer(law, known, len(collective_model.EXCHANGE_TERMS), 0.0)
+def _with_new_terms(w: Mapping[str, np.ndarray], known: Sequence[str]) -> dict[str, np.ndarray]:
+    """The weights of a model that knew only some exchange terms. The others cost nothing."""
+    return {name: _placed(law, known, collective_model.EXCHANGE_TERMS, 0.0)
             if name.startswith("exchange_") else law for name, law in w.items()}
 
 
-def _longer(values: np.ndarray, known: int, entries: int, fill: float) -> np.ndarray:
-    new = np.full((entries - known, *values.shape[1:]), fill, values.dtype)
-    return np.concatenate([values, new]) if values.shape[:1] == (known,) else values
+def _placed(values: np.ndarray, known: Sequence[str], names: Sequence[str], fill: float) -> np.ndarray:
+    """Values of the known among all names."""
+    if values.shape[:1] != (len(known),):
+        return values
+    found = np.full((len(names), *values.shape[1:]), fill, values.dtype)
+    found[[names.index(name) for name in known]] = values
+    return found
+
+
+def are_older(found: object, names: Sequence[str]) -> bool:
+    """True if an older model has these names: the first of all, or all but terms of new levels of links."""
+    if not isinstance(found, list) or not found:
+        return False
+    new = {term for level in LEVELS.values() if not level.terms.keys() & found for term in level.terms}
+    return found in (names[:len(found)], [name for name in names if name not in new])
 
 
 LONGER = {"drivers": _with_new_drivers, "exchange_terms": _with_new_terms}
@@ -67,13 +80,13 @@ def require(w: Mapping[str, np.ndarray]) -> None:
         "band.error": ((levels,), _ANY), **_network(w, c),
     }
     in_step = (collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP)
-    ran = [(channel, way) for channel in CHANNELS for way in COLLECTIVES[channel.collective]]
+    ran = [(channel, way) for channel in CHANNELS for way in channel.row.ways]
     # Collectives may be unmeasured, and factors exist only with replays.
     optional = {collective_model.weight(*x, payload): ((e,), _RATE)
-                for x in ran if x[0] != BUCKETIZED_IDS
-                for payload in (PAYLOADS if x[0].collective in CAST else ("fp32",))}
+                for x in ran if not x[0].row.work
+                for payload in (PAYLOADS if x[0].row.cast else ("fp32",))}
     optional |= {collective_model.step_weight(*x): ((1,), in_step) for x in ran}
-    optional |= {name: ((2,), _RATE) for name in (collective_model.BUCKETIZE, collective_model.ORDER)}
+    optional |= {name: ((2,), _RATE) for name in collective_model.OWN_WORK}
     for name in sorted(set(w) - set(rules) - set(optional)):
         raise ShardCoreError(f"weight {name!r} is not known")
     for name, (shape, ends) in {**rules, **{n: r for n, r in optional.items() if n in w}}.items():

@@ -7,27 +7,17 @@ from dataclasses import replace
 import numpy as np
 
 from shardcore.draws.problems import DIMS
-from shardcore.layouts import CROSS, HOST
 from shardcore.measurements import CollectiveRequest, EmulatedLinks
-from shardcore.types import CAST, PAYLOADS
+from shardcore.step.collectives import COLLECTIVES
+from shardcore.step.scopes import SCOPES, even_hosts
+from shardcore.types import PAYLOADS
 
 _PLAIN = 0.5
 """Share of draws that are all-to-alls at the full batch."""
 BUSY_MS = 20.0
 """How long ranks compute before a collective. Steps of plans take about as long."""
-_VARIED = {"all_to_all": 0.2, "reduce_scatter": 0.5, "all_reduce": 0.3}
-"""Shares of collectives among the other draws. Otherwise too few samples would cover divided rows and
-data-parallel tables."""
-_IDS = 0.1
-"""Share of all draws that are exchanges of ids instead."""
-_HOT = 1.0
-"""How far ranks differ in the ids that they receive (of their logarithms). A few hot tables have most
-lookups, so ranks that own equally many columns may receive a hundred times as many ids."""
-_BUCKETIZED = 0.07
-"""Share of all draws that are exchanges of bucketized ids instead. Ranks receive nearly as much each."""
-_GROUPED = {"all_to_all": (CROSS, 0.4), "reduce_scatter": (HOST, 0.5)}
-"""The groups of a kind that divides rows within hosts. And the share of draws over hosts that are among them.
-"""
+_VARIED = {name: row.draw.share for name, row in COLLECTIVES.items() if not row.draw.stream}
+"""Shares of collectives among the other draws. Each with a stream of its own then replaces some."""
 _EVEN = 0.25
 """Share of draws over emulated hosts in which all ranks own as much, as in plans of good searches. Links that
 are all equally busy are filled less than one that is busier than others."""
@@ -59,7 +49,7 @@ def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms
     # The first rank starts at 0. Only differences matter.
     starts -= starts.min()
     start_ms = tuple(round(float(s), 3) for s in starts)
-    collective, payload = "all_to_all", "fp32"
+    collective, payload = next(iter(COLLECTIVES)), "fp32"
     if rng.random() >= _PLAIN:
         collective = str(rng.choice(list(_VARIED), p=list(_VARIED.values())))
         rng.random()  # earlier versions drew a payload here
@@ -67,18 +57,14 @@ def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms
             batch = batch // 2 if batch % (2 * ranks) == 0 else batch
     # Drawn apart, so that the other draws are those of earlier versions.
     apart = np.random.default_rng([6, seed, index, ranks])
-    if collective in CAST and apart.random() >= _FP32:
+    if COLLECTIVES[collective].cast and apart.random() >= _FP32:
         payload = str(apart.choice([p for p in PAYLOADS if p != "fp32"]))
-    if (hot := np.random.default_rng([5, seed, index, ranks])).random() < _IDS:
-        collective, payload = "all_to_all_ids", "fp32"
-        shares = hot.lognormal(0.0, _HOT, ranks)
-        widths = [round(sum(widths) * share) for share in shares / shares.sum()]
-    elif (own := np.random.default_rng([8, seed, index, ranks])).random() < _BUCKETIZED:
-        collective, payload = "all_to_all_ids_bucketized", "fp32"
-        widths = [max(1, round(max(widths) * part)) for part in own.uniform(0.5, 1, ranks)]
-    if collective == "all_reduce":
-        # An all-reduce sums the same tensor on every rank.
-        widths = [max(widths)] * ranks
+    for row in (r for r in COLLECTIVES.values() if r.draw.stream):
+        own = np.random.default_rng([row.draw.stream, seed, index, ranks])
+        if own.random() < row.draw.share:
+            collective, payload, rng = row.name, "fp32", own
+            break
+    widths = COLLECTIVES[collective].draw.loads(widths, rng)
     return CollectiveRequest(tuple(widths), batch, start_ms, collective, payload, hosts, BUSY_MS)
 
 
@@ -96,12 +82,13 @@ def emulated_request(index: int, ranks_on: tuple[int, int], batch: int, links: E
                       emulated=links)
     if np.random.default_rng([9, seed, index, hosts * each]).random() < _EVEN:
         request = replace(request, widths=(max(1, round(np.mean(request.widths))),) * (hosts * each))
-    group, share = _GROUPED.get(request.collective, ("", 0.0))
-    if each == 1 or np.random.default_rng([7, seed, index, hosts * each]).random() >= share:
+    group, share = request.row.draw.scope, request.row.draw.scope_share
+    if not group or each == 1 or np.random.default_rng([7, seed, index, hosts * each]).random() >= share:
         return request
     # Across hosts travel the rows that a reduce-scatter within hosts left.
-    grouped = {"group": group, "batch": request.batch // each if group == CROSS else request.batch}
-    members = replace(request, widths=(1,) * len(request.widths), **grouped).groups
+    across = SCOPES[group].across
+    grouped = {"group": group, "batch": request.batch // each if across else request.batch}
+    members = SCOPES[group].groups(even_hosts(hosts * each, hosts))
     idle = [ranks[0] for ranks in members if not any(request.widths[r] for r in ranks)]
     widths = tuple(min(DIMS) if r in idle else w for r, w in enumerate(request.widths))
     return replace(request, widths=widths, **grouped)

@@ -16,6 +16,7 @@ from shardcore.export import torchrec_fields
 from shardcore.export.torchrec import sharded
 from shardcore.export.torchrec_modules import ModelTable
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, layout_of, layout_of_torchrec
+from shardcore.step.tiers import BELOW, TIERS
 from shardcore.topology import Topology
 from shardcore.types import Placement, Plan, Table
 
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
 
 REPLICAS = tuple(layout.name for layout in LAYOUTS.values() if layout.dense_gradient)
 """Kinds that run the dense kernel."""
-LOAD_FACTORS = {"fused_uvm": 0.0, "fused_uvm_caching": None}
-"""Kernels with rows in host memory, and the share of rows in device memory. None: that of the cache."""
+KERNELS = {kernel: (tier, has_cache) for tier in BELOW for kernel, has_cache in (
+    (TIERS[tier].kernel, False), (TIERS[tier].cached_kernel, True)) if kernel}
+"""Kernels with rows below device memory: the tier that has all, and whether a cache has some."""
 CACHED = 0.2
 """Share of rows in a cache where nobody says. TorchRec's and FBGEMM's default."""
 NO_KERNELS = {"quant": "runs inference", "virtual": "has no rows to place before its ids come"}
@@ -172,7 +174,7 @@ def kernel_of(c: ParameterConstraints) -> str:
 
 
 def uses_host_memory(asked: Asked) -> bool:
-    return any(kernel_of(c) in LOAD_FACTORS for c in asked.values())
+    return any(kernel_of(c) in KERNELS for c in asked.values())
 
 
 def applied(tables: tuple[Table, ...], asked: Asked, theirs: Tables, topology: Topology) -> tuple[Table, ...]:
@@ -181,10 +183,11 @@ def applied(tables: tuple[Table, ...], asked: Asked, theirs: Tables, topology: T
     for table in tables:
         if c := asked.get(theirs[table.name].name):
             table = replace(table, weighted=table.weighted or c.is_weighted)
-            if topology.gives_host_memory and (kernel := kernel_of(c)) in LOAD_FACTORS:
+            tier, has_cache = KERNELS.get(kernel_of(c), ("", False))
+            if topology.memory_of(tier):
                 given = getattr(c.cache_params, "load_factor", None)
-                share = LOAD_FACTORS[kernel] if kernel == "fused_uvm" else CACHED if given is None else given
-                table = replace(table, load_factor=share)
+                share = (CACHED if given is None else given) if has_cache else 0.0
+                table = replace(table, load_factor=share, tier=tier)
         found.append(table)
     return tuple(found)
 

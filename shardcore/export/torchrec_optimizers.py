@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardcore.cost.mixed import MixedModel
+from shardcore.cost.composite import Composite
 from shardcore.cost.model import CostModel, QuantileCostModel
 from shardcore.errors import ShardCoreError
 from shardcore.export.torchrec_modules import ModelTable
@@ -97,7 +97,7 @@ def under(model: CostModel, optimizer: str) -> CostModel:
         return model
     if isinstance(model, QuantileCostModel):
         return replace(model, model=under(model.model, optimizer))
-    if isinstance(model, MixedModel):
+    if isinstance(model, Composite):
         return replace(model, models=tuple(under(m, optimizer) for m in model.models))
     return replace(model, setting=replace(model.setting, optimizer=optimizer))
 

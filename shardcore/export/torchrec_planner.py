@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardcore.constraints import Constraints
-from shardcore.cost.mixed import out_of_range
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible, SettingMismatch, ShardCoreError
 from shardcore.export import torchrec_constraints as constrained
@@ -231,9 +230,9 @@ class ShardCorePlanner:
             *torchrec_optimizers.notes(self.model, own, self.problem.optimizer, sharders),
             *unpriced_wrappers(theirs), *self._notes_of_lookups(theirs),
             *([] if self.theirs is None else torchrec_topology.notes(
-                self.theirs, self.topology.gives_host_memory)),
+                self.theirs, bool(self.topology.memory))),
             *unpriced_hardware(self.model.setting, self.compute_device),
-            *(f"extrapolated: {line}" for line in out_of_range(model, lower(self.found, self.problem)))]
+            *(f"extrapolated: {line}" for line in model.out_of_range(lower(self.found, self.problem)))]
         return made
 
     def _problem(self, module: nn.Module, theirs: Mapping[str, ModelTable], optimizer: str,
@@ -348,6 +347,6 @@ def _kinds_of_variable(tables: Sequence[Table], asked: Mapping[str, tuple[str, .
 
 
 def _require_model(model: CostModel) -> None:
-    if not hasattr(model, "setting"):
+    if not isinstance(model, CostModel):
         raise ShardCoreError(f"model is {model!r}; it needs a cost model, as shardcore.load_model(FOLDER) "
                              "gives")

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from shardcore.errors import ShardCoreError
 from shardcore.export import torchrec_fields
+from shardcore.step.links import LEVELS, links_of
+from shardcore.step.tiers import BELOW, TIERS, Memory, MemoryTier
 from shardcore.topology import Device, Topology
 
 if TYPE_CHECKING:
@@ -33,13 +35,16 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bo
     on_cpu = topology.compute_device == "cpu"
     devices = tuple(Device(int((d.storage.ddr if on_cpu else d.storage.hbm) * (1 - reserved)),
                            host=f"host-{d.rank // topology.local_world_size}") for d in topology.devices)
-    intra, inter = given_bandwidths(topology)
     ddr = host_memory and not on_cpu
     return Topology(
-        devices, within_host_gbps=intra, between_hosts_gbps=inter,
-        host_memory_bytes=(min(d.storage.ddr for d in topology.devices) * topology.local_world_size if ddr
-                           else None),
-        host_memory_gbps=topology.hbm_to_ddr_mem_bw / BYTES_PER_MS_PER_GBPS if ddr else None)
+        devices, links=links_of(**given_bandwidths(topology)),
+        memory=tuple(_memory(topology, TIERS[tier]) for tier in BELOW if ddr and TIERS[tier].torchrec))
+
+
+def _memory(topology: TheirTopology, tier: MemoryTier) -> Memory:
+    storage, bandwidth = tier.torchrec
+    return Memory(tier.name, min(getattr(d.storage, storage) for d in topology.devices)
+                  * topology.local_world_size, getattr(topology, bandwidth) / BYTES_PER_MS_PER_GBPS)
 
 
 def _treated(topology: TheirTopology) -> list[str]:
@@ -63,18 +68,20 @@ def require_no_pods(per_host: int) -> None:
                              "have 1")
 
 
-def given_bandwidths(topology: TheirTopology) -> tuple[float | None, float | None]:
-    """GB/s of a device within its host and between hosts. None: TorchRec's default, so nobody gave it."""
+def given_bandwidths(topology: TheirTopology) -> dict[str, float | None]:
+    """GB/s of a device by level of links. None: TorchRec's default, so nobody gave it."""
     from torchrec.distributed.planner import constants
     from torchrec.distributed.planner.types import BasicCommsBandwidths
 
-    links = topology.comms_bandwidths
-    if type(links) is not BasicCommsBandwidths:
-        raise ShardCoreError(f"topology has generalized_comms_bandwidths {type(links).__name__}; ShardCore "
+    theirs = topology.comms_bandwidths
+    if type(theirs) is not BasicCommsBandwidths:
+        raise ShardCoreError(f"topology has generalized_comms_bandwidths {type(theirs).__name__}; ShardCore "
                              "prices BasicCommsBandwidths, or intra_host_bw and inter_host_bw")
-    return tuple(None if value == default else value / BYTES_PER_MS_PER_GBPS
-                 for value, default in ((links.intra_host_bw, constants.INTRA_NODE_BANDWIDTH),
-                                        (links.inter_host_bw, constants.CROSS_NODE_BANDWIDTH)))
+    found = {}
+    for level in (row for row in LEVELS.values() if row.torchrec):
+        value, default = getattr(theirs, level.torchrec[0]), getattr(constants, level.torchrec[1])
+        found[level.name] = None if value == default else value / BYTES_PER_MS_PER_GBPS
+    return found
 
 
 def default_memory(topology: TheirTopology) -> str:
@@ -91,10 +98,10 @@ def default_memory(topology: TheirTopology) -> str:
 
 def notes(topology: TheirTopology, host_memory: bool) -> list[str]:
     """Defaults of a topology that were taken or left, a line each."""
-    intra, inter = given_bandwidths(topology)
+    inner = next(iter(LEVELS))
     several = topology.world_size > topology.local_world_size
-    unused = [name for name, given in (("intra_host_bw", intra), ("inter_host_bw", inter if several else 0))
-              if given is None]
+    unused = [LEVELS[name].torchrec[0] for name, gbps in given_bandwidths(topology).items()
+              if gbps is None and (several or name == inner)]
     lines = [default_memory(topology)]
     if unused:
         lines.append(f"{' and '.join(unused)} of the topology {'is' if len(unused) == 1 else 'are'} "

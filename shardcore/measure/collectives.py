@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import WORLD
 from shardcore.limits import MOST_REPEATS, WAITS_S, require, require_within
 from shardcore.measure import hosts, local_ranks, own_core
 from shardcore.measure.devices import device_of
@@ -42,7 +41,8 @@ from shardcore.measure.timing import spread
 from shardcore.measure.transfers import Transfer, transfers
 from shardcore.measurements import CollectiveRequest, CollectiveSample
 from shardcore.samples import dataset
-from shardcore.types import OF_IDS, Setting
+from shardcore.step.scopes import WORLD
+from shardcore.types import Setting
 
 _SCRATCH_BYTES = 16 << 20
 """Overwritten to keep a rank busy: more than a core's caches hold."""
@@ -267,7 +267,7 @@ class Rank:
                     way.append(ends)
                     work_s.append(worked_s)
         ways = (tuple(zip(*way[self.config.warmups:], strict=True)) if way else None for way in times)
-        own = tuple(work_s[self.config.warmups:]) if request.collective in OF_IDS else ()
+        own = tuple(work_s[self.config.warmups:]) if request.row.ids else ()
         return RankTimes(*ways, self._oversubscribed, own)
 
     def _group(self, request: CollectiveRequest) -> dist.ProcessGroup | None:

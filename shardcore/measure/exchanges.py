@@ -17,10 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardcore.layouts import CROSS, HOST, WORLD, Channel, Layout
+from shardcore.layouts import Channel, Layout
 from shardcore.measure import all_to_all, own_core
 from shardcore.measure.fused_op import even_parts
 from shardcore.measure.transfers import all_gather, carried, reduce_scatter
+from shardcore.step.scopes import SCOPES, WORLD, groups_in
 from shardcore.topology import Topology
 from shardcore.traffic import row_in
 from shardcore.types import OUTPUT_BYTES
@@ -29,7 +30,7 @@ from shardcore.workload import Workload
 Full = Callable[[Sequence[int]], torch.Tensor]
 """Makes a buffer of some shape."""
 Groups = Mapping[str, "tuple[Sequence[int], dist.ProcessGroup | None]"]
-"""By layouts.HOST and the like: the ranks of the own group, and torch's name for it (None: all ranks)."""
+"""By scope: the ranks of the own group, and torch's name for it (None: all ranks)."""
 
 
 class Exchange(Protocol):
@@ -45,11 +46,9 @@ def groups(rank: int, topology: Topology, channels: Sequence[Channel]) -> Groups
     """The own groups for some channels. All ranks of the gang have to call this together, ranks being
     devices."""
     found: dict[str, tuple[Sequence[int], dist.ProcessGroup | None]] = {WORLD: (range(len(topology)), None)}
-    on_hosts = topology.on_hosts
-    of = {HOST: on_hosts, CROSS: tuple(zip(*on_hosts, strict=True)) if topology.equal_hosts else ()}
-    for name in (n for n in (HOST, CROSS) if any(c.group == n for c in channels)):
-        for ranks in of[name]:
-            made = dist.new_group(list(ranks))
+    for name in (n for n in SCOPES if n != WORLD and any(c.group == n for c in channels)):
+        for ranks in map(sorted, groups_in(topology, name)):  # as torch numbers them
+            made = dist.new_group(ranks)
             if rank in ranks:
                 found[name] = ranks, made
     own_core.let_network_wait()
@@ -71,7 +70,7 @@ def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dic
                for run, lane in reversed(workload.lanes.items())}
     found = {run: rows for rows, run in of_rows.items()
              if len(workload.ops) > 1 and workload.traffic[list(rows)].any()}
-    return {run: [_EXCHANGES[c.collective](workload.traffic[row], workload, rank, full, own_groups[c.group])
+    return {run: [_EXCHANGES[c.row.call](workload.traffic[row], workload, rank, full, own_groups[c.group])
                   for c, row in zip(run.channels_in(job), found[run], strict=True)]
             for run in workload.lanes if run in found}
 

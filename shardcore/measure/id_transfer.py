@@ -21,9 +21,9 @@ import torch
 
 from shardcore.inputs import received_bytes
 from shardcore.job import Job
-from shardcore.layouts import BUCKETIZED_IDS
 from shardcore.measure import all_to_all
 from shardcore.measurements import CollectiveRequest
+from shardcore.step.collectives import Work
 from shardcore.types import OUTPUT_BYTES
 from shardcore.workload import Workload
 
@@ -43,7 +43,7 @@ def features_and_ids(request: CollectiveRequest) -> tuple[list[int], list[int]]:
     """
     local = request.batch // len(request.widths)
     features = [-(-width // _COLUMNS) for width in request.widths]
-    if request.collective == BUCKETIZED_IDS.collective:
+    if (work := request.row.work) and work.buckets:
         features = [min(features)] * len(features)
     ids = [max(0, OUTPUT_BYTES * width - _JOB.length_bytes * f) * local // _JOB.id_bytes
            for width, f in zip(request.widths, features, strict=True)]
@@ -66,7 +66,7 @@ def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu
         ids = [max(0, round((b / n - job.length_bytes * local * f) / job.id_bytes))
                for b, f in zip(n_bytes, features, strict=True)]
         groups = layout.groups(workload.topology) if layout.divides_rows else ()
-        found.append(IdTransfer(features, ids, local, rank, device, job, groups))
+        found.append(IdTransfer(features, ids, local, rank, device, job, groups, layout.ids.row.work))
     return found
 
 
@@ -77,13 +77,13 @@ class IdTransfer:
     ids: [n] ids that a rank receives from each rank.
     local_batch: b.
     job: the types of ids and lengths.
-    groups: of ranks that divide rows. Each rank then puts its ids in buckets first. The ranks of a group have
-        the same features.
+    groups: of ranks that divide rows. The ranks of a group have the same features.
+    work: on the rank's own ids, before they travel.
     """
 
     def __init__(self, features: Sequence[int], ids: Sequence[int], local_batch: int, rank: int,
                  device: torch.device | str = "cpu", job: Job = _JOB,
-                 groups: Sequence[Sequence[int]] = ()) -> None:
+                 groups: Sequence[Sequence[int]] = (), work: Work | None = None) -> None:
         import fbgemm_gpu  # noqa: F401 (it registers the operators)
 
         n, id_type, length_type = len(features), _TYPES[job.id_bytes], _TYPES[job.length_bytes]
@@ -97,9 +97,9 @@ class IdTransfer:
         parts = ([(f, [total]) for f, total in zip(features, ids, strict=True)] if not groups else
                  [(features[group[0]], [ids[r] for r in group]) for group in groups])
         lengths = torch.cat([_lengths(f * local_batch, sum(of)) for f, of in parts])
-        self._lengths = lengths.to(device, length_type)
+        self._work, self.lengths = work, lengths.to(device, length_type)
         drawn = torch.cat([_in_ranges(of) for _, of in parts]) if groups else torch.arange(sum(ids))
-        self._ids = drawn.to(device, id_type)
+        self.ids = drawn.to(device, id_type)
         self._buckets = len(groups[0]) if groups else 0
         self._ranges = torch.full((sum(f for f, _ in parts),), _RANGE_ROWS, dtype=id_type, device=device)
         self._by_rank = _by_rank(groups, features).to(device) if len(groups) > 1 else None
@@ -113,7 +113,7 @@ class IdTransfer:
     @property
     def parts(self) -> tuple[tuple[Callable[[], None], bool], ...]:
         """What to call one after the other, and whether it is the device's own work."""
-        return ((self.put_in_buckets, True), (self.announce, False), (self.send, False), (self.arrive, False),
+        return ((self.prepare, True), (self.announce, False), (self.send, False), (self.arrive, False),
                 (self.put_in_order, True))
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,9 +122,9 @@ class IdTransfer:
             part()
         return self.received
 
-    def put_in_buckets(self) -> None:
-        """Make lengths and ids that are ordered by rank."""
-        self._leaving = self._in_buckets() if self._buckets else (self._lengths, self._ids)
+    def prepare(self) -> None:
+        """Make lengths and ids that leave, ordered by rank."""
+        self._leaving = self._work.run(self) if self._work else (self.lengths, self.ids)
 
     def announce(self) -> None:
         """Say how much will come. It travels from then on."""
@@ -152,10 +152,10 @@ class IdTransfer:
                                                                       len(ids))
         self.received = lengths, ids
 
-    def _in_buckets(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def in_buckets(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Lengths and ids rank by rank, as TorchRec's bucketize_kjt_before_all2all makes them."""
         lengths, ids, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
-            self._lengths, self._ids, False, False, self._ranges, self._buckets)
+            self.lengths, self.ids, False, False, self._ranges, self._buckets)
         # Over one group, buckets are in the order of ranks. Over several, each has a bucket of a number.
         if self._by_rank is not None:
             lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(

@@ -289,7 +289,7 @@ class _Step:
                 job = self._workload.job
                 dense_ms = (job.dense_forward_ms, job.dense_backward_ms) if job.hides_ids_ms else (0.0, 0.0)
                 for transfer in self._ids:
-                    transfer.put_in_buckets()
+                    transfer.prepare()
                     transfer.announce()
                 wait_until(time.perf_counter() + dense_ms[0] / 1e3)
                 for transfer in self._ids:

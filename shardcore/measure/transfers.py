@@ -7,7 +7,7 @@ with torch 2.13).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,11 +16,9 @@ import torch
 import torch.distributed as dist
 
 from shardcore.fused import PRECISIONS
-from shardcore.layouts import BUCKETIZED_IDS
 from shardcore.measure import all_to_all
 from shardcore.measure.id_transfer import IdTransfer, features_and_ids
 from shardcore.measurements import CollectiveRequest
-from shardcore.types import OF_IDS
 
 Collective = Callable[[torch.Tensor, torch.Tensor], Any]
 """Called with the tensor to fill and the one to send."""
@@ -61,29 +59,49 @@ def transfers(request: CollectiveRequest, rank: int, device: torch.device | str 
               ) -> tuple[Transfer | IdTransfer | None, Transfer | None]:
     """What `rank` does of a request forward and backward (None: nothing), over buffers of its own that hold
     zeros. group: torch's name for the ranks of its group; None: all."""
-    def both(outputs: int, arrived: int, forward: Collective,
-             backward: Collective) -> tuple[Transfer, Transfer]:
-        there, here = _filled(outputs, device), _filled(arrived, device)
-        return (Transfer(forward, there, here, request.payload),
-                Transfer(backward, here, there, request.payload))
-
     widths = [request.widths[r] for r in next(ranks for ranks in request.groups if rank in ranks)]
-    ranks, batch, width = len(widths), request.batch, max(widths)
-    local = batch // ranks
-    if request.collective == "all_to_all":
-        mine, theirs = [local * request.widths[rank]] * ranks, [local * w for w in widths]
-        return both(sum(mine), sum(theirs),
-                    lambda into, source: all_to_all.run(into, source, theirs, mine, group),
-                    lambda into, source: all_to_all.run(into, source, mine, theirs, group))
-    if request.collective == "reduce_scatter":
-        return both(batch * width, local * width, partial(reduce_scatter, group=group),
-                    partial(all_gather, group=group))
-    if request.collective in OF_IDS:
-        groups = [range(ranks)] if request.collective == BUCKETIZED_IDS.collective else []
-        return IdTransfer(*features_and_ids(request), local, rank, device, groups=groups), None
-    dense = _filled(batch * width, device)
+    return CALLS[request.row.call](request, rank, widths, device, group)
+
+
+def _exchange(request: CollectiveRequest, rank: int, widths: Sequence[int], device: torch.device | str,
+              group: dist.ProcessGroup | None) -> tuple[Transfer, Transfer]:
+    local = request.batch // len(widths)
+    mine, theirs = [local * request.widths[rank]] * len(widths), [local * w for w in widths]
+    return _both(request, (sum(mine), sum(theirs)), device,
+                 lambda into, source: all_to_all.run(into, source, theirs, mine, group),
+                 lambda into, source: all_to_all.run(into, source, mine, theirs, group))
+
+
+def _sum(request: CollectiveRequest, rank: int, widths: Sequence[int], device: torch.device | str,
+         group: dist.ProcessGroup | None) -> tuple[Transfer, Transfer]:
+    elements = request.batch * max(widths)
+    return _both(request, (elements, elements // len(widths)), device, partial(reduce_scatter, group=group),
+                 partial(all_gather, group=group))
+
+
+def _sum_dense(request: CollectiveRequest, rank: int, widths: Sequence[int], device: torch.device | str,
+               group: dist.ProcessGroup | None) -> tuple[None, Transfer]:
+    dense = _filled(request.batch * max(widths), device)
     return None, Transfer(lambda into, source: dist.all_reduce(into, group=group), dense, dense,
                           request.payload)
+
+
+def _send_ids(request: CollectiveRequest, rank: int, widths: Sequence[int], device: torch.device | str,
+              group: dist.ProcessGroup | None) -> tuple[IdTransfer, None]:
+    work, ranks = request.row.work, len(widths)
+    return IdTransfer(*features_and_ids(request), request.batch // ranks, rank, device,
+                      groups=[range(ranks)] if work and work.buckets else [], work=work), None
+
+
+CALLS = {"all_to_all": _exchange, "reduce_scatter": _sum, "all_reduce": _sum_dense, "ids": _send_ids}
+"""By Collective.call: the transfers of a rank in a group whose ranks have some widths."""
+
+
+def _both(request: CollectiveRequest, elements: tuple[int, int], device: torch.device | str,
+          forward: Collective, backward: Collective) -> tuple[Transfer, Transfer]:
+    """Transfers between a buffer of outputs and one of what arrived, of so many elements."""
+    there, here = (_filled(n, device) for n in elements)
+    return Transfer(forward, there, here, request.payload), Transfer(backward, here, there, request.payload)
 
 
 def _filled(elements: int, device: torch.device | str) -> torch.Tensor:

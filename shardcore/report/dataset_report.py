@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardcore.layouts import WORLD
 from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeSample
 from shardcore.memory import gib
 from shardcore.samples.dataset import has_reference_op
+from shardcore.step.scopes import WORLD
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

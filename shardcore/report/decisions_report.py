@@ -89,7 +89,7 @@ def drift_table(found: Sequence[HotDrift]) -> str:
 def tiers_report(problem: Problem) -> str:
     """The tables that are not all in device memory, by what crosses the link for them, most first; and what
     more memory would bring."""
-    found, link = tiers_of(problem), problem.topology.host_memory_gbps
+    found = tiers_of(problem)
     some = sorted((t for t in found.tiers if t.table.in_host_memory), key=lambda t: -t.link_bytes)
     if not some:
         return "All rows fit in device memory."
@@ -100,7 +100,7 @@ def tiers_report(problem: Problem) -> str:
         text_table(("table", "kernel", "weights", "rows cached", "MB over the link"), rows), "",
         f"{len(some)} of {len(problem.tables)} tables are not all in device memory. Each step "
         f"{found.link_bytes / 1e6:,.1f} MB cross the link: {found.link_ms:,.3f} ms at least, at "
-        f"{link:g} GB/s a device (given).", "",
+        f"{' and '.join(f'{x.gbps:g}' for x in problem.topology.memory)} GB/s a device (given).", "",
         text_table(("more device memory", "ms saved"), more)])
 
 

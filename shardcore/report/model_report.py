@@ -17,7 +17,7 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.cost.study import LearningCurve
 from shardcore.layouts import CHANNELS, kinds_of
 from shardcore.report.text import markdown_table
-from shardcore.types import COLLECTIVES
+from shardcore.step import links
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -328,7 +328,7 @@ def _trained_on(model: NeuralModel) -> str:
 
 def _in_steps(model: NeuralModel) -> str:
     factors = [f"{channel.words} {way} {collective_model.in_step(model.weights, channel, way):.2f}"
-               for channel in CHANNELS for way in COLLECTIVES[channel.collective]
+               for channel in CHANNELS for way in channel.row.ways
                if collective_model.step_weight(channel, way) in model.weights]
     return f"{model.meta['steps']:,}: {', '.join(factors)}"
 
@@ -351,15 +351,15 @@ def _ranges(model: NeuralModel) -> str:
 def _proxies(model: NeuralModel) -> list[str]:
     """What is priced without its own measurements, in words."""
     measured = [c for c in CHANNELS if collective_model.is_measured(model.weights, c)]
-    links = [collective_model.measured_links(model.weights, c) for c in measured]
+    known = [collective_model.measured_links(model.weights, c) for c in measured]
     return [words for words, applies in (
         ("all exchanges, from the links' bandwidth, which a topology has to give", not measured),
         *((f"the {c.words} of "
            f"{kinds_of(c)} shards, "
            f"with the rates of {collective_model.stands_for(model.weights, c)}", c not in measured)
           for c in CHANNELS if c != collective_model.ALL_TO_ALL),
-        ("links between hosts, as those within one", any("between" not in x for x in links)),
-        ("links within a host, as those between hosts", {"between"} in links),
+        *((f"links {level.words}, as those of other levels", any(name not in x for x in known))
+          for name, level in links.LEVELS.items()),
         ("links whose bandwidth a topology gives", True),
         ("devices of another speed, as the measured one scaled", True)) if applies]
 

@@ -19,10 +19,10 @@ def dealt(problem: Problem) -> Problem | None:
     they are. None: there is nothing to deal, or they do not fit so.
     """
     topology, asked = problem.topology, problem.constraints
-    if not topology.gives_host_memory or len(topology.hosts) == 1:
+    if not topology.memory or len(topology.hosts) == 1:
         return None
     takes = {t.name: host_bytes(Shard.whole(t), problem) for t in problem.tables}
-    room = np.full(len(topology.hosts), float(topology.host_memory_bytes))
+    room = np.full(len(topology.hosts), float(topology.memory[0].bytes))
     for name, devices in problem.pinned.items():
         room -= [takes[name] * (set(devices) <= set(host)) for host in topology.on_hosts]
     bound = {*problem.pinned, *(t.name for t in problem.tables if on_all_devices(t, problem))}

@@ -70,7 +70,7 @@ class PlacementState:
         self._limited_ops = self._account.phases < before.shape[1]
         self.free = np.array(held_bytes(problem)) - math.ceil(self._base.max())
         self.used += before.max(1).astype(np.int64)
-        self._hosts = _hosts(problem) if problem.topology.gives_host_memory else None
+        self._hosts = _hosts(problem) if problem.topology.memory else None
         self._on_host = np.zeros((*batch, n_devices))
 
     def fits(self, strip: np.ndarray, units: np.ndarray) -> np.ndarray:
@@ -94,7 +94,7 @@ class PlacementState:
             fits[at] = (load <= self._account.limits[at[-1]]).all(-1)
         if self._hosts is not None:
             of_host = self._on_host @ self._hosts + self.cache.sums[then, 5] - self.cache.sums[was, 5]
-            fits &= of_host <= self.cache.problem.topology.host_memory_bytes
+            fits &= of_host <= self.cache.problem.topology.memory[0].bytes
         return fits & self.cache.allowed[strip]
 
     def peak_bytes(self) -> np.ndarray:

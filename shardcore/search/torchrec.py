@@ -73,6 +73,7 @@ from shardcore.search.torchrec_pieces import (
     quiet,
 )
 from shardcore.search.torchrec_placements import placements_of
+from shardcore.step.links import LEVELS
 from shardcore.step.memory_account import local_batch_bytes
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import require_plan
@@ -239,19 +240,15 @@ class _Theirs:
         self.per_host = len(devices) // len(hosts) if len(set(per_host.values())) == 1 else len(devices)
         self.bandwidths = self._bandwidths(model)
 
-    def _share_of_link(self) -> float | None:
-        """GB/s of a host's link for each of the devices that share it."""
-        link = self.problem.topology.host_link_gbps
-        return link and link / self.per_host
-
     def _bandwidths(self, model: CostModel) -> dict[str, float]:
         """Bandwidths in bytes per ms, by TorchRec's names. Unknown ones are left out."""
         ours, known = self.problem.topology, {}
         one_ms = exchange_ms(self.problem, model)
-        for name, gbps in (("intra_host_bw", ours.within_host_gbps),
-                           ("inter_host_bw", ours.between_hosts_gbps or self._share_of_link())):
+        for level in (row for row in LEVELS.values() if row.torchrec):
+            link = ours.link(level.name)
+            gbps = link.gbps and link.gbps / (self.per_host if link.shared else 1)
             if gbps or one_ms > 0:
-                known[name] = gbps * 1e6 if gbps else column_bytes(self.problem) / one_ms
+                known[level.torchrec[0]] = gbps * 1e6 if gbps else column_bytes(self.problem) / one_ms
         topology = self.topology(known)
         options = self.enumerator(topology, self.constraints(False, None)).enumerate(self.module,
                                                                                      self.sharders)

@@ -1,1 +1,1 @@
-"""What one training step of a plan does."""
+"""One training step of a plan: the axes that it has, each a table of rows."""

@@ -9,6 +9,7 @@ import pytest
 from shardcore import files
 from shardcore.access_statistics import Zipf
 from shardcore.cli import main
+from shardcore.step.tiers import Memory
 from shardcore.topology import Device, Topology
 from shardcore.types import Table
 from shardcore.workload import lower
@@ -29,7 +30,7 @@ def test_it_decides_which_rows_lie_in_device_memory(asked, tmp_path, capsys):
     said, found = capsys.readouterr().out, files.read_problem(out)
     cached = [table.name for table in found.tables if 0 < table.load_factor < 1]
     assert cached and all(re.search(rf"{name} +fused_uvm_caching", said) for name in cached)
-    assert (found.topology.host_memory_bytes, found.topology.host_memory_gbps) == (1 << 30, 25.0)
+    assert found.topology.memory == (Memory("host", 1 << 30, 25.0),)
     saved = [float(x) for x in re.findall(r"^\d+ GiB +([\d.]+)", said, re.MULTILINE)]
     assert saved == sorted(saved) and saved[0] > 0
     again = tmp_path / "again.json"

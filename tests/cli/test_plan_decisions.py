@@ -10,6 +10,8 @@ from shardcore.access_statistics import Zipf
 from shardcore.cli import main
 from shardcore.grouped_plans import read_grouped
 from shardcore.search.decisions.tower_plans import as_planned
+from shardcore.step.links import links_of
+from shardcore.step.tiers import Memory
 from shardcore.topology import Device, Topology
 from shardcore.types import Table
 from shardcore.workload import lower
@@ -28,7 +30,7 @@ def large(problem):
     """Three tables on two devices, which hold only two of them. The host has 1 GiB."""
     tables = tuple(Table(f"t{i}", 50_000, 64, 5.0, Zipf(0.6 + 0.2 * i)) for i in range(3))
     return replace(problem, tables=tables, topology=Topology(
-        (Device(15 * MIB),) * 2, host_memory_bytes=1 << 30, host_memory_gbps=25.0))
+        (Device(15 * MIB),) * 2, memory=(Memory("host", 1 << 30, 25.0),)))
 
 
 def test_groups_and_memory_tiers_are_decided_together(large, model, tmp_path, capsys):
@@ -40,7 +42,7 @@ def test_groups_and_memory_tiers_are_decided_together(large, model, tmp_path, ca
     whole = files.read_problem(tiered)
     grouped = read_grouped(tmp_path / "plan.json", whole)
     assert any(table.in_host_memory for table in whole.tables) and whole.topology == large.topology
-    assert grouped.problem.topology.host_memory_bytes == 1 << 29  # two groups share the host
+    assert grouped.problem.topology.memory_of("host").bytes == 1 << 29  # two groups share the host
     lower(grouped.plan, grouped.problem)
     price = ["price", str(tmp_path / "plan.json"), "--problem", str(tiered), "--model", str(model)]
     assert main(price) == 0
@@ -55,7 +57,7 @@ def test_hot_rows_and_towers_are_decided_together(problem, model, tmp_path, caps
     tables = tuple(replace(t, sequence=True, access=Zipf(1.3), collection="ec") if i < 3 else t
                    for i, t in enumerate(problem.tables))
     devices = tuple(replace(d, host=f"host-{i // 2}") for i, d in enumerate(problem.topology.devices))
-    links = Topology(devices, within_host_gbps=0.2, between_hosts_gbps=0.1, latency_ms=0.01)
+    links = Topology(devices, links=links_of(within_host=0.2, between_hosts=0.1, latency_ms=0.01))
     towers = {"schema": "shardcore/towers", "version": 1, "compression_ratio": 4, "towers": [["t0", "t5"]]}
     (tmp_path / "towers.json").write_text(json.dumps(towers))
     hot = tmp_path / "hot.json"
@@ -92,7 +94,8 @@ def test_a_plan_is_gone_on_from_with_rows_in_host_memory(large, model, tmp_path,
 def test_a_cluster_is_chosen_with_groups(problem, model, tmp_path, capsys):
     (tmp_path / "model").symlink_to(model)
     offer = {"name": "box", "devices": 2, "memory_bytes": 1 << 30, "price_per_hour": 3.0, "model": "model",
-             "most_hosts": 2, "within_host_gbps": 10.0, "between_hosts_gbps": 1.0, "latency_ms": 0.1}
+             "most_hosts": 2, "links": [{"level": "within_host", "gbps": 10.0, "latency_ms": 0.1},
+                                    {"level": "between_hosts", "gbps": 1.0, "latency_ms": 0.1}]}
     (tmp_path / "offers.json").write_text(json.dumps({"schema": "shardcore/offers", "version": 1,
                                                       "offers": [offer]}))
     files.write_problem(tmp_path / "p.json", problem)

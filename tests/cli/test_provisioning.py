@@ -6,7 +6,9 @@ from shardcore import files
 from shardcore.cli import main
 
 OFFER = {"name": "box", "devices": 2, "memory_bytes": 1 << 30, "price_per_hour": 3.0, "model": "model",
-         "most_hosts": 2, "within_host_gbps": 10.0, "host_link_gbps": 1.0, "latency_ms": 0.1}
+         "most_hosts": 2, "links": [
+             {"level": "within_host", "gbps": 10.0, "latency_ms": 0.1},
+             {"level": "between_hosts", "gbps": 1.0, "shared": True, "latency_ms": 0.1}]}
 
 
 def asked(folder, model, problem, *target):

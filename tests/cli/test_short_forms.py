@@ -7,6 +7,7 @@ import numpy as np
 from shardcore import files
 from shardcore.access_statistics import Zipf
 from shardcore.cli import main
+from shardcore.step.links import links_of
 from shardcore.tables.hot_ids import HotIds, read_hot_ids, write_hot_ids
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.tables.row_counts import RowCounts, write_row_counts
@@ -21,7 +22,7 @@ def asked(folder, model) -> list[str]:
 def test_it_writes_a_problem_with_hot_rows_and_its_plan(problem, model, tmp_path, capsys):
     tables = tuple(replace(t, sequence=True, access=Zipf(1.3)) if i < 3 else t
                    for i, t in enumerate(problem.tables))
-    links = replace(problem.topology, within_host_gbps=0.2, latency_ms=0.01)
+    links = replace(problem.topology, links=links_of(within_host=0.2, latency_ms=0.01))
     files.write_problem(tmp_path / "problem.json", replace(problem, tables=tables, topology=links))
     assert main(asked(tmp_path, model)) == 0
     out, err = capsys.readouterr()

@@ -7,6 +7,7 @@ import pytest
 
 from shardcore import files
 from shardcore.cli import main
+from shardcore.step.links import links_of
 from shardcore.topology import Topology
 
 
@@ -14,7 +15,7 @@ from shardcore.topology import Topology
 def on_two_hosts(problem, tmp_path):
     """The problem's file, on two hosts."""
     devices = tuple(replace(d, host=f"host-{i // 2}") for i, d in enumerate(problem.topology.devices))
-    links = {"within_host_gbps": 50.0, "between_hosts_gbps": 1.0}
+    links = {"links": links_of(within_host=50.0, between_hosts=1.0)}
     found = replace(problem, topology=Topology(devices, **links))
     files.write_problem(tmp_path / "problem.json", found)
     return tmp_path

@@ -6,11 +6,13 @@ import numpy as np
 
 from shardcore.access_statistics import Reuse, Zipf
 from shardcore.cost import features
+from shardcore.cost.collective_model import EXCHANGE_TERMS
 from shardcore.cost.neural import NeuralModel
 from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample, Spread
 from shardcore.samples import dataset
+from shardcore.step.collectives import COLLECTIVES
 from shardcore.tables import access
-from shardcore.types import COLLECTIVES, Setting, Shard, Table
+from shardcore.types import Setting, Shard, Table
 
 SETTING = Setting("law", 256)
 COLD = Reuse((0.8, 0.15, 0.05) + (0.0,) * 14, 256)
@@ -107,7 +109,7 @@ def comm_samples(n: int = 60, ranks=(2, 3, 4), setting: Setting = SETTING, colle
                    else ring_law(collective, widths, 252))
             if collective == "all_to_all_ids_bucketized":
                 law = (law[0] + bucketize_law(widths, 252), law[1])
-            forward, backward = (tuple(map(spread, ms)) if way in COLLECTIVES[collective] else None
+            forward, backward = (tuple(map(spread, ms)) if way in COLLECTIVES[collective].ways else None
                                  for way, ms in zip(("forward", "backward"), law, strict=True))
             samples.append(CollectiveSample(dataset.comm_id(setting, asked), setting, asked, forward,
                                             backward, (0.0,) * d, 0.0))
@@ -147,3 +149,8 @@ def by_hand(**weights) -> NeuralModel:
         },
         {"ranges": {}},
     )
+
+
+def of_terms(**rates: float) -> np.ndarray:
+    """[E] rates of exchange terms by name. 0 for the others."""
+    return np.array([rates.get(name, 0.0) for name in EXCHANGE_TERMS])

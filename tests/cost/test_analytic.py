@@ -12,6 +12,7 @@ from shardcore.access_statistics import Zipf
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import group_costs, price
 from shardcore.errors import ShardCoreError
+from shardcore.step.links import links_of
 from shardcore.tables.access import unique_rows
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
@@ -77,11 +78,11 @@ def test_transfer_is_latency_and_the_busiest_devices_bytes():
 
 def test_the_topologys_own_links_go_first():
     traffic, compute = sends(all_to_all=np.full(4, 4e6)), np.zeros(4)
-    hosts = Topology(tuple(Device(2**30, host=h) for h in "aabb"), within_host_gbps=10, between_hosts_gbps=1,
-                     latency_ms=0.0)
+    hosts = Topology(tuple(Device(2**30, host=h) for h in "aabb"),
+                     links=links_of(within_host=10, between_hosts=1, latency_ms=0.0))
     # 2 of 4 MB leave the host, 1 GB/s
     np.testing.assert_allclose(MODEL.comm(traffic, compute, hosts).forward_ms, [2.0] * 4)
-    one_host = topology(4, within_host_gbps=3.0, latency_ms=1.0)
+    one_host = topology(4, links=links_of(within_host=3.0, latency_ms=1.0))
     np.testing.assert_allclose(MODEL.comm(traffic, compute, one_host).forward_ms, [2.0] * 4)
 
 
@@ -89,27 +90,25 @@ def test_a_link_is_as_busy_as_the_busier_of_its_directions():
     """The device alone on its host sends nothing and receives 1 MB from each of three."""
     hosts = Topology(
         tuple(Device(2**30, host=h) for h in "aaab"),
-        within_host_gbps=10,
-        between_hosts_gbps=1,
-        latency_ms=0.0,
+        links=links_of(within_host=10, between_hosts=1, latency_ms=0.0),
     )
     cost = MODEL.comm(sends(all_to_all=np.array([4e6, 4e6, 4e6, 0.0])), np.zeros(4), hosts)
     np.testing.assert_allclose(cost.forward_ms, [3.0] * 4)
-    slow_within = dataclasses.replace(hosts, within_host_gbps=0.1)
+    slow_within = dataclasses.replace(hosts, links=links_of(within_host=0.1, between_hosts=1, latency_ms=0.0))
     cost = MODEL.comm(sends(all_to_all=np.array([4e6, 0.0, 0.0, 0.0])), np.zeros(4), slow_within)
     np.testing.assert_allclose(cost.forward_ms, [20.0] * 4)  # 2 of 4 MB stay on the host
 
 
 def test_devices_of_a_host_share_its_link():
-    shared = on_hosts("aabb", within_host_gbps=10.0, host_link_gbps=1.0, latency_ms=0.0)
+    shared = on_hosts("aabb", links=links_of(0.0, shared=True, within_host=10.0, between_hosts=1.0))
     even = MODEL.comm(sends(all_to_all=np.full(4, 4e6)), np.zeros(4), shared)
     np.testing.assert_allclose(even.forward_ms, [4.0] * 4)  # 2 of 4 MB of each device leave the host
     one = MODEL.comm(sends(all_to_all=np.array([4e6, 0, 0, 0])), np.zeros(4), shared)
     np.testing.assert_allclose(one.forward_ms, [2.0] * 4)
     # Exchanges across hosts, one of each device of a host, share its link too.
     problem = Problem("p", (TABLE,), shared, 1000)
-    apart = dataclasses.replace(problem, topology=on_hosts("aabb", within_host_gbps=10.0,
-                                                           between_hosts_gbps=1.0, latency_ms=0.0))
+    apart = dataclasses.replace(problem, topology=on_hosts(
+        "aabb", links=links_of(within_host=10.0, between_hosts=1.0, latency_ms=0.0)))
     across = [price(lower(Plan((host_row(TABLE, (0, 1)),)), p), MODEL).forward_comm_ms[2]
               for p in (problem, apart)]
     assert across == pytest.approx([2 * 8000 / 1e6, 8000 / 1e6])
@@ -129,7 +128,7 @@ def test_each_collective_runs_only_where_it_has_bytes():
 def test_rows_over_a_host_and_over_all_devices():
     """8 columns of a batch of 1,000: 32,000 bytes, of which a ring over all four devices moves three quarters
     over each link. Those of host a: a half to the other, then half of the rest to the other host."""
-    where = on_hosts("aabb", within_host_gbps=10.0, between_hosts_gbps=1.0, latency_ms=0.5)
+    where = on_hosts("aabb", links=links_of(within_host=10.0, between_hosts=1.0, latency_ms=0.5))
     problem = Problem("p", (TABLE,), where, 1000)
     world, of_host = (price(lower(Plan((p,)), problem), MODEL)
                       for p in (row(TABLE, where), host_row(TABLE, (0, 1))))

@@ -4,14 +4,16 @@ import dataclasses
 
 import numpy as np
 import pytest
-from laws import SETTING, comm_samples, compute_samples, exchange_law, linear_law, ring_law, spread
+from laws import SETTING, comm_samples, compute_samples, exchange_law, linear_law, of_terms, ring_law, spread
 from shapes import ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, sends
 from test_collective_model import QUICK, columns, fitted, on_hosts
 
 from shardcore.cost import accuracy, collective_fit, collective_model, fit
-from shardcore.layouts import BUCKETIZED_IDS, Channel
+from shardcore.layouts import BUCKETIZED_IDS, IDS, Channel
 from shardcore.measurements import CollectiveRequest, CollectiveSample, EmulatedLinks
-from shardcore.types import OF_IDS
+from shardcore.step.links import links_of
+
+OF_IDS = IDS.collective, BUCKETIZED_IDS.collective
 
 
 def test_exchanges_of_two_ranks_alone_fit_too():
@@ -115,7 +117,7 @@ def test_a_payload_that_was_not_measured_has_the_rates_of_fp32_with_half_of_the_
 
 def test_links_that_a_topology_gives_carry_half_of_the_bytes_in_16_bits():
     model, owned = fitted(comm_samples()), columns([64, 64])
-    given = on_hosts(2, within_host_gbps=1.0, latency_ms=0.0)
+    given = on_hosts(2, links=links_of(within_host=1.0, latency_ms=0.0))
     whole, short = (model.for_payloads(p, p).comm(owned, np.zeros(2), given) for p in ("fp32", "fp16"))
     assert whole.forward_ms == pytest.approx(np.full(2, 64 * 256 * 4 / 2 / 1e6))
     assert short.forward_ms == pytest.approx(whole.forward_ms / 2)
@@ -125,11 +127,11 @@ def test_links_that_a_topology_gives_carry_half_of_the_bytes_in_16_bits():
 def test_bucketized_ids_take_what_ids_take_and_the_time_to_put_them_in_buckets():
     ids, bucketized = (comm_samples(collective=c) for c in OF_IDS)
     model = fitted([*comm_samples(), *ids, *bucketized])
-    once, per_byte = model.weights[collective_model.BUCKETIZE]
+    once, per_byte = model.weights["bucketize_ids"]
     assert (once, per_byte) == (pytest.approx(0.3, rel=0.01), pytest.approx(1 / 4e6, rel=0.01))
     assert collective_fit.errors(model.weights, bucketized)["all_to_all_ids_bucketized_forward_mape"] < 0.1
     owned = np.array([1e6, 3e6])
-    for topology in (on_hosts(2), on_hosts(2, within_host_gbps=10.0, latency_ms=0.1)):
+    for topology in (on_hosts(2), on_hosts(2, links=links_of(within_host=10.0, latency_ms=0.1))):
         plain, divided = (model.comm(sends(**{c: owned}), np.zeros(2), topology).input_ms for c in OF_IDS)
         assert divided == pytest.approx(plain + 0.3 + 2e6 / 4e6, rel=0.01)
     assert collective_model.is_measured(model.weights, BUCKETIZED_IDS)
@@ -137,7 +139,7 @@ def test_bucketized_ids_take_what_ids_take_and_the_time_to_put_them_in_buckets()
     for some in (ids, bucketized):
         less = fitted([*comm_samples(), *some])
         assert not collective_model.is_measured(less.weights, BUCKETIZED_IDS)
-        assert collective_model.BUCKETIZE not in less.weights
+        assert "bucketize_ids" not in less.weights
 
 
 def test_what_devices_do_with_ids_is_known_where_samples_tell_it():
@@ -158,8 +160,9 @@ def test_what_devices_do_with_ids_is_known_where_samples_tell_it():
 
 
 @pytest.mark.parametrize(("given", "once", "by_bytes"), [
-    ({}, 0, 0), ({"latency_ms": 0.1}, 1, 0), ({"within_host_gbps": 10.0}, 0, 1),
-    ({"within_host_gbps": 10.0, "latency_ms": 0.1}, 1, 1)], ids=["measured", "latency", "links", "both"])
+    ({}, 0, 0), ({"links": links_of(latency_ms=0.1)}, 1, 0), ({"links": links_of(within_host=10.0)}, 0, 1),
+    ({"links": links_of(within_host=10.0, latency_ms=0.1)}, 1, 1)],
+    ids=["measured", "latency", "links", "both"])
 def test_given_links_leave_the_work_of_putting_ids_in_order(given, once, by_bytes):
     """What rates of measured links include of it. The same samples, with that work told and not."""
     ids, bucketized = (comm_samples(collective=c) for c in OF_IDS)
@@ -214,7 +217,7 @@ def test_over_several_hosts_the_last_rank_counts():
     assert collective_fit.observed([one], "forward")[1].tolist() == [3.0, 9.0, 5.0, 4.0]
     terms, measured = collective_fit.observed([one, two], "backward")
     assert measured.tolist() == [3.0, 9.0, 5.0, 4.0, 9.0] and terms.shape[1] == 5
-    rates = {collective_model.weight(ALL_TO_ALL, "backward"): np.eye(12)[6]}  # far_bytes
+    rates = {collective_model.weight(ALL_TO_ALL, "backward"): of_terms(far_bytes=1.0)}
     predicted, found = collective_fit.predicted(rates, [two], "backward")
     # The device of most bytes: 16 columns, half of them for the other host, and half of its 16 in return.
     assert (predicted.tolist(), found.tolist()) == ([16 * 4 * (16 / 2 + (8 + 8) / 4)], [9.0])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from laws import SETTING, comm_samples, exchange_law, spread
+from laws import SETTING, comm_samples, exchange_law, of_terms, spread
 from shapes import ALL_REDUCE, ALL_TO_ALL, column, host_row, replica, row, sends
 
 from bench import links
@@ -16,8 +16,10 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS, IDS, LAYOUTS, Channel
 from shardcore.measurements import CollectiveRequest, CollectiveSample
+from shardcore.step.collectives import COLLECTIVES
+from shardcore.step.links import LEVELS, links_of, units_of
 from shardcore.topology import Device, Topology
-from shardcore.types import COLLECTIVES, Plan, Problem, Table
+from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
 
 QUICK = fit.FitConfig(epochs=3)
@@ -42,12 +44,15 @@ def columns(widths) -> np.ndarray:
 # --- terms
 
 
+OF_HOSTS = {*collective_model.LATENCY_TERMS, *LEVELS["within_host"].terms, *LEVELS["between_hosts"].terms}
+
+
 def terms(collective: str, owned, hosts=(0, 0, 0), skew_ms=0.0) -> dict[str, list[float]]:
     """By name, of each device, in bytes as given."""
     found = collective_model.exchange_terms(Channel(collective), np.array(owned, dtype=float),
-                                            np.array(hosts), skew_ms)
+                                            units_of([str(h) for h in hosts]), skew_ms)
     return {name: np.broadcast_to(t, len(owned)).round(9).tolist()
-            for name, t in zip(collective_model.EXCHANGE_TERMS, found, strict=True)}
+            for name, t in zip(collective_model.EXCHANGE_TERMS, found, strict=True) if name in OF_HOSTS}
 
 
 def test_terms_of_an_all_to_all_on_one_host_by_hand():
@@ -120,23 +125,23 @@ def test_terms_of_rings_by_hand():
 
 def test_a_late_start_is_that_of_the_first_exchange_measured():
     at = collective_model.EXCHANGE_TERMS.index("skew_ms")
-    for collective, ways in COLLECTIVES.items():
+    for collective, of in COLLECTIVES.items():
         request = CollectiveRequest((8, 8), 16, (2.0, 5.0), collective)
-        timed = [(spread(ms),) * 2 if way in ways else None
+        timed = [(spread(ms),) * 2 if way in of.ways else None
                  for way, ms in (("forward", 1.0), ("backward", 2.0))]
         sample = CollectiveSample("id", SETTING, request, *timed, (0.0, 0.0), 0.0)
-        for way in ways:
+        for way in of.ways:
             found, measured = collective_fit.observed([sample] * 2, way)
-            assert found[at].tolist() == [3.0 if way == ways[0] else 0.0] * 4
+            assert found[at].tolist() == [3.0 if way == of.ways[0] else 0.0] * 4
             assert measured.tolist() == [1.0 if way == "forward" else 2.0] * 4
 
 
 def test_ids_take_what_gradients_take_backward_but_three_latencies():
     """How much will be sent, lengths, and ids; bytes count on the device that receives them."""
     owned = np.array([6e6, 0.0, 9e6, 3e6])
-    for hosts in ((0, 0, 0, 0), (0, 0, 1, 1)):
+    for units in (units_of(list("aaaa")), units_of(list("aabb"))):
         ids, back = (dict(zip(collective_model.EXCHANGE_TERMS,
-                              collective_model.exchange_terms(c, owned, np.array(hosts)), strict=True))
+                              collective_model.exchange_terms(c, owned, units), strict=True))
                      for c in (IDS, Channel("all_to_all")))
         for name in back:
             times = 3 if name in ("once", "messages", "far_rounds") else 1
@@ -175,23 +180,29 @@ def test_only_who_replicates_reduces():
 
 
 def test_links_that_a_topology_gives_replace_what_was_fitted():
-    rates = np.arange(1.0, 13.0)
-    latency, near, far = [0.25, 0, 0, 0], [0, 1 / 2e6], [0, 1 / 5e5, 0, 0, 0, 0]
-    for given, expected in (({"latency_ms": 0.25}, [*latency, *rates[4:]]),
-                            ({"latency_ms": 0.0}, [0, 0, 0, 0, *rates[4:]]),
-                            ({"within_host_gbps": 2.0}, [*rates[:4], *near, *rates[6:]]),
-                            ({"between_hosts_gbps": 0.5}, [*rates[:6], *far]),
-                            ({"host_link_gbps": 0.5}, [*rates[:6], 0, 0, 0, 1 / 5e5, 0, 0]), ({}, rates)):
-        assert collective_model.explicit_links(rates, on_hosts(1, 1, **given)) == pytest.approx(expected)
-    far_only = np.where(np.arange(12) < 6, 0.0, rates)
-    given = collective_model.explicit_links(far_only, on_hosts(1, 1, host_link_gbps=0.5))
-    assert given == pytest.approx([0, 0, 0, 0, 0, 1 / 5e5, 0, 0, 0, 1 / 5e5, 0, 0])  # within hosts no faster
-    assert rates == pytest.approx(np.arange(1.0, 13.0))
+    by_name = {name: 1.0 + i for i, name in enumerate(collective_model.EXCHANGE_TERMS)}
+    latency = dict.fromkeys(collective_model.LATENCY_TERMS, 0.0)
+    near, far = (dict.fromkeys(LEVELS[name].terms, 0.0) for name in ("within_host", "between_hosts"))
+    for given, changed in (({"latency_ms": 0.25}, {**latency, "once": 0.25}),
+                           ({"latency_ms": 0.0}, latency),
+                           ({"within_host": 2.0}, {**near, "near_busiest_bytes": 1 / 2e6}),
+                           ({"between_hosts": 0.5}, {**far, "far_busiest_bytes": 1 / 5e5}),
+                           ({"between_hosts": 0.5, "shared": True}, {**far, "uplink_bytes": 1 / 5e5}),
+                           ({}, {})):
+        topology, rates = on_hosts(1, 1, links=links_of(**given)), of_terms(**by_name)
+        found = collective_model.explicit_links(rates, topology)
+        assert found == pytest.approx(of_terms(**{**by_name, **changed}))
+        assert rates == pytest.approx(of_terms(**by_name))
+    far_only = of_terms(**{name: 1.0 for name in far})
+    given = collective_model.explicit_links(far_only, on_hosts(
+        1, 1, links=links_of(shared=True, between_hosts=0.5)))
+    # Within hosts no faster.
+    assert given == pytest.approx(of_terms(near_busiest_bytes=1 / 5e5, uplink_bytes=1 / 5e5))
 
 
 def test_links_that_are_all_as_busy_may_take_longer_and_start_ahead():
     """A mean of all links beside the busiest one, less what early ranks sent; never below 0."""
-    law = np.array([0.0] * 9 + [0.8, 0.2, 1.5])
+    law = of_terms(uplink_bytes=0.8, shared_uplink_bytes=0.2, head_start=1.5)
     laws = {collective_model.weight(ALL_TO_ALL, way): law for way in ("forward", "backward")}
     hosts = on_hosts(1, 1, 1)
     even, uneven, few = (collective_model.collective_ms(laws, ALL_TO_ALL, np.array(owned), hosts)[0]
@@ -208,9 +219,8 @@ def test_links_that_are_all_as_busy_may_take_longer_and_start_ahead():
 
 def test_devices_of_a_host_share_its_link_where_the_topology_says_so():
     owned = np.array([0.0, 4e6, 4e6, 4e6])
-    links = {"within_host_gbps": 10.0, "latency_ms": 0.0}
-    shared, own = (collective_model.collective_ms({}, ALL_TO_ALL, owned, on_hosts(2, 2, **links, **given))[0]
-                   for given in ({"host_link_gbps": 1.0}, {"between_hosts_gbps": 1.0}))
+    shared, own = (collective_model.collective_ms({}, ALL_TO_ALL, owned, on_hosts(2, 2, links=links_of(
+        0.0, is_shared, within_host=10.0, between_hosts=1.0)))[0] for is_shared in (True, False))
     assert shared == pytest.approx([4.0] * 4) and own == pytest.approx([2.0] * 4)
 
 
@@ -266,7 +276,7 @@ def test_permuting_devices_with_their_hosts_permutes_costs(of_hosts):
 def test_more_bytes_never_take_less_time(of_hosts):
     rng = np.random.default_rng(0)
     for topology in (on_hosts(5), on_hosts(3, 2), on_hosts(1, 1, 4), on_hosts(16, 16),
-                     on_hosts(2, 2, between_hosts_gbps=1.0)):
+                     on_hosts(2, 2, links=links_of(between_hosts=1.0))):
         n, c = len(topology), len(CHANNELS)
         owned = (rng.random((c, 200, n)) * 10.0 ** rng.uniform(2, 7, (c, 200, 1))
                  * (rng.random((c, 200, n)) < 0.7))
@@ -326,20 +336,22 @@ def test_what_was_not_measured_is_named(of_hosts):
         "host_row shards: their all-to-all across hosts is priced with the rates of the all-to-all, "
         "not measured"])
     assert "within a host is priced with the rates of the all-to-all" in said(within, on_hosts(2, 2))
-    assert "2 hosts; links between hosts count as those within one" in said(within, on_hosts(1, 1))
+    proxy = "links between hosts were not measured: they count as those within hosts"
+    assert proxy in said(within, on_hosts(1, 1))
     between = fitted(links.simulated(links.Cluster(), ((2, 2),), 30, seed=0))
-    assert "links within hosts count as those measured between" in said(between, on_hosts(2))
-    given = said(of_hosts, on_hosts(1, 1, between_hosts_gbps=3.0))
-    assert given == ("the topology gives between_hosts_gbps 3: the explicit link model prices its exchanges "
+    proxy = "links within hosts were not measured: they count as those between hosts"
+    assert proxy in said(between, on_hosts(2))
+    given = said(of_hosts, on_hosts(1, 1, links=links_of(between_hosts=3.0)))
+    assert given == ("the topology gives between_hosts 3 GB/s: the explicit link model prices its exchanges "
                      "from there, "
                      "not measured")
 
 
 def test_a_collective_without_a_law_is_refused_not_taken_for_a_ring(of_hosts, monkeypatch):
     other, topology, owned = Channel("broadcast"), on_hosts(2), np.ones(2)
-    said = "collective 'broadcast' has no price; known are all_to_all, reduce_scatter, all_reduce"
+    said = "collective 'broadcast' is not known; known are all_to_all, reduce_scatter, all_reduce"
     with pytest.raises(ShardCoreError, match=said):
-        collective_model.exchange_terms(other, owned, np.zeros(2, dtype=int))
+        collective_model.exchange_terms(other, owned, topology.units)
     with pytest.raises(ShardCoreError, match=said):
         collective_model.collective_ms(of_hosts.weights, other, owned, topology)
     monkeypatch.setattr(traffic, "CHANNELS", (other, *CHANNELS[1:]))

@@ -12,6 +12,7 @@ from shardcore import schema
 from shardcore.cost import accuracy, collective_model, fit, quantiles
 from shardcore.errors import ShardCoreError
 from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample
+from shardcore.step.links import links_of
 from shardcore.tables.access import access_share
 from shardcore.topology import Device, Topology
 from shardcore.types import Setting, Shard, Table
@@ -161,9 +162,10 @@ def test_too_few_samples():
 def test_without_exchanges_a_model_prices_only_topologies_that_give_their_links():
     model = fit.train(compute_samples(linear_law, 60), [], SETTING, QUICK).model
     traffic, compute_ms = sends(all_to_all=[4096.0, 8192.0]), np.ones(2)
-    with pytest.raises(ShardCoreError, match="no measured exchanges: give the topology's within_host_gbps"):
+    with pytest.raises(ShardCoreError, match="give the topology's links .of level 'within_host'"):
         model.comm(traffic, compute_ms, Topology((Device(1),) * 2))
-    assert (model.comm(traffic, compute_ms, Topology((Device(1),) * 2, within_host_gbps=1.0)).forward_ms
+    assert (model.comm(traffic, compute_ms, Topology((Device(1),) * 2, links=links_of(within_host=1.0))
+                       ).forward_ms
             > 0).all()
 
 
@@ -240,7 +242,7 @@ def test_fine_tuning_begins_with_the_model_and_keeps_positive_what_is():
 
 def test_fine_tuning_without_exchanges_keeps_all_that_is_known_of_them():
     known = fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, QUICK).model
-    of_ids = {name: np.array([0.05, 2e-6]) for name in (collective_model.BUCKETIZE, collective_model.ORDER)}
+    of_ids = {name: np.array([0.05, 2e-6]) for name in collective_model.OWN_WORK}
     known = dataclasses.replace(known, weights={**known.weights, **of_ids})
     tuned = fit.train(compute_samples(linear_law, 60), [], SETTING, QUICK, start=known).model
     assert set(known.weights) == set(tuned.weights)

@@ -9,6 +9,7 @@ from shardcore import load_model
 from shardcore.cost import fit, known_errors, neural
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import at_confidence
+from shardcore.step.tiers import Memory
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Table
 
@@ -49,7 +50,7 @@ def test_errors_and_names_are_those_of_the_trained_models_whatever_they_are_part
     tables = Table("a", 100, 16, 2.0), Table("b", 100, 16, 2.0, precision="fp16")
     mixed = load_model(tmp_path)
     cached = Problem("p", (replace(tables[0], load_factor=0.5), tables[1]), Topology(
-        (Device(1 << 30),) * 2, host_memory_gbps=10.0, host_memory_bytes=1 << 40), SETTING.batch)
+        (Device(1 << 30),) * 2, memory=(Memory("host", 1 << 40, 10.0),)), SETTING.batch)
     for whole in (mixed, mixed.for_problem(cached), at_confidence(mixed, 0.9)):
         assert known_errors.errors_of(whole) == pytest.approx((0.4, 0.13))
         assert "fp16+fp32" in known_errors.label(whole)

@@ -14,6 +14,8 @@ from shardcore.errors import SettingMismatch
 from shardcore.job import Job
 from shardcore.layouts import ID_CHANNELS
 from shardcore.search.shards import to_plan
+from shardcore.step.links import links_of
+from shardcore.step.tiers import Memory
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
@@ -103,7 +105,7 @@ def test_kinds_that_were_never_measured_are_named(model, kind, sequence, said):
 
 def test_rows_in_host_memory_are_priced_by_a_link_that_is_given():
     table = dataclasses.replace(TABLES[0], load_factor=0.5)
-    topology = Topology((Device(1 << 30),), host_memory_bytes=1 << 30, host_memory_gbps=25.0)
+    topology = Topology((Device(1 << 30),), memory=(Memory("host", 1 << 30, 25.0),))
     task = Problem("p", (table,), topology, 256)
     cost = price(lower(Plan((column(table, 0),)), task), AnalyticModel(SETTING).for_problem(task))
     assert cost.extrapolated == (*CLOSED, f"table {table.name!r} has rows in host memory: the topology gives "
@@ -190,8 +192,8 @@ def test_a_model_is_for_the_payloads_of_its_problems_job(any_model):
 def test_halving_columns_of_tables_of_many_lookups_over_two_hosts_raises_the_price(any_model):
     """Each half needs all ids. Outputs and lookups stay as even as they were."""
     a, b = (Table(name, 10_000, 8, 50.0) for name in "ab")
-    where = Topology((Device(1 << 30, host="a"), Device(1 << 30, host="b")), between_hosts_gbps=0.01,
-                     latency_ms=0.0)
+    where = Topology((Device(1 << 30, host="a"), Device(1 << 30, host="b")),
+                     links=links_of(between_hosts=0.01, latency_ms=0.0))
     given = Problem("p", (a, b), where, 256)
 
     def ms(*placements):

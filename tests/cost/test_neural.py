@@ -18,6 +18,7 @@ from shardcore.cost import collective_model, features, neural
 from shardcore.cost.model import QuantileCostModel, at_confidence, group_costs, price
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import CHANNELS
+from shardcore.step.links import links_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Shard, Table
 from shardcore.workload import lower
@@ -131,7 +132,7 @@ def test_several_plans_at_once(model):
     rng = np.random.default_rng(1)
     owned, compute = rng.random((2, 5, 4)) * 1e6, rng.random((2, 5, 4))
     owned[1, 2] = 0
-    links = topology(4, within_host_gbps=10.0)
+    links = topology(4, links=links_of(within_host=10.0))
     for where in (topology(4), links):
         together = model.comm(sends(all_to_all=owned), compute, where)
         alone = model.comm(sends(all_to_all=owned[0, 3]), compute[0, 3], where)
@@ -195,7 +196,7 @@ def test_more_bytes_never_take_less(model):
 
 def test_links_that_the_topology_gives():
     hosts = tuple(Device(GIB, host=f"host-{d // 2}") for d in range(4))
-    links = Topology(hosts, within_host_gbps=100.0, between_hosts_gbps=10.0, latency_ms=0.5)
+    links = Topology(hosts, links=links_of(within_host=100.0, between_hosts=10.0, latency_ms=0.5))
     fitted = {collective_model.weight(ALL_TO_ALL, way): np.full(len(collective_model.EXCHANGE_TERMS), 7.0)
               for way in ("forward", "backward")}
     model = neural.NeuralModel(SETTING, fitted, {})
@@ -205,7 +206,7 @@ def test_links_that_the_topology_gives():
     reduced = model.comm(sends(all_reduce=np.full(4, 4e6)), np.zeros(4), links)
     assert reduced.backward_ms == pytest.approx(np.full(4, 0.5 + 6 / 10))  # 2 · 3/4 of 4 MB at 10 GB/s
     assert not reduced.forward_ms.any()
-    one_host = Topology(hosts[:2], within_host_gbps=100.0, latency_ms=0.5)
+    one_host = Topology(hosts[:2], links=links_of(within_host=100.0, latency_ms=0.5))
     cost = model.comm(sends(all_to_all=np.array([2e6, 0.0])), np.zeros(2), one_host)
     assert cost.forward_ms == pytest.approx([0.51, 0.51])
 

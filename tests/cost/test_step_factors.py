@@ -16,15 +16,17 @@ from shardcore.errors import ShardCoreError
 from shardcore.job import Job
 from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, ID_CHANNELS, IDS, Channel
 from shardcore.search import SHARDERS
+from shardcore.step.collectives import COLLECTIVES
+from shardcore.step.links import links_of
 from shardcore.step_cost import PARTS, StepCost
 from shardcore.topology import Device, Topology
-from shardcore.types import COLLECTIVES, Plan, Problem
+from shardcore.types import Plan, Problem
 from shardcore.workload import lower
 
 ANALYTIC = AnalyticModel(SETTING)
 FACTORS = {(ALL_TO_ALL, "forward"): 1.4, (REDUCE_SCATTER, "forward"): 2.0, (REDUCE_SCATTER, "backward"): 1.5,
            (ALL_REDUCE, "backward"): 1.25, (IDS, "forward"): 1.6, (BUCKETIZED_IDS, "forward"): 1.9}
-ALONE = {(c, way): 1.0 for c in CHANNELS for way in COLLECTIVES[c.collective]}
+ALONE = {(c, way): 1.0 for c in CHANNELS for way in COLLECTIVES[c.collective].ways}
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +109,8 @@ def test_sums_of_steps_over_several_hosts_tell_a_factor_of_each_collective(model
     steps = [(w, overlapping(replayed(model, w, of_ways))) for w in seen]
     fitted = step_factors.fit(model, steps)
     told = found_factors(fitted)
-    assert {c: told[c, COLLECTIVES[c.collective][-1]] for c in own} == pytest.approx(own, rel=1e-2)
-    assert {c: told[c, COLLECTIVES[c.collective][0]] for c in own} == pytest.approx(own, rel=1e-2)
+    assert {c: told[c, COLLECTIVES[c.collective].ways[-1]] for c in own} == pytest.approx(own, rel=1e-2)
+    assert {c: told[c, COLLECTIVES[c.collective].ways[0]] for c in own} == pytest.approx(own, rel=1e-2)
     assert fitted.meta["steps"] == len(seen)
 
 
@@ -129,10 +131,10 @@ def test_a_second_fit_is_of_what_is_alone_again_and_given_links_tell_nothing(mod
     assert found_factors(step_factors.fit(once, told)) == found_factors(once)
     neural.save(once, tmp_path)
     assert found_factors(neural.load(tmp_path)) == found_factors(once)
-    given = Topology((Device(1 << 30),) * 2, within_host_gbps=10.0, latency_ms=0.1)
+    given = Topology((Device(1 << 30),) * 2, links=links_of(within_host=10.0, latency_ms=0.1))
     assert step_factors.fit(model,
                             [(w, replayed(model, w)) for w in workloads("columns", topology=given)]) is model
-    apart = dataclasses.replace(on_hosts("aabb"), host_link_gbps=1.0)
+    apart = dataclasses.replace(on_hosts("aabb"), links=links_of(between_hosts=1.0, shared=True))
     assert step_factors.fit(model,
                             [(w, replayed(model, w)) for w in workloads("columns", topology=apart)]) is model
     linked, = workloads("columns", 1, given)
@@ -144,10 +146,10 @@ def test_exchanges_between_hosts_alone_learn_nothing_from_steps_within_one(model
     for rates in (v for name, v in weights.items() if name.startswith("exchange_")):
         rates[collective_model.FAR], rates[collective_model.NEAR] = rates[collective_model.NEAR].sum(), 0
     between = dataclasses.replace(model, weights=weights)
-    assert collective_model.measured_links(between.weights, ALL_TO_ALL) == {"between"}
+    assert collective_model.measured_links(between.weights, ALL_TO_ALL) == {"between_hosts"}
     # And those within hosts, nothing of steps over several.
     apart = [(w, replayed(model, w)) for w in workloads("columns", topology=on_hosts("aabb"))]
-    assert collective_model.measured_links(model.weights, ALL_TO_ALL) == {"within"}
+    assert collective_model.measured_links(model.weights, ALL_TO_ALL) == {"within_host"}
     assert step_factors.fit(model, apart) is model
     with pytest.raises(ShardCoreError, match="8 steps ran on one host and 8 over several; a model has one"):
         step_factors.fit(model, [*apart, *((w, replayed(model, w)) for w in workloads("columns"))])

@@ -17,8 +17,9 @@ from shardcore.layouts import shards_on
 from shardcore.measurements import EmulatedLinks
 from shardcore.outputs import output_bytes
 from shardcore.samples import dataset
+from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.memory_account import local_batch_bytes, table_bytes
-from shardcore.types import OF_IDS, Setting
+from shardcore.types import Setting
 from shardcore.workload import lower
 
 SETTING = Setting("test", 256)
@@ -61,13 +62,13 @@ def test_draws_are_those_of_earlier_versions(tables):
     problem = draw_problem(tables, 5, SETTING, 3, ProblemConfig(min_tables=3))
     # With memory as it was counted then: only that may differ.
     as_then = sized(problem, ProblemConfig().slack, drawn_bytes)
-    assert files.digest(files.problem_to_json(as_then)) == "a26d8f5977a8fca7"
+    assert files.digest(files.problem_to_json(as_then)) == "dbf5ab6aef520427"
     problem, plans = step_plans(tables, 1, SETTING, 2, 32 << 20, 3)
     before = {"column": "columns", "column, row": "rows", "column, data_parallel": "copies",
               "column, row, data_parallel": "rows and copies"}
     placed = [[before[kinds], as_in_version_1(plan)] for kinds, plan in plans]
     as_then = sized(problem, 2.0 * len(problem.topology), drawn_bytes)
-    assert files.digest([files.problem_to_json(as_then), placed]) == "2c3ae033afead68f"
+    assert files.digest([files.problem_to_json(as_then), placed]) == "14b722963760f6c5"
 
 
 def test_different_draws_are_counted_once_and_a_tiny_pool_ends():
@@ -164,8 +165,8 @@ def test_exchanges_vary_in_kind_load_and_skew():
     bucketized = [r.widths for r in requests if r.collective == "all_to_all_ids_bucketized"]
     assert 0.03 < len(bucketized) / 400 < 0.12 and all(2.1 * min(w) >= max(w) for w in bucketized)
     kinds = {(r.collective, r.payload) for r in requests}
-    assert kinds == {*((c, "fp32") for c in OF_IDS), ("all_reduce", "fp32"), *itertools.product(
-        ("all_to_all", "reduce_scatter"), ("fp32", "fp16", "bf16"))}
+    assert kinds == {*((c, "fp32") for c, row in COLLECTIVES.items() if row.ids), ("all_reduce", "fp32"),
+                     *itertools.product(("all_to_all", "reduce_scatter"), ("fp32", "fp16", "bf16"))}
     assert 0.15 < sum(r.payload != "fp32" for r in requests) / 400 < 0.3
     assert {r.batch for r in requests} == {32, 64, 128, 256} and any(0 in r.widths for r in plain)
     assert all(max(r.widths) <= 30 * 4 * 128 for r in requests)
@@ -187,7 +188,7 @@ def test_exchanges_over_emulated_hosts_are_of_all_groups():
     kinds = Counter((r.collective, r.group) for r in requests)
     assert set(kinds) == {("all_to_all", "world"), ("all_to_all", "cross"), ("reduce_scatter", "world"),
                           ("reduce_scatter", "host"), ("all_reduce", "world"),
-                          *((c, "world") for c in OF_IDS)}
+                          *((c, "world") for c, row in COLLECTIVES.items() if row.ids)}
     assert min(kinds.values()) >= 8
     assert {(r.hosts, r.emulated, r.busy_ms, len(r.widths)) for r in requests} == {(4, links, 0.0, 8)}
     # rows that reduce-scatters within hosts of two left

@@ -169,7 +169,7 @@ def test_tables_in_host_memory_are_priced_there():
                                  ("fused_uvm_caching", CacheParams(load_factor=0.5), 0.5)):
         found, sharding = made(compute_kernels=[kernel], cache_params=cache)
         assert table_a(found).load_factor == share and sharding.compute_kernel == kernel
-        assert found.topology.host_memory_bytes == 4 * 10**9
+        assert found.topology.memory_of("host").bytes == 4 * 10**9
         assert not any(line.startswith("table 'a'") for line in found.unpriced)
         assert any("host memory is TorchRec's ddr_cap" in line for line in found.unpriced)
     # Without host memory it counts as on the device, and that is told.

@@ -28,6 +28,7 @@ from shardcore.export.torchrec_planner import ShardCorePlanner  # noqa: E402
 from shardcore.export.torchrec_settings import job_of, payloads_of, settings_of, unpriced  # noqa: E402
 from shardcore.job import Job
 from shardcore.search import Budget  # noqa: E402
+from shardcore.step.tiers import Memory
 from shardcore.types import Placement, Plan, Setting, Shard
 
 MODULE = training.Model()
@@ -93,7 +94,7 @@ class Statistics(CacheStatistics):
 def test_load_factors_reach_torchrec():
     tables = tuple(replace(t, load_factor={"a": 0.25, "d": 0.0}.get(t.name, 1.0)) for t in GIVEN.tables)
     given = replace(GIVEN, tables=tables, topology=replace(
-        GIVEN.topology, host_memory_bytes=1 << 30, host_memory_gbps=25.0))
+        GIVEN.topology, memory=(Memory("host", 1 << 30, 25.0),)))
     plan = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in tables))
     made = to_torchrec(plan, given, MODULE)
     found = {name: sharding for module in made.plan.values() for name, sharding in module.items()}

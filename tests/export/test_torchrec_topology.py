@@ -12,6 +12,7 @@ from shardcore.cost.analytic import AnalyticModel  # noqa: E402
 from shardcore.errors import Infeasible, ShardCoreError  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner  # noqa: E402
 from shardcore.export.torchrec_topology import POD_SIZE, our_topology  # noqa: E402
+from shardcore.step.links import links_of
 from shardcore.topology import Device, Topology  # noqa: E402
 from shardcore.types import Setting  # noqa: E402
 
@@ -34,9 +35,9 @@ def theirs(**given) -> TheirTopology:
 def test_bandwidths_that_are_given_are_those_of_the_links():
     # bytes a millisecond: 1e6 are a GB/s
     given = our_topology(theirs(intra_host_bw=300e6, inter_host_bw=25e6))
-    assert (given.within_host_gbps, given.between_hosts_gbps) == (300, 25)
+    assert given.links == links_of(within_host=300, between_hosts=25)
     usual = our_topology(theirs())
-    assert (usual.within_host_gbps, usual.between_hosts_gbps) == (None, None)
+    assert usual.links == ()
     assert [line for line in planner(theirs(intra_host_bw=300e6)).unpriced if "_bw" in line] == [
         "inter_host_bw of the topology is TorchRec's default and not used: exchanges are priced as the cost "
         "model knows them"]

@@ -138,7 +138,7 @@ def test_links_between_devices_of_the_cluster_are_found(toy, problem):
     files.write_problem(alone, dataclasses.replace(problem, topology=Topology((Device(1 << 30),))))
     said = toy.run("flows.topology", str(path), "--out", "found.json", "--ranks", "ranks.json").stdout
     assert "Device i of the new problem is that of the i-th rank in this order." in said
-    assert files.read_problem(toy.folder / "found.json").topology.within_host_gbps > 0
+    assert files.read_problem(toy.folder / "found.json").topology.link("within_host").gbps > 0
     ranks = json.loads((toy.folder / "ranks.json").read_text())
     assert sorted(ranks["order"]) == [0, 1, 2, 3] and ranks["nodes"] == ["127.0.0.1"] * 4
     assert "has one device; links need 2" in toy.error_of("flows.topology", str(alone), "--out", "x.json")

@@ -15,7 +15,8 @@ from shardcore.measure import collectives, local_ranks
 from shardcore.measure.transfers import transfers
 from shardcore.measurements import CollectiveRequest
 from shardcore.samples import dataset
-from shardcore.types import COLLECTIVES, OF_IDS, Setting
+from shardcore.step.collectives import COLLECTIVES
+from shardcore.types import Setting
 
 SETTING = Setting("test", 48)
 CONFIG = collectives.CollectiveConfig(repeats=3, warmups=1, timeout_s=60)
@@ -34,8 +35,8 @@ def children():
 
 def test_a_gang_measures_every_kind_of_exchange_until_a_rank_is_killed(tmp_path):
     late = CollectiveRequest((8, 8), 96, (0.0, 50.0))
-    each = [CollectiveRequest((16, 16), 96, STILL, c, p) for c in COLLECTIVES for p in ("fp32", "bf16")
-            if c not in OF_IDS or p == "fp32"]
+    each = [CollectiveRequest((16, 16), 96, STILL, c, p) for c, row in COLLECTIVES.items()
+            for p in ("fp32", "bf16") if not row.ids or p == "fp32"]
     requests, found = [late, *each, comm_request(1, 2, 96, max_start_ms=10.0)], []
     with pytest.raises(ShardCoreError, match="exchange: rank 1 of 2 failed: it was killed by SIGKILL"):
         for sample in collectives.measure_all(
@@ -51,12 +52,12 @@ def test_a_gang_measures_every_kind_of_exchange_until_a_rank_is_killed(tmp_path)
     for sample in found:
         for way in ("forward", "backward"):
             timed = getattr(sample, way)
-            assert (timed is not None) == (way in COLLECTIVES[sample.request.collective])
+            assert (timed is not None) == (way in COLLECTIVES[sample.request.collective].ways)
             assert timed is None or [s.repeats for s in timed] == [3, 3]
             assert min((s.median_ms for s in timed or ()), default=0) >= 0
         assert len(sample.waiting_ms) == 2 and min(sample.waiting_ms) >= 0
         assert sample.oversubscribed == (2 > len(os.sched_getaffinity(0)))
-        assert (sample.work_ms is not None) == (sample.request.collective in OF_IDS)
+        assert (sample.work_ms is not None) == sample.request.row.ids
         assert sample.work_ms is None or min(sample.work_ms) > 0
         assert sample.id == dataset.comm_id(SETTING, sample.request)
     assert found[0].waiting_ms[0] > max(10.0, found[0].waiting_ms[1])

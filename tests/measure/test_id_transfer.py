@@ -9,6 +9,7 @@ from shapes import column, host_row, on_hosts, replica, row
 from shardcore.job import Job
 from shardcore.measure import id_transfer, local_ranks
 from shardcore.measurements import CollectiveRequest
+from shardcore.step.collectives import collective_of
 from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
 
@@ -19,7 +20,7 @@ A, B, C = (Table(name, rows, 16, 2.0) for name, rows in (("a", 100), ("b", 60), 
 def _exchange(rank, init_method, say):
     dist.init_process_group("gloo", init_method, rank=rank, world_size=3)
     transfer = id_transfer.IdTransfer(FEATURES, IDS, LOCAL, rank, job=Job(id_bytes=4, length_bytes=8))
-    transfer._ids += 100 * rank  # tells where they come from
+    transfer.ids += 100 * rank  # tells where they come from
     with torch.profiler.profile() as profiler:
         lengths, ids = transfer.run()
     again = transfer.run()
@@ -85,8 +86,9 @@ BUCKETS = {"one group": ([2, 2, 2], [9, 3, 5], [(0, 1, 2)]),
 
 def _bucketized(rank, init_method, say, features, ids, groups):
     dist.init_process_group("gloo", init_method, rank=rank, world_size=len(features))
-    transfer = id_transfer.IdTransfer(features, ids, LOCAL, rank, groups=groups)
-    given = transfer._lengths.tolist(), transfer._ids.tolist()
+    transfer = id_transfer.IdTransfer(features, ids, LOCAL, rank, groups=groups,
+                                       work=collective_of("all_to_all_ids_bucketized").work)
+    given = transfer.lengths.tolist(), transfer.ids.tolist()
     say((given, *(x.tolist() for x in transfer.run())))
     dist.destroy_process_group()
 

@@ -76,7 +76,7 @@ def test_the_command_writes_the_problem_and_the_order(problem, tmp_path, capsys)
     order = json.loads(ranks.read_text())["order"]
     assert sorted(order) == [0, 1, 2] and f"order of ranks: {' '.join(map(str, order))}" in said
     found = files.read_problem(out)
-    assert found.topology.within_host_gbps > 0 and found.tables == files.read_problem(problem).tables
+    assert found.topology.link("within_host").gbps > 0 and found.tables == files.read_problem(problem).tables
 
 
 def test_a_problem_with_towers_is_refused_before_anything_is_measured(tmp_path, capsys):
@@ -101,7 +101,7 @@ def test_the_ranks_of_a_job_measure_together(problem, tmp_path):
         said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
     assert "order of ranks" in said[0] and said[1:] == ["", ""]
-    assert files.read_problem(tmp_path / "found.json").topology.latency_ms > 0
+    assert files.read_problem(tmp_path / "found.json").topology.slowest.latency_ms > 0
 
 
 @pytest.mark.parametrize(("variables", "says"), [

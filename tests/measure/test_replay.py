@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from shapes import column, host_row, on_hosts, replica, row
+from shapes import ACROSS, column, host_row, on_hosts, replica, row
 
 import shardcore.measure.replay as module
 from shardcore import files
@@ -25,6 +25,7 @@ from shardcore.measure.kernels import KernelBench
 from shardcore.measure.replay import ReplayConfig, combine, combine_all, replay, replay_all
 from shardcore.measure.timing import Caches
 from shardcore.measurements import ComputeRequest
+from shardcore.step.tiers import Memory
 from shardcore.step_cost import PARTS, StepCost
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
@@ -390,7 +391,7 @@ def test_a_workload_of_another_setting_is_refused_before_anything_starts(tables)
         replay(whole(fast), SETTING, CONFIG)
     with pytest.raises(ShardCoreError, match="repeats"):
         ReplayConfig(repeats=0)
-    hosts = dataclasses.replace(problem.topology, host_memory_bytes=64 * MIB, host_memory_gbps=10.0)
+    hosts = dataclasses.replace(problem.topology, memory=(Memory("host", 64 * MIB, 10.0),))
     large = dataclasses.replace(tables[0], name="large", load_factor=0.5)
     cached = dataclasses.replace(problem, tables=(large,), topology=hosts)
     with pytest.raises(ShardCoreError, match="table 'large' has rows in host memory"):
@@ -448,3 +449,16 @@ def test_the_command_replays_plans_of_one_problem(tables, tmp_path, capsys):
                 and set(PARTS) < set(cost))
     assert main(["replay", plan, str(tmp_path / "other.json"), *arguments]) == 1
     assert "'other'" in capsys.readouterr().err
+
+
+def _groups(rank, init_method, say):
+    dist.init_process_group("gloo", init_method, rank=rank, world_size=4)
+    ranks, group = exchanges.groups(rank, on_hosts("abba"), [ACROSS])[ACROSS.group]
+    say((list(ranks), dist.get_process_group_ranks(group)))
+    dist.destroy_process_group()
+
+
+def test_ranks_of_a_group_are_in_torchs_order():
+    """Those of the second devices of hosts a and b are 3 and 2."""
+    last = dict(local_ranks.run("test", _groups, 4, (), 60.0))
+    assert all(ours == torchs for ours, torchs in last.values()) and last[3][0] == [2, 3]

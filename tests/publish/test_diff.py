@@ -16,6 +16,7 @@ from shardcore.publish.diff import diff, relabel_devices, reorder_columns
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import rebind_tables
+from shardcore.step.links import links_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Setting, Table
 from shardcore.workload import lower
@@ -167,7 +168,7 @@ def rotated(placement: Placement, by: int) -> Placement:
 def test_equal_devices_are_exchanged_so_that_least_moves_at_the_same_cost(problem, seed):
     model = AnalyticModel(Setting("made-up", 256))
     devices = tuple(Device(16 << 20, 1.0, f"host-{d % 2}") for d in range(4))
-    topology = Topology(devices, within_host_gbps=2.0, between_hosts_gbps=0.5, latency_ms=0.01)
+    topology = Topology(devices, links=links_of(within_host=2.0, between_hosts=0.5, latency_ms=0.01))
     problem = replace(problem, topology=topology)
     old, new = random_plan(problem, seed, rows=False), random_plan(problem, seed + 50, rows=False)
     near = relabel_devices(new, old, problem)

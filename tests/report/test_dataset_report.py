@@ -6,7 +6,7 @@ from shardcore.draws.groups import compute_request
 from shardcore.measurements import CollectiveSample, ComputeSample, EmulatedLinks, Spread
 from shardcore.report import dataset_report
 from shardcore.samples import dataset
-from shardcore.types import COLLECTIVES, Setting
+from shardcore.types import Setting
 
 SETTING = Setting("test", 256)
 
@@ -47,7 +47,7 @@ def test_a_figure_of_samples_that_all_failed_says_so(tables, tmp_path):
 def test_exchanges_are_summed_up_by_kind():
     spread = Spread(2.0, 1.9, 2.1, 5)
     requests = [comm_request(i, 2, 256) for i in range(20)]
-    timed = [[(spread,) * 2 if way in COLLECTIVES[r.collective] else None for way in ("forward", "backward")]
+    timed = [[(spread,) * 2 if way in r.row.ways else None for way in ("forward", "backward")]
              for r in requests]
     samples = [CollectiveSample(str(i), SETTING, r, *ways, (0.0, 0.0), 1.0, None, i, False)
                for i, (r, ways) in enumerate(zip(requests, timed, strict=True))]

@@ -109,8 +109,8 @@ def test_the_card_says_what_it_was_trained_on_where_to_trust_it_how_good_it_is_a
                  "has 2 to 4 devices",
                  "| error of a group's ms | 4.0% | 5.2% |", "| within their 90% interval | - | 88% |",
                  "never saw the error is 7.5%", "off by 3.1%", "Twice the groups",
-                 "models:/shardcore-cost-law@champion", '"batch": 256', "links between hosts, as those "
-                 "within one"):
+                 "models:/shardcore-cost-law@champion", '"batch": 256', "links between hosts, as those of "
+                 "other levels"):
         assert said in card, said
     assert len(card) < 5000 and "NAME" not in card
 

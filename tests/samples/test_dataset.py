@@ -21,7 +21,8 @@ from shardcore.measurements import (
     Spread,
 )
 from shardcore.samples import dataset, parts
-from shardcore.types import COLLECTIVES, Setting, Shard
+from shardcore.step.collectives import COLLECTIVES
+from shardcore.types import Setting, Shard
 
 SETTING = Setting("cpu-test", 256)
 SPREAD = Spread(1.0, 0.9, 1.1, 7)
@@ -35,7 +36,7 @@ def compute_sample(tables, i, error=None, at=1.0):
 
 def comm_sample(i):
     request = comm_request(i, 2, 256)
-    timed = ((SPREAD,) * 2 if way in COLLECTIVES[request.collective] else None
+    timed = ((SPREAD,) * 2 if way in COLLECTIVES[request.collective].ways else None
              for way in ("forward", "backward"))
     return CollectiveSample(dataset.comm_id(SETTING, request), SETTING, request, *timed, (0.0, 1.5),
                             time.time(), None, order=i, oversubscribed=i == 1)

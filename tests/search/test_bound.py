@@ -20,6 +20,7 @@ from shardcore.errors import SettingMismatch
 from shardcore.job import Job
 from shardcore.layouts import LAYOUTS
 from shardcore.search import SHARDERS, Budget, bound, bound_ops, bound_packing, bound_shards
+from shardcore.step.links import links_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import Workload, lower
@@ -65,7 +66,7 @@ def contended(seed: int) -> NeuralModel:
 def test_no_plan_is_cheaper_than_the_proved_bound_and_it_is_near(made):
     ratios = []
     for seed in range(4):
-        hosts = {"within_host_gbps": 2.0, "latency_ms": 0.001} if seed % 3 == 2 else {}
+        hosts = {"links": links_of(within_host=2.0, latency_ms=0.001)} if seed % 3 == 2 else {}
         problem = tiny(seed, 4 if seed % 4 == 3 else 2, **hosts)
         model = made(problem, seed)
         found = bound.bound(problem, model)
@@ -82,7 +83,7 @@ def test_no_plan_on_two_hosts_is_cheaper_than_the_proved_bound(made):
     """Rows over one host among them. Links between hosts are a fourth as fast."""
     ratios = []
     for seed in range(3):
-        where = on_hosts("aabb", MIB, within_host_gbps=2.0, between_hosts_gbps=0.5, latency_ms=0.001)
+        where = on_hosts("aabb", MIB, links=links_of(0.001, within_host=2.0, between_hosts=0.5))
         problem = Problem("hosts", draw_tables(np.random.default_rng(seed), 2, dims=(4, 8)), where, BATCH)
         model = made(problem, seed)
         found = bound.bound(problem, model)
@@ -107,11 +108,12 @@ def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape):
     ratios = []
     for seed in range(2):
         rng = np.random.default_rng([seed, 5])
-        links = dict(within_host_gbps=float(rng.choice([0.5, 2.0, 8.0])), latency_ms=0.001)
+        gbps = float(rng.choice([0.5, 2.0, 8.0]))
         if "hosts" in shape:
-            where = on_hosts("aabb", MIB, between_hosts_gbps=0.5, **links)
+            where = on_hosts("aabb", MIB, links=links_of(0.001, within_host=gbps, between_hosts=0.5))
         else:
-            where = Topology((Device(MIB),) * (3 if shape == "three" else 2), **(links if seed else {}))
+            where = Topology((Device(MIB),) * (3 if shape == "three" else 2),
+                             links=links_of(0.001, within_host=gbps) if seed else ())
         if "unequal" in shape:
             where = replace(where, devices=tuple(replace(d, speed=float(rng.choice([0.5, 1.0, 2.0])))
                                                  for d in where.devices))
@@ -126,7 +128,7 @@ def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape):
 def test_hot_tables_that_do_not_fit_side_by_side_raise_the_bound():
     """Each of five fits on one of four devices, by itself. Two of them share a device in every plan."""
     hot = tuple(Table(f"hot{i}", 300 + i, 16, 200.0) for i in range(5))
-    where = Topology((Device(64 * MIB),) * 4, within_host_gbps=8.0, latency_ms=0.001)
+    where = Topology((Device(64 * MIB),) * 4, links=links_of(0.001, within_host=8.0))
     problem = Problem("hot", hot, where, BATCH,
                       constraints=Constraints(unsplit=tuple(t.name for t in hot)))
     model = model_for(problem)
@@ -141,7 +143,7 @@ def test_worths_of_shards_that_fit_within_a_time_prove_no_more_than_that(share):
     Two halves of both tables take 140% of that step. But a plan that takes as long may have whole tables.
     """
     hot = tuple(Table(f"hot{i}", 300, 8, 200.0) for i in range(2))
-    problem = Problem("hot", hot, Topology((Device(64 * MIB),) * 2, within_host_gbps=80.0, latency_ms=0.0001),
+    problem = Problem("hot", hot, Topology((Device(64 * MIB),) * 2, links=links_of(0.0001, within_host=80.0)),
                       BATCH)
     model = AnalyticModel(Setting("made-up", BATCH), lookup_ns=10, gather_gbps=2, update_gbps=1000)
     best_ms = optimum_ms(problem, model, columns_alone=True)
@@ -154,7 +156,7 @@ def test_worths_of_shards_that_fit_within_a_time_prove_no_more_than_that(share):
 def test_a_mix_of_kinds_contends_too():
     """Many tables: what is proved of all kinds is near what is proved of columns."""
     problem = Problem("many", draw_tables(np.random.default_rng(1), 30),
-                      Topology((Device(64 * MIB),) * 4, within_host_gbps=30.0, latency_ms=0.0001), BATCH)
+                      Topology((Device(64 * MIB),) * 4, links=links_of(0.0001, within_host=30.0)), BATCH)
     model = contended(3)
     every, columns = bound.bound(problem, model), bound.bound(problem, model, shared=())
     assert 0.96 < every.proved_ms / columns.proved_ms <= 1, (every, columns)
@@ -222,9 +224,9 @@ def test_what_models_say_of_themselves_holds(made):
     rng, model_is_linear = np.random.default_rng(0), made is not contended
     shards = [Shard.whole(t) for t in draw_tables(rng, 30)]
     hosts = [Device(MIB, host=f"host-{i // 2}") for i in range(4)]
-    topologies = [Topology(tuple(hosts), within_host_gbps=2.0, between_hosts_gbps=0.5, latency_ms=0.1),
+    topologies = [Topology(tuple(hosts), links=links_of(0.1, within_host=2.0, between_hosts=0.5)),
                   Topology((Device(MIB),) * 3),
-                  Topology((Device(MIB, 2.0), Device(MIB)), within_host_gbps=1.0)]
+                  Topology((Device(MIB, 2.0), Device(MIB)), links=links_of(within_host=1.0))]
     for seed in range(5):
         model = made(seed)
         codes = model.encode(shards)
@@ -238,7 +240,7 @@ def test_what_models_say_of_themselves_holds(made):
             assert model.head(more) >= (model.launch_ms + model.rates(few) @ more) * (1 - 1e-12)
         for topology in topologies:
             assert model.even_is_least(topology)
-            assert model.takes_all_alike(topology) == (topology.within_host_gbps is not None
+            assert model.takes_all_alike(topology) == (bool(topology.links)
                                                        or model_is_linear)
             n, speed = len(topology), np.array([d.speed for d in topology.devices])
             for name in ("all_to_all", "reduce_scatter"):  # replicas are alike on all devices
@@ -281,7 +283,8 @@ def crowded(steep: float = 6.0) -> NeuralModel:
 
 def hot_and_light() -> Problem:
     """Two hot tables whose rows the devices of a host can share, and a light one that stays whole."""
-    where = on_hosts("aabb", 64 * MIB, within_host_gbps=64.0, between_hosts_gbps=64.0, latency_ms=0.0001)
+    where = on_hosts("aabb", 64 * MIB,
+                     links=links_of(0.0001, within_host=64.0, between_hosts=64.0))
     hot = [Table(f"hot{i}", 400, 4, 200.0, Zipf(0.3)) for i in range(2)]
     return Problem("hosts", (*hot, Table("light", 400, 4, 1.0)), where, BATCH,
                    constraints=Constraints(unsplit=("light",)))
@@ -336,7 +339,8 @@ def test_links_with_a_head_start_are_bounded():
     (3_000_000, 256, 80.0, (0.25, 4.0, 4.0, 1.0), 0.0), (3_000_000, 8, 5.0, (0.25, 4.0, 4.0), 0.2)])
 def test_worths_that_fall_to_nothing_prove_nothing(rows, dim, pooling, speeds, latency_ms):
     """A step of the subgradient once took all worth from the only table, and every time counted as proved."""
-    topology = Topology(tuple(Device(10**11, s) for s in speeds), within_host_gbps=1.0, latency_ms=latency_ms)
+    topology = Topology(tuple(Device(10**11, s) for s in speeds),
+                        links=links_of(latency_ms, within_host=1.0))
     given = Problem("p", (Table("t", rows, dim, pooling, Zipf(0.0)),), topology, 240,
                     job=Job(dense_forward_ms=1.0, dense_backward_ms=0.0))
     found = [bound.bound(given, model := AnalyticModel(Setting("made-up", 240), lookup_ns=ns).for_problem(

@@ -9,6 +9,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import Infeasible
 from shardcore.publish.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget
+from shardcore.step.tiers import Memory
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
@@ -16,8 +17,8 @@ from shardcore.workload import lower
 MODEL = AnalyticModel(Setting("made-up", 64))
 TABLES = tuple(Table(f"h{i}", 10_000, 16, 5.0, load_factor=0.0) for i in range(4))
 FAST_FIRST = (*(Device(1 << 26, 4.0, "a"),) * 2, *(Device(1 << 26, 1.0, "b"),) * 2)
-PROBLEM = Problem("hosts", TABLES, Topology(FAST_FIRST, host_memory_bytes=5 * TABLES[0].bytes // 2,
-                                            host_memory_gbps=25.0), 64)
+PROBLEM = Problem("hosts", TABLES, Topology(FAST_FIRST, memory=(
+    Memory("host", 5 * TABLES[0].bytes // 2, 25.0),)), 64)
 
 
 @pytest.mark.parametrize("name", SHARDERS)
@@ -30,19 +31,19 @@ def test_tables_in_host_memory_are_spread_over_hosts_where_one_does_not_hold_the
 
 @pytest.mark.parametrize("name", ["size_greedy", "neuroshard", "anneal"])
 def test_hosts_hold_tables_to_the_byte(name):
-    exactly = replace(PROBLEM, topology=replace(PROBLEM.topology, host_memory_bytes=2 * TABLES[0].bytes))
+    exactly = replace(PROBLEM, topology=replace(PROBLEM.topology, memory=(Memory("host", 2 * TABLES[0].bytes, 10.0),)))
     assert lower(SHARDERS[name](exactly, MODEL, budget=Budget(evals=500)), exactly)
-    less = replace(PROBLEM, topology=replace(PROBLEM.topology, host_memory_bytes=2 * TABLES[0].bytes - 1),
+    less = replace(PROBLEM, topology=replace(PROBLEM.topology, memory=(Memory("host", 2 * TABLES[0].bytes - 1, 10.0),)),
                    constraints=Constraints(kinds=tuple((t.name, ("column",)) for t in TABLES),
                                            unsplit=tuple(t.name for t in TABLES)))
-    with pytest.raises(Infeasible, match=r"host '[ab]' of problem 'hosts' would hold .* of rows; it may hold "
-                       r"1.2 MiB \(host_memory_bytes\), .* too little"):
+    with pytest.raises(Infeasible, match=r"host '[ab]' of problem 'hosts' would hold .* of rows in host memory; it "
+                       r"may hold 1.2 MiB there, .* too little"):
         SHARDERS[name](less, MODEL, budget=Budget(evals=500))
 
 
 def test_what_no_host_holds_is_refused():
     with pytest.raises(Infeasible, match="host 'a' of problem 'hosts' would hold"):
-        small = replace(PROBLEM.topology, host_memory_bytes=TABLES[0].bytes - 1)
+        small = replace(PROBLEM.topology, memory=(Memory("host", TABLES[0].bytes - 1, 25.0),))
         SHARDERS["size_greedy"](replace(PROBLEM, topology=small), MODEL)
 
 

@@ -11,6 +11,7 @@ from shardcore.memory import free_bytes
 from shardcore.search import SHARDERS, Budget
 from shardcore.search import torchrec as peer
 from shardcore.search.torchrec import TorchRecConfig
+from shardcore.step.links import links_of
 from shardcore.step.memory_account import table_bytes
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Setting, Shard, Table
@@ -39,7 +40,7 @@ def test_it_is_listed_where_it_is_installed_and_says_how_to_install_it(monkeypat
 
 @installed
 def test_it_cuts_columns_where_min_partition_lets_it():
-    problem = problem_of(WIDE, devices=(Device(MIB),) * 2, within_host_gbps=100.0)
+    problem = problem_of(WIDE, devices=(Device(MIB),) * 2, links=links_of(within_host=100.0))
     widths = {m: sorted(p.shard.width for p in peer.torchrec(problem, MODEL,
                                                              config=TorchRecConfig((m,),
                                                                                    (False,))).placements)
@@ -51,7 +52,7 @@ def test_it_cuts_columns_where_min_partition_lets_it():
 def test_hosts_that_are_not_in_order_and_all_types():
     devices = tuple(Device(MIB, host=h) for h in ("x", "y", "x", "y"))
     problem = problem_of(WIDE, TINY, *(Table(f"t{i}", 900, 16, 5.0) for i in range(6)), devices=devices,
-                         between_hosts_gbps=1.0)
+                         links=links_of(between_hosts=1.0))
     plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((16,), (True,)))
     lower(plan, problem)
     assert not plan.provenance["packed"]
@@ -61,7 +62,7 @@ def test_hosts_that_are_not_in_order_and_all_types():
 def test_it_is_told_of_devices_host_by_host_and_of_the_models_rates():
     devices = tuple(Device(MIB + i, host=h) for i, h in enumerate("xyxy"))
     tables = WIDE, TINY, Table("t", 900, 16, 5.0)
-    problem = problem_of(*tables, devices=devices, within_host_gbps=3.0)
+    problem = problem_of(*tables, devices=devices, links=links_of(within_host=3.0))
     theirs = peer._Theirs(problem, MODEL, tables, peer._constrained_first(problem, MODEL))
     assert theirs.ranks == (0, 2, 1, 3) and theirs.per_host == 2
     topology = theirs.topology(theirs.bandwidths)
@@ -80,7 +81,7 @@ def test_it_is_told_of_devices_host_by_host_and_of_the_models_rates():
 @installed
 def test_a_faster_device_gets_more_and_a_full_one_less():
     same = tuple(Table(f"t{i}", 500, 16, 10.0) for i in range(12))
-    fast = problem_of(*same, devices=(*FOUR[:3], Device(MIB, 3.0)), within_host_gbps=1000.0)
+    fast = problem_of(*same, devices=(*FOUR[:3], Device(MIB, 3.0)), links=links_of(within_host=1000.0))
     small = replace(fast, topology=Topology((*FOUR[:3], Device(50_000))))
     for problem, more in ((fast, True), (small, False)):
         plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (False,)))
@@ -119,5 +120,5 @@ def test_types_over_a_host_are_for_several_devices_and_pooled_tables(hosts, sequ
     tables = (replace(WIDE, sequence=sequence), *(Table(f"t{i}", 900, 16, 5.0, sequence=sequence)
                                                   for i in range(3)))
     problem = problem_of(*tables, devices=tuple(Device(4 * MIB, host=h) for h in hosts),
-                         between_hosts_gbps=1.0)
+                         links=links_of(between_hosts=1.0))
     lower(peer.torchrec(problem, MODEL, config=TorchRecConfig((16,), (True,))), problem)

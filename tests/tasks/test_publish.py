@@ -18,6 +18,7 @@ from shardcore.publish import store
 from shardcore.publish.publisher import PublishConfig
 from shardcore.samples import dataset
 from shardcore.search import DEFAULT_SHARDER
+from shardcore.step.tiers import Memory
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem
 from shardcore.workload import lower
@@ -83,7 +84,7 @@ def publish(*problems):
 
 def test_problems_of_one_precision_and_of_several_are_published_under_one_champion(mixed_champion):
     cached = of_precisions("cached", "fp16", "fp32")
-    host = {"host_memory_gbps": 10.0, "host_memory_bytes": 1 << 40}
+    host = {"memory": (Memory("host", 1 << 40, 10.0),)}
     cached = replace(cached, topology=replace(cached.topology, **host),
                      tables=(replace(cached.tables[0], load_factor=0.2), *cached.tables[1:]))
     problems = [of_precisions("half", "fp16"), of_precisions("both", "fp16", "fp32"), cached]

@@ -351,7 +351,7 @@ def _memory(problem: Problem, cache: ShardCostCache, groups: Sequence[tuple[Layo
         "given_memory": memory, "given_runs": runs,
         "given_every": IDS_ALIVE * sum(b.permuted + b.bucketized for b in batches.values()),
         "given_stepped": float(max((b.stepped for b in batches.values()), default=0)),
-        "host_free": float(topology.host_memory_bytes) if topology.gives_host_memory else np.inf,
+        "host_free": float(topology.memory[0].bytes) if topology.memory else np.inf,
         "run_replicas": np.array([run.local_batch for run in of_ids], dtype=bool)}
 
 

@@ -190,12 +190,13 @@ def cost_of(grouped: GroupedPlan, problem: Problem, model: CostModel) -> Grouped
 
 
 def _host_rows_ms(grouped: GroupedPlan) -> float:
-    """ms in which rows in host memory cross the link to devices and back. A law, as for cache misses."""
-    n_bytes = [0] * len(grouped.problem.topology)
+    """ms in which rows below device memory cross the link to devices and back. A law, as for cache misses."""
+    ms, topology = [0.0] * len(grouped.problem.topology), grouped.problem.topology
     for placement in grouped.plan.placements:
         for device, shard in shards_on(placement):
-            n_bytes[device] += host_bytes(shard, grouped.problem)
-    return 2 * max(n_bytes) / grouped.problem.topology.host_memory_gbps / 1e6 if any(n_bytes) else 0.0
+            if n_bytes := host_bytes(shard, grouped.problem):
+                ms[device] += 2 * n_bytes / topology.memory_of(shard.table.tier).gbps / 1e6
+    return max(ms)
 
 
 def synchronisation(grouped: GroupedPlan, problem: Problem) -> tuple[list[Workload], list[Workload]]:

@@ -23,7 +23,8 @@ from shardcore.limits import MOST_BYTES, MOST_DEVICES, MOST_SPEED, require, requ
 from shardcore.schema import build
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.shards import priced
-from shardcore.topology import LINKS, Device, Topology, default_reserve
+from shardcore.step.links import Link
+from shardcore.topology import Device, Topology, default_reserve
 from shardcore.types import Plan, Problem
 
 MOST_PRICE = 1e9
@@ -42,7 +43,7 @@ class Offer:
     most_hosts: machines that can be had.
     watts: of one machine. None: not known.
     speed: of a device, relative to what the model was measured on.
-    within_host_gbps, between_hosts_gbps, host_link_gbps, latency_ms: of its links, as in Topology.
+    links: of its devices, as in Topology.
     """
 
     name: str
@@ -53,10 +54,7 @@ class Offer:
     most_hosts: int = 1
     watts: float | None = None
     speed: float = 1.0
-    within_host_gbps: float | None = None
-    between_hosts_gbps: float | None = None
-    host_link_gbps: float | None = None
-    latency_ms: float | None = None
+    links: tuple[Link, ...] = ()
 
     def __post_init__(self) -> None:
         require_name(self.name, "an offer")
@@ -70,7 +68,7 @@ class Offer:
     def topology(self, hosts: int) -> Topology:
         devices = tuple(Device(self.memory_bytes, self.speed, f"host-{h}")
                         for h in range(hosts) for _ in range(self.devices))
-        return Topology(devices, **{name: getattr(self, name) for name in LINKS})
+        return Topology(devices, links=self.links)
 
 
 @dataclass(frozen=True)

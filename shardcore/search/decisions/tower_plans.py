@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from shardcore.layouts import HOST, ID_CHANNELS, WORLD
+from shardcore.layouts import ID_CHANNELS
 from shardcore.limits import require
 from shardcore.search.shards import on_all_devices
-from shardcore.types import COLLECTIVES, Plan, Problem, Table
+from shardcore.step.scopes import groups_of
+from shardcore.topology import Topology
+from shardcore.types import Plan, Problem, Table
 from shardcore.workload import Workload, lower
 
 
@@ -86,11 +88,15 @@ def _sent(workload: Workload) -> Iterable[float]:
 
     Hosts are of equal size. Of the n parts of what a device enters, it keeps one.
     """
-    n_hosts, n = len(workload.topology.hosts), len(workload.topology)
-    size = n // n_hosts
-    # Of what enters: the share that goes to devices of the own host, and to other hosts.
-    shares = {WORLD: ((size - 1) / n, 1 - 1 / n_hosts), HOST: (1 - 1 / size, 0.0)}
-    entered = [(shares.get(c.group, (0.0, 1 - 1 / n_hosts)), float(sent.sum()))
+    entered = [(_leaving(c.group, workload.topology), float(sent.sum()))
                for c, sent in zip(workload.channels, workload.traffic, strict=True)
-               if c not in ID_CHANNELS and "forward" in COLLECTIVES[c.collective]]
+               if c not in ID_CHANNELS and "forward" in c.row.ways]
     return (sum(share[i] * n_bytes for share, n_bytes in entered) for i in range(2))
+
+
+def _leaving(scope: str, topology: Topology) -> tuple[float, float]:
+    """Shares of what enters that go to devices of the own host, and to other hosts."""
+    first = groups_of(scope, topology)[0]
+    hosts = [topology.devices[d].host for d in first]
+    n, mates = len(hosts), hosts.count(hosts[0])
+    return (mates - 1) / n, (n - mates) / n

@@ -15,6 +15,7 @@ from shardcore.layouts import layout_of
 from shardcore.search import Budget
 from shardcore.search.anneal import sharder
 from shardcore.search.portfolio import annealing
+from shardcore.step.links import links_of
 from shardcore.types import Plan, Problem, Setting, Table
 from shardcore.workload import lower
 
@@ -66,7 +67,7 @@ def test_columns_are_cut_only_where_that_is_worth_the_ids():
     cut = []
     for between_gbps in (0.01, 100.0):
         for job in (Job(), HIDDEN):
-            where = replace(on_hosts("aabb", 64 * MIB), between_hosts_gbps=between_gbps)
+            where = replace(on_hosts("aabb", 64 * MIB), links=links_of(between_hosts=between_gbps))
             given = Problem("p", tables, where, BATCH, job=job)
             plan = annealing(given, model, budget=Budget(evals=5_000), space="columns")
             cut.append(sum(p.shard.table.name == "wide" for p in plan.placements) > 1)

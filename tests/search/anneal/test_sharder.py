@@ -25,6 +25,7 @@ from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.starts import Starts
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.step import memory_account
+from shardcore.step.links import links_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
@@ -111,8 +112,7 @@ def test_a_table_that_has_to_be_divided_does_not_keep_others_from_it():
 def test_it_finds_the_cheapest_of_all_plans_on_two_hosts(between_hosts_gbps):
     """Hot tables, and links between hosts that are slow: rows over one host."""
     tables = tuple(Table(f"t{i}", 1000 + i, 8, 30.0, Zipf(0.2)) for i in range(2))
-    where = on_hosts("xyxy", MIB, within_host_gbps=20.0, between_hosts_gbps=between_hosts_gbps,
-                     latency_ms=0.0)
+    where = on_hosts("xyxy", MIB, links=links_of(0.0, within_host=20.0, between_hosts=between_hosts_gbps))
     problem = Problem("hosts", tables, where, BATCH)
     model = replace(model_for(problem), lookup_ns=20)
     least = min(price(lower(plan, problem), model).total_ms for plan in every_plan(problem))
@@ -128,7 +128,7 @@ def test_tables_that_hosts_share_are_swapped_between_them():
     """Lookups of 3, 3, 2, 2 and 2 parts. Greedily one host has 7; no move of one table mends that."""
     parts = (3, 3, 2, 2, 2)
     tables = tuple(Table(f"t{i}", 1000, 8, 10.0 * n, Zipf(0.2)) for i, n in enumerate(parts))
-    where = on_hosts("xyxy", MIB, within_host_gbps=20.0, between_hosts_gbps=0.2, latency_ms=0.0)
+    where = on_hosts("xyxy", MIB, links=links_of(within_host=20.0, between_hosts=0.2, latency_ms=0.0))
     problem = Problem("halves", tables, where, BATCH)
     plan = anneal(problem, replace(model_for(problem), lookup_ns=20), budget=Budget(evals=20_000))
     lookups = {}
@@ -191,8 +191,8 @@ def test_copies_fit_where_outputs_are_too_large_to_be_side_by_side():
 def test_a_plan_to_start_from_does_not_become_dearer(seed):
     problem = draw_problem(seed, 15, [MIB] * 6)  # on hosts of 4 and 2, what exchanges cost is far from linear
     devices = tuple(Device(MIB, host="ab"[d > 3]) for d in range(6))
-    problem = replace(problem, topology=Topology(devices, within_host_gbps=1.0, between_hosts_gbps=0.05,
-                                                 latency_ms=0.01))
+    problem = replace(problem, topology=Topology(
+        devices, links=links_of(0.01, within_host=1.0, between_hosts=0.05)))
     old = SHARDERS["neuroshard"](problem, model_for(problem))
     for most in (1, None):
         new = anneal(problem, model_for(problem), budget=Budget(evals=3000), reshard=Reshard(old, most))

@@ -13,6 +13,8 @@ from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.groups import Groups, cost_of
 from shardcore.sharding_groups import GroupedPlan, Grouping, problem_of_group, synced_bytes
+from shardcore.step.links import links_of
+from shardcore.step.tiers import Memory
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Table
 from shardcore.workload import lower
@@ -25,7 +27,7 @@ NEAR, FAR, LATENCY_MS = 40.0, 5.0, 0.2
 def problem(memory: int = 512 * MIB, optimizer: str = "exact_sgd", hosts: int = 2) -> Problem:
     tables = tuple(Table(f"t{i}", 40_000 * (1 + i % 3), 32, 2.0 + i) for i in range(12))
     devices = tuple(Device(memory, host=f"h{h}") for h in range(hosts) for _ in range(4))
-    links = Topology(devices, None, NEAR, FAR, LATENCY_MS)
+    links = Topology(devices, links=links_of(LATENCY_MS, within_host=NEAR, between_hosts=FAR))
     return Problem("many", tables, links, 64 * len(devices), optimizer)
 
 
@@ -103,7 +105,7 @@ def test_gradients_of_replicated_tables_travel_among_all_groups():
 
 def test_rows_in_host_memory_cross_their_link_twice_to_be_averaged():
     given = problem()
-    given = replace(given, topology=replace(given.topology, host_memory_bytes=1 << 34, host_memory_gbps=25.0))
+    given = replace(given, topology=replace(given.topology, memory=(Memory("host", 1 << 34, 25.0),)))
     hosted = replace(given, tables=(replace(given.tables[0], load_factor=0.5), *given.tables[1:]))
     grouping, costs = Grouping(4, "contiguous"), []
     for of in (given, hosted):

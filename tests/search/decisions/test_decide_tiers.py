@@ -13,6 +13,8 @@ from shardcore.memory_tiers import decide, largest_to_host, one_load_factor, tie
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide as decided
 from shardcore.search.decisions.tiers import Tiers, filled
+from shardcore.step.links import links_of
+from shardcore.step.tiers import Memory
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
@@ -22,7 +24,7 @@ TABLES = tuple(Table(f"t{i}", 20_000 + 3_000 * i, 16, 4.0 + i, Zipf(0.6 + 0.1 * 
 
 
 def problem(memory_bytes: int = 5 << 20, tables=TABLES, host_bytes: int = 1 << 30) -> Problem:
-    topology = Topology((Device(memory_bytes),) * 4, host_memory_bytes=host_bytes, host_memory_gbps=5.0)
+    topology = Topology((Device(memory_bytes),) * 4, memory=(Memory("host", host_bytes, 5.0),))
     return Problem("large", tables, topology, 1024)
 
 
@@ -52,7 +54,7 @@ def test_it_is_faster_than_with_simpler_load_factors():
 def test_where_host_memory_holds_few_tables_whole_ones_stay_on_devices():
     """Caches of both would leave both in host memory, which holds one."""
     tables = (Table("a", 300_000, 16, 4.0, Zipf(1.0)), Table("b", 299_000, 16, 4.0, Zipf(1.0)))
-    topology = Topology((Device(22 << 20),), host_memory_bytes=20 << 20, host_memory_gbps=5.0)
+    topology = Topology((Device(22 << 20),), memory=(Memory("host", 20 << 20, 5.0),))
     found = decide(Problem("two", tables, topology, 64))
     assert sorted(t.load_factor for t in found.problem.tables) == [0.0, 1.0]
 
@@ -84,7 +86,7 @@ def test_every_sharder_takes_load_factors(algorithm):
 @pytest.mark.parametrize("load_factor", [1.0, 0.5])
 def test_tables_that_replicas_would_suit_are_none_with_rows_in_host_memory(load_factor):
     small = tuple(Table(f"s{i}", 100, 16, 50.0, Zipf(1.0), load_factor=load_factor) for i in range(4))
-    slow = replace(problem(1 << 26).topology, within_host_gbps=0.01, latency_ms=0.1)
+    slow = replace(problem(1 << 26).topology, links=links_of(within_host=0.01, latency_ms=0.1))
     asked = Problem("small", small, slow, 1024)
     found = SHARDERS["anneal"](asked, MODEL.for_problem(asked), budget=Budget(evals=2_000))
     assert lower(found, asked)
@@ -101,7 +103,8 @@ def test_a_replica_has_no_rows_in_host_memory():
 def test_what_hosts_cannot_hold_is_refused():
     with pytest.raises(Infeasible, match="in host memory, which may hold 1.0 MiB"):
         found(problem(host_bytes=1 << 20))
-    two = replace(problem(), topology=replace(problem().topology, host_memory_bytes=11 << 20, devices=tuple(
+    two = replace(problem(), topology=replace(problem().topology, memory=(
+        Memory("host", 11 << 20, 5.0),), devices=tuple(
         Device(5 << 20, host=f"host-{i // 2}") for i in range(4))))
     asked = with_load_factors(two, {t.name: 0.1 for t in TABLES})
     plan = Plan(tuple(Placement("column", Shard.whole(t), (i % 2,)) for i, t in enumerate(asked.tables)))
@@ -116,8 +119,8 @@ def test_tables_of_unlike_widths_share_a_cache_that_fits(dims):
     tables = tuple(Table(f"t{i}", int(10 ** rng.uniform(4, 5)), int(rng.choice(dims)), 5.0)
                    for i in range(10))
     room = sum(t.bytes for t in tables) // 4
-    problem = Problem("p", tables, Topology((Device(room),) * 2, host_memory_bytes=1 << 36,
-                                            host_memory_gbps=25.0), 256)
+    problem = Problem("p", tables, Topology((Device(room),) * 2, memory=(
+        Memory("host", 1 << 36, 25.0),)), 256)
     model = AnalyticModel(Setting("made-up", 256)).for_problem(problem)
     for outcome in decided(problem, model, [Tiers()], SHARDERS["size_greedy"]).outcomes:
         if outcome.found:

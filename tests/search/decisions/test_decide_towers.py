@@ -20,6 +20,7 @@ from shardcore.search.decisions.tower_plans import as_planned, as_towers, tower_
 from shardcore.search.decisions.towers import Division, TowerConfig, tower_hosts
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.step.links import links_of
 from shardcore.step.memory_account import table_bytes
 from shardcore.towers import Towers, read_towers
 from shardcore.types import Plan, Problem, Setting, Shard, Table
@@ -216,8 +217,8 @@ def test_a_plan_under_construction_costs_what_its_workload_does():
 
 
 def test_slow_links_between_hosts_make_towers_pay():
-    slow = problem_of()
-    slow = replace(slow, topology=replace(slow.topology, within_host_gbps=100.0, between_hosts_gbps=0.001))
+    slow, links = problem_of(), links_of(within_host=100.0, between_hosts=0.001)
+    slow = replace(slow, topology=replace(slow.topology, links=links))
     problems = [slow, *(tower_hosts(slow, replace(pairs(), compression_ratio=r), MODEL).problem
                         for r in (2, 16))]
     plans = [SHARDERS["anneal_columns"](p, MODEL, budget=Budget(evals=2000)) for p in problems]

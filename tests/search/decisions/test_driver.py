@@ -21,6 +21,8 @@ from shardcore.search.decisions.tiers import Tiers
 from shardcore.search.decisions.tower_plans import as_planned
 from shardcore.search.decisions.towers import OnTowers
 from shardcore.sharding_groups import problem_of_group
+from shardcore.step.links import links_of
+from shardcore.step.tiers import Memory
 from shardcore.tables.hot_rows import COLD, HOT
 from shardcore.topology import Device, Topology
 from shardcore.towers import Towers
@@ -152,7 +154,7 @@ def test_every_decision_gives_a_plan_of_its_problem_at_its_cost_and_a_ledger_tha
 
 
 def test_groups_whose_tables_do_not_fit_have_rows_in_the_memory_of_their_share_of_a_host():
-    tight = problem(4 * MIB, host_memory_bytes=64 * MIB, host_memory_gbps=25.0)
+    tight = problem(4 * MIB, memory=(Memory("host", 64 * MIB, 25.0),))
     with pytest.raises(Infeasible):
         found(tight, Groups("2"))
     best = found(tight, Tiers(), Groups("2"))  # in any order
@@ -160,7 +162,7 @@ def test_groups_whose_tables_do_not_fit_have_rows_in_the_memory_of_their_share_o
     assert any(table.in_host_memory for table in best.problem.tables)
     # Of a host of four devices a group has one half, or a quarter on each of two.
     layout = best.grouping.layout
-    assert best.problem.topology.host_memory_bytes == (32 if layout == "contiguous" else 16) * MIB
+    assert best.problem.topology.memory_of("host").bytes == (32 if layout == "contiguous" else 16) * MIB
     assert problem_of_group(best.whole, best.grouping) == best.problem
     assert best.whole.topology == tight.topology
     lower(best.plan, best.problem)
@@ -170,7 +172,7 @@ def test_groups_whose_tables_do_not_fit_have_rows_in_the_memory_of_their_share_o
 
 
 def test_towers_hold_the_cold_rows_of_their_sequences_and_hot_ones_are_everywhere():
-    asked = problem(sequences=3, within_host_gbps=5.0, between_hosts_gbps=0.5, latency_ms=0.01)
+    asked = problem(sequences=3, links=links_of(within_host=5.0, between_hosts=0.5, latency_ms=0.01))
     towers = Towers(4.0, (("t0", "t4"), ("t1", "t5")))
     best = found(asked, OnTowers(towers), HotRows())
     hot = {table.name.removesuffix(HOT) for table in best.problem.tables if table.name.endswith(HOT)}
@@ -190,7 +192,7 @@ def test_towers_hold_the_cold_rows_of_their_sequences_and_hot_ones_are_everywher
 
 
 def test_towers_may_have_rows_in_host_memory():
-    tight = problem(2 * MIB, host_memory_bytes=64 * MIB, host_memory_gbps=25.0)
+    tight = problem(2 * MIB, memory=(Memory("host", 64 * MIB, 25.0),))
     best = found(tight, OnTowers(Towers(2.0, (("t0", "t1"),))), Tiers())
     assert any(table.in_host_memory for table in best.problem.tables) and not best.problem.constraints.pinned
     own = as_planned(best.plan, best.problem)

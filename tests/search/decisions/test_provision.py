@@ -21,6 +21,7 @@ from shardcore.search.decisions.provision import (
     frontier,
     read_offers,
 )
+from shardcore.step.links import Link, links_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Table
 
@@ -30,7 +31,7 @@ PROBLEM = Problem("p", TABLES, Topology((Device(GIB),)), 1536)
 MODELS = {"m": AnalyticModel(Setting("cpu", 1536), lookup_ns=50.0)}
 SMALL = Offer("small", 1, GIB, 1.0, "m", most_hosts=5, watts=100.0)
 PLAIN = {"name": "a", "devices": 1, "memory_bytes": 1, "price_per_hour": 1, "model": "m"}
-LARGE = Offer("large", 4, GIB, 6.0, "m", most_hosts=2, watts=300.0, within_host_gbps=100.0)
+LARGE = Offer("large", 4, GIB, 6.0, "m", most_hosts=2, watts=300.0, links=links_of(within_host=100.0))
 
 
 ANY = Target(step_ms=1e9)
@@ -51,7 +52,7 @@ def test_every_number_of_hosts_that_divides_the_batch_is_a_cluster():
     # 1,536 samples are not divided evenly by 5 devices.
     assert found == [("small", n, n) for n in (1, 2, 3, 4)] + [("large", 1, 4), ("large", 2, 8)]
     two = list(clusters(PROBLEM, [LARGE]))[1].problem
-    assert two.topology.hosts == ("host-0", "host-1") and two.topology.within_host_gbps == 100.0
+    assert two.topology.hosts == ("host-0", "host-1") and two.topology.links == LARGE.links
     assert two.tables == PROBLEM.tables and two.global_batch == 1536
     [named] = clusters(PROBLEM, [replace(LARGE, name="8 x H100 (été)", most_hosts=1)])
     assert named.problem.name == "p.1x8-x-H100-t-" and named.words == "1 x '8 x H100 (été)'"
@@ -117,7 +118,7 @@ def test_a_cluster_without_room_says_why_and_a_target_out_of_reach_names_the_nea
     (lambda: replace(SMALL, devices=0), "offer 'small' has devices 0"),
     (lambda: replace(SMALL, price_per_hour=-1.0), "price_per_hour -1.0"),
     (lambda: replace(LARGE, most_hosts=60_000), "most_hosts 60000 of 4 devices; a problem has 65536"),
-    (lambda: replace(SMALL, host_link_gbps=1.0, between_hosts_gbps=1.0), "between_hosts_gbps 1.0"),
+    (lambda: replace(SMALL, links=(Link("within_host", 1.0),) * 2), "links of within_host, within_host"),
     (lambda: Target(), "the target has nothing"),
     (lambda: Target(1.0, 2.0), "it needs one of step_ms, samples_per_s, price_per_hour"),
     (lambda: list(clusters(replace(PROBLEM, constraints=Constraints(pinned=(("t0", (0,)),))), [SMALL])),

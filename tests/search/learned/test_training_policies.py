@@ -14,6 +14,7 @@ from shardcore.search.learned.learner import PolicyConfig, Prepared
 from shardcore.search.learned.policy import NETS
 from shardcore.search.learned.problems import PolicyProblems, draw, make_policy
 from shardcore.search.learned.train import train
+from shardcore.step.links import links_of
 from shardcore.tables.held_out import kept_for_testing
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Table
@@ -63,10 +64,10 @@ def test_test_problems_have_no_table_of_the_others():
 
 
 def test_problems_may_be_drawn_for_the_devices_of_another():
-    like = Topology((Device(5, 2.0, "a"), Device(7, 1.0, "b")), within_host_gbps=3.0)
+    like = Topology((Device(5, 2.0, "a"), Device(7, 1.0, "b")), links=links_of(within_host=3.0))
     [problem, *_], _, _ = draw(POOL, MODEL.setting, FEW, 0, like)
     assert [(d.speed, d.host) for d in problem.topology.devices] == [(2.0, "a"), (1.0, "b")]
-    assert problem.topology.within_host_gbps == 3.0 and problem.topology.devices[0].memory_bytes > 7
+    assert problem.topology.links == like.links and problem.topology.devices[0].memory_bytes > 7
     assert Prepared(problem, MODEL).cache.speed.tolist() == [2.0, 1.0]
 
 

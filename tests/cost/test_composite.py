@@ -9,8 +9,8 @@ from shapes import column
 
 import shardcore
 from shardcore import model_files
-from shardcore.cost import mixed, neural
-from shardcore.cost.mixed import MixedModel
+from shardcore.cost import composite, neural
+from shardcore.cost.composite import Composite
 from shardcore.cost.model import QuantileCostModel, group_costs, price, price_plan
 from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.search import SHARDERS, Budget
@@ -33,7 +33,7 @@ def of_precision(model, precision, times=1.0):
 @pytest.fixture(scope="module")
 def both(model):
     """FP16 takes half of the time of FP32."""
-    return MixedModel((of_precision(model, "fp16", 0.5), of_precision(model, "fp32")))
+    return Composite((of_precision(model, "fp16", 0.5), of_precision(model, "fp32")))
 
 
 def problem(*tables, topology=FOUR):
@@ -96,7 +96,7 @@ def test_a_problem_of_one_precision_has_that_ones_model(both):
     assert both.for_problem(problem(*SHORT)).setting.precision == "fp16"
     assert both.for_problem(problem(*LONG)).setting.precision == "fp32"
     assert both.for_problem(problem(*LONG, *SHORT)).setting.precision == "fp16+fp32"
-    three = MixedModel((of_precision(both.models[0], "bf16"), *both.models))
+    three = Composite((of_precision(both.models[0], "bf16"), *both.models))
     assert three.for_problem(problem(*LONG, *SHORT)).setting.precision == "fp16+fp32"
     with pytest.raises(SettingMismatch, match=r"is for \(.*fp16\+fp32.*\), the cost model for \(.*fp32.*\); "
                                               r"give a model of each precision .*promote.also of params"):
@@ -121,9 +121,9 @@ def test_what_is_beyond_the_measured_is_that_of_its_own_model(both):
     half, full = both.models
     ranges = {**half.meta["ranges"], "shard_rows": [1, 2]}
     narrow = dataclasses.replace(half, meta={**half.meta, "ranges": ranges})
-    model = MixedModel((narrow, full))
+    model = Composite((narrow, full))
     given = problem(*LONG, *SHORT, topology=Topology((Device(1 << 30),)))
-    beyond = mixed.out_of_range(model, lower(Plan(tuple(column(t, 0) for t in given.tables)), given))
+    beyond = model.out_of_range(lower(Plan(tuple(column(t, 0) for t in given.tables)), given))
     assert [s for s in beyond if "rows" in s and s.startswith("table 'ht")] and not [
         s for s in beyond if "rows" in s and s.startswith("table 't")]
 
@@ -131,24 +131,24 @@ def test_what_is_beyond_the_measured_is_that_of_its_own_model(both):
 def test_exchanges_are_priced_by_the_model_that_measured_them(both):
     half, full = both.models
     alone = {k: v for k, v in half.weights.items() if not k.startswith("exchange")}
-    model = MixedModel((dataclasses.replace(half, weights=alone), full))
+    model = Composite((dataclasses.replace(half, weights=alone), full))
     given = problem(*LONG, *SHORT)
     workload = lower(Plan(tuple(column(t, i % 4) for i, t in enumerate(given.tables))), given)
     assert price(workload, model) == price(workload, both)
-    assert mixed.out_of_range(model, workload) == mixed.out_of_range(both, workload)
+    assert model.out_of_range(workload) == both.out_of_range(workload)
 
 
 def test_models_that_cannot_be_mixed_are_named(both, tmp_path):
     half, full = both.models
     with pytest.raises(SettingMismatch, match="models for fp32 and fp32 weights cannot be mixed"):
-        MixedModel((full, full))
+        Composite((full, full))
     adam = dataclasses.replace(full, setting=dataclasses.replace(full.setting, optimizer="adam"))
     with pytest.raises(SettingMismatch, match=r"models for \(.*fp16, exact_sgd\) and \(.*fp32, adam\) cannot "
                                               "be mixed; they need the same hardware and optimizer"):
-        MixedModel((half, adam))
+        Composite((half, adam))
     for name, model in (("a", full), ("b", half)):
         neural.save(model, tmp_path / name)
-    assert mixed.load([tmp_path / "a"]).setting == full.setting
-    assert mixed.load([tmp_path / "a", tmp_path / "b"]).setting.precision == "fp16+fp32"
+    assert composite.load([tmp_path / "a"]).setting == full.setting
+    assert composite.load([tmp_path / "a", tmp_path / "b"]).setting.precision == "fp16+fp32"
     assert model_files.model_digest(tmp_path / "a") != model_files.model_digest(tmp_path / "b")
     assert by_hand().setting == full.setting

@@ -7,18 +7,21 @@ import pytest
 
 from shardcore.access_statistics import Zipf
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.cost.host_memory import HostMemoryModel
+from shardcore.cost.composite import Composite, LinkHead
 from shardcore.cost.model import QuantileCostModel, price
+from shardcore.errors import ShardCoreError
 from shardcore.memory_tiers import tiers_of, with_load_factors
 from shardcore.search.bound import bound
+from shardcore.step.tiers import Memory
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 MODEL = AnalyticModel(Setting("made-up", 512))
 TABLES = tuple(Table(f"t{i}", 5_000, 16, 3.0, Zipf(0.9)) for i in range(4))
-HOST = {"host_memory_bytes": 1 << 30, "host_memory_gbps": 2.0}
+HOST = {"memory": (Memory("host", 1 << 30, 2.0),)}
 PLAIN = Problem("p", TABLES, Topology((Device(1 << 30),) * 2, **HOST), 512)
+LINKS = LinkHead({"host": 2.0}, "exact_sgd", 512)
 TIERED = with_load_factors(PLAIN, {"t0": 0.1, "t1": 0.0})
 
 
@@ -35,7 +38,7 @@ def test_a_device_takes_as_much_longer_as_its_bytes_take_on_the_link():
     link = [tier.link_bytes / 2e6 for tier in tiers_of(TIERED).tiers]
     assert min(link[:2]) > 0 and link[2:] == [0, 0]
     assert ms(TIERED) - ms(PLAIN) == pytest.approx(link[:2])
-    faster = replace(TIERED, topology=replace(TIERED.topology, host_memory_gbps=4.0))
+    faster = replace(TIERED, topology=replace(TIERED.topology, memory=(Memory("host", 1 << 30, 4.0),)))
     assert ms(faster) - ms(PLAIN) == pytest.approx(np.array(link[:2]) / 2)
 
 
@@ -51,8 +54,9 @@ def test_columns_and_row_ranges_have_their_share():
 
 
 def test_compiled_equals_head_for_every_model(model):
-    for inner in (MODEL, model):
-        own = HostMemoryModel(inner, 2.0, "exact_sgd")
+    short = replace(model, setting=replace(model.setting, precision="fp16"))
+    for models in ((MODEL,), (model,), (short, model)):
+        own = Composite(models, LINKS)
         sums = own.encode([p.shard for p in plan(TIERED).placements]).sum(0)
         compiled = own.compiled()
         assert compiled.head(sums, compiled.parameters) == pytest.approx(float(own.head(sums[None])[0]))
@@ -61,12 +65,18 @@ def test_compiled_equals_head_for_every_model(model):
 
 
 def test_a_cautious_model_takes_the_link_as_it_is(model):
-    own = HostMemoryModel(model, 2.0, "exact_sgd")
+    own = Composite((model,), LINKS)
     sums = own.encode([p.shard for p in plan(TIERED).placements]).sum(0, keepdims=True)
     cautious, inner = QuantileCostModel(own, 0.9), QuantileCostModel(model, 0.9)
     assert cautious.head(sums)[0] == pytest.approx(inner.head(sums[:, :-2])[0] + sums[0, -2:].sum())
     compiled = cautious.compiled()
     assert compiled.head(sums[0], compiled.parameters) == pytest.approx(cautious.head(sums)[0])
+
+
+def test_what_is_no_cost_model_is_refused():
+    for what in (5, None, object(), LINKS):
+        with pytest.raises(ShardCoreError, match="it needs to be a cost model, as load_model"):
+            price(lower(plan(PLAIN), PLAIN), what)
 
 
 def test_no_plan_costs_less_than_the_bound():

@@ -1,0 +1,243 @@
+"""The composite cost model: heads whose ms add up.
+
+A model is trained for one precision. TorchRec runs the shards of a kind as one fused op for each precision,
+one after another. Rows below device memory cross a link, as if nothing hid it. So the cost of an op is a sum:
+of a model of each precision, over the shards that have it, and of the links over all shards.
+
+Shapes: N shards, F features of all heads side by side, G ops, D devices; ... any leading dimensions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardcore.cost.collective_model import ALL_TO_ALL, is_measured
+from shardcore.cost.model import CommCost, Compiled, CostModel
+from shardcore.cost.ranges import and_more
+from shardcore.errors import SettingMismatch
+from shardcore.limits import require_type
+from shardcore.model_files import model_folders
+from shardcore.step.tiers import TIERS
+from shardcore.tables.host_rows import link_bytes_of
+from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
+from shardcore.types import Problem, Setting, Shard
+from shardcore.workload import Workload
+
+if TYPE_CHECKING:
+    from shardcore.cost.neural import NeuralModel
+
+
+@dataclass(frozen=True, eq=False)
+class LinkHead:
+    """A head of the links to memory below the devices. It encodes ms, forward and backward.
+
+    gbps: GB/s of a device, by tier.
+    optimizer: of the embeddings.
+    batch: samples of an op that does not say how many it runs over.
+    """
+
+    gbps: Mapping[str, float]
+    optimizer: str
+    batch: int
+
+    def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
+        """[N, 2] ms."""
+        ms = [link_bytes_of(shard, batch or self.batch, self.optimizer)
+              / (self.gbps.get(shard.table.tier, 1.0) * BYTES_PER_MS_PER_GBPS) for shard in shards]
+        return np.array(ms).reshape(-1, 2)
+
+    def head(self, sums: np.ndarray) -> np.ndarray:
+        return sums.sum(-1)
+
+    def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
+        """As if links always took as long."""
+        return sums.sum(-1)
+
+    def is_above_head(self, level: float) -> bool:
+        return True
+
+    def forward_share(self, sums: np.ndarray) -> np.ndarray:
+        total = sums.sum(-1)
+        return np.divide(sums[..., 0], total, out=np.zeros_like(total), where=total > 0)
+
+    def out_of_range(self, workload: Workload) -> list[str]:
+        found: dict[str, dict[str, None]] = {}
+        for shard in (s for ops in workload.ops for op in ops for s in op.shards if s.table.in_host_memory):
+            found.setdefault(shard.table.tier, {})[shard.table.name] = None
+        return [f"table {next(iter(names))!r}{and_more(names)} has rows in {TIERS[tier].words}: the topology "
+                f"gives the {self.gbps[tier]:g} GB/s of their link, not measured"
+                for tier, names in found.items()]
+
+
+@dataclass(frozen=True, eq=False)
+class Composite:
+    """A CostModel of several heads. A ProbabilisticCostModel and a BoundableCostModel where its models are.
+
+    models: one for each precision, in the order of their names; or one for all shards.
+    links: None: all rows are in device memory.
+
+    Raises SettingMismatch for models that differ in more than the precision.
+    """
+
+    models: tuple[Any, ...]
+    links: LinkHead | None = None
+
+    def __post_init__(self) -> None:
+        first, *others = (m.setting for m in self.models)
+        for other in others:
+            if replace(other, precision=first.precision, batch=first.batch) != first:
+                raise SettingMismatch(f"models for ({first}) and ({other}) cannot be mixed; they need the "
+                                      "same hardware and optimizer")
+        precisions = [m.setting.precision for m in self.models]
+        if precisions != sorted(set(precisions)):
+            raise SettingMismatch(f"models for {' and '.join(precisions)} weights cannot be mixed; they need "
+                                  "a precision each")
+
+    @property
+    def setting(self) -> Setting:
+        return replace(self.models[0].setting, precision="+".join(m.setting.precision for m in self.models))
+
+    def for_problem(self, problem: Problem) -> CostModel:
+        """See model.CostModel. Of the precisions that the problem has; a single model where it has one."""
+        models = [m.in_device_memory(problem) for m in self.models]
+        wanted = problem.precision.split("+")
+        needed = [m for m in models if m.setting.precision in wanted]
+        measured = [m for m in models if len(models) > 1 and is_measured(m.weights, ALL_TO_ALL)]
+        if not needed or (len(needed) > 1 and measured and not any(m in measured for m in needed)):
+            needed = models  # so that exchanges are priced as they were measured
+        return composed(needed, problem)
+
+    @cached_property
+    def _heads(self) -> tuple[Any, ...]:
+        return (*self.models, self.links) if self.links else self.models
+
+    def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
+        """[N, F] the encoding by each head of its own shards, and 0 elsewhere."""
+        found = []
+        for head in self._heads:
+            of_all = len(self.models) == 1 or head is self.links
+            own = [i for i, s in enumerate(shards) if of_all or s.table.precision == head.setting.precision]
+            codes = head.encode([shards[i] for i in own], batch)
+            found.append(np.zeros((len(shards), codes.shape[1])))
+            found[-1][own] = codes
+        return np.concatenate(found, axis=1)
+
+    def _split(self, sums: np.ndarray) -> Iterable[tuple[Any, np.ndarray]]:
+        """The heads, and the sums [..., F] of each. Models have as many features each."""
+        sums = np.asarray(sums, dtype=float)
+        of_models, of_links = np.split(sums, [sums.shape[-1] - 2 * bool(self.links)], axis=-1)
+        parts = np.split(of_models, len(self.models), axis=-1)
+        return zip(self._heads, [*parts, of_links], strict=False)
+
+    def head(self, sums: np.ndarray) -> np.ndarray:
+        return sum(head.head(own) for head, own in self._split(sums))
+
+    def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
+        """As if errors of all models went together."""
+        # An op without shards of a model costs nothing.
+        return sum(np.where(own[..., 0] > 0, head.quantile(own, level), 0.0) if head is not self.links
+                   else head.quantile(own, level) for head, own in self._split(sums))
+
+    def is_above_head(self, level: float) -> bool:
+        return all(head.is_above_head(level) for head in self._heads)
+
+    def forward_share(self, sums: np.ndarray) -> np.ndarray:
+        total = np.asarray(self.head(sums), dtype=float)
+        forward = sum(head.forward_share(own) * head.head(own) for head, own in self._split(sums))
+        return np.divide(forward, total, out=np.zeros_like(total), where=total > 0)
+
+    def compiled(self, level: float | None = None) -> Compiled:
+        from shardcore.cost import compiled
+
+        found = [model.compiled(*([] if level is None else [level])) for model in self.models]
+        [one, *others] = found
+        if others:
+            parameters = [of.parameters for of in found]
+            numbers = np.array([len(parameters), *map(len, parameters)], dtype=float)
+            one = Compiled(compiled.ready(compiled.several), np.concatenate([numbers, *parameters]))
+        if self.links is None:
+            return one
+        which = float(compiled.HEADS.index(one.head))
+        return Compiled(compiled.ready(compiled.beside_link), np.concatenate([[which], one.parameters]))
+
+    @property
+    def of_exchanges(self) -> Any:
+        """The first model with measured exchanges. Outputs are FP32, whatever the weights are."""
+        if len(self.models) == 1:
+            return self.models[0]
+        measured = (m for m in self.models if is_measured(m.weights, ALL_TO_ALL))
+        return next(measured, self.models[0])
+
+    def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
+        return self.of_exchanges.comm(traffic, compute_ms, topology)
+
+    def out_of_range(self, workload: Workload) -> list[str]:
+        """See model.CostModel. Each precision's shards against its own model."""
+        several = len(self.models) > 1
+        found = [head.out_of_range(_only(head.setting.precision, workload, head is self.of_exchanges)
+                                   if several and head is not self.links else workload)
+                 for head in self._heads]
+        return list(dict.fromkeys(sentence for sentences in found for sentence in sentences))
+
+    @property
+    def lower(self) -> Composite | None:
+        """See model.CostModel. None for several models: an op of one precision saves less launches than one
+        of all. The time of links is linear, so fusing saves none of it.
+        """
+        lower = self.models[0].lower if len(self.models) == 1 else None
+        return None if lower is None else replace(self, models=(lower,))
+
+    @property
+    def launch_ms(self) -> float:
+        return self.models[0].launch_ms
+
+    def rates(self, least: np.ndarray) -> np.ndarray:
+        (model, own), *links = self._split(least)
+        return np.concatenate([model.rates(own), *(np.ones_like(ms) for _, ms in links)], -1)
+
+    def takes_all_alike(self, topology: Topology) -> bool:
+        return self.models[0].takes_all_alike(topology)
+
+    def even_is_least(self, topology: Topology) -> bool:
+        return self.models[0].even_is_least(topology)
+
+
+def composed(models: Sequence[Any], problem: Problem) -> Any:
+    """The model of a problem, from those of its precisions: with links if rows are below device memory."""
+    below = any(table.in_host_memory for table in problem.tables)
+    if len(models) == 1 and not below:
+        return models[0]
+    gbps = {memory.tier: memory.gbps for memory in problem.topology.memory}
+    links = LinkHead(gbps, problem.optimizer, problem.global_batch)
+    return Composite(tuple(models), links if below else None)
+
+
+def load(folders: str | Path | Sequence[str | Path]) -> NeuralModel | Composite:
+    """The model of a folder, or of several folders of different precisions.
+
+    A folder may have one model, or a subfolder with one for each precision, as the registry keeps them.
+    """
+    from shardcore.cost import neural
+
+    folders = [folders] if isinstance(folders, str | Path) else folders
+    require_type(folders, (list, tuple), "folder of a model", "a path, or a list of paths")
+    for folder in folders:
+        require_type(folder, (str, os.PathLike), "folder of a model", "a path")
+    models = [neural.load(one) for folder in folders for one in model_folders(folder)]
+    models.sort(key=lambda m: m.setting.precision)
+    return models[0] if len(models) == 1 else Composite(tuple(models))
+
+
+def _only(precision: str, workload: Workload, exchanges: bool) -> Workload:
+    """The workload without shards of other precisions, and with or without exchanges."""
+    ops = tuple(tuple(replace(op, shards=own) for op in ops
+                      if (own := tuple(s for s in op.shards if s.table.precision == precision)))
+                for ops in workload.ops)
+    return replace(workload, ops=ops, traffic=workload.traffic * exchanges)

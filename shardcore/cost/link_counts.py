@@ -1,0 +1,88 @@
+"""Bytes of a collective on each level of links.
+
+Shapes: K levels, n devices of a group; ... any leading dimensions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardcore.step.links import joins
+
+COUNTS = ("bytes", "busiest", "port", "uplink", "shared_uplink", "head_start")
+"""What terms of a level of links count (step.links.Level.terms).
+
+bytes: of the device, out and in.
+busiest: the most of any device in one direction.
+port: the most of any device over this level and all inner ones, in one direction. They may share a port.
+uplink: the most of any inner unit, such as a host. Its devices may share an uplink.
+shared_uplink: the mean over inner units. Of an all-to-all without the part for one other, of a ring all.
+    A link that is busier than others is filled all the time. Links that are all as busy are not, if several
+    units share them: TCP shares unevenly, so in the end some rest while others still carry.
+head_start: -1. What links take at once after a pause, and what early ranks have sent by the last one's start.
+
+All are 0 where a level joins no devices. Only a ring counts the innermost always.
+"""
+
+
+def link_counts(ring: bool, owned: np.ndarray, units: np.ndarray,
+                shares_links: bool) -> list[dict[str, np.ndarray | float]]:
+    """[K] counts of each level of links (COUNTS), each [..., n] or as it broadcasts to it.
+
+    An all-to-all: each device sends owned / n to every other one. Backward it receives as much, so counts are
+    the same. A ring (Patarasuk and Yuan 2009): (n - 1) / n of the bytes leave and enter every device, and
+    every unit. They do so in n - 1 rounds, each as slow as its slowest link.
+    """
+    used = joins(units)
+    if ring:
+        moved = owned * (units.shape[1] - 1) / units.shape[1]
+        return [{"bytes": 2 * x, "head_start": -float(k > 0 and joins_some),
+                 **dict.fromkeys(("busiest", "port", "uplink", "shared_uplink"), x)}
+                for k, joins_some in enumerate(used) for x in [moved * float(k == 0 or joins_some)]]
+    found, inner, leaves_ports, enters_ports = [], np.arange(units.shape[1]), 0.0, 0.0
+    for outer, joins_some in zip(units, used, strict=True):
+        if joins_some:
+            counts, out, into = _level_counts(owned, inner, outer, shares_links)
+            leaves_ports, enters_ports = leaves_ports + out, enters_ports + into
+            counts["port"] = _busiest(leaves_ports, enters_ports)
+        found.append(counts if joins_some else dict.fromkeys(COUNTS, 0.0))
+        inner = outer
+    return found
+
+
+def _level_counts(owned: np.ndarray, inner: np.ndarray, outer: np.ndarray, shares_links: bool
+                  ) -> tuple[dict[str, np.ndarray | float], np.ndarray, np.ndarray]:
+    """Counts of an all-to-all on one level, and bytes [..., n] that leave and enter each device there.
+
+    inner, outer: [n] units of the level before, and of this one.
+    """
+    n = len(inner)
+    (of_inner, size_in, first), (of_outer, size_out, _) = (_of_units(owned, unit) for unit in (inner, outer))
+    out, into = owned * (size_out - size_in) / n, (of_outer - of_inner) / n
+    leaves = (of_inner * (size_out - size_in) / n)[..., first]
+    enters = ((of_outer - of_inner) * size_in / n)[..., first]
+    if shares_links:
+        leaves, enters = leaves.sum(-2, keepdims=True), enters.sum(-2, keepdims=True)
+    others = leaves.shape[-1] - 1
+    return {"bytes": out + into, "busiest": _busiest(out, into), "uplink": _busiest(leaves, enters),
+            "shared_uplink": leaves.mean(-1, keepdims=True) * (others - 1) / others,
+            "head_start": -1.0}, out, into
+
+
+def _of_units(owned: np.ndarray, unit: np.ndarray) -> tuple[np.ndarray, np.ndarray | int, np.ndarray]:
+    """Bytes [..., n] and devices [n] of each device's unit, and a device of each unit."""
+    # Few units or one device each are the common cases, and cheap.
+    if not np.ptp(unit):
+        return owned.sum(-1, keepdims=True), len(unit), np.zeros(1, dtype=int)
+    _, first, number, sizes = np.unique(unit, return_index=True, return_inverse=True, return_counts=True)
+    if len(sizes) == len(unit):
+        return owned, 1, first
+    # Sort devices by unit and sum runs. A devices × units matrix could have 2^32 cells.
+    order = np.argsort(number, kind="stable")
+    on_unit = np.add.reduceat(owned[..., order], np.cumsum(sizes) - sizes, axis=-1)
+    return on_unit[..., number], sizes[number], first
+
+
+def _busiest(out: np.ndarray, into: np.ndarray) -> np.ndarray:
+    """The most bytes of any device, in either direction."""
+    return np.maximum(out.max(-1, keepdims=True), into.max(-1, keepdims=True))

@@ -1,0 +1,110 @@
+"""Levels of links between devices. One row of LEVELS defines each, from the innermost out.
+
+A level joins the devices of a unit, such as a host, that no inner level joins. Topologies give links by
+level. Cost models count a collective's bytes on each. All carry theirs at once, so the slowest decides.
+To add a level, add a row. Models that do not know it price its bytes as those of the next level out.
+
+Shapes: K levels, n devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardcore.errors import ShardCoreError
+from shardcore.limits import MOST_GBPS, MOST_MS, require, require_types, require_within
+
+
+@dataclass(frozen=True)
+class Level:
+    """A level of links.
+
+    name: as topologies and files give it.
+    words: for people, after "links".
+    unit: name of the unit that it joins, from the name of a device's host.
+    terms: exchange terms of a cost model (collective_model.EXCHANGE_TERMS), and what each counts, a name of
+      cost.link_counts.COUNTS.
+    each: the term that a given bandwidth of each device applies to.
+    shared: the same where the devices of an inner unit share one link. "": they never do.
+    torchrec: argument of TorchRec's Topology for it, and the constant that is its default.
+    """
+
+    name: str
+    words: str
+    unit: Callable[[str], str]
+    terms: Mapping[str, str]
+    each: str
+    shared: str = ""
+    torchrec: tuple[str, str] | None = None
+
+
+LEVELS: Mapping[str, Level] = {row.name: row for row in (
+    Level("within_host", "within hosts", lambda host: host,
+          {"near_bytes": "bytes", "near_busiest_bytes": "busiest"}, "near_busiest_bytes",
+          torchrec=("intra_host_bw", "INTRA_NODE_BANDWIDTH")),
+    Level("between_hosts", "between hosts", lambda host: "",
+          {"far_bytes": "bytes", "far_busiest_bytes": "busiest", "port_busiest_bytes": "port",
+           "uplink_bytes": "uplink", "shared_uplink_bytes": "shared_uplink", "head_start": "head_start"},
+          "far_busiest_bytes", "uplink_bytes", ("inter_host_bw", "CROSS_NODE_BANDWIDTH")),
+)}
+"""By name. The outermost joins all devices."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Links of a level, as a topology gives them.
+
+    level: a name of LEVELS.
+    gbps: bandwidth of a device, GB/s each way. None: as the cost model measured it.
+    shared: True if gbps is of a link that the devices of a host share.
+    latency_ms: of a collective that this is the outermost level of. None: as the cost model measured it.
+    """
+
+    level: str
+    gbps: float | None = None
+    shared: bool = False
+    latency_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        require_types(self, "a link")
+        require(self.level in LEVELS, f"a link has level {self.level!r}; known are {', '.join(LEVELS)}")
+        what = f"link {self.level}"
+        require_within(self, what, gbps=(1 / MOST_GBPS, MOST_GBPS), latency_ms=(0, MOST_MS))
+        require(not self.shared or bool(self.gbps and LEVELS[self.level].shared),
+                f"{what} has shared {self.shared} and gbps {self.gbps}; only links between hosts are shared, "
+                "and their gbps is given")
+
+    @property
+    def words(self) -> str:
+        """What is given, for people."""
+        gbps = [f"{self.gbps:g} GB/s{' shared' * self.shared}"] if self.gbps else []
+        latency = [] if self.latency_ms is None else [f"{self.latency_ms:g} ms"]
+        return f"{self.level} {', '.join(gbps + latency)}"
+
+
+def links_of(latency_ms: float | None = None, shared: bool = False, **gbps: float | None) -> tuple[Link, ...]:
+    """Links with one latency: links_of(within_host=400, between_hosts=45, latency_ms=0.03).
+
+    gbps: by level.
+    shared: True if those between hosts are shared by the devices of one.
+    """
+    if unknown := sorted(gbps.keys() - LEVELS):
+        raise ShardCoreError(f"a link has level {unknown[0]!r}; known are {', '.join(LEVELS)}")
+    return tuple(Link(name, gbps.get(name), shared and bool(gbps.get(name) and level.shared), latency_ms)
+                 for name, level in LEVELS.items() if gbps.get(name) is not None or latency_ms is not None)
+
+
+def units_of(hosts: Sequence[str]) -> np.ndarray:
+    """[K, n] number of the unit that each device is in at each level, from the names of their hosts."""
+    number: dict[tuple[str, str], int] = {}
+    return np.array([[number.setdefault((level.name, level.unit(host)), len(number)) for host in hosts]
+                     for level in LEVELS.values()])
+
+
+def joins(units: np.ndarray) -> list[bool]:
+    """[K] True if a level joins devices that no inner level joins. units: [K, n]."""
+    parts = [units.shape[1], *(len(np.unique(of)) for of in units)]
+    return [outer < inner for inner, outer in zip(parts, parts[1:], strict=False)]

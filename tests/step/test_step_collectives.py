@@ -1,0 +1,40 @@
+"""Rows of COLLECTIVES agree with one another, and with what measures them. An unknown collective raises."""
+
+import pytest
+
+from shardcore.errors import ShardCoreError
+from shardcore.layouts import Channel
+from shardcore.step.collectives import COLLECTIVES, collective_of
+from shardcore.step.scopes import SCOPES
+
+first, *others = COLLECTIVES.values()
+
+
+def test_rates_of_the_first_stand_in_for_all():
+    assert not first.like
+    for row in others:
+        seen = [row]
+        while seen[-1].like:
+            seen.append(COLLECTIVES[seen[-1].like])
+        assert seen[-1] is first and len(seen) <= len(COLLECTIVES)
+
+
+@pytest.mark.parametrize("row", COLLECTIVES.values(), ids=COLLECTIVES)
+def test_a_row_runs_and_can_be_measured(row):
+    from shardcore.measure.transfers import CALLS
+
+    assert row.call in CALLS and set(row.ways) <= {"forward", "backward"} and row.ways
+    assert 0 < row.draw.share < 1 and (not row.draw.scope or row.draw.scope in SCOPES)
+    assert row.ids or not row.work
+
+
+def test_varied_draws_are_shared_out_and_other_streams_differ():
+    streams = [row.draw.stream for row in COLLECTIVES.values() if row.draw.stream]
+    assert len(set(streams)) == len(streams)
+    assert sum(row.draw.share for row in COLLECTIVES.values() if not row.draw.stream) == pytest.approx(1)
+
+
+def test_an_unknown_collective_is_named():
+    for ask in (collective_of, lambda name: Channel(name).row, lambda name: Channel(name).words):
+        with pytest.raises(ShardCoreError, match="'broadcast' is not known; known are all_to_all, "):
+            ask("broadcast")
