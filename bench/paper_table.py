@@ -50,11 +50,11 @@ from shardcore.cost.replay_metrics import OURS, ReplayRecord, bootstrap
 from shardcore.draws.problems import DIMS
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.measure.replay import ReplayConfig, replay_all
+from shardcore.memory_account import local_batch_bytes
 from shardcore.report.text import markdown_table
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, sharder
 from shardcore.search.greedy import ORDERS
-from shardcore.step.memory_account import local_batch_bytes
 from shardcore.topology import Device, Topology
 from shardcore.types import PRECISION_BYTES, Plan, Problem, Setting, Shard, Table
 

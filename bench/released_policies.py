@@ -46,11 +46,11 @@ from shardcore.cost.model import group_costs, price
 from shardcore.cost.neural import NeuralModel
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import WHOLE_ROWS
+from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.search import SHARDERS, Budget, sharder
 from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.train import PolicyConfig, train
 from shardcore.step.links import links_of
-from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.generate import PoolConfig, generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table

@@ -35,11 +35,11 @@ from shardcore.cost.model import at_confidence, price
 from shardcore.draws.problems import ProblemConfig, draw_problem, sized
 from shardcore.job import Job
 from shardcore.measure.replay import ReplayConfig, replay_all
+from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.report import model_report
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, greedy
 from shardcore.search.portfolio import annealing as anneal
-from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.generate import generate_pool
 from shardcore.types import Plan, Problem
 from shardcore.workload import lower

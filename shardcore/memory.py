@@ -6,7 +6,7 @@ The buffers in which FBGEMM's CUDA kernels sort are given, from its source. Scra
 counted.
 
 A plan fits if every device's peak memory is at most its capacity (`require_fits`). Searches keep the
-same count while shards come and go (step/memory_account.py).
+same count while shards come and go (memory_account.py).
 
 Shapes: D devices.
 """

@@ -21,7 +21,7 @@ import numpy as np
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, Layout, layout_of
 from shardcore.memory import gib, held_bytes, host_bytes, resident_bytes
-from shardcore.step.memory_account import local_batch_bytes, table_bytes
+from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.step.tiers import BELOW, TIERS
 from shardcore.tables import access
 from shardcore.tables.host_rows import link_bytes

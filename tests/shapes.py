@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardcore.layouts import CHANNELS, ID_CHANNELS, Channel
-from shardcore.step.memory_account import account_of
+from shardcore.memory_account import account_of
 from shardcore.step.scopes import WORLD
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Problem, Shard, Table

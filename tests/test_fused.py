@@ -7,7 +7,7 @@ from shardcore.fused import OPTIMIZERS, PRECISIONS, named
 from shardcore.layouts import WHOLE_ROWS
 from shardcore.measure import fused_op
 from shardcore.memory import resident_bytes
-from shardcore.step.memory_account import table_bytes
+from shardcore.memory_account import table_bytes
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Shard, Table
 

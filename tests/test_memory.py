@@ -10,13 +10,12 @@ import pytest
 import torch
 from shapes import column, on_hosts, replica, row
 
-from shardcore import memory
+from shardcore import memory, memory_account
 from shardcore.access_statistics import ManagedCollision
 from shardcore.errors import Infeasible
 from shardcore.fused import DENSE_OPTIMIZERS, PRECISIONS
 from shardcore.job import Job
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, shards_on
-from shardcore.step import memory_account
 from shardcore.step.tiers import Memory
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Shard, Table

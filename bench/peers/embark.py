@@ -50,12 +50,12 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import Layout, even_rows, run_of, ways
 from shardcore.memory import fits
+from shardcore.memory_account import own_peaks
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.greedy import looked_up
 from shardcore.search.rates import exchange_ms, lookup_ms
 from shardcore.search.shards import Bundle, bundles, cheapest, division, freedom, placed, priced
-from shardcore.step.memory_account import own_peaks
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 
 _MOST_SHARDS = 1 << 20

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardcore.memory import held_bytes
+from shardcore.memory_account import local_batch_bytes, own_peaks
 from shardcore.search.shards import Bundle, devices_of, layout_of_shard
-from shardcore.step.memory_account import local_batch_bytes, own_peaks
 from shardcore.types import Problem
 
 

@@ -16,11 +16,11 @@ from torchrec.distributed.types import CacheStatistics
 
 from bench.peers.room import free_bytes
 from shardcore.layouts import WHOLE_ROWS
+from shardcore.memory_account import own_peaks
 from shardcore.memory_tiers import with_load_factors
 from shardcore.search.shards import consolidate
 from shardcore.search.torchrec_pieces import quiet
 from shardcore.search.torchrec_placements import placements_of
-from shardcore.step.memory_account import own_peaks
 from shardcore.tables import access
 from shardcore.tables.heat import Heat, heat_of
 from shardcore.types import Placement, Problem, Shard, Table

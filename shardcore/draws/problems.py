@@ -10,7 +10,7 @@ import numpy as np
 
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_DEVICES, MOST_DIM, MOST_TABLES, require_within
-from shardcore.step.memory_account import local_batch_bytes, table_bytes
+from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.topology import Device, Topology
 from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Problem, Setting, Table
 

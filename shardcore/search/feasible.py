@@ -17,6 +17,7 @@ from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.inputs import sample_bytes
 from shardcore.layouts import WHOLE_ROWS, device_names, even_share, run_of, shards_on
 from shardcore.memory import gib, held_bytes, require_fits
+from shardcore.memory_account import Account, account_of
 from shardcore.op_limits import require_ops
 from shardcore.phases import IDS_ALIVE
 from shardcore.search.host_room import dealt
@@ -32,7 +33,6 @@ from shardcore.search.shards import (
     searched_tables,
     why_not,
 )
-from shardcore.step.memory_account import Account, account_of
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 

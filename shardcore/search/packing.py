@@ -1,7 +1,7 @@
 """Packing: plans that fit, at any cost. For where a search's own order of placing finds none.
 
 Once it is known how each table runs, what a device holds in a phase of a step is a sum: of its shards' bytes
-then, and of a local batch's, which are the same on all devices (step/memory_account.py). So shards are
+then, and of a local batch's, which are the same on all devices (memory_account.py). So shards are
 vectors of bytes, to be packed into devices. How tables run is tried in turn: all ways if there are few
 tables, else whole tables first, and then more and more of the largest divided.
 
@@ -22,10 +22,10 @@ import numpy as np
 
 from shardcore import memory
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, Group, Layout, run_of, shards_on
+from shardcore.memory_account import Sums, account_of, own_peaks, sums_of
 from shardcore.op_limits import TooManyInOneOp, require_ops
 from shardcore.search.shards import Bundle, bundles, shared_groups, why_not
 from shardcore.search.vector_packing import VectorPacking
-from shardcore.step.memory_account import Sums, account_of, own_peaks, sums_of
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 _ALL = 1500

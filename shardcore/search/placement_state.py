@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from shardcore.memory import held_bytes
+from shardcore.memory_account import sums_of
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import fixed_placements, placed, priced
-from shardcore.step.memory_account import sums_of
 from shardcore.types import Plan, Problem
 
 
@@ -29,7 +29,7 @@ class PlacementState:
     `strip`, `units` and `device` are integers, or arrays that broadcast to [...].
 
     held: [..., S, D] units of each strip on each device.
-    load: [..., D, P] bytes of the shards in each phase of a step (step/memory_account.py).
+    load: [..., D, P] bytes of the shards in each phase of a step (memory_account.py).
     used: [..., D] bytes of the shards, each in its own largest phase. No phase takes more.
     outputs: [..., D, K] bytes of outputs of each kind.
     id_bytes: [..., D, K] bytes of ids and lengths that devices receive for each kind.

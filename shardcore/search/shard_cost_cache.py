@@ -29,6 +29,7 @@ from shardcore.amounts import RunBatch, bucketized_bytes, run_batches
 from shardcore.cost.model import CommCost, CostModel, step_ms
 from shardcore.inputs import sample_bytes
 from shardcore.layouts import WHOLE_ROWS, Layout, run_of, runs_of
+from shardcore.memory_account import Account, Turns, sums_of
 from shardcore.phases import IDS_ALIVE
 from shardcore.search.shards import (
     IMPOSSIBLE,
@@ -43,7 +44,6 @@ from shardcore.search.shards import (
     may_be_on_a_device,
     row_range,
 )
-from shardcore.step.memory_account import Account, Turns, sums_of
 from shardcore.types import Placement, Problem, Shard, Table
 from shardcore.workload import traffic_of_outputs
 

@@ -34,7 +34,7 @@ from shardcore.layouts import (
     shards_on,
     ways,
 )
-from shardcore.step.memory_account import account_of
+from shardcore.memory_account import account_of
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 

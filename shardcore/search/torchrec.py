@@ -44,6 +44,7 @@ from shardcore.errors import ShardCoreError
 from shardcore.fused import PRECISIONS
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec
 from shardcore.memory import fits, held_bytes
+from shardcore.memory_account import local_batch_bytes
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.greedy import looked_up
@@ -74,7 +75,6 @@ from shardcore.search.torchrec_pieces import (
 )
 from shardcore.search.torchrec_placements import placements_of
 from shardcore.step.links import LEVELS
-from shardcore.step.memory_account import local_batch_bytes
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import require_plan
 

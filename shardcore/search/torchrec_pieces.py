@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardcore.layouts import WHOLE_ROWS, layout_of_torchrec, run_of
+from shardcore.memory_account import own_peaks
 from shardcore.search.budget import Meter
-from shardcore.step.memory_account import own_peaks
 from shardcore.types import Problem, Shard, Table
 
 COLUMN_TYPES = ("table_wise", "column_wise")

@@ -15,10 +15,10 @@ from shardcore.draws.steps import first_step_plans, step_plans
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import shards_on
 from shardcore.measurements import EmulatedLinks
+from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.outputs import output_bytes
 from shardcore.samples import dataset
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.types import Setting
 from shardcore.workload import lower
 

@@ -20,7 +20,7 @@ from policies import untrained
 from shapes import column, host_row, row, with_room
 
 from bench.peers import PEERS
-from shardcore import memory
+from shardcore import memory, memory_account
 from shardcore.access_statistics import Zipf
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
@@ -33,7 +33,6 @@ from shardcore.search import LEARNED, SHARDERS, Budget, greedy
 from shardcore.search import sharder as sharder_of
 from shardcore.search import torchrec as torchrec_peer
 from shardcore.search.shards import consolidate
-from shardcore.step import memory_account
 from shardcore.topology import Device, Topology
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower

@@ -15,10 +15,10 @@ from shardcore.errors import Infeasible
 from shardcore.layouts import ID_CHANNELS
 from shardcore.limits import MOST_BYTES
 from shardcore.memory import used_bytes
+from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.report import plan_report
 from shardcore.search import BASELINES, SHARDERS, Budget, sharder
 from shardcore.search.explain import Explanation, explain
-from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower

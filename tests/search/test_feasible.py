@@ -9,10 +9,10 @@ from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import Infeasible
 from shardcore.memory import fits, used_bytes
+from shardcore.memory_account import table_bytes
 from shardcore.search import SHARDERS
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_shards, fitting
-from shardcore.step.memory_account import table_bytes
 from shardcore.topology import Device, Topology, default_reserve
 from shardcore.types import Plan, Problem, Setting, Shard, Table
 

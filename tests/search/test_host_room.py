@@ -31,13 +31,15 @@ def test_tables_in_host_memory_are_spread_over_hosts_where_one_does_not_hold_the
 
 @pytest.mark.parametrize("name", ["size_greedy", "neuroshard", "anneal"])
 def test_hosts_hold_tables_to_the_byte(name):
-    exactly = replace(PROBLEM, topology=replace(PROBLEM.topology, memory=(Memory("host", 2 * TABLES[0].bytes, 10.0),)))
+    memory = Memory("host", 2 * TABLES[0].bytes, 10.0)
+    exactly = replace(PROBLEM, topology=replace(PROBLEM.topology, memory=(memory,)))
     assert lower(SHARDERS[name](exactly, MODEL, budget=Budget(evals=500)), exactly)
-    less = replace(PROBLEM, topology=replace(PROBLEM.topology, memory=(Memory("host", 2 * TABLES[0].bytes - 1, 10.0),)),
+    smaller = replace(memory, bytes=memory.bytes - 1)
+    less = replace(PROBLEM, topology=replace(PROBLEM.topology, memory=(smaller,)),
                    constraints=Constraints(kinds=tuple((t.name, ("column",)) for t in TABLES),
                                            unsplit=tuple(t.name for t in TABLES)))
-    with pytest.raises(Infeasible, match=r"host '[ab]' of problem 'hosts' would hold .* of rows in host memory; it "
-                       r"may hold 1.2 MiB there, .* too little"):
+    with pytest.raises(Infeasible, match=r"host '[ab]' of problem 'hosts' would hold .* of rows in host "
+                       r"memory; it may hold 1.2 MiB there, .* too little"):
         SHARDERS[name](less, MODEL, budget=Budget(evals=500))
 
 

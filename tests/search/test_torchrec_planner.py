@@ -8,11 +8,11 @@ from shapes import row, with_room
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import ShardCoreError
 from shardcore.memory import free_bytes
+from shardcore.memory_account import table_bytes
 from shardcore.search import SHARDERS, Budget
 from shardcore.search import torchrec as peer
 from shardcore.search.torchrec import TorchRecConfig
 from shardcore.step.links import links_of
-from shardcore.step.memory_account import table_bytes
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Setting, Shard, Table
 from shardcore.workload import lower

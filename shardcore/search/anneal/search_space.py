@@ -27,6 +27,7 @@ from shardcore.layouts import (
     shards_on,
 )
 from shardcore.memory import held_bytes
+from shardcore.memory_account import Turns, sums_of
 from shardcore.outputs import output_bytes, table_output_rows
 from shardcore.phases import BATCHES, IDS_ALIVE
 from shardcore.search.anneal.compiled import SUMS, SearchProblem
@@ -34,7 +35,6 @@ from shardcore.search.anneal.rates import exchange_rates, id_rates, shared_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import division, fixed_placements, placed
-from shardcore.step.memory_account import Turns, sums_of
 from shardcore.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
 
 LARGE = 1 << 19

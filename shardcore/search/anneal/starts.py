@@ -122,7 +122,7 @@ class Starts:
                 if start:
                     fits = True
                     yield start
-        if start := self._by_kinds(space):
+        if layouts and (start := self._by_kinds(space)):
             yield start
 
     def _by_kinds(self, space: SearchSpace) -> Start | None:

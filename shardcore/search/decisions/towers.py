@@ -27,11 +27,11 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.limits import require, require_within
 from shardcore.memory import gib, held_bytes
+from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.decisions.tower_plans import as_towers
 from shardcore.search.feasible import shown
-from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.hot_rows import as_cold, cold_names
 from shardcore.towers import Towers
 from shardcore.types import Plan, Problem, Shard

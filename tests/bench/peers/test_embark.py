@@ -10,8 +10,8 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import shards_on
 from shardcore.memory import bytes_as
+from shardcore.memory_account import table_bytes
 from shardcore.search import Budget
-from shardcore.step.memory_account import table_bytes
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Shard, Table
 

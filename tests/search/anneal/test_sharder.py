@@ -9,7 +9,7 @@ from conformance import BATCH, check_plan, draw_problem, draw_tables, every_plan
 from shapes import column, on_hosts, row, with_room
 from shardcore.search.free_memory import bytes_alone
 
-from shardcore import progress
+from shardcore import memory_account, progress
 from shardcore.access_statistics import Zipf
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
@@ -24,7 +24,6 @@ from shardcore.search.anneal.rates import exchange_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.starts import Starts
 from shardcore.search.portfolio import annealing as anneal
-from shardcore.step import memory_account
 from shardcore.step.links import links_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Shard, Table

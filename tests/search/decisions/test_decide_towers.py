@@ -14,6 +14,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import CHANNELS
+from shardcore.memory_account import table_bytes
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.bound import bound
 from shardcore.search.decisions.tower_plans import as_planned, as_towers, tower_traffic
@@ -21,7 +22,6 @@ from shardcore.search.decisions.towers import Division, TowerConfig, tower_hosts
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.step.links import links_of
-from shardcore.step.memory_account import table_bytes
 from shardcore.towers import Towers, read_towers
 from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower

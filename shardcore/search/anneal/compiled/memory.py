@@ -1,4 +1,4 @@
-"""Memory of devices: exactly what the plan's own count says (step/memory_account.py, memory_timeline).
+"""Memory of devices: exactly what the plan's own count says (memory_account.py, memory_timeline).
 
 A device holds a few sums over its shards (row). Some are in all phases of a step; of the others, multiples
 are in each phase. What the local batch takes is the same on all devices (the frame). It depends on which runs

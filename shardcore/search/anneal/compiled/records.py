@@ -3,7 +3,7 @@
 An array with no rows means "does not apply".
 
 Shapes: S strips, U most units of a strip, R shards, F features, D devices, H hosts.
-P parameters, L log entries, K kinds of what single devices hold, N runs (step/memory_account.py).
+P parameters, L log entries, K kinds of what single devices hold, N runs (memory_account.py).
 X exchanges: one of outputs for each kind, then one of ids for each kind and layout.
 Y layouts of what groups of devices share, G groups.
 
@@ -30,7 +30,7 @@ class SearchProblem(NamedTuple):
     shard: int32[:, ::1]  # [S, U + 1] number of the shard with so many units; number 0 is nothing
     codes: float64[:, ::1]  # [R, F] encoding of a shard
     added_ms: float64[::1]  # [R] ms that a shard adds to a fused op
-    sums: float64[:, ::1]  # [R, 6] what it adds to a device's (step/memory_account.Sums)
+    sums: float64[:, ::1]  # [R, 6] what it adds to a device's (memory_account.Sums)
     outputs: int64[::1]  # [R] bytes of the shard's outputs
     ids: int64[::1]  # [R] bytes of ids that the shard's device receives
     ids_by: int64[::1]  # [K] number of the exchange that brings them, K to X - 1
