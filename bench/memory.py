@@ -1,16 +1,12 @@
 """Does a plan take as much memory as is counted? Peaks of a training step in TorchRec's real processes.
 
     python -m bench.memory --plans 20 --out memory.jsonl
-    python -m bench.memory --searches 100
 
 Each plan is drawn, of all kinds of sharding: weights take most of its memory, or ids, or outputs, or none
 does. Some tables have two features. A third of the plans have a collection of sequences too.
 DistributedModelParallel trains it under TrainPipelineSparseDist on 2 gloo processes, or on 4 as two hosts.
 `torch.profiler` records what every tensor takes, weights and optimizer state included. The peak of warm steps
 is compared with what `memory` counts, and with what TorchRec's own storage estimator does.
-
-With --searches, no process runs: of that many plans, what searches count is compared with what the plans
-take, for some values of `memory.SHARE`.
 
 A line of --out is a plan. Run again, it goes on from there. Exits 1 if a count is off by more than is
 promised (ABOVE, BELOW).
