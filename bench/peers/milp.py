@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from bench.peers.room import Room, free_bytes
+from bench.peers.room import Room
 from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
 from shardcore.memory import fits
@@ -186,8 +186,8 @@ class _Program:
     def __init__(self, problem: Problem, model: CostModel, shards: Sequence[Shard], surrogate: str,
                  per_column_ms: float) -> None:
         self.problem, self.bundles = problem, bundles(shards, problem)
-        self.free = np.array(free_bytes(problem), dtype=np.int64)
-        self.bytes = np.array([Room(problem).bytes_of(bundle) for bundle in self.bundles], dtype=np.int64)
+        room = Room(problem)
+        self.free, self.bytes = room.left, np.array(list(map(room.bytes_of, self.bundles)), dtype=np.int64)
         speed = np.array([d.speed for d in problem.topology.devices])
         compute_ms = _surrogate_ms(self.bundles, model, surrogate, len(speed))
         columns = np.array([_width(bundle) for bundle in self.bundles])

@@ -82,11 +82,11 @@ class PlacementState:
         if not fits.all() or self._limited_ops:
             # What a shard takes at most was too much. So count phase by phase where it was.
             at = np.nonzero(np.ones_like(fits) if self._limited_ops else ~fits)
-            was, then, strips = (np.broadcast_to(x, fits.shape)[at] for x in (was, then, strips))
+            less, more, of = (np.broadcast_to(x, fits.shape)[at] for x in (was, then, strips))
             base, ids = (np.broadcast_to(x, (*fits.shape, x.shape[-1]))[at]
                          for x in (self._base, np.asarray(self._ids)[..., None, None]))
             n_phases = self._account.phases
-            load = self.load[at] + self._vectors(strips, then) - self._vectors(strips, was) + base
+            load = self.load[at] + self._vectors(of, more) - self._vectors(of, less) + base
             load[:, :n_phases] = np.rint(load[:, :n_phases] + ids)
             fits[at] = (load <= self._account.limits[at[-1]]).all(-1)
         if self._hosts is not None:
