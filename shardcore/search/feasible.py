@@ -143,13 +143,16 @@ class _Cuts:
             parts = [half for both in halves for half in both]
         return parts
 
-    def _fits(self, parts: Sequence[Shard]) -> bool:
-        """Tell if each of some parts of a table fits on a device."""
+    def needs(self, parts: Sequence[Shard]) -> np.ndarray:
+        """[P] bytes that a device takes of the widest of a table's parts, with the ids of all."""
         table, widest = parts[0].table, max(parts, key=lambda s: s.width)
         ids = (len(parts) - 1) * sample_bytes(table, self.problem.job) * self.problem.local_batch * IDS_ALIVE
-        needs = self.cut.vector(run_of(WHOLE_ROWS.name, table), widest) + ids
-        return bool((needs <= self._room(self.cut)[list(self.problem.allowed_devices(table.name))]
-                     ).all(1).any())
+        return self.cut.vector(run_of(WHOLE_ROWS.name, table), widest) + ids
+
+    def _fits(self, parts: Sequence[Shard]) -> bool:
+        """Tell if each of some parts of a table fits on a device."""
+        allowed = list(self.problem.allowed_devices(parts[0].table.name))
+        return bool((self.needs(parts) <= self._room(self.cut)[allowed]).all(1).any())
 
     def _fits_divided(self, divided: Placement) -> bool:
         """Tell if each row range fits on its device. It counts the table's outputs twice."""
@@ -231,13 +234,18 @@ def _one_too_large(cuts: _Cuts) -> str:
         where = " where it may live" if table.name in problem.pinned else ""
         if table.name in problem.whole or len(bundle) > 1:
             n_bytes = _needed(cuts, bundle, [0])
+            if n_bytes <= largest:
+                continue
             return (f"{_describe(bundle, problem)} takes {gib(n_bytes)} with outputs; the largest "
                     f"device{where} may hold {gib(largest)}, {gib(n_bytes - largest)} too little")
         why = _undividable(cuts, table)
         if why_not(WHOLE_ROWS, table, problem) is not None:
             return f"table {table.name!r} has to be divided by rows (constraints.kinds), and {why}"
         width = problem.unit_width(table)
-        n_bytes = _needed(cuts, [Shard(table, 0, table.rows, 0, width)], [0])
+        narrow = cuts.needs(equal_parts(table, table.dim // width)) + cuts.cut.base
+        n_bytes = math.ceil(narrow[:cuts.cut.phases].max())
+        if n_bytes <= largest:
+            continue
         return (f"{width} columns of table {table.name!r} take {gib(n_bytes)} with outputs; the largest "
                 f"device{where} may hold {gib(largest)}, {gib(n_bytes - largest)} too little, and {why}")
     return ""
