@@ -108,8 +108,8 @@ for few."""
 
 
 def tight(seed: int) -> Problem:
-    """Tables that take 95% to 125% of unequal devices by their own largest phases; some stay whole, some are pinned to one or two
-    devices."""
+    """Tables that take 95% to 125% of unequal devices, by their own largest phases. Some stay whole, some are
+    pinned to one or two devices."""
     rng = np.random.default_rng(seed)
     n_devices, optimizer = int(rng.choice([2, 3, 4])), str(rng.choice(["exact_sgd", "rowwise_adagrad"]))
     tables = draw_tables(rng, int(rng.integers(3, 13)))
@@ -132,7 +132,8 @@ def test_none_is_infeasible_where_another_finds_a_plan():
                  for name in SHARDERS}
         solved = {name for name, outcome in found.items() if outcome.plan}
         assert solved in (set(), TRIES_MORE_CUTS, TRIES_REPLICAS, set(SHARDERS)), (problem.name, solved)
-        assert all("does not fit" in outcome.error for outcome in found.values() if not outcome.plan)
+        errors = [outcome.error for outcome in found.values() if not outcome.plan]
+        assert all("does not fit" in error and " -" not in error for error in errors)  # lacks more than 0
         with_a_plan += bool(solved)
         only_exceptions += solved in (TRIES_MORE_CUTS, TRIES_REPLICAS)
     assert with_a_plan >= 14 and only_exceptions <= 2, (with_a_plan, only_exceptions)
