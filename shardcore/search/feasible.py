@@ -31,7 +31,7 @@ from shardcore.search.shards import (
     searched_tables,
     why_not,
 )
-from shardcore.step.memory_account import Account, account_of
+from shardcore.step.memory_account import Account
 from shardcore.topology import DEFAULT_RESERVE, default_reserve
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 
@@ -154,10 +154,13 @@ class _Cuts:
         allowed = list(self.problem.allowed_devices(parts[0].table.name))
         return bool((self.needs(parts) <= self._room(self.cut)[allowed]).all(1).any())
 
+    def with_division(self, divided: Placement) -> Account:
+        """The account with a table's rows divided. It counts the table's outputs twice."""
+        return Account.of(self.batches | run_batches([divided], self.problem), self.problem)
+
     def _fits_divided(self, divided: Placement) -> bool:
-        """Tell if each row range fits on its device. It counts the table's outputs twice."""
-        batches = self.batches | run_batches([divided], self.problem)
-        account, devices = Account.of(batches, self.problem), list(divided.devices)
+        """Tell if each row range fits on its device."""
+        account, devices = self.with_division(divided), list(divided.devices)
         return bool((account.loads([divided]) <= self._room(account))[devices].all())
 
     def _shards_of(self, plan: Plan) -> list[Shard]:
@@ -252,7 +255,7 @@ def _one_too_large(cuts: _Cuts) -> str:
 
 
 def _undividable(cuts: _Cuts, table: Table) -> str:
-    """Why the table's rows cannot be divided, even if it were the only table."""
+    """Why the table's rows cannot be divided."""
     problem, allowed = cuts.problem, cuts.problem.allowed_devices(table.name)
     whole = division(table, problem)
     if whole is None:
@@ -263,7 +266,7 @@ def _undividable(cuts: _Cuts, table: Table) -> str:
                     "the last would have none")
         return ("TorchRec divides rows over all devices, or a whole host, "
                 "where it may not be (constraints.pinned)")
-    account, may_hold = account_of([whole], problem), held_bytes(problem)
+    account, may_hold = cuts.with_division(whole), held_bytes(problem)
     needs = np.ceil((account.loads([whole]) + account.base)[:, :account.phases].max(1)).astype(int)
     d = max(whole.devices, key=lambda d: needs[d] - may_hold[d])
     which = f"{'all' if len(whole.devices) == len(may_hold) else 'its'} {len(whole.devices)} devices"
