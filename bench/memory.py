@@ -38,8 +38,6 @@ from shardcore import files, memory, report
 from shardcore.export.torchrec import to_torchrec
 from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.job import PAYLOADS, Job
-from shardcore.layouts import merged
-from shardcore.step.memory_account import account_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Table
 
@@ -311,14 +309,10 @@ def counted(seed: int, steps_bytes: Sequence[Sequence[int]]) -> dict[str, Any]:
     free their buffers sooner or later.
     """
     problem, plan = drawn(seed)
-    placements = merged(plan.placements)
-    account = account_of(placements, problem)
     return {"problem": problem.name, "kinds": sorted({p.kind for p in plan.placements}),
             "sequences": any(t.sequence for t in problem.tables),
             "peak_bytes": [max(each) for each in steps_bytes], "used_bytes": memory.used_bytes(plan, problem),
             "phases": [device.phase for device in memory.by_part(plan, problem)],
-            "searched_bytes": np.rint((account.loads(placements) + account.base)[:, :account.phases].max(1)
-                                      ).astype(int).tolist(),
             "torchrec_bytes": estimated(problem, plan)}
 
 
@@ -327,7 +321,7 @@ def off(row: dict[str, Any], count: str) -> list[float]:
     return [n / peak - 1 for n, peak in zip(row[count], row["peak_bytes"], strict=True)]
 
 
-COUNTS = {"counted": "used_bytes", "searches": "searched_bytes", "TorchRec": "torchrec_bytes"}
+COUNTS = {"counted": "used_bytes", "TorchRec": "torchrec_bytes"}
 
 
 def main() -> None:

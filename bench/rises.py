@@ -1,27 +1,37 @@
 """Does a plan ever cost more with a larger budget, more memory or more devices?
 
-    python -m bench.rises --problems 200
-    python -m bench.rises --problems 20 --model MODEL
+    python -m bench.rises --problems 200 --out rises.jsonl
+    python -m bench.rises --problems 20 --model MODEL --out model.jsonl
 
 Random problems of pooled tables, of sequences, and of both, on 4 to 64 devices. Each is searched
 
 - with 1%, 10% and 100% of the default budget;
-- with 1.02 to 4 times the memory that its tables need, divided evenly;
+- with 1.02 to 4 times the memory that its whole tables take in turn, evenly;
 - on twice and four times the devices.
 
 A rise is a cost of more than 0.1% above that with less. Each search runs by itself: no plan of another one is
-given to it. `best kind` compares with every other search under the same budget of evaluations. Costs are
-predicted, by AnalyticModel or a trained model.
+given to it. `best other` compares with every other search of ours, under the same budget of evaluations.
+Costs are predicted, by AnalyticModel or a trained model.
+
+A line of --out is a problem. Run again, it goes on from there. --jobs problems are searched at once. After
+--minutes no further one begins, and those that are done are shown.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import ctypes
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
+from bench.kept import lines_of, with_memory, write_lines
 from shardcore import report
 from shardcore.cost import mixed
 from shardcore.cost.analytic import AnalyticModel
@@ -29,7 +39,6 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
 from shardcore.search.portfolio import DEFAULT
-from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Setting, Table
@@ -67,14 +76,6 @@ def on(tables: Sequence[Table], name: str, n: int, batch: int, hosts: bool) -> P
     return Problem(name, tuple(tables), Topology(devices, None, 200.0, between), batch)
 
 
-def with_memory(problem: Problem, slack: float) -> Problem:
-    """The problem with `slack` times the memory that its tables need, divided evenly."""
-    need = sum(table_bytes(t, problem) for t in problem.tables)
-    each = int(slack * need / len(problem.topology)) + local_batch_bytes(problem)
-    devices = tuple(replace(d, memory_bytes=each) for d in problem.topology.devices)
-    return replace(problem, topology=replace(problem.topology, devices=devices))
-
-
 def cost(problem: Problem, model: CostModel, algorithm: str, budget: Budget) -> float:
     """Cost of the plan that a search finds; infinite without one."""
     try:
@@ -90,40 +91,76 @@ def rises(costs: Sequence[float]) -> list[float]:
     return [b / a - 1 for a, b in zip(least[:-1], costs[1:], strict=True) if np.isfinite(a)]
 
 
+def searched(i: int, seed: int, folder: str | None) -> dict[str, object]:
+    """Costs of problem i, by what there is more of. folder: of a trained model."""
+    ample, kind = drawn(i, seed)
+    loaded = mixed.load([folder]) if folder else None
+    if loaded:
+        ample = replace(ample, global_batch=loaded.setting.batch)
+    model = loaded or AnalyticModel(Setting("gpu", ample.global_batch))
+    problem = with_memory(ample, float(np.random.default_rng([seed, i, 1]).choice(MEMORY)))
+    n, batch, hosts = len(ample.topology), ample.global_batch, len(ample.topology.hosts) > 1
+    part = Budget(evals=int(PART * DEFAULT.evals))
+    budget = [cost(problem, model, DEFAULT_SHARDER, Budget(evals=int(share * DEFAULT.evals)))
+              for share in BUDGETS]
+    memory = [cost(with_memory(ample, slack), model, DEFAULT_SHARDER, part) for slack in MEMORY]
+    devices = [cost(on(ample.tables, ample.name, n * k, batch, hosts), model, DEFAULT_SHARDER, part)
+               for k in DEVICES]
+    other = min(cost(problem, model, name, DEFAULT) for name in SHARDERS
+                if name not in (DEFAULT_SHARDER, "torchrec"))
+    return {"problem": ample.name, "tables": len(ample.tables), "devices": n, "kind": kind, "seed": seed,
+            "costs": {"budget": budget, "memory": memory, "devices": devices,
+                      "best other": [other, budget[-1]]}}
+
+
+def summary(rows: Sequence[dict]) -> str:
+    """Of each axis how many pairs there are, how many rise, and the largest rise."""
+    shown = []
+    for axis in rows[0]["costs"]:
+        found = [(rise, row["problem"]) for row in rows for rise in rises(row["costs"][axis])]
+        largest, where = max(found)
+        shown.append((axis, str(len(found)), str(sum(rise > RISE for rise, _ in found)), f"{largest:.2%}",
+                      where))
+    return report.text_table(("more of", "pairs", f"rises above {RISE:.1%}", "largest", "problem"), shown)
+
+
+def results(waiting: Sequence[int], args: argparse.Namespace) -> Iterator[dict]:
+    """Of each problem, in turn, until the time is over. A job has one of them waiting at most."""
+    ends = time.monotonic() + 60 * args.minutes
+    with ProcessPoolExecutor(args.jobs, initializer=_end_with_parent) as pool:
+        left, running = list(waiting), []
+        while left or running:
+            while left and len(running) < args.jobs and time.monotonic() < ends:
+                running.append(pool.submit(searched, left.pop(0), args.seed, args.model))
+            if not running:
+                return
+            yield running.pop(0).result()
+
+
+def _end_with_parent() -> None:
+    """Let Linux end this process if its parent is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m bench.rises", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", type=int, default=200)
     parser.add_argument("--seed", type=int, default=38)
     parser.add_argument("--model", help="folder of a trained model; default: AnalyticModel")
+    parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each problem")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=np.inf, help="(without a limit)")
     args = parser.parse_args()
-    loaded = mixed.load([args.model]) if args.model else None
-    part = Budget(evals=int(PART * DEFAULT.evals))
-    found: dict[str, list[float]] = {"budget": [], "memory": [], "devices": [], "best other": []}
-    for i in range(args.problems):
-        ample, kind = drawn(i, args.seed)
-        if loaded:
-            ample = replace(ample, global_batch=loaded.setting.batch)
-        model = loaded or AnalyticModel(Setting("gpu", ample.global_batch))
-        problem = with_memory(ample, float(np.random.default_rng([args.seed, i, 1]).choice(MEMORY)))
-        n, batch, hosts = len(ample.topology), ample.global_batch, len(ample.topology.hosts) > 1
-        by = {
-            "budget": [cost(problem, model, DEFAULT_SHARDER, Budget(evals=int(share * DEFAULT.evals)))
-                       for share in BUDGETS],
-            "memory": [cost(with_memory(ample, slack), model, DEFAULT_SHARDER, part) for slack in MEMORY],
-            "devices": [cost(on(ample.tables, ample.name, n * k, batch, hosts), model, DEFAULT_SHARDER, part)
-                        for k in DEVICES],
-        }
-        others = min(cost(problem, model, name, DEFAULT) for name in SHARDERS
-                     if name not in (DEFAULT_SHARDER, "torchrec"))
-        by["best other"] = [others, by["budget"][-1]]
-        for name, costs in by.items():
-            found[name] += rises(costs)
-        print(f"{problem.name}: {len(problem.tables)} x {n}, "
-              + "; ".join(f"{name} {' '.join(f'{c:.4g}' for c in costs)}" for name, costs in by.items()),
-              flush=True)
-    print(report.text_table(("more of", "pairs", f"rises above {RISE:.1%}", "largest"), [
-        (name, str(len(r)), str(sum(x > RISE for x in r)), f"{max(r):.2%}") for name, r in found.items()]))
+    rows = lines_of(args.out)
+    for row in results(range(len(rows), args.problems), args):
+        rows.append(row)
+        write_lines(args.out, rows)
+        costs = "; ".join(f"{axis} {' '.join(f'{c:.4g}' for c in costs)}"
+                          for axis, costs in row["costs"].items())
+        print(f"{len(rows)} of {args.problems}, {row['problem']}: {row['tables']} x {row['devices']}, "
+              f"{costs}", file=sys.stderr, flush=True)
+    print(summary(rows[:args.problems]))
 
 
 if __name__ == "__main__":

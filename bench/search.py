@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from bench import replays
+from bench.kept import with_memory
 from bench.peers import PEERS
 from shardcore import report
 from shardcore.cost import neural
@@ -43,10 +44,9 @@ from shardcore.search import SHARDERS, Budget, compare, greedy
 from shardcore.search.bound import bound
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.search.torchrec import TorchRecConfig
-from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
-from shardcore.types import MIN_WIDTH, Plan, Problem, Shard, Table
+from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
 
 EVALS = (2_000, 20_000, 200_000)
@@ -68,22 +68,6 @@ def problems(model: NeuralModel, n: int, devices: int, seed: int, unequal: bool 
                  "latency_ms": 0.2}
         found.append(replace(drawn, topology=Topology(found_devices, **links)))
     return found
-
-
-def tightened(problem: Problem, slack: float) -> Problem:
-    """With `slack` times the memory that its tables need, over all devices, but room for the narrowest part
-    of each."""
-
-    def size(shard: Shard) -> int:
-        return table_bytes(shard.table, problem, shard.width)
-
-    needed = sum(size(Shard.whole(t)) for t in problem.tables)
-    narrowest = max(size(Shard(t, 0, t.rows, 0, MIN_WIDTH)) for t in problem.tables)
-    now, besides = problem.topology.devices, local_batch_bytes(problem)
-    total = sum(d.memory_bytes for d in now)
-    devices = tuple(replace(d, memory_bytes=max(int(needed * slack * d.memory_bytes / total), narrowest)
-                            + besides) for d in now)
-    return replace(problem, topology=replace(problem.topology, devices=devices))
 
 
 def warm_up(problem: Problem, model: NeuralModel, arms: Mapping[str, Callable[[Problem], Plan]]) -> None:
@@ -142,7 +126,7 @@ def main() -> None:
     cost, seconds = ({name: [] for name in [*arms, *bounds]} for _ in range(2))
     drawn = (replays.problems(model, args.problems, args.seed, args.two_ranks) if args.two_ranks
              else problems(model, args.problems, args.devices, args.seed, args.unequal))
-    drawn = [tightened(p, args.memory) for p in drawn] if args.memory else drawn
+    drawn = [with_memory(p, args.memory) for p in drawn] if args.memory else drawn
     for i, problem in enumerate(drawn):
         for name, arm in arms.items():
             began = time.perf_counter()

@@ -1,12 +1,9 @@
 """How long an installation takes, and how big it is: as before the lock, with pip and it, with uv and it.
 
     python -m bench.setup --out setup.json [--repeats 2] [--folder /tmp]
-    python -m bench.setup --first-plan [MODEL]
 
 Each installation goes into a new environment, which is removed. "cold" begins with empty caches of pip and
 uv, "warm" has those of the cold one before it. The arms take turns; a figure is the least of its repeats.
-With --first-plan it prints the processor's seconds of the first plan of an installation, numba's compiling
-included, and of the next one: of a trained model's folder, or of AnalyticModel where none is given.
 
 Packages that pip finds in local folders (`pip config list`) need no download: there cold differs only by what
 uv unpacks.
@@ -41,48 +38,12 @@ ARMS = {
 }
 
 
-FIRST_PLAN = """
-import resource
-import sys
-from shardcore.cost import neural
-from shardcore.cost.analytic import AnalyticModel
-from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Setting, Table
-model = neural.load(sys.argv[1]) if sys.argv[1] else AnalyticModel(Setting("gpu", 65536))
-tables = tuple(Table(f"t{i}", 100_000 * (i + 1), 64, 10.0) for i in range(20))
-problem = Problem("p", tables, Topology((Device(2**33),) * 4), model.setting.batch)
-SHARDERS[DEFAULT_SHARDER](problem, model.for_problem(problem), budget=Budget(evals=1000))
-used = resource.getrusage(resource.RUSAGE_SELF)
-print(used.ru_utime + used.ru_stime)
-"""
-"""Prints the processor's seconds of a plan. argv[1]: folder of a model, or nothing."""
-
-
-def first_plans(model: str) -> tuple[float, float]:
-    """Processor seconds of the first plan with a fresh copy of the library, and of the second."""
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(ROOT / "shardcore", Path(folder) / "shardcore",
-                        ignore=shutil.ignore_patterns("__pycache__"))
-        given = [sys.executable, "-c", FIRST_PLAN, model and str(Path(model).resolve())]
-        env = {**os.environ, "PYTHONPATH": folder}
-        first, second = (float(subprocess.run(given, cwd=folder, env=env, check=True, text=True,
-                                              stdout=subprocess.PIPE).stdout) for _ in range(2))
-    return first, second
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.setup", description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="of the installations")
-    parser.add_argument("--first-plan", nargs="?", const="", metavar="MODEL")
+    parser.add_argument("--out", type=Path, required=True, help="file of the figures")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="of the environments and caches; 5 GB")
     args = parser.parse_args()
-    if args.first_plan is not None:
-        print("first plan {:.1f} s of the processor, the next {:.1f} s".format(*first_plans(args.first_plan)))
-        return
-    if args.out is None:
-        parser.error("--out is needed, or --first-plan")
     runs = []
     for repeat in range(args.repeats):
         for arm, commands in ARMS.items():

@@ -12,7 +12,6 @@ of a process of its own for each size.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import resource
 import subprocess
@@ -24,15 +23,12 @@ import matplotlib
 import numpy as np
 import torch
 
+from bench.kept import of_size
 from shardcore import files, report
 from shardcore.cost import neural
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.bound import bound
 from shardcore.search.portfolio import annealing as anneal
-from shardcore.step.memory_account import local_batch_bytes, table_bytes
-from shardcore.tables.generate import generate_pool
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem
 
 SIZES = {(40, 4): (0.5, 5.0), (160, 16): (1.0, 10.0), (856, 128): (4.0, 40.0), (10_000, 1024): (100.0, None)}
 """Tables and devices: seconds of annealing, and of the best known plan (None: not looked for)."""
@@ -40,22 +36,11 @@ COMPARED = 128
 """On more devices neuroshard's first pass alone takes longer than annealing."""
 
 
-def problem(model: neural.NeuralModel, n_tables: int, n_devices: int) -> Problem:
-    live, rng = [t for t in generate_pool() if t.pooling > 0], np.random.default_rng(n_tables)
-    drawn = tuple(dataclasses.replace(live[i % len(live)], name=f"t{i}",
-                                      dim=int(rng.choice([16, 32, 64, 128])))
-                  for i in range(n_tables))
-    devices = tuple(Device(1, host=f"host-{d // 8}") for d in range(n_devices))
-    roomless = Problem(f"size-{n_tables}-{n_devices}", drawn, Topology(devices, None, 1.0, 0.5, 0.2),
-                       model.setting.batch)
-    each = int(1.5 * sum(table_bytes(t, roomless) for t in drawn) / n_devices) + local_batch_bytes(roomless)
-    with_room = tuple(dataclasses.replace(d, memory_bytes=each) for d in devices)
-    return dataclasses.replace(roomless, topology=dataclasses.replace(roomless.topology, devices=with_room))
-
-
 def one(model: neural.NeuralModel, n_tables: int, n_devices: int) -> dict[str, float | None]:
-    asked, (seconds, long_s) = problem(model, n_tables, n_devices), SIZES[n_tables, n_devices]
-    anneal(problem(model, 8, 2), model, budget=Budget(evals=100))  # compiled before the clock starts
+    seconds, long_s = SIZES[n_tables, n_devices]
+    asked = of_size(n_tables, n_devices, model.setting.batch)
+    # Compiled before the clock starts.
+    anneal(of_size(8, 2, model.setting.batch), model, budget=Budget(evals=100))
     began = time.perf_counter()
     found = {"anneal_ms": anneal(asked, model, budget=Budget(seconds=seconds)).provenance["predicted_ms"]}
     found["anneal_s"] = time.perf_counter() - began

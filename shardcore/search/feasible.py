@@ -6,13 +6,13 @@ Tables that no device can hold are cut. Problems without a plan are refused with
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from shardcore.amounts import run_batches
-from shardcore.constraints import Constraints
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.inputs import sample_bytes
 from shardcore.layouts import WHOLE_ROWS, device_names, even_share, run_of, shards_on
@@ -21,6 +21,7 @@ from shardcore.op_limits import require_ops
 from shardcore.phases import IDS_ALIVE
 from shardcore.search.host_room import dealt
 from shardcore.search.packing import roomiest
+from shardcore.search.remedies import remedy
 from shardcore.search.shards import (
     Bundle,
     bundles,
@@ -32,11 +33,7 @@ from shardcore.search.shards import (
     why_not,
 )
 from shardcore.step.memory_account import Account
-from shardcore.topology import DEFAULT_RESERVE, default_reserve
 from shardcore.types import Placement, Plan, Problem, Shard, Table
-
-MOST_DEVICES = 256
-"""The largest number of further devices that a remedy suggests."""
 
 
 class DoesNotFit(Infeasible):
@@ -54,8 +51,9 @@ def feasible_shards(problem: Problem) -> list[Shard]:
     Raises Infeasible if that is not possible, or takes more memory than there is, and no other plan fits
     either (`fitting`).
     """
+    cuts = _Cuts(problem)  # refuses kinds that cannot run a table, with those that can
     _require_widths(problem)
-    return _Cuts(problem).shards()
+    return cuts.shards()
 
 
 def fitting(problem: Problem) -> Plan:
@@ -79,10 +77,12 @@ class _Cuts:
     """How far tables have to be cut to fit on devices, each alone with the local batch.
 
     account: of plans with all tables whole, but those of `fixed_placements`. cut: the same, cut by columns.
+    may_hold: [D] bytes that devices may hold beside the latter.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.fixed = problem, fixed_placements(problem)
+        self.may_hold = held_bytes(problem)
         self.bundles = bundles(map(Shard.whole, searched_tables(problem)), problem)
         whole = [Placement(WHOLE_ROWS.name, s, (0,)) for bundle in self.bundles for s in bundle
                  if why_not(WHOLE_ROWS, s.table, problem) is None]
@@ -93,18 +93,46 @@ class _Cuts:
                                    for run, batch in self.batches.items()}, problem)
             self._at_most = self._room(self.account)
             self._total = np.zeros(self._at_most.shape[1])
+            of_fixed = self.account.loads(self.fixed).max(1)
+            self.may_hold = [n - math.ceil(taken) for n, taken in zip(self.may_hold, of_fixed, strict=True)]
 
     def shards(self) -> list[Shard]:
-        found: list[Shard] = []
-        for bundle in self.bundles:
-            parts = bundle if self.fits_whole(bundle) else self.cut_of(bundle)
-            if parts is None:
-                return self._shards_of(fitting(self.problem))
-            found += parts
-        # However shards are placed, all devices together hold their sum.
-        if self.batches and np.any(self._total > np.maximum(self._at_most, 0).sum(0) * (1 + 1e-9)):
+        fit_whole, found = list(map(self.fits_whole, self.bundles)), []
+        fits = not (self.batches and self._too_much())
+        for bundle, is_whole in zip(self.bundles, fit_whole, strict=True):
+            found.append(bundle if is_whole else fits and self.cut_of(bundle))
+            fits = fits and found[-1] is not None
+        if not (fits and self._make_equally_wide(found)):
             return self._shards_of(fitting(self.problem))
-        return found
+        return [shard for parts in found for shard in parts]
+
+    def _too_much(self) -> bool:
+        """Tell if all tables do not fit, however they are placed."""
+        # All devices together hold their sum, and each holds those that are on all devices.
+        together = self._total > np.maximum(self._at_most, 0).sum(0) * (1 + 1e-9)
+        return bool(together.any() or (self.fixed and (self._at_most < -0.5).any()))
+
+    def _make_equally_wide(self, found: list[Sequence[Shard]]) -> bool:
+        """Cut sequences of a collection into parts of one width, as TorchRec needs. Tell if there is one."""
+        cut: dict[str, list[int]] = defaultdict(list)
+        for i, (first, *_) in enumerate(found):
+            if first.table.sequence and first.width < first.table.dim:
+                cut[first.table.collection].append(i)
+        for at in cut.values():
+            tables, narrowest = [found[i][0].table for i in at], min(found[i][0].width for i in at)
+            width = next((w for w in range(narrowest, 0, -1)
+                          if all(self._fits_equally(t, w) for t in tables)), None)
+            if width is None:
+                return False
+            for i, table in zip(at, tables, strict=True):
+                found[i] = equal_parts(table, table.dim // width)
+        return True
+
+    def _fits_equally(self, table: Table, width: int) -> bool:
+        """Tell if a table may be cut into parts of a width that fit."""
+        return (table.dim % width == 0 and width % self.problem.unit_width(table) == 0
+                and table.dim // width <= len(self.problem.allowed_devices(table.name))
+                and self._fits(equal_parts(table, table.dim // width)))
 
     def fits_whole(self, bundle: Bundle) -> bool:
         """Tell if the tables of a bundle, whole, fit on some device."""
@@ -115,6 +143,15 @@ class _Cuts:
         self._total += vector
         room = self._at_most[list(problem.pinned[name])] if name in problem.pinned else self._at_most
         return bundle[0].table.dim <= problem.topology.most_columns and bool((vector <= room).all(1).any())
+
+    def lacking_together(self, shards: Iterable[Shard]) -> int:
+        """Bytes that shards lack on all devices together, in the phase in which they lack most."""
+        vectors = [self.account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in shards
+                   if why_not(WHOLE_ROWS, s.table, self.problem) is None]
+        if not vectors:
+            return 0
+        lacks = sum(vectors) - np.maximum(self._at_most, 0).sum(0)
+        return math.ceil(lacks[:self.account.phases].max())
 
     def _room(self, account: Account) -> np.ndarray:
         """[D, P] bytes that devices have for shards."""
@@ -131,10 +168,9 @@ class _Cuts:
             return ranges
         if table.sequence:
             # TorchRec needs the columns of a sequence equally wide.
-            unit = problem.unit_width(table)
-            equal = (equal_parts(table, n) for n in range(2, len(problem.allowed_devices(table.name)) + 1)
-                     if table.dim % n == 0 and table.dim // n % unit == 0)
-            return next(filter(self._fits, equal), None)
+            most = len(problem.allowed_devices(table.name))
+            return next((equal_parts(table, n) for n in range(2, most + 1)
+                         if table.dim % n == 0 and self._fits_equally(table, table.dim // n)), None)
         parts = [Shard.whole(table)]
         while parts[0].width > problem.most_width(table) or not self._fits(parts):
             halves = [halve_columns(shard, problem.unit_width(table)) for shard in parts]
@@ -197,21 +233,37 @@ def _reason(problem: Problem) -> str:
     reserved = problem.constraints.reserved_bytes
     kept = f" ({gib(reserved)} of each stays free: constraints.reserved_bytes)" if reserved else ""
     cuts = _Cuts(problem)
-    reason = _sum_too_large(cuts) or _one_too_large(cuts) or _pins_too_large(cuts) or _whole_too_large(cuts)
+    reason = _fixed_too_large(cuts)
+    if cuts.fixed and not reason:
+        beside = gib(held_bytes(problem)[0] - cuts.may_hold[0])
+        kept += f" ({beside} of each is for tables on all devices: constraints.kinds)"
+    reason = (reason or _sum_too_large(cuts) or _one_too_large(cuts) or _pins_too_large(cuts)
+              or _whole_too_large(cuts))
     return f"problem {problem.name!r} does not fit: " + (reason or (
         f"no way was found to pack it: its tables, {gib(sum(t.bytes for t in problem.tables))} of weights, "
         f"leave gaps that are too small on its {len(problem.topology)} devices. Tried: tables whole, cut by "
         "columns, divided by rows and on all devices")) + kept
 
 
+def _fixed_too_large(cuts: _Cuts) -> str:
+    """The tables on all devices, if some device does not hold them. "": all do."""
+    if not cuts.fixed:
+        return ""
+    needs = math.ceil((cuts.account.base + cuts.account.loads(cuts.fixed))[:, :cuts.account.phases].max())
+    least = min(held_bytes(cuts.problem))
+    return "" if needs <= least else (
+        f"tables {shown(p.shard.table.name for p in cuts.fixed)}, on all devices (constraints.kinds), take "
+        f"{gib(needs)} of each with outputs; the smallest may hold {gib(least)}, {gib(needs - least)} too "
+        "little")
+
+
 def _sum_too_large(cuts: _Cuts) -> str:
     """All tables, if they take more than all devices have. "": they do not."""
-    problem, may_hold = cuts.problem, held_bytes(cuts.problem)
-    needed = _needed(cuts, [shard for bundle in cuts.bundles for shard in bundle], may_hold)
-    available = _available(may_hold)
-    return "" if needed <= available else (
-        f"its {len(problem.tables)} tables take {gib(needed)} with their outputs; its {len(may_hold)} "
-        f"devices may hold {gib(available)} together, {gib(needed - available)} too little")
+    shards, n_devices = [s for bundle in cuts.bundles for s in bundle], len(cuts.may_hold)
+    lacks, available = cuts.lacking_together(shards), _available(cuts.may_hold)
+    return "" if lacks <= 0 else (
+        f"its {len(shards)} tables take {gib(available + lacks)} with their outputs; its {n_devices} "
+        f"devices may hold {gib(available)} together, {gib(lacks)} too little")
 
 
 def _needed(cuts: _Cuts, shards: Sequence[Shard], devices: Sequence[int]) -> int:
@@ -228,7 +280,7 @@ def _available(may_hold: Iterable[int]) -> int:
 
 def _one_too_large(cuts: _Cuts) -> str:
     """A table, or several kept on one device, that fit no device in any way. "": there are none."""
-    problem, may_hold = cuts.problem, held_bytes(cuts.problem)
+    problem, may_hold = cuts.problem, cuts.may_hold
     for bundle in cuts.bundles:
         table = bundle[0].table
         if cuts.fits_whole(bundle) or cuts.cut_of(bundle) is not None:
@@ -279,7 +331,7 @@ def _pins_too_large(cuts: _Cuts) -> str:
 
     This is Hall's condition, for each set of devices that some table is pinned to.
     """
-    problem, may_hold = cuts.problem, held_bytes(cuts.problem)
+    problem, may_hold = cuts.problem, cuts.may_hold
     pinned: dict[frozenset[int], list[Table]] = {}
     for table in (t for t in problem.tables if t.name in problem.pinned):
         pinned.setdefault(frozenset(problem.pinned[table.name]), []).append(table)
@@ -324,60 +376,3 @@ def shown(names: Iterable[str]) -> str:
     """The first few names, and how many more there are."""
     names = list(names)
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def remedy(problem: Problem) -> str:
-    """How much more memory per device, or how many more devices, would be enough, by the exact count.
-
-    The problem must not fit.
-    """
-    lacks = roomiest(problem)[1]
-    reserved_by_default = problem.constraints.reserved_bytes == default_reserve(problem.topology.devices)
-    # Of more memory, more is kept free.
-    more = round(lacks / (1 - DEFAULT_RESERVE)) if reserved_by_default else lacks
-    remedies = [f"{_enough(more)} more per device"]
-    if n := _more_devices(problem):
-        remedies.append(f"{n} more device{'s' * (n > 1)} like the largest")
-    # Would it fit without pins and bundles?
-    loose = replace(problem, job=replace(problem.job, tower_ratio=None),
-                    constraints=Constraints(problem.constraints.reserved_bytes, problem.constraints.unsplit))
-    eased = loose.constraints != problem.constraints and _fits(loose)
-    return (f"By the exact count {_enough(lacks)} are lacking. It would fit with {' or '.join(remedies)}, "
-            "or with less in the tables" + ", or without its pins and groups" * eased
-            + ", or with rows in host memory (python -m shardcore tiers)"
-            * (not any(t.in_host_memory for t in problem.tables)))
-
-
-def _fits(problem: Problem) -> bool:
-    plan, lacks = roomiest(problem, quick=True)
-    return plan is not None and lacks <= 0
-
-
-def _more_devices(problem: Problem) -> int | None:
-    """How many more devices like the largest are enough. As many as divide the batch. None if too many."""
-    devices = problem.topology.devices
-    largest = replace(max(devices, key=lambda d: d.memory_bytes), host=devices[-1].host)
-    numbers = [n for n in range(1, MOST_DEVICES + 1) if problem.global_batch % (len(devices) + n) == 0]
-
-    def enough(n: int) -> bool:
-        return _fits(replace(problem, topology=replace(problem.topology, devices=(*devices, *[largest] * n))))
-
-    # What is enough stays enough with more. Doubling first, for many devices take long to try.
-    low, high = 0, 1
-    while high <= len(numbers) and not enough(numbers[high - 1]):
-        low, high = high, 2 * high
-    high = min(high, len(numbers))
-    if high <= low or (low and not enough(numbers[high - 1])):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(numbers[middle - 1]) else (middle, high)
-    return numbers[high - 1]
-
-
-def _enough(n_bytes: int) -> str:
-    """A size for people that is not less, whatever its digits."""
-    if n_bytes < 0.1 * 2**20:
-        return gib(n_bytes)
-    unit = 2**30 if n_bytes >= 0.1 * 2**30 else 2**20
-    return gib(math.ceil(10 * n_bytes / unit) / 10 * unit)

@@ -17,6 +17,7 @@ import numpy as np
 from shardcore.memory import held_bytes
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import fixed_placements, placed, priced
+from shardcore.step.memory_account import sums_of
 from shardcore.types import Plan, Problem
 
 
@@ -65,6 +66,7 @@ class PlacementState:
         ids = cache.local_ids[keys[..., 0]].sum(1) - cache.local_ids.sum()
         self._ids = np.zeros(batch) + (ids.reshape(-1, *(1 for _ in batch[1:])) if batch else ids[0])
         self._coefficients = self._account.coefficients[[self._account.runs[run] for run in cache.kinds]]
+        self._of_bundles = self._beyond_first_runs()
         self._limited_ops = self._account.phases < before.shape[1]
         self.free = np.array(held_bytes(problem)) - math.ceil(self._base.max())
         self.used += before.max(1).astype(np.int64)
@@ -77,16 +79,17 @@ class PlacementState:
         strips, more = np.asarray(strip)[..., None], np.asarray(units)[..., None]
         was, then = self.cache.numbers(strips, before), self.cache.numbers(strips, before + more)
         # A wider shard shares its rows' optimizer state, so bytes do not simply add up.
-        fits = (self.used + self.cache.bytes[then] - self.cache.bytes[was]
-                + np.asarray(self._ids)[..., None] <= self.free)
+        # Shards that meet are one, whose ids of a local batch are there once.
+        ids = np.asarray(self._ids)[..., None] - self.cache.local_ids[strips] * (before > 0)
+        fits = self.used + self.cache.bytes[then] - self.cache.bytes[was] + ids <= self.free
         if not fits.all() or self._limited_ops:
             # What a shard takes at most was too much. So count phase by phase where it was.
             at = np.nonzero(np.ones_like(fits) if self._limited_ops else ~fits)
-            less, more, of = (np.broadcast_to(x, fits.shape)[at] for x in (was, then, strips))
+            before, after, of = (np.broadcast_to(x, fits.shape)[at] for x in (was, then, strips))
             base, ids = (np.broadcast_to(x, (*fits.shape, x.shape[-1]))[at]
-                         for x in (self._base, np.asarray(self._ids)[..., None, None]))
+                         for x in (self._base, ids[..., None]))
             n_phases = self._account.phases
-            load = self.load[at] + self._vectors(of, more) - self._vectors(of, less) + base
+            load = self.load[at] + self._vectors(of, after) - self._vectors(of, before) + base
             load[:, :n_phases] = np.rint(load[:, :n_phases] + ids)
             fits[at] = (load <= self._account.limits[at[-1]]).all(-1)
         if self._hosts is not None:
@@ -94,10 +97,36 @@ class PlacementState:
             fits &= of_host <= self.cache.problem.topology.host_memory_bytes
         return fits & self.cache.allowed[strip]
 
+    def peak_bytes(self) -> np.ndarray:
+        """[..., D] bytes that devices take in the largest phase of a step. Equal to memory.used_bytes(plan).
+
+        That of a device without a shard is the local batch's.
+        """
+        n_phases = self._account.phases
+        load = (self.load + self._base)[..., :n_phases].max(-1)
+        return np.rint(load + np.asarray(self._ids)[..., None]).astype(np.int64)
+
     def _vectors(self, strip: np.ndarray, number: np.ndarray) -> np.ndarray:
         """[..., P] bytes of shards in each phase."""
         coefficients = self._coefficients[self.cache.kind[strip]]
-        return (self.cache.sums[number][..., None] * coefficients).sum(-2)
+        vectors = (self.cache.sums[number][..., None] * coefficients).sum(-2)
+        if self._of_bundles is not None:
+            vectors += self._of_bundles[strip] * (np.asarray(number) > 0)[..., None]
+        return vectors
+
+    def _beyond_first_runs(self) -> np.ndarray | None:
+        """[S, P] bytes of bundles with tables of several runs, beyond those if all ran as the first.
+
+        None: there are no such bundles.
+        """
+        cache, account = self.cache, self._account
+        found = np.zeros((len(cache), self.load.shape[-1]))
+        for s in range(len(cache)) if cache.problem.bundle_of else ():
+            first = account.coefficients[account.runs[cache.kinds[cache.kind[s]]]]
+            for run, shard in zip(cache.runs(s), cache.whole(s), strict=True):
+                sums = sums_of(run, shard, cache.problem)
+                found[s] += account.vector(run, shard, sums) - np.array(sums) @ first
+        return found if found.any() else None
 
     def place(self, strip: np.ndarray, units: np.ndarray, device: np.ndarray) -> None:
         """Add a shard. The caller has to ask first whether it fits."""

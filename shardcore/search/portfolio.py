@@ -26,6 +26,7 @@ from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search
 from shardcore.search.beam import Beam
 from shardcore.search.budget import Budget, Meter
+from shardcore.search.feasible import fitting
 from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig
 from shardcore.search.packing import repaired
 from shardcore.search.shards import priced, searched_tables
@@ -78,6 +79,8 @@ class _Anytime:
             self._keep((), self.name)
         else:
             self._search(space, others, reshard)
+        if self.best is None and self._mends:
+            self._keep(fitting(self.problem).placements, self.name)
         if self.best is None:
             raise self.error
         provenance = {"algorithm": self.name, "seed": self.seed, "space": space, "evals": self.meter.evals,

@@ -28,7 +28,7 @@ import numpy as np
 from shardcore.amounts import RunBatch, bucketized_bytes, run_batches
 from shardcore.cost.model import CommCost, CostModel, step_ms
 from shardcore.inputs import sample_bytes
-from shardcore.layouts import WHOLE_ROWS, Layout, runs_of
+from shardcore.layouts import WHOLE_ROWS, Layout, run_of, runs_of
 from shardcore.phases import IDS_ALIVE
 from shardcore.search.shards import (
     IMPOSSIBLE,
@@ -78,7 +78,7 @@ class ShardCostCache:
         self.problem, self.model = problem, model
         self.speed = np.array([d.speed for d in problem.topology.devices])
         shards = list(shards)
-        self._strips = _strips_of(shards, problem)
+        self._strips, self._cut_sequences = _strips_of(shards, problem), _cut_sequences(shards)
         self._strips_at: dict[RowRange, list[tuple[Shard, int]]] = defaultdict(list)
         for i, bundle in enumerate(self._strips):
             for shard in bundle:
@@ -110,7 +110,9 @@ class ShardCostCache:
         self.made: list[Bundle] = [self._strips[0]]  # number 0: any will do, its values are zeroed
         self._codes, self._single_ms = np.zeros((0, 1)), np.zeros(0)
         self._batches: dict[Layout, RunBatch] | None = None
-        self.sums, self._multiples = np.zeros((1, 6)), Turns.of(self.kinds, problem).most
+        self.sums, self._multiples = np.zeros((1, 6)), {}
+        for run in {*self.kinds, *(run for of in map(self.runs, range(len(self))) for run in of)}:
+            [self._multiples[run]] = Turns.of((run,), problem).most
         self.bytes, self.outputs, self.id_bytes = (np.zeros(1, dtype=np.int64) for _ in range(3))
 
     def __len__(self) -> int:
@@ -153,8 +155,10 @@ class ShardCostCache:
         return made, number.reshape(-1)
 
     def covers(self, shards: Iterable[Shard]) -> bool:
-        """Whether these shards make up exactly the strips of the cache."""
-        return self._strips == _strips_of(shards, self.problem)
+        """Whether these shards make up exactly the strips of the cache, with sequences cut in the same way."""
+        shards = list(shards)
+        return self._cut_sequences == _cut_sequences(shards) and self._strips == _strips_of(shards,
+                                                                                            self.problem)
 
     def table(self, strip: int) -> Table:
         """The strip's table, or the first of several kept together."""
@@ -163,6 +167,13 @@ class ShardCostCache:
     def whole(self, strip: int) -> Bundle:
         """All columns of a strip."""
         return self._strips[strip]
+
+    def runs(self, strip: int) -> tuple[Layout, ...]:
+        """How each table of a strip runs. Those of a bundle may be of several collections."""
+        bundle = self._strips[strip]
+        if len(bundle) == 1:
+            return (self.kinds[self.kind[strip]],)
+        return tuple(run_of(WHOLE_ROWS.name, shard.table) for shard in bundle)
 
     def key(self, shard: Shard) -> ShardKey:
         """A shard as strip and units. Of a table kept together with others, the key of their bundle."""
@@ -247,15 +258,17 @@ class ShardCostCache:
             return
         made, first = [self._columns(s, 0, u) for s, u in new], len(self.made)
         self.made += made
-        runs = [self.kinds[self.kind[s]] for s, _ in new]
-        sums = np.array([np.sum([sums_of(run, s, self.problem) for s in bundle], 0)
-                         for bundle, run in zip(made, runs, strict=True)])
+        of_shards = [(run, shard) for bundle, (s, _) in zip(made, new, strict=True)
+                     for run, shard in zip(self.runs(s), bundle, strict=True)]
+        each = np.array([sums_of(run, shard, self.problem) for run, shard in of_shards])
+        multiples = np.array([self._multiples[run] for run, _ in of_shards])
+        begins = np.cumsum([0, *map(len, made[:-1])])
+        n_bytes = np.add.reduceat(each[:, :2].sum(1) + (each[:, 2:4] * multiples).sum(1), begins)
+        sums = np.add.reduceat(each, begins)
         possible = [u <= self.most[s] and all(may_be_on_a_device(shard, self.problem) for shard in bundle)
                     for bundle, (s, u) in zip(made, new, strict=True)]
-        sums[~np.array(possible), 0] = IMPOSSIBLE
+        sums[~np.array(possible), 0] = n_bytes[~np.array(possible)] = IMPOSSIBLE
         self.sums = np.concatenate([self.sums, sums])
-        multiples = self._multiples[[self.kind[s] for s, _ in new]]
-        n_bytes = sums[:, :2].sum(1) + (sums[:, 2:4] * multiples).sum(1)
         self.bytes = np.concatenate([self.bytes, n_bytes.astype(np.int64)])
         ids, outputs = sums.T[1:3].astype(np.int64)
         self.outputs = np.concatenate([self.outputs, outputs])
@@ -327,6 +340,11 @@ def _unit_width(bundle: Bundle, shards: Sequence[Shard], problem: Problem) -> in
     if table.sequence and len(shards) > 1:
         return gcd(*(shard.width for shard in shards))
     return problem.unit_width(table)
+
+
+def _cut_sequences(shards: Iterable[Shard]) -> frozenset[tuple[str, int]]:
+    """Sequences that are cut by columns, and the widths of their shards."""
+    return frozenset((s.table.name, s.width) for s in shards if s.table.sequence and s.width < s.table.dim)
 
 
 def _strips_of(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:

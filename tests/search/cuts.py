@@ -1,17 +1,28 @@
 """Problems drawn at random, their tables cut, and what a plan of these costs: for tests of what searches
 keep."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
-from shapes import with_room
+from shapes import on_hosts, with_room
 
 from shardcore.access_statistics import Zipf
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.job import PAYLOADS, Job
 from shardcore.layouts import shards_on
-from shardcore.search.shards import consolidate, division, halve_columns, placed
+from shardcore.search.shards import (
+    consolidate,
+    devices_of,
+    division,
+    equal_parts,
+    fixed_placements,
+    halve_columns,
+    placed,
+    searched_tables,
+)
 from shardcore.topology import Device, Topology
 from shardcore.traffic import channels_of
 from shardcore.types import Plan, Problem, Setting, Shard, Table
@@ -49,11 +60,11 @@ def on_two_hosts(problem: Problem) -> Problem:
 
 
 def plan_of(shards, devices, problem) -> Plan:
-    return Plan(consolidate(placed([(s,) for s in shards], devices, problem)))
+    return Plan(consolidate([*placed([(s,) for s in shards], devices, problem), *fixed_placements(problem)]))
 
 
-def total_ms(shards, devices, problem, fits=True) -> float:
-    return price(lower(plan_of(shards, devices, problem), problem, fits=fits),
+def total_ms(shards, devices, problem) -> float:
+    return price(lower(plan_of(shards, devices, problem), problem),
                  replace(MODEL, setting=replace(MODEL.setting, optimizer=problem.optimizer))).total_ms
 
 
@@ -69,3 +80,60 @@ def draw_cuts(rng: np.random.Generator, problem: Problem, rows: bool) -> list[Sh
         if shards[i].full_rows:
             shards[i:i + 1] = halve_columns(shards[i]) or [shards[i]]
     return shards
+
+
+# --- problems of all kinds ----------------------------------------------------------------------------------
+
+
+def draw_all_kinds(seed: int) -> Problem:
+    """Two collections of pooled tables and one of sequences, payloads, a bundle, fixed kinds and pins, on two
+    hosts of two devices. Every third problem is for CPUs, and every third names no hardware."""
+    rng = np.random.default_rng([seed, 1])
+    pooled = tuple(Table(f"t{i}", int(rng.integers(8, 2000)), int(rng.choice([8, 16, 32, 64])),
+                         float(rng.choice([0, 1, 7.5, 30])), features=int(rng.integers(1, 3)),
+                         collection=str(rng.choice(["left", "right"]))) for i in range(14))
+    tables = tuple(replace(t, sequence=True, dim=16, collection="sequences") if t.name in ("t3", "t7") else t
+                   for t in pooled)
+    there, back = (str(rng.choice(list(PAYLOADS))) for _ in range(2))
+    asked = Constraints(together=(tuple(f"t{i}" for i in rng.choice([0, 1, 2, 3], 2, replace=False)),),
+                        kinds=(("t5", ("data_parallel",)), ("t6", ("row",))), pinned=(("t8", ("x",)),))
+    hardware = (None, "cpu-some", "nvidia-h200")[seed % 3]
+    return Problem("all-kinds", tables, Topology(on_hosts("xyxy", 1 << 40).devices, hardware), BATCH,
+                   str(rng.choice(["exact_sgd", "rowwise_adagrad", "adam"])), asked,
+                   job=Job(forward_payload=there, backward_payload=back))
+
+
+def with_memory(problem: Problem, n_bytes: Iterable[int]) -> Problem:
+    """The problem with so many bytes on each device."""
+    devices = tuple(replace(d, memory_bytes=int(n))
+                    for d, n in zip(problem.topology.devices, n_bytes, strict=True))
+    return replace(problem, topology=replace(problem.topology, devices=devices))
+
+
+def draw_two_cuts(rng: np.random.Generator, problem: Problem) -> list[list[Shard]]:
+    """Two ways to cut the searched tables: some by rows, or into halves. They differ in one table of which
+    each has halves."""
+    shards: list[Shard] = []
+    for table in searched_tables(problem):
+        divided = division(table, problem) if rng.random() < 0.2 and table.name not in problem.whole else None
+        parts = 2 if rng.random() < 0.25 and table.name not in problem.whole else 1
+        shards += [s for _, s in shards_on(divided)] if divided else equal_parts(table, parts)
+    may_be_cut = [s for s in shards if s == Shard.whole(s.table) and s.width > 4 and not s.table.sequence
+                  and s.table.name not in problem.whole]
+    cut = [may_be_cut[i] for i in rng.permutation(len(may_be_cut))[:2]]
+    return [[part for s in shards for part in (halve_columns(s) if s == one else [s])] for one in cut]
+
+
+def draw_devices(rng: np.random.Generator, shards: list[Shard], problem: Problem) -> list[int]:
+    """A device for each shard, and one for a bundle. No two shards of a table meet."""
+    taken: dict[str, set[int]] = {}
+    devices = []
+    for shard in shards:
+        name = problem.bundle_of.get(shard.table.name, (shard.table.name,))[0]
+        home = taken.setdefault(name, set())
+        if shard.table.name in problem.bundle_of and home:
+            devices += home
+            continue
+        devices.append(int(rng.choice([d for d in devices_of(shard, problem) if d not in home])))
+        home.add(devices[-1])
+    return devices

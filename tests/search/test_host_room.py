@@ -28,6 +28,18 @@ def test_tables_in_host_memory_are_spread_over_hosts_where_one_does_not_hold_the
     assert sum(p.devices[0] < 2 for p in plan.placements) == 2
 
 
+@pytest.mark.parametrize("name", ["size_greedy", "neuroshard", "anneal"])
+def test_hosts_hold_tables_to_the_byte(name):
+    exactly = replace(PROBLEM, topology=replace(PROBLEM.topology, host_memory_bytes=2 * TABLES[0].bytes))
+    assert lower(SHARDERS[name](exactly, MODEL, budget=Budget(evals=500)), exactly)
+    less = replace(PROBLEM, topology=replace(PROBLEM.topology, host_memory_bytes=2 * TABLES[0].bytes - 1),
+                   constraints=Constraints(kinds=tuple((t.name, ("column",)) for t in TABLES),
+                                           unsplit=tuple(t.name for t in TABLES)))
+    with pytest.raises(Infeasible, match=r"host '[ab]' of problem 'hosts' would hold .* of rows; it may hold "
+                       r"1.2 MiB \(host_memory_bytes\), .* too little"):
+        SHARDERS[name](less, MODEL, budget=Budget(evals=500))
+
+
 def test_what_no_host_holds_is_refused():
     with pytest.raises(Infeasible, match="host 'a' of problem 'hosts' would hold"):
         small = replace(PROBLEM.topology, host_memory_bytes=TABLES[0].bytes - 1)

@@ -5,16 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conformance import check_plan, draw_problem, model_for
-from shapes import on_hosts
+from shapes import column, host_row, on_hosts, row
 
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.errors import Infeasible
+from shardcore.memory import used_bytes
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
-from shardcore.search.portfolio import portfolio
+from shardcore.search.anneal.reshard import Reshard
+from shardcore.search.portfolio import annealing, portfolio
 from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Setting, Table
+from shardcore.types import Placement, Plan, Problem, Setting, Table
 from shardcore.workload import lower
 
 MIB, GIB = 2**20, 2**30
@@ -87,3 +89,47 @@ def test_what_does_not_fit_is_refused_by_name():
     problem = Problem("small", (Table("huge", 1_000_000, 64, 1.0),), Topology((Device(MIB),) * 2), 2)
     with pytest.raises(Infeasible, match="problem 'small' does not fit"):
         portfolio(problem, gpu(problem))
+
+
+@pytest.mark.parametrize("name", ["anneal", "portfolio"])
+def test_a_bundle_of_two_collections_fits_to_the_byte(name):
+    """Annealing takes them for one. It ends with a plan that fits all the same."""
+    tables = tuple(Table(f"t{i}", 500, 64, 20.0, collection="ab"[i % 2]) for i in range(4))
+    given = Problem("two", tables, on_hosts("aa", GIB), 48, constraints=Constraints(
+        together=(("t0", "t1"), ("t2", "t3")), kinds=tuple((t.name, ("column",)) for t in tables)))
+    only = Plan(tuple(column(t, i // 2) for i, t in enumerate(tables)))
+    needed = used_bytes(only, given)[0]
+    for n_bytes, found in ((needed, {(0,), (1,)}), (needed - 1, None)):
+        tight = replace(given, topology=on_hosts("aa", n_bytes))
+        if found:
+            plan = SHARDERS[name](tight, gpu(tight), budget=Budget(evals=200))
+            assert lower(plan, tight) and {p.devices for p in plan.placements} == found
+        else:
+            with pytest.raises(Infeasible, match="1 bytes are lacking"):
+                SHARDERS[name](tight, gpu(tight), budget=Budget(evals=200))
+
+
+# --- plans to keep ------------------------------------------------------------------------------------------
+
+LARGE = Table("large", 4_000, 8, 1.0)
+OTHERS = tuple(Table(f"t{i}", 1000, 16, 1.0) for i in range(2))
+
+
+def kept(hosts: str, *placements: Placement, **space) -> bool:
+    """Whether a plan of a large table beside two others stays as it is, if nothing may move."""
+    given = Problem("kept", (LARGE, *OTHERS), on_hosts(hosts, MIB), 48)
+    old = Plan((*placements, *(column(t, 1) for t in OTHERS)))
+    found = annealing(given, model_for(given), budget=Budget(evals=2_000), reshard=Reshard(old, 0), **space)
+    return set(found.placements) == set(old.placements)
+
+
+def test_rows_of_a_plan_that_is_to_be_kept_stay_where_they_are():
+    assert kept("aaa", row(LARGE, on_hosts("aaa")))
+    assert kept("aabb", host_row(LARGE, (2, 3)))
+
+
+@pytest.mark.xfail(strict=True, reason="a table cut by columns and divided over hosts is placed anew, "
+                   "whatever the limit")
+def test_a_grid_of_a_plan_that_is_to_be_kept_stays_where_it_is():
+    """As TorchRec's grid_shard has it."""
+    assert kept("aabb", host_row(LARGE, (0, 1), 0, 4), host_row(LARGE, (2, 3), 4, 8), space="halves")

@@ -81,6 +81,11 @@ class SearchSpace:
         pairs = [(s, self.number(way.kind, way.devices, self.cache.table(s))) for s, way in ways]
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
+    def sharing(self, pairs: np.ndarray) -> np.ndarray:
+        """[N, 2] strips that groups share, and the divided strips that are not among them."""
+        always = self.always_shared
+        return np.concatenate([pairs, always[~np.isin(always[:, 0], pairs[:, 0])]])
+
     @property
     def as_it_is(self) -> SearchProblem:
         """The same space, but the tables that groups share stay the same."""
@@ -279,7 +284,7 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
     if not wanted and not divided:
         return found
     whole = [Shard.whole(cache.table(s)) for s in range(len(cache))]
-    bound = {*problem.pinned, *problem.whole, *(divided - problem.kinds_of.keys())}
+    bound = {*problem.pinned, *problem.whole}
     free = np.array([wanted and not cache.is_range[s] and w.width == cache.unit[s] * cache.size[s]
                      and w.table.name not in bound for s, w in enumerate(whole)], dtype=bool)
     for y, layout in enumerate(layouts):

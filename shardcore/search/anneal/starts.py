@@ -168,7 +168,7 @@ class Starts:
         [group] = np.flatnonzero(space.fixed.group_layout == y)
         copied = {space.cache.table(s).name for s in [*worth, *space.divided]}
         left = [(shard, d) for shard, d in placed if shard.table.name not in copied]
-        start = self._placed(space, left, np.concatenate([space.always_shared, _pairs(worth, group)]))
+        start = self._placed(space, left, space.sharing(_pairs(worth, group)))
         return start if start.state.value[self.compiled.OVER] == 0 else None
 
     def _replicated(self, space: SearchSpace, y: int, fits: bool) -> Iterator[Start | None]:
@@ -177,9 +177,10 @@ class Starts:
         If nothing fits yet, a start replicates the tables that take less memory so.
         """
         worth = self._worth_copying(space, y)
-        some = {len(worth) // k for k in (1, 2, 4)} - {0}
-        start = self._cheapest(space, [*(self._with(space, worth[:k], y) for k in sorted(some)),
-                                       *([self._with(space, worth, y, np.inf)] if some else ())])
+        every = np.flatnonzero(space.fixed.may_share[y])
+        some = [worth[:len(worth) // k] for k in (4, 2, 1)]
+        start = self._cheapest(space, [*(self._with(space, s, y) for s in (*some, every) if len(s)),
+                                       *([self._with(space, worth, y, np.inf)] if len(worth) else ())])
         yield start
         if not fits and start is None:
             less = space.shared_bytes[y] < space.whole_bytes / 2
@@ -210,7 +211,7 @@ class Starts:
         """
         best, least, begin = None, np.inf, None
         for n, shared in ways:
-            shared = np.concatenate([shared, space.always_shared])
+            shared = space.sharing(shared)
             state = self._greedy(space, n, shared)
             if state is not None and state.value[self.compiled.BEST] < least:
                 best, least, begin = state, state.value[self.compiled.BEST], (n, shared)

@@ -71,7 +71,8 @@ def frame(fx, st):
     for i in range(n):
         r = st.order[i]
         outputs, cut = st.run_outputs[r], st.run_partial[r] > 0
-        # Outputs of a collection's runs form one tensor. Its gradient lives until its last run has its own.
+        # Outputs of a collection's runs form one tensor. Its gradient lives until the run that is last in
+        # backward has its own: the first of them.
         of_all, others, is_last = 0.0, 0, True
         for j in range(n):
             q = st.order[j]
@@ -79,8 +80,8 @@ def frame(fx, st):
                 of_all += st.run_outputs[q]
                 if q != r:
                     others += 1
-                    # Replicas are last, whatever the order.
-                    if fx.run_replicas[q] or (j > i and not fx.run_replicas[r]):
+                    # Replicas' are after all that is exchanged.
+                    if fx.run_replicas[q] or (j < i and not fx.run_replicas[r]):
                         is_last = False
         together = cut if fx.run_sequence[r] else others > 0
         gradient = 0.0

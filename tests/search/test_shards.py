@@ -1,20 +1,34 @@
-"""Tables that a given kind has to run, beside others that are searched."""
+"""Shards and the kinds that run them: those that constraints give, and how shards become placements."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from conformance import draw_problem, model_for
-from shapes import column, with_room
-from shardcore.search.fixed_kinds import set_aside
+from hypothesis import given
+from hypothesis import strategies as st
+from shapes import column, host_row, on_hosts, replica, row, with_room
 
 from shardcore.constraints import Constraints
 from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.layouts import shards_on
 from shardcore.memory import used_bytes
 from shardcore.publish.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget
+from shardcore.search.shards import (
+    consolidate,
+    devices_of,
+    division,
+    fixed_placements,
+    halve_columns,
+    join_columns,
+    layout_of_shard,
+    placed,
+    searched_tables,
+)
 from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Table
-from shardcore.workload import lower
+from shardcore.types import Placement, Plan, Problem, Shard, Table
+from shardcore.workload import lower, require_cover
 
 MIB = 2**20
 ASKED = {"t0": "data_parallel", "t2": "row"}
@@ -59,22 +73,44 @@ def test_a_table_that_none_of_its_kinds_can_run_is_refused_with_those_that_can()
         plan(one)
 
 
-def test_tables_that_do_not_fit_are_refused_by_what_they_take():
+def test_replicas_that_do_not_fit_are_refused():
     large = problem({f"t{i}": "data_parallel" for i in range(7)}, memory_bytes=20_000)
-    with pytest.raises(Infeasible, match=r"has 7 tables that constraints.kinds puts on every device; they "
-                       r"take .* of each, and .* is free"):
+    with pytest.raises(Infeasible, match=r"'t0', .* and 2 more, on all devices \(constraints.kinds\), take "
+                       "0.4 MiB of each .* may hold 0.1 MiB, 0.2 MiB too little.* It would fit with 0.3 MiB"):
         plan(large)
 
 
+def test_what_is_on_all_devices_is_named_where_it_leaves_others_too_little():
+    given = problem({f"t{i}": "data_parallel" for i in range(7)})
+    beside = Plan((*fixed_placements(given), column(given.tables[7], 0)))
+    short = replace(given, topology=Topology((Device(max(used_bytes(beside, given)) - 1),) * 2),
+                    constraints=replace(given.constraints, unsplit=("t7",)))
+    short = replace(short, constraints=replace(short.constraints, kinds=(*short.constraints.kinds,
+                                                                         ("t7", ("column",)))))
+    with pytest.raises(Infeasible, match=r"table 't7', which must stay whole .* bytes too little \(.* of "
+                       r"each is for tables on all devices: constraints.kinds\)"):
+        plan(short)
+
+
+def test_replicas_alone_fit_to_the_byte():
+    given = problem({f"t{i}": "data_parallel" for i in range(8)})
+    only = Plan(fixed_placements(given))
+    exact, short = (replace(given, topology=Topology(tuple(Device(n - k) for n in used_bytes(only, given))))
+                    for k in (0, 1))
+    for algorithm in SEARCHES:
+        assert kinds(plan(exact, algorithm)) == kinds(only)
+        with pytest.raises(Infeasible, match="1 bytes too little.* 1 bytes are lacking"):
+            plan(short, algorithm)
+
+
 def test_what_they_take_is_not_given_to_others():
+    """The second device has memory for the replicas, and for no other table."""
     of = problem({f"t{i}": "data_parallel" for i in range(4)}, 64 * MIB)
-    fixed, others = set_aside(of)
-    all_on_first = Plan((*fixed, *(column(t, 0) for t in others.tables)))
-    # The second device has room for the replicas, and for next to nothing else.
-    devices = tuple(replace(d, memory_bytes=m) for d, m in zip(
-        of.topology.devices, (64 * MIB, used_bytes(all_on_first, of)[1] + 1000), strict=True))
-    found = plan(replace(of, topology=Topology(devices)))
-    assert {p.devices for p in found.placements if p.kind == "column"} == {(0,)}
+    all_on_first = Plan((*fixed_placements(of), *(column(t, 0) for t in searched_tables(of))))
+    devices = tuple(map(Device, used_bytes(all_on_first, of)))
+    for algorithm in SEARCHES:
+        found = plan(replace(of, topology=Topology(devices)), algorithm)
+        assert {p.devices for p in found.placements if p.kind == "column"} == {(0,)}
 
 
 def test_unknown_tables_are_refused():
@@ -203,6 +239,7 @@ def test_sequences_of_a_collection_are_cut_equally_wide():
     of = Problem("p", tables, Topology((Device(35 * MIB),) * 7), 49, constraints=Constraints(kinds=kinds))
     for algorithm in SEARCHES:
         found = SHARDERS[algorithm](of, model_for(of), budget=Budget(evals=300))
+        lower(found, of)
         assert {p.shard.width for p in found.placements} == {8} and len(found.placements) == 6
 
 
@@ -214,3 +251,102 @@ def test_torchrecs_planner_keeps_to_kinds_and_widths(table, constraints, placed)
     pytest.importorskip("torchrec")
     found = of_table(searched("torchrec", [table, SMALL], 16, **constraints), "large")
     assert {(kind, n) for kind, _, n in found} == placed and min(width for _, width, _ in found) >= 32
+
+
+# --- shards and placements ----------------------------------------------------------------------------------
+
+
+def of_tables(tables, hosts: str, **constraints) -> Problem:
+    return Problem("p", tuple(tables), on_hosts(hosts), 48, constraints=Constraints(**constraints))
+
+
+def test_rows_of_ordered_tables_rise_with_torchrecs_ranks():
+    """It numbers devices host by host; rows that are not ordered are dealt out anew, whichever device has
+    which."""
+    ordered, other = Table("ordered", 10, 4, 1.0, ordered=True), Table("other", 10, 4, 1.0)
+    apart = of_tables([ordered, other], "xyxy")
+    assert [division(t, apart) for t in (ordered, other)] == [row(t, apart.topology)
+                                                              for t in (ordered, other)]
+    assert division(ordered, apart).devices == (0, 2, 1, 3)
+    assert division(ordered, of_tables([ordered], "aaaa")).devices == (0, 1, 2, 3)
+    pinned = of_tables([ordered, other], "xyxy", pinned=(("ordered", ("y",)), ("other", (0, 1))))
+    assert [division(t, pinned) for t in (ordered, other)] == [host_row(ordered, (1, 3)), None]
+    most = of_tables([ordered], "xyxy", pinned=(("ordered", (1, 2, 3)),))  # a host, and one more
+    assert division(ordered, most) == host_row(ordered, (1, 3))
+    unequal = of_tables([ordered, other], "xyy", pinned=(("ordered", ("y",)),))
+    assert [division(t, unequal) for t in (ordered, other)] == [None, row(other, unequal.topology)]
+    assert division(ordered, of_tables([ordered], "aa", unsplit=("ordered",))) is None
+    assert division(ordered, of_tables([ordered], "aa", pinned=(("ordered", (1,)),))) is None
+    few = Table("few", 3, 4, 1.0)  # over four devices the last would have none, over two it has one
+    assert division(few, of_tables([few], "xyxy")) == host_row(few, (0, 2))
+    assert division(replace(few, rows=1), of_tables([few], "xyxy")) is None
+    second = Shard(ordered, 3, 6, 0, 4)
+    assert [devices_of(Shard.whole(ordered), apart), devices_of(second, apart)] == [(0, 1, 2, 3), (2,)]
+    assert devices_of(Shard(other, 3, 6, 0, 4), apart) == (2,)
+    assert devices_of(Shard(ordered, 5, 10, 0, 4), pinned) == (3,)
+    assert [layout_of_shard(s, apart).name for s in (Shard.whole(ordered), second)] == ["column", "row"]
+    assert layout_of_shard(Shard(ordered, 5, 10, 0, 4), pinned).name == "host_row"
+
+
+def test_shards_become_placements_and_row_ranges_one():
+    table = Table("t", 10, 8, 1.0)
+    other = Table("other", 1000, 16, 1.0)
+    problem = of_tables([table, other], "xyxy")
+    ranges = [s for _, s in shards_on(row(table, problem.topology))]
+    whole = (Shard.whole(other),)
+    found = placed([(ranges[3],), whole, *((s,) for s in ranges[:3])], [3, 1, 0, 2, 1], problem)
+    assert set(found) == {row(table, problem.topology), column(other, 1)}
+    for devices in ([3, 1, 0, 1, 2], [3, 1, 0, 2, 2]):
+        with pytest.raises(RuntimeError, match="a search placed rows of table 't'"):
+            placed([(ranges[3],), whole, *((s,) for s in ranges[:3])], devices, problem)
+    with pytest.raises(RuntimeError, match="a search placed rows of table 't'"):
+        placed([(s,) for s in ranges[:3]], [0, 2, 1], problem)
+
+
+def test_halves_are_multiples_of_four_columns():
+    shard = Shard.whole(Table("t", 5, 12, 1.0))
+    assert [h.width for h in halve_columns(shard)] == [4, 8]
+    assert halve_columns(replace(shard, col_hi=4)) is None
+
+
+@given(data=st.data(), of_hosts=st.booleans())
+def test_consolidate_keeps_columns_per_group_and_covers_the_table(data, of_hosts):
+    table, where = Table("t", 10, 64, 1.0), on_hosts("xyxy")
+    edges = [0, *sorted(4 * e for e in data.draw(st.sets(st.integers(1, 15)))), 64]
+    placements = []
+    for a, b in zip(edges, edges[1:], strict=False):
+        by_host = of_hosts and data.draw(st.booleans())
+        placements.append(host_row(table, data.draw(st.sampled_from([(0, 2), (1, 3)])), a, b) if by_host
+                          else column(table, data.draw(st.integers(0, 3)), a, b))
+    shuffled = data.draw(st.permutations(placements))
+    result = consolidate(shuffled)
+
+    def columns(ps):
+        widths = Counter()
+        for p in ps:
+            widths[p.kind, p.devices] += p.shard.width
+        return widths
+
+    assert columns(result) == columns(placements)
+    assert len(result) == len(columns(placements))
+    assert consolidate(result) == result
+    require_cover(Plan(result), Problem("p", (table,), where, 48))
+
+
+def test_consolidate_keeps_replicas_and_does_not_hide_faults():
+    table = Table("t", 10, 16, 1.0)
+    problem = of_tables([table], "aa")
+    everywhere = replica(table, problem.topology)
+    assert consolidate([everywhere]) == (everywhere,)
+    for wrong in ([column(table, 0, 0, 8)], [column(table, 0), column(table, 1, 8, 16)],
+                  [everywhere, column(table, 0)], [everywhere, everywhere]):
+        with pytest.raises(ValueError, match="plan places"):
+            require_cover(Plan(consolidate(wrong)), problem)
+
+
+def test_join_columns_joins_neighbours_only():
+    table = Table("t", 10, 16, 1.0)
+    a, b, c = (Shard(table, 0, 10, lo, hi) for lo, hi in ((0, 4), (4, 8), (12, 16)))
+    assert join_columns([c, b, a]) == [Shard(table, 0, 10, 0, 8), c]
+    steps = [Shard(table, 0, 5, 0, 8), Shard(table, 5, 10, 8, 16)]
+    assert join_columns(steps) == steps

@@ -1,0 +1,395 @@
+"""Kept problems: what every search finds on them, to compare two commits, and if searches count memory right.
+
+    python -m bench.kept tight --out tight.jsonl                         100 problems with little memory
+    python -m bench.kept ordinary --out costs.jsonl --against OLD.jsonl  100 with enough, and a run of another
+                                                                         commit beside
+    python -m bench.kept findings --seconds 2                            where the default once lost
+    python -m bench.kept plans                                           memory that annealing counts of the
+                                                                         plans of bench.memory
+
+Problems have 1.02 to 1.2 times (ordinary: 1.5 to 4 times) the memory that their whole tables take in turn,
+counted exactly. They have pooled tables, sequences or both, on 2 to 16 devices, on one host or two, of one to
+three collections. Some tables are replicas or have their rows divided, because constraints say so. Some have
+rows in host memory, with or without a cache, or managed collision. Payloads, optimizers and precisions vary.
+On most, FBGEMM's GPU kernels sort. Every second tight problem is small: 6 tables on 3 devices at most.
+Ordinary ones have pins, tables kept whole or together, and unequal devices too.
+
+Each search has as many evaluations (on the findings: seconds of the processor), so costs can be compared to
+the last digit. Costs are predicted, by AnalyticModel. `off` is a search's own count of a device's memory less
+what its plan takes there, as a share of the device. Of small problems that all searches refuse, a plan that
+fits is looked for: kinds and devices are enumerated, and cuts by columns in equal parts.
+
+A line of --out is a problem. Run again, it goes on from there. With --against, memory is that of the other
+run. Exit code 1 if a plan is dearer by more than 0.1% than there, or refused where that found one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from shardcore import files, memory, progress, report
+from shardcore.access_statistics import ManagedCollision
+from shardcore.constraints import Constraints
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import CostModel, price
+from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.errors import ShardCoreError
+from shardcore.job import Job
+from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_share, run_of
+from shardcore.search import SHARDERS, Budget
+from shardcore.search.anneal.reshard import Reshard
+from shardcore.search.anneal.sharder import Search, copy_of
+from shardcore.search.anneal.starts import Start, Starts
+from shardcore.search.placement_state import PlacementState
+from shardcore.search.shards import fixed_placements
+from shardcore.tables.generate import generate_pool
+from shardcore.topology import GIB, Device, Topology
+from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
+from shardcore.workload import lower
+
+DEARER = 1e-3
+KINDS = ("pooled", "sequences", "both")
+MOSTLY = {"weights": ((4, 6.5), (1, 10), 2048), "ids": ((2, 4), (20, 60), 8192),
+          "outputs": ((2, 4), (1, 2), 8192), "all": ((3.5, 5.5), (5, 20), 8192)}
+"""What takes most memory: powers of 10 of rows, pooling, and the batch."""
+SLACK = {"tight": (1.02, 1.2), "ordinary": (1.5, 4.0)}
+SMALL = 6, 3
+NODES = 3_000
+"""Partial plans that an enumeration tries."""
+
+
+def drawn(suite: str, i: int, memory_bytes: int | None = None) -> Problem:
+    """Problem i of a suite. memory_bytes: of each device. None: as SLACK says."""
+    rng = np.random.default_rng([39, list(SLACK).index(suite), i])
+    small, kind, mostly = suite == "tight" and i % 2 == 0, KINDS[i % 3], list(MOSTLY)[i // 2 % 4]
+    n = int(rng.choice([2, 3] if small else [2, 4, 8, 16]))
+    n_tables = int(rng.integers(n, SMALL[0] + 1) if small else min(40, n * rng.integers(2, 6)))
+    (low, high), pooling, batch = MOSTLY[mostly]
+    tables, kinds, collections = [], [], int(rng.choice([1, 1, 2, 3]))
+    optimizer = str(rng.choice(["exact_sgd", "rowwise_adagrad", "exact_adagrad", "adam"]))
+    tiers, precisions = rng.random() < 0.3, ["fp32", "fp16"] if rng.random() < 0.2 else ["fp32"]
+    for j in range(n_tables):
+        sequence = kind == "sequences" or (kind == "both" and rng.random() < 0.4)
+        # A collection of sequences has one dim.
+        number = int(rng.integers(collections))
+        dim = 16 << (number if sequence else int(rng.integers(4)))
+        table = Table(f"t{j}", int(10 ** rng.uniform(low, high)), dim, float(rng.integers(*pooling)),
+                      features=1 + int(rng.random() < 0.2), sequence=sequence, collection=f"c{number}",
+                      precision=str(rng.choice(precisions)),
+                      load_factor=float(rng.choice([0, 0.1, 0.3])) if tiers and rng.random() < 0.4 else 1.0,
+                      managed_collision=ManagedCollision(32, 8) if rng.random() < 0.05 else None)
+        fixed = rng.random()
+        if fixed < 0.1 and even_share(table.rows, n):
+            kinds.append((table.name, ("row",)))
+        elif fixed < 0.2 and table.rows < 1e4 and not table.in_host_memory:
+            kinds.append((table.name, ("data_parallel",)))
+        tables.append(table)
+    two, gpu = n > 2 and n % 2 == 0 and rng.random() < 0.3, rng.random() < 0.8
+    hosts = [f"host-{2 * d // n if two else 0}" for d in range(n)]
+    devices = tuple(Device(memory_bytes or 1 << 50, host=host) for host in hosts)
+    topology = Topology(devices, None if gpu else "cpu", 200.0, 25.0 if two else None,
+                        **({"host_memory_bytes": 1 << 44, "host_memory_gbps": 25.0} if tiers else {}))
+    payloads = [str(p) for p in rng.choice(["fp32", "fp16", "bf16"], 2, p=[0.6, 0.2, 0.2])]
+    constraints = Constraints(kinds=tuple(kinds))
+    if suite == "ordinary":
+        free = [t.name for t in tables if t.name not in dict(kinds)]
+        pooled = [t.name for t in tables if t.name in free and not t.sequence][:2]
+        more = ({}, {"unsplit": free[:2]}, {"pinned": [(name, (0, 1)) for name in free[:1]]},
+                {"together": [pooled] if pooled[1:] else []}, {})[i % 5]
+        constraints = replace(constraints, **more)
+        fast = tuple(replace(d, speed=1.5) if i % 5 == 4 and k % 2 else d for k, d in enumerate(devices))
+        topology = replace(topology, devices=fast)
+    problem = Problem(f"{suite}-{i:03}-{kind}-{mostly}", tuple(tables), topology, batch * n, optimizer,
+                      constraints, Job(forward_payload=payloads[0], backward_payload=payloads[1]))
+    return problem if memory_bytes else with_memory(problem, rng.uniform(*SLACK[suite]))
+
+
+def with_memory(problem: Problem, times: float) -> Problem:
+    """The problem with so many times the memory that whole tables take in turn. A device keeps its share."""
+    each, devices = times * even_share_of(problem), problem.topology.devices
+    mean = sum(d.memory_bytes for d in devices) / len(devices)
+    sized = tuple(replace(d, memory_bytes=int(each * (d.memory_bytes / mean))) for d in devices)
+    return replace(problem, topology=replace(problem.topology, devices=sized))
+
+
+def even_share_of(problem: Problem) -> float:
+    """Mean bytes of a device that has whole tables in turn, and its part of those of a fixed kind."""
+    ranks, placements = problem.topology.ranks, []
+    for i, table in enumerate(problem.tables):
+        [kind] = problem.kinds_of.get(table.name, (WHOLE_ROWS.name,))
+        devices = ranks if table.name in problem.kinds_of else (i % len(ranks),)
+        placements.append(Placement(kind, Shard.whole(table), devices))
+    return float(np.mean(memory.used_bytes(Plan(tuple(placements)), problem)))
+
+
+def model_of(problem: Problem) -> CostModel:
+    return AnalyticModel(Setting(problem.topology.hardware or "gpu", problem.global_batch, problem.precision,
+                                 problem.optimizer, problem.job.forward_payload, problem.job.backward_payload)
+                         ).for_problem(problem)
+
+
+def of_size(n_tables: int, n_devices: int, batch: int) -> Problem:
+    """Tables of the pool at dims 16 to 128, on hosts of 8 with given links, with 1.5 times their memory."""
+    live, rng = [t for t in generate_pool() if t.pooling > 0], np.random.default_rng(n_tables)
+    tables = tuple(replace(live[i % len(live)], name=f"t{i}", dim=int(rng.choice([16, 32, 64, 128])))
+                   for i in range(n_tables))
+    devices = tuple(Device(1 << 50, host=f"host-{d // 8}") for d in range(n_devices))
+    return with_memory(Problem(f"size-{n_tables}-{n_devices}", tables, Topology(devices, None, 1.0, 0.5, 0.2),
+                               batch), 1.5)
+
+
+def findings() -> Iterator[Problem]:
+    """Problems on which a default search once ended dearer than others of ours, by up to ten times."""
+    def on(name: str, tables: Sequence[Table], n: int, gib: float, batch: int) -> Problem:
+        devices = tuple(Device(int(gib * GIB), host=f"host-{d // 8}") for d in range(n))
+        return Problem(name, tuple(tables), Topology(devices), batch)
+
+    history = Table("t0", 1_000_000, 128, 1000.0, sequence=True)
+    for gib in (80, 2.5):
+        yield on(f"a-sequence-{gib}-GiB", [history], 8, gib, 2048)
+    three = [replace(history, name=f"t{i}", pooling=500.0) for i in range(3)]
+    yield on("three-sequences", three, 8, 80, 2048)
+    few = [Table(f"t{i}", 10_000, 64, 5.0) for i in range(20)]
+    yield on("one-huge-table", [Table("huge", 1_000_000_000, 512, 1.0), *few], 64, 80, 4096)
+    for i in range(5):  # where NeuroShard's beam was ahead
+        yield draw_problem(generate_pool(), i, Setting("gpu", 65_536), 39, ProblemConfig(4, 18, 22))
+
+
+# --- a search's own count ---------------------------------------------------------------------------------
+
+
+def off_bytes(placements: Sequence[Placement], problem: Problem, counted: np.ndarray) -> list[int]:
+    """For each device that has a shard, a search's own count of bytes [D] less what the plan takes there."""
+    held, plan = sorted({d for p in placements for d in p.devices}), Plan(tuple(placements))
+    return (counted - memory.used_bytes(plan, problem))[held].astype(int).tolist()
+
+
+def counted_by(search: Search | Starts, start: Start) -> np.ndarray:
+    """[D] bytes that annealing counts of a plan. Where devices have no memory, what is left is exact."""
+    fixed = start.fixed._replace(free=np.full(len(start.fixed.free), -1e-9), host_free=np.inf)
+    state = copy_of(start.state)
+    search.compiled.refresh(search.head, fixed, state)
+    return np.rint(-state.left)
+
+
+def off_of_plans(n: int) -> list[int]:
+    """`off_bytes` of annealing that starts from each of the first n plans of bench.memory.
+
+    It has tables whole there that a plan cuts both ways.
+    """
+    from bench.memory import drawn as planned  # with torch and TorchRec
+
+    off = []
+    for i in range(n):
+        problem, plan = planned(i)
+        starts = Starts(problem, model_of(problem), Budget().start(), 0)
+        start = starts.resharded(Reshard(plan), "all")
+        off += off_bytes(start.placements, problem, counted_by(starts, start))
+    return off
+
+
+@contextmanager
+def own_counts() -> Iterator[list[int]]:
+    """While it is open, it lists `off_bytes` of each plan of a search."""
+    off: list[int] = []
+
+    def plan(state: PlacementState, **provenance: Any) -> Plan:
+        found = of_state(state, **provenance)
+        off.extend(off_bytes(found.placements, state.cache.problem, state.peak_bytes()))
+        return found
+
+    def placements(search: Search) -> list[Placement]:
+        given = [*search.best.placements, *fixed_placements(search.problem)]
+        off.extend(off_bytes(given, search.problem, counted_by(search, search.best)))
+        return search.best.placements
+
+    of_state, of_search = PlacementState.plan, Search.placements
+    PlacementState.plan, Search.placements = plan, property(placements)
+    try:
+        yield off
+    finally:
+        PlacementState.plan, Search.placements = of_state, of_search
+
+
+# --- a plan that fits -------------------------------------------------------------------------------------
+
+
+def packed(problem: Problem) -> Plan | None:
+    """A plan that fits, of those enumerated. None: there is none, or NODES were tried."""
+    tables = sorted(problem.tables, key=lambda t: -t.bytes)
+    left = NODES
+
+    def add(placements: tuple[Placement, ...]) -> Plan | None:
+        nonlocal left
+        left -= 1
+        plan = Plan(placements)
+        if left < 0 or (placements and not memory.fits(plan, problem)):
+            return None
+        table = next((t for t in tables if all(p.shard.table is not t for p in placements)), None)
+        if table is None:
+            return plan
+        return next(filter(None, (add((*placements, *way)) for way in ways_of(table, problem))), None)
+
+    return add(())
+
+
+def ways_of(table: Table, problem: Problem) -> Iterator[tuple[Placement, ...]]:
+    """Ways to place a table: each kind on each group, and columns in equal parts on neighbours."""
+    n = len(problem.topology)
+    for layout in LAYOUTS.values():
+        if not problem.may_run(layout, table):
+            continue
+        try:
+            run_of(layout.name, table)
+        except ShardCoreError:
+            continue
+        for group in layout.groups(problem.topology):
+            if not layout.divides_rows or even_share(table.rows, len(group)):
+                yield (Placement(layout.name, Shard.whole(table), group),)
+        for parts in range(2, n + 1) if layout is WHOLE_ROWS and not table.sequence else ():
+            if table.dim % (4 * parts) == 0:
+                width = table.dim // parts
+                shards = [Shard(table, 0, table.rows, lo, lo + width) for lo in range(0, table.dim, width)]
+                for first in range(n if parts < n else 1):
+                    yield tuple(Placement(layout.name, shard, ((first + k) % n,))
+                                for k, shard in enumerate(shards))
+
+
+# --- all of it --------------------------------------------------------------------------------------------
+
+
+def searched(problem: Problem, names: Sequence[str], budget: Budget) -> dict[str, Any]:
+    """For each search its plan's cost or why there is none, processor seconds, and how its counts are off."""
+    model, found = model_of(problem), {}
+    for name in names:
+        began = time.process_time()
+        with own_counts() as off:
+            try:
+                plan = SHARDERS[name](problem, model, budget=budget)
+            except ShardCoreError as error:
+                each = {"refused": str(error)[:200]}
+            else:
+                memory.require_fits(plan, problem)
+                each = {"ms": price(lower(plan, problem), model).total_ms}
+        found[name] = each | {"seconds": round(time.process_time() - began, 3), "counts": len(off),
+                              "exact": off.count(0), "off_bytes": [min(off), max(off)] if off else []}
+    return found
+
+
+def against(rows: Sequence[dict], old: dict[str, dict], names: Sequence[str]) -> tuple[str, list[str]]:
+    """Costs beside those of another run, and what is worse."""
+    shown, worse = [], []
+    for name in names:
+        pairs = [(r, old[r["problem"]]["found"][name], r["found"][name]) for r in rows
+                 if name in r["found"] and name in old.get(r["problem"], {}).get("found", ())]
+        ratios = []
+        for row, before, now in pairs:
+            if "ms" in before and "ms" in now:
+                ratios.append(now["ms"] / before["ms"])
+                if ratios[-1] > 1 + DEARER:
+                    worse.append(f"{row['problem']}, {name}: {before['ms']:.6g} ms, now {now['ms']:.6g} ms")
+            elif "ms" in before:
+                worse.append(f"{row['problem']}, {name}: {before['ms']:.6g} ms, now {now['refused']}")
+        seconds = [sum(x[k]["seconds"] for x in pairs) for k in (1, 2)]
+        ratio = np.array(ratios or [np.nan])
+        shown.append((name, str(len(ratios)), str(int((ratio > 1 + DEARER).sum())), f"{1 - ratio.mean():.2%}",
+                      f"{ratio.max() - 1:+.2%}", *(str(sum("ms" not in x[k] for x in pairs)) for k in (1, 2)),
+                      f"{seconds[1] / max(seconds[0], 1e-9):.2f}"))
+    return report.text_table(("search", "both found", "dearer", "mean gain", "most", "refused before",
+                              "now", "processor time"), shown), worse
+
+
+def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
+    """Of each search how its plans cost, what it refuses, and how it counts."""
+    shown = []
+    for name in names:
+        of = [(r, r["found"][name]) for r in rows if name in r["found"]]
+        least = [min(f["ms"] for f in r["found"].values() if "ms" in f) for r, f in of if "ms" in f]
+        over = [f["ms"] / ms for (_, f), ms in zip([x for x in of if "ms" in x[1]], least, strict=True)]
+        off = [n / r["memory_bytes"] for r, f in of for n in f["off_bytes"]] or [np.nan]
+        fits = [r["fits"] or any("ms" in f for f in r["found"].values()) for r, f in of if "ms" not in f]
+        shown.append((name, f"{len(over)} of {len(of)}", str(sum(fits)), f"{np.mean(over or [np.nan]):.4f}",
+                      f"{max(over, default=np.nan):.3f}", f"{sum(f['seconds'] for _, f in of):.0f}",
+                      f"{sum(f['exact'] for _, f in of)} of {sum(f['counts'] for _, f in of)}",
+                      f"{min(off):+.1%}", f"{max(off):+.1%}"))
+    return report.text_table(("search", "found", "refused, fits", "cost", "most", "processor s",
+                              "counts exact", "least off", "most off"), shown)
+
+
+def count_processor_seconds() -> None:
+    """From now on budgets count seconds of the processor: searches run in one thread."""
+    progress.time = SimpleNamespace(monotonic=time.process_time)
+
+
+def lines_of(path: Path | None) -> list[dict[str, Any]]:
+    """What a run wrote. Nothing where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
+
+
+def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write all rows at once, so that a run may be killed at any time."""
+    files.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.kept", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=(*SLACK, "findings", "plans"))
+    parser.add_argument("--problems", type=int, default=100)
+    parser.add_argument("--evals", type=int, default=20_000)
+    parser.add_argument("--sharders", nargs="*", default=list(SHARDERS))
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each search on the findings")
+    parser.add_argument("--out", type=Path, help="a line of JSON for each problem")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="--out of another commit")
+    args = parser.parse_args()
+    if args.suite == "findings":
+        count_processor_seconds()
+        searched(next(findings()), args.sharders, Budget(evals=1))  # to compile
+        each = {p.name: searched(p, args.sharders, Budget(seconds=args.seconds)) for p in findings()}
+        print(report.text_table(("problem", *args.sharders), [
+            (name, *(f"{f['ms']:.4g}" if "ms" in f else "refused" for f in found.values()))
+            for name, found in each.items()]))
+        return 0
+    if args.suite == "plans":
+        off = np.array(off_of_plans(args.problems))
+        print(f"{args.problems} plans: {(off == 0).sum()} of {len(off)} devices exact, {off.min()} to "
+              f"{off.max()} bytes off")
+        return int(off.any())
+    if args.out is None:
+        parser.error("--out is needed: a file for the results, such as tight.jsonl")
+    old = {row["problem"]: row for row in lines_of(args.against)}
+    memory_bytes = {int(name.split("-")[1]): row["memory_bytes"] for name, row in old.items()}
+    rows = lines_of(args.out)
+    for i in range(len(rows), args.problems):
+        problem = drawn(args.suite, i, memory_bytes.get(i))
+        found = searched(problem, args.sharders, Budget(evals=args.evals))
+        small = len(problem.tables) <= SMALL[0] and len(problem.topology) <= SMALL[1]
+        refused = all("ms" not in f for f in found.values())
+        rows.append({"problem": problem.name, "tables": len(problem.tables), "devices": len(problem.topology),
+                     "memory_bytes": problem.topology.devices[0].memory_bytes, "found": found,
+                     "fits": packed(problem) is not None if small and refused else None})
+        write_lines(args.out, rows)
+        print(problem.name, *(f"{n} {f.get('ms', np.nan):.4g}" for n, f in found.items()), file=sys.stderr,
+              flush=True)
+    rows = rows[:args.problems]
+    print(summary(rows, args.sharders))
+    if not old:
+        return 0
+    table, worse = against(rows, old, args.sharders)
+    print("\n".join(["", table, *(["", "dearer, or not found:", *worse] if worse else [])]))
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

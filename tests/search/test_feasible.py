@@ -1,0 +1,112 @@
+"""Problems that do not fit are refused with what is too large, by how much, and what would be enough."""
+
+import re
+
+import pytest
+from shapes import column
+
+from shardcore.constraints import Constraints
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.errors import Infeasible
+from shardcore.memory import fits, used_bytes
+from shardcore.search import SHARDERS
+from shardcore.search.budget import Budget
+from shardcore.search.feasible import feasible_shards, fitting
+from shardcore.step.memory_account import table_bytes
+from shardcore.topology import Device, Topology, default_reserve
+from shardcore.types import Plan, Problem, Setting, Shard, Table
+
+BATCH = 48
+TABLES = tuple(Table(f"t{i}", 1000, 16, 1.0) for i in range(6))
+EACH = table_bytes(TABLES[0], Problem("p", TABLES, Topology((Device(1),)), BATCH))
+"""Bytes of one of them."""
+MODEL = AnalyticModel(Setting("made-up", BATCH))
+
+
+def problem_of(tables, memory, hosts=None, **constraints) -> Problem:
+    devices = tuple(Device(m, host=h) for m, h in zip(memory, hosts or ["a"] * len(memory), strict=True))
+    return Problem("p", tuple(tables), Topology(devices), BATCH, constraints=Constraints(**constraints))
+
+
+def taken(*tables: int, of=TABLES) -> int:
+    """Bytes that a device takes with some of the tables, by number, and the rest on another."""
+    given = problem_of(of, [1, 1])
+    return used_bytes(Plan(tuple(column(t, int(i not in tables)) for i, t in enumerate(of))), given)[0]
+
+
+def test_tables_pinned_to_a_part_of_some_devices_count_against_these_too():
+    pinned = (("t0", (0,)), ("t1", (0,)), ("t2", (0, 1)), ("t3", (1, 0)), ("t4", (0, 1)))
+    two, three = taken(0, 1), taken(2, 3, 4)
+    enough = problem_of(TABLES, [two, three, 2 * three], pinned=pinned)
+    assert feasible_shards(enough) == list(map(Shard.whole, TABLES))
+    assert fits(SHARDERS["size_greedy"](enough, MODEL), enough)
+    with pytest.raises(Infeasible, match="tables pinned to devices 0, 1 .*'t0', 't1', 't2', 't3', 't4', "
+                       "take 0.4 MiB .* they may hold 0.3 MiB, .* bytes too little") as error:
+        fitting(problem_of(TABLES, [two, two, 2 * three], pinned=pinned))
+    lacks = int(re.search(r"exact count (\d+) bytes are lacking", str(error.value))[1])
+    for less in (0, 1):
+        given = problem_of(TABLES, [two + lacks - less, two + lacks - less, 2 * three], pinned=pinned)
+        if less:
+            with pytest.raises(Infeasible, match="1 bytes are lacking"):
+                fitting(given)
+        else:
+            assert fits(fitting(given), given)
+
+
+def test_a_group_that_fits_no_device_is_named_with_what_it_takes():
+    two, group = taken(0, 1, of=TABLES[:2]), (("t0", "t1"),)
+    enough = problem_of(TABLES[:2], [two] * 2, together=group)
+    assert feasible_shards(enough) == list(map(Shard.whole, TABLES[:2]))
+    with pytest.raises(Infeasible, match="the group 't0', 't1', kept on one device .constraints.together., "
+                       "takes 0.1 MiB with outputs; the largest device may hold 0.1 MiB, 1 bytes too little"):
+        feasible_shards(problem_of(TABLES[:2], [two - 1] * 2, together=group))
+
+
+@pytest.mark.parametrize("times", [0.02, 0.8])
+def test_what_many_tables_lack_is_said_and_is_enough(times):
+    tables = tuple(Table(f"t{i}", 10 + 7 * (i % 500), 4 * (1 + i % 16), 1.0) for i in range(2000))
+    dealt = Plan(tuple(column(t, i % 8) for i, t in enumerate(tables)))
+    memory = int(times * sum(used_bytes(dealt, problem_of(tables, [1] * 8))) / 8)
+    with pytest.raises(Infeasible, match="its 2000 tables take .* 8 devices may hold .* too little") as error:
+        feasible_shards(problem_of(tables, [memory] * 8))
+    more = float(re.search(r"with ([\d.]+) MiB more per device", str(error.value))[1])
+    enough = problem_of(tables, [memory + int(more * 2**20)] * 8)
+    assert fits(fitting(enough), enough)
+
+
+@pytest.mark.parametrize("name", SHARDERS)
+def test_a_problem_without_a_plan_is_refused_before_anything_is_priced(name):
+    class Unasked(AnalyticModel):
+        def encode(self, shards, batch=None):
+            raise AssertionError(f"{len(shards)} shards are priced")
+
+    short = problem_of(TABLES, [EACH] * 4)
+    tall = problem_of((Table("deep", 10**6, 4, 1.0), *TABLES), [4 * EACH] * 2)
+    kept = problem_of(TABLES, [EACH // 2] * 16, unsplit=("t3",))
+    for problem in (short, tall, kept):
+        with pytest.raises(Infeasible, match="does not fit"):
+            SHARDERS[name](problem, Unasked(MODEL.setting), budget=Budget(evals=10))
+
+
+@pytest.mark.parametrize("n, n_tables", [(2, 7), (3, 7), (2, 8), (3, 9)])
+def test_what_is_said_to_be_enough_is_enough(n, n_tables):
+    """Of more memory more is kept free, where that is the default; devices have to divide the batch."""
+    def of(devices: tuple[Device, ...]) -> Problem:
+        tables = tuple(Table(f"t{i}", 50_000 + i, 64, 5.0) for i in range(n_tables))
+        return Problem("tight", tables, Topology(devices), BATCH,
+                       constraints=Constraints(reserved_bytes=default_reserve(devices)))
+
+    devices = (Device(20_000_000),) * n
+    with pytest.raises(Infeasible) as raised:
+        SHARDERS["size_greedy"](of(devices), MODEL)
+    said = re.search(r"with ([\d.]+) MiB more per device or (\d+) more devices", str(raised.value))
+    more, others = float(said[1]), int(said[2])
+    for enough in ((Device(devices[0].memory_bytes + round(more * 2**20)),) * n,
+                   devices * ((n + others) // n) + devices[:(n + others) % n]):
+        assert SHARDERS["size_greedy"](of(enough), MODEL)
+
+
+def test_memory_that_stays_free_is_told_where_it_is_missed():
+    small = problem_of([Table("t", 1000, 64, 1.0)], [500_000], reserved_bytes=300_000)
+    with pytest.raises(Infeasible, match=r"\(0.3 MiB of each stays free: constraints.reserved_bytes\). By"):
+        SHARDERS["size_greedy"](small, MODEL)
