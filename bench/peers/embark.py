@@ -55,7 +55,16 @@ from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.greedy import looked_up
 from shardcore.search.rates import exchange_ms, lookup_ms
-from shardcore.search.shards import Bundle, bundles, cheapest, division, freedom, placed, priced
+from shardcore.search.shards import (
+    Bundle,
+    bundles,
+    cheapest,
+    division,
+    freedom,
+    placed,
+    priced,
+    searched_tables,
+)
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 
 _MOST_SHARDS = 1 << 20
@@ -139,7 +148,7 @@ def _replicas(problem: Problem, share: float) -> list[Table]:
     """Tables to replicate: few rows (share × batch), and no constraint. Empty if they alone do not fit."""
     if len(problem.topology) == 1:
         return []
-    small = [t for t in problem.tables if t.rows < share * problem.global_batch
+    small = [t for t in searched_tables(problem) if t.rows < share * problem.global_batch
              and t.name not in problem.whole and t.name not in problem.pinned]
     return small if sum(_replica_bytes(t, problem) for t in small) <= min(free_bytes(problem)) else []
 
@@ -165,7 +174,7 @@ class _Search:
                          for t in replicas]
         taken = sum(_replica_bytes(t, problem) for t in replicas)
         self.free = [f - taken for f in free_bytes(problem)]
-        self.tables = [t for t in problem.tables if t not in set(replicas)]
+        self.tables = [t for t in searched_tables(problem) if t not in set(replicas)]
 
     def run(self, rounds: int) -> _Pass:
         """The cheapest pass of these rounds, as far as the budget goes. There is always a first pass."""

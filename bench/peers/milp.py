@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from bench.peers.room import Room, free_bytes
+from bench.peers.room import Room
 from shardcore.cost.model import CostModel
 from shardcore.errors import ShardCoreError
 from shardcore.memory import fits
@@ -125,13 +125,14 @@ def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | 
     problem.require_setting(model.setting)
     meter = (budget or Budget()).start()
     n_devices, per_column_ms = len(problem.topology), exchange_ms(problem, model)
-    shards, plans = feasible_shards(problem), []
+    shards, given = feasible_shards(problem), {"algorithm": "milp", "seed": seed}
+    plans = [] if shards else [priced((), problem, model, **given, packed=False)]
     # Each cut once.
     cuts = {tuple(_cut(shards, share, problem, model)): share for share in reversed(config.shares)}
     programs = len(config.surrogates) * len(cuts) * -(-n_devices // GROUP)
     limits = _Limits(programs, max(1, meter.budget.evals // programs) if meter.budget.evals else config.nodes,
                      None if meter.budget.seconds is None else meter.started_s + meter.budget.seconds)
-    for surrogate in config.surrogates:
+    for surrogate in config.surrogates if shards else ():
         for cut, share in reversed(cuts.items()):
             if plans and not meter.left():
                 break
@@ -144,12 +145,11 @@ def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | 
             for group in _groups(program.load, devices):
                 devices, nodes = program.improve(devices, group, limits.next(config.gap))
                 meter.evals += nodes
-            plans += [priced(placed(program.bundles, d, problem), problem, model, algorithm="milp", seed=seed,
-                             packed=False, surrogate=surrogate, share=share if share < np.inf else None)
+            plans += [priced(placed(program.bundles, d, problem), problem, model, **given, packed=False,
+                             surrogate=surrogate, share=share if share < np.inf else None)
                       for d in (start, devices)]
     if not any(fits(plan, problem) for plan in plans):
-        plans = [priced(fitting(problem).placements, problem, model, algorithm="milp", seed=seed,
-                        packed=True)]
+        plans = [priced(fitting(problem).placements, problem, model, **given, packed=True)]
     best = cheapest(plans, problem)
     shares = [s if s < np.inf else None for s in config.shares]
     return replace(best, provenance={**best.provenance, "evals": meter.evals,
@@ -186,8 +186,8 @@ class _Program:
     def __init__(self, problem: Problem, model: CostModel, shards: Sequence[Shard], surrogate: str,
                  per_column_ms: float) -> None:
         self.problem, self.bundles = problem, bundles(shards, problem)
-        self.free = np.array(free_bytes(problem), dtype=np.int64)
-        self.bytes = np.array([Room(problem).bytes_of(bundle) for bundle in self.bundles], dtype=np.int64)
+        room = Room(problem)
+        self.free, self.bytes = room.left, np.array(list(map(room.bytes_of, self.bundles)), dtype=np.int64)
         speed = np.array([d.speed for d in problem.topology.devices])
         compute_ms = _surrogate_ms(self.bundles, model, surrogate, len(speed))
         columns = np.array([_width(bundle) for bundle in self.bundles])

@@ -9,16 +9,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardcore.layouts import run_of, shards_on
 from shardcore.memory import held_bytes
 from shardcore.memory_account import local_batch_bytes, own_peaks
-from shardcore.search.shards import Bundle, devices_of, layout_of_shard
+from shardcore.search.shards import (
+    Bundle,
+    devices_of,
+    fixed_placements,
+    layout_of_shard,
+    may_be_on_a_device,
+)
 from shardcore.types import Problem
 
 
 def free_bytes(problem: Problem) -> list[int]:
-    """[D] bytes that shards may take."""
-    local = local_batch_bytes(problem)
-    return [may_hold - local for may_hold in held_bytes(problem)]
+    """[D] bytes that shards may take, beside those of `fixed_placements`."""
+    bytes_of, local = own_peaks(problem), local_batch_bytes(problem)
+    left = [may_hold - local for may_hold in held_bytes(problem)]
+    for placement in fixed_placements(problem):
+        for device, shard in shards_on(placement):
+            left[device] -= bytes_of(run_of(placement.kind, shard.table), shard)
+    return left
 
 
 class Room:
@@ -37,7 +48,8 @@ class Room:
     def fits(self, bundle: Bundle) -> np.ndarray:
         """[D] devices that may have the bundle, and have the memory."""
         allowed = np.zeros(len(self.left), dtype=bool)
-        allowed[list(devices_of(bundle[0], self.problem))] = True
+        if all(may_be_on_a_device(shard, self.problem) for shard in bundle):
+            allowed[list(devices_of(bundle[0], self.problem))] = True
         return allowed & (self.left >= self.bytes_of(bundle))
 
     def put(self, bundle: Bundle, device: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from torchrec.distributed.types import CacheStatistics
 
 from bench.peers.room import free_bytes
-from shardcore.layouts import WHOLE_ROWS
+from shardcore.layouts import WHOLE_ROWS, run_of
 from shardcore.memory_account import own_peaks
 from shardcore.memory_tiers import with_load_factors
 from shardcore.search.shards import consolidate
@@ -58,7 +58,7 @@ class Misses(CacheStatistics):
 
 @dataclass(frozen=True)
 class _Bytes:
-    """A ShardEstimator that counts storage as `memory` does, with the load factor of the option."""
+    """A ShardEstimator that counts each shard's own largest phase, with the load factor of the option."""
 
     problem: Problem
     names: dict[str, Table]
@@ -66,6 +66,7 @@ class _Bytes:
     def estimate(self, sharding_options: list[Any], sharder_data_map: Any = None) -> None:
         from torchrec.distributed.planner.types import Storage
 
+        bytes_of = own_peaks(self.problem)
         for option in sharding_options:
             factor = option.cache_params.load_factor if option.cache_params else None
             table = dataclasses.replace(self.names[option.name],
@@ -73,7 +74,7 @@ class _Bytes:
             for theirs in option.shards:
                 (row, column), (rows, columns) = theirs.offset, theirs.size
                 ours = Shard(table, row, row + rows, column, column + columns)
-                theirs.storage = Storage(hbm=own_peaks(self.problem)(WHOLE_ROWS, ours), ddr=0)
+                theirs.storage = Storage(hbm=bytes_of(run_of(WHOLE_ROWS.name, table), ours), ddr=0)
 
 
 def scaled_up(problem: Problem, start: float,

@@ -17,7 +17,7 @@ from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.inputs import sample_bytes
 from shardcore.layouts import WHOLE_ROWS, device_names, even_share, run_of, shards_on
 from shardcore.memory import gib, held_bytes, require_fits
-from shardcore.memory_account import Account, account_of
+from shardcore.memory_account import Account
 from shardcore.op_limits import require_ops
 from shardcore.phases import IDS_ALIVE
 from shardcore.search.host_room import dealt
@@ -179,18 +179,24 @@ class _Cuts:
             parts = [half for both in halves for half in both]
         return parts
 
-    def _fits(self, parts: Sequence[Shard]) -> bool:
-        """Tell if each of some parts of a table fits on a device."""
+    def needs(self, parts: Sequence[Shard]) -> np.ndarray:
+        """[P] bytes that a device takes of the widest of a table's parts, with the ids of all."""
         table, widest = parts[0].table, max(parts, key=lambda s: s.width)
         ids = (len(parts) - 1) * sample_bytes(table, self.problem.job) * self.problem.local_batch * IDS_ALIVE
-        needs = self.cut.vector(run_of(WHOLE_ROWS.name, table), widest) + ids
-        return bool((needs <= self._room(self.cut)[list(self.problem.allowed_devices(table.name))]
-                     ).all(1).any())
+        return self.cut.vector(run_of(WHOLE_ROWS.name, table), widest) + ids
+
+    def _fits(self, parts: Sequence[Shard]) -> bool:
+        """Tell if each of some parts of a table fits on a device."""
+        allowed = list(self.problem.allowed_devices(parts[0].table.name))
+        return bool((self.needs(parts) <= self._room(self.cut)[allowed]).all(1).any())
+
+    def with_division(self, divided: Placement) -> Account:
+        """The account with a table's rows divided. It counts the table's outputs twice."""
+        return Account.of(self.batches | run_batches([divided], self.problem), self.problem)
 
     def _fits_divided(self, divided: Placement) -> bool:
-        """Tell if each row range fits on its device. It counts the table's outputs twice."""
-        batches = self.batches | run_batches([divided], self.problem)
-        account, devices = Account.of(batches, self.problem), list(divided.devices)
+        """Tell if each row range fits on its device."""
+        account, devices = self.with_division(divided), list(divided.devices)
         return bool((account.loads([divided]) <= self._room(account))[devices].all())
 
     def _shards_of(self, plan: Plan) -> list[Shard]:
@@ -283,20 +289,25 @@ def _one_too_large(cuts: _Cuts) -> str:
         where = " where it may live" if table.name in problem.pinned else ""
         if table.name in problem.whole or len(bundle) > 1:
             n_bytes = _needed(cuts, bundle, [0])
+            if n_bytes <= largest:
+                continue
             return (f"{_describe(bundle, problem)} takes {gib(n_bytes)} with outputs; the largest "
                     f"device{where} may hold {gib(largest)}, {gib(n_bytes - largest)} too little")
         why = _undividable(cuts, table)
         if why_not(WHOLE_ROWS, table, problem) is not None:
             return f"table {table.name!r} has to be divided by rows (constraints.kinds), and {why}"
         width = problem.unit_width(table)
-        n_bytes = _needed(cuts, [Shard(table, 0, table.rows, 0, width)], [0])
+        narrow = cuts.needs(equal_parts(table, table.dim // width)) + cuts.cut.base
+        n_bytes = math.ceil(narrow[:cuts.cut.phases].max())
+        if n_bytes <= largest:
+            continue
         return (f"{width} columns of table {table.name!r} take {gib(n_bytes)} with outputs; the largest "
                 f"device{where} may hold {gib(largest)}, {gib(n_bytes - largest)} too little, and {why}")
     return ""
 
 
 def _undividable(cuts: _Cuts, table: Table) -> str:
-    """Why the table's rows cannot be divided, even if it were the only table."""
+    """Why the table's rows cannot be divided."""
     problem, allowed = cuts.problem, cuts.problem.allowed_devices(table.name)
     whole = division(table, problem)
     if whole is None:
@@ -307,7 +318,7 @@ def _undividable(cuts: _Cuts, table: Table) -> str:
                     "the last would have none")
         return ("TorchRec divides rows over all devices, or a whole host, "
                 "where it may not be (constraints.pinned)")
-    account, may_hold = account_of([whole], problem), held_bytes(problem)
+    account, may_hold = cuts.with_division(whole), held_bytes(problem)
     needs = np.ceil((account.loads([whole]) + account.base)[:, :account.phases].max(1)).astype(int)
     d = max(whole.devices, key=lambda d: needs[d] - may_hold[d])
     which = f"{'all' if len(whole.devices) == len(may_hold) else 'its'} {len(whole.devices)} devices"

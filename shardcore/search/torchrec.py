@@ -188,6 +188,8 @@ def _constrained_first(problem: Problem, model: CostModel) -> _Given | None:
     speed = np.array([d.speed for d in problem.topology.devices])
     lookup, exchange = lookup_ms(problem, model), exchange_ms(problem, model)
     busy, where = np.zeros(len(speed)), []
+    if not tables:
+        return _Given(frozenset(problem.tables), [*fixed], busy, busy)
 
     def load(bundle: Bundle) -> np.ndarray:
         """[D] ms of a bundle on each device."""

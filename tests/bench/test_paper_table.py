@@ -7,10 +7,10 @@ import pytest
 
 from bench import paper_table
 from bench.paper_table import DEVICE_BYTES, OURS, SPARE_BYTES
+from bench.peers.room import free_bytes
 from shardcore.access_statistics import Zipf
 from shardcore.cost.replay_metrics import ReplayRecord
 from shardcore.errors import ShardCoreError
-from shardcore.memory import free_bytes
 from shardcore.types import Placement, Plan, Setting, Shard, Table
 
 SETTING = Setting("made-up", 2048)

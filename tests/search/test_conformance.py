@@ -2,6 +2,7 @@
 plan at all."""
 
 import importlib
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -119,23 +120,24 @@ TRIES_MORE_CUTS = {"portfolio", "anneal", "anneal_columns"}
 """Annealing begins with greedy plans of many cuts, of which one may fit where `packing`, with which
 all others end, finds nothing."""
 TRIES_REPLICAS = {"portfolio", "anneal", "torchrec"}
-"""A replica of a small table may fit where none of its shards does. Packing does not know replicas."""
+"""A small table may fit on all devices where none of its shards does. With many tables, packing tries that
+for few."""
 
 
 def tight(seed: int) -> Problem:
-    """Tables that take 85% to 102% of unequal devices; some stay whole, some are pinned to one or two
-    devices."""
+    """Tables that take 95% to 125% of unequal devices, by their own largest phases. Some stay whole, some are
+    pinned to one or two devices."""
     rng = np.random.default_rng(seed)
     n_devices, optimizer = int(rng.choice([2, 3, 4])), str(rng.choice(["exact_sgd", "rowwise_adagrad"]))
     tables = draw_tables(rng, int(rng.integers(3, 13)))
-    shares = rng.dirichlet(np.full(n_devices, 20.0)) * rng.uniform(0.98, 1.15)
+    shares = rng.dirichlet(np.full(n_devices, 20.0)) * rng.uniform(0.8, 1.05)
     needed = sum(table_bytes(t, optimizer) for t in tables)
     devices = tuple(Device(max(1, int(needed * s)), float(rng.choice([0.5, 1, 2]))) for s in shares)
     unsplit = tuple(t.name for t in tables if rng.random() < 0.2)
     pinned = tuple((t.name, tuple(rng.integers(n_devices, size=2).tolist())) for t in tables
                    if rng.random() < 0.15)
     return with_room(Problem(f"tight-{seed}", tables, Topology(devices), BATCH, optimizer,
-                             Constraints(0, unsplit, pinned)), share=0.0)
+                             Constraints(0, unsplit, pinned)))
 
 
 def test_none_is_infeasible_where_another_finds_a_plan():
@@ -147,7 +149,9 @@ def test_none_is_infeasible_where_another_finds_a_plan():
                  for name in SHARDERS}
         solved = {name for name, outcome in found.items() if outcome.plan}
         assert solved in (set(), TRIES_MORE_CUTS, TRIES_REPLICAS, set(SHARDERS)), (problem.name, solved)
-        assert all("does not fit" in outcome.error for outcome in found.values() if not outcome.plan)
+        errors = [outcome.error for outcome in found.values() if not outcome.plan]
+        # None lacks less than nothing.
+        assert all("does not fit" in error and not re.search(r" -\d", error) for error in errors)
         with_a_plan += bool(solved)
         only_exceptions += solved in (TRIES_MORE_CUTS, TRIES_REPLICAS)
     assert with_a_plan >= 7 and only_exceptions <= 1, (with_a_plan, only_exceptions)

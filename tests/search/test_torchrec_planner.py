@@ -7,8 +7,7 @@ from shapes import row, with_room
 
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import ShardCoreError
-from shardcore.memory import free_bytes
-from shardcore.memory_account import table_bytes
+from shardcore.memory import held_bytes
 from shardcore.search import SHARDERS, Budget
 from shardcore.search import torchrec as peer
 from shardcore.search.torchrec import TorchRecConfig
@@ -66,7 +65,7 @@ def test_it_is_told_of_devices_host_by_host_and_of_the_models_rates():
     theirs = peer._Theirs(problem, MODEL, tables, peer._constrained_first(problem, MODEL))
     assert theirs.ranks == (0, 2, 1, 3) and theirs.per_host == 2
     topology = theirs.topology(theirs.bandwidths)
-    assert [d.storage.hbm for d in topology.devices] == [free_bytes(problem)[d] for d in (0, 2, 1, 3)]
+    assert [d.storage.hbm for d in topology.devices] == [held_bytes(problem)[d] for d in (0, 2, 1, 3)]
     assert topology.intra_host_bw == 3e6  # bytes per ms
     options = theirs.enumerator(topology, theirs.constraints(False,
                                                              None)).enumerate(theirs.module, theirs.sharders)

@@ -103,6 +103,16 @@ class SearchSpace:
         may[y, shared] = fixed.may_share[y, shared] & several[y]
         return fixed._replace(may_share=may)
 
+    @property
+    def whole_bytes(self) -> np.ndarray:
+        """[S] about the bytes of each strip uncut."""
+        return self.bytes[self.fixed.shard[np.arange(len(self.fixed.size)), self.fixed.size]]
+
+    @property
+    def choice(self) -> np.ndarray:
+        """[S] number of devices to choose from. 0 for all if nothing is pinned."""
+        return self.fixed.allowed.sum(1) if len(self.fixed.allowed) else np.zeros(len(self.fixed.size))
+
     def strips(self, tables: Iterable[Table]) -> np.ndarray:
         """[N] strips of whole tables, which must not be in bundles."""
         of = {self.cache.table(s).name: s for s in range(len(self.cache))}
@@ -358,7 +368,7 @@ def _memory(problem: Problem, cache: ShardCostCache, groups: Sequence[tuple[Layo
 def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     """[N] strips that are better on all devices in layout y, if all other work were divided evenly.
 
-    By falling gain: as many as make the step cheapest, and fit.
+    By falling gain: as many as make the step cheapest.
     """
     fixed, may = space.fixed, np.flatnonzero(space.fixed.may_share[y])
     if not len(may):
@@ -380,12 +390,6 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
              + fixed.shared_total[y] * size)
     saved = divided_ms(total[None]) - divided_ms(total - codes[may]) + of_byte * outputs
     order = np.argsort(extra - saved, kind="stable")
-    always = space.always_shared
-    room = fixed.free.min() - space.shared_bytes[fixed.group_layout[always[:, 1]], always[:, 0]].sum()
-    fits = np.cumsum(space.shared_bytes[y, may[order]]) <= room
-    order = order[:int(fits.argmin()) if not fits.all() else len(order)]
-    if not len(order):
-        return order
     step = (divided_ms(total - np.cumsum(codes[may[order]], 0)) - of_byte * np.cumsum(outputs[order])
             + model.head(np.cumsum(copies[order], 0)) / slowest + fixed.shared_once[y]
             + fixed.shared_total[y] * np.cumsum(size[order]))

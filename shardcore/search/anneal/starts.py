@@ -91,7 +91,7 @@ class Starts:
         space, n = self._space(shards, kind), 0
         shares = _SPLITS[2:5:2] if self.spaces.is_large(space.cache) else _SPLITS
         ways = [[(self._cuts(space, share), _pairs()) for share in shares]]
-        if (self._whole_bytes(space).sum() > _TIGHT * sum(held_bytes(self.problem))
+        if (space.whole_bytes.sum() > _TIGHT * sum(held_bytes(self.problem))
             and not self.spaces.is_large(space.cache)):
             ways.append([(self._small(space, share), _pairs()) for share in _SMALL])
         for start in (self._cheapest(space, way) for way in ways):
@@ -177,7 +177,7 @@ class Starts:
         """
         may_share = space.fixed.may_share
         for z in (z for z, layout in enumerate(space.layouts) if not layout.divides_rows):
-            worth = self.spaces.worth_copying(space, self.model, z)
+            worth = self._worth_copying(space, z)
             copied = np.union1d(worth, np.flatnonzero(may_share[z] & ~may_share[y]))
             if len(copied):
                 n, on_all = self._with(space, copied, z)
@@ -187,7 +187,7 @@ class Starts:
     def _copied(self, space: SearchSpace, placed: Sequence[tuple[Shard, int]], y: int) -> Start | None:
         """A plan by columns, with tables on all devices where that pays. None if it pays nowhere, or does not
         fit."""
-        worth = self.spaces.worth_copying(space, self.model, y)
+        worth = self._worth_copying(space, y)
         if not len(worth):
             return None
         [group] = np.flatnonzero(space.fixed.group_layout == y)
@@ -201,15 +201,30 @@ class Starts:
 
         If nothing fits yet, a start replicates the tables that take less memory so.
         """
-        worth = self.spaces.worth_copying(space, self.model, y)
+        worth = self._worth_copying(space, y)
         every = np.flatnonzero(space.fixed.may_share[y])
         some = [worth[:len(worth) // k] for k in (4, 2, 1)]
-        start = self._cheapest(space, [self._with(space, s, y) for s in (*some, every) if len(s)])
+        start = self._cheapest(space, [*(self._with(space, s, y) for s in (*some, every) if len(s)),
+                                       *([self._with(space, worth, y, np.inf)] if len(worth) else ())])
         yield start
         if not fits and start is None:
-            less = space.shared_bytes[y] < self._whole_bytes(space) / 2
+            less = space.shared_bytes[y] < space.whole_bytes / 2
             saving = space.fixed.may_share[y] & less
             yield self._cheapest(space, [self._with(space, np.flatnonzero(saving), y)])
+
+    def _worth_copying(self, space: SearchSpace, y: int) -> np.ndarray:
+        """[N] strips that are better on all devices in layout y: as many as fit beside all others, uncut."""
+        worth = self.spaces.worth_copying(space, self.model, y)
+        # More copies take more memory, but fewer outputs are exchanged. So begin with most of them.
+        n, fit, fail, step = len(worth), 0, len(worth) + 1, 1
+        while n > fit:
+            parts, shared = self._with(space, worth[:n], y, np.inf)
+            if self._greedy(space, parts, np.concatenate([shared, space.always_shared])) is not None:
+                fit = n
+            else:
+                fail, step = n, 2 * step
+            n = (fit + fail) // 2 if fit else n - step // 2
+        return worth[:fit]
 
     def _cheapest(self, space: SearchSpace, ways: Sequence[tuple[np.ndarray, np.ndarray]]) -> Start | None:
         """The cheapest of some greedy plans. None if none fits.
@@ -253,7 +268,7 @@ class Starts:
             return None
         fixed, shards, before_s = space.fixed, self._shards(space, n), self.meter.seconds()
         size = space.bytes[fixed.shard[shards[:, 0], shards[:, 1]]]
-        for order in (np.arange(len(shards)), np.lexsort((-size, _choice(fixed, shards[:, 0])))):
+        for order in (np.arange(len(shards)), np.lexsort((-size, space.choice[shards[:, 0]]))):
             state = self._state(space)
             self.compiled.share(self.head, fixed, state, shared)
             if self.compiled.greedy(self.head, fixed, state, np.ascontiguousarray(shards[order])):
@@ -270,11 +285,12 @@ class Starts:
         """A State with nothing placed."""
         return self.compiled.empty(space.fixed, len(self.problem.topology.hosts), _LOG, self.seed)
 
-    def _with(self, space: SearchSpace, strips: np.ndarray, y: int) -> tuple[np.ndarray, np.ndarray]:
+    def _with(self, space: SearchSpace, strips: np.ndarray, y: int,
+              share: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
         """A way to start: some strips shared by groups of a layout, all others cut.
 
         The costliest strips go first, each to the group with least load that has room; the largest go first
-        if that fails. Other strips are cut if they cost more than a device's mean load.
+        if that fails. Other strips are cut if they cost more than a share of a device's mean load.
         """
         groups = np.flatnonzero(space.fixed.group_layout == y)
         fixed = space.fixed
@@ -291,7 +307,7 @@ class Starts:
                 room[of[i]] -= n_bytes[i]
             if (room >= 0).all():
                 break
-        return self._cuts(space, 1.0, strips), np.stack([strips, groups[of]], 1).astype(np.int64)
+        return self._cuts(space, share, strips), np.stack([strips, groups[of]], 1).astype(np.int64)
 
     def _small(self, space: SearchSpace, share: float) -> np.ndarray:
         """[S] number of shards of each strip, so that none takes more than a share of a device's mean memory.
@@ -299,7 +315,7 @@ class Starts:
         0 for strips that are always shared.
         """
         fixed, most_bytes = space.fixed, max(1, int(share * space.fixed.free.mean()))
-        wanted = -(-self._whole_bytes(space) // most_bytes)
+        wanted = -(-space.whole_bytes // most_bytes)
         n = np.where(fixed.may_split, np.clip(wanted, space.cache.least_parts, fixed.size), 1)
         n[space.divided] = 0
         return n
@@ -326,16 +342,12 @@ class Starts:
         fixed, strip = space.fixed, np.repeat(np.arange(len(n)), n)
         i, of = np.arange(len(strip)) - np.repeat(np.cumsum(n) - n, n), n[strip]
         units = fixed.size[strip] * (i + 1) // of - fixed.size[strip] * i // of
-        order = np.lexsort((-self._single_ms(fixed, strip, units), _choice(fixed, strip)))
+        order = np.lexsort((-self._single_ms(fixed, strip, units), space.choice[strip]))
         return np.ascontiguousarray(np.stack([strip, units], 1)[order], dtype=np.int64)
 
     def _single_ms(self, fixed: SearchProblem, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
         """[N] ms of ops with one shard each, at speed 1."""
         return np.asarray(self.model.head(fixed.codes[fixed.shard[strips, units]]))
-
-    def _whole_bytes(self, space: SearchSpace) -> np.ndarray:
-        """[S] about the bytes of each strip uncut."""
-        return space.bytes[space.fixed.shard[np.arange(len(space.fixed.size)), space.fixed.size]]
 
     def of_plan(self, placements: Sequence[Placement], kind: str) -> Start:
         """A plan as a start in its own space."""
@@ -418,8 +430,3 @@ def _first(may_share: np.ndarray, layouts: Sequence[int]) -> np.ndarray:
 def _pairs(strips: Sequence[int] = (), group: int = 0) -> np.ndarray:
     """[N, 2] strips, and the group that shares them, for compiled.share."""
     return np.array([(s, group) for s in strips], dtype=np.int64).reshape(-1, 2)
-
-
-def _choice(fixed: SearchProblem, strips: np.ndarray) -> np.ndarray:
-    """[N] number of devices to choose from. 0 for all if nothing is pinned."""
-    return fixed.allowed[strips].sum(1) if len(fixed.allowed) else np.zeros(len(strips))

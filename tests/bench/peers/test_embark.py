@@ -8,9 +8,8 @@ from shardcore.access_statistics import Zipf
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import ShardCoreError
-from shardcore.layouts import shards_on
-from shardcore.memory import bytes_as
-from shardcore.memory_account import table_bytes
+from shardcore.layouts import run_of, shards_on
+from shardcore.memory_account import local_batch_bytes, own_peaks, table_bytes
 from shardcore.search import Budget
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Shard, Table
@@ -26,10 +25,22 @@ def problem_of(*tables, memory=(MIB,) * 4, speeds=(1.0,) * 4, **fields) -> Probl
     return with_room(Problem("p", tables, Topology(tuple(map(Device, memory, speeds))), BATCH, **fields))
 
 
+def exactly(free: tuple[int, ...], *tables: Table, **fields) -> Problem:
+    """A problem with so many bytes for shards on each device."""
+    local = local_batch_bytes(problem_of(*tables))
+    topology = Topology(tuple(Device(local + n, speed) for n, speed in zip(
+        free, fields.pop("speeds", (1.0,) * len(free)), strict=True)))
+    return Problem("p", tables, topology, BATCH, **fields)
+
+
 def plan_of(problem: Problem, rounds=20, ratio: float | None = 1.0, narrowest=32, rows=0.0,
             **arguments) -> Plan:
     config = EmbarkConfig(rounds, (rows,), (ratio,), (narrowest,))
     return embark(problem, MODEL, config=config, **arguments)
+
+
+def replica_bytes(table: Table, problem: Problem) -> int:
+    return own_peaks(problem)(run_of(replicating(problem).name, table), Shard.whole(table))
 
 
 def parts(plan: Plan, name: str) -> list[tuple[int, int]]:
@@ -78,18 +89,18 @@ def test_small_tables_are_replicated_as_far_as_that_is_allowed_and_fits():
     plan = plan_of(problem, rows=0.5)
     assert {p.shard.table.name for p in plan.placements if p.kind == "data_parallel"} == {"small"}
 
-    everywhere = bytes_as(replicating(problem), Shard.whole(small), problem)
+    everywhere = replica_bytes(small, problem)
     alone = table_bytes(small, problem)
-    tight = problem_of(small, memory=(everywhere - 1,) * 3 + (alone,))
+    tight = exactly((everywhere - 1,) * 3 + (alone,), small)
     sweep = EmbarkConfig(replicated_rows=(0.0, 0.5))
     assert all(p.kind == "column" for p in embark(tight, MODEL, config=sweep).placements)
 
 
 def test_replicas_take_room_from_what_is_placed():
     small, ample = Table("small", 20, 8, 1.0), problem_of(HOT)
-    hot, copy = table_bytes(HOT, ample), bytes_as(replicating(ample), Shard.whole(small), ample)
-    problem = problem_of(HOT, small, memory=(hot, hot + copy - 1, hot + copy, hot),
-                         speeds=(2.0, 2.0, 1.0, 2.0), constraints=Constraints(unsplit=("hot",)))
+    hot, copy = table_bytes(HOT, ample), replica_bytes(small, ample)
+    problem = exactly((hot, hot + copy - 1, hot + copy, hot), HOT, small, speeds=(2.0, 2.0, 1.0, 2.0),
+                      constraints=Constraints(unsplit=("hot",)))
     plan = plan_of(problem, rows=0.5)
     assert {p.shard.table.name: p.devices for p in plan.placements} == {"hot": (2,), "small": (0, 1, 2, 3)}
 

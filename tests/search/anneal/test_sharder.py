@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conformance import BATCH, check_plan, draw_problem, draw_tables, every_plan, model_for, table_bytes
-from shapes import column, on_hosts, row, with_room
-from shardcore.search.free_memory import bytes_alone
+from shapes import column, on_hosts, replica, row, with_room
 
 from shardcore import memory_account, progress
 from shardcore.access_statistics import Zipf
@@ -16,6 +15,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, shards_on
+from shardcore.memory import used_bytes
 from shardcore.outputs import output_bytes
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal import compiled
@@ -26,7 +26,7 @@ from shardcore.search.anneal.starts import Starts
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.step.links import links_of
 from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Setting, Shard, Table
+from shardcore.types import Plan, Problem, Setting, Table
 from shardcore.workload import lower
 
 MIB = 2**20
@@ -153,20 +153,21 @@ def test_small_tables_live_everywhere_where_that_saves_an_exchange():
                for p in anneal(kept, model, budget=Budget(evals=5000), space="all").placements)
 
 
-@pytest.mark.parametrize("short", [1, 30_000])
+@pytest.mark.parametrize("short", [1, 20_000])  # with a copy less it takes 20,480 bytes less
 def test_copies_take_no_byte_more_than_there_is(short):
-    """All small tables would be copied, for which one device lacks some bytes; 184 kB are dense gradients.
-    Ordered tables are not divided by rows instead."""
+    """All small tables would be copied, for which one device lacks some bytes. Ordered tables are not
+    divided by rows instead."""
     small = tuple(Table(f"s{i}", 40, 64, 1.0, Zipf(0.0), ordered=True) for i in range(9))
-    # four columns of none fit it
     large = tuple(Table(f"t{i}", 20_000, 8, 5.0, Zipf(1.0), ordered=True) for i in range(4))
-    needed = 9 * 3 * 40 * 64 * 4  # weights, DDP's buckets, and gradients before they are in these
     model = AnalyticModel(Setting("made-up", 1024), launch_us=1, table_us=1, exchange_gbps=0.1,
                           exchange_latency_ms=0.001)
 
+    ample = Problem("copies", (*small, *large), Topology((Device(64 * MIB),) * 4), 1024)
+    copies = *(replica(t, ample.topology) for t in small), *(column(t, i % 3) for i, t in enumerate(large))
+    needed = used_bytes(Plan(copies), ample)[3]
+
     def copied(memory):
-        devices = (*(Device(64 * MIB),) * 3, Device(memory))
-        problem = with_room(Problem("copies", (*small, *large), Topology(devices), 1024))
+        problem = replace(ample, topology=Topology((*(Device(64 * MIB),) * 3, Device(memory))))
         plan = anneal(problem, model, budget=Budget(evals=20_000))
         check_plan(plan, problem)
         return sum(p.kind == "data_parallel" for p in plan.placements)
@@ -177,7 +178,7 @@ def test_copies_take_no_byte_more_than_there_is(short):
 def test_copies_fit_where_outputs_are_too_large_to_be_side_by_side():
     small = tuple(Table(f"t{i}", n, 4, 1.0) for i, n in enumerate((3, 2020)))
     problem = Problem("outputs", small, Topology((Device(1),) * 6), 49_152)
-    each = memory_account.table_bytes(small[0], problem)  # of four columns; rows in six ranges take 39% of it each
+    each = memory_account.table_bytes(small[0], problem)  # rows in six ranges take 39% of it each
     problem = with_room(replace(problem, topology=Topology((*(Device(int(0.35 * each)),) * 5,
                                                             Device(int(1.4 * each), host="b")))))
     for name in ("anneal", "anneal_columns"):
@@ -209,9 +210,12 @@ def test_a_table_cut_by_columns_of_too_few_rows_to_divide_is_kept():
 def test_memory_for_exactly_half_the_rows_is_enough():
     table = Table("t", 2001, 4, 10.0, Zipf(0.0))
     ample = Problem("half", (table,), Topology((Device(MIB), Device(MIB))), BATCH)
-    room = bytes_alone(Shard(table, 0, 1001, 0, 4), ample)
-    problem = with_room(replace(ample, topology=Topology((Device(room), Device(room)))))
+    room = used_bytes(Plan((row(table, ample.topology),)), ample)
+    problem = replace(ample, topology=Topology(tuple(map(Device, room))))
     check_plan(anneal(problem, model_for(problem), budget=Budget(evals=500)), problem)
+    less = replace(ample, topology=Topology((Device(room[0]), Device(room[1] - 1))))
+    with pytest.raises(Infeasible):
+        anneal(less, model_for(less), budget=Budget(evals=500))
 
 
 def test_what_exchanges_cost_is_fitted_exactly_where_it_is_linear():

@@ -208,10 +208,10 @@ def test_a_plan_under_construction_costs_what_its_workload_does():
     found = tower_hosts(problem_of(), pairs(), MODEL)
     plan = SHARDERS["random"](found.problem, MODEL)
     cache = ShardCostCache(found.problem, MODEL, [Shard.whole(t) for t in found.problem.tables])
-    state = PlacementState(cache)
-    for placement in plan.placements:
-        strip, units = cache.key(placement.shard)
-        cache.add([(strip, units)])
+    keys = [cache.key(placement.shard) for placement in plan.placements]
+    cache.add(keys)
+    state = PlacementState(cache, keys)
+    for placement, (strip, units) in zip(plan.placements, keys, strict=True):
         state.place(np.array(strip), np.array(units), np.array(placement.devices[0]))
     assert float(state.cost_ms()) == pytest.approx(price(lower(plan, found.problem), MODEL).total_ms)
 
