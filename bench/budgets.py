@@ -86,7 +86,7 @@ for line in sys.stdin:
                    for i in range(n_tables))
     each = int(3 * sum(t.bytes for t in tables) / n_devices) + 2**34
     devices = tuple(Device(each, host=f"h{d // 8}") for d in range(n_devices))
-    problem = Problem("p", tables, Topology(devices, None, 1.0, 0.5, 0.2), 65536)
+    problem = Problem("p", tables, Topology(devices), 65536)
     SHARDERS["anneal"](problem, AnalyticModel(Setting("gpu", 65536)), budget=Budget(evals=evals))
     print(json.dumps(counted), flush=True)
 """

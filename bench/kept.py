@@ -53,6 +53,7 @@ from shardcore.search.anneal.sharder import Search, copy_of
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shards import fixed_placements
+from shardcore.step.links import links_of
 from shardcore.step.tiers import Memory
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import GIB, Device, Topology
@@ -99,7 +100,8 @@ def drawn(suite: str, i: int, memory_bytes: int | None = None) -> Problem:
     two, gpu = n > 2 and n % 2 == 0 and rng.random() < 0.3, rng.random() < 0.8
     hosts = [f"host-{2 * d // n if two else 0}" for d in range(n)]
     devices = tuple(Device(memory_bytes or 1 << 50, host=host) for host in hosts)
-    topology = Topology(devices, None if gpu else "cpu", 200.0, 25.0 if two else None,
+    topology = Topology(devices, None if gpu else "cpu",
+                        links=links_of(within_host=200.0, between_hosts=25.0 if two else None),
                         **({"memory": (Memory("host", 1 << 44, 25.0),)} if tiers else {}))
     payloads = [str(p) for p in rng.choice(["fp32", "fp16", "bf16"], 2, p=[0.6, 0.2, 0.2])]
     constraints = Constraints(kinds=tuple(kinds))
@@ -146,7 +148,8 @@ def of_size(n_tables: int, n_devices: int, batch: int) -> Problem:
     tables = tuple(replace(live[i % len(live)], name=f"t{i}", dim=int(rng.choice([16, 32, 64, 128])))
                    for i in range(n_tables))
     devices = tuple(Device(1 << 50, host=f"host-{d // 8}") for d in range(n_devices))
-    return with_memory(Problem(f"size-{n_tables}-{n_devices}", tables, Topology(devices, None, 1.0, 0.5, 0.2),
+    links = links_of(within_host=1.0, between_hosts=0.5, latency_ms=0.2)
+    return with_memory(Problem(f"size-{n_tables}-{n_devices}", tables, Topology(devices, links=links),
                                batch), 1.5)
 
 

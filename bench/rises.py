@@ -39,6 +39,7 @@ from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
 from shardcore.search.portfolio import DEFAULT
+from shardcore.step.links import links_of
 from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import Problem, Setting, Table
@@ -72,8 +73,8 @@ def drawn(i: int, seed: int) -> tuple[Problem, str]:
 def on(tables: Sequence[Table], name: str, n: int, batch: int, hosts: bool) -> Problem:
     """Tables on n devices with ample memory, in hosts of 8 or on one."""
     devices = tuple(Device(1 << 50, host=f"host-{d // 8 if hosts else 0}") for d in range(n))
-    between = 25.0 if hosts and n > 8 else None
-    return Problem(name, tuple(tables), Topology(devices, None, 200.0, between), batch)
+    links = links_of(within_host=200.0, between_hosts=25.0 if hosts and n > 8 else None)
+    return Problem(name, tuple(tables), Topology(devices, links=links), batch)
 
 
 def cost(problem: Problem, model: CostModel, algorithm: str, budget: Budget) -> float:

@@ -8,6 +8,7 @@ from shapes import row, with_room
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.errors import ShardCoreError
 from shardcore.memory import held_bytes
+from shardcore.memory_account import table_bytes
 from shardcore.search import SHARDERS, Budget
 from shardcore.search import torchrec as peer
 from shardcore.search.torchrec import TorchRecConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, Group, device_names, layout_of, possible_groups, shards_on
-from shardcore.search.shards import division
+from shardcore.search.shards import division, searched_tables
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 
@@ -66,12 +66,13 @@ class Reshard:
         return self.tables is not None or self.bytes is not None
 
     def sorted(self, problem: Problem) -> Sorted:
-        """The problem's tables as the plan has them.
+        """The problem's tables as the plan has them, but those of `fixed_placements`.
 
         Raises ShardCoreError if the plan places only some cells of a table.
         Raises it too if a shard of whole rows is on several devices.
         """
-        tables, everywhere = {t.name: t for t in problem.tables}, tuple(range(len(problem.topology)))
+        tables = {t.name: t for t in searched_tables(problem)}
+        everywhere = problem.topology.ranks
         had: dict[str, list[Placement]] = {name: [] for name in tables}
         for p in rebind_tables(self.plan, problem).placements:
             if tables.get(p.shard.table.name) == p.shard.table:
