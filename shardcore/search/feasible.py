@@ -16,7 +16,7 @@ from shardcore.amounts import run_batches
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.inputs import sample_bytes
 from shardcore.layouts import WHOLE_ROWS, device_names, even_share, run_of, shards_on
-from shardcore.memory import gib, held_bytes, require_fits
+from shardcore.memory import fits, gib, held_bytes, require_fits
 from shardcore.memory_account import Account
 from shardcore.op_limits import require_ops
 from shardcore.phases import IDS_ALIVE
@@ -57,7 +57,10 @@ def feasible_shards(problem: Problem) -> list[Shard]:
 
 
 def fitting(problem: Problem) -> Plan:
-    """A plan that fits, for a sharder whose own placing failed. Raises DoesNotFit if none is found."""
+    """A plan that fits, for a sharder whose own placing failed.
+
+    Raises DoesNotFit if none is found, and TooManyInOneOp if only FBGEMM's limits refuse what is found.
+    """
     plan, lacks = roomiest(problem)
     if plan is not None and lacks <= 0:
         try:
@@ -70,6 +73,8 @@ def fitting(problem: Problem) -> Plan:
             if pinned is None:
                 raise
             return fitting(pinned)
+    if plan is not None and fits(plan, problem):
+        require_ops(plan, problem)
     raise DoesNotFit(f"{_reason(problem)}. {remedy(problem)}")
 
 

@@ -63,7 +63,8 @@ def test_the_search_chooses_among_the_sharding_types_that_are_allowed():
     def kind(types, **given):
         return of_one_table(types, pooling=5000.0, **given).sharding_type
 
-    assert kind(None) == "row_wise"  # too narrow for columns
+    assert kind(None) == "data_parallel"
+    assert kind(["table_wise", "row_wise"]) == "row_wise"  # too narrow for columns
     assert kind(["table_wise", "column_wise"]) == "table_wise"
     assert kind(["column_wise"]) == "column_wise"
     # One host has no grid.

@@ -83,7 +83,7 @@ def api(project):
     settings = {PREFECT_API_URL: project.env["PREFECT_API_URL"], PREFECT_LOGGING_TO_API_ENABLED: False,
                 PREFECT_API_AUTH_STRING: project.env["PREFECT_API_AUTH_STRING"]}
     with temporary_settings(settings), get_client(sync_client=True) as client:
-        client.create_work_pool(WorkPoolCreate(name="local", type="process"))
+        client.create_work_pool(WorkPoolCreate(name="local", type="process"), overwrite=True)
         project.run("prefect", "--no-prompt", "deploy", "--all")
         yield client
 

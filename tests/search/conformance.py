@@ -412,7 +412,7 @@ NOTHING_FITS = {
                             ["must stay whole (constraints.together)", "side by side"]),
     "outputs": (Problem("batch", SMALL[:1], Topology((Device(4 * MIB),) * 4), 2**16,
                         constraints=Constraints(kinds=(("small0", ("column", "row")),))),
-                ["4 columns of table 'small0' take 11.", "may hold 7.",
+                ["4 columns of table 'small0' take 12.", "may hold 7.",
                  "divides evenly over all 4 devices, take ", "more per device"]),
     "rows on a small device": (Problem("deep", (DEEP,),
                                        Topology((Device(MIB), Device(2 * MIB), Device(MIB // 2))), BATCH),
