@@ -216,7 +216,7 @@ def test_wrapped_collections_are_planned_by_the_path_of_what_wraps_them():
     assert set(plan.plan) == wrapped_training.PATHS
     # TorchRec remaps ids only where rows are divided over all ranks.
     types = {name: s.sharding_type for module in plan.plan.values() for name, s in module.items()}
-    assert types["e"] == types["g"] == "row_wise" and {types["c"], types["d"]} == {"data_parallel"}
+    assert types["e"] == types["g"] == "row_wise" and {types["c"], types["d"]} == {"table_wise"}
     said = [line for line in made.unpriced if "is priced as the collection within" in line]
     assert [line.split("'")[1] for line in said] == ["processed", "collided", "collided_rows"]
     assert from_torchrec(plan, made.problem, WRAPPED).placements == made.found.placements

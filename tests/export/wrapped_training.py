@@ -106,11 +106,11 @@ def batch(seed: int):
 
 
 def planner(n: int, asked=None) -> ShardCorePlanner:
-    """asked: sharding types, by table."""
+    """asked: sharding types, by table. The others are not replicated: replicas have an optimizer apart."""
     from torchrec.distributed.planner import ParameterConstraints
 
-    types = asked or {}
-    constraints = {name: ParameterConstraints(pooling_factors=[2.0], sharding_types=types.get(name))
+    types = dict.fromkeys("abcdeg", ["table_wise", "row_wise"] if n > 1 else None) | (asked or {})
+    constraints = {name: ParameterConstraints(pooling_factors=[2.0], sharding_types=types[name])
                    for name in "abcdeg"}
     made = ShardCorePlanner(Topology((Device(10**9),) * n), BATCH, constraints,
                             model=AnalyticModel(Setting("cpu", BATCH * n)), budget=Budget(evals=200))

@@ -6,7 +6,6 @@ One project, whose models are of known laws, so nothing has to be measured.
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -408,9 +407,8 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(pro
     [page] = [a for a in api.read_artifacts() if a.key == "refresh" and "promote.may_lose" in a.data]
     assert "nothing changed" in page.data and all(n in page.data for n in NAMES)
     assert promote() == state.champion  # again: nothing changes, and the page says so
-    [page] = itertools.islice(
-        (a for a in api.read_artifacts() if a.key == "promotion" and "already" in a.data), 1)
-    assert f"version {state.champion} is champion already" in page.data
+    pages = [a.data for a in api.read_artifacts() if a.key == "promotion"]
+    assert any(f"version {state.champion} is champion already" in page for page in pages)
 
 
 @pytest.mark.long

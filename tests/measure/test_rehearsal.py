@@ -74,7 +74,7 @@ def test_what_fails_once_costs_no_sample(measuring, happens, said):
 
 def test_the_time_is_over_when_it_was_to_be(measuring):
     """It wants ever more samples, so it would not end otherwise."""
-    process = measuring("--minutes", "0.1")
+    process = measuring("--minutes", "0.5")
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
     assert measured(measuring.data)
