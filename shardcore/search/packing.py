@@ -11,6 +11,7 @@ Shapes: D devices, P phases.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,10 +22,13 @@ from math import prod
 import numpy as np
 
 from shardcore import memory
+from shardcore.amounts import run_batches
+from shardcore.inputs import sample_bytes
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, Group, Layout, run_of, shards_on
-from shardcore.memory_account import Sums, account_of, own_peaks, sums_of
+from shardcore.memory_account import Account, Sums, account_of, own_peaks, sums_of
 from shardcore.op_limits import TooManyInOneOp, require_ops
-from shardcore.search.shards import Bundle, bundles, shared_groups, why_not
+from shardcore.phases import IDS_ALIVE
+from shardcore.search.shards import Bundle, bundles, fixed_placements, shared_groups, why_not
 from shardcore.search.vector_packing import VectorPacking
 from shardcore.types import Placement, Plan, Problem, Shard, Table
 
@@ -73,6 +77,8 @@ def roomiest(problem: Problem, quick: bool = False) -> tuple[Plan | None, int]:
             found = plan, exact if within_ops(plan, problem) else max(exact, math.ceil(lacks), 1)
             if found[1] <= 0:
                 break
+    if found[0] is not None and found[1] > 0 and not quick and (plan := search.poured()):
+        return plan, 0
     return found
 
 
@@ -220,6 +226,58 @@ class _Search:
                 shards = [next(s for _, s in shards_on(Placement(way.kind, shards[0], way.devices)))]
             self._about[i, way] = sum(self._own_peak(run_of(way.kind, s.table), s) for s in shards)
         return self._about[i, way]
+
+    def poured(self) -> Plan | None:
+        """A plan by columns that fits, with tables cut to the widths of the gaps. None if none is found.
+
+        The largest first, each whole where it leaves least room. If that is nowhere, each device in turn
+        takes as many columns as it has room for.
+        """
+        fixed, problem = fixed_placements(self.problem), self.problem
+        kept = {p.shard.table.name for p in fixed}
+        poured = [bundle for bundle in self.bundles if bundle[0].table.name not in kept]
+        if not all(why_not(WHOLE_ROWS, s.table, problem) is None for bundle in poured for s in bundle):
+            return None
+        found = [Placement(WHOLE_ROWS.name, s, (0,)) for bundle in poured for s in bundle]
+        batches = run_batches([*found, *fixed], problem)
+        account = Account.of({run: replace(batch, cut=not run.local_batch)
+                              for run, batch in batches.items()}, problem)
+        room, found = account.limits - account.base - account.loads(fixed), list(fixed)
+
+        def vector(shard: Shard) -> np.ndarray:
+            return account.vector(run_of(WHOLE_ROWS.name, shard.table), shard)
+
+        for bundle in sorted(poured, key=lambda b: (len(problem.allowed_devices(b[0].table.name)),
+                                                    -sum(vector(s).max() for s in b))):
+            table, needs = bundle[0].table, sum(map(vector, bundle))
+            allowed = list(problem.allowed_devices(table.name))
+            left = np.where(np.isin(np.arange(self.n), allowed), (room - needs).min(1), -1.0)
+            if (left >= 0).any() and table.dim <= problem.topology.most_columns:
+                device = int(np.where(left >= 0, left, np.inf).argmin())
+                room[device] -= needs
+                found += [Placement(WHOLE_ROWS.name, s, (device,)) for s in bundle]
+                continue
+            if len(bundle) > 1 or table.sequence or table.name in problem.whole:
+                return None
+            unit, lo = problem.unit_width(table), 0
+            ids = IDS_ALIVE * problem.local_batch * sample_bytes(table, problem.job)
+            while lo < table.dim:
+                most = min(table.dim - lo, problem.most_width(table)) // unit
+                # More columns take more. So the most that fit are found by halving.
+                units = {d: bisect_right(range(1, most + 1), 0.0, key=lambda n, d=d: (vector(
+                    Shard(table, 0, table.rows, lo, lo + n * unit)) - room[d]).max()) for d in allowed}
+                device = max(units, key=units.__getitem__, default=0)
+                if not units or not units[device]:
+                    return None
+                shard = Shard(table, 0, table.rows, lo, lo + units[device] * unit)
+                found.append(Placement(WHOLE_ROWS.name, shard, (device,)))
+                allowed.remove(device)
+                room[device] -= vector(shard)
+                if lo:
+                    room -= ids  # a part more sends the ids once more, to all
+                lo = shard.col_hi
+        plan = Plan(tuple(found))
+        return plan if memory.fits(plan, problem) and within_ops(plan, problem) else None
 
     def packed(self, ways: Sequence[Way], best: tuple[Plan | None, int]) -> tuple[Plan | None, float]:
         """A plan of these ways, and the bytes that it lacks. None if that is no better than the best."""

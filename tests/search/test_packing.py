@@ -233,3 +233,16 @@ def test_rows_are_divided_where_no_column_fits():
     unsplit = Constraints(unsplit=tuple(t.name for t in tables))
     with pytest.raises(Infeasible, match="does not fit"):
         greedily(replace(just_for(only, given), constraints=unsplit))
+
+
+def test_columns_are_poured_to_the_last_that_fits():
+    wide = Table("wide", 1000, 64, 1.0)
+    only = Constraints(kinds=(("wide", ("column",)),))
+    plan = Plan((column(wide, 0, 0, 28), column(wide, 1, 28, 52), column(wide, 2, 52, 64)))
+    given = Problem("poured", (wide,), Topology((Device(1 << 40),) * 3), 66, constraints=only)
+    exact = memory.used_bytes(plan, given)
+    given = replace(given, topology=Topology(tuple(map(Device, exact))))
+    found, lacks = roomiest(given)
+    assert lacks <= 0 and {p.devices[0]: p.shard.width for p in found.placements} == {0: 28, 1: 24, 2: 12}
+    less = replace(given, topology=Topology(tuple(Device(n - (d == 0)) for d, n in enumerate(exact))))
+    assert roomiest(less)[1] > 0
