@@ -67,6 +67,7 @@ class PlacementState:
         self._ids = np.zeros(batch) + (ids.reshape(-1, *(1 for _ in batch[1:])) if batch else ids[0])
         self._coefficients = self._account.coefficients[[self._account.runs[run] for run in cache.kinds]]
         self._of_bundles = self._beyond_first_runs()
+        self._known = np.zeros((0, before.shape[1]))  # [R, P] vectors of shards
         self._limited_ops = self._account.phases < before.shape[1]
         self.free = np.array(held_bytes(problem)) - math.ceil(self._base.max())
         self.used += before.max(1).astype(np.int64)
@@ -85,11 +86,11 @@ class PlacementState:
         if not fits.all() or self._limited_ops:
             # What a shard takes at most was too much. So count phase by phase where it was.
             at = np.nonzero(np.ones_like(fits) if self._limited_ops else ~fits)
-            before, after, of = (np.broadcast_to(x, fits.shape)[at] for x in (was, then, strips))
+            before, after = (np.broadcast_to(x, fits.shape)[at] for x in (was, then))
             base, ids = (np.broadcast_to(x, (*fits.shape, x.shape[-1]))[at]
                          for x in (self._base, ids[..., None]))
             n_phases = self._account.phases
-            load = self.load[at] + self._vectors(of, after) - self._vectors(of, before) + base
+            load = self.load[at] + self._vectors(after) - self._vectors(before) + base
             load[:, :n_phases] = np.rint(load[:, :n_phases] + ids)
             fits[at] = (load <= self._account.limits[at[-1]]).all(-1)
         if self._hosts is not None:
@@ -106,13 +107,17 @@ class PlacementState:
         load = (self.load + self._base)[..., :n_phases].max(-1)
         return np.rint(load + np.asarray(self._ids)[..., None]).astype(np.int64)
 
-    def _vectors(self, strip: np.ndarray, number: np.ndarray) -> np.ndarray:
+    def _vectors(self, number: np.ndarray) -> np.ndarray:
         """[..., P] bytes of shards in each phase."""
-        coefficients = self._coefficients[self.cache.kind[strip]]
-        vectors = (self.cache.sums[number][..., None] * coefficients).sum(-2)
-        if self._of_bundles is not None:
-            vectors += self._of_bundles[strip] * (np.asarray(number) > 0)[..., None]
-        return vectors
+        known = len(self._known)
+        if known < len(self.cache.sums):
+            strips = self.cache.strip_of[known:]
+            new = np.einsum("rf,rfp->rp", self.cache.sums[known:],
+                            self._coefficients[self.cache.kind[strips]])
+            if self._of_bundles is not None:
+                new += self._of_bundles[strips] * (np.arange(known, len(self.cache.sums)) > 0)[:, None]
+            self._known = np.concatenate([self._known, new])
+        return self._known[number]
 
     def _beyond_first_runs(self) -> np.ndarray | None:
         """[S, P] bytes of bundles with tables of several runs, beyond those if all ran as the first.
@@ -139,7 +144,7 @@ class PlacementState:
         was, becomes = cache.numbers(strip, before), cache.numbers(strip, after)
         self.held[at] = after
         self.used[here] += cache.bytes[becomes] - cache.bytes[was]
-        self.load[here] += self._vectors(strip, becomes) - self._vectors(strip, was)
+        self.load[here] += self._vectors(becomes) - self._vectors(was)
         self._on_host[here] += cache.sums[becomes, 5] - cache.sums[was, 5]
         # Shards that meet are one.
         self._ids -= cache.local_ids[strip] * ((before > 0) & (after > before))

@@ -67,6 +67,7 @@ class ShardCostCache:
     size: [S] units of the whole strip.
     most: [S] units that a device may have.
     codes: [R, F] encodings.
+    strip_of: [R] its strip.
     sums: [R, 6] what it adds to a device's memory (memory_account.Sums).
     bytes: [R] about its memory: in its own largest phase.
     outputs: [R] bytes of outputs.
@@ -109,6 +110,7 @@ class ShardCostCache:
         self._numbers[:, 0] = 0
         self.made: list[Bundle] = [self._strips[0]]  # number 0: any will do, its values are zeroed
         self._codes, self._single_ms = np.zeros((0, 1)), np.zeros(0)
+        self.strip_of = np.zeros(1, dtype=np.int64)
         self._batches: dict[Layout, RunBatch] | None = None
         self.sums, self._multiples = np.zeros((1, 6)), {}
         for run in {*self.kinds, *(run for of in map(self.runs, range(len(self))) for run in of)}:
@@ -273,6 +275,7 @@ class ShardCostCache:
         ids, outputs = sums.T[1:3].astype(np.int64)
         self.outputs = np.concatenate([self.outputs, outputs])
         self.id_bytes = np.concatenate([self.id_bytes, ids])
+        self.strip_of = np.concatenate([self.strip_of, np.array([s for s, _ in new])])
         for i, (s, u) in enumerate(new):
             self._numbers[s, u] = first + i
 
