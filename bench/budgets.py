@@ -44,7 +44,7 @@ SIZES = {(10, 8): 3.0, (100, 8): 3.0, (1_000, 8): 5.0, (10_000, 8): 10.0, (100_0
 RATES = {(40, 4): 3_000_000, (856, 128): 2_000_000, (1_500, 1_024): 1_000_000}
 """Tables and devices, and evaluations of a search."""
 BATCH, REPEATS = 2_048, 3
-"""Of samples: with many more, an op of 100,000 tables on 8 devices has more ids than FBGEMM runs."""
+"""Samples of a batch. With many more, an op of 100,000 tables on 8 devices has more ids than FBGEMM runs."""
 FIRST_PLAN = """
 import json, sys, time
 from types import SimpleNamespace

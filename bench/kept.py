@@ -64,7 +64,7 @@ DEARER = 1e-3
 KINDS = ("pooled", "sequences", "both")
 MOSTLY = {"weights": ((4, 6.5), (1, 10), 2048), "ids": ((2, 4), (20, 60), 8192),
           "outputs": ((2, 4), (1, 2), 8192), "all": ((3.5, 5.5), (5, 20), 8192)}
-"""What takes most memory: powers of 10 of rows, pooling, and the batch."""
+"""Powers of 10 of rows, pooling, and the batch, by the data that takes most memory."""
 SLACK = {"tight": (1.02, 1.2), "ordinary": (1.5, 4.0)}
 SMALL = 6, 3
 NODES = 3_000
@@ -315,7 +315,7 @@ def against(rows: Sequence[dict], old: dict[str, dict], names: Sequence[str]) ->
 
 
 def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
-    """Of each search how its plans cost, what it refuses, and how it counts."""
+    """A row for each search: costs of its plans, refusals, and errors of its count."""
     shown = []
     for name in names:
         of = [(r, r["found"][name]) for r in rows if name in r["found"]]
@@ -337,7 +337,7 @@ def count_processor_seconds() -> None:
 
 
 def lines_of(path: Path | None) -> list[dict[str, Any]]:
-    """What a run wrote. Nothing where there is no file."""
+    """Rows that a run wrote. None where there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
 
 

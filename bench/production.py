@@ -38,7 +38,7 @@ from shardcore.workload import lower, require_plan
 PROBLEM = "problems/r04-production-1935-tables-96-ranks.json"
 PLACEMENTS = "torchrec_stats_example_96ranks.csv"
 RESERVED_GIB = 46 + 62.7
-"""Of a rank's 184: TorchRec's storage reservation, and the dense part. Ids are counted with the tables."""
+"""GiB of a rank's 184: TorchRec's storage reservation, and the dense part. Ids count with the tables."""
 
 
 def published(folder: Path, problem: Problem) -> Plan:
@@ -90,7 +90,7 @@ def compiled() -> None:
 
 HEADERS = ("job", "published ms", "GiB", "ours ms", "GiB", "may hold", "below published", "seconds",
            "processor", "wall", "silence", "phases", "peak MiB")
-"""Of `row`."""
+"""Headings of `row`."""
 
 
 def row(name: str, problem: Problem, theirs: Plan | None, seconds: float) -> tuple[str, ...]:

@@ -115,7 +115,7 @@ def searched(i: int, seed: int, folder: str | None) -> dict[str, object]:
 
 
 def summary(rows: Sequence[dict]) -> str:
-    """Of each axis how many pairs there are, how many rise, and the largest rise."""
+    """A row for each axis: pairs, rises, and the largest rise."""
     shown = []
     for axis in rows[0]["costs"]:
         found = [(rise, row["problem"]) for row in rows for rise in rises(row["costs"][axis])]
@@ -126,7 +126,7 @@ def summary(rows: Sequence[dict]) -> str:
 
 
 def results(waiting: Sequence[int], args: argparse.Namespace) -> Iterator[dict]:
-    """Of each problem, in turn, until the time is over. A job has one of them waiting at most."""
+    """Results of each problem in turn, until the time is over. A job has at most one waiting."""
     ends = time.monotonic() + 60 * args.minutes
     with ProcessPoolExecutor(args.jobs, initializer=_end_with_parent) as pool:
         left, running = list(waiting), []

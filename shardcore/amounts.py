@@ -44,7 +44,7 @@ def travelling(name: str, n_bytes: float, job: Job, received: bool = False) -> d
 
 @dataclass(frozen=True)
 class RunBatch:
-    """What a run has of a local batch. It is the same on all devices.
+    """A run's share of a local batch. It is the same on all devices.
 
     outputs: bytes of its outputs.
     cut: whether some of its tables are cut by columns.
@@ -60,9 +60,9 @@ class RunBatch:
 
 
 def run_batches(placements: Iterable[Placement], problem: Problem) -> dict[Layout, RunBatch]:
-    """What each run has of a local batch, in the order in which TorchRec runs them.
+    """Each run's share of a local batch, in the order in which TorchRec runs them.
 
-    That is of the first table of each. Of several collections, the one of the first table is first.
+    That is the order of their first tables. Collections are in the order of theirs.
 
     placements: each is a shard by itself, whatever its devices.
     """

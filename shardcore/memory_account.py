@@ -38,7 +38,7 @@ _OF_OP = 1024.0
 
 
 class Sums(NamedTuple):
-    """What a shard adds to a device's sums.
+    """A shard's contribution to a device's sums.
 
     resident: bytes of weights, optimizer state, ids while they wait, and a replica's gradient. Always there.
     arrived: bytes of ids that the device receives. They are there once more when they arrive.
@@ -178,7 +178,7 @@ def account_of(placements: Iterable[Placement], problem: Problem) -> Account:
 
 @dataclass(frozen=True, eq=False)
 class Turns:
-    """What runs hold in their turns, for searches in which runs come and go (anneal/compiled/memory.py).
+    """Memory of runs in their turns, for searches in which runs come and go (anneal/compiled/memory.py).
 
     Slots of a turn: before it, after it, in the first phase of the next run's turn, and its own phases.
 

@@ -170,7 +170,7 @@ def download(version: ModelVersion) -> CostModel:
 
 
 def downloaded(version: ModelVersion, name: str, load: Callable[[Sequence[Path]], T]) -> T:
-    """What a version holds, loaded from the folders with a file of this name."""
+    """The content of a version, loaded from the folders with a file of this name."""
     with tempfile.TemporaryDirectory() as temporary:
         path = mlflow.artifacts.download_artifacts(f"models:/{version.name}/{version.version}",
                                                    dst_path=temporary)

@@ -92,7 +92,7 @@ def contended(sums: np.ndarray, p: np.ndarray) -> float:
 
 @_compile
 def several(sums: np.ndarray, p: np.ndarray) -> float:
-    """ms of ops of several precisions, one after another. See mixed.MixedModel.
+    """ms of ops of several precisions, one after another. See composite.Composite.
 
     sums: those of each precision, side by side.
     p[0]: P, the number of precisions.
@@ -117,7 +117,7 @@ HEADS = (linear, contended, several)
 
 @_compile
 def beside_link(sums: np.ndarray, p: np.ndarray) -> float:
-    """ms of an op with rows in host memory. See host_memory.HostMemoryModel.
+    """ms of an op with rows in host memory. See composite.LinkHead.
 
     sums: those of another head, then ms of the link, forward and backward.
     p[0]: which of HEADS that is. Then its parameters.

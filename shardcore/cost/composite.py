@@ -57,7 +57,7 @@ class LinkHead:
         return sums.sum(-1)
 
     def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
-        """As if links always took as long."""
+        """The same as the mean: links have no spread."""
         return sums.sum(-1)
 
     def is_above_head(self, level: float) -> bool:
@@ -140,7 +140,7 @@ class Composite:
         return sum(head.head(own) for head, own in self._split(sums))
 
     def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
-        """As if errors of all models went together."""
+        """The sum of the models' quantiles, an upper bound: their errors rarely add up."""
         # An op without shards of a model costs nothing.
         return sum(np.where(own[..., 0] > 0, head.quantile(own, level), 0.0) if head is not self.links
                    else head.quantile(own, level) for head, own in self._split(sums))

@@ -29,7 +29,7 @@ KEEP_EVERY_S = 5.0
 _LONGEST_END = 0.25
 """The share of the time that may be kept for what still runs at the end."""
 _LATE_S = 5.0
-"""What is not there so long after the time is over is given up."""
+"""Seconds to wait for results after the time is over. Later ones are given up."""
 Event = TypeVar("Event")
 Attempt = Callable[[str, Callable[[replays.Replay], object]], bool]
 """Do work on a problem of this name, which is given what replays. False: it failed, and the others go on."""
@@ -86,7 +86,7 @@ def measure_groups(bench: Supervisor, requests: Iterable[ComputeRequest], folder
     pool_name = dataset.write_pool(folder, pool)
 
     def has_time(_: ComputeRequest) -> bool:
-        """Whether a request can finish in time, by how long those so far took."""
+        """Tell if a request can finish in time, judged by those so far."""
         now = time.monotonic()
         each_s = (now - began) / done if done else 0.0
         return now + min(bench.spec.config.interleave * each_s, _LONGEST_END * (until - began)) < until

@@ -70,7 +70,7 @@ def load_plan(root: str | Path, name: str, version: str | None = None,
 
 
 def read_plan(root: str | Path, name: str, version: str | None = None) -> tuple[Plan, Problem]:
-    """As load_plan, for a caller that lowers the plan: it is parsed only."""
+    """Parse a plan without validating it, for a caller that lowers it. Otherwise the same as load_plan."""
     home = _home(root, name)
     if version is None:
         return _while_it_stays(home, lambda: _load(_version(home, current(root, name)), name))

@@ -11,7 +11,6 @@ Shapes: D devices, P phases.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -77,7 +76,8 @@ def roomiest(problem: Problem, quick: bool = False) -> tuple[Plan | None, int]:
             found = plan, exact if within_ops(plan, problem) else max(exact, math.ceil(lacks), 1)
             if found[1] <= 0:
                 break
-    if found[0] is not None and found[1] > 0 and not quick and (plan := search.poured()):
+    few = not quick and len(search.bundles) * search.n <= _LARGE
+    if found[0] is not None and found[1] > 0 and few and (plan := search.poured()):
         return plan, 0
     return found
 
@@ -260,16 +260,21 @@ class _Search:
             if len(bundle) > 1 or table.sequence or table.name in problem.whole:
                 return None
             unit, lo = problem.unit_width(table), 0
+            if table.dim == unit:
+                return None
             ids = IDS_ALIVE * problem.local_batch * sample_bytes(table, problem.job)
+            one, two = (vector(Shard(table, 0, table.rows, 0, n * unit)) for n in (1, 2))
+            a_unit = two - one  # bytes are linear in columns; ids, and state of rows, do not depend on them
             while lo < table.dim:
-                most = min(table.dim - lo, problem.most_width(table)) // unit
-                # More columns take more. So the most that fit are found by halving.
-                units = {d: bisect_right(range(1, most + 1), 0.0, key=lambda n, d=d: (vector(
-                    Shard(table, 0, table.rows, lo, lo + n * unit)) - room[d]).max()) for d in allowed}
-                device = max(units, key=units.__getitem__, default=0)
-                if not units or not units[device]:
+                most = np.full(self.n, -1.0)
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    more = np.where(a_unit > 0, (room - one) / a_unit, np.where(room >= one, np.inf, -1.0))
+                most[allowed] = np.floor(more.min(1) + 1)[allowed]
+                device = int(most.argmax())
+                if most[device] < 1:
                     return None
-                shard = Shard(table, 0, table.rows, lo, lo + units[device] * unit)
+                units = min(most[device], (table.dim - lo) // unit, problem.most_width(table) // unit)
+                shard = Shard(table, 0, table.rows, lo, lo + int(units) * unit)
                 found.append(Placement(WHOLE_ROWS.name, shard, (device,)))
                 allowed.remove(device)
                 room[device] -= vector(shard)

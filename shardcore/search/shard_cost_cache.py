@@ -157,7 +157,7 @@ class ShardCostCache:
         return made, number.reshape(-1)
 
     def covers(self, shards: Iterable[Shard]) -> bool:
-        """Whether these shards make up exactly the strips of the cache, with sequences cut the same."""
+        """Tell if these shards make up exactly the strips of the cache, with sequences cut the same."""
         shards = list(shards)
         return self._cut_sequences == _cut_sequences(shards) and self._strips == _strips_of(shards,
                                                                                             self.problem)

@@ -79,7 +79,7 @@ class Link:
 
     @property
     def words(self) -> str:
-        """What is given, for people."""
+        """The links that are given, for people."""
         gbps = [f"{self.gbps:g} GB/s{' shared' * self.shared}"] if self.gbps else []
         latency = [] if self.latency_ms is None else [f"{self.latency_ms:g} ms"]
         return f"{self.level} {', '.join(gbps + latency)}"

@@ -252,7 +252,7 @@ def another_checkpoint(rank: int, given: Problem, folder: str) -> str:
 
 
 def refusals(rank: int, given: Problem, folder: str, works: tuple[str, ...]) -> str:
-    """What each work is refused with, a line each, one after the other in the same processes."""
+    """The refusal of each job, a line each, one after the other in the same processes."""
     said = []
     for work in works:
         try:

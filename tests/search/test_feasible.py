@@ -90,7 +90,7 @@ def test_a_problem_without_a_plan_is_refused_before_anything_is_priced(name):
 
 @pytest.mark.parametrize("n, n_tables", [(2, 7), (3, 7), (2, 8), (3, 9)])
 def test_what_is_said_to_be_enough_is_enough(n, n_tables):
-    """Of more memory more is kept free, where that is the default; devices have to divide the batch."""
+    """More memory keeps more free by default, and devices have to divide the batch."""
     def of(devices: tuple[Device, ...]) -> Problem:
         tables = tuple(Table(f"t{i}", 50_000 + i, 64, 5.0) for i in range(n_tables))
         return Problem("tight", tables, Topology(devices), BATCH,

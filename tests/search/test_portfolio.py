@@ -116,7 +116,7 @@ OTHERS = tuple(Table(f"t{i}", 1000, 16, 1.0) for i in range(2))
 
 
 def kept(hosts: str, *placements: Placement, **space) -> bool:
-    """Whether a plan of a large table beside two others stays as it is, if nothing may move."""
+    """A plan of a large table beside two others, improved if nothing may move: does it stay the same?"""
     given = Problem("kept", (LARGE, *OTHERS), on_hosts(hosts, MIB), 48)
     old = Plan((*placements, *(column(t, 1) for t in OTHERS)))
     found = annealing(given, model_for(given), budget=Budget(evals=2_000), reshard=Reshard(old, 0), **space)
@@ -131,5 +131,5 @@ def test_rows_of_a_plan_that_is_to_be_kept_stay_where_they_are():
 @pytest.mark.xfail(strict=True, reason="a table cut by columns and divided over hosts is placed anew, "
                    "whatever the limit")
 def test_a_grid_of_a_plan_that_is_to_be_kept_stays_where_it_is():
-    """As TorchRec's grid_shard has it."""
+    """A table the way TorchRec's grid_shard has it."""
     assert kept("aabb", host_row(LARGE, (0, 1), 0, 4), host_row(LARGE, (2, 3), 4, 8), space="halves")

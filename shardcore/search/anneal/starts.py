@@ -219,7 +219,7 @@ class Starts:
         n, fit, fail, step = len(worth), 0, len(worth) + 1, 1
         while n > fit:
             parts, shared = self._with(space, worth[:n], y, np.inf)
-            if self._greedy(space, parts, np.concatenate([shared, space.always_shared])) is not None:
+            if self._greedy(space, parts, space.sharing(shared)) is not None:
                 fit = n
             else:
                 fail, step = n, 2 * step

@@ -40,7 +40,7 @@ def best(given: Problem, sync_every: int = 1, size="auto", sharder="size_greedy"
 
 
 def found(given: Problem, sync_every: int = 1, size="auto", sharder="size_greedy", **limits):
-    """What was found for each grouping that has a plan."""
+    """The result for each grouping that has a plan."""
     return [x.found for x in best(given, sync_every, size, sharder, **limits).outcomes if x.found]
 
 

@@ -176,7 +176,7 @@ def all_left(fx, st):
 
 @inner
 def host_fits(fx, st, d, more):
-    """Whether the memory of d's host takes more bytes. A host that is too full already may lose some."""
+    """Tell if the memory of d's host takes more bytes. A host that is too full already may lose some."""
     return more <= 0.0 or st.on_host[fx.host[d]] + more <= fx.host_free
 
 

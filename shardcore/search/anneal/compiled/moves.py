@@ -178,7 +178,7 @@ def moves_too_much(fx, st, n):
 
 @inner
 def fits(fx, st, a, b, n):
-    """Whether all devices fit after n edits on devices a and b, whose trial rows are filled.
+    """Tell if all devices fit after n edits on devices a and b, whose trial rows are filled.
 
     A device that is too full already may still lose bytes.
     """
