@@ -1,6 +1,7 @@
 """What publishing decides about a plan that is published already, under the models and problems of now."""
 
 import json
+import shutil
 import sys
 import uuid
 from collections import Counter
@@ -40,6 +41,10 @@ def model():
 
 @pytest.fixture
 def problem():
+    return drawn()
+
+
+def drawn() -> Problem:
     rng = np.random.default_rng(0)
     tables = tuple(Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10)), Zipf(1.0))
                    for i in range(8))
@@ -50,6 +55,24 @@ def publish(root, problem, model, version=1, config=CONFIG):
     provenance = {"model": "shardcore-cost-law", "model_version": str(version), "setting": str(model.setting),
                   "algorithm": config.algorithm, "seed": config.seed, "git_commit": "c1"}
     return Publisher(model, root, config, provenance).publish(problem)
+
+
+@pytest.fixture(scope="module")
+def first_plan(model, tmp_path_factory):
+    """A store with the first plan of the problem."""
+    root = tmp_path_factory.mktemp("first")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publisher, "_EXPLAIN", Budget(evals=10))
+        patch.setattr("shardcore.search.explain.MORE_MEMORY", ())
+        publish(root, drawn(), model)
+    return root
+
+
+@pytest.fixture
+def first(first_plan, tmp_path):
+    """The decision for it, in a copy of that store at `tmp_path`."""
+    shutil.copytree(first_plan, tmp_path, dirs_exist_ok=True)
+    return store.last(tmp_path, "published")
 
 
 def slow(model):
@@ -110,9 +133,8 @@ def test_a_baseline_that_cannot_plan_stops_nothing(problem, model, tmp_path, mon
 
 
 @pytest.mark.parametrize("file", ["plan.json", "problem.json"])
-def test_a_damaged_plan_is_replaced_and_the_decision_says_why(problem, model, tmp_path, file):
+def test_a_damaged_plan_is_replaced_and_the_decision_says_why(problem, model, tmp_path, first, file):
     """Also where the search finds the same plan again: its version is written anew."""
-    first = publish(tmp_path, problem, model).decision
     damaged = tmp_path / problem.name / "versions" / first.current / file
     damaged.write_text(damaged.read_text().replace("t3", "t4", 1))
     with pytest.raises(ShardCoreError):
@@ -124,8 +146,7 @@ def test_a_damaged_plan_is_replaced_and_the_decision_says_why(problem, model, tm
     assert publish(tmp_path, problem, model).decision.outcome == "kept"
 
 
-def test_a_store_that_does_not_answer_keeps_its_plan(problem, model, tmp_path):
-    first = publish(tmp_path, problem, model).decision
+def test_a_store_that_does_not_answer_keeps_its_plan(problem, model, tmp_path, first):
     plan = tmp_path / problem.name / "versions" / first.current / "plan.json"
     content = plan.read_bytes()
     plan.unlink()
@@ -174,8 +195,7 @@ def test_a_gain_within_the_models_error_replaces_nothing(problem, model, tmp_pat
     assert left.margin_ms > left.previous_ms - left.candidate_ms > 0 and "confidence: kept" in left.reason
 
 
-def test_a_plan_that_no_longer_fits_is_replaced_however_cheap(problem, model, tmp_path):
-    publish(tmp_path, problem, model)
+def test_a_plan_that_no_longer_fits_is_replaced_however_cheap(problem, model, tmp_path, first):
     grown = replace(problem, tables=(replace(problem.tables[0], rows=9_000), *problem.tables[1:],
                                      Table("new", 900, 16, 2.0)))
     decision = publish(tmp_path, grown, model).decision
@@ -189,8 +209,7 @@ def test_a_plan_that_no_longer_fits_is_replaced_however_cheap(problem, model, tm
     assert store.last(tmp_path, "published") == decision
 
 
-def test_a_new_table_finds_room_beside_the_others(problem, model, tmp_path):
-    publish(tmp_path, problem, model)
+def test_a_new_table_finds_room_beside_the_others(problem, model, tmp_path, first):
     old, _ = store.load_plan(tmp_path, "published")
     more = replace(problem, tables=(*problem.tables, Table("new", 900, 16, 2.0)))
     decision = publish(tmp_path, more, model, config=replace(CONFIG, max_moved_tables=0)).decision
@@ -210,8 +229,8 @@ def test_an_object_store_gets_what_a_folder_gets(problem, model, tmp_path):
 
 
 def test_a_plan_kept_under_fresh_statistics_is_published_anew_for_them_and_nothing_moves(problem,
-                                                                                         model, tmp_path):
-    first = publish(tmp_path, problem, model).decision
+                                                                                         model, tmp_path,
+                                                                                         first):
     plan, _ = store.load_plan(tmp_path, "published")
     livelier = replace(problem, tables=tuple(replace(t, pooling=1.01 * t.pooling) for t in problem.tables))
     kept = publish(tmp_path, livelier, model).decision
@@ -233,8 +252,7 @@ def test_a_plan_kept_under_fresh_statistics_is_published_anew_for_them_and_nothi
     assert 1 <= len(diff(now, store.load_plan(tmp_path, "published")[0]).moves) <= 2
 
 
-def test_setting_the_champion_back_restores_its_plan(problem, model, tmp_path):
-    first = publish(tmp_path, problem, model, 1).decision
+def test_setting_the_champion_back_restores_its_plan(problem, model, tmp_path, first):
     put(tmp_path, problem, worse(problem), 2)
     back = publish(tmp_path, problem, model, 1)
     assert back.decision.outcome == "restored" and back.decision.current == first.current

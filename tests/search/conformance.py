@@ -211,7 +211,7 @@ def solve(sharder: str, problem: Problem, seed: int = 0, budget: Budget | None =
 @every_case
 def test_plan_is_valid_and_says_where_it_comes_from(sharder, case):
     problem = CASES[case]
-    plan = solve(sharder, problem, 3, Budget(evals=2000))
+    plan = solve(sharder, problem, 3)
     check_plan(plan, problem)
     assert (plan.provenance["algorithm"], plan.provenance["seed"]) == (sharder, 3)
     json.dumps(plan.provenance, allow_nan=False)

@@ -46,14 +46,14 @@ def least_memory(of: Problem) -> int:
 
 
 def small(seed: int) -> Problem:
-    """2 to 4 tables on 1 to 3 devices. Weights, outputs or ids take most memory."""
+    """2 or 3 tables on 1 to 3 devices. Weights, outputs or ids take most memory."""
     rng = np.random.default_rng(seed)
     most = ("weights", "outputs", "ids")[seed % 3]
     rows = (100, 5000) if most == "weights" else (5, 200)
     tables = tuple(Table(f"t{i}", int(rng.integers(*rows)), int(rng.choice([4, 8, 12, 16, 32, 64])),
                          float(rng.choice([20, 100] if most == "ids" else [1, 2, 5])),
                          sequence=bool(rng.random() < 0.3))
-                   for i in range(rng.integers(2, 4 + (seed % 4 == 0))))
+                   for i in range(rng.integers(2, 4)))
     devices = "a" * int(rng.integers(1, 4))
     return Problem(f"small-{seed}", tables, on_hosts(devices), 6 * int(rng.integers(2, 40)))
 
@@ -66,7 +66,7 @@ def with_memory(of: Problem, n_bytes: int) -> Problem:
 def test_no_sharder_refuses_what_some_plan_fits(seed):
     given = small(seed)
     least = least_memory(given)
-    for times in (1.0, 1.1, 2.0):
+    for times in (1.0, 1.1):
         tight = with_memory(given, int(times * least))
         for name in ("size_greedy", "neuroshard", "anneal_columns", "anneal"):
             lower(SHARDERS[name](tight, model_for(tight), budget=Budget(evals=50)), tight)

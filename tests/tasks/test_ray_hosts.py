@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from boxes import boxed
@@ -56,8 +55,8 @@ def ray_on(place, *options):
     env = {**clean_environment(), "GLOO_SOCKET_IFNAME": "eth0", HOST_VARIABLE: str(place.host)}
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=2",
                f"--node-ip-address={place.address}", f"--object-store-memory={80 << 20}", *options]
-    return subprocess.Popen(["nsenter", f"--net={place.namespace}", *command], env=env,
-                            start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(["nsenter", f"--net={place.namespace}", *command], env=env, text=True,
+                            start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
 @boxed
@@ -70,7 +69,7 @@ def test_a_gang_of_two_hosts_exchanges_over_their_link_and_finds_them(tmp_path):
                                (second, [f"--address={first.address}:6379"])):
             node = ray_on(place, *options)
             ends.callback(os.killpg, node.pid, signal.SIGKILL)
-            time.sleep(8)
+            assert any("Ray runtime started" in line for line in node.stdout)
         done = subprocess.run(["nsenter", f"--net={first.namespace}", sys.executable,
                                str(tmp_path / "driver.py"), f"{first.address}:6379"],
                               env=clean_environment(), capture_output=True, text=True, timeout=240)
