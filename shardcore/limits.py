@@ -77,11 +77,11 @@ def require_types(record: object, noun: str) -> None:
 
 
 def require_type(value: object, kind: type | tuple[type, ...], what: str, right: str) -> None:
-    """Raise ShardCoreError naming an argument that is not of a type.
+    """Raise ShardCoreError naming an argument that is not of a type. True and False are no numbers.
 
     right: what it needs to be, for the message.
     """
-    if not isinstance(value, kind):
+    if not any(_is(value, k) for k in (kind if isinstance(kind, tuple) else (kind,))):
         raise ShardCoreError(f"{what} is {shown(value)}; it needs to be {right}")
 
 

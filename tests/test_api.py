@@ -51,6 +51,9 @@ def problem(**changed):
 WRONG = {
     "budget": (lambda: SHARDERS["anneal"](PROBLEM, MODEL, budget=100),
                  "budget is 100; it needs to be a Budget"),
+    "seed": (lambda: SHARDERS["random"](PROBLEM, MODEL, seed=1.5), "seed is 1.5; it needs to be a whole"),
+    "negative seed": (lambda: SHARDERS["portfolio"](PROBLEM, MODEL, seed=-1), "seed is -1; it needs to be 0"),
+    "hosts": (lambda: Topology.of_hosts(True, 8, memory_gib=1), "True; it needs to be a whole number"),
     "searched problem": (lambda: SHARDERS["random"](PLAN, MODEL), "problem is Plan(1 tables"),
     "searching model": (lambda: SHARDERS["random"](PROBLEM, "model"),
                  "model is 'model'; it needs to be a cost"),
