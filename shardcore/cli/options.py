@@ -71,7 +71,7 @@ def require_outputs(args: argparse.Namespace, also_read: Iterable[Path] = ()) ->
                     raise ShardCoreError(f"--{_dashed(name)} {place} is {_in(place, source)}the "
                                          f"{_dashed(what)} that is read; it needs to be another file")
             for other, before in written:
-                if place.resolve() == before.resolve():
+                if _real(place) == _real(before):
                     raise ShardCoreError(f"--{_dashed(other)} and --{_dashed(name)} are both {place}; "
                                          "they need to be two files")
             written.append((name, place))
@@ -93,11 +93,16 @@ def _replaces(place: Path, source: Path) -> bool:
     """Tell if writing to a path would change a file or folder that is read."""
     if place.is_file() and source.is_file() and place.samefile(source):
         return True
-    return place.resolve() == source.resolve() or bool(_in(place, source))
+    return _real(place) == _real(source) or bool(_in(place, source))
 
 
 def _in(place: Path, source: Path) -> str:
-    return "in " * (source.is_dir() and source.resolve() in place.resolve().parents)
+    return "in " * (source.is_dir() and _real(source) in _real(place).parents)
+
+
+def _real(path: Path) -> Path:
+    """The path without links. Path.resolve fails for a link that leads to itself."""
+    return Path(os.path.realpath(path))
 
 
 def natural(text: str) -> int:

@@ -93,9 +93,9 @@ def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda out
     deciding.require_agreeing(args)
     with shown():
         report(f"reading {args.problem}")
-        problem = files.read_problem(args.problem)
-        problem = deciding.with_host_memory(problem, args) if args.tiers else problem
-    decisions = list(deciding.decisions(args, problem))
+        stored = files.read_problem(args.problem)
+        problem = deciding.with_host_memory(stored, args) if args.tiers else stored
+    decisions = list(deciding.decisions(args, problem, stored))
     for decision in decisions:
         if decision.changes and args.out and not args.out_problem:
             raise ShardCoreError(f"--out {args.out} needs --out-problem, the problem with the "
