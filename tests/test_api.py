@@ -53,7 +53,7 @@ WRONG = {
                  "budget is 100; it needs to be a Budget"),
     "seed": (lambda: SHARDERS["random"](PROBLEM, MODEL, seed=1.5), "seed is 1.5; it needs to be a whole"),
     "negative seed": (lambda: SHARDERS["portfolio"](PROBLEM, MODEL, seed=-1), "seed is -1; it needs to be 0"),
-    "hosts": (lambda: Topology.of_hosts(True, 8, memory_gib=1), "True; it needs to be a whole number"),
+    "number of hosts": (lambda: Topology.of_hosts(True, 8, memory_gib=1), "True; it needs to be a whole number"),
     "searched problem": (lambda: SHARDERS["random"](PLAN, MODEL), "problem is Plan(1 tables"),
     "searching model": (lambda: SHARDERS["random"](PROBLEM, "model"),
                  "model is 'model'; it needs to be a cost"),
