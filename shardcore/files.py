@@ -26,7 +26,7 @@ from shardcore.constraints import Constraints
 from shardcore.documents import digest, document, open_document, seal, unseal
 from shardcore.errors import Overfull, ShardCoreError
 from shardcore.job import Job
-from shardcore.layouts import layout_of
+from shardcore.layouts import LAYOUTS, layout_of
 from shardcore.limits import MOST_DEVICES
 from shardcore.schema import build, read, show
 from shardcore.step.tiers import BELOW
@@ -276,6 +276,11 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
     if not isinstance(kinds, Mapping):
         raise ShardCoreError(f"{what}: kinds is {show(kinds)}; it needs to be an object of tables and the "
                              'kinds that may run them, such as {"t0": ["row", "column"]}')
+    for name, some in kinds.items():
+        if isinstance(some, list) and (unknown := [
+                kind for kind in some if isinstance(kind, str) and kind not in LAYOUTS]):
+            raise ShardCoreError(f"{what}: kinds of table {show(name)} has {show(unknown[0])}; known are "
+                                 f"{', '.join(LAYOUTS)}")
     if not isinstance(min_widths, Mapping):
         raise ShardCoreError(f"{what}: min_widths is {show(min_widths)}; it needs to be an object of tables "
                              'and the fewest columns of a shard, such as {"t0": 64}')

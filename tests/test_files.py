@@ -131,6 +131,8 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
     (lambda d: d["constraints"].update(pinned={"hot": 0}), ["constraints", "'hot' pinned to 0", "a list"]),
     (lambda d: d["constraints"].update(pinned={"hot": [True]}), ["'hot' pinned to [True]"]),
     (lambda d: d["constraints"].update(kinds={"hot": "row"}), ["table 'hot' by 'row'", "['row', 'column']"]),
+    (lambda d: d["constraints"].update(kinds={"hot": ["row", "rows"]}),
+     ["kinds of table 'hot' has 'rows'; known are column, row, host_row"]),
     (lambda d: d["constraints"].update(kinds=["hot"]), ["kinds is ['hot']", "object of tables"]),
     (lambda d: d["constraints"].update(min_widths={"hot": "8"}), ["min_widths '8'", "table 'hot'"]),
     (lambda d: d["constraints"].update(min_widths=8), ["min_widths is 8", "object of tables"]),
@@ -225,8 +227,8 @@ def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
     (lambda p: p[0].update(table="none"), "places table 'none', which problem 'small' does not have"),
     (lambda p: p[0].update(rows=[0, 1]), "placements[0] has an unknown key 'rows'"),
     (lambda p: p[0].pop("kind"), "placements[0] lacks the key 'kind'"),
-    (lambda p: p[0].update(kind="twin"), "placement has kind 'twin'; known are column, row, host_row, "
-     "data_parallel"),
+    (lambda p: p[0].update(kind="twin"), "a placement or constraint has kind 'twin'; known are column, row, "
+     "host_row, data_parallel"),
     (lambda p: p[0].update(kind="row"), "plan places cold[0:50000, 0:16] by row on device 0; such a shard "
      "lives on devices 0, 1"),
     (lambda p: p[0].update(kind="host_row", devices=[0, 1]), "it needs several hosts with the same number of "

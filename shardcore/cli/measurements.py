@@ -10,7 +10,7 @@ from pathlib import Path
 from shardcore.cli.options import command, natural, positive
 from shardcore.errors import ShardCoreError
 from shardcore.model_files import MODEL_JSON, MODEL_WEIGHTS
-from shardcore.types import OPTIMIZERS, PRECISION_BYTES
+from shardcore.types import OPTIMIZERS, PRECISION_BYTES, Setting
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -39,15 +39,14 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 def train(args: argparse.Namespace) -> None:
     from shardcore import schema
     from shardcore.cost import fit, known_errors, neural, training
-    from shardcore.samples import dataset
 
     # Samples of different settings must not train one model.
-    found = sorted({s for folder in args.datasets for s in dataset.settings(folder)}, key=str)
+    found = sorted({s for folder in args.datasets for s in _settings_in(folder)}, key=str)
     chosen = [s for s in found if all(getattr(args, k) in (None, getattr(s, k))
                                       for k in ("hardware", "batch", "precision", "optimizer"))]
     if len(chosen) != 1:
         raise ShardCoreError(f"{', '.join(map(str, args.datasets))}: samples for "
-                             f"[{'; '.join(map(str, found)) or 'nothing'}]; "
+                             f"[{'; '.join(map(str, found))}]; "
                              "choose one with --hardware, --batch, --precision and --optimizer")
     data, start = training.read(args.datasets, chosen[0]), neural.load(args.start) if args.start else None
     config = schema.build(fit.FitConfig, {"seed": args.seed}, "train")
@@ -59,6 +58,18 @@ def train(args: argparse.Namespace) -> None:
         if line:
             print(line, file=sys.stderr)
     print(json.dumps(training.judge(trained.model, data.known), indent=1))
+
+
+def _settings_in(folder: Path) -> list[Setting]:
+    """Settings of a dataset's samples. Raises ShardCoreError if there are none."""
+    from shardcore.samples import dataset
+
+    if not folder.is_dir():
+        raise ShardCoreError(f"{folder} is no folder; it needs to be one of measurements, as measure makes")
+    if not (found := dataset.settings(folder)):
+        raise ShardCoreError(f"{folder} holds no compute samples; it needs to be a folder of measurements, "
+                             "as measure makes")
+    return found
 
 
 def _say_progress(model: str, epoch: int, values: dict[str, float]) -> None:
@@ -82,9 +93,7 @@ def report(args: argparse.Namespace) -> None:
     from shardcore.report import dataset_report, figures, text_table
     from shardcore.samples import dataset, replays
 
-    found = dataset.settings(args.dataset)
-    if not found:
-        raise ShardCoreError(f"{args.dataset} holds no compute samples")
+    found = _settings_in(args.dataset)
     for setting in found:
         samples, repeats = dataset.read_compute(args.dataset,
                                                 setting), dataset.read_repeats(args.dataset, setting)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_BYTES
@@ -106,29 +108,24 @@ def _real(path: Path) -> Path:
 
 
 def natural(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= MOST_INT:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 0 to {MOST_INT}")
-    return value
+    return _number(text, int, lambda value: 0 <= value <= MOST_INT, f"a whole number of 0 to {MOST_INT}")
 
 
 def amount(text: str, most: int = MOST_INT) -> float:
-    value = float(text)
-    if not 0 <= value <= most:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 0 to {most}")
-    return value
+    return _number(text, float, lambda value: 0 <= value <= most, f"a number of 0 to {most}")
 
 
 def positive(kind: type, most: int = MOST_INT) -> Callable[[str], int | float]:
-    def parse(text: str) -> int | float:
-        value = kind(text)
-        if not 0 < value <= most:
-            raise argparse.ArgumentTypeError(f"{text} is not a positive number up to {most}")
-        return value
+    whole = "whole " * (kind is int)
+    return lambda text: _number(text, kind, lambda value: 0 < value <= most,
+                                f"a positive {whole}number up to {most}")
 
-    # argparse names the type in its message.
-    parse.__name__ = kind.__name__
-    return parse
+
+def _number(text: str, kind: type, is_good: Callable[[Any], bool], right: str) -> Any:
+    with suppress(ValueError):
+        if is_good(value := kind(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not {right}")
 
 
 def gib(text: str) -> float:

@@ -88,7 +88,8 @@ def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda out
     from shardcore.search.learned.policy import read_policy
 
     policy = read_policy(args.policy) if args.policy else None
-    args.algorithm = known(args.algorithm or (policy.name if policy else DEFAULT_SHARDER))
+    default = policy.name if policy else DEFAULT_SHARDER
+    args.algorithm = known(default if args.algorithm is None else args.algorithm)
     search = sharder(args.algorithm, policy)
     deciding.require_agreeing(args)
     with shown():
