@@ -7,7 +7,9 @@ import json
 import sys
 from pathlib import Path
 
+from shardcore import progress
 from shardcore.cli.options import command, natural, positive
+from shardcore.cli.progress_line import shown
 from shardcore.errors import ShardCoreError
 from shardcore.model_files import MODEL_JSON, MODEL_WEIGHTS
 from shardcore.types import OPTIMIZERS, PRECISION_BYTES, Setting
@@ -51,13 +53,17 @@ def train(args: argparse.Namespace) -> None:
     data, start = training.read(args.datasets, chosen[0]), neural.load(args.start) if args.start else None
     config = schema.build(fit.FitConfig, {"seed": args.seed}, "train")
     print(*data.warnings, data, sep="\n", file=sys.stderr)
-    trained = training.train(data, config, _say_progress, start)
+    with shown():
+        progress.report("training")
+        trained = training.train(data, config, _report_epoch, start)
+        progress.report("judging the model")
+        judged = training.judge(trained.model, data.known)
     neural.save(trained.model, args.out)
     for line in (trained.of_steps, f"{args.out}: {known_errors.label(trained.model)}",
                  *known_errors.worse_than_usual(trained.model)):
         if line:
             print(line, file=sys.stderr)
-    print(json.dumps(training.judge(trained.model, data.known), indent=1))
+    print(json.dumps(judged, indent=1))
 
 
 def _settings_in(folder: Path) -> list[Setting]:
@@ -72,10 +78,9 @@ def _settings_in(folder: Path) -> list[Setting]:
     return found
 
 
-def _say_progress(model: str, epoch: int, values: dict[str, float]) -> None:
-    if epoch % 10 == 0:
-        print(f"{model}, epoch {epoch}: {', '.join(f'{k} {v:.4g}' for k, v in values.items())}",
-              file=sys.stderr)
+def _report_epoch(model: str, epoch: int, values: dict[str, float]) -> None:
+    shown_values = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    progress.report(f"training {model}, epoch {epoch}: {shown_values}")
 
 
 # --- report ----------------------------------------------------------------------------------------------
@@ -95,17 +100,21 @@ def report(args: argparse.Namespace) -> None:
 
     found = _settings_in(args.dataset)
     for setting in found:
-        samples, repeats = dataset.read_compute(args.dataset,
-                                                setting), dataset.read_repeats(args.dataset, setting)
-        rows = dataset_report.dataset_summary(samples, repeats)
-        if comm := dataset.read_comm(args.dataset, setting):
-            rows += dataset_report.exchange_summary(comm)
-        if kept := replays.read_all(args.dataset / dataset.REPLAYS, setting):
-            rows += dataset_report.step_summary(kept)
+        with shown():
+            progress.report(f"reading samples of {setting}")
+            samples = dataset.read_compute(args.dataset, setting)
+            repeats = dataset.read_repeats(args.dataset, setting)
+            rows = dataset_report.dataset_summary(samples, repeats)
+            if comm := dataset.read_comm(args.dataset, setting):
+                rows += dataset_report.exchange_summary(comm)
+            if kept := replays.read_all(args.dataset / dataset.REPLAYS, setting):
+                rows += dataset_report.step_summary(kept)
+            if args.out:
+                progress.report("drawing")
+                figure = figures.png(dataset_report.dataset_figure(samples, repeats, str(setting)))
         print(f"{setting}\n\n{text_table(('quantity', 'value'), rows, words=(1,))}\n")
         if args.out:
             named = setting.hardware, setting.batch, setting.precision, setting.optimizer
             path = args.out / f"{'-'.join(map(str, named))}.png"
-            made = dataset_report.dataset_figure(samples, repeats, str(setting))
-            files.write_atomic(path, figures.png(made))
+            files.write_atomic(path, figure)
             print(path)

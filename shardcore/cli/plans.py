@@ -272,7 +272,9 @@ def export(args: argparse.Namespace) -> None:
         plan = files.read_plan(args.plan, problem)
         with files.validating(args.plan):
             require_plan(plan, problem)
-        write_torchrec(args.out, to_torchrec(plan, problem, args.module, args.compute_device))
+        with shown():
+            report("writing TorchRec's plan")
+            write_torchrec(args.out, to_torchrec(plan, problem, args.module, args.compute_device))
     if not all(t.collection for t in problem.tables):
         print(f"note: nothing here knows whether the model has a module {args.module!r} with these tables; "
               "read_torchrec(FILE, model) checks", file=sys.stderr)

@@ -7,7 +7,9 @@ from itertools import islice
 from pathlib import Path
 
 from shardcore.cli.options import amount, command, natural, positive, require_outputs
+from shardcore.cli.progress_line import shown
 from shardcore.errors import ShardCoreError
+from shardcore.progress import report
 from shardcore.types import Plan, Problem
 
 
@@ -106,7 +108,9 @@ def drift(args: argparse.Namespace) -> None:
     now.require_setting(model.setting)
     budget = Budget(args.budget_evals) if args.budget_evals else None
     config = ReplanConfig(args.max_moved_tables, seed=args.seed, budget=budget)
-    found = drift_of(plan, problem, now, model, config, args.threshold)
+    with shown():
+        report("searching a re-plan")
+        found = drift_of(plan, problem, now, model, config, args.threshold)
     print(plan_report.drift_text(found))
     if args.out:
         files.write_problem(args.out / "problem.json", now)
