@@ -71,7 +71,7 @@ def require_types(record: object, noun: str) -> None:
             if isinstance(value, tuple) and inner[-1] is Ellipsis:
                 at = next(i for i, v in enumerate(value) if not _is(v, inner[0]))
                 name, value, kind = f"{name}[{at}]", value[at], inner[0]
-            named = getattr(record, "name", None)
+            named = vars(record).get("name")
             which = f"{noun} {shown(named)}" if isinstance(named, str) else noun
             raise ShardCoreError(f"{which}: {name} is {shown(value)}; it needs to be {type_words(kind)}")
 

@@ -53,6 +53,8 @@ class Readable(Protocol):
 
 def read_bytes(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> bytes:
     """A file's content. Raises ShardCoreError for a file that is missing, too large or not regular."""
+    if not isinstance(path, str | os.PathLike) and not hasattr(path, "read_bytes"):
+        raise ShardCoreError(f"path is {show(path)}; it needs to be a path of a file")
     with _reading(path):
         if isinstance(path, str | os.PathLike):
             return content_of(path, most)
