@@ -142,7 +142,7 @@ WRONG = {
     "gone": (lambda: Start(PLAN, PROBLEM, "0"), "gone is '0'; it needs to be a list of whole numbers"),
     "re-plan": (lambda: ReplanConfig("x"), "re-plan config: max_moved_tables is 'x'; it needs to be a whole"),
     "plans": (lambda: shardcore.load_plan(5, "p"), "plans is 5; it needs to be a folder or URL"),
-    "published name": (lambda: shardcore.load_plan("plans", 5), "problem 5 has no plans in plans; names"),
+    "published name": (lambda: shardcore.load_plan("plans", 5), "no plan is published for problem 5 in plans"),
     "no models": (lambda: load_model([]), "folders of models are []; they need one or more"),
     "file": (lambda: files.read_problem(5), "path is 5; it needs to be a path of a file"),
     "written plan": (lambda: files.write_plan("x.json", PROBLEM, PLAN), "plan is Problem("),
