@@ -1,4 +1,4 @@
-"""Bytes of the amounts that a training step has: of a shard, and of a local batch. phases.RUNS says when."""
+"""Bytes of the amounts that a training step has: of a shard, and of a local batch (see step.turns.Alive)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ sums. 12 for the radix sort's second copy. Source: transpose_embedding_input in 
 
 
 def shard_amounts(layout: Layout, shard: Shard, problem: Problem) -> dict[str, float]:
-    """Bytes of each amount of a shard. The names are those in phases.RUNS."""
+    """Bytes of each amount of a shard. Names as in step.turns.Alive."""
     if layout.local_batch:
         return {"dense": shard.bytes * layout.dense_gradient}
     lookups = problem.global_batch * shard.table.looked_up * access_share(shard)

@@ -29,7 +29,7 @@ from shardcore.amounts import (
 from shardcore.errors import Infeasible, Overfull
 from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.layouts import Layout, merged, run_of, shards_on
-from shardcore.phases import phases_of, run_key, times_of
+from shardcore.phases import phases_of, times_of
 from shardcore.step.tiers import TIERS
 from shardcore.tables.access import access_share
 from shardcore.types import PRECISION_BYTES, Plan, Problem, Shard, Table
@@ -115,10 +115,6 @@ def host_bytes(shard: Shard, problem: Problem) -> int:
     return shard.bytes + shard.rows * shard.width * a_cell
 
 
-def _key(run: Layout) -> tuple[str, ...]:
-    return run_key([channel.name for channel in run.channels], run.sequence)
-
-
 def held_bytes(problem: Problem) -> list[int]:
     """[D] bytes that embeddings may take, their inputs and outputs included: all but what is reserved."""
     return [d.memory_bytes - problem.constraints.reserved_bytes for d in problem.topology.devices]
@@ -130,8 +126,8 @@ def held_bytes(problem: Problem) -> list[int]:
 def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     """[D] what a plan takes on each device, by part."""
     local, found = local_amounts(run_batches(merged(plan.placements), problem), problem), []
-    keys = tuple(_key(run) for run in local)
-    phases, (names, times) = phases_of(keys), times_of(keys)
+    stages = tuple(run.stages for run in local)
+    phases, (names, times) = phases_of(stages), times_of(stages)
     numbers = {run: number for number, run in enumerate(local)}
     of_all = Counter({(numbers[run], name): n for run in local for name, n in local[run].items()})
     for held in _held(plan, problem):
