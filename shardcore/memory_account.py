@@ -93,10 +93,11 @@ class Account:
 
         batches: what each has of a local batch, in the order of runs.
         """
-        names, times = needed_times(tuple(run.stages for run in batches))
+        keys = tuple(run.stages for run in batches)
+        names, times = needed_times(keys)
         rows = {name: i for i, name in enumerate(names)}
         base = np.zeros(times.shape[1])
-        coefficients = np.zeros((len(batches), len(Sums._fields), len(base)))
+        coefficients = np.zeros((len(keys), len(Sums._fields), len(base)))
         for r, (run, amounts) in enumerate(local_amounts(batches, problem).items()):
             base += sum(n * times[rows[r, name]] for name, n in amounts.items() if (r, name) in rows)
             coefficients[r, 0] = 1.0
@@ -112,8 +113,8 @@ class Account:
             of_op = np.array([(MOST_IDS, most_features(run.batch(problem))) for run in batches], float)
             base = np.append(base, np.zeros(of_op.size))
             limits = np.append(limits, np.tile(of_op.ravel() * _OF_OP, (len(limits), 1)), axis=1)
-            of_ops = np.zeros((len(batches), len(Sums._fields), len(batches), 2))
-            for r in range(len(batches)):
+            of_ops = np.zeros((len(keys), len(Sums._fields), len(keys), 2))
+            for r in range(len(keys)):
                 of_ops[r, 3:5, r] = _OF_OP * np.eye(2)
             coefficients = np.append(coefficients, of_ops.reshape(*coefficients.shape[:2], -1), axis=2)
         return cls(problem, {run: r for r, run in enumerate(batches)}, base, coefficients, limits, phases)
