@@ -13,6 +13,7 @@ Differences to the released code:
 - Halves that meet on a device count as the one shard that they become.
 - Only shards that can be cut take a candidate's place.
 - On unequal devices, cost is at the device's speed and includes the shard. On equal ones nothing changes.
+- Tables whose narrowest columns fit no device have their rows divided (`beam`).
 - Bundles are placed as one. Pinned tables go first, whatever the cap.
 
 Shapes: C states searched at once, N their shards, K passes, D devices.
