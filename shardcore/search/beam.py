@@ -203,14 +203,11 @@ class Beam:
     def _packed(self, plan: Plan) -> tuple[ShardCostCache | None, Found | None]:
         """A plan as a state, with its own cache. None if it has replicas, or divides rows otherwise."""
         left = [p for p in plan.placements if p not in fixed_placements(self.problem)]
-        problem = next((problem for problem in (self.problem, *divided_otherwise(self.problem))
-                        if all(len(p.devices) == 1 or p == division(p.shard.table, problem) for p in left)),
-                       None)
-        if problem is None:
+        if any(len(p.devices) > 1 and p != division(p.shard.table, self.problem) for p in left):
             return None, None
         device_of = {shard: d for p in left for d, shard in shards_on(p)}
-        cache = ShardCostCache(problem, self.model, device_of)
-        firsts = [bundle[0] for bundle in bundles(device_of, problem)]
+        cache = ShardCostCache(self.problem, self.model, device_of)
+        firsts = [bundle[0] for bundle in bundles(device_of, self.problem)]
         pairs = sorted((cache.key(first), device_of[first]) for first in firsts)
         state, devices = tuple(p for p, _ in pairs), tuple(d for _, d in pairs)
         return cache, Found(cache.plan_ms(state, devices), state, devices)
