@@ -272,7 +272,7 @@ def ways(topology: Topology) -> tuple[Layout, ...]:
 def layout_of(kind: str) -> Layout:
     """The row of a kind. Raises ShardCoreError for an unknown name."""
     if kind not in LAYOUTS:
-        raise ShardCoreError(f"placement has kind {kind!r}; known are {', '.join(LAYOUTS)}")
+        raise ShardCoreError(f"a placement or constraint has kind {kind!r}; known are {', '.join(LAYOUTS)}")
     return LAYOUTS[kind]
 
 
