@@ -378,8 +378,8 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     copies = fixed.shared_codes[y, may]
     total, size = codes.sum(0), fixed.shared_size[y, may]
     outputs = fixed.outputs[fixed.shard[may, fixed.size[may]]]
-    of_byte = ((fixed.own + fixed.busiest + fixed.host_busiest * n / len(space.problem.topology.hosts))[0]
-               / n + fixed.total[0])
+    of_byte = ((fixed.own + fixed.busiest + fixed.host_busiest * n / len(space.problem.topology.hosts)) / n
+               + fixed.total)[fixed.kind[may]]
 
     def divided_ms(left: np.ndarray) -> np.ndarray:
         """ms of these encodings, divided evenly over the devices."""
@@ -390,7 +390,7 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
              + fixed.shared_total[y] * size)
     saved = divided_ms(total[None]) - divided_ms(total - codes[may]) + of_byte * outputs
     order = np.argsort(extra - saved, kind="stable")
-    step = (divided_ms(total - np.cumsum(codes[may[order]], 0)) - of_byte * np.cumsum(outputs[order])
+    step = (divided_ms(total - np.cumsum(codes[may[order]], 0)) - np.cumsum((of_byte * outputs)[order])
             + model.head(np.cumsum(copies[order], 0)) / slowest + fixed.shared_once[y]
             + fixed.shared_total[y] * np.cumsum(size[order]))
     return may[order[:int(step.argmin()) + 1]] if step.min() < divided_ms(total[None])[0] else may[:0]
