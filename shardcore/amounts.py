@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardcore.fused import DENSE_OPTIMIZERS
@@ -21,16 +21,18 @@ sums. 12 for the radix sort's second copy. Source: transpose_embedding_input in 
 """
 
 
-def shard_amounts(layout: Layout, shard: Shard, problem: Problem) -> dict[str, float]:
-    """Bytes of each amount of a shard. The names are those in phases.RUNS."""
+def shard_amounts(layout: Layout, shards: Sequence[Shard], problem: Problem) -> dict[str, float]:
+    """Bytes of each amount of some shards together. The names are those in phases.RUNS."""
+    n_bytes = sum(s.bytes for s in shards)
     if layout.local_batch:
-        return {"dense": shard.bytes * layout.dense_gradient}
-    lookups = problem.global_batch * shard.table.looked_up * access_share(shard)
-    outputs = output_bytes(shard, problem.global_batch)
+        return {"dense": n_bytes * layout.dense_gradient}
+    lookups = sum(problem.global_batch * s.table.looked_up * access_share(s) for s in shards)
+    outputs = sum(output_bytes(s, problem.global_batch) for s in shards)
     found: dict[str, float] = {}
     for channel, entering in layout.channels.items():
-        found |= travelling(channel.name, entering(shard.bytes, outputs, problem), problem.job)
-    return found | {"arrived": received_bytes(shard, problem), "sorting": lookups * sorting_bytes(problem)}
+        found |= travelling(channel.name, entering(n_bytes, outputs, problem), problem.job)
+    arrived = sum(received_bytes(s, problem) for s in shards)
+    return found | {"arrived": arrived, "sorting": lookups * sorting_bytes(problem)}
 
 
 def travelling(name: str, n_bytes: float, job: Job, received: bool = False) -> dict[str, float]:

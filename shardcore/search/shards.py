@@ -329,19 +329,20 @@ def cheapest(plans: Iterable[Plan], problem: Problem) -> Plan:
     return next((plan for plan in rising if memory.fits(plan, problem)), rising[0])
 
 
-def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, **provenance: Any) -> Plan:
+def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, fits: bool = False,
+           **provenance: Any) -> Plan:
     """The consolidated plan of these placements, with provenance and predicted cost.
 
     Tables of `fixed_placements` need not be among them.
 
-    Raises what `workload.lower` raises, but not if the plan does not fit.
+    Raises what `workload.lower` raises, and only with `fits` if the plan does not fit.
     """
     placements = list(placements)
     if fixed := fixed_placements(problem):
         there = {placement.shard.table.name for placement in placements}
         placements += [p for p in fixed if p.shard.table.name not in there]
     plan = Plan(consolidate(placements))
-    cost = price(lower(plan, problem, fits=False), model)
+    cost = price(lower(plan, problem, fits), model)
     beyond = {"extrapolated": list(cost.extrapolated)} if cost.extrapolated else {}
     return replace(plan, provenance={**provenance, "setting": str(model.setting),
                                      "predicted_ms": cost.total_ms, **beyond})

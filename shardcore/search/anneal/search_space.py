@@ -30,10 +30,11 @@ from shardcore.memory import held_bytes
 from shardcore.memory_account import Turns, sums_of
 from shardcore.outputs import output_bytes, table_output_rows
 from shardcore.phases import BATCHES, IDS_ALIVE
+from shardcore.progress import ticking
 from shardcore.search.anneal.compiled import SUMS, SearchProblem
 from shardcore.search.anneal.rates import exchange_rates, id_rates, shared_rates
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.search.shard_cost_cache import ShardCostCache, encoded
 from shardcore.search.shards import division, fixed_placements, placed
 from shardcore.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
 
@@ -299,14 +300,14 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
             divides = np.array(fine, dtype=bool) & (not cache.is_range.any())
         found["may_share"][y] = free & divides & [
             runs(layout, shard.table) and problem.may_run(layout, shard.table) for shard in whole]
-        found["shared_codes"][y] = model.encode(shards, layout.batch(problem))
-        found["shared_sums"][:, y] = sums = np.array([sums_of(layout, shard, problem) for shard in shards])
+        found["shared_codes"][y] = encoded(shards, model, layout.batch(problem))
+        found["shared_sums"][:, y] = sums = np.array([sums_of(layout, s, problem) for s in ticking(shards)])
         if layout.divides_rows:
             # The last device of a group has the rows that are left.
             found["shared_sums"][1, y] = [
                 sums_of(layout, replace(shard, row_lo=shard.row_hi * (size - 1), row_hi=w.row_hi), problem)
                 if rows and rows * size != w.row_hi else of
-                for shard, w, rows, of in zip(shards, whole, share, sums, strict=True)]
+                for shard, w, rows, of in ticking(zip(shards, whole, share, sums, strict=True))]
         found["shared_ids"][y] = sums[:, 1]
         found["shared_size"][y] = [shard.bytes if layout.dense_gradient
                                    else output_bytes(shard, problem.global_batch) for shard in shards]
