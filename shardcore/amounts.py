@@ -10,6 +10,7 @@ from shardcore.inputs import received_bytes, sample_bytes
 from shardcore.job import PAYLOADS, Job
 from shardcore.layouts import Layout, run_of
 from shardcore.outputs import output_bytes, table_output_rows
+from shardcore.progress import ticking
 from shardcore.tables.access import access_share
 from shardcore.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
 
@@ -70,7 +71,7 @@ def run_batches(placements: Iterable[Placement], problem: Problem) -> dict[Layou
     """
     local, numbers = problem.local_batch, table_order(problem)
     runs: dict[Layout, list[Placement]] = {}
-    for placement in sorted(placements, key=lambda p: numbers[p.shard.table.name]):
+    for placement in ticking(sorted(placements, key=lambda p: numbers[p.shard.table.name])):
         runs.setdefault(run_of(placement.kind, placement.shard.table), []).append(placement)
     found = {}
     for run, of in runs.items():

@@ -139,7 +139,7 @@ class ShardCostCache:
             return n_bytes * (shard.row_lo == 0)
 
         each = IDS_ALIVE * self.problem.local_batch
-        return np.array([each * sum(map(of, bundle)) for bundle in self._strips])
+        return np.array([each * sum(map(of, bundle)) for bundle in ticking(self._strips)])
 
     def accounts(self, keys: np.ndarray) -> tuple[list[Account], np.ndarray]:
         """Accounts of memory of states keys [C, N, 2], and [C] the number of each.

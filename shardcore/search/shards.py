@@ -35,6 +35,7 @@ from shardcore.layouts import (
     ways,
 )
 from shardcore.memory_account import account_of
+from shardcore.progress import ticking
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
@@ -253,7 +254,7 @@ def consolidate(placements: Iterable[Placement]) -> tuple[Placement, ...]:
     If a table's columns have a gap, a group may keep a shard on each side.
     """
     groups: dict[RowRange, list[Placement]] = defaultdict(list)
-    for placement in placements:
+    for placement in ticking(placements):
         groups[row_range(placement.shard)].append(placement)
     result = []
     for group in groups.values():
@@ -307,7 +308,7 @@ def placed(bundles: Sequence[Bundle], devices: Sequence[int], problem: Problem) 
     The row ranges of a divided table become one placement. All of them have to be there.
     """
     found, ranges = [], defaultdict(list)
-    for bundle, device in zip(bundles, devices, strict=True):
+    for bundle, device in ticking(zip(bundles, devices, strict=True)):
         for shard in bundle:
             if shard.full_rows:
                 found.append(Placement(WHOLE_ROWS.name, shard, (int(device),)))

@@ -30,7 +30,7 @@ from shardcore.memory import held_bytes
 from shardcore.memory_account import Turns, sums_of
 from shardcore.outputs import output_bytes, table_output_rows
 from shardcore.phases import BATCHES, IDS_ALIVE
-from shardcore.progress import ticking
+from shardcore.progress import tick, ticking
 from shardcore.search.anneal.compiled import SUMS, SearchProblem
 from shardcore.search.anneal.rates import exchange_rates, id_rates, shared_rates
 from shardcore.search.anneal.reshard import Reshard
@@ -180,6 +180,7 @@ def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halv
                 *(id_rates(problem, model, layout) for layout in of_ids)]
     number = {cache.table(s).name: s for s in range(len(cache))}
     turns = Turns.of(of_ids, problem)
+    tick()
     shared = _shared(problem, model, cache, groups, everywhere, {t.name for t in by_rows}, of_ids)
     fixed = SearchProblem(
         shard=np.ascontiguousarray(number_of, dtype=np.int32), codes=np.ascontiguousarray(cache.codes),
@@ -324,11 +325,12 @@ def _memory(problem: Problem, cache: ShardCostCache, groups: Sequence[tuple[Layo
     rank = {name: i for i, name in enumerate(sorted(order, key=order.__getitem__))}
     layouts = tuple(dict.fromkeys(layout for layout, _ in groups))
     of = {layout: next(group for y, group in groups if y is layout) for layout in layouts}
+    tick()
     strips = [cache.whole(s) for s in range(len(cache))]
     # What the ranges of a table take of a local batch counts for the first.
     once = [[shard for shard in bundle if shard.row_lo == 0] for bundle in strips]
     outputs = [sum(OUTPUT_BYTES * shard.width * table_output_rows(shard.table, local) for shard in bundle)
-               for bundle in once]
+               for bundle in ticking(once)]
 
     given = fixed_placements(problem)
     memory, runs = np.zeros((len(topology), SUMS + 2 * len(of_ids))), np.zeros((len(of_ids), 4))
@@ -350,7 +352,7 @@ def _memory(problem: Problem, cache: ShardCostCache, groups: Sequence[tuple[Layo
         "local_outputs": np.array(outputs, float) / cache.size,
         "local_ids": cache.local_ids,
         "bucketized": np.array([[IDS_ALIVE * local * bucketized_bytes(cache.table(s), job, len(of[y]))
-                                 * y.divides_rows for s in range(len(cache))] for y in layouts],
+                                 * y.divides_rows for s in ticking(range(len(cache)))] for y in layouts],
                                float).reshape(len(layouts), len(cache)),
         "stepped": np.array([[stepped_bytes(y, Shard.whole(cache.table(s)), problem)
                               for s in range(len(cache))] for y in layouts],
