@@ -30,6 +30,7 @@ from shardcore.errors import Infeasible, Overfull
 from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.layouts import Layout, merged, run_of, shards_on
 from shardcore.phases import phases_of, times_of
+from shardcore.progress import ticking
 from shardcore.step.tiers import TIERS
 from shardcore.tables.access import access_share
 from shardcore.types import PRECISION_BYTES, Plan, Problem, Shard, Table
@@ -55,6 +56,7 @@ CACHED_ROW_BYTES = 16
 FBGEMM's split_table_batched_embeddings_ops_training.py)."""
 CACHE_SET_ROWS = 32
 """Rows of a set of the cache, which has whole sets (DEFAULT_ASSOC, in the same file)."""
+_NO_COLLISION = ManagedCollision(0)
 MAPPED_ROW_BYTES = 4
 """Bytes a row of a table with a cache, cached or not, in device memory: FBGEMM's map of rows to tables."""
 
@@ -84,7 +86,7 @@ def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int,
     Weights are with their cache, and with what maps ids to rows.
     """
     table, (a_cell, a_row) = shard.table, STATE_BYTES[problem.optimizer]
-    collision = table.managed_collision or ManagedCollision(0)
+    collision = table.managed_collision or _NO_COLLISION
     mapped = MAPPED_ROW_BYTES * (0 < table.load_factor < 1) + collision.row_bytes
     seen = problem.global_batch * table.looked_up * collision.lookup_bytes
     beside = math.ceil(shard.rows * mapped + (seen and seen * access_share(shard)))
@@ -131,10 +133,13 @@ def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     numbers = {run: number for number, run in enumerate(local)}
     of_all = Counter({(numbers[run], name): n for run in local for name, n in local[run].items()})
     for held in _held(plan, problem):
-        resident = [resident_bytes(layout, shard, problem) for layout, shard in held]
+        resident = [resident_bytes(layout, shard, problem) for layout, shard in ticking(held)]
         amounts = of_all.copy()
+        of_runs: dict[Layout, list[Shard]] = defaultdict(list)
         for layout, shard in held:
-            for name, n in shard_amounts(layout, shard, problem).items():
+            of_runs[layout].append(shard)
+        for layout, shards in of_runs.items():
+            for name, n in shard_amounts(layout, shards, problem).items():
                 amounts[numbers[layout], name] += n
         phase = phases[int(np.argmax(np.array([amounts[name] for name in names]) @ times))]
         parts = dict.fromkeys(PARTS, 0.0)

@@ -54,7 +54,7 @@ def test_16_bits_take_more_at_first_by_hand(payload):
     plain = problem_of(hardware="cpu-some")
     short = replace(plain, job=Job(forward_payload=payload))
     assert table_bytes(TABLE, short) == 1000 * 8 * 4 + max(3 * arrived, 2 * arrived + 2.5 * pooled)
-    amounts = memory.shard_amounts(WHOLE_ROWS, Shard.whole(TABLE), short)
+    amounts = memory.shard_amounts(WHOLE_ROWS, [Shard.whole(TABLE)], short)
     assert [amounts[f"all_to_all world{what}"] for what in ("", " there", " back", " cast", " clamped")] == [
         pooled, pooled / 2, pooled, pooled / 2, pooled]
     # Gradients are cast once a device, in the order in which they are sent.
@@ -352,7 +352,7 @@ def test_rows_of_a_divided_table_take_the_ids_in_them():
     problem = problem_of(hardware="cpu-some", n=4)
     parts = [shard for _, shard in shards_on(row(TABLE, problem.topology))]
     kind = next(layout for layout in LAYOUTS.values() if layout.name == "row")
-    amounts = [memory.shard_amounts(kind, shard, problem)["arrived"] for shard in parts]
+    amounts = [memory.shard_amounts(kind, [shard], problem)["arrived"] for shard in parts]
     assert sum(amounts) == 64 * (3 * 8 + 4 * 4)
 
 

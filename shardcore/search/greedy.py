@@ -19,6 +19,7 @@ import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
+from shardcore.progress import ticking
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.placement_state import PlacementState
@@ -109,7 +110,7 @@ def _place(name: str, problem: Problem, model: CostModel, seed: int, load: Calla
     loads = np.array([sum(map(load, bundle)) for bundle in found])
     state = PlacementState(cache, keys, priced=False)
     # Least freedom first, then the largest load, then the most bytes.
-    for i in np.lexsort((-cache.bytes[cache.numbers(strip, units)], -loads, cache.freedom[strip])):
+    for i in ticking(np.lexsort((-cache.bytes[cache.numbers(strip, units)], -loads, cache.freedom[strip]))):
         fits = state.fits(strip[i], units[i])
         if not fits.any():
             return priced(fitting(problem).placements, problem, model, algorithm=name, seed=seed, packed=True)

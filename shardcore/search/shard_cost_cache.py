@@ -31,6 +31,7 @@ from shardcore.inputs import sample_bytes
 from shardcore.layouts import WHOLE_ROWS, Layout, run_of, runs_of
 from shardcore.memory_account import Account, Turns, sums_of
 from shardcore.phases import IDS_ALIVE
+from shardcore.progress import tick, ticking
 from shardcore.search.shards import (
     IMPOSSIBLE,
     Bundle,
@@ -47,6 +48,8 @@ from shardcore.search.shards import (
 from shardcore.types import Placement, Problem, Shard, Table
 from shardcore.workload import traffic_of_outputs
 
+_AT_ONCE = 1 << 14
+"""Shards that are encoded between two reports."""
 ShardKey = tuple[int, int]
 """A shard as strip and number of units."""
 
@@ -79,6 +82,7 @@ class ShardCostCache:
         self.problem, self.model = problem, model
         self.speed = np.array([d.speed for d in problem.topology.devices])
         shards = list(shards)
+        tick()
         self._strips, self._cut_sequences = _strips_of(shards, problem), _cut_sequences(shards)
         self._strips_at: dict[RowRange, list[tuple[Shard, int]]] = defaultdict(list)
         for i, bundle in enumerate(self._strips):
@@ -87,7 +91,7 @@ class ShardCostCache:
         shards_of: dict[int, list[Shard]] = defaultdict(list)
         for shard in shards if any(shard.table.sequence for shard in shards) else ():
             shards_of[self._strip(shard)].append(shard)
-        of_strip = [layout_of_shard(bundle[0], problem) for bundle in self._strips]
+        of_strip = [layout_of_shard(bundle[0], problem) for bundle in ticking(self._strips)]
         self.kinds = tuple(run for run in runs_of(problem.tables) if run in of_strip)
         number = {run: k for k, run in enumerate(self.kinds)}
         self.kind = np.array([number[run] for run in of_strip])
@@ -95,7 +99,7 @@ class ShardCostCache:
         self.unit = np.array([_unit_width(bundle, shards_of[i], problem)
                               for i, bundle in enumerate(self._strips)])
         self.size = np.array([self._units(i, bundle[0]) for i, bundle in enumerate(self._strips)])
-        keys = self.keys(shards)
+        keys = self.keys(ticking(shards))
         self._cut_before = {strip for strip, units in keys if units < self.size[strip]}
         self._parts = np.bincount([strip for strip, _ in keys], minlength=len(self._strips))
         self.most = np.array([self._most(i) for i in range(len(self._strips))])
@@ -135,7 +139,7 @@ class ShardCostCache:
             return n_bytes * (shard.row_lo == 0)
 
         each = IDS_ALIVE * self.problem.local_batch
-        return np.array([each * sum(map(of, bundle)) for bundle in self._strips])
+        return np.array([each * sum(map(of, bundle)) for bundle in ticking(self._strips)])
 
     def accounts(self, keys: np.ndarray) -> tuple[list[Account], np.ndarray]:
         """Accounts of memory of states keys [C, N, 2], and [C] the number of each.
@@ -258,26 +262,46 @@ class ShardCostCache:
         """Compute memory and outputs now; encodings wait until someone asks (_encode)."""
         if not new:
             return
-        made, first = [self._columns(s, 0, u) for s, u in new], len(self.made)
-        self.made += made
+        made = [self._columns(s, 0, u) for s, u in ticking(new)]
         of_shards = [(run, shard) for bundle, (s, _) in zip(made, new, strict=True)
                      for run, shard in zip(self.runs(s), bundle, strict=True)]
-        each = np.array([sums_of(run, shard, self.problem) for run, shard in of_shards])
+        each = self._sums_of(of_shards)
         multiples = np.array([self._multiples[run] for run, _ in of_shards])
         begins = np.cumsum([0, *map(len, made[:-1])])
         n_bytes = np.add.reduceat(each[:, :2].sum(1) + (each[:, 2:4] * multiples).sum(1), begins)
         sums = np.add.reduceat(each, begins)
-        possible = [u <= self.most[s] and all(may_be_on_a_device(shard, self.problem) for shard in bundle)
-                    for bundle, (s, u) in zip(made, new, strict=True)]
-        sums[~np.array(possible), 0] = n_bytes[~np.array(possible)] = IMPOSSIBLE
+        strips, units = np.array(new).T
+        possible = units <= self.most[strips]
+        if self.problem.kinds_of or any(t.dim > self.problem.topology.most_columns
+                                        for t in self.problem.tables):
+            possible &= [all(may_be_on_a_device(shard, self.problem) for shard in bundle) for bundle in made]
+        sums[~possible, 0] = n_bytes[~possible] = IMPOSSIBLE
         self.sums = np.concatenate([self.sums, sums])
         self.bytes = np.concatenate([self.bytes, n_bytes.astype(np.int64)])
         ids, outputs = sums.T[1:3].astype(np.int64)
         self.outputs = np.concatenate([self.outputs, outputs])
         self.id_bytes = np.concatenate([self.id_bytes, ids])
-        self.strip_of = np.concatenate([self.strip_of, np.array([s for s, _ in new])])
-        for i, (s, u) in enumerate(new):
-            self._numbers[s, u] = first + i
+        self.strip_of = np.concatenate([self.strip_of, strips])
+        self._numbers[strips, units] = len(self.made) + np.arange(len(new))
+        self.made += made
+
+    def _sums_of(self, shards: Sequence[tuple[Layout, Shard]]) -> np.ndarray:
+        """[N, 6] memory_account.Sums of shards and their runs.
+
+        They are linear in columns. So those of a row range follow from its narrowest and its widest shard.
+        """
+        ends: dict[tuple[Layout, RowRange], list[Shard]] = {}
+        for run, shard in shards:
+            pair = ends.setdefault((run, row_range(shard)), [shard, shard])
+            pair[0], pair[1] = min(pair[0], shard, key=_width), max(pair[1], shard, key=_width)
+        lines = {}
+        for (run, rows), (narrow, wide) in ticking(ends.items()):
+            sums = np.array(sums_of(run, narrow, self.problem))
+            more = sums_of(run, wide, self.problem) - sums if wide.width > narrow.width else 0 * sums
+            lines[run, rows] = sums, more / max(1, wide.width - narrow.width), narrow.width
+        first, a_column, width = map(np.array, zip(*(lines[run, row_range(s)] for run, s in shards),
+                                                   strict=True))
+        return first + a_column * (np.array([s.width for _, s in shards]) - width)[:, None]
 
     @property
     def codes(self) -> np.ndarray:
@@ -294,7 +318,7 @@ class ShardCostCache:
     def _encode(self) -> None:
         """Encode the shards computed since the last call. Lazy: some callers need only bytes."""
         if new := self.made[len(self._codes):]:
-            codes = np.asarray(self.model.encode([s for bundle in new for s in bundle]), dtype=float)
+            codes = encoded([s for bundle in new for s in bundle], self.model)
             # A bundle's encoding is the sum of its shards'.
             codes = np.add.reduceat(codes, np.cumsum([0, *map(len, new[:-1])]))
             codes[0] *= len(self._codes) > 0  # number 0 is nothing
@@ -337,6 +361,15 @@ class ShardCostCache:
         return float(self.total_ms(compute_ms, outputs, ids))
 
 
+def encoded(shards: Sequence[Shard], model: CostModel, batch: int | None = None) -> np.ndarray:
+    """[N, F] the model's encodings, a chunk at a time."""
+    found = []
+    for i in range(0, len(shards), _AT_ONCE):
+        tick()
+        found.append(np.asarray(model.encode(shards[i:i + _AT_ONCE], batch), dtype=float))
+    return np.concatenate(found)
+
+
 def _unit_width(bundle: Bundle, shards: Sequence[Shard], problem: Problem) -> int:
     """Columns of a unit of a strip. shards: of a sequence, how it is cut."""
     table = bundle[0].table
@@ -352,3 +385,7 @@ def _cut_sequences(shards: Iterable[Shard]) -> frozenset[tuple[str, int]]:
 
 def _strips_of(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:
     return bundles(join_columns(shards), problem)
+
+
+def _width(shard: Shard) -> int:
+    return shard.width

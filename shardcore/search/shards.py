@@ -36,6 +36,7 @@ from shardcore.layouts import (
     ways,
 )
 from shardcore.memory_account import account_of
+from shardcore.progress import ticking
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
@@ -275,7 +276,7 @@ def consolidate(placements: Iterable[Placement]) -> tuple[Placement, ...]:
     If a table's columns have a gap, a group may keep a shard on each side.
     """
     groups: dict[RowRange, list[Placement]] = defaultdict(list)
-    for placement in placements:
+    for placement in ticking(placements):
         groups[row_range(placement.shard)].append(placement)
     result = []
     for group in groups.values():
@@ -329,7 +330,7 @@ def placed(bundles: Sequence[Bundle], devices: Sequence[int], problem: Problem) 
     The row ranges of a divided table become one placement. All of them have to be there.
     """
     found, ranges = [], defaultdict(list)
-    for bundle, device in zip(bundles, devices, strict=True):
+    for bundle, device in ticking(zip(bundles, devices, strict=True)):
         for shard in bundle:
             if shard.full_rows:
                 found.append(Placement(WHOLE_ROWS.name, shard, (int(device),)))
@@ -351,19 +352,20 @@ def cheapest(plans: Iterable[Plan], problem: Problem) -> Plan:
     return next((plan for plan in rising if memory.fits(plan, problem)), rising[0])
 
 
-def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, **provenance: Any) -> Plan:
+def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, fits: bool = False,
+           **provenance: Any) -> Plan:
     """The consolidated plan of these placements, with provenance and predicted cost.
 
     Tables of `fixed_placements` need not be among them.
 
-    Raises what `workload.lower` raises, but not if the plan does not fit.
+    Raises what `workload.lower` raises, and only with `fits` if the plan does not fit.
     """
     placements = list(placements)
     if fixed := fixed_placements(problem):
         there = {placement.shard.table.name for placement in placements}
         placements += [p for p in fixed if p.shard.table.name not in there]
     plan = Plan(consolidate(placements))
-    cost = price(lower(plan, problem, fits=False), model)
+    cost = price(lower(plan, problem, fits), model)
     beyond = {"extrapolated": list(cost.extrapolated)} if cost.extrapolated else {}
     return replace(plan, provenance={**provenance, "setting": str(model.setting),
                                      "predicted_ms": cost.total_ms, **beyond})

@@ -30,10 +30,11 @@ from shardcore.memory import held_bytes
 from shardcore.memory_account import Turns, sums_of
 from shardcore.outputs import output_bytes, table_output_rows
 from shardcore.phases import BATCHES, IDS_ALIVE
+from shardcore.progress import tick, ticking
 from shardcore.search.anneal.compiled import SUMS, SearchProblem
 from shardcore.search.anneal.rates import exchange_rates, id_rates, shared_rates
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.search.shard_cost_cache import ShardCostCache, encoded
 from shardcore.search.shards import division, fixed_placements, placed
 from shardcore.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
 
@@ -179,6 +180,7 @@ def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halv
                 *(id_rates(problem, model, layout) for layout in of_ids)]
     number = {cache.table(s).name: s for s in range(len(cache))}
     turns = Turns.of(of_ids, problem)
+    tick()
     shared = _shared(problem, model, cache, groups, everywhere, {t.name for t in by_rows}, of_ids)
     fixed = SearchProblem(
         shard=np.ascontiguousarray(number_of, dtype=np.int32), codes=np.ascontiguousarray(cache.codes),
@@ -299,14 +301,14 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
             divides = np.array(fine, dtype=bool) & (not cache.is_range.any())
         found["may_share"][y] = free & divides & [
             runs(layout, shard.table) and problem.may_run(layout, shard.table) for shard in whole]
-        found["shared_codes"][y] = model.encode(shards, layout.batch(problem))
-        found["shared_sums"][:, y] = sums = np.array([sums_of(layout, shard, problem) for shard in shards])
+        found["shared_codes"][y] = encoded(shards, model, layout.batch(problem))
+        found["shared_sums"][:, y] = sums = np.array([sums_of(layout, s, problem) for s in ticking(shards)])
         if layout.divides_rows:
             # The last device of a group has the rows that are left.
             found["shared_sums"][1, y] = [
                 sums_of(layout, replace(shard, row_lo=shard.row_hi * (size - 1), row_hi=w.row_hi), problem)
                 if rows and rows * size != w.row_hi else of
-                for shard, w, rows, of in zip(shards, whole, share, sums, strict=True)]
+                for shard, w, rows, of in ticking(zip(shards, whole, share, sums, strict=True))]
         found["shared_ids"][y] = sums[:, 1]
         found["shared_size"][y] = [shard.bytes if layout.dense_gradient
                                    else output_bytes(shard, problem.global_batch) for shard in shards]
@@ -323,11 +325,12 @@ def _memory(problem: Problem, cache: ShardCostCache, groups: Sequence[tuple[Layo
     rank = {name: i for i, name in enumerate(sorted(order, key=order.__getitem__))}
     layouts = tuple(dict.fromkeys(layout for layout, _ in groups))
     of = {layout: next(group for y, group in groups if y is layout) for layout in layouts}
+    tick()
     strips = [cache.whole(s) for s in range(len(cache))]
     # What the ranges of a table take of a local batch counts for the first.
     once = [[shard for shard in bundle if shard.row_lo == 0] for bundle in strips]
     outputs = [sum(OUTPUT_BYTES * shard.width * table_output_rows(shard.table, local) for shard in bundle)
-               for bundle in once]
+               for bundle in ticking(once)]
 
     given = fixed_placements(problem)
     memory, runs = np.zeros((len(topology), SUMS + 2 * len(of_ids))), np.zeros((len(of_ids), 4))
@@ -349,7 +352,7 @@ def _memory(problem: Problem, cache: ShardCostCache, groups: Sequence[tuple[Layo
         "local_outputs": np.array(outputs, float) / cache.size,
         "local_ids": cache.local_ids,
         "bucketized": np.array([[IDS_ALIVE * local * bucketized_bytes(cache.table(s), job, len(of[y]))
-                                 * y.divides_rows for s in range(len(cache))] for y in layouts],
+                                 * y.divides_rows for s in ticking(range(len(cache)))] for y in layouts],
                                float).reshape(len(layouts), len(cache)),
         "stepped": np.array([[stepped_bytes(y, Shard.whole(cache.table(s)), problem)
                               for s in range(len(cache))] for y in layouts],
