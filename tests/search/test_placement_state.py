@@ -112,11 +112,12 @@ def devices_that_fit(problem, cuts, devices, c, batch) -> set[int]:
     return found
 
 
+@pytest.mark.parametrize("caches", [False, True])
 @pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize("seed", range(15))
-def test_what_it_counts_is_what_the_finished_plan_takes_to_the_byte(seed, batch):
+def test_what_it_counts_is_what_the_finished_plan_takes_to_the_byte(seed, batch, caches):
     """Tables of all kinds. Plans that cut them differently are kept one by one, or in one batch."""
-    rng, problem = np.random.default_rng(seed), draw_all_kinds(seed)
+    rng, problem = np.random.default_rng(seed), draw_all_kinds(seed, caches)
     cuts = draw_two_cuts(rng, problem)
     devices = [draw_devices(rng, shards, problem) for shards in cuts]
     for c in (0, 1):
