@@ -165,8 +165,8 @@ class Caches:
     An op has one cache for all of its shards of a precision. It has whole sets of rows, each as wide as the
     widest shard with a cache (max_D_cache in FBGEMM's split_table_batched_embeddings_ops_training.py).
 
-    Counts [..., C] are, in this order: bytes of caches that `resident_bytes` has; then of each cache its rows,
-    and how many shards have each width.
+    Counts [..., C] are, in this order: bytes of caches that `resident_bytes` has; then of each cache its
+    rows, and how many shards have each width.
 
     ops: for each cache, by run and precision, where its counts begin, and widths, ascending.
     """

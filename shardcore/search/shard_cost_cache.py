@@ -28,7 +28,7 @@ import numpy as np
 from shardcore.amounts import RunBatch, bucketized_bytes, run_batches
 from shardcore.cost.model import CommCost, CostModel, step_ms
 from shardcore.inputs import sample_bytes
-from shardcore.layouts import WHOLE_ROWS, Layout, run_of, runs_of, shards_on
+from shardcore.layouts import WHOLE_ROWS, Layout, run_of, runs_of
 from shardcore.memory import Caches
 from shardcore.memory_account import Account, Turns, sums_of
 from shardcore.phases import IDS_ALIVE
@@ -141,11 +141,11 @@ class ShardCostCache:
     @cached_property
     def caches(self) -> Caches:
         """The caches in device memory that a plan's ops may have."""
-        cached = [s for s, bundle in enumerate(self._strips) if any(x.table.in_host_memory for x in bundle)]
-        return Caches.of([pair for s in cached for units in range(1, self.size[s] + 1)
-                          for pair in zip(self.runs(s), self._columns(s, 0, units), strict=True)]
-                         + [(run_of(p.kind, shard.table), shard) for p in fixed_placements(self.problem)
-                            for _, shard in shards_on(p)])
+        cached = [t for t in self.problem.tables if t.in_host_memory]
+        narrow = [(self.runs(s)[0], self._columns(s, 0, units)[0]) for s in range(len(self))
+                  if self.table(s).in_host_memory for units in range(1, self.size[s])]
+        return Caches.of([*((run, Shard.whole(t)) for t in cached for run in runs_of([t])
+                            if run.caches), *narrow])
 
     def accounts(self, keys: np.ndarray) -> tuple[list[Account], np.ndarray]:
         """Accounts of memory of states keys [C, N, 2], and [C] the number of each.
