@@ -3,7 +3,8 @@
 It holds one plan, or a batch of plans in lockstep.
 Sharders build plans on it. Annealing has a compiled form (anneal/compiled/).
 
-Shapes: ... the batch (nothing for one plan), S strips, D devices, K kinds, F features, P phases, C counts.
+Shapes: ... the batch (nothing for one plan), S strips, D devices, K runs of a plan, F features, P phases,
+C counts.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class PlacementState:
     load: [..., D, P + C] bytes of the shards in each phase of a step (memory_account.py), and counts of their
         caches (memory.Caches).
     used: [..., D] bytes of the shards, each in its own largest phase. No phase takes more.
-    outputs: [..., D, K] bytes of outputs of each kind.
-    id_bytes: [..., D, K] bytes of ids and lengths that devices receive for each kind.
+    outputs: [..., D, K] bytes of outputs of each run (cache.runs_of_plan), `fixed_placements` included.
+    id_bytes: [..., D, K] bytes of ids and lengths that devices receive for each run.
     sums: [..., D, K, F] summed encodings, which the model's head reads.
     op_ms: [..., D, K] of the fused ops, at speed 1.
     free: [D] bytes that are left beside a local batch.
@@ -44,15 +45,17 @@ class PlacementState:
 
     def __init__(self, cache: ShardCostCache, keys: np.ndarray, batch: tuple[int, ...] = (),
                  priced: bool = True) -> None:
-        n_devices, n_kinds = len(cache.speed), len(cache.kinds)
+        n_devices = len(cache.speed)
         self.cache, problem = cache, cache.problem
         self.held = np.zeros((*batch, len(cache), n_devices), dtype=np.int32)
         self.used = np.zeros((*batch, n_devices), dtype=np.int64)
-        self.outputs = np.zeros((*batch, n_devices, n_kinds), dtype=np.int64)
-        self.id_bytes = np.zeros((*batch, n_devices, n_kinds), dtype=np.int64)
+        self.outputs, self.id_bytes = (np.tile(fixed, (*batch, 1, 1)) for fixed in cache.fixed_bytes)
         self.priced = priced
-        self.sums = np.zeros((*batch, n_devices, n_kinds, cache.codes.shape[1] if priced else 0))
-        self.op_ms = np.zeros((*batch, n_devices, n_kinds))
+        codes = cache.fixed_codes if priced else np.zeros((*self.outputs.shape[-2:], 0))
+        self.sums, op_ms = np.tile(codes, (*batch, 1, 1, 1)), np.zeros(codes.shape[:2])
+        if codes.any():
+            op_ms = cache.model.head(codes.reshape(-1, codes.shape[-1])).reshape(op_ms.shape)
+        self.op_ms = np.tile(op_ms, (*batch, 1, 1))
         self._plans = tuple(np.ogrid[tuple(map(slice, batch))]) if batch else ()
 
         keys = np.asarray(keys).reshape(-1, *np.shape(keys)[-2:])  # [states of a batch, N, 2]

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore.amounts import batch_bytes, bucketized_bytes, run_batches, stepped_bytes, table_order
-from shardcore.cost.model import CostModel
 from shardcore.layouts import Group, Layout, run_of, shards_on
 from shardcore.memory import CACHED_ROW_BYTES, Caches
 from shardcore.memory_account import sums_of
 from shardcore.op_limits import most_features
-from shardcore.outputs import output_bytes, table_output_rows
+from shardcore.outputs import table_output_rows
 from shardcore.phases import BATCHES, IDS_ALIVE
 from shardcore.search.anneal.compiled import SUMS
 from shardcore.search.shard_cost_cache import ShardCostCache
@@ -148,40 +147,32 @@ def _outputs(shard: Shard, batch: int) -> int:
     return OUTPUT_BYTES * shard.width * table_output_rows(shard.table, batch)
 
 
-def given(model: CostModel, cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]],
+def given(cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]],
           columns: Columns) -> dict[str, np.ndarray]:
     """The fields about tables that are on all devices in every plan: their memory, and what they cost."""
     problem, of_all, rank, kinds = columns.problem, columns.runs, _ranks(columns.problem), cache.kinds
-    fixed, n_features = fixed_placements(problem), cache.codes.shape[1]
-    n_devices, n_runs, n_kinds = len(problem.topology), len(of_all), len(kinds)
+    fixed, n_kinds = fixed_placements(problem), len(kinds)
+    n_devices, n_runs, n_features = len(problem.topology), len(of_all), cache.codes.shape[1]
     memory = np.zeros((n_devices, len(columns)))
     carried = np.zeros((n_devices, n_kinds + n_runs), np.int64)
-    sums, codes = np.zeros((n_devices, n_kinds, n_features)), np.zeros((len(groups), n_features))
-    size, runs = np.zeros(len(groups)), np.zeros((n_runs, 4))
+    codes, size, runs = np.zeros((len(groups), n_features)), np.zeros(len(groups)), np.zeros((n_runs, 4))
     runs[:, 3] = len(problem.tables)
-    batches = run_batches(fixed, problem)
+    batches, (outputs, ids) = run_batches(fixed, problem), cache.fixed_bytes
+    carried[:, :n_kinds] = outputs[:, :n_kinds]
     for run, batch in batches.items():
-        of, r = [p for p in fixed if run_of(p.kind, p.shard.table) is run], of_all.index(run)
+        of = [p for p in fixed if run_of(p.kind, p.shard.table) is run]
+        r, k = of_all.index(run), cache.runs_of_plan.index(run)
         runs[r] = len(of), 0, batch.outputs, min(rank[p.shard.table.name] for p in of)
-        held = [(d, shard) for p in of for d, shard in shards_on(p)]
-        for d, shard in held:
+        for d, shard in (pair for p in of for pair in shards_on(p)):
             found = sums_of(run, shard, problem)
             memory[d, :SUMS] += found.resident, found.arrived, found.on_host
             for at, n in columns.more(run, shard, True).items():
                 memory[d, at] += n
-            carried[d, n_kinds + r] += found.arrived
-        if run not in kinds:
-            # They run in the op of a group, which is that of its first device.
-            held = [next(shards_on(p)) for p in of]
-        devices, shards = zip(*held, strict=True)
-        encoded = np.asarray(model.encode(shards, run.batch(problem)))
-        entering = [s.bytes if run.dense_gradient else output_bytes(s, problem.global_batch) for s in shards]
-        if run in kinds:
-            np.add.at(sums[:, kinds.index(run)], list(devices), encoded)
-            np.add.at(carried[:, kinds.index(run)], list(devices), entering)
-        else:
-            g = groups.index((run, of[0].devices))
-            codes[g], size[g] = encoded.sum(0), sum(entering)
+        carried[:, n_kinds + r] = ids[:, k]
+        if k >= n_kinds:
+            # They run in the op of a group. It costs what it does on the first device.
+            g, first = groups.index((run, of[0].devices)), of[0].devices[0]
+            codes[g], size[g] = cache.fixed_codes[first, k], outputs[first, k]
     for s in range(len(cache)):
         # A bundle is one strip, and in every plan. Its tables may run apart from its first.
         for run, shard in zip(cache.runs(s), cache.whole(s), strict=True):
@@ -190,7 +181,8 @@ def given(model: CostModel, cache: ShardCostCache, groups: Sequence[tuple[Layout
                 runs[r, 0] += 1
                 runs[r, 2] += _outputs(shard, problem.local_batch)
                 runs[r, 3] = min(runs[r, 3], rank[shard.table.name])
-    return {"given_memory": memory, "given_runs": runs, "given_carried": carried, "given_sums": sums,
+    return {"given_memory": memory, "given_runs": runs, "given_carried": carried,
+            "given_sums": np.ascontiguousarray(cache.fixed_codes[:, :n_kinds]),
             "given_codes": codes, "given_size": size,
             "given_every": IDS_ALIVE * sum(b.permuted + b.bucketized for b in batches.values()),
             "given_stepped": float(max((b.stepped for b in batches.values()), default=0))}

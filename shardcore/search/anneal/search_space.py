@@ -191,7 +191,7 @@ def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halv
         **{name: np.array([rates[name] for rates in exchange]) for name in exchange[0]},
         hides_ids_ms=problem.job.hides_ids_ms,
         **shared, shared_ids=sums[..., 1].astype(np.int64), **memory,
-        **batch_memory(cache, groups, columns), **given(model, cache, groups, columns),
+        **batch_memory(cache, groups, columns), **given(cache, groups, columns),
         turn_sums=turns.sums, turn_batch=turns.batch, turn_phases=turns.phases, sums_most=turns.most,
         kept=np.zeros((0, n_devices), np.int16), weight=np.zeros(0, np.int64), joint=np.zeros(0, np.int64),
         most_moved=np.zeros(2, np.int64), parameters=model.compiled().parameters, halves=halves)

@@ -88,6 +88,7 @@ def test_ordered_row_ranges_run_in_the_op_of_tables_of_a_fixed_kind():
     problem = with_memory(problem, (int(0.6 * max(whole)),) * 4)
     search = annealed(problem)
     plan = require_exact(search)
+    assert "row" in {run.name for run in search.best.space.cache.kinds}
     assert {p.kind for p in plan.placements if p.shard.table.name in ("large", "fixed")} == {"row"}
     assert search.best.ms == pytest.approx(plan.provenance["predicted_ms"], rel=1e-9)
 
