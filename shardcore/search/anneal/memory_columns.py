@@ -67,22 +67,22 @@ def shards_memory(cache: ShardCostCache, columns: Columns, layouts: Sequence[Lay
       layout does not run it.
     """
     problem, of_parts = columns.problem, np.zeros((*parts.shape, 6))
-    shared = [(at, layouts[at[1]], parts[at]) for at in np.ndindex(parts.shape) if parts[at] is not None]
-    for (e, y, s), run, shard in shared:
-        same = e and shard is parts[0, y, s]
-        of_parts[e, y, s] = of_parts[0, y, s] if same else sums_of(run, shard, problem)
+    shared = [((e, y, s), layouts[y], shard) for e, of_e in enumerate(parts.tolist())
+              for y, of_y in enumerate(of_e) for s, shard in enumerate(of_y) if shard is not None]
+    for at, run, shard in shared:
+        first = 0, *at[1:]
+        of_parts[at] = of_parts[first] if at[0] and shard is parts[first] else sums_of(run, shard, problem)
     sums, more = np.concatenate([cache.sums, of_parts.reshape(-1, 6)]), {}
-    several = {s for s in range(len(cache)) if len(set(cache.runs(s))) > 1}
-    chosen = {s for s in range(len(cache)) if columns.limited or s in several
+    chosen = {s for s in range(len(cache)) if columns.limited or len(set(cache.runs(s))) > 1
               or any(shard.table.in_host_memory for shard in cache.whole(s))}
-    for i in range(1, len(cache.made)):
-        if (s := int(cache.strip_of[i])) in chosen:
-            first, found = cache.runs(s)[0], Counter()
-            for run, shard in zip(cache.runs(s), cache.made[i], strict=True):
-                found.update(columns.more(run, shard, run is not first))
-                if run is not first:
-                    sums[i, 2:4] -= sums_of(run, shard, problem)[2:4]
-            more[i] = found
+    for i in np.flatnonzero(np.isin(cache.strip_of[1:], list(chosen))) + 1:
+        runs, found = cache.runs(cache.strip_of[i]), Counter()
+        first = runs[0]
+        for run, shard in zip(runs, cache.made[i], strict=True):
+            found.update(columns.more(run, shard, run is not first))
+            if run is not first:
+                sums[i, 2:4] -= sums_of(run, shard, problem)[2:4]
+        more[i] = found
     for at, run, shard in shared if chosen else ():
         if at[2] in chosen:
             row = len(cache.made) + int(np.ravel_multi_index(at, parts.shape))
