@@ -48,9 +48,9 @@ class Columns:
         return self.first_count + len(self.caches)
 
     def more(self, run: Layout, shard: Shard, entered: bool) -> dict[int, float]:
-        """What a device has of a shard beyond what it always has, by column.
+        """A shard's limited features, and counts of its cache, by column.
 
-        entered: whether what enters collectives, and lookups, are among that.
+        entered: also what enters collectives, and lookups. Mostly a shard's sums have them.
         """
         found = {self.first_count + i: n for i, n in self.caches.counts(run, shard, self.problem).items()}
         n, of = len(self.runs), sums_of(run, shard, self.problem)
