@@ -33,7 +33,7 @@ from shardcore.outputs import output_bytes
 from shardcore.phases import IDS_ALIVE, needed_times
 from shardcore.types import Placement, Problem, Shard, Table
 
-_OF_OP = 1024.0
+OF_OP = 1024.0
 """Bytes as which a feature or an id counts that is too many in an op."""
 
 
@@ -112,10 +112,10 @@ class Account:
         if may_bind(problem):
             of_op = np.array([(MOST_IDS, most_features(run.batch(problem))) for run in batches], float)
             base = np.append(base, np.zeros(of_op.size))
-            limits = np.append(limits, np.tile(of_op.ravel() * _OF_OP, (len(limits), 1)), axis=1)
+            limits = np.append(limits, np.tile(of_op.ravel() * OF_OP, (len(limits), 1)), axis=1)
             of_ops = np.zeros((len(keys), len(Sums._fields), len(keys), 2))
             for r in range(len(keys)):
-                of_ops[r, 3:5, r] = _OF_OP * np.eye(2)
+                of_ops[r, 3:5, r] = OF_OP * np.eye(2)
             coefficients = np.append(coefficients, of_ops.reshape(*coefficients.shape[:2], -1), axis=2)
         return cls(problem, {run: r for r, run in enumerate(batches)}, base, coefficients, limits, phases)
 
