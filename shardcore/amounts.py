@@ -1,8 +1,8 @@
-"""Bytes of the amounts that a training step has: of a shard, and of a local batch. phases.RUNS says when."""
+"""Bytes of the amounts that a training step has: of a shard, and of a local batch (see step.turns.Alive)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardcore.fused import DENSE_OPTIMIZERS
@@ -10,6 +10,7 @@ from shardcore.inputs import received_bytes, sample_bytes
 from shardcore.job import PAYLOADS, Job
 from shardcore.layouts import Layout, run_of
 from shardcore.outputs import output_bytes, table_output_rows
+from shardcore.progress import ticking
 from shardcore.tables.access import access_share
 from shardcore.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
 
@@ -21,16 +22,18 @@ sums. 12 for the radix sort's second copy. Source: transpose_embedding_input in 
 """
 
 
-def shard_amounts(layout: Layout, shard: Shard, problem: Problem) -> dict[str, float]:
-    """Bytes of each amount of a shard. The names are those in phases.RUNS."""
+def shard_amounts(layout: Layout, shards: Sequence[Shard], problem: Problem) -> dict[str, float]:
+    """Bytes of each amount of some shards together. Names as in step.turns.Alive."""
+    n_bytes = sum(s.bytes for s in shards)
     if layout.local_batch:
-        return {"dense": shard.bytes * layout.dense_gradient}
-    lookups = problem.global_batch * shard.table.looked_up * access_share(shard)
-    outputs = output_bytes(shard, problem.global_batch)
+        return {"dense": n_bytes * layout.dense_gradient}
+    lookups = sum(problem.global_batch * s.table.looked_up * access_share(s) for s in shards)
+    outputs = sum(output_bytes(s, problem.global_batch) for s in shards)
     found: dict[str, float] = {}
     for channel, entering in layout.channels.items():
-        found |= travelling(channel.name, entering(shard.bytes, outputs, problem), problem.job)
-    return found | {"arrived": received_bytes(shard, problem), "sorting": lookups * sorting_bytes(problem)}
+        found |= travelling(channel.name, entering(n_bytes, outputs, problem), problem.job)
+    arrived = sum(received_bytes(s, problem) for s in shards)
+    return found | {"arrived": arrived, "sorting": lookups * sorting_bytes(problem)}
 
 
 def travelling(name: str, n_bytes: float, job: Job, received: bool = False) -> dict[str, float]:
@@ -68,7 +71,7 @@ def run_batches(placements: Iterable[Placement], problem: Problem) -> dict[Layou
     """
     local, numbers = problem.local_batch, table_order(problem)
     runs: dict[Layout, list[Placement]] = {}
-    for placement in sorted(placements, key=lambda p: numbers[p.shard.table.name]):
+    for placement in ticking(sorted(placements, key=lambda p: numbers[p.shard.table.name])):
         runs.setdefault(run_of(placement.kind, placement.shard.table), []).append(placement)
     found = {}
     for run, of in runs.items():

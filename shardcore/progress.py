@@ -3,16 +3,18 @@
     with listening(show):  # show(phase, best_ms, left_s)
         SHARDERS["anneal"](problem, model, budget=Budget(seconds=60))
 
-Without a listener a report does nothing.
+Without a listener a report does nothing. Loops over all tables `tick`: the last report is made again, and
+work that an `until` limits ends.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 COMPILING = "compiling the search"
 """Phase in which functions are compiled. No clock counts it."""
@@ -30,7 +32,23 @@ class Listener(Protocol):
         """
 
 
+class OutOfTime(Exception):
+    """Work was stopped, as its time is over."""
+
+
+class _Report(NamedTuple):
+    phase: str
+    best_ms: float | None
+    left_s: float | None
+    at_s: float
+
+
+Item = TypeVar("Item")
+_TICK_S, _ITEMS = 0.5, 256
+"""Seconds after which a report is made again, and items between two looks at the clock."""
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+_latest: ContextVar[_Report | None] = ContextVar("latest", default=None)
+_end_s: ContextVar[float] = ContextVar("end", default=math.inf)
 _stopped_s = 0.0
 """Seconds for which the clock stood still."""
 
@@ -38,11 +56,12 @@ _stopped_s = 0.0
 @contextmanager
 def listening(listener: Listener | None) -> Iterator[None]:
     """Give reports made within to a listener. None: to nobody."""
-    token = _listener.set(listener)
+    token, latest = _listener.set(listener), _latest.set(None)
     try:
         yield
     finally:
         _listener.reset(token)
+        _latest.reset(latest)
 
 
 @contextmanager
@@ -59,7 +78,35 @@ def report(phase: str, best_ms: float | None = None, left_s: float | None = None
     """Report progress to the listener, if there is one."""
     listener = _listener.get()
     if listener is not None:
+        _latest.set(_Report(phase, best_ms, left_s, clock()))
         listener(phase, best_ms, left_s)
+
+
+def tick() -> None:
+    """Make the last report again if it is old. Raises OutOfTime within an `until` that is over."""
+    last, now_s = _latest.get(), clock()
+    if now_s > _end_s.get():
+        raise OutOfTime
+    if last is not None and now_s - last.at_s > _TICK_S:
+        report(last.phase, last.best_ms, last.left_s and max(0.0, last.left_s - (now_s - last.at_s)))
+
+
+def ticking(items: Iterable[Item]) -> Iterator[Item]:
+    """The items of a long loop, with a `tick` every few."""
+    for i, item in enumerate(items):
+        if i % _ITEMS == 0:
+            tick()
+        yield item
+
+
+@contextmanager
+def until(end_s: float) -> Iterator[None]:
+    """Let `tick` end the work within by OutOfTime once `clock` is past a time."""
+    token = _end_s.set(min(end_s, _end_s.get()))
+    try:
+        yield
+    finally:
+        _end_s.reset(token)
 
 
 def clock() -> float:

@@ -38,6 +38,7 @@ from shardcore.layouts import (
 from shardcore.limits import require_type
 from shardcore.op_limits import require_ops
 from shardcore.outputs import output_bytes
+from shardcore.progress import tick, ticking
 from shardcore.topology import Topology
 from shardcore.traffic import channels_of, lanes, row_in, shared_on_hosts
 from shardcore.types import Placement, Plan, Problem, Shard, Table
@@ -153,6 +154,7 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
                 entering = entering_bytes(layout, shards, problem)
             ops[device].append(last)
             traffic[rows, device] += entering
+    tick()
     for layout, n_bytes in expected_bytes(plan, problem).items():
         traffic[row_in(own_lanes[layout], layout.ids)] = n_bytes
     return Workload(tuple(map(tuple, ops)), shared_on_hosts(traffic, problem), tuple(used), problem.topology,
@@ -209,7 +211,7 @@ def require_cover(plan: Plan, problem: Problem) -> None:
     """
     by_table: dict[str, list[Shard]] = defaultdict(list)
     known = {t.name: t for t in problem.tables}
-    for placement in plan.placements:
+    for placement in ticking(plan.placements):
         shard = placement.shard
         found = known.get(shard.table.name)
         if found is not shard.table and found != shard.table:

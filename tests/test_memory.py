@@ -54,7 +54,7 @@ def test_16_bits_take_more_at_first_by_hand(payload):
     plain = problem_of(hardware="cpu-some")
     short = replace(plain, job=Job(forward_payload=payload))
     assert table_bytes(TABLE, short) == 1000 * 8 * 4 + max(3 * arrived, 2 * arrived + 2.5 * pooled)
-    amounts = memory.shard_amounts(WHOLE_ROWS, Shard.whole(TABLE), short)
+    amounts = memory.shard_amounts(WHOLE_ROWS, [Shard.whole(TABLE)], short)
     assert [amounts[f"all_to_all world{what}"] for what in ("", " there", " back", " cast", " clamped")] == [
         pooled, pooled / 2, pooled, pooled / 2, pooled]
     # Gradients are cast once a device, in the order in which they are sent.
@@ -325,6 +325,15 @@ def test_a_cache_is_as_wide_as_the_widest_shard_of_its_op(tables, monkeypatch):
             assert apart.parts["weights"] == sum(x.parts["weights"] for x in (alone[0], *halves))
 
 
+@pytest.mark.parametrize(("rows", "cached_rows"), [(62, 32), (64, 32), (66, 64)])
+def test_a_cache_has_whole_sets_of_rows(rows, cached_rows):
+    table = cached("a", rows, 8, 0.5)
+    own = Topology((Device(1 << 40),), memory=(Memory("host", 1 << 40, 1.0),))
+    [device] = memory.by_part(Plan((column(table, 0),)), Problem("p", (table,), own, 64))
+    # Each with its id and its last batch. All rows are mapped to their table.
+    assert device.parts["weights"] == cached_rows * (8 * 4 + 16) + rows * 4
+
+
 def test_managed_collision_takes_bytes_for_each_row_and_lookup():
     """Bytes of rows and lookups of the device's range. Searches count the same."""
     table = replace(TABLE, managed_collision=ManagedCollision(32, 40))
@@ -352,7 +361,7 @@ def test_rows_of_a_divided_table_take_the_ids_in_them():
     problem = problem_of(hardware="cpu-some", n=4)
     parts = [shard for _, shard in shards_on(row(TABLE, problem.topology))]
     kind = next(layout for layout in LAYOUTS.values() if layout.name == "row")
-    amounts = [memory.shard_amounts(kind, shard, problem)["arrived"] for shard in parts]
+    amounts = [memory.shard_amounts(kind, [shard], problem)["arrived"] for shard in parts]
     assert sum(amounts) == 64 * (3 * 8 + 4 * 4)
 
 

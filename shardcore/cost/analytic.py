@@ -18,7 +18,7 @@ from shardcore.layouts import Channel
 from shardcore.outputs import payload_bytes
 from shardcore.step.links import LEVELS, joins
 from shardcore.step.scopes import groups_of
-from shardcore.tables.access import access_share, unique_rows
+from shardcore.tables.access import access_share, unique_rows_of
 from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.traffic import channels_of
 from shardcore.types import PRECISION_BYTES, Problem, Setting, Shard
@@ -79,7 +79,15 @@ class AnalyticModel:
         Gathered bytes are lookups × width. Updated bytes are unique rows × width.
         """
         batch = batch or self.setting.batch
-        return np.array([_drivers(s, batch) for s in shards], dtype=float).reshape(-1, 4)
+        drivers = np.ones((len(shards), 4))
+        if len(shards):
+            row_bytes, looked_up, share = np.array(
+                [(s.width * PRECISION_BYTES[s.table.precision], s.table.looked_up, access_share(s))
+                 for s in shards], dtype=float).T
+            lookups = batch * looked_up * share
+            drivers[:, 1:] = np.stack([lookups, lookups * row_bytes,
+                                       unique_rows_of(shards, batch) * row_bytes], 1)
+        return drivers
 
     def head(self, sums: np.ndarray) -> np.ndarray:
         """[G] ms of ops from summed encodings [G, 4]; 0 for an empty op.
@@ -191,9 +199,3 @@ class AnalyticModel:
         latency = self.exchange_latency_ms if given is None else given
         any_bytes = sent_bytes.sum(-1, keepdims=True) > 0
         return np.broadcast_to(np.where(any_bytes, latency + slowest, 0.0), np.shape(sent_bytes))
-
-
-def _drivers(shard: Shard, batch: int) -> tuple[float, float, float, float]:
-    row_bytes = shard.width * PRECISION_BYTES[shard.table.precision]
-    n_lookups = batch * shard.table.looked_up * access_share(shard)
-    return 1.0, n_lookups, n_lookups * row_bytes, unique_rows(shard, batch) * row_bytes

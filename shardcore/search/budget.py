@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from shardcore import progress
@@ -102,6 +104,13 @@ class Meter:
         best_ms: cost of the best plan so far.
         """
         progress.report(phase, best_ms, self.left_s())
+
+    @contextmanager
+    def enforced(self, spare_s: float = 0.0) -> Iterator[None]:
+        """End work within by progress.OutOfTime, so many seconds before the budget's are used."""
+        end_s = math.inf if self.budget.seconds is None else self.started_s + self.budget.seconds - spare_s
+        with progress.until(end_s):
+            yield
 
     def has_time(self, seconds: float) -> bool:
         """Whether this many more seconds fit the budget. Always true without a limit in seconds."""

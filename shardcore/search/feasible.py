@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from shardcore.memory import fits, gib, held_bytes, require_fits
 from shardcore.memory_account import Account
 from shardcore.op_limits import require_ops
 from shardcore.phases import IDS_ALIVE
+from shardcore.progress import ticking
 from shardcore.search.host_room import dealt
 from shardcore.search.packing import roomiest
 from shardcore.search.remedies import remedy
@@ -51,9 +53,14 @@ def feasible_shards(problem: Problem) -> list[Shard]:
     Raises Infeasible if that is not possible, or takes more memory than there is, and no other plan fits
     either (`fitting`).
     """
+    return list(_feasible_shards(problem))
+
+
+@lru_cache(maxsize=4)  # several searches of a problem begin with them
+def _feasible_shards(problem: Problem) -> tuple[Shard, ...]:
     cuts = _Cuts(problem)  # refuses kinds that cannot run a table, with those that can
     _require_widths(problem)
-    return cuts.shards()
+    return tuple(cuts.shards())
 
 
 def fitting(problem: Problem) -> Plan:
@@ -89,7 +96,7 @@ class _Cuts:
         self.problem, self.fixed = problem, fixed_placements(problem)
         self.may_hold = held_bytes(problem)
         self.bundles = bundles(map(Shard.whole, searched_tables(problem)), problem)
-        whole = [Placement(WHOLE_ROWS.name, s, (0,)) for bundle in self.bundles for s in bundle
+        whole = [Placement(WHOLE_ROWS.name, s, (0,)) for bundle in ticking(self.bundles) for s in bundle
                  if why_not(WHOLE_ROWS, s.table, problem) is None]
         self.batches = run_batches([*whole, *self.fixed], problem)
         if self.batches:
@@ -102,7 +109,7 @@ class _Cuts:
             self.may_hold = [n - math.ceil(taken) for n, taken in zip(self.may_hold, of_fixed, strict=True)]
 
     def shards(self) -> list[Shard]:
-        fit_whole, found = list(map(self.fits_whole, self.bundles)), []
+        fit_whole, found = list(map(self.fits_whole, ticking(self.bundles))), []
         fits = not (self.batches and self._too_much())
         for bundle, is_whole in zip(self.bundles, fit_whole, strict=True):
             found.append(bundle if is_whole else fits and self.cut_of(bundle))

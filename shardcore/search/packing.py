@@ -27,6 +27,7 @@ from shardcore.layouts import LAYOUTS, WHOLE_ROWS, Group, Layout, run_of, shards
 from shardcore.memory_account import Account, Sums, account_of, own_peaks, sums_of
 from shardcore.op_limits import TooManyInOneOp, require_ops
 from shardcore.phases import IDS_ALIVE
+from shardcore.progress import ticking
 from shardcore.search.shards import Bundle, bundles, fixed_placements, shared_groups, why_not
 from shardcore.search.vector_packing import VectorPacking
 from shardcore.types import Placement, Plan, Problem, Shard, Table
@@ -160,7 +161,7 @@ class _Search:
         self.problem, self.n = problem, len(problem.topology)
         self.may_hold = np.array(memory.held_bytes(problem), dtype=float)
         self.bundles = bundles(map(Shard.whole, problem.tables), problem)
-        self.ways = [_ways(bundle, problem) for bundle in self.bundles]
+        self.ways = [_ways(bundle, problem) for bundle in ticking(self.bundles)]
         self.room = 0.0
         self._own_peak = own_peaks(problem)
         self._about: dict[tuple[int, Way], int] = {}
@@ -180,7 +181,7 @@ class _Search:
         # Where a local batch leaves no room, as much as if all tables were divided evenly.
         room = max(self.room, 2 * sum(self._bytes(i, ways[i]) for i in n if not ways[i].devices) / self.n)
         for share in _SHARES:
-            before, ways = ways, tuple(self._within(i, room, share) for i in n)
+            before, ways = ways, tuple(self._within(i, room, share) for i in ticking(n))
             if ways != before:
                 yield ways
         if quick or len(ways) * self.n > _LARGE:
@@ -312,7 +313,7 @@ class _Search:
                 load[device] += vector(run_of(placement.kind, shard.table), shard)
         self.room = (may_hold - load).min(1).max()
         vectors = np.array([sum(vector(run_of(WHOLE_ROWS.name, s.table), s) for s in bundle)
-                            for bundle in parts]).reshape(len(parts), load.shape[1])
+                            for bundle in ticking(parts)]).reshape(len(parts), load.shape[1])
         most = best[1] if best[0] is not None else np.inf
         # However shards are packed, in each phase all devices together take their sum.
         together = (load.sum(0) + vectors.sum(0) - np.maximum(may_hold, 0).sum(0)).max()

@@ -11,16 +11,16 @@ budget in seconds also limits how many plans annealing starts from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible
-from shardcore.memory import require_fits
-from shardcore.op_limits import require_ops
+from shardcore.progress import OutOfTime
 from shardcore.search import greedy
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search
@@ -68,6 +68,7 @@ class _Anytime:
         self.found_by = name
         self.error: Infeasible | None = None
         self._mends = True  # plans that do not fit, by moving shards
+        self._keeping_s = 0.0  # seconds to price a plan: with very many tables it takes long
 
     def plan(self, space: str, others: bool = False, reshard: Reshard | None = None) -> Plan:
         """The cheapest plan when the budget ends.
@@ -91,23 +92,30 @@ class _Anytime:
     def _search(self, space: str, others: bool, reshard: Reshard | None) -> None:
         """Search until the budget ends."""
         search = Search(self.problem, self.model, self.meter, self.seed)
-        beam_evals = _beam_evals(self.problem) if others else None
+        beam_evals, kept = _beam_evals(self.problem) if others else None, None
         for number in search.rounds(space, reshard):
-            self._keep(search.placements, self.name, search.best.ms)
+            if search.best is not kept:
+                kept = search.best
+                self._keep(search.placements, self.name, kept.ms)
             if others and number == 0 and len(self.problem.topology) > 1:
                 for name, sharder in greedy.ORDERS.items():
-                    with suppress(Infeasible):
-                        if self.meter.left():
-                            self._keep(sharder(self.problem, self.model, seed=self.seed).placements, name)
+                    if self.meter.left():
+                        self._add(name, partial(sharder, self.problem, self.model, seed=self.seed))
             if beam_evals is not None and self.meter.evals >= beam_evals:
                 beam_evals = None
-                with suppress(Infeasible):
-                    plan = self._beam()
-                    self._keep(plan.placements, "neuroshard")
+                if plan := self._add("neuroshard", self._beam):
                     search.add(plan.placements, space)
 
+    def _add(self, name: str, other: Callable[[], Plan]) -> Plan | None:
+        """Keep the plan of another search. None if it has none, or not in time."""
+        self.meter.report(name, self.best and self.best.provenance["predicted_ms"])
+        with suppress(Infeasible, OutOfTime):
+            with self.meter.enforced(self._keeping_s) if self.best else nullcontext():
+                plan = other()
+            self._keep(plan.placements, name, plan.provenance["predicted_ms"])
+            return plan
+
     def _beam(self) -> Plan:
-        self.meter.report("NeuroShard's beam", self.best and self.best.provenance["predicted_ms"])
         config, meter = NeuroShardConfig(), Meter(Budget(seconds=self.meter.budget.seconds),
                                                   self.meter.started_s)
         return Beam(self.problem, self.model, GreedyGrid(config.caps), config, meter).plan()
@@ -121,13 +129,16 @@ class _Anytime:
         least_ms = np.inf if self.best is None else self.best.provenance["predicted_ms"]
         if ms >= least_ms:
             return
-        plan = priced(placements, self.problem, self.model)
-        if plan.provenance["predicted_ms"] >= least_ms:
-            return
+        before_s = self.meter.seconds()
         try:
-            require_fits(plan, self.problem)
-            require_ops(plan, self.problem)
+            plan = priced(placements, self.problem, self.model, fits=True)
+            self._keeping_s = max(self._keeping_s, self.meter.seconds() - before_s)
+            if plan.provenance["predicted_ms"] >= least_ms:
+                return
         except Infeasible as error:
+            plan = priced(placements, self.problem, self.model)
+            if plan.provenance["predicted_ms"] >= least_ms:
+                return
             self.error = self.error or error
             # Annealing does not count what FBGEMM's ops may have.
             mended = repaired(plan, self.problem) if self._mends else None

@@ -28,9 +28,11 @@ import numpy as np
 from shardcore.amounts import RunBatch, bucketized_bytes, run_batches
 from shardcore.cost.model import CommCost, CostModel, step_ms
 from shardcore.inputs import sample_bytes
-from shardcore.layouts import WHOLE_ROWS, Layout, run_of, runs_of
+from shardcore.layouts import WHOLE_ROWS, Layout, run_of, runs_of, shards_on
+from shardcore.memory import Caches
 from shardcore.memory_account import Account, Turns, sums_of
 from shardcore.phases import IDS_ALIVE
+from shardcore.progress import tick, ticking
 from shardcore.search.shards import (
     IMPOSSIBLE,
     Bundle,
@@ -47,6 +49,8 @@ from shardcore.search.shards import (
 from shardcore.types import Placement, Problem, Shard, Table
 from shardcore.workload import traffic_of_outputs
 
+_AT_ONCE = 1 << 14
+"""Shards that are encoded between two reports."""
 ShardKey = tuple[int, int]
 """A shard as strip and number of units."""
 
@@ -57,7 +61,8 @@ class ShardCostCache:
     `add` and `need` compute shards.
 
     made: (R bundles) what has each number. Number 0 has any.
-    kinds: [K] how strips run (layouts.runs_of).
+    kinds: how strips run (layouts.runs_of).
+    runs_of_plan: [K] these, and then how other tables run that are on all devices (fixed_placements).
     speed: [D] speed factors.
     allowed: [S, D] where a strip may be.
     freedom: [S] on how many devices it may be.
@@ -79,6 +84,7 @@ class ShardCostCache:
         self.problem, self.model = problem, model
         self.speed = np.array([d.speed for d in problem.topology.devices])
         shards = list(shards)
+        tick()
         self._strips, self._cut_sequences = _strips_of(shards, problem), _cut_sequences(shards)
         self._strips_at: dict[RowRange, list[tuple[Shard, int]]] = defaultdict(list)
         for i, bundle in enumerate(self._strips):
@@ -87,15 +93,18 @@ class ShardCostCache:
         shards_of: dict[int, list[Shard]] = defaultdict(list)
         for shard in shards if any(shard.table.sequence for shard in shards) else ():
             shards_of[self._strip(shard)].append(shard)
-        of_strip = [layout_of_shard(bundle[0], problem) for bundle in self._strips]
+        of_strip = [layout_of_shard(bundle[0], problem) for bundle in ticking(self._strips)]
         self.kinds = tuple(run for run in runs_of(problem.tables) if run in of_strip)
         number = {run: k for k, run in enumerate(self.kinds)}
         self.kind = np.array([number[run] for run in of_strip])
+        self._fixed = [(run_of(p.kind, p.shard.table), device, shard) for p in fixed_placements(problem)
+                       for device, shard in shards_on(p)]
+        self.runs_of_plan = tuple(dict.fromkeys((*self.kinds, *(run for run, _, _ in self._fixed))))
         self.is_range = np.array([not bundle[0].full_rows for bundle in self._strips])
         self.unit = np.array([_unit_width(bundle, shards_of[i], problem)
                               for i, bundle in enumerate(self._strips)])
         self.size = np.array([self._units(i, bundle[0]) for i, bundle in enumerate(self._strips)])
-        keys = self.keys(shards)
+        keys = self.keys(ticking(shards))
         self._cut_before = {strip for strip, units in keys if units < self.size[strip]}
         self._parts = np.bincount([strip for strip, _ in keys], minlength=len(self._strips))
         self.most = np.array([self._most(i) for i in range(len(self._strips))])
@@ -135,7 +144,39 @@ class ShardCostCache:
             return n_bytes * (shard.row_lo == 0)
 
         each = IDS_ALIVE * self.problem.local_batch
-        return np.array([each * sum(map(of, bundle)) for bundle in self._strips])
+        return np.array([each * sum(map(of, bundle)) for bundle in ticking(self._strips)])
+
+    @cached_property
+    def fixed_codes(self) -> np.ndarray:
+        """[D, K, F] summed encodings of `fixed_placements`."""
+        found = np.zeros((len(self.speed), len(self.runs_of_plan), self.codes.shape[1]))
+        for k, run in enumerate(self.runs_of_plan):
+            held = [(device, shard) for of, device, shard in self._fixed if of is run]
+            # Replicas are the same on all devices.
+            if number := {shard: i for i, shard in enumerate(dict.fromkeys(shard for _, shard in held))}:
+                codes = np.asarray(self.model.encode(list(number), run.batch(self.problem)), dtype=float)
+                np.add.at(found[:, k], [d for d, _ in held], codes[[number[shard] for _, shard in held]])
+        return found
+
+    @cached_property
+    def fixed_bytes(self) -> tuple[np.ndarray, np.ndarray]:
+        """[D, K] bytes of `fixed_placements`: of outputs (of replicas, gradients), and of ids."""
+        outputs, ids = np.zeros((2, len(self.speed), len(self.runs_of_plan)), dtype=np.int64)
+        for run, device, shard in self._fixed:
+            sums = sums_of(run, shard, self.problem)
+            at = device, self.runs_of_plan.index(run)
+            ids[at] += sums.arrived
+            outputs[at] += shard.bytes if run.dense_gradient else sums.entered
+        return outputs, ids
+
+    @cached_property
+    def caches(self) -> Caches:
+        """The caches in device memory that a plan's ops may have."""
+        cached = [t for t in self.problem.tables if t.in_host_memory]
+        narrow = [(self.runs(s)[0], self._columns(s, 0, units)[0]) for s in range(len(self))
+                  if self.table(s).in_host_memory for units in range(1, self.size[s])]
+        return Caches.of([*((run, Shard.whole(t)) for t in cached for run in runs_of([t])
+                            if run.caches), *narrow])
 
     def accounts(self, keys: np.ndarray) -> tuple[list[Account], np.ndarray]:
         """Accounts of memory of states keys [C, N, 2], and [C] the number of each.
@@ -258,26 +299,46 @@ class ShardCostCache:
         """Compute memory and outputs now; encodings wait until someone asks (_encode)."""
         if not new:
             return
-        made, first = [self._columns(s, 0, u) for s, u in new], len(self.made)
-        self.made += made
+        made = [self._columns(s, 0, u) for s, u in ticking(new)]
         of_shards = [(run, shard) for bundle, (s, _) in zip(made, new, strict=True)
                      for run, shard in zip(self.runs(s), bundle, strict=True)]
-        each = np.array([sums_of(run, shard, self.problem) for run, shard in of_shards])
+        each = self._sums_of(of_shards)
         multiples = np.array([self._multiples[run] for run, _ in of_shards])
         begins = np.cumsum([0, *map(len, made[:-1])])
         n_bytes = np.add.reduceat(each[:, :2].sum(1) + (each[:, 2:4] * multiples).sum(1), begins)
         sums = np.add.reduceat(each, begins)
-        possible = [u <= self.most[s] and all(may_be_on_a_device(shard, self.problem) for shard in bundle)
-                    for bundle, (s, u) in zip(made, new, strict=True)]
-        sums[~np.array(possible), 0] = n_bytes[~np.array(possible)] = IMPOSSIBLE
+        strips, units = np.array(new).T
+        possible = units <= self.most[strips]
+        if self.problem.kinds_of or any(t.dim > self.problem.topology.most_columns
+                                        for t in self.problem.tables):
+            possible &= [all(may_be_on_a_device(shard, self.problem) for shard in bundle) for bundle in made]
+        sums[~possible, 0] = n_bytes[~possible] = IMPOSSIBLE
         self.sums = np.concatenate([self.sums, sums])
         self.bytes = np.concatenate([self.bytes, n_bytes.astype(np.int64)])
         ids, outputs = sums.T[1:3].astype(np.int64)
         self.outputs = np.concatenate([self.outputs, outputs])
         self.id_bytes = np.concatenate([self.id_bytes, ids])
-        self.strip_of = np.concatenate([self.strip_of, np.array([s for s, _ in new])])
-        for i, (s, u) in enumerate(new):
-            self._numbers[s, u] = first + i
+        self.strip_of = np.concatenate([self.strip_of, strips])
+        self._numbers[strips, units] = len(self.made) + np.arange(len(new))
+        self.made += made
+
+    def _sums_of(self, shards: Sequence[tuple[Layout, Shard]]) -> np.ndarray:
+        """[N, 6] memory_account.Sums of shards and their runs.
+
+        They are linear in columns. So those of a row range follow from its narrowest and its widest shard.
+        """
+        ends: dict[tuple[Layout, RowRange], list[Shard]] = {}
+        for run, shard in shards:
+            pair = ends.setdefault((run, row_range(shard)), [shard, shard])
+            pair[0], pair[1] = min(pair[0], shard, key=_width), max(pair[1], shard, key=_width)
+        lines = {}
+        for (run, rows), (narrow, wide) in ticking(ends.items()):
+            sums = np.array(sums_of(run, narrow, self.problem))
+            more = sums_of(run, wide, self.problem) - sums if wide.width > narrow.width else 0 * sums
+            lines[run, rows] = sums, more / max(1, wide.width - narrow.width), narrow.width
+        first, a_column, width = map(np.array, zip(*(lines[run, row_range(s)] for run, s in shards),
+                                                   strict=True))
+        return first + a_column * (np.array([s.width for _, s in shards]) - width)[:, None]
 
     @property
     def codes(self) -> np.ndarray:
@@ -294,7 +355,7 @@ class ShardCostCache:
     def _encode(self) -> None:
         """Encode the shards computed since the last call. Lazy: some callers need only bytes."""
         if new := self.made[len(self._codes):]:
-            codes = np.asarray(self.model.encode([s for bundle in new for s in bundle]), dtype=float)
+            codes = encoded([s for bundle in new for s in bundle], self.model)
             # A bundle's encoding is the sum of its shards'.
             codes = np.add.reduceat(codes, np.cumsum([0, *map(len, new[:-1])]))
             codes[0] *= len(self._codes) > 0  # number 0 is nothing
@@ -319,7 +380,8 @@ class ShardCostCache:
 
     def comm(self, compute_ms: np.ndarray, outputs: np.ndarray, id_bytes: np.ndarray) -> CommCost:
         """The collectives of a step. Arguments as in `total_ms`."""
-        of_run, ids = ({run: of[..., k] for k, run in enumerate(self.kinds)} for of in (outputs, id_bytes))
+        of_run, ids = ({run: of[..., k] for k, run in enumerate(self.runs_of_plan)}
+                       for of in (outputs, id_bytes))
         traffic = traffic_of_outputs(of_run, self.problem, ids)
         return self.model.comm(traffic, compute_ms, self.problem.topology)
 
@@ -329,12 +391,24 @@ class ShardCostCache:
         held = np.zeros((len(self), len(self.speed)), dtype=int)
         np.add.at(held, ([s for s, _ in keys], list(devices)), [u for _, u in keys])
         numbers = self.numbers(np.arange(len(self))[:, None], held)  # [S, D]
-        sums, outputs, ids = (np.stack([of[numbers[self.kind == k]].sum(0) for k in range(len(self.kinds))],
-                                       1) for of in (self.codes, self.outputs, self.id_bytes))
+        kinds = range(len(self.runs_of_plan))
+        sums, outputs, ids = (
+            fixed + np.stack([of[numbers[self.kind == k]].sum(0) for k in kinds], 1)
+            for fixed, of in ((self.fixed_codes, self.codes), (self.fixed_bytes[0], self.outputs),
+                              (self.fixed_bytes[1], self.id_bytes)))
         # The shards of a kind run as one fused op: price sums, not shards.
-        compute_ms = (self.model.head(sums.reshape(-1, sums.shape[-1])).reshape(-1, len(self.kinds)).sum(1)
+        compute_ms = (self.model.head(sums.reshape(-1, sums.shape[-1])).reshape(-1, len(kinds)).sum(1)
                       / self.speed)
         return float(self.total_ms(compute_ms, outputs, ids))
+
+
+def encoded(shards: Sequence[Shard], model: CostModel, batch: int | None = None) -> np.ndarray:
+    """[N, F] the model's encodings, a chunk at a time."""
+    found = []
+    for i in range(0, len(shards), _AT_ONCE):
+        tick()
+        found.append(np.asarray(model.encode(shards[i:i + _AT_ONCE], batch), dtype=float))
+    return np.concatenate(found)
 
 
 def _unit_width(bundle: Bundle, shards: Sequence[Shard], problem: Problem) -> int:
@@ -352,3 +426,7 @@ def _cut_sequences(shards: Iterable[Shard]) -> frozenset[tuple[str, int]]:
 
 def _strips_of(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:
     return bundles(join_columns(shards), problem)
+
+
+def _width(shard: Shard) -> int:
+    return shard.width

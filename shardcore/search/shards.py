@@ -9,7 +9,8 @@ The columns of a row range are exchangeable: only their number on a device matte
 So shards of one row range on the same device count as one, in memory, cost and plan.
 TorchRec's fused kernel requires this: it fails on two shards of unequal width of one table on one rank.
 
-Rows are divided in one way only, `division`. TorchRec trains no other (docs/torchrec.md).
+Each problem divides the rows of a table in one way, `division`. Sharders weigh others as problems of their
+own, `divided_otherwise`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from shardcore.layouts import (
     ways,
 )
 from shardcore.memory_account import account_of
+from shardcore.progress import ticking
 from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
@@ -81,6 +83,27 @@ def division(table: Table, problem: Problem) -> Placement | None:
             group = groups[0] if len(groups) == 1 else _dealt(problem)[table.name]
             return Placement(layout.name, Shard.whole(table), group)
     return None
+
+
+def divided_otherwise(problem: Problem) -> Iterator[Problem]:
+    """The problem with each further kind that divides rows in place of the first, wherever it may.
+
+    Plans of these problems are plans of the problem. Only one of its kinds is left to divide a table's rows.
+    """
+    for layout in (layout for layout in LAYOUTS.values() if layout.divides_rows):
+        kinds = {t.name: tuple(kind for kind in problem.kinds_of.get(t.name, LAYOUTS)
+                               if kind == layout.name or not LAYOUTS[kind].divides_rows)
+                 for t in searched_tables(problem) if why_not(layout, t, problem) is None
+                 and division(t, problem).kind != layout.name}
+        if kinds:
+            narrowed = tuple({**problem.kinds_of, **kinds}.items())
+            yield replace(problem, constraints=replace(problem.constraints, kinds=narrowed))
+
+
+def divides_rows(plan: Plan, problem: Problem) -> bool:
+    """Tell if a plan divides rows of a table that is not one of `fixed_placements`."""
+    divided = [p for p in plan.placements if layout_of(p.kind).divides_rows]
+    return not set(divided) <= set(fixed_placements(problem))
 
 
 @lru_cache(1 << 4)
@@ -253,7 +276,7 @@ def consolidate(placements: Iterable[Placement]) -> tuple[Placement, ...]:
     If a table's columns have a gap, a group may keep a shard on each side.
     """
     groups: dict[RowRange, list[Placement]] = defaultdict(list)
-    for placement in placements:
+    for placement in ticking(placements):
         groups[row_range(placement.shard)].append(placement)
     result = []
     for group in groups.values():
@@ -307,7 +330,7 @@ def placed(bundles: Sequence[Bundle], devices: Sequence[int], problem: Problem) 
     The row ranges of a divided table become one placement. All of them have to be there.
     """
     found, ranges = [], defaultdict(list)
-    for bundle, device in zip(bundles, devices, strict=True):
+    for bundle, device in ticking(zip(bundles, devices, strict=True)):
         for shard in bundle:
             if shard.full_rows:
                 found.append(Placement(WHOLE_ROWS.name, shard, (int(device),)))
@@ -329,19 +352,20 @@ def cheapest(plans: Iterable[Plan], problem: Problem) -> Plan:
     return next((plan for plan in rising if memory.fits(plan, problem)), rising[0])
 
 
-def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, **provenance: Any) -> Plan:
+def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, fits: bool = False,
+           **provenance: Any) -> Plan:
     """The consolidated plan of these placements, with provenance and predicted cost.
 
     Tables of `fixed_placements` need not be among them.
 
-    Raises what `workload.lower` raises, but not if the plan does not fit.
+    Raises what `workload.lower` raises, and only with `fits` if the plan does not fit.
     """
     placements = list(placements)
     if fixed := fixed_placements(problem):
         there = {placement.shard.table.name for placement in placements}
         placements += [p for p in fixed if p.shard.table.name not in there]
     plan = Plan(consolidate(placements))
-    cost = price(lower(plan, problem, fits=False), model)
+    cost = price(lower(plan, problem, fits), model)
     beyond = {"extrapolated": list(cost.extrapolated)} if cost.extrapolated else {}
     return replace(plan, provenance={**provenance, "setting": str(model.setting),
                                      "predicted_ms": cost.total_ms, **beyond})

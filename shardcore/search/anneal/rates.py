@@ -5,7 +5,9 @@ Shapes: N probes, D devices.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from shardcore.cost.model import CostModel
 from shardcore.inputs import received_bytes
 from shardcore.layouts import CHANNELS, Layout
 from shardcore.outputs import output_bytes
+from shardcore.progress import ticking
 from shardcore.topology import Topology
 from shardcore.types import Problem, Shard
 from shardcore.workload import traffic_of_outputs
@@ -34,9 +37,7 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
     topology, n = problem.topology, len(problem.topology)
     if n == 1:
         return _NOTHING
-    of_all = sum(output_bytes(Shard.whole(t), problem.global_batch) for t in problem.tables
-                 if (t.collection, t.sequence) == (layout.collection, layout.sequence))
-    outputs = _probes(of_all / n, n)
+    outputs = _probes(_output_bytes(problem)[layout.collection, layout.sequence] / n, n)
     for group in layout.groups(topology) if len(layout.groups(topology)) > 1 else ():  # all alike
         outputs[:, group] = outputs[:, group[:1]]
     cost = model.comm(traffic_of_outputs({layout: outputs}, problem), np.zeros(outputs.shape), topology)
@@ -53,8 +54,7 @@ def id_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, fl
     n = len(problem.topology)
     if n == 1 or not layout.ids:
         return _NOTHING
-    of_all = sum(received_bytes(Shard.whole(t), problem) for t in problem.tables)
-    id_bytes = _probes(max(of_all, 1.0) / n, n)
+    id_bytes = _probes(max(_id_bytes(problem), 1.0) / n, n)
     traffic = np.zeros((len(CHANNELS), *id_bytes.shape))
     traffic[CHANNELS.index(layout.ids)] = id_bytes
     cost = model.comm(traffic, np.zeros(id_bytes.shape), problem.topology)
@@ -63,6 +63,21 @@ def id_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, fl
     of_work = _fitted(id_bytes, work, problem.topology, _WORK)
     return {**_NOTHING, **_fitted(id_bytes, longest, problem.topology, _TERMS[1:]),
             **{f"work_{name}": rate for name, rate in of_work.items()}}
+
+
+@lru_cache(maxsize=2)
+def _output_bytes(problem: Problem) -> Counter[tuple[str, bool]]:
+    """Bytes of the outputs of each collection, and of its sequences."""
+    found: Counter[tuple[str, bool]] = Counter()
+    for table in ticking(problem.tables):
+        found[table.collection, table.sequence] += output_bytes(Shard.whole(table), problem.global_batch)
+    return found
+
+
+@lru_cache(maxsize=2)
+def _id_bytes(problem: Problem) -> int:
+    """Bytes of the ids of all tables."""
+    return sum(received_bytes(Shard.whole(t), problem) for t in ticking(problem.tables))
 
 
 _NOTHING = dict.fromkeys((*_TERMS, *(f"work_{name}" for name in _WORK)), 0.0)

@@ -29,6 +29,7 @@ import numpy as np
 
 from shardcore.cost.model import CostModel, step_ms
 from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.progress import OutOfTime
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Meter
@@ -139,10 +140,11 @@ class Search:
     def _note(self, starts: Iterable[Start]) -> None:
         """Let the next round improve starts."""
         self.meter.report("making plans to start from", self.best and self.best.ms)
-        for start in starts:
-            self._keep(start, start.state)
-            self.meter.report("making plans to start from", self.best.ms)
-            self._waiting.append(start)
+        with suppress(OutOfTime), self.meter.enforced() if self.best else nullcontext():
+            for start in starts:
+                self._keep(start, start.state)
+                self.meter.report("making plans to start from", self.best.ms)
+                self._waiting.append(start)
 
     def _cool(self, start: Start, trials: int, hot: float) -> None:
         """Improve a copy of a start while the temperature falls.
