@@ -1,4 +1,4 @@
-"""Bytes of the amounts that a training step has: of a shard, and of a local batch. phases.RUNS says when."""
+"""Bytes of the amounts that a training step has: of a shard, and of a local batch (see step.turns.Alive)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sums. 12 for the radix sort's second copy. Source: transpose_embedding_input in 
 
 
 def shard_amounts(layout: Layout, shards: Sequence[Shard], problem: Problem) -> dict[str, float]:
-    """Bytes of each amount of some shards together. The names are those in phases.RUNS."""
+    """Bytes of each amount of some shards together. Names as in step.turns.Alive."""
     n_bytes = sum(s.bytes for s in shards)
     if layout.local_batch:
         return {"dense": n_bytes * layout.dense_gradient}

@@ -26,8 +26,8 @@ from shardcore.constraints import Constraints
 from shardcore.documents import digest, document, open_document, seal, unseal
 from shardcore.errors import Overfull, ShardCoreError
 from shardcore.job import Job
-from shardcore.layouts import layout_of
-from shardcore.limits import MOST_DEVICES
+from shardcore.layouts import LAYOUTS, layout_of
+from shardcore.limits import MOST_DEVICES, require, require_type
 from shardcore.schema import build, read, show
 from shardcore.step.tiers import BELOW
 from shardcore.topology import Device, Topology, default_reserve
@@ -49,6 +49,8 @@ def write_atomic(path: str | Path, content: bytes) -> None:
     """Write a file whole or not at all, creating its folder; raises ShardCoreError naming it where that
     cannot be done. A device or pipe (/dev/null, /dev/stdout) is written to: to rename a file over it would
     take it from everybody. Temporary files that killed writers of the same file left are removed."""
+    require_type(path, (str, Path), "path", "a path of a file")
+    require("\0" not in str(path) and str(path) != "", f"cannot write {show(str(path))}: no name of a file")
     path = Path(path)
     temporary = _temporary(path.parent, path.name)
     try:
@@ -276,6 +278,11 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
     if not isinstance(kinds, Mapping):
         raise ShardCoreError(f"{what}: kinds is {show(kinds)}; it needs to be an object of tables and the "
                              'kinds that may run them, such as {"t0": ["row", "column"]}')
+    for name, some in kinds.items():
+        if isinstance(some, list) and (unknown := [
+                kind for kind in some if isinstance(kind, str) and kind not in LAYOUTS]):
+            raise ShardCoreError(f"{what}: kinds of table {show(name)} has {show(unknown[0])}; known are "
+                                 f"{', '.join(LAYOUTS)}")
     if not isinstance(min_widths, Mapping):
         raise ShardCoreError(f"{what}: min_widths is {show(min_widths)}; it needs to be an object of tables "
                              'and the fewest columns of a shard, such as {"t0": 64}')
@@ -330,6 +337,7 @@ def read_problem(path: str | Path) -> Problem:
 
 
 def write_problem(path: str | Path, problem: Problem) -> None:
+    require_type(problem, Problem, "problem", "a Problem")
     write_json(path, problem_to_json(problem))
 
 
@@ -358,10 +366,13 @@ class _Pool:
 
 
 def problem_digest(problem: Problem) -> str:
+    require_type(problem, Problem, "problem", "a Problem")
     return digest(problem_to_json(problem))
 
 
 def plan_to_json(plan: Plan, problem: Problem) -> dict[str, Any]:
+    require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
+    require_type(problem, Problem, "problem", "a Problem")
     placements = [{"table": p.shard.table.name, "kind": p.kind, "columns": [p.shard.col_lo, p.shard.col_hi],
                    "devices": list(p.devices)} for p in plan.placements]
     return document("plan", seal({"problem": problem.name, "problem_digest": problem_digest(problem),

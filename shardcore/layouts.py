@@ -9,8 +9,7 @@ It also runs one collective on each channel of that kind. A row of LAYOUTS says:
 - what stays in memory.
 
 `lower`, memory checks, searches, replays, exports and reports read these rows. Nothing else knows a kind.
-To add a kind, add a row. If it has channels that no row has together, `phases.RUNS` needs to say when their
-bytes are in memory. If it brings a collective that was not measured yet, measure that too.
+To add a kind, add a row. If it brings a collective that was not measured yet, measure that too.
 
 Shapes: C channels, L lanes (traffic.py), D devices. A formula takes numbers or arrays alike.
 """
@@ -24,8 +23,9 @@ from typing import Any
 
 from shardcore.errors import ShardCoreError
 from shardcore.job import Job
-from shardcore.step.collectives import Collective, collective_of
+from shardcore.step.collectives import Collective, collective_of, stages_of
 from shardcore.step.scopes import CROSS, HOST, WORLD, Group, Scope, groups_in, scope_of
+from shardcore.step.turns import Stages
 from shardcore.topology import Topology
 from shardcore.types import Placement, Problem, Shard, Table
 
@@ -126,6 +126,12 @@ class Layout:
         if self.sequence_channels is None:
             return None
         return replace(self, channels=self.sequence_channels, sequence=True, tower_channels=None)
+
+    @property
+    def stages(self) -> Stages:
+        """Its memory in the four stages of a step, by the row of its first channel's collective."""
+        channels = tuple(self.channels)
+        return stages_of(channels[0].collective, tuple(c.name for c in channels), self.sequence)
 
     def channels_in(self, job: Job) -> Mapping[Channel, Bytes]:
         """What its shards enter into each channel, in a job.
@@ -266,7 +272,7 @@ def ways(topology: Topology) -> tuple[Layout, ...]:
 def layout_of(kind: str) -> Layout:
     """The row of a kind. Raises ShardCoreError for an unknown name."""
     if kind not in LAYOUTS:
-        raise ShardCoreError(f"placement has kind {kind!r}; known are {', '.join(LAYOUTS)}")
+        raise ShardCoreError(f"a placement or constraint has kind {kind!r}; known are {', '.join(LAYOUTS)}")
     return LAYOUTS[kind]
 
 

@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shardcore.errors import ShardCoreError, escaped, shortened
 
@@ -71,17 +71,17 @@ def require_types(record: object, noun: str) -> None:
             if isinstance(value, tuple) and inner[-1] is Ellipsis:
                 at = next(i for i, v in enumerate(value) if not _is(v, inner[0]))
                 name, value, kind = f"{name}[{at}]", value[at], inner[0]
-            named = getattr(record, "name", None)
+            named = vars(record).get("name")
             which = f"{noun} {shown(named)}" if isinstance(named, str) else noun
-            raise ShardCoreError(f"{which}: {name} is {shown(value)}; it needs to be {_words(kind)}")
+            raise ShardCoreError(f"{which}: {name} is {shown(value)}; it needs to be {type_words(kind)}")
 
 
 def require_type(value: object, kind: type | tuple[type, ...], what: str, right: str) -> None:
-    """Raise ShardCoreError naming an argument that is not of a type.
+    """Raise ShardCoreError naming an argument that is not of a type. True and False are no numbers.
 
     right: what it needs to be, for the message.
     """
-    if not isinstance(value, kind):
+    if not any(_is(value, k) for k in (kind if isinstance(kind, tuple) else (kind,))):
         raise ShardCoreError(f"{what} is {shown(value)}; it needs to be {right}")
 
 
@@ -135,15 +135,17 @@ def _is(value: Any, kind: Any) -> bool:
     return isinstance(value, origin or kind)
 
 
-def _words(kind: Any) -> str:
-    """A type in words."""
+def type_words(kind: Any) -> str:
+    """A type in words, for messages."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return " or ".join(map(_words, inner))
+        return " or ".join(map(type_words, inner))
     if origin is tuple:
         several = inner[-1] is Ellipsis
-        return (f"a list of {_words(inner[0]).removeprefix('a ')}s" if several
-                else f"({', '.join(map(_words, inner))})")
+        return (f"a list of {type_words(inner[0]).removeprefix('a ')}s" if several
+                else f"[{', '.join(map(type_words, inner))}]")
+    if origin is Literal:
+        return " or ".join(map(repr, inner))
     if origin is not None:
         return "a mapping"
     return _WORDS.get(kind, f"a {kind.__name__}")

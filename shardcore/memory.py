@@ -29,7 +29,7 @@ from shardcore.amounts import (
 from shardcore.errors import Infeasible, Overfull
 from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.layouts import Layout, merged, run_of, shards_on
-from shardcore.phases import phases_of, run_key, times_of
+from shardcore.phases import phases_of, times_of
 from shardcore.progress import ticking
 from shardcore.step.tiers import TIERS
 from shardcore.tables.access import access_share
@@ -87,7 +87,7 @@ def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int,
     """
     table, (a_cell, a_row) = shard.table, STATE_BYTES[problem.optimizer]
     collision = table.managed_collision or _NO_COLLISION
-    mapped = MAPPED_ROW_BYTES * (0 < table.load_factor < 1) + collision.row_bytes
+    mapped = MAPPED_ROW_BYTES * _is_cached(table) + collision.row_bytes
     seen = problem.global_batch * table.looked_up * collision.lookup_bytes
     beside = math.ceil(shard.rows * mapped + (seen and seen * access_share(shard)))
     if table.in_host_memory:
@@ -117,10 +117,6 @@ def host_bytes(shard: Shard, problem: Problem) -> int:
     return shard.bytes + shard.rows * shard.width * a_cell
 
 
-def _key(run: Layout) -> tuple[str, ...]:
-    return run_key([channel.name for channel in run.channels], run.sequence)
-
-
 def held_bytes(problem: Problem) -> list[int]:
     """[D] bytes that embeddings may take, their inputs and outputs included: all but what is reserved."""
     return [d.memory_bytes - problem.constraints.reserved_bytes for d in problem.topology.devices]
@@ -132,11 +128,13 @@ def held_bytes(problem: Problem) -> list[int]:
 def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     """[D] what a plan takes on each device, by part."""
     local, found = local_amounts(run_batches(merged(plan.placements), problem), problem), []
-    keys = tuple(_key(run) for run in local)
-    phases, (names, times) = phases_of(keys), times_of(keys)
+    stages = tuple(run.stages for run in local)
+    phases, (names, times) = phases_of(stages), times_of(stages)
     numbers = {run: number for number, run in enumerate(local)}
     of_all = Counter({(numbers[run], name): n for run in local for name, n in local[run].items()})
-    for held in _held(plan, problem):
+    of_devices = _held(plan, problem)
+    caches = Caches.of(pair for held in of_devices for pair in held)
+    for held in of_devices:
         resident = [resident_bytes(layout, shard, problem) for layout, shard in ticking(held)]
         amounts = of_all.copy()
         of_runs: dict[Layout, list[Shard]] = defaultdict(list)
@@ -148,7 +146,7 @@ def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
         phase = phases[int(np.argmax(np.array([amounts[name] for name in names]) @ times))]
         parts = dict.fromkeys(PARTS, 0.0)
         parts["weights"], parts["optimizer state"] = (sum(n) for n in zip((0, 0), *resident, strict=True))
-        parts["weights"] += _cache_padding(held, problem)
+        parts["weights"] += caches.padding(caches.total(held, problem)) if len(caches) else 0
         for (part, run, name), n in phase.alive.items():
             parts[part] += n * amounts[run, name]
         found.append(DeviceMemory(phase.name, _whole(parts)))
@@ -161,25 +159,66 @@ def _whole(parts: Mapping[str, float]) -> dict[str, int]:
     return {part: end - begin for part, begin, end in zip(parts, [0, *ends], ends, strict=False)}
 
 
-def _cache_padding(held: Iterable[tuple[Layout, Shard]], problem: Problem) -> int:
-    """Bytes that a device's caches take beyond `resident_bytes` of its shards. Negative if they take less.
+@dataclass(frozen=True, eq=False)
+class Caches:
+    """Devices' caches, by counts that add up over shards.
 
-    An op has one cache for all of its shards. It has whole sets of rows, each as wide as the widest shard
-    with a cache (max_D_cache in FBGEMM's split_table_batched_embeddings_ops_training.py).
+    An op has one cache for all of its shards of a precision. It has whole sets of rows, each as wide as the
+    widest shard with a cache (max_D_cache in FBGEMM's split_table_batched_embeddings_ops_training.py).
+
+    Counts [..., C] are, in this order: bytes of caches that `resident_bytes` has; then of each cache its
+    rows, and how many shards have each width.
+
+    ops: for each cache, by run and precision, where its counts begin, and widths, ascending.
     """
-    ops: dict[tuple[Layout, str], list[Shard]] = defaultdict(list)
-    for layout, shard in held:
-        if 0 < shard.table.load_factor < 1:
-            ops[layout, shard.table.precision].append(shard)
-    padding = 0
-    for (_, precision), shards in ops.items():
-        rows, widths = ([s.table.cached(s.rows) for s in shards], [s.width for s in shards])
-        all_rows = -(-sum(rows) // CACHE_SET_ROWS) * CACHE_SET_ROWS
-        each = PRECISION_BYTES[precision]
-        padding += all_rows * (max(widths) * each + CACHED_ROW_BYTES) - sum(
-            r * (w * each + cached_row_bytes(s.table, problem))
-            for s, r, w in zip(shards, rows, widths, strict=True))
-    return padding
+
+    ops: Mapping[tuple[Layout, str], tuple[int, tuple[int, ...]]]
+
+    @classmethod
+    def of(cls, shards: Iterable[tuple[Layout, Shard]]) -> Caches:
+        """The caches that these shards may have."""
+        widths: dict[tuple[Layout, str], set[int]] = defaultdict(set)
+        for run, shard in shards:
+            if _is_cached(shard.table):
+                widths[run, shard.table.precision].add(shard.width)
+        begins = np.cumsum([1, *(1 + len(of) for of in widths.values())]).tolist()
+        return cls({op: (at, tuple(sorted(of)))
+                    for (op, of), at in zip(widths.items(), begins, strict=False)})
+
+    def __len__(self) -> int:
+        """C. 0 if there are none."""
+        return sum(1 + len(widths) for _, widths in self.ops.values()) + bool(self.ops)
+
+    def counts(self, run: Layout, shard: Shard, problem: Problem) -> dict[int, float]:
+        """A shard's counts, those that are not 0."""
+        table = shard.table
+        if not _is_cached(table):
+            return {}
+        at, widths = self.ops[run, table.precision]
+        rows = table.cached(shard.rows)
+        a_row = shard.width * PRECISION_BYTES[table.precision] + cached_row_bytes(table, problem)
+        return {0: rows * a_row, at: rows, at + 1 + widths.index(shard.width): 1}
+
+    def total(self, shards: Iterable[tuple[Layout, Shard]], problem: Problem) -> np.ndarray:
+        """[C] counts of some shards together."""
+        found = np.zeros(len(self))
+        for run, shard in shards:
+            for i, n in self.counts(run, shard, problem).items():
+                found[i] += n
+        return found
+
+    def padding(self, counts: np.ndarray) -> np.ndarray:
+        """[...] bytes of caches beyond those that `resident_bytes` has. Negative if they take less."""
+        beyond = -counts[..., 0]
+        for (_, precision), (at, widths) in self.ops.items():
+            rows = np.ceil(counts[..., at] / CACHE_SET_ROWS) * CACHE_SET_ROWS
+            widest = (widths * (counts[..., at + 1:at + 1 + len(widths)] > 0)).max(-1)
+            beyond = beyond + rows * (widest * PRECISION_BYTES[precision] + CACHED_ROW_BYTES)
+        return beyond
+
+
+def _is_cached(table: Table) -> bool:
+    return 0 < table.load_factor < 1
 
 
 def used_bytes(plan: Plan, problem: Problem) -> list[int]:

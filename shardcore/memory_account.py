@@ -30,10 +30,10 @@ from shardcore.layouts import WHOLE_ROWS, Layout, run_of, shards_on
 from shardcore.memory import held_bytes, host_bytes, resident_bytes
 from shardcore.op_limits import MOST_IDS, may_bind, most_features, op_ids
 from shardcore.outputs import output_bytes
-from shardcore.phases import IDS_ALIVE, RUNS, needed_times, run_key
+from shardcore.phases import IDS_ALIVE, needed_times
 from shardcore.types import Placement, Problem, Shard, Table
 
-_OF_OP = 1024.0
+OF_OP = 1024.0
 """Bytes as which a feature or an id counts that is too many in an op."""
 
 
@@ -93,7 +93,7 @@ class Account:
 
         batches: what each has of a local batch, in the order of runs.
         """
-        keys = tuple(_key(run) for run in batches)
+        keys = tuple(run.stages for run in batches)
         names, times = needed_times(keys)
         rows = {name: i for i, name in enumerate(names)}
         base = np.zeros(times.shape[1])
@@ -112,10 +112,10 @@ class Account:
         if may_bind(problem):
             of_op = np.array([(MOST_IDS, most_features(run.batch(problem))) for run in batches], float)
             base = np.append(base, np.zeros(of_op.size))
-            limits = np.append(limits, np.tile(of_op.ravel() * _OF_OP, (len(limits), 1)), axis=1)
+            limits = np.append(limits, np.tile(of_op.ravel() * OF_OP, (len(limits), 1)), axis=1)
             of_ops = np.zeros((len(keys), len(Sums._fields), len(keys), 2))
             for r in range(len(keys)):
-                of_ops[r, 3:5, r] = _OF_OP * np.eye(2)
+                of_ops[r, 3:5, r] = OF_OP * np.eye(2)
             coefficients = np.append(coefficients, of_ops.reshape(*coefficients.shape[:2], -1), axis=2)
         return cls(problem, {run: r for r, run in enumerate(batches)}, base, coefficients, limits, phases)
 
@@ -196,7 +196,7 @@ class Turns:
 
     @classmethod
     def of(cls, runs: Sequence[Layout], problem: Problem) -> Turns:
-        stages = [RUNS[_key(run)] for run in runs]
+        stages = [run.stages for run in runs]
         n_phases = np.array([[len(turn.phases) for turn in of] for of in stages], dtype=np.int64)
         n_slots = 3 + int(n_phases.max())
         sums, batch = (np.zeros((len(runs), 4, n_slots, n)) for n in (2, 6))
@@ -221,10 +221,6 @@ def _local_units(problem: Problem) -> dict[str, np.ndarray]:
     return units | {"cut": cut, "together": together, "joined": either, "gradient": gradient, "uncut": uncut,
                     "local copied": plain["local copied"] * outputs
                     + (joined["local copied"] - plain["local copied"]) * together}
-
-
-def _key(run: Layout) -> tuple[str, ...]:
-    return run_key([channel.name for channel in run.channels], run.sequence)
 
 
 def _units(run: Layout, problem: Problem) -> tuple[dict[str, float], ...]:

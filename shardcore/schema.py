@@ -21,6 +21,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from shardcore.errors import ShardCoreError, Unreachable, escaped, shortened
+from shardcore.limits import type_words
 
 T = TypeVar("T")
 MOST_FILE_BYTES = 1 << 29
@@ -52,6 +53,8 @@ class Readable(Protocol):
 
 def read_bytes(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> bytes:
     """A file's content. Raises ShardCoreError for a file that is missing, too large or not regular."""
+    if not isinstance(path, str | os.PathLike) and not hasattr(path, "read_bytes"):
+        raise ShardCoreError(f"path is {show(path)}; it needs to be a path of a file")
     with _reading(path):
         if isinstance(path, str | os.PathLike):
             return content_of(path, most)
@@ -310,7 +313,7 @@ def read(value: Any, kind: Any, what: str) -> Any:
     try:
         return _read(value, kind, what)
     except _Wrong:
-        raise ShardCoreError(f"{what} is {show(value)}; it needs to be {_words(kind)}") from None
+        raise ShardCoreError(f"{what} is {show(value)}; it needs to be {type_words(kind)}") from None
 
 
 def _read(value: Any, kind: Any, what: str) -> Any:
@@ -363,11 +366,6 @@ _SCALARS: dict[Any, Callable[[Any], bool]] = {
     bool: lambda v: isinstance(v, bool),
     NoneType: lambda v: v is None,
 }
-
-
-def _words(kind: Any) -> str:
-    return (kind.__name__ if isinstance(kind, type) and not get_args(kind)
-            else re.sub(r"\b(\w+\.)+", "", str(kind)))
 
 
 # --- values in messages -------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from shardcore import memory
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.fused import OPTIMIZERS
 from shardcore.layouts import merged, run_of, shards_on
-from shardcore.limits import require, require_known, require_within
+from shardcore.limits import require, require_known, require_types, require_within
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Shard
 
@@ -52,6 +52,7 @@ class Grouping:
     sync_every: int = 1
 
     def __post_init__(self) -> None:
+        require_types(self, "groups")
         require(self.size >= 1, f"groups have size {self.size}; it needs 1 device or more")
         require_known(self, "groups", layout=GROUP_LAYOUTS)
         require_within(self, "groups", sync_every=(1, MOST_SYNC_EVERY))

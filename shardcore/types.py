@@ -108,7 +108,7 @@ class Table:
             require_name(self.collection, f"the collection of {t}")
         object.__setattr__(self, "dedup", float(self.dedup))
         require(1 <= self.dedup <= MOST_BATCH,
-                f"{t} has dedup {self.dedup}; it needs samples for each distinct value, 1 or more")
+                f"{t} has dedup {self.dedup}; it needs samples for each distinct value, 1 to {MOST_BATCH}")
         object.__setattr__(self, "load_factor", float(self.load_factor))
         require(0 <= self.load_factor <= 1,
                 f"{t} has load_factor {self.load_factor}; it needs a share of its rows, 0 to 1")

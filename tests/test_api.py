@@ -23,6 +23,7 @@ from shardcore import (
     Table,
     Topology,
     Zipf,
+    files,
     load_model,
     lower,
     price,
@@ -30,6 +31,10 @@ from shardcore import (
 )
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.job import Job
+from shardcore.publish.replan import ReplanConfig, Start
+from shardcore.search.decisions.driver import decide
+from shardcore.search.decisions.groups import Groups
+from shardcore.search.decisions.towers import OnTowers
 from shardcore.step.links import links_of
 
 TABLE = Table("t0", 1000, 64, 5.0)
@@ -51,6 +56,10 @@ def problem(**changed):
 WRONG = {
     "budget": (lambda: SHARDERS["anneal"](PROBLEM, MODEL, budget=100),
                  "budget is 100; it needs to be a Budget"),
+    "seed": (lambda: SHARDERS["random"](PROBLEM, MODEL, seed=1.5), "seed is 1.5; it needs to be a whole"),
+    "negative seed": (lambda: SHARDERS["portfolio"](PROBLEM, MODEL, seed=-1), "seed is -1; it needs to be 0"),
+    "number of hosts": (lambda: Topology.of_hosts(True, 8, memory_gib=1),
+                 "True; it needs to be a whole number"),
     "searched problem": (lambda: SHARDERS["random"](PLAN, MODEL), "problem is Plan(1 tables"),
     "searching model": (lambda: SHARDERS["random"](PROBLEM, "model"),
                  "model is 'model'; it needs to be a cost"),
@@ -117,6 +126,29 @@ WRONG = {
                  "a placement: devices is 0; it needs to be a list of whole"),
     "placements": (lambda: Plan([TABLE]), "a plan: placements[0] is Table("),
     "huge": (lambda: table(precision=10**5000), "table 't': precision is a int that is too long; it needs"),
+    "decisions": (lambda: decide(PROBLEM, MODEL, Groups(), SHARDERS["random"]),
+                 "it needs to be a list of decisions, such as [Groups()]"),
+    "decision": (lambda: decide(PROBLEM, MODEL, ["groups"], SHARDERS["random"]),
+                 "a decision is 'groups'; it needs to be a Decision"),
+    "deciding search": (lambda: decide(PROBLEM, MODEL, [], "random"),
+                 "search is 'random'; it needs to be a sharder"),
+    "decided problem": (lambda: decide(PLAN, MODEL, [], SHARDERS["random"]), "problem is Plan("),
+    "deciding model": (lambda: decide(PROBLEM, None, [], SHARDERS["random"]), "model is None; it needs"),
+    "size of groups": (lambda: Groups(1.5), "groups: size is 1.5; it needs to be a text or a whole number"),
+    "interval": (lambda: Groups(sync_every="x"), "groups: sync_every is 'x'; it needs to be a whole number"),
+    "no such size": (lambda: decide(PROBLEM, MODEL, [Groups(3)], SHARDERS["random"]), "--groups is '3'"),
+    "towers": (lambda: OnTowers(None), "towers: towers is None; it needs to be a Towers"),
+    "start": (lambda: Start(None, PROBLEM), "a plan to start from: old is None; it needs to be a Plan"),
+    "gone": (lambda: Start(PLAN, PROBLEM, "0"), "gone is '0'; it needs to be a list of whole numbers"),
+    "re-plan": (lambda: ReplanConfig("x"), "re-plan config: max_moved_tables is 'x'; it needs to be a whole"),
+    "plans": (lambda: shardcore.load_plan(5, "p"), "plans is 5; it needs to be a folder or URL"),
+    "published name": (lambda: shardcore.load_plan("plans", 5), "problem 5 has no plans in plans; names"),
+    "no models": (lambda: load_model([]), "folders of models are []; they need one or more"),
+    "file": (lambda: files.read_problem(5), "path is 5; it needs to be a path of a file"),
+    "written plan": (lambda: files.write_plan("x.json", PROBLEM, PLAN), "plan is Problem("),
+    "written for": (lambda: files.write_plan("x.json", PLAN, PLAN), "problem is Plan("),
+    "written problem": (lambda: files.write_problem("x.json", PLAN), "problem is Plan("),
+    "written to": (lambda: files.write_problem("a\0b", PROBLEM), r"cannot write 'a\x00b': no name of a file"),
     "sharder": (lambda: SHARDERS["anneal_cols"],
                  "algorithm 'anneal_cols' is not known; "
                 "there are "),
@@ -130,6 +162,22 @@ def test_an_argument_of_another_type_is_named_with_its_value_and_what_would_be_r
     with pytest.raises(ShardCoreError, match=re.escape(said)) as raised:
         call()
     assert len(str(raised.value)) <= 300
+
+
+@pytest.mark.parametrize("changed, said", [
+    ({"tables": [table(precision="fp16")]}, "weights are fp16; the model was measured with fp32"),
+    ({"job": Job(forward_payload="bf16")}, "payloads are bf16 and fp32; the model prices fp32 and fp32"),
+])
+def test_a_price_says_where_the_model_is_of_other_weights_or_payloads(changed, said):
+    asked = problem(**changed)
+    plan = Plan([Placement("column", Shard.whole(asked.tables[0]), (0,))])
+    assert price(lower(plan, asked), MODEL).extrapolated[0].startswith(said)
+    assert not any("payloads" in x or "weights" in x for x in price(lower(PLAN, PROBLEM), MODEL).extrapolated)
+
+
+def test_groups_take_their_size_as_a_number():
+    assert decide(PROBLEM, MODEL, [Groups(8)], SHARDERS["random"]).ms == decide(
+        PROBLEM, MODEL, [Groups("8")], SHARDERS["random"]).ms
 
 
 def test_lists_and_numbers_of_numpy_are_taken():

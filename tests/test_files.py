@@ -106,7 +106,7 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
     (lambda d: d.update(job={"dense_forward_ms": -2.0, "dense_backward_ms": 1.0}), ["dense_forward_ms -2.0"]),
     (lambda d: d.update(job={"dense_forward_ms": 2.0}), ["dense_backward_ms None", "both, or neither"]),
     (lambda d: d["tables"][0].update(features=0), ["'cold'", "0 features", "1 to 10000"]),
-    (lambda d: d["tables"][0].update(rows="many"), ["'cold'", "rows", "'many'", "int"]),
+    (lambda d: d["tables"][0].update(rows="many"), ["'cold'", "rows", "'many'", "whole number"]),
     (lambda d: d["tables"][0].update(row=3), ["'cold'", "unknown key 'row'"]),
     (lambda d: d["tables"][0].pop("dim"), ["'cold'", "lacks the key 'dim'"]),
     (lambda d: d["tables"][0].update(zipf_alpha=1.0), ["'cold'", "both"]),
@@ -114,8 +114,8 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
     (lambda d: d.update(version=99), ["version 99", "reads 1"]),
     (lambda d: d.update(version=2), ["version 2", "reads 1"]),
     (lambda d: d.pop("version"), ["version None"]),
-    (lambda d: d.update(global_batch=True), ["global_batch is True", "int"]),
-    (lambda d: d.update(global_batch=256.0), ["global_batch is 256.0", "int"]),
+    (lambda d: d.update(global_batch=True), ["global_batch is True", "whole number"]),
+    (lambda d: d.update(global_batch=256.0), ["global_batch is 256.0", "whole number"]),
     (lambda d: d["topology"]["devices"][0].update(count=True), ["count True"]),
     (lambda d: d["topology"]["devices"][0].update(count=0), ["count 0"]),
     (lambda d: d["topology"]["devices"][0].update(count=10**9),
@@ -131,6 +131,8 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
     (lambda d: d["constraints"].update(pinned={"hot": 0}), ["constraints", "'hot' pinned to 0", "a list"]),
     (lambda d: d["constraints"].update(pinned={"hot": [True]}), ["'hot' pinned to [True]"]),
     (lambda d: d["constraints"].update(kinds={"hot": "row"}), ["table 'hot' by 'row'", "['row', 'column']"]),
+    (lambda d: d["constraints"].update(kinds={"hot": ["row", "rows"]}),
+     ["kinds of table 'hot' has 'rows'; known are column, row, host_row"]),
     (lambda d: d["constraints"].update(kinds=["hot"]), ["kinds is ['hot']", "object of tables"]),
     (lambda d: d["constraints"].update(min_widths={"hot": "8"}), ["min_widths '8'", "table 'hot'"]),
     (lambda d: d["constraints"].update(min_widths=8), ["min_widths is 8", "object of tables"]),
@@ -219,14 +221,14 @@ def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
 @pytest.mark.parametrize("change, said", [
     (lambda p: p.pop(), "plan places 0 of the"), (lambda p: p.append(p[0]), "plan places cells twice"),
     (lambda p: p[0].update(devices=[4]), "on device 4; problem 'small' has devices 0 to 3"),
-    (lambda p: p[0].update(devices=[0.9]), "placements[0]: devices[0] is 0.9; it needs to be int"),
-    (lambda p: p[0].update(devices=[True]), "placements[0]: devices[0] is True; it needs to be int"),
-    (lambda p: p[0].update(columns=[0]), "placements[0]: columns is [0]; it needs to be tuple[int, int]"),
+    (lambda p: p[0].update(devices=[0.9]), "placements[0]: devices[0] is 0.9; it needs to be a whole"),
+    (lambda p: p[0].update(devices=[True]), "placements[0]: devices[0] is True; it needs to be a whole"),
+    (lambda p: p[0].update(columns=[0]), "placements[0]: columns is [0]; it needs to be [a whole number, a "),
     (lambda p: p[0].update(table="none"), "places table 'none', which problem 'small' does not have"),
     (lambda p: p[0].update(rows=[0, 1]), "placements[0] has an unknown key 'rows'"),
     (lambda p: p[0].pop("kind"), "placements[0] lacks the key 'kind'"),
-    (lambda p: p[0].update(kind="twin"), "placement has kind 'twin'; known are column, row, host_row, "
-     "data_parallel"),
+    (lambda p: p[0].update(kind="twin"), "a placement or constraint has kind 'twin'; known are column, row, "
+     "host_row, data_parallel"),
     (lambda p: p[0].update(kind="row"), "plan places cold[0:50000, 0:16] by row on device 0; such a shard "
      "lives on devices 0, 1"),
     (lambda p: p[0].update(kind="host_row", devices=[0, 1]), "it needs several hosts with the same number of "

@@ -145,7 +145,7 @@ def test_rows_in_even_ranges(rows, n, expected):
 
 @pytest.mark.parametrize("placement, topology, said", [
     (Placement("twin", Shard.whole(TABLE), (0,)), TWO,
-     "placement has kind 'twin'; known are column, row, host_row, data_parallel"),
+     "a placement or constraint has kind 'twin'; known are column, row, host_row, data_parallel"),
     (column(TABLE, 4), TWO, r"plan places t\[0:10, 0:16\] on device 4; problem 'p' has devices 0 to 3"),
     (Placement("row", Shard.whole(TABLE), (0, 1, 2, 4)), TWO, "on device 4; problem 'p' has devices 0 to 3"),
     (Placement("column", Shard.whole(TABLE), (0, 1)), TWO,

@@ -325,6 +325,15 @@ def test_a_cache_is_as_wide_as_the_widest_shard_of_its_op(tables, monkeypatch):
             assert apart.parts["weights"] == sum(x.parts["weights"] for x in (alone[0], *halves))
 
 
+@pytest.mark.parametrize(("rows", "cached_rows"), [(62, 32), (64, 32), (66, 64)])
+def test_a_cache_has_whole_sets_of_rows(rows, cached_rows):
+    table = cached("a", rows, 8, 0.5)
+    own = Topology((Device(1 << 40),), memory=(Memory("host", 1 << 40, 1.0),))
+    [device] = memory.by_part(Plan((column(table, 0),)), Problem("p", (table,), own, 64))
+    # Each with its id and its last batch. All rows are mapped to their table.
+    assert device.parts["weights"] == cached_rows * (8 * 4 + 16) + rows * 4
+
+
 def test_managed_collision_takes_bytes_for_each_row_and_lookup():
     """Bytes of rows and lookups of the device's range. Searches count the same."""
     table = replace(TABLE, managed_collision=ManagedCollision(32, 40))

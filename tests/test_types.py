@@ -65,7 +65,7 @@ FOUR = tuple(Table(name, 10, 8, 1.0) for name in "stuv")
     (lambda: Setting("x", 1, "fp16+fp8"), ["setting has precision 'fp8'; known are fp32, fp16, bf16"]),
     (lambda: Setting("x", 1, "fp8"), ["setting has precision 'fp8'; known are fp32, fp16, bf16"]),
     (lambda: Table("t", 1, 4, 0.0, dedup=0.9),
-     ["table 't' has dedup 0.9; it needs samples for each distinct value, 1 or more"]),
+     ["table 't' has dedup 0.9; it needs samples for each distinct value, 1 to 1099511627776"]),
     (lambda: Table("t", 1, 4, 0.0, dedup=float("nan")), ["dedup nan"]),
     (lambda: Table("t", 1, 4, 0.0, collection="a\nb"), ["the collection of table 't'"]),
     (lambda: Table("t", 1, 4, 0.0, precision="int8"), ["table 't' has precision 'int8'; known are fp32"]),

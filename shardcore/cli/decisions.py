@@ -95,8 +95,8 @@ def with_host_memory(problem: Problem, args: argparse.Namespace) -> Problem:
     return dataclasses.replace(problem, topology=own)
 
 
-def decisions(args: argparse.Namespace, problem: Problem) -> Iterator[Decision]:
-    """The decisions that options ask for."""
+def decisions(args: argparse.Namespace, problem: Problem, stored: Problem) -> Iterator[Decision]:
+    """The decisions that options ask for. stored: the problem as its file has it."""
     from shardcore.search.decisions.groups import Groups
     from shardcore.search.decisions.hot_rows import HotRows
     from shardcore.search.decisions.provision import Provision, Target, read_offers
@@ -112,7 +112,7 @@ def decisions(args: argparse.Namespace, problem: Problem) -> Iterator[Decision]:
         yield Groups(args.groups, args.sync_every or 1)
     if args.hot_rows:
         yield HotRows()
-    start = _start(args, problem) if args.start else None
+    start = _start(args, problem, stored) if args.start else None
     if args.towers:
         yield OnTowers(read_towers(args.towers), start and start.old, not (start and start.config.limited))
     if args.tiers:
@@ -132,7 +132,7 @@ def _models(args: argparse.Namespace, names: list[str]) -> dict[str, CostModel]:
             for name, folder in folders.items()}
 
 
-def _start(args: argparse.Namespace, problem: Problem) -> Start:
+def _start(args: argparse.Namespace, problem: Problem, stored: Problem) -> Start:
     from shardcore import files, grouped_plans
     from shardcore.publish.replan import ReplanConfig, Start
     from shardcore.sharding_groups import problem_of_group
@@ -142,7 +142,7 @@ def _start(args: argparse.Namespace, problem: Problem) -> Start:
     config = ReplanConfig(args.max_moved_tables, most_bytes)
     # A plan's file is checked against the problem that it was made for. Whether it fits is not asked: memory
     # may have been counted otherwise, and what is searched has to fit anyway.
-    before, group = files.read_problem(args.start_problem) if args.start_problem else problem, None
+    before, group = files.read_problem(args.start_problem) if args.start_problem else stored, None
     if args.groups is not None and grouped_plans.is_grouped(args.start):
         grouped = grouped_plans.read_grouped(args.start, before)
         old, before, group = grouped.plan, grouped.problem, problem_of_group(problem, grouped.grouping)

@@ -7,10 +7,12 @@ import json
 import sys
 from pathlib import Path
 
+from shardcore import progress
 from shardcore.cli.options import command, natural, positive
+from shardcore.cli.progress_line import shown
 from shardcore.errors import ShardCoreError
 from shardcore.model_files import MODEL_JSON, MODEL_WEIGHTS
-from shardcore.types import OPTIMIZERS, PRECISION_BYTES
+from shardcore.types import OPTIMIZERS, PRECISION_BYTES, Setting
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -39,32 +41,46 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 def train(args: argparse.Namespace) -> None:
     from shardcore import schema
     from shardcore.cost import fit, known_errors, neural, training
-    from shardcore.samples import dataset
 
     # Samples of different settings must not train one model.
-    found = sorted({s for folder in args.datasets for s in dataset.settings(folder)}, key=str)
+    found = sorted({s for folder in args.datasets for s in _settings_in(folder)}, key=str)
     chosen = [s for s in found if all(getattr(args, k) in (None, getattr(s, k))
                                       for k in ("hardware", "batch", "precision", "optimizer"))]
     if len(chosen) != 1:
         raise ShardCoreError(f"{', '.join(map(str, args.datasets))}: samples for "
-                             f"[{'; '.join(map(str, found)) or 'nothing'}]; "
+                             f"[{'; '.join(map(str, found))}]; "
                              "choose one with --hardware, --batch, --precision and --optimizer")
     data, start = training.read(args.datasets, chosen[0]), neural.load(args.start) if args.start else None
     config = schema.build(fit.FitConfig, {"seed": args.seed}, "train")
     print(*data.warnings, data, sep="\n", file=sys.stderr)
-    trained = training.train(data, config, _say_progress, start)
+    with shown():
+        progress.report("training")
+        trained = training.train(data, config, _report_epoch, start)
+        progress.report("judging the model")
+        judged = training.judge(trained.model, data.known)
     neural.save(trained.model, args.out)
     for line in (trained.of_steps, f"{args.out}: {known_errors.label(trained.model)}",
                  *known_errors.worse_than_usual(trained.model)):
         if line:
             print(line, file=sys.stderr)
-    print(json.dumps(training.judge(trained.model, data.known), indent=1))
+    print(json.dumps(judged, indent=1))
 
 
-def _say_progress(model: str, epoch: int, values: dict[str, float]) -> None:
-    if epoch % 10 == 0:
-        print(f"{model}, epoch {epoch}: {', '.join(f'{k} {v:.4g}' for k, v in values.items())}",
-              file=sys.stderr)
+def _settings_in(folder: Path) -> list[Setting]:
+    """Settings of a dataset's samples. Raises ShardCoreError if there are none."""
+    from shardcore.samples import dataset
+
+    if not folder.is_dir():
+        raise ShardCoreError(f"{folder} is no folder; it needs to be one of measurements, as measure makes")
+    if not (found := dataset.settings(folder)):
+        raise ShardCoreError(f"{folder} holds no compute samples; it needs to be a folder of measurements, "
+                             "as measure makes")
+    return found
+
+
+def _report_epoch(model: str, epoch: int, values: dict[str, float]) -> None:
+    shown_values = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    progress.report(f"training {model}, epoch {epoch}: {shown_values}")
 
 
 # --- report ----------------------------------------------------------------------------------------------
@@ -82,21 +98,23 @@ def report(args: argparse.Namespace) -> None:
     from shardcore.report import dataset_report, figures, text_table
     from shardcore.samples import dataset, replays
 
-    found = dataset.settings(args.dataset)
-    if not found:
-        raise ShardCoreError(f"{args.dataset} holds no compute samples")
+    found = _settings_in(args.dataset)
     for setting in found:
-        samples, repeats = dataset.read_compute(args.dataset,
-                                                setting), dataset.read_repeats(args.dataset, setting)
-        rows = dataset_report.dataset_summary(samples, repeats)
-        if comm := dataset.read_comm(args.dataset, setting):
-            rows += dataset_report.exchange_summary(comm)
-        if kept := replays.read_all(args.dataset / dataset.REPLAYS, setting):
-            rows += dataset_report.step_summary(kept)
+        with shown():
+            progress.report(f"reading samples of {setting}")
+            samples = dataset.read_compute(args.dataset, setting)
+            repeats = dataset.read_repeats(args.dataset, setting)
+            rows = dataset_report.dataset_summary(samples, repeats)
+            if comm := dataset.read_comm(args.dataset, setting):
+                rows += dataset_report.exchange_summary(comm)
+            if kept := replays.read_all(args.dataset / dataset.REPLAYS, setting):
+                rows += dataset_report.step_summary(kept)
+            if args.out:
+                progress.report("drawing")
+                figure = figures.png(dataset_report.dataset_figure(samples, repeats, str(setting)))
         print(f"{setting}\n\n{text_table(('quantity', 'value'), rows, words=(1,))}\n")
         if args.out:
             named = setting.hardware, setting.batch, setting.precision, setting.optimizer
             path = args.out / f"{'-'.join(map(str, named))}.png"
-            made = dataset_report.dataset_figure(samples, repeats, str(setting))
-            files.write_atomic(path, figures.png(made))
+            files.write_atomic(path, figure)
             print(path)

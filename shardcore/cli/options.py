@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from shardcore.errors import ShardCoreError
 from shardcore.limits import MOST_BYTES
@@ -71,7 +73,7 @@ def require_outputs(args: argparse.Namespace, also_read: Iterable[Path] = ()) ->
                     raise ShardCoreError(f"--{_dashed(name)} {place} is {_in(place, source)}the "
                                          f"{_dashed(what)} that is read; it needs to be another file")
             for other, before in written:
-                if place.resolve() == before.resolve():
+                if _real(place) == _real(before):
                     raise ShardCoreError(f"--{_dashed(other)} and --{_dashed(name)} are both {place}; "
                                          "they need to be two files")
             written.append((name, place))
@@ -93,37 +95,37 @@ def _replaces(place: Path, source: Path) -> bool:
     """Tell if writing to a path would change a file or folder that is read."""
     if place.is_file() and source.is_file() and place.samefile(source):
         return True
-    return place.resolve() == source.resolve() or bool(_in(place, source))
+    return _real(place) == _real(source) or bool(_in(place, source))
 
 
 def _in(place: Path, source: Path) -> str:
-    return "in " * (source.is_dir() and source.resolve() in place.resolve().parents)
+    return "in " * (source.is_dir() and _real(source) in _real(place).parents)
+
+
+def _real(path: Path) -> Path:
+    """The path without links. Path.resolve fails for a link that leads to itself."""
+    return Path(os.path.realpath(path))
 
 
 def natural(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= MOST_INT:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 0 to {MOST_INT}")
-    return value
+    return _number(text, int, lambda value: 0 <= value <= MOST_INT, f"a whole number of 0 to {MOST_INT}")
 
 
 def amount(text: str, most: int = MOST_INT) -> float:
-    value = float(text)
-    if not 0 <= value <= most:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 0 to {most}")
-    return value
+    return _number(text, float, lambda value: 0 <= value <= most, f"a number of 0 to {most}")
 
 
 def positive(kind: type, most: int = MOST_INT) -> Callable[[str], int | float]:
-    def parse(text: str) -> int | float:
-        value = kind(text)
-        if not 0 < value <= most:
-            raise argparse.ArgumentTypeError(f"{text} is not a positive number up to {most}")
-        return value
+    whole = "whole " * (kind is int)
+    return lambda text: _number(text, kind, lambda value: 0 < value <= most,
+                                f"a positive {whole}number up to {most}")
 
-    # argparse names the type in its message.
-    parse.__name__ = kind.__name__
-    return parse
+
+def _number(text: str, kind: type, is_good: Callable[[Any], bool], right: str) -> Any:
+    with suppress(ValueError):
+        if is_good(value := kind(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not {right}")
 
 
 def gib(text: str) -> float:

@@ -88,14 +88,15 @@ def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda out
     from shardcore.search.learned.policy import read_policy
 
     policy = read_policy(args.policy) if args.policy else None
-    args.algorithm = known(args.algorithm or (policy.name if policy else DEFAULT_SHARDER))
+    default = policy.name if policy else DEFAULT_SHARDER
+    args.algorithm = known(default if args.algorithm is None else args.algorithm)
     search = sharder(args.algorithm, policy)
     deciding.require_agreeing(args)
     with shown():
         report(f"reading {args.problem}")
-        problem = files.read_problem(args.problem)
-        problem = deciding.with_host_memory(problem, args) if args.tiers else problem
-    decisions = list(deciding.decisions(args, problem))
+        stored = files.read_problem(args.problem)
+        problem = deciding.with_host_memory(stored, args) if args.tiers else stored
+    decisions = list(deciding.decisions(args, problem, stored))
     for decision in decisions:
         if decision.changes and args.out and not args.out_problem:
             raise ShardCoreError(f"--out {args.out} needs --out-problem, the problem with the "
@@ -271,7 +272,9 @@ def export(args: argparse.Namespace) -> None:
         plan = files.read_plan(args.plan, problem)
         with files.validating(args.plan):
             require_plan(plan, problem)
-        write_torchrec(args.out, to_torchrec(plan, problem, args.module, args.compute_device))
+        with shown():
+            report("writing TorchRec's plan")
+            write_torchrec(args.out, to_torchrec(plan, problem, args.module, args.compute_device))
     if not all(t.collection for t in problem.tables):
         print(f"note: nothing here knows whether the model has a module {args.module!r} with these tables; "
               "read_torchrec(FILE, model) checks", file=sys.stderr)

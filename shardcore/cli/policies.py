@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 from shardcore.cli.options import command, natural, positive
+from shardcore.cli.progress_line import shown
 from shardcore.model_files import MODEL_WEIGHTS
+from shardcore.progress import report
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -49,12 +50,14 @@ def train_policy(args: argparse.Namespace) -> None:
     problems = PolicyProblems(devices=args.devices, min_tables=args.min_tables, max_tables=args.max_tables,
                               max_dim=args.max_dim, problems=args.problems)
     config = PolicyConfig(rounds=args.rounds, patience=args.patience, seed=args.seed)
-    trained = make_policy(args.name, pool, model, problems, config, like, _say_progress)
+    with shown() as line:
+        def say_round(round_: int, values: dict[str, float]) -> None:
+            report("training")
+            line.say(f"round {round_}: "
+                     f"{', '.join(f'{k} {v:.4g}' for k, v in values.items() if k != 'round')}")
+
+        report("drawing problems")
+        trained = make_policy(args.name, pool, model, problems, config, like, say_round)
     meta = {**trained.policy.meta, "provenance": {"model_digest": model_files.model_digest(args.model)}}
     write_policy(args.out, dataclasses.replace(trained.policy, meta=meta))
     print(json.dumps(meta["metrics"], indent=1))
-
-
-def _say_progress(round_: int, values: dict[str, float]) -> None:
-    print(f"round {round_}: {', '.join(f'{k} {v:.4g}' for k, v in values.items() if k != 'round')}",
-          file=sys.stderr)

@@ -7,7 +7,9 @@ from itertools import islice
 from pathlib import Path
 
 from shardcore.cli.options import amount, command, natural, positive, require_outputs
+from shardcore.cli.progress_line import shown
 from shardcore.errors import ShardCoreError
+from shardcore.progress import report
 from shardcore.types import Plan, Problem
 
 
@@ -106,7 +108,9 @@ def drift(args: argparse.Namespace) -> None:
     now.require_setting(model.setting)
     budget = Budget(args.budget_evals) if args.budget_evals else None
     config = ReplanConfig(args.max_moved_tables, seed=args.seed, budget=budget)
-    found = drift_of(plan, problem, now, model, config, args.threshold)
+    with shown():
+        report("searching a re-plan")
+        found = drift_of(plan, problem, now, model, config, args.threshold)
     print(plan_report.drift_text(found))
     if args.out:
         files.write_problem(args.out / "problem.json", now)
@@ -119,7 +123,11 @@ def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:
     from shardcore import files
     from shardcore.workload import require_plan
 
-    of = files.read_problem(problem or path.with_name("problem.json"))
+    beside = path.with_name("problem.json")
+    if not problem and not beside.exists():
+        raise ShardCoreError(f"{path} has no problem.json beside it, its problem; give --problem, or "
+                             "the plans of published versions")
+    of = files.read_problem(problem or beside)
     plan = files.read_plan(path, of)
     with files.validating(path):
         require_plan(plan, of)
@@ -130,13 +138,10 @@ def _with_statistics_of(path: Path, problem: Problem) -> Problem:
     """The problem with fresh shapes and statistics from a problem file or a pool."""
     from shardcore import files
     from shardcore.documents import is_document
-    from shardcore.publish.drift import refreshed
+    from shardcore.publish.drift import refreshed, refreshed_by
 
     if is_document(path, "pool"):
         return refreshed(problem, files.read_pool(path))
-    fresh = files.read_problem(path)
     # A pool may lack tables. A problem that lacks some is another problem.
-    if missing := {t.name for t in problem.tables} - {t.name for t in fresh.tables}:
-        raise ShardCoreError(f"{path} lacks table {min(missing)!r} of problem {problem.name!r}; other tables "
-                             "need a new plan")
-    return refreshed(problem, fresh.tables)
+    with files.validating(path):
+        return refreshed_by(problem, files.read_problem(path))

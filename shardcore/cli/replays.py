@@ -5,10 +5,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from shardcore.cli.options import command, natural, positive, positive_gib
+from shardcore.cli.progress_line import shown
+from shardcore.progress import report
 from shardcore.types import Setting
+
+if TYPE_CHECKING:
+    from shardcore.measurements import StepSample
+    from shardcore.workload import Workload
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -58,6 +66,10 @@ def replay(args: argparse.Namespace) -> None:
         model = composite.load(args.model).for_problem(problem)
         problem.require_setting(model.setting)
         predicted = [price(workload, model) for workload in workloads]
+    def run(some: Sequence[Workload], *given: Any) -> list[StepSample]:
+        report(f"running {len(some)} plans in {len(problem.topology)} processes, {config.repeats} steps each")
+        return replay_all(some, *given)
+
     config = ReplayConfig(repeats=args.repeats, arena_bytes=int(args.arena_gib * 2**30),
                           timeout_s=args.timeout_s, seed=args.seed)
     if args.append:
@@ -66,11 +78,13 @@ def replay(args: argparse.Namespace) -> None:
                 for path, plan in zip(args.plans, plans, strict=True)]
         # The reference op shows how slow the machine is during the replays.
         reference = dataset.reference_op(args.append, setting)
-        known = replays.append(args.append, problem, made, setting, config,
-                               lambda w: replay_all(w, setting, config, device, reference))
+        with shown():
+            known = replays.append(args.append, problem, made, setting, config,
+                                   lambda w: run(w, setting, config, device, reference))
         costs = [known[replays.plan_digest(plan)] for plan in plans]
     else:
-        costs = replay_all(workloads, setting, config, device)
+        with shown():
+            costs = run(workloads, setting, config, device)
     body = {"setting": files.setting_to_json(setting), "replays": [
         {"plan": str(path), "total_ms": cost.total_ms, **dataclasses.asdict(cost),
          "memory_bytes": list(workload.memory_bytes),

@@ -22,7 +22,7 @@ from shardcore.cost.collective_model import ALL_TO_ALL, is_measured
 from shardcore.cost.model import CommCost, Compiled, CostModel
 from shardcore.cost.ranges import and_more
 from shardcore.errors import SettingMismatch
-from shardcore.limits import require_type
+from shardcore.limits import require, require_type
 from shardcore.model_files import model_folders
 from shardcore.step.tiers import TIERS
 from shardcore.tables.host_rows import link_bytes_of
@@ -228,6 +228,7 @@ def load(folders: str | Path | Sequence[str | Path]) -> NeuralModel | Composite:
 
     folders = [folders] if isinstance(folders, str | Path) else folders
     require_type(folders, (list, tuple), "folder of a model", "a path, or a list of paths")
+    require(len(folders) > 0, "folders of models are []; they need one or more paths")
     for folder in folders:
         require_type(folder, (str, os.PathLike), "folder of a model", "a path")
     models = [neural.load(one) for folder in folders for one in model_folders(folder)]

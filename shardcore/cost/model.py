@@ -8,7 +8,7 @@ Shapes: N shards, F features, G ops, C channels, L lanes, D devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -253,7 +253,19 @@ def price(workload: Workload, model: CostModel) -> PredictedCost:
     *parts, input_ms = (tuple(map(float, x)) for x in (forward, backward, comm.forward_ms, comm.backward_ms,
                                                        comm.waiting_ms, input_ms))
     return PredictedCost(*parts, input_ms=input_ms, dense_ms=workload.job.dense_ms,
-                         extrapolated=tuple(model.out_of_range(workload)))
+                         extrapolated=(*_of_another_setting(workload, model.setting),
+                                       *model.out_of_range(workload)))
+
+
+def _of_another_setting(workload: Workload, setting: Setting) -> Iterator[str]:
+    """Sentences on weights and payloads of other types than a model's."""
+    used = {s.table.precision for ops in workload.ops for op in ops for s in op.shards}
+    if other := sorted(used - set(setting.precision.split("+"))):
+        yield f"weights are {', '.join(other)}; the model was measured with {setting.precision}"
+    job = workload.job
+    if (job.forward_payload, job.backward_payload) != (setting.forward_payload, setting.backward_payload):
+        yield (f"payloads are {job.forward_payload} and {job.backward_payload}; the model prices "
+               f"{setting.forward_payload} and {setting.backward_payload} (use model.for_problem(problem))")
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,10 @@ They go by a table's name in its collection, `theirs` by ours.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from numbers import Real
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from shardcore.constraints import Constraints
@@ -16,6 +18,7 @@ from shardcore.export import torchrec_fields
 from shardcore.export.torchrec import sharded
 from shardcore.export.torchrec_modules import ModelTable
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, layout_of, layout_of_torchrec
+from shardcore.limits import require_type, shown
 from shardcore.step.tiers import BELOW, TIERS
 from shardcore.topology import Topology
 from shardcore.types import Placement, Plan, Table
@@ -36,6 +39,27 @@ CACHED = 0.2
 """Share of rows in a cache where nobody says. TorchRec's and FBGEMM's default."""
 NO_KERNELS = {"quant": "runs inference", "virtual": "has no rows to place before its ids come"}
 """Kernels that no plan has, by a part of their names, and why."""
+
+
+def require_constraints(asked: Asked | None) -> None:
+    """Raise ShardCoreError for constraints that are none of TorchRec's, and for fields of another type."""
+    from torchrec.distributed.planner import ParameterConstraints
+
+    require_type(asked, (Mapping, NoneType), "constraints", "ParameterConstraints by table, or None")
+    for name, c in (asked or {}).items():
+        what = f"ParameterConstraints of table {shown(name)}"
+        require_type(c, ParameterConstraints, f"constraints of table {shown(name)}", "ParameterConstraints")
+        for field, kind, right in (
+                ("sharding_types", str, "a list of sharding types, such as ['row_wise'], or None"),
+                ("compute_kernels", str, "a list of kernels, such as ['fused'], or None"),
+                ("pooling_factors", Real, "a list of numbers, one for each feature")):
+            value = getattr(c, field)
+            if not (value is None and kind is str
+                    or isinstance(value, Iterable) and not isinstance(value, str)
+                    and all(isinstance(v, kind) for v in value)):
+                raise ShardCoreError(f"{what} has {field} {shown(value)}; it needs to be {right}")
+        require_type(c.min_partition, (int, NoneType), f"{what}: min_partition",
+                     "a number of columns, or None")
 
 
 def require_possible(asked: Asked, theirs: Tables, compute_device: str) -> list[str]:
@@ -130,7 +154,7 @@ def ours(asked: Asked, theirs: Tables, topology: Topology, compute_device: str) 
     kinds, widths = {}, {}
     for name, table in theirs.items():
         c = asked.get(table.name)
-        found = c and _kinds_of(c, topology)
+        found = c and _kinds_of(c, topology, f"ParameterConstraints of table {table.name!r}")
         if compute_device == "cpu" and not table.pooled:
             # The dense kernel pools there, so sequences have no replicas.
             found = tuple(kind for kind in found or LAYOUTS if kind not in REPLICAS) or found
@@ -144,13 +168,18 @@ def ours(asked: Asked, theirs: Tables, topology: Topology, compute_device: str) 
     return Constraints(kinds=tuple(kinds.items()), min_widths=tuple(widths.items()))
 
 
-def _kinds_of(c: ParameterConstraints, topology: Topology) -> tuple[str, ...] | None:
+def _kinds_of(c: ParameterConstraints, topology: Topology, what: str) -> tuple[str, ...] | None:
     """Kinds that sharding_types and compute_kernels leave a table, of those on the topology. None: all.
 
-    Where the topology has none of them, those that were asked for.
+    what: the constraints, for messages. Raises ShardCoreError if the topology has none of the kinds.
     """
     kinds = _asked_kinds(c)
-    there = tuple(kind for kind in kinds if _is_on(kind, topology)) or kinds
+    there = tuple(kind for kind in kinds if _is_on(kind, topology))
+    if not there:
+        able = [t for layout in LAYOUTS.values() if _is_on(layout.name, topology) for t in layout.torchrec]
+        raise ShardCoreError(f"{what} has sharding_types {c.sharding_types}; with {len(topology)} devices in "
+                             f"all and {len(topology.on_hosts[0])} on a host ShardCore runs a table "
+                             f"by {', '.join(able)}")
     return None if set(kinds) == set(LAYOUTS) else there
 
 

@@ -51,12 +51,19 @@ def statistics_of(theirs: Mapping[str, ModelTable], lookups: Lookups,
 
 
 def _given(theirs: Mapping[str, ModelTable], lookups: Means) -> dict[str, tuple[float, Zipf]]:
+    pairs = {(name, feature) for name, t in theirs.items() for feature in t.config.feature_names}
+    if unknown := next((key for key in lookups if isinstance(key, tuple) and key not in pairs), None):
+        raise ShardCoreError(f"lookups are for {unknown}, which the model does not have; it has "
+                             f"(table, feature) {', '.join(map(str, sorted(pairs)[:5]))}"
+                             f"{', ...' * (len(pairs) > 5)}")
+
     def mean(name: str, feature: str) -> float:
-        found = lookups.get((name, feature), lookups.get(feature))
-        if found is None:
+        key = (name, feature) if (name, feature) in lookups else feature
+        if key not in lookups:
             raise ShardCoreError(f"feature {feature!r} of table {name!r} has no lookups; given are "
                                  f"{sorted(map(str, lookups))[:5]}")
-        if not isinstance(found, Real):
+        found = lookups[key]
+        if not isinstance(found, Real) or isinstance(found, bool):
             raise ShardCoreError(f"feature {feature!r} of table {name!r} has lookups {found!r}; it needs a "
                                  "number, the mean of a sample")
         return found
@@ -143,6 +150,9 @@ def deduplicated_of(theirs: Mapping[str, ModelTable], lookups: Lookups, groups: 
 
 
 def _require_rows(ids: np.ndarray, feature: str, table: str, rows: int) -> None:
+    if len(ids) and ids.dtype.kind not in "iu":
+        raise ShardCoreError(f"feature {feature!r} has ids of type {ids.dtype}; table {table!r} needs whole "
+                             "numbers")
     if len(ids) and not 0 <= ids.min() <= ids.max() < rows:
         raise ShardCoreError(f"feature {feature!r} has ids {ids.min()} to {ids.max()}, table {table!r} rows "
                              f"0 to {rows - 1}; give ids as the collection gets them")

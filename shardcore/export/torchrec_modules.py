@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardcore.access_statistics import ManagedCollision
 from shardcore.errors import ShardCoreError
+from shardcore.limits import require, require_type, shown
 from shardcore.tables.hot_rows import COLD, HOT, INSIDE
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ def tables_of(module: nn.Module, whole: bool = False) -> dict[str, ModelTable]:
     Raises ShardCoreError for modules with tables that ShardCore cannot plan: embedding towers, those that
     prune or evict rows, and collections of a class of the user's own.
     """
+    from torch import nn
+
+    require_type(module, nn.Module, "module", "a torch.nn.Module, the model")
     found = list(_tables(module, "", set(), whole))
     having = Counter(t.name for t in found)
     # Both parts of a table go by one path, that of the module that divides it, if the table does.
@@ -196,6 +200,10 @@ def _attributes() -> dict[type, str]:
 
 def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
     """Raise ShardCoreError for a module with tables that none of the sharders takes."""
+    require_type(sharders, Iterable, "sharders", "a list of TorchRec's sharders, or None")
+    for sharder in sharders:
+        require(hasattr(sharder, "module_type"), f"sharders has {shown(sharder)}; it needs TorchRec's "
+                "sharders, such as EmbeddingBagCollectionSharder()")
     taken = {sharder.module_type for sharder in sharders}
     children = dict(module.named_modules())
     for table in (t for t in tables_of(module).values() if not t.replica):

@@ -31,6 +31,7 @@ from shardcore.export.torchrec_topology import our_topology
 from shardcore.fused import PRECISIONS, named
 from shardcore.job import Job
 from shardcore.layouts import LAYOUTS, layout_of, layout_of_torchrec, ways
+from shardcore.limits import require, require_type
 from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.topology import Topology
@@ -78,13 +79,14 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     (see `torchrec_fields`).
     """
     theirs = tables_of(module, whole=True)
+    require_type(global_batch, int, "global_batch", "a whole number, the samples of a step")
     if not theirs:
         raise ShardCoreError("the model has no EmbeddingBagCollection or EmbeddingCollection; there is "
                              "nothing to place")
     for key, table in theirs.items():
         torchrec_fields.require_treated(table.config, f"config of table {key!r}")
     own = torchrec_optimizers.optimizer_of(module, theirs)
-    if optimizer and own and optimizer != own:
+    if optimizer is not None and own and optimizer != own:
         raise ShardCoreError(f"optimizer is {optimizer!r}; the model's weights have {own!r} in backward: "
                              "leave it out")
     lookups = list(lookups) if isinstance(lookups, Iterator) else lookups
@@ -104,7 +106,9 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
                          collection=t.path, managed_collision=t.managed_collision)
                    for key, t in theirs.items())
     tables = with_row_shares(tables, theirs, lookups, len(ours))
-    problem = Problem(name, tables, ours, global_batch, optimizer or own or "exact_sgd", job=job or Job())
+    if optimizer is None:
+        optimizer = own or "exact_sgd"
+    problem = Problem(name, tables, ours, global_batch, optimizer, job=job or Job())
     problem = with_hot_rows(problem, _hot_rows(module, theirs))
     constraints = constraints or Constraints()
     kinds = dict(constraints.kinds) | dict(problem.constraints.kinds)
@@ -142,7 +146,7 @@ def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostM
     """
     _require_model(model)
     search = sharder(algorithm)
-    batch = global_batch or model.setting.batch
+    batch = model.setting.batch if global_batch is None else global_batch
     optimizer = torchrec_optimizers.optimizer_of(module, tables_of(module)) or model.setting.optimizer
     problem = problem_for(module, topology, batch, lookups, optimizer, constraints, job=job)
     priced = torchrec_optimizers.under(model, problem.optimizer).for_problem(problem)
@@ -181,12 +185,19 @@ class ShardCorePlanner:
         # Registering avoids importing TorchRec with this module.
         ShardingPlanner.register(type(self))
         self.compute_device = getattr(topology, "compute_device", "cuda")
-        self.batch_size, self.constraints = batch_size or BATCH_SIZE, dict(constraints or {})
+        self.batch_size = BATCH_SIZE if batch_size is None else batch_size
+        require_type(self.batch_size, int, "batch_size", "a whole number, the samples of a rank")
+        require(self.batch_size > 0, f"batch_size is {self.batch_size}; it needs 1 or more samples of a rank")
+        constrained.require_constraints(constraints)
+        self.constraints = dict(constraints or {})
         self.lookups = list(lookups) if isinstance(lookups, Iterator) else lookups
         in_host = constrained.uses_host_memory(self.constraints)
         self.theirs = None if isinstance(topology, Topology) else topology
         self.reserved = reserved
-        self.topology = topology if self.theirs is None else our_topology(topology, reserved, in_host)
+        self.topology = (topology if isinstance(topology, Topology)
+                         else our_topology(topology, reserved, in_host))
+        require(self.theirs is not None or reserved == RESERVED, f"reserved is {reserved}; it is a share of "
+                "TorchRec's topology. Beside ShardCore's, give its devices less memory")
         if self.compute_device == "cpu" and model.setting.hardware.startswith("cpu"):
             self.topology = replace(self.topology, hardware=model.setting.hardware)
         self.model, self.algorithm, self.seed, self.budget, self.job = model, algorithm, seed, budget, job

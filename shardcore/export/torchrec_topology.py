@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardcore.errors import ShardCoreError
 from shardcore.export import torchrec_fields
+from shardcore.limits import require, require_type
 from shardcore.step.links import LEVELS, links_of
 from shardcore.step.tiers import BELOW, TIERS, Memory, MemoryTier
 from shardcore.topology import Device, Topology
@@ -28,11 +29,21 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bo
     Bandwidths between devices that differ from TorchRec's defaults are the topology's. For others the cost
     model has its measured ones.
 
-    Raises ShardCoreError naming a setting that is refused, and for pods of several hosts.
+    Raises ShardCoreError naming a setting that is refused, for pods of several hosts, and where no memory is
+    left.
     """
+    from torchrec.distributed.planner import Topology as TheirTopology
+
+    require_type(topology, TheirTopology, "topology", "TorchRec's planner Topology, or ShardCore's Topology")
+    require_type(reserved, float, "reserved", "a number")
+    require(0 <= reserved < 1, f"reserved is {reserved}; it needs to be a share of memory, 0 to below 1")
     _treated(topology)
     require_no_pods(topology.local_world_size)
     on_cpu = topology.compute_device == "cpu"
+    for d in topology.devices:
+        held = d.storage.ddr if on_cpu else d.storage.hbm
+        require(held * (1 - reserved) >= 1, f"topology has {'ddr_cap' if on_cpu else 'hbm_cap'} {held} on "
+                f"rank {d.rank}; it needs bytes, of which some are left with {reserved:.0%} reserved")
     devices = tuple(Device(int((d.storage.ddr if on_cpu else d.storage.hbm) * (1 - reserved)),
                            host=f"host-{d.rank // topology.local_world_size}") for d in topology.devices)
     ddr = host_memory and not on_cpu

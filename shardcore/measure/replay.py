@@ -56,6 +56,7 @@ from shardcore.measure.step_compute import (
     full,
     measure_alone,
     precision_in,
+    require_room,
 )
 from shardcore.measure.timing import Caches, spread
 from shardcore.measurements import StepSample
@@ -131,6 +132,7 @@ def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayCo
         return []
     for workload in workloads:
         require_replayable(workload, workloads[0], setting, device, on)
+    require_room(workloads, setting, config, reference)
     n_devices, topology = len(workloads[0].ops), workloads[0].topology
     alone, where = None, None
     if on:

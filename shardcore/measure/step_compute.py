@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardcore.errors import ShardCoreError
 from shardcore.measure import own_core
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import Caches
 from shardcore.measurements import ComputeRequest
+from shardcore.memory import gib
 from shardcore.outputs import output_bytes
 from shardcore.samples.dataset import ReferenceOp
 from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Setting, Shard
@@ -128,6 +130,20 @@ def benches_for(workloads: Sequence[Workload], ranks: Iterable[int], setting: Se
         room[of] = max(room[of], *(s.bytes for s in reference[0].shards))
     return {p: KernelBench(replace(setting, precision=p), device, KernelConfig(arena_bytes=n_bytes))
             for p, n_bytes in room.items()}
+
+
+def require_room(workloads: Sequence[Workload], setting: Setting, config: Config,
+                 reference: ReferenceOp | None) -> None:
+    """Raise ShardCoreError for a shard that no bench of `benches_for` has room for."""
+    room = dict.fromkeys(precisions := setting.precision.split("+"), config.arena_bytes // len(precisions))
+    if reference:
+        of = precision_in(reference[0])
+        room[of] = max(room[of], *(s.bytes for s in reference[0].shards))
+    for shard in (s for w in workloads for ops in w.ops for op in ops for s in op.shards):
+        if shard.bytes > room[shard.table.precision]:
+            raise ShardCoreError(f"shard {shard.label} is {gib(shard.bytes)}; the arena holds "
+                                 f"{gib(room[shard.table.precision])}: give more (--arena-gib, "
+                                 "ReplayConfig.arena_bytes), as each rank has memory for")
 
 
 def _arena_bytes(request: ComputeRequest) -> int:

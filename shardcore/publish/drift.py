@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shardcore.cost.model import CostModel, PricedPlan, price_plan
 from shardcore.errors import ShardCoreError
+from shardcore.problem_parts import parts_of, refusal
 from shardcore.publish.diff import Diff, diff
 from shardcore.publish.gain import Gain, gain
 from shardcore.publish.replan import ReplanConfig, forced_moves, replan
@@ -14,7 +15,9 @@ from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.types import Plan, Problem, Table
 
 _FRESH = ("rows", "dim", "features", "pooling", "access")
-"""Fields of a Table that change while a job runs."""
+"""Fields of a Table that change while a job runs, as pools have them."""
+_MEASURED = (*_FRESH, "dedup", "ordered", "row_shares")
+"""Those of a problem's tables: problem_for measures more than a pool has."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,24 @@ def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, config: 
                  threshold=threshold)
 
 
-def refreshed(problem: Problem, tables: Iterable[Table]) -> Problem:
+def refreshed_by(problem: Problem, fresh: Problem) -> Problem:
+    """The problem with the shapes and all statistics of a fresh one.
+
+    Raises ShardCoreError if they differ otherwise, too: in tables, devices, batch, job.
+    """
+    now = refreshed(problem, fresh.tables, _MEASURED)
+    kept = parts_of(now)
+    del kept["order of tables"]
+    if differ := refusal(kept, fresh):
+        raise ShardCoreError(f"problem {fresh.name!r} has more than fresh statistics for the plan of "
+                             f"{problem.name!r}{differ}. Re-plan it: plan --start, with --start-problem")
+    return now
+
+
+def refreshed(problem: Problem, tables: Iterable[Table], fields: Sequence[str] = _FRESH) -> Problem:
     """The problem with the shapes, features, pooling and access statistics of fresh `tables`.
+
+    fields: of a Table, to take from the fresh ones.
 
     Unknown names are ignored. Raises ShardCoreError if no name is known.
     """
@@ -96,5 +115,5 @@ def refreshed(problem: Problem, tables: Iterable[Table]) -> Problem:
                              f"{problem.name!r}'s, which has "
                              f"{', '.join(t.name for t in problem.tables[:3])}, ...")
     return replace(problem, tables=tuple(
-        replace(t, **{name: getattr(fresh[t.name], name) for name in _FRESH}) if t.name in fresh else t
+        replace(t, **{name: getattr(fresh[t.name], name) for name in fields}) if t.name in fresh else t
         for t in problem.tables))

@@ -12,6 +12,7 @@ from typing import Any
 
 from shardcore import files, schema
 from shardcore.errors import ShardCoreError, Unreachable
+from shardcore.limits import require_type
 from shardcore.schema import ABSENT
 
 
@@ -64,6 +65,7 @@ def place(root: str | Path) -> Place:
 
     Raises ShardCoreError for an unknown URL scheme, a missing package, or an invalid folder name.
     """
+    require_type(root, (str, Path), "plans", "a folder or URL")
     if "\0" in str(root):
         raise ShardCoreError(f"plans are at {schema.show(str(root))}, which is no name of a folder")
     if isinstance(root, Path) or "://" not in root:

@@ -11,7 +11,7 @@ import numpy as np
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, device_names, shards_on
-from shardcore.limits import MOST_BYTES, MOST_COUNT, MOST_SEED, require, require_within
+from shardcore.limits import MOST_BYTES, MOST_COUNT, MOST_SEED, require, require_types, require_within
 from shardcore.memory import fits, held_bytes, require_fits, used_bytes
 from shardcore.publish.diff import Diff, diff, relabel_devices, reorder_columns
 from shardcore.search.anneal.reshard import Reshard, rebind_tables
@@ -46,6 +46,7 @@ class ReplanConfig:
     budget: Budget | None = None
 
     def __post_init__(self) -> None:
+        require_types(self, "re-plan config")
         require_within(self, "re-plan config", max_moved_tables=(0, MOST_COUNT),
                        max_moved_bytes=(0, MOST_BYTES), seed=(0, MOST_SEED))
 
@@ -115,7 +116,7 @@ class Start(Decision):
 
     old: Plan
     before: Problem
-    gone: Sequence[int] = ()
+    gone: tuple[int, ...] = ()
     algorithm: str = DEFAULT_SHARDER
     config: ReplanConfig = field(default_factory=ReplanConfig)
     group: Problem | None = None
@@ -124,6 +125,7 @@ class Start(Decision):
     level: ClassVar[int] = 5
 
     def __post_init__(self) -> None:
+        require_types(self, "a plan to start from")
         require(self.algorithm in SPACE_OF, f"a plan to start from is for algorithm {', '.join(SPACE_OF)} "
                 f"only; got {self.algorithm}")
 

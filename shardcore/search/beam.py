@@ -4,6 +4,7 @@ A state says how tables are cut. An inner search says where the shards of a stat
 The beam keeps a few states. From each it halves the largest and the costliest shards, one at a time.
 The inner search places each result, and the best few stay. Without steps the inner search runs once.
 
+Where rows have to be divided, it begins with the kind whose first plan is cheapest (`divided_otherwise`).
 If no plan of any state fits, a second beam starts from a `packing`.
 
 Shapes: C states searched at once, N their shards, K plans of a state, D devices.
@@ -12,18 +13,19 @@ Shapes: C states searched at once, N their shards, K plans of a state, D devices
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from shardcore.cost.model import CostModel
-from shardcore.errors import ShardCoreError
+from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import shards_on
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.shard_cost_cache import ShardCostCache, ShardKey
-from shardcore.search.shards import bundles, division, fixed_placements, placed, priced
+from shardcore.search.shards import bundles, divided_otherwise, division, fixed_placements, placed, priced
 from shardcore.types import Plan, Problem
 
 State = tuple[ShardKey, ...]
@@ -135,6 +137,8 @@ class Beam:
         [first] = search(cache, [state], self.inner)
         state_s = self.meter.seconds() - before_s
         self.meter.evals += self.inner.plans
+        if cache.is_range.any():
+            cache, first = self._divided_otherwise(cache, first, state_s)
         best = self._improved(cache, first, state_s)
         packing = first
         if not first.devices:
@@ -151,9 +155,27 @@ class Beam:
                 cache, best = of_packing, packing
         if sampled and self.meter.budget != Budget():
             best = self._sampled(cache, best, sampled)
-        placements = placed(cache.bundles(best.state), best.devices, self.problem)
+        placements = placed(cache.bundles(best.state), best.devices, cache.problem)
         return priced(placements, self.problem, self.model, evals=self.meter.evals,
                       packed=best is packing and packing is not first, **provenance)
+
+    def _divided_otherwise(self, cache: ShardCostCache, first: Found,
+                           state_s: float) -> tuple[ShardCostCache, Found]:
+        """The cheapest first plan of all kinds that may divide rows, with its cache.
+
+        state_s: seconds that one state takes.
+        """
+        for other in divided_otherwise(self.problem):
+            if not self.meter.affordable(1, self.inner.plans, state_s):
+                break
+            with suppress(Infeasible):
+                shards = feasible_shards(other)
+                of_other = ShardCostCache(other, self.model, shards)
+                [found] = search(of_other, [tuple(sorted(of_other.keys(shards)))], self.inner)
+                self.meter.evals += self.inner.plans
+                if (found.ms, found.over_bytes) < (first.ms, first.over_bytes):
+                    cache, first = of_other, found
+        return cache, first
 
     def _sampled(self, cache: ShardCostCache, best: Found, sampled: Callable[[int], InnerSearch]) -> Found:
         """The best of random plans of a state, or the plan that there is."""

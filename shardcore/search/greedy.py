@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 
 from shardcore.cost.model import CostModel
+from shardcore.errors import Infeasible
 from shardcore.progress import ticking
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.search.shards import bundles, priced
+from shardcore.search.shards import bundles, divided_otherwise, divides_rows, priced
 from shardcore.types import Plan, Problem, Shard
 
 Choose = Callable[[float, np.ndarray, np.ndarray], int]
@@ -66,20 +68,32 @@ def looked_up(shard: Shard) -> float:
 
 
 def _greedy(name: str, problem: Problem, model: CostModel, seed: int, load: Callable[[Shard], float]) -> Plan:
-    """Place tables by falling load, each where the load is then least."""
+    """Place tables by falling load, each where the load is then least.
+
+    Where rows have to be divided: by each kind that may, and the cheapest plan stays.
+    """
     speed = np.array([d.speed for d in problem.topology.devices])
-    sums = np.zeros(len(speed))
 
-    def least(load: float, fits: np.ndarray, left: np.ndarray) -> int:
-        # Loads per speed, with the new bundle included: a fast device takes more.
-        after = np.where(fits, (sums + load) / speed, np.inf)
-        lowest = (after == after.min()).nonzero()[0]
-        # Ties go to the device with most memory left.
-        device = int(lowest[left[lowest].argmax()])
-        sums[device] += load
-        return device
+    def balanced(problem: Problem) -> Plan:
+        sums = np.zeros(len(speed))
 
-    return _place(name, problem, model, seed, load, least)
+        def least(load: float, fits: np.ndarray, left: np.ndarray) -> int:
+            # Loads per speed, with the new bundle included: a fast device takes more.
+            after = np.where(fits, (sums + load) / speed, np.inf)
+            lowest = (after == after.min()).nonzero()[0]
+            # Ties go to the device with most memory left.
+            device = int(lowest[left[lowest].argmax()])
+            sums[device] += load
+            return device
+
+        return _place(name, problem, model, seed, load, least)
+
+    plans = [balanced(problem)]
+    if divides_rows(plans[0], problem):
+        for other in divided_otherwise(problem):
+            with suppress(Infeasible):
+                plans.append(balanced(other))
+    return min(plans, key=lambda plan: plan.provenance["predicted_ms"])
 
 
 def _place(name: str, problem: Problem, model: CostModel, seed: int, load: Callable[[Shard], float],

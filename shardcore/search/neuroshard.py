@@ -13,6 +13,7 @@ Differences to the released code:
 - Halves that meet on a device count as the one shard that they become.
 - Only shards that can be cut take a candidate's place.
 - On unequal devices, cost is at the device's speed and includes the shard. On equal ones nothing changes.
+- Tables whose narrowest columns fit no device have their rows divided (`beam`).
 - Bundles are placed as one. Pinned tables go first, whatever the cap.
 
 Shapes: C states searched at once, N their shards, K passes, D devices.
@@ -106,7 +107,8 @@ def greedy_grid(cache: ShardCostCache, keys: np.ndarray,
     for i in range(n_shards):
         strip, units, number = keys[:, i, 0][:, None], keys[:, i, 1][:, None], numbers[:, i, None]  # [C, 1]
         outputs, single_ms = cache.outputs[number], cache.single_ms[number][..., None] / cache.speed
-        narrow = (state.outputs.sum(-1) + outputs[..., None] <= cap) | pinned[strip][..., None]  # [C, K, D]
+        placed = (state.outputs - cache.fixed_bytes[0]).sum(-1)
+        narrow = (placed + outputs[..., None] <= cap) | pinned[strip][..., None]  # [C, K, D]
         fits = state.fits(strip, units) & narrow
         d = _least(np.where(fits, state.device_ms + single_ms, np.inf), state.used)  # [C, K]
         fits_all &= fits.any(-1)

@@ -3,8 +3,8 @@
 It holds one plan, or a batch of plans in lockstep.
 Sharders build plans on it. Annealing has a compiled form (anneal/compiled/).
 
-Shapes: ... the batch (nothing for one plan), S strips, D devices, K kinds, F features, P phases,
-C states of a batch: its first axis.
+Shapes: ... the batch (nothing for one plan), S strips, D devices, K runs of a plan, F features, P phases,
+C counts.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from shardcore.layouts import Layout, run_of, shards_on
 from shardcore.memory import held_bytes
 from shardcore.memory_account import sums_of
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import fixed_placements, placed, priced
-from shardcore.types import Plan, Problem
+from shardcore.types import Plan, Problem, Shard
 
 
 class PlacementState:
@@ -29,10 +30,11 @@ class PlacementState:
     `strip`, `units` and `device` are integers, or arrays that broadcast to [...].
 
     held: [..., S, D] units of each strip on each device.
-    load: [..., D, P] bytes of the shards in each phase of a step (memory_account.py).
+    load: [..., D, P + C] bytes of the shards in each phase of a step (memory_account.py), and counts of their
+        caches (memory.Caches).
     used: [..., D] bytes of the shards, each in its own largest phase. No phase takes more.
-    outputs: [..., D, K] bytes of outputs of each kind.
-    id_bytes: [..., D, K] bytes of ids and lengths that devices receive for each kind.
+    outputs: [..., D, K] bytes of outputs of each run (cache.runs_of_plan), `fixed_placements` included.
+    id_bytes: [..., D, K] bytes of ids and lengths that devices receive for each run.
     sums: [..., D, K, F] summed encodings, which the model's head reads.
     op_ms: [..., D, K] of the fused ops, at speed 1.
     free: [D] bytes that are left beside a local batch.
@@ -43,34 +45,40 @@ class PlacementState:
 
     def __init__(self, cache: ShardCostCache, keys: np.ndarray, batch: tuple[int, ...] = (),
                  priced: bool = True) -> None:
-        n_devices, n_kinds = len(cache.speed), len(cache.kinds)
+        n_devices = len(cache.speed)
         self.cache, problem = cache, cache.problem
         self.held = np.zeros((*batch, len(cache), n_devices), dtype=np.int32)
         self.used = np.zeros((*batch, n_devices), dtype=np.int64)
-        self.outputs = np.zeros((*batch, n_devices, n_kinds), dtype=np.int64)
-        self.id_bytes = np.zeros((*batch, n_devices, n_kinds), dtype=np.int64)
+        self.outputs, self.id_bytes = (np.tile(fixed, (*batch, 1, 1)) for fixed in cache.fixed_bytes)
         self.priced = priced
-        self.sums = np.zeros((*batch, n_devices, n_kinds, cache.codes.shape[1] if priced else 0))
-        self.op_ms = np.zeros((*batch, n_devices, n_kinds))
+        codes = cache.fixed_codes if priced else np.zeros((*self.outputs.shape[-2:], 0))
+        self.sums, op_ms = np.tile(codes, (*batch, 1, 1, 1)), np.zeros(codes.shape[:2])
+        if codes.any():
+            op_ms = cache.model.head(codes.reshape(-1, codes.shape[-1])).reshape(op_ms.shape)
+        self.op_ms = np.tile(op_ms, (*batch, 1, 1))
         self._plans = tuple(np.ogrid[tuple(map(slice, batch))]) if batch else ()
 
-        keys = np.asarray(keys).reshape(-1, *np.shape(keys)[-2:])  # [C, N, 2]
+        keys = np.asarray(keys).reshape(-1, *np.shape(keys)[-2:])  # [states of a batch, N, 2]
         accounts, of_state = cache.accounts(keys)
         self._account, fixed = accounts[0], fixed_placements(problem)
-        before = self._account.loads(fixed)
+        before = np.pad(self._account.loads(fixed), ((0, 0), (0, len(cache.caches))))
+        for d, run, shard in ((d, run_of(p.kind, s.table), s) for p in fixed for d, s in shards_on(p)):
+            self._count_caches(before[d], run, shard)
         self.load = np.tile(before, (*batch, 1, 1))
-        # [..., 1, P]: a state's is that of all its plans.
+        # [..., 1, P + C]: a state's is that of all its plans.
         shape = (len(keys), *(1 for _ in batch[1:]), 1, before.shape[1]) if batch else before.shape[1:]
-        self._base = np.array([a.base for a in accounts])[of_state].reshape(shape)
+        bases = np.pad([a.base for a in accounts], ((0, 0), (0, len(cache.caches))))
+        self._base = bases[of_state].reshape(shape)
         # The ids of a local batch are there once more for each shard but the first of a strip.
         ids = cache.local_ids[keys[..., 0]].sum(1) - cache.local_ids.sum()
         self._ids = np.zeros(batch) + (ids.reshape(-1, *(1 for _ in batch[1:])) if batch else ids[0])
         self._coefficients = self._account.coefficients[[self._account.runs[run] for run in cache.kinds]]
         self._of_bundles = self._beyond_first_runs()
-        self._known = np.zeros((0, before.shape[1]))  # [R, P] vectors of shards
-        self._limited_ops = self._account.phases < before.shape[1]
+        self._known = np.zeros((0, before.shape[1]))  # [R, P + C] vectors of shards
+        # Limits of ops, and caches, have no bytes of shards that add up.
+        self._always_exact = self._account.phases < before.shape[1]
         self.free = np.array(held_bytes(problem)) - math.ceil(self._base.max())
-        self.used += before.max(1).astype(np.int64)
+        self.used += before[:, :self._account.phases].max(1).astype(np.int64)
         self._hosts = _hosts(problem) if problem.topology.memory else None
         self._on_host = np.zeros((*batch, n_devices))
 
@@ -83,15 +91,13 @@ class PlacementState:
         # Shards that meet are one, whose ids of a local batch are there once.
         ids = np.asarray(self._ids)[..., None] - self.cache.local_ids[strips] * (before > 0)
         fits = self.used + self.cache.bytes[then] - self.cache.bytes[was] + ids <= self.free
-        if not fits.all() or self._limited_ops:
+        if not fits.all() or self._always_exact:
             # What a shard takes at most was too much. So count phase by phase where it was.
-            at = np.nonzero(np.ones_like(fits) if self._limited_ops else ~fits)
+            at = np.nonzero(np.ones_like(fits) if self._always_exact else ~fits)
             before, after = (np.broadcast_to(x, fits.shape)[at] for x in (was, then))
             base, ids = (np.broadcast_to(x, (*fits.shape, x.shape[-1]))[at]
                          for x in (self._base, ids[..., None]))
-            n_phases = self._account.phases
-            load = self.load[at] + self._vectors(after) - self._vectors(before) + base
-            load[:, :n_phases] = np.rint(load[:, :n_phases] + ids)
+            load = self._bytes(self.load[at] + self._vectors(after) - self._vectors(before) + base, ids)
             fits[at] = (load <= self._account.limits[at[-1]]).all(-1)
         if self._hosts is not None:
             of_host = self._on_host @ self._hosts + self.cache.sums[then, 5] - self.cache.sums[was, 5]
@@ -103,12 +109,24 @@ class PlacementState:
 
         That of a device without a shard is the local batch's.
         """
-        n_phases = self._account.phases
-        load = (self.load + self._base)[..., :n_phases].max(-1)
-        return np.rint(load + np.asarray(self._ids)[..., None]).astype(np.int64)
+        load = self._bytes(self.load + self._base, np.asarray(self._ids)[..., None, None])
+        return load[..., :self._account.phases].max(-1).astype(np.int64)
+
+    def _bytes(self, load: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """[..., P] bytes of devices' loads [..., P + C] with ids of a local batch."""
+        n_limits, n_phases, caches = len(self._account.base), self._account.phases, self.cache.caches
+        found = load[..., :n_limits].copy()
+        padding = caches.padding(load[..., n_limits:])[..., None] if len(caches) else 0.0
+        found[..., :n_phases] = np.rint(found[..., :n_phases] + ids + padding)
+        return found
+
+    def _count_caches(self, vector: np.ndarray, run: Layout, shard: Shard) -> None:
+        """Add the counts of a shard's cache to a vector [P + C]."""
+        for i, n in self.cache.caches.counts(run, shard, self.cache.problem).items():
+            vector[len(self._account.base) + i] += n
 
     def _vectors(self, number: np.ndarray) -> np.ndarray:
-        """[..., P] bytes of shards in each phase."""
+        """[..., P + C] bytes of shards in each phase, and counts of their caches."""
         known = len(self._known)
         if known < len(self.cache.sums):
             strips = self.cache.strip_of[known:]
@@ -116,6 +134,10 @@ class PlacementState:
                             self._coefficients[self.cache.kind[strips]])
             if self._of_bundles is not None:
                 new += self._of_bundles[strips] * (np.arange(known, len(self.cache.sums)) > 0)[:, None]
+            new = np.pad(new, ((0, 0), (0, len(self.cache.caches))))
+            for i in range(max(known, 1), len(self.cache.sums)) if len(self.cache.caches) else ():
+                for run, shard in zip(self.cache.runs(strips[i - known]), self.cache.made[i], strict=True):
+                    self._count_caches(new[i - known], run, shard)
             self._known = np.concatenate([self._known, new])
         return self._known[number]
 
@@ -125,7 +147,7 @@ class PlacementState:
         None: there are no such bundles.
         """
         cache, account = self.cache, self._account
-        found = np.zeros((len(cache), self.load.shape[-1]))
+        found = np.zeros((len(cache), len(account.base)))
         for s in range(len(cache)) if cache.problem.bundle_of else ():
             first = account.coefficients[account.runs[cache.kinds[cache.kind[s]]]]
             for run, shard in zip(cache.runs(s), cache.whole(s), strict=True):

@@ -28,7 +28,8 @@ import numpy as np
 from shardcore.amounts import RunBatch, bucketized_bytes, run_batches
 from shardcore.cost.model import CommCost, CostModel, step_ms
 from shardcore.inputs import sample_bytes
-from shardcore.layouts import WHOLE_ROWS, Layout, run_of, runs_of
+from shardcore.layouts import WHOLE_ROWS, Layout, run_of, runs_of, shards_on
+from shardcore.memory import Caches
 from shardcore.memory_account import Account, Turns, sums_of
 from shardcore.phases import IDS_ALIVE
 from shardcore.progress import tick, ticking
@@ -60,7 +61,8 @@ class ShardCostCache:
     `add` and `need` compute shards.
 
     made: (R bundles) what has each number. Number 0 has any.
-    kinds: [K] how strips run (layouts.runs_of).
+    kinds: how strips run (layouts.runs_of).
+    runs_of_plan: [K] these, and then how other tables run that are on all devices (fixed_placements).
     speed: [D] speed factors.
     allowed: [S, D] where a strip may be.
     freedom: [S] on how many devices it may be.
@@ -95,6 +97,9 @@ class ShardCostCache:
         self.kinds = tuple(run for run in runs_of(problem.tables) if run in of_strip)
         number = {run: k for k, run in enumerate(self.kinds)}
         self.kind = np.array([number[run] for run in of_strip])
+        self._fixed = [(run_of(p.kind, p.shard.table), device, shard) for p in fixed_placements(problem)
+                       for device, shard in shards_on(p)]
+        self.runs_of_plan = tuple(dict.fromkeys((*self.kinds, *(run for run, _, _ in self._fixed))))
         self.is_range = np.array([not bundle[0].full_rows for bundle in self._strips])
         self.unit = np.array([_unit_width(bundle, shards_of[i], problem)
                               for i, bundle in enumerate(self._strips)])
@@ -140,6 +145,38 @@ class ShardCostCache:
 
         each = IDS_ALIVE * self.problem.local_batch
         return np.array([each * sum(map(of, bundle)) for bundle in ticking(self._strips)])
+
+    @cached_property
+    def fixed_codes(self) -> np.ndarray:
+        """[D, K, F] summed encodings of `fixed_placements`."""
+        found = np.zeros((len(self.speed), len(self.runs_of_plan), self.codes.shape[1]))
+        for k, run in enumerate(self.runs_of_plan):
+            held = [(device, shard) for of, device, shard in self._fixed if of is run]
+            # Replicas are the same on all devices.
+            if number := {shard: i for i, shard in enumerate(dict.fromkeys(shard for _, shard in held))}:
+                codes = np.asarray(self.model.encode(list(number), run.batch(self.problem)), dtype=float)
+                np.add.at(found[:, k], [d for d, _ in held], codes[[number[shard] for _, shard in held]])
+        return found
+
+    @cached_property
+    def fixed_bytes(self) -> tuple[np.ndarray, np.ndarray]:
+        """[D, K] bytes of `fixed_placements`: of outputs (of replicas, gradients), and of ids."""
+        outputs, ids = np.zeros((2, len(self.speed), len(self.runs_of_plan)), dtype=np.int64)
+        for run, device, shard in self._fixed:
+            sums = sums_of(run, shard, self.problem)
+            at = device, self.runs_of_plan.index(run)
+            ids[at] += sums.arrived
+            outputs[at] += shard.bytes if run.dense_gradient else sums.entered
+        return outputs, ids
+
+    @cached_property
+    def caches(self) -> Caches:
+        """The caches in device memory that a plan's ops may have."""
+        cached = [t for t in self.problem.tables if t.in_host_memory]
+        narrow = [(self.runs(s)[0], self._columns(s, 0, units)[0]) for s in range(len(self))
+                  if self.table(s).in_host_memory for units in range(1, self.size[s])]
+        return Caches.of([*((run, Shard.whole(t)) for t in cached for run in runs_of([t])
+                            if run.caches), *narrow])
 
     def accounts(self, keys: np.ndarray) -> tuple[list[Account], np.ndarray]:
         """Accounts of memory of states keys [C, N, 2], and [C] the number of each.
@@ -343,7 +380,8 @@ class ShardCostCache:
 
     def comm(self, compute_ms: np.ndarray, outputs: np.ndarray, id_bytes: np.ndarray) -> CommCost:
         """The collectives of a step. Arguments as in `total_ms`."""
-        of_run, ids = ({run: of[..., k] for k, run in enumerate(self.kinds)} for of in (outputs, id_bytes))
+        of_run, ids = ({run: of[..., k] for k, run in enumerate(self.runs_of_plan)}
+                       for of in (outputs, id_bytes))
         traffic = traffic_of_outputs(of_run, self.problem, ids)
         return self.model.comm(traffic, compute_ms, self.problem.topology)
 
@@ -353,10 +391,13 @@ class ShardCostCache:
         held = np.zeros((len(self), len(self.speed)), dtype=int)
         np.add.at(held, ([s for s, _ in keys], list(devices)), [u for _, u in keys])
         numbers = self.numbers(np.arange(len(self))[:, None], held)  # [S, D]
-        sums, outputs, ids = (np.stack([of[numbers[self.kind == k]].sum(0) for k in range(len(self.kinds))],
-                                       1) for of in (self.codes, self.outputs, self.id_bytes))
+        kinds = range(len(self.runs_of_plan))
+        sums, outputs, ids = (
+            fixed + np.stack([of[numbers[self.kind == k]].sum(0) for k in kinds], 1)
+            for fixed, of in ((self.fixed_codes, self.codes), (self.fixed_bytes[0], self.outputs),
+                              (self.fixed_bytes[1], self.id_bytes)))
         # The shards of a kind run as one fused op: price sums, not shards.
-        compute_ms = (self.model.head(sums.reshape(-1, sums.shape[-1])).reshape(-1, len(self.kinds)).sum(1)
+        compute_ms = (self.model.head(sums.reshape(-1, sums.shape[-1])).reshape(-1, len(kinds)).sum(1)
                       / self.speed)
         return float(self.total_ms(compute_ms, outputs, ids))
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from shardcore.collector import rare_collections
 from shardcore.cost.model import CostModel, require_model
 from shardcore.errors import ShardCoreError
-from shardcore.limits import require_type
+from shardcore.limits import MOST_SEED, require, require_type
 from shardcore.search import greedy, neuroshard, torchrec
 from shardcore.search.beam import BeamConfig
 from shardcore.search.budget import Budget
@@ -41,12 +41,15 @@ BASELINES = ("random", *greedy.ORDERS)
 def _checked(search: Callable[..., Plan]) -> Sharder:
     """A sharder that names an argument of another type, and collects garbage rarely."""
     @wraps(search)
-    def checked(problem: Problem, model: CostModel, *, budget: Budget | None = None, **given: Any) -> Plan:
+    def checked(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
+                **given: Any) -> Plan:
         require_type(problem, Problem, "problem", "a Problem")
         require_model(model)
         require_type(budget, (Budget, NoneType), "budget", "a Budget, such as Budget(evals=10_000), or None")
+        require_type(seed, int, "seed", "a whole number")
+        require(0 <= seed <= MOST_SEED, f"seed is {seed}; it needs to be 0 to {MOST_SEED}")
         with rare_collections():
-            return search(problem, model, budget=budget, **given)
+            return search(problem, model, seed=seed, budget=budget, **given)
 
     return checked
 

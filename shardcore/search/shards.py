@@ -9,7 +9,8 @@ The columns of a row range are exchangeable: only their number on a device matte
 So shards of one row range on the same device count as one, in memory, cost and plan.
 TorchRec's fused kernel requires this: it fails on two shards of unequal width of one table on one rank.
 
-Rows are divided in one way only, `division`. TorchRec trains no other (docs/torchrec.md).
+Each problem divides the rows of a table in one way, `division`. Sharders weigh others as problems of their
+own, `divided_otherwise`.
 """
 
 from __future__ import annotations
@@ -82,6 +83,27 @@ def division(table: Table, problem: Problem) -> Placement | None:
             group = groups[0] if len(groups) == 1 else _dealt(problem)[table.name]
             return Placement(layout.name, Shard.whole(table), group)
     return None
+
+
+def divided_otherwise(problem: Problem) -> Iterator[Problem]:
+    """The problem with each further kind that divides rows in place of the first, wherever it may.
+
+    Plans of these problems are plans of the problem. Only one of its kinds is left to divide a table's rows.
+    """
+    for layout in (layout for layout in LAYOUTS.values() if layout.divides_rows):
+        kinds = {t.name: tuple(kind for kind in problem.kinds_of.get(t.name, LAYOUTS)
+                               if kind == layout.name or not LAYOUTS[kind].divides_rows)
+                 for t in searched_tables(problem) if why_not(layout, t, problem) is None
+                 and division(t, problem).kind != layout.name}
+        if kinds:
+            narrowed = tuple({**problem.kinds_of, **kinds}.items())
+            yield replace(problem, constraints=replace(problem.constraints, kinds=narrowed))
+
+
+def divides_rows(plan: Plan, problem: Problem) -> bool:
+    """Tell if a plan divides rows of a table that is not one of `fixed_placements`."""
+    divided = [p for p in plan.placements if layout_of(p.kind).divides_rows]
+    return not set(divided) <= set(fixed_placements(problem))
 
 
 @lru_cache(1 << 4)

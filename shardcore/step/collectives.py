@@ -6,11 +6,14 @@ To add a collective, add a row, and let a kind of sharding use it (layouts.LAYOU
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from shardcore.errors import ShardCoreError
+from shardcore.step.turns import Alive, Stages, Turn, turn_of
 
 Widths = Sequence[int]
 """Columns of each rank."""
@@ -65,6 +68,9 @@ class Collective:
     ids: True if it carries ids, before the lookups.
     dense: True if it sums a dense gradient, the same on all devices that have it. Only they take part.
     work: of a device, before ids travel. They then travel by the rates of `like`. None: no such work.
+    memory: (names of a run's channels, this first) -> what is alive of the run in each stage (turns.py).
+      None: ids, which are there in all phases.
+    memory_of_sequences: the same of tables whose lookups are not pooled. None: the same.
     """
 
     name: str
@@ -80,6 +86,130 @@ class Collective:
     ids: bool = False
     dense: bool = False
     work: Work | None = None
+    memory: Callable[..., Stages] | None = None
+    memory_of_sequences: Callable[..., Stages] | None = None
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def _outputs(*amounts: str) -> Alive:
+    return {"outputs": Counter(amounts)}
+
+
+def _payloads(*amounts: str) -> dict[str, Counter[str]]:
+    return {"payloads": Counter(amounts)}
+
+
+def _gradients(*amounts: str) -> dict[str, Counter[str]]:
+    return {"output gradients": Counter(amounts)}
+
+
+_RECEIVED: Alive = {"received outputs": {"local": 1}}
+
+
+def _looked_up(entering: str, sent: Alive, **phases: Alive) -> Turn:
+    """Outputs are there until the next run looked up."""
+    return turn_of(after=sent, lingers=_outputs(entering), looked_up=_outputs(entering), **phases)
+
+
+def _awaited(sent: Alive) -> Turn:
+    """Outputs arrive, and are put together, in the order of columns."""
+    return turn_of(sent, _RECEIVED, outputs_arrive={**_RECEIVED, **_payloads("local there", "local decoded")})
+
+
+def _sent_back(payloads: Alive, **phases: Alive) -> Turn:
+    return turn_of(_gradients("gradient"), payloads, **phases)
+
+
+def _exchanged_back(channel: str) -> Turn:
+    """Gradients are put in the order of devices, and of columns if some are cut, cast, and exchanged."""
+    sent = _payloads("local back", f"{channel} back")
+    return _sent_back(sent, gradients_of_columns=_gradients("gradient", "cut"),
+                      gradients_in_order={**_gradients("uncut", "joined"), **_payloads("local", "local")},
+                      gradients_cast={**_gradients("uncut", "cut"),
+                                      **_payloads("local", "local clamped", "local recast")},
+                      backward_exchange={**_gradients("uncut", "cut"), **sent})
+
+
+def _updated(sent: Alive, channel: str, **phases: Alive) -> Turn:
+    return turn_of(sent, **phases,
+                   gradients_arrive={**_gradients(f"{channel} decoded"), **_payloads(f"{channel} back")},
+                   update={**_gradients(channel), "sorting": {"sorting": 1}})
+
+
+def _exchanged(channel: str) -> Stages:
+    sent, outputs = _payloads(f"{channel} there", "local there"), _outputs(channel)
+    return (_looked_up(channel, sent,
+                       outputs_cast={**outputs, **_payloads(f"{channel} cast", f"{channel} clamped")},
+                       outputs_sent={**outputs, **_payloads(f"{channel} cast", f"{channel} there",
+                                                            "local there")}),
+            _awaited(sent), _exchanged_back(channel),
+            _updated(_payloads("local back", f"{channel} back"), channel))
+
+
+def _sequences(channel: str) -> Stages:
+    """Lookups of all devices are put in order, and are not copied once more to be sent."""
+    sent, outputs = _payloads(f"{channel} there", "local there"), _outputs(channel)
+    sent_back = _payloads("local back", f"{channel} back")
+    return (_looked_up(channel, sent,
+                       outputs_in_order=_outputs(channel, channel),
+                       outputs_cast={**outputs, **_payloads(f"{channel} clamped", f"{channel} clamped",
+                                                            f"{channel} cast")},
+                       outputs_sent={**outputs, **sent}),
+            _awaited(sent),
+            # Those of features are joined, and sent as they are.
+            _sent_back(sent_back, gradients_joined=_gradients("gradient", "local"),
+                       gradients_cast={**_gradients("local"), **_payloads("local clamped", "local recast")},
+                       backward_exchange={**_gradients("local"),
+                                          **_payloads("local recast", f"{channel} back")}),
+            _updated(sent_back, channel, gradients_in_order=_gradients(channel, channel)))
+
+
+def _summed(channel: str, *crossing: str) -> Stages:
+    """Gloo sums in a buffer of its own, and gathers in one."""
+    if crossing:
+        return _summed_and_exchanged(channel, *crossing)
+    sent, outputs = _payloads(f"{channel} there", "local there"), _outputs(channel)
+    gathered = _payloads("local copied", f"{channel} back", f"{channel} back")
+    return (_looked_up(channel, sent,
+                       sums_cast={**outputs, **_payloads(f"{channel} cast", f"{channel} clamped")},
+                       sums_sent={**outputs, **_payloads(f"{channel} cast", f"{channel} there",
+                                                         "local there")}),
+            _awaited(sent), _sent_back(gathered, gradients_gathered={**_gradients("gradient"), **gathered}),
+            _updated(gathered, channel))
+
+
+def _summed_and_exchanged(channel: str, crossing: str) -> Stages:
+    """Summed within hosts, and waited for. Then exchanged across them."""
+    sent, outputs = _payloads(f"{crossing} there", "local there"), _outputs(channel)
+    cast, gathered = f"{channel} cast", f"{channel} back"
+    return (_looked_up(channel, sent,
+                       sums_of_hosts_cast={**outputs, **_payloads(cast, f"{channel} clamped")},
+                       sums_of_hosts_sent={**outputs, **_payloads(cast, f"{channel} there",
+                                                                  f"{crossing} there")},
+                       # Gloo's thread may still have its buffer of sums.
+                       sums_of_hosts_cross={**_outputs(channel, crossing),
+                                            **_payloads(f"{channel} there", f"{crossing} cast",
+                                                        f"{crossing} there", "local there")}),
+            _awaited(sent), _exchanged_back(crossing),
+            _updated(_payloads("local back", f"{crossing} back"), channel,
+                     gradients_gathered={**_gradients(crossing),
+                                         **_payloads(f"{crossing} recast", gathered, gathered)}))
+
+
+def _replicated(channel: str) -> Stages:
+    """The dense kernel makes gradients of its own, beside DDP's buckets.
+
+    Until then, those of its outputs live. They are a part of those of the collection.
+    """
+    gradients = _gradients("gradient")
+    return (turn_of(after=_outputs("local"), looked_up=_outputs("local")),
+            turn_of(_outputs("local"), _RECEIVED), turn_of(gradients, gradients),
+            turn_of(gradients, gradients_of_replicas={**gradients, "dense gradients": {"dense": 1}}))
+
+
+# --- draws --------------------------------------------------------------------------------------------------
 
 
 def _hot(widths: Widths, rng: Any) -> Widths:
@@ -104,12 +234,13 @@ def _same(widths: Widths, rng: Any) -> Widths:
 # Without such shares, too few samples would cover divided rows and data-parallel tables.
 COLLECTIVES: Mapping[str, Collective] = {row.name: row for row in (
     Collective("all_to_all", "all-to-all", ("forward", "backward"), "all_to_all",
-               Draw(0.2, scope="cross", scope_share=0.4), like="", cast=True),
+               Draw(0.2, scope="cross", scope_share=0.4), like="", cast=True,
+               memory=_exchanged, memory_of_sequences=_sequences),
     # Backward it is an all-gather.
     Collective("reduce_scatter", "reduce-scatter", ("forward", "backward"), "reduce_scatter",
-               Draw(0.5, scope="host", scope_share=0.5), ring=True, cast=True),
+               Draw(0.5, scope="host", scope_share=0.5), ring=True, cast=True, memory=_summed),
     Collective("all_reduce", "all-reduce", ("backward",), "all_reduce",
-               Draw(0.3, loads=_same), ring=True, passes=2, dense=True),
+               Draw(0.3, loads=_same), ring=True, passes=2, dense=True, memory=_replicated),
     Collective("all_to_all_ids", "all-to-all of ids", ("forward",), "ids",
                Draw(0.1, stream=5, loads=_hot), exchanges=3, ids=True),
     Collective("all_to_all_ids_bucketized", "all-to-all of ids, bucketized", ("forward",), "ids",
@@ -124,3 +255,13 @@ def collective_of(name: str) -> Collective:
     if name not in COLLECTIVES:
         raise ShardCoreError(f"collective {name!r} is not known; known are {', '.join(COLLECTIVES)}")
     return COLLECTIVES[name]
+
+
+@cache
+def stages_of(collective: str, channels: tuple[str, ...], sequence: bool) -> Stages:
+    """The memory of a run in the four stages of a step. One object each, for phases are cached by it.
+
+    channels: names of all that the run has. The first is of this collective.
+    """
+    row = collective_of(collective)
+    return (row.memory_of_sequences if sequence and row.memory_of_sequences else row.memory)(*channels)

@@ -1,13 +1,32 @@
 """The commands on measurements."""
 
+import re
+from contextlib import contextmanager
+
+import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 
-from shardcore.cli import main
+from shardcore import progress
+from shardcore.cli import main, measurements
 from shardcore.cost import known_errors, neural
 from shardcore.samples import dataset, replays
 
 
-def test_a_trained_model_names_its_data_whatever_the_order_of_folders(tmp_path, capsys):
+@pytest.fixture
+def heard(monkeypatch):
+    """Phases that a command reports, which it shows from its second second (test_progress_line.py)."""
+    phases = []
+
+    @contextmanager
+    def listened():
+        with progress.listening(lambda phase, *_: phases.append(phase)):
+            yield
+
+    monkeypatch.setattr(measurements, "shown", listened)
+    return phases
+
+
+def test_a_trained_model_names_its_data_whatever_the_order_of_folders(tmp_path, capsys, heard):
     folders = [tmp_path / name for name in ("a", "b")]
     samples = list({s.id: s for s in compute_samples(linear_law, 120)}.values())
     for folder, some in zip(folders, (samples[::2], samples[1::2]), strict=True):
@@ -17,6 +36,8 @@ def test_a_trained_model_names_its_data_whatever_the_order_of_folders(tmp_path, 
     digest = replays.data_digest(folders)
     assert digest == replays.data_digest(folders[::-1]) != replays.data_digest(folders[:1])
     assert main(["train", *map(str, folders), "--out", str(tmp_path / "model")]) == 0
+    assert any(re.match(r"training compute, epoch \d+: ", phase) for phase in heard)
+    assert heard[-1] == "judging the model"
     model = neural.load(tmp_path / "model")
     assert model.meta["provenance"]["data"] == digest
     assert f"{tmp_path / 'model'}: {SETTING}, data {digest[:8]}" in capsys.readouterr().err

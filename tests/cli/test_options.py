@@ -25,6 +25,7 @@ def here(stored, problem, model, monkeypatch):
     for file in model.iterdir():
         files.write_atomic(stored / "m" / file.name, file.read_bytes())
     (stored / "link").symlink_to("m")
+    (stored / "loop").symlink_to("loop")
     files.write_json(stored / "offers.json", {"schema": "shardcore/offers", "version": 1, "offers": [
         {"name": "box", "devices": 2, "memory_bytes": 1 << 30, "price_per_hour": 3.0, "model": "m"}]})
     monkeypatch.chdir(stored)
@@ -66,6 +67,11 @@ def content(folder):
     ("tiers problem.json --host-gib 1 --model m --out x --plan x", "--out and --plan are both x; they need"),
     ("topology measure problem.json --out x --ranks problem.json", "--ranks problem.json is the"),
     ("export plan.json --problem problem.json --module x --out plan.json", "--out plan.json is the plan"),
+    ("train absent --out x", "absent is no folder; it needs to be one of measurements"),
+    ("report absent", "absent is no folder; it needs to be one of measurements"),
+    ("report old", "old holds no compute samples; it needs to be a folder of measurements"),
+    ("plan loop --model m --out x", "cannot read loop: Too many levels of symbolic links"),
+    ("plan problem.json --model m --out loop/x", "--out loop/x cannot be written: Too many levels of"),
 ])
 def test_an_output_that_cannot_be_written_or_lies_on_what_is_read_is_refused_first(here, capsys, asked, said):
     before = content(here)
@@ -85,6 +91,9 @@ def test_an_output_that_cannot_be_written_or_lies_on_what_is_read_is_refused_fir
      "8589934592"],
     ["plan", "problem.json", "--model", "m", "--out", "x.json", "--start", "plan.json", "--max-moved-gib",
      "nan"],
+    ["plan", "problem.json", "--model", "m", "--out", "x.json", "--seed", "1.5"],
+    ["plan", "problem.json", "--model", "m", "--out", "x.json", "--budget-evals", "1e9"],
+    ["plan", "problem.json", "--model", "m", "--out", "x.json", "--budget-s", "ten"],
     ["problem", "mlperf-dlrm-dcnv2", "--memory-gib", "1e9", "--out", "x.json"],
     ["tiers", "problem.json", "--host-gib", "1e300", "--out", "x.json"],
 ])
@@ -92,8 +101,14 @@ def test_an_empty_path_and_a_number_that_no_machine_has_are_bad_usage(here, caps
     before = content(here)
     with pytest.raises(SystemExit) as error:
         main(asked)
-    assert error.value.code == 2 and ": error: argument " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and ": error: argument " in said and "invalid" not in said
     assert content(here) == before
+
+
+def test_an_empty_name_of_an_algorithm_is_none_of_the_default(here, capsys):
+    assert main(["plan", "problem.json", "--model", "m", "--out", "x.json", "--algorithm", ""]) == 1
+    assert "error: algorithm '' is not known" in capsys.readouterr().err
 
 
 def test_outputs_beside_what_is_read_and_over_an_older_output_are_written(here, capsys):

@@ -91,6 +91,19 @@ def test_a_plan_is_gone_on_from_with_rows_in_host_memory(large, model, tmp_path,
     assert stay[0] == stay[1] and stay[0]
 
 
+def test_a_plan_without_memory_of_hosts_is_gone_on_from_where_an_option_gives_it(problem, model, tmp_path,
+                                                                                 capsys):
+    asked = stored(problem, tmp_path, model)
+    assert main(asked) == 0
+    old, new = tmp_path / "plan.json", tmp_path / "new.json"
+    tiers = ["--tiers", "--host-gib", "1", "--out-problem", str(tmp_path / "t.json")]
+    assert main([*asked[:-1], str(new), "--start", str(old), "--max-moved-tables", "0", *tiers]) == 0
+    assert f"starting from {old}; nothing moves" in capsys.readouterr().out
+    now = files.read_problem(tmp_path / "t.json")
+    assert now.topology.memory_of("host").bytes == 1 << 30
+    assert files.read_plan(new, now).placements == files.read_plan(old, problem).placements
+
+
 def test_a_cluster_is_chosen_with_groups(problem, model, tmp_path, capsys):
     (tmp_path / "model").symlink_to(model)
     offer = {"name": "box", "devices": 2, "memory_bytes": 1 << 30, "price_per_hour": 3.0, "model": "model",

@@ -1,5 +1,6 @@
 """The commands on published plans."""
 
+import shutil
 from dataclasses import replace
 
 from shardcore import files
@@ -31,6 +32,10 @@ def test_history_diff_and_drift(problem, now, model, tmp_path, capsys):
     assert main(["diff", str(plans / "shifting/versions" / version / "plan.json"),
                  str(tmp_path / "replan/plan.json")]) == 0
     assert "to move" in capsys.readouterr().out
+    (tmp_path / "alone").mkdir()
+    alone = shutil.copy(tmp_path / "replan/plan.json", tmp_path / "alone")
+    assert main(["diff", str(alone), str(alone)]) == 1
+    assert f"{alone} has no problem.json beside it, its problem; give --problem" in capsys.readouterr().err
     page = tmp_path / "page.html"
     given = ["diff", str(plans / "shifting/versions" / version / "plan.json"),
              str(tmp_path / "replan/plan.json"), "--page", str(page)]
@@ -42,5 +47,18 @@ def test_history_diff_and_drift(problem, now, model, tmp_path, capsys):
     assert "a test's" in capsys.readouterr().out
     assert (main(["history", str(plans), "other"]) == 1 and "no plan is published for "
             "problem 'other'" in capsys.readouterr().err)
-    files.write_problem(tmp_path / "less.json", replace(now, tables=now.tables[1:]))
-    assert main([*asked, str(tmp_path / "less.json")]) == 1 and "lacks table 't0'" in capsys.readouterr().err
+    two = replace(now, topology=replace(now.topology, devices=now.topology.devices[:2]))
+    for name, other, differ in [
+            ("less", replace(now, tables=now.tables[1:]), "name of tables"),
+            ("more", replace(now, tables=(*now.tables, replace(now.tables[0], name="x"))), "name of tables"),
+            ("sequence", replace(now, tables=tuple(replace(t, sequence=True) for t in now.tables)),
+             "sequence of tables"),
+            ("batch", replace(now, global_batch=2 * now.global_batch), "global_batch"),
+            ("devices", two, "number of devices")]:
+        files.write_problem(tmp_path / f"{name}.json", other)
+        assert main([*asked, str(tmp_path / f"{name}.json")]) == 1
+        assert f"differ in {differ}. Re-plan it: plan --start" in capsys.readouterr().err
+    turned = replace(now, name="again", tables=tuple(replace(t, dedup=2.0) for t in now.tables[::-1]))
+    files.write_problem(tmp_path / "again.json", turned)
+    assert main([*asked, str(tmp_path / "again.json"), "--out", str(tmp_path / "deduplicated")]) == 0
+    assert {t.dedup for t in files.read_problem(tmp_path / "deduplicated/problem.json").tables} == {2.0}

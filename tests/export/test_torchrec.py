@@ -228,7 +228,7 @@ ODD = [
     ("compute_kernel", "bogus", "compute_kernel is 'bogus'; TorchRec knows dense"),
     ("ranks", [-1], "ranks is -1; it needs to be 0 or more"),
     ("ranks", [1 << 40], "ranks has 1099511627776; ranks are 0 to 65535"),
-    ("ranks", [0.5], "ranks is 0.5; it needs to be int"),
+    ("ranks", [0.5], "ranks is 0.5; it needs to be a whole number"),
     ("sharding_spec", [{"offsets": [0, 0], "sizes": [-4, 4], "placement": "rank:0/cpu"}], "sharding_spec: "),
     ("sharding_spec", [{"offsets": [0, 0, 0], "sizes": [24, 16, 1], "placement": "rank:0/cpu"}], "offsets"),
     ("sharding_spec", [{"offsets": [0], "sizes": [24], "placement": "rank:0/cpu"}], "offsets"),

@@ -405,6 +405,13 @@ def test_a_shard_larger_than_the_arena_is_named(tables, alone):
         alone([whole(problem_of(tables, 1))], SETTING, dataclasses.replace(CONFIG, arena_bytes=MIB))
 
 
+def test_a_plan_with_a_shard_larger_than_the_arena_starts_no_process(tables):
+    """A rank's own error would begin with its number."""
+    with pytest.raises(ShardCoreError, match=r"^shard cold\[0:50000, 0:16\] is 3.1 MiB; the arena holds "
+                                             r"1.0 MiB: give more \(--arena-gib"):
+        replay(whole(problem_of(tables, 1)), SETTING, dataclasses.replace(CONFIG, arena_bytes=MIB))
+
+
 def processes():
     return [p for p in multiprocessing.active_children() if p.name.startswith("replay-rank")]
 

@@ -43,10 +43,10 @@ def test_a_decision_tells_what_the_version_that_it_chose_costs():
     ({"problem": "other"}, "on problem 'other'"),
     ({"problem": "../x"}, "has problem '../x'"),
     ({"candidate_ms": -1.0}, "has candidate_ms -1.0; it needs 0 or more"),
-    ({"candidate_ms": "1"}, "candidate_ms is '1'; it needs to be float | None"),
+    ({"candidate_ms": "1"}, "candidate_ms is '1'; it needs to be a number or None"),
     ({"decided_at": None}, "decided_at is None"),
     ({"provenance": []}, "provenance is []"), ({"provenance": {"model": 1}},
-                                               "provenance: model is 1; it needs to be str"),
+                                               "provenance: model is 1; it needs to be a text"),
     ({"extra": 1}, "unknown key 'extra'"), ({"outcome": "good"}, "outcome 'good'"),
     ({"version": 2}, "no decision of a version"),
 ])

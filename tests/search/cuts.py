@@ -23,7 +23,7 @@ from shardcore.search.shards import (
     placed,
     searched_tables,
 )
-from shardcore.topology import Device, Topology
+from shardcore.topology import Device, Memory, Topology
 from shardcore.traffic import channels_of
 from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
@@ -85,20 +85,28 @@ def draw_cuts(rng: np.random.Generator, problem: Problem, rows: bool) -> list[Sh
 # --- problems of all kinds ----------------------------------------------------------------------------------
 
 
-def draw_all_kinds(seed: int) -> Problem:
+def draw_all_kinds(seed: int, caches: bool = False) -> Problem:
     """Two collections of pooled tables and one of sequences, payloads, a bundle, fixed kinds and pins, on two
-    hosts of two devices. Every third problem is for CPUs, and every third names no hardware."""
+    hosts of two devices. Every third problem is for CPUs, and every third names no hardware.
+
+    caches: whether tables of two precisions have a cache in device memory, or none of their rows there."""
     rng = np.random.default_rng([seed, 1])
     pooled = tuple(Table(f"t{i}", int(rng.integers(8, 2000)), int(rng.choice([8, 16, 32, 64])),
                          float(rng.choice([0, 1, 7.5, 30])), features=int(rng.integers(1, 3)),
                          collection=str(rng.choice(["left", "right"]))) for i in range(14))
     tables = tuple(replace(t, sequence=True, dim=16, collection="sequences") if t.name in ("t3", "t7") else t
                    for t in pooled)
+    if caches:
+        tables = tuple(t if t.name == "t5" else replace(t, load_factor=float(rng.choice([0, 0.1, 0.5, 1])),
+                                                        precision=str(rng.choice(["fp16", "fp32"])))
+                       for t in tables)
     there, back = (str(rng.choice(list(PAYLOADS))) for _ in range(2))
     asked = Constraints(together=(tuple(f"t{i}" for i in rng.choice([0, 1, 2, 3], 2, replace=False)),),
                         kinds=(("t5", ("data_parallel",)), ("t6", ("row",))), pinned=(("t8", ("x",)),))
     hardware = (None, "cpu-some", "nvidia-h200")[seed % 3]
-    return Problem("all-kinds", tables, Topology(on_hosts("xyxy", 1 << 40).devices, hardware), BATCH,
+    topology = on_hosts("xyxy", 1 << 40, hardware=hardware,
+                        memory=(Memory("host", 1 << 40, 25.0),) if caches else ())
+    return Problem("all-kinds", tables, topology, BATCH,
                    str(rng.choice(["exact_sgd", "rowwise_adagrad", "adam"])), asked,
                    job=Job(forward_payload=there, backward_payload=back))
 

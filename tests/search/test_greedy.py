@@ -12,6 +12,7 @@ from shardcore.memory import used_bytes
 from shardcore.search import SHARDERS
 from shardcore.search.feasible import feasible_shards
 from shardcore.search.greedy import looked_up
+from shardcore.step.links import links_of
 from shardcore.topology import Device, Topology
 from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
@@ -101,6 +102,29 @@ def test_tables_that_fit_no_device_are_halved_or_divided_by_rows():
     assert [(s.width, s.rows) for s in found if s.table == wide] == [(12, 1000), (12, 1000)]
     assert [s for s in found if s.table == deep] == [s for _, s in shards_on(row(deep, where))]
     assert Shard.whole(small) in found
+
+
+@pytest.mark.parametrize("name", ["size_greedy", "dim_greedy", "neuroshard"])
+def test_rows_are_divided_by_the_kind_with_the_cheapest_plan(name):
+    """Within a host where links between hosts are slow; over all devices where most work is on these rows."""
+    cheapest = []
+    for between_gbps, pooling in ((1.0, 1.0), (200.0, 400.0)):
+        topology = Topology(on_hosts("aabb", 1000 * MIB).devices,
+                            links=links_of(within_host=200.0, between_hosts=between_gbps))
+        cold = tuple(Table(f"t{i}", 1000, 8, 1.0) for i in range(4))
+        problem = Problem("p", (Table("deep", 9000, 16, pooling), *cold), topology, 8192)
+
+        def costs(*kinds, problem=problem):
+            plan = SHARDERS[name](replace(problem, constraints=Constraints(kinds=(("deep", kinds),))),
+                                  AnalyticModel(Setting("made-up", 8192)))
+            assert not plan.provenance["packed"]
+            return plan.provenance["predicted_ms"], next(p.kind for p in plan.placements
+                                                         if p.shard.table.name == "deep")
+
+        by_row, by_host_row = costs("row"), costs("host_row")
+        assert costs("row", "host_row") == min(by_row, by_host_row)
+        cheapest.append(min(by_row, by_host_row)[1])
+    assert cheapest == ["host_row", "row"]
 
 
 @pytest.mark.parametrize("name", ["random", "size_greedy", "lookup_greedy", "neuroshard"])

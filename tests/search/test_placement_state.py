@@ -22,13 +22,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardcore.constraints import Constraints
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import price
 from shardcore.errors import ShardCoreError
 from shardcore.memory import used_bytes
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import bundles, devices_of
 from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Shard, Table
+from shardcore.types import Problem, Setting, Shard, Table
+from shardcore.workload import lower
 
 MIB = 2**20
 
@@ -62,6 +65,26 @@ def test_it_costs_what_its_plan_does_also_after_shards_were_elsewhere(seed, rows
     plan = state.plan(algorithm="drawn")
     assert plan.provenance["predicted_ms"] == pytest.approx(float(state.cost_ms()), rel=1e-9)
     assert plan.provenance["algorithm"] == "drawn"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_costs_what_its_plan_does_with_tables_of_fixed_kinds(seed):
+    """A bundle runs as its first table in a search's cost, so there is none."""
+    rng, drawn = np.random.default_rng(seed), draw_all_kinds(seed, caches=seed % 2)
+    problem = replace(drawn, constraints=replace(drawn.constraints, together=()),
+                      topology=replace(drawn.topology, hardware=None))
+    shards = draw_two_cuts(rng, problem)[0]
+    devices = draw_devices(rng, shards, problem)
+    model = AnalyticModel(Setting("made-up", BATCH, problem.precision, problem.optimizer))
+    cache = ShardCostCache(problem, model, shards)
+    keys = cache.keys(shards)
+    cache.add(keys)
+    state = PlacementState(cache, keys)
+    for key, device in zip(keys, devices, strict=True):
+        state.place(*key, device)
+    ms = price(lower(plan_of(shards, devices, problem), problem), model).total_ms
+    assert state.cost_ms() == pytest.approx(ms, rel=1e-9)
+    assert cache.plan_ms(keys, devices) == pytest.approx(ms, rel=1e-9)
 
 
 def test_plans_of_a_batch_are_kept_apart_and_as_single_ones():
@@ -112,11 +135,12 @@ def devices_that_fit(problem, cuts, devices, c, batch) -> set[int]:
     return found
 
 
+@pytest.mark.parametrize("caches", [False, True])
 @pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize("seed", range(15))
-def test_what_it_counts_is_what_the_finished_plan_takes_to_the_byte(seed, batch):
+def test_what_it_counts_is_what_the_finished_plan_takes_to_the_byte(seed, batch, caches):
     """Tables of all kinds. Plans that cut them differently are kept one by one, or in one batch."""
-    rng, problem = np.random.default_rng(seed), draw_all_kinds(seed)
+    rng, problem = np.random.default_rng(seed), draw_all_kinds(seed, caches)
     cuts = draw_two_cuts(rng, problem)
     devices = [draw_devices(rng, shards, problem) for shards in cuts]
     for c in (0, 1):

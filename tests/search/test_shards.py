@@ -18,6 +18,7 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.search.shards import (
     consolidate,
     devices_of,
+    divided_otherwise,
     division,
     fixed_placements,
     halve_columns,
@@ -280,6 +281,12 @@ def test_rows_of_ordered_tables_rise_with_torchrecs_ranks():
     few = Table("few", 3, 4, 1.0)  # over four devices the last would have none, over two it has one
     assert division(few, of_tables([few], "xyxy")) == host_row(few, (0, 2))
     assert division(replace(few, rows=1), of_tables([few], "xyxy")) is None
+    [within] = divided_otherwise(apart)
+    assert [division(t, within).kind for t in (ordered, other)] == ["host_row", "host_row"]
+    [within] = divided_otherwise(of_tables([ordered, other], "xyxy", kinds=(("other", ("column", "row")),)))
+    assert [division(t, within).kind for t in (ordered, other)] == ["host_row", "row"]
+    assert within.kinds_of == {"ordered": ("column", "host_row", "data_parallel"), "other": ("column", "row")}
+    assert all(not list(divided_otherwise(p)) for p in (pinned, most, of_tables([ordered], "aaaa")))
     second = Shard(ordered, 3, 6, 0, 4)
     assert [devices_of(Shard.whole(ordered), apart), devices_of(second, apart)] == [(0, 1, 2, 3), (2,)]
     assert devices_of(Shard(other, 3, 6, 0, 4), apart) == (2,)

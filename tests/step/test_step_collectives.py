@@ -4,7 +4,8 @@ import pytest
 
 from shardcore.errors import ShardCoreError
 from shardcore.layouts import Channel
-from shardcore.step.collectives import COLLECTIVES, collective_of
+from shardcore.phases import times_of
+from shardcore.step.collectives import COLLECTIVES, collective_of, stages_of
 from shardcore.step.scopes import SCOPES
 
 first, *others = COLLECTIVES.values()
@@ -32,6 +33,24 @@ def test_varied_draws_are_shared_out_and_other_streams_differ():
     streams = [row.draw.stream for row in COLLECTIVES.values() if row.draw.stream]
     assert len(set(streams)) == len(streams)
     assert sum(row.draw.share for row in COLLECTIVES.values() if not row.draw.stream) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("row", [x for x in COLLECTIVES.values() if not x.ids], ids=lambda x: x.name)
+def test_a_row_says_what_a_run_holds_in_each_phase_whatever_its_groups(row, scope):
+    channel, moved = f"{row.name} {scope}", "dense" if row.dense else f"{row.name} {scope}"
+    for sequence in (False, True):
+        stages = stages_of(row.name, (channel,), sequence)
+        amounts, times = times_of((stages,))
+        assert len(stages) == 4 and times[amounts.index((0, moved))].max() >= 1
+        # All that waits is used up when the step ends.
+        assert not stages[0].before and not stages[-1].after
+    assert stages_of(row.name, (channel,), True) is stages
+
+
+def test_only_ids_hold_the_same_in_all_phases():
+    assert [row.name for row in COLLECTIVES.values() if row.memory is None] == [
+        row.name for row in COLLECTIVES.values() if row.ids]
 
 
 def test_an_unknown_collective_is_named():

@@ -16,27 +16,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardcore.amounts import batch_bytes, bucketized_bytes, run_batches, stepped_bytes, table_order
 from shardcore.cost.model import CostModel
-from shardcore.layouts import (
-    Group,
-    Layout,
-    even_share,
-    run_of,
-    runs_of,
-    shards_on,
-)
+from shardcore.layouts import Group, Layout, even_share, run_of, runs_of
 from shardcore.memory import held_bytes
-from shardcore.memory_account import Turns, sums_of
-from shardcore.outputs import output_bytes, table_output_rows
-from shardcore.phases import BATCHES, IDS_ALIVE
-from shardcore.progress import tick, ticking
-from shardcore.search.anneal.compiled import SUMS, SearchProblem
+from shardcore.memory_account import Turns
+from shardcore.op_limits import may_bind
+from shardcore.outputs import output_bytes
+from shardcore.progress import tick
+from shardcore.search.anneal.compiled import SearchProblem
+from shardcore.search.anneal.memory_columns import Columns, batch_memory, given, shards_memory
 from shardcore.search.anneal.rates import exchange_rates, id_rates, shared_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.shard_cost_cache import ShardCostCache, encoded
-from shardcore.search.shards import division, fixed_placements, placed
-from shardcore.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
+from shardcore.search.shards import division, placed
+from shardcore.types import Placement, Problem, Shard, Table
 
 LARGE = 1 << 19
 """Strips × devices of a large problem."""
@@ -175,16 +168,21 @@ def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halv
     n_devices = len(problem.topology)
     groups = tuple((layout, group) for layout in runs_of(problem.tables)
                    for group in layout.groups(problem.topology) if len(group) > 1)
-    of_ids = tuple(dict.fromkeys((*cache.kinds, *(layout for layout, _ in groups))))
+    of_ids = tuple(dict.fromkeys((*cache.kinds, *(run for s in range(len(cache)) for run in cache.runs(s)),
+                                  *(layout for layout, _ in groups))))
     exchange = [*(exchange_rates(problem, model, layout) for layout in cache.kinds),
                 *(id_rates(problem, model, layout) for layout in of_ids)]
     number = {cache.table(s).name: s for s in range(len(cache))}
     turns = Turns.of(of_ids, problem)
     tick()
-    shared = _shared(problem, model, cache, groups, everywhere, {t.name for t in by_rows}, of_ids)
+    shared, parts = _shared(problem, model, cache, groups, everywhere, {t.name for t in by_rows}, of_ids)
+    columns = Columns(problem, of_ids, cache.caches, may_bind(problem))
+    layouts = tuple(dict.fromkeys(layout for layout, _ in groups))
+    memory = shards_memory(cache, columns, layouts, parts)
+    sums = memory["sums"][len(cache.made):].reshape(2, len(layouts), len(cache), 6)[0]
     fixed = SearchProblem(
         shard=np.ascontiguousarray(number_of, dtype=np.int32), codes=np.ascontiguousarray(cache.codes),
-        added_ms=added(cache.codes, model), sums=cache.sums, outputs=cache.outputs,
+        added_ms=added(cache.codes, model), outputs=cache.outputs,
         ids=cache.id_bytes, ids_by=np.arange(len(cache.kinds)) + len(cache.kinds),
         kind=cache.kind.astype(np.int64), size=cache.size.astype(np.int64),
         table=np.array([number[cache.table(s).name] for s in range(len(cache))]), may_split=may_split,
@@ -194,12 +192,12 @@ def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halv
         speed=cache.speed, host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64),
         **{name: np.array([rates[name] for rates in exchange]) for name in exchange[0]},
         hides_ids_ms=problem.job.hides_ids_ms,
-        **shared, **_memory(problem, cache, groups, of_ids),
+        **shared, shared_ids=sums[..., 1].astype(np.int64), **memory,
+        **batch_memory(cache, groups, columns), **given(cache, groups, columns),
         turn_sums=turns.sums, turn_batch=turns.batch, turn_phases=turns.phases, sums_most=turns.most,
         kept=np.zeros((0, n_devices), np.int16), weight=np.zeros(0, np.int64), joint=np.zeros(0, np.int64),
         most_moved=np.zeros(2, np.int64), parameters=model.compiled().parameters, halves=halves)
-    multiples = turns.most[[of_ids.index(layout) for layout in dict.fromkeys(y for y, _ in groups)]]
-    sums = shared["shared_sums"][0]
+    multiples = turns.most[[of_ids.index(layout) for layout in layouts]]
     shared_bytes = sums[..., :2].sum(-1) + (sums[..., 2:4] * multiples.reshape(-1, 1, 2)).sum(-1)
     return SearchSpace(problem, cache, fixed, cache.bytes, shared_bytes.astype(np.int64), groups,
                        np.array([number[t.name] for t in by_rows], dtype=np.int64), of_ids)
@@ -259,8 +257,11 @@ def keeping(of: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[T
 
 
 def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]],
-            wanted: bool, divided: Collection[str], of_ids: Sequence[Layout]) -> dict[str, np.ndarray]:
-    """The fields of records.SearchProblem about groups.
+            wanted: bool, divided: Collection[str],
+            of_ids: Sequence[Layout]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The fields of records.SearchProblem about groups, and what devices of a group have of a strip.
+
+    The latter are shards [2, Y, S]: of each device but the last, and of the last.
 
     Groups may share whole tables that no constraint concerns.
     Kinds that divide rows need unordered rows, and at least one row for each device.
@@ -279,12 +280,12 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
              "group_of": of,
              "may_share": np.zeros(shape, dtype=bool),
              "shared_codes": np.zeros((*shape, cache.codes.shape[1])),
-             "shared_sums": np.zeros((2, *shape, 6)), "shared_ids": np.zeros(shape, np.int64),
              "shared_ids_by": np.array([n_kinds + of_ids.index(layout) for layout in layouts], np.int64),
              "shared_size": np.zeros(shape),
              **{f"shared_{name}": np.zeros(len(layouts)) for name in ("own", "busiest", "total", "once")}}
+    parts = np.full((2, *shape), None)
     if not wanted and not divided:
-        return found
+        return found, parts
     whole = [Shard.whole(cache.table(s)) for s in range(len(cache))]
     bound = {*problem.pinned, *problem.whole}
     free = np.array([wanted and not cache.is_range[s] and w.width == cache.unit[s] * cache.size[s]
@@ -299,73 +300,22 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
                       for shard, rows in zip(whole, share, strict=True)]
             fine = [not s.table.ordered and rows is not None for s, rows in zip(whole, share, strict=True)]
             divides = np.array(fine, dtype=bool) & (not cache.is_range.any())
-        found["may_share"][y] = free & divides & [
-            runs(layout, shard.table) and problem.may_run(layout, shard.table) for shard in whole]
+        runs_it = np.array([runs(layout, shard.table) for shard in whole], dtype=bool)
+        found["may_share"][y] = free & divides & runs_it & [problem.may_run(layout, shard.table)
+                                                            for shard in whole]
         found["shared_codes"][y] = encoded(shards, model, layout.batch(problem))
-        found["shared_sums"][:, y] = sums = np.array([sums_of(layout, s, problem) for s in ticking(shards)])
+        parts[:, y] = shards
         if layout.divides_rows:
             # The last device of a group has the rows that are left.
-            found["shared_sums"][1, y] = [
-                sums_of(layout, replace(shard, row_lo=shard.row_hi * (size - 1), row_hi=w.row_hi), problem)
-                if rows and rows * size != w.row_hi else of
-                for shard, w, rows, of in ticking(zip(shards, whole, share, sums, strict=True))]
-        found["shared_ids"][y] = sums[:, 1]
+            parts[1, y] = [replace(shard, row_lo=shard.row_hi * (size - 1), row_hi=w.row_hi)
+                           if rows and rows * size != w.row_hi else shard
+                           for shard, w, rows in zip(shards, whole, share, strict=True)]
+        parts[:, y, ~runs_it] = None
         found["shared_size"][y] = [shard.bytes if layout.dense_gradient
                                    else output_bytes(shard, problem.global_batch) for shard in shards]
         for name, rate in shared_rates(problem, model, layout, size).items():
             found[f"shared_{name}"][y] = rate
-    return found
-
-
-def _memory(problem: Problem, cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]],
-            of_ids: Sequence[Layout]) -> dict[str, np.ndarray]:
-    """The fields of records.SearchProblem about memory that do not depend on shards."""
-    topology, job, local = problem.topology, problem.job, problem.local_batch
-    order = table_order(problem)
-    rank = {name: i for i, name in enumerate(sorted(order, key=order.__getitem__))}
-    layouts = tuple(dict.fromkeys(layout for layout, _ in groups))
-    of = {layout: next(group for y, group in groups if y is layout) for layout in layouts}
-    tick()
-    strips = [cache.whole(s) for s in range(len(cache))]
-    # What the ranges of a table take of a local batch counts for the first.
-    once = [[shard for shard in bundle if shard.row_lo == 0] for bundle in strips]
-    outputs = [sum(OUTPUT_BYTES * shard.width * table_output_rows(shard.table, local) for shard in bundle)
-               for bundle in ticking(once)]
-
-    given = fixed_placements(problem)
-    memory, runs = np.zeros((len(topology), SUMS + 2 * len(of_ids))), np.zeros((len(of_ids), 4))
-    runs[:, 3] = len(order)
-    batches = run_batches(given, problem)
-    for run, batch in batches.items():
-        tables = [p.shard.table for p in given if run_of(p.kind, p.shard.table) is run]
-        runs[of_ids.index(run)] = len(tables), 0, batch.outputs, min(rank[t.name] for t in tables)
-    for device, shard, run in ((d, shard, of_ids.index(run_of(p.kind, shard.table)))
-                               for p in given for d, shard in shards_on(p)):
-        resident, arrived, entered, lookups, _, on_host = sums_of(of_ids[run], shard, problem)
-        memory[device, :SUMS] += resident, arrived, on_host
-        memory[device, [SUMS + run, SUMS + len(of_ids) + run]] += entered, lookups
-    collections = sorted({(run.collection, run.sequence) for run in of_ids})
-    is_last = np.zeros((len(layouts), len(topology)), np.int64)
-    for layout, group in groups:
-        is_last[layouts.index(layout), group[-1]] = 1
-    return {
-        "local_outputs": np.array(outputs, float) / cache.size,
-        "local_ids": cache.local_ids,
-        "bucketized": np.array([[IDS_ALIVE * local * bucketized_bytes(cache.table(s), job, len(of[y]))
-                                 * y.divides_rows for s in ticking(range(len(cache)))] for y in layouts],
-                               float).reshape(len(layouts), len(cache)),
-        "stepped": np.array([[stepped_bytes(y, Shard.whole(cache.table(s)), problem)
-                              for s in range(len(cache))] for y in layouts],
-                            float).reshape(len(layouts), len(cache)),
-        "rank": np.array([min(rank[shard.table.name] for shard in bundle) for bundle in strips], np.int64),
-        "waiting_ids": BATCHES * batch_bytes(problem), "is_last": is_last,
-        "run_collection": np.array([collections.index((run.collection, run.sequence)) for run in of_ids]),
-        "run_sequence": np.array([run.sequence for run in of_ids], dtype=bool),
-        "given_memory": memory, "given_runs": runs,
-        "given_every": IDS_ALIVE * sum(b.permuted + b.bucketized for b in batches.values()),
-        "given_stepped": float(max((b.stepped for b in batches.values()), default=0)),
-        "host_free": float(topology.memory[0].bytes) if topology.memory else np.inf,
-        "run_replicas": np.array([run.local_batch for run in of_ids], dtype=bool)}
+    return found, parts
 
 
 def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
@@ -381,19 +331,22 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     copies = fixed.shared_codes[y, may]
     total, size = codes.sum(0), fixed.shared_size[y, may]
     outputs = fixed.outputs[fixed.shard[may, fixed.size[may]]]
-    of_byte = ((fixed.own + fixed.busiest + fixed.host_busiest * n / len(space.problem.topology.hosts))[0]
-               / n + fixed.total[0])
+    of_byte = ((fixed.own + fixed.busiest + fixed.host_busiest * n / len(space.problem.topology.hosts)) / n
+               + fixed.total)[fixed.kind[may]]
 
     def divided_ms(left: np.ndarray) -> np.ndarray:
         """ms of these encodings, divided evenly over the devices."""
         return model.head(np.maximum(left, 0) / n) * n / speed
 
-    beside = copies.sum(0)  # price a table among the others, as they share one op
+    [group] = np.flatnonzero(fixed.group_layout == y)
+    given, once = fixed.given_codes[group], fixed.shared_once[y] * (fixed.given_size[group] == 0)
+    beside = given + copies.sum(0)  # price a table among the others, as they share one op
     extra = ((model.head(beside[None]) - model.head(np.maximum(beside - copies, 0))) / slowest
              + fixed.shared_total[y] * size)
     saved = divided_ms(total[None]) - divided_ms(total - codes[may]) + of_byte * outputs
     order = np.argsort(extra - saved, kind="stable")
-    step = (divided_ms(total - np.cumsum(codes[may[order]], 0)) - of_byte * np.cumsum(outputs[order])
-            + model.head(np.cumsum(copies[order], 0)) / slowest + fixed.shared_once[y]
+    step = (divided_ms(total - np.cumsum(codes[may[order]], 0)) - np.cumsum((of_byte * outputs)[order])
+            + model.head(given + np.cumsum(copies[order], 0)) / slowest + once
             + fixed.shared_total[y] * np.cumsum(size[order]))
-    return may[order[:int(step.argmin()) + 1]] if step.min() < divided_ms(total[None])[0] else may[:0]
+    none = divided_ms(total[None])[0] + model.head(given[None])[0] / slowest
+    return may[order[:int(step.argmin()) + 1]] if step.min() < none else may[:0]

@@ -5,8 +5,9 @@ Shapes: S strips, D devices. Strips and units are defined in shard_cost_cache.py
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -32,11 +33,13 @@ if TYPE_CHECKING:  # numba takes a second to import, and only searches need it
 
 _SPLITS = (np.inf, 1.2, 1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Greedy starts cut tables that cost more than this share of a device's mean load."""
+_REFINED = 3
+"""Greedy plans of a kind that are refined."""
 _MISSES = 5
 """After so many cuts without a cheaper greedy plan, cutting ends."""
-_DIVIDED = (1.0, 0.5, 0.25)
+_DIVIDED = (1.0, 0.5, 0.25, 0.1, 0.03)
 """Other starts divide the rows of tables that cost more than these shares."""
-_COPIED = (0.0, 0.25, 0.5, 0.75, 1.0)
+_COPIED = tuple(eighths / 8 for eighths in range(9))
 """Shares of the tables that starts copy, where the others have their rows divided."""
 _TIGHT, _SMALL = 0.8, (0.3, 0.2, 0.1, 0.05)
 """When memory is tight, further starts cut tables by size.
@@ -161,12 +164,12 @@ class Starts:
         With all tables shared there is no op of whole rows, and no exchange for it. Those that do better on
         all devices, or cannot be divided, may be there.
         """
-        whole = np.flatnonzero(space.fixed.may_share[y])
-        single = self._single_ms(space.fixed, whole, space.fixed.size[whole])
-        all_ms = self._single_ms(space.fixed, np.arange(len(space.fixed.size)), space.fixed.size)
-        mean_ms = all_ms.sum() / space.fixed.speed.sum()
-        large = [whole[single > share * mean_ms] for share in _DIVIDED]
-        yield self._cheapest(space, [self._with(space, s, y) for s in large if len(s)])
+        fixed, whole = space.fixed, np.flatnonzero(space.fixed.may_share[y])
+        alone = self._alone_ms(fixed, np.arange(len(fixed.size)), fixed.size)
+        mean_ms = alone.sum() / fixed.speed.sum()
+        large = {len(s): s for s in (whole[alone[whole] > share * mean_ms] for share in _DIVIDED) if len(s)}
+        ways = [self._with(space, s, y) for s in large.values()]
+        yield self._cheapest(space, ways)
         yield self._cheapest(space, [self._with(space, whole, y), *self._with_copies(space, whole, y)])
 
     def _with_copies(self, space: SearchSpace, whole: np.ndarray,
@@ -177,72 +180,77 @@ class Starts:
         """
         may_share = space.fixed.may_share
         for z in (z for z, layout in enumerate(space.layouts) if not layout.divides_rows):
-            worth = self._worth_copying(space, z)
-            copied = np.union1d(worth, np.flatnonzero(may_share[z] & ~may_share[y]))
-            if len(copied):
-                n, on_all = self._with(space, copied, z)
-                also, in_groups = self._with(space, np.setdiff1d(whole, copied), y)
-                yield np.minimum(n, also), np.concatenate([on_all, in_groups])
+            only = np.flatnonzero(may_share[z] & ~may_share[y])
+            for copied in (np.union1d(s, only) for s in self._copies(space, z) or [only]):
+                if len(copied):
+                    n, on_all = self._with(space, copied, z)
+                    also, in_groups = self._with(space, np.setdiff1d(whole, copied), y)
+                    yield np.minimum(n, also), np.concatenate([on_all, in_groups])
 
     def _copied(self, space: SearchSpace, placed: Sequence[tuple[Shard, int]], y: int) -> Start | None:
-        """A plan by columns, with tables on all devices where that pays. None if it pays nowhere, or does not
-        fit."""
-        worth = self._worth_copying(space, y)
-        if not len(worth):
-            return None
+        """A plan by columns, with as many tables on all devices as pays and fits. None if none do."""
         [group] = np.flatnonzero(space.fixed.group_layout == y)
-        copied = {space.cache.table(s).name for s in [*worth, *space.divided]}
-        left = [(shard, d) for shard, d in placed if shard.table.name not in copied]
-        start = self._placed(space, left, space.sharing(_pairs(worth, group)))
-        return start if start.state.value[self.compiled.OVER] == 0 else None
+        for strips in self._copies(space, y):
+            copied = {space.cache.table(s).name for s in [*strips, *space.divided]}
+            left = [(shard, d) for shard, d in placed if shard.table.name not in copied]
+            start = self._placed(space, left, space.sharing(_pairs(strips, group)))
+            if start.state.value[self.compiled.OVER] == 0:
+                return start
+        return None
 
     def _replicated(self, space: SearchSpace, y: int, fits: bool) -> Iterator[Start | None]:
         """Starts with tables on all devices where that pays.
 
         If nothing fits yet, a start replicates the tables that take less memory so.
         """
-        worth = self._worth_copying(space, y)
-        every = np.flatnonzero(space.fixed.may_share[y])
-        some = [worth[:len(worth) // k] for k in (4, 2, 1)]
-        start = self._cheapest(space, [*(self._with(space, s, y) for s in (*some, every) if len(s)),
-                                       *([self._with(space, worth, y, np.inf)] if len(worth) else ())])
+        copies, every = self._copies(space, y), np.flatnonzero(space.fixed.may_share[y])
+        start = self._cheapest(space, [*(self._with(space, s, y) for s in (*copies, every)),
+                                       *(self._with(space, s, y, np.inf) for s in copies)])
         yield start
         if not fits and start is None:
             less = space.shared_bytes[y] < space.whole_bytes / 2
             saving = space.fixed.may_share[y] & less
             yield self._cheapest(space, [self._with(space, np.flatnonzero(saving), y)])
 
-    def _worth_copying(self, space: SearchSpace, y: int) -> np.ndarray:
-        """[N] strips that are better on all devices in layout y: as many as fit beside all others, uncut."""
+    def _copies(self, space: SearchSpace, y: int) -> list[np.ndarray]:
+        """Strips that are better on all devices in layout y, and shares of them, as all may not fit."""
         worth = self.spaces.worth_copying(space, self.model, y)
-        # More copies take more memory, but fewer outputs are exchanged. So begin with most of them.
-        n, fit, fail, step = len(worth), 0, len(worth) + 1, 1
-        while n > fit:
-            parts, shared = self._with(space, worth[:n], y, np.inf)
-            if self._greedy(space, parts, space.sharing(shared)) is not None:
-                fit = n
-            else:
-                fail, step = n, 2 * step
-            n = (fit + fail) // 2 if fit else n - step // 2
-        return worth[:fit]
+        shares = _COPIED[::4] if self.spaces.is_large(space.cache) else _COPIED
+        numbers = dict.fromkeys(math.ceil(share * len(worth)) for share in reversed(shares))
+        return [worth[:n] for n in numbers if n]
 
     def _cheapest(self, space: SearchSpace, ways: Sequence[tuple[np.ndarray, np.ndarray]]) -> Start | None:
-        """The cheapest of some greedy plans. None if none fits.
+        """The cheapest of some greedy plans. If none fits, the same with tables cut further. None: none fits.
 
         ways: number of shards of each strip [S], and the pairs of shared strips.
+        """
+        large = self.spaces.is_large(space.cache)
+        found = list(self._placed_greedily(space, ways))
+        if not (found or large):
+            cut = ((self._small(space, share, n), pairs) for n, pairs in ways for share in _SMALL)
+            found = list(self._placed_greedily(space, cut))
+        found.sort(key=lambda x: x[0])
+        if not large:
+            found = [self._refined(space, *x) for x in found[:_REFINED]]
+        best = min(found, key=lambda x: x[0], default=None)
+        return None if best is None else Start(space, best[1], space.among_groups(best[1].group))
 
-        The best plan is then refined, as EMBark's planner does.
+    def _placed_greedily(self, space: SearchSpace, ways: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[
+            tuple[float, State, np.ndarray, np.ndarray]]:
+        """Cost, plan, numbers of shards and pairs of each way that fits."""
+        for n, pairs in ways:
+            shared = space.sharing(pairs)
+            if (state := self._greedy(space, n, shared)) is not None:
+                yield state.value[self.compiled.BEST], state, n, shared
+
+    def _refined(self, space: SearchSpace, least: float, best: State, n: np.ndarray,
+                 shared: np.ndarray) -> tuple[float, State]:
+        """A greedy plan refined, as EMBark's planner does, and its cost.
+
         The costliest strip on the slowest device is cut once more, as long as that helps.
         """
-        best, least, begin = None, np.inf, None
-        for n, shared in ways:
-            shared = space.sharing(shared)
-            state = self._greedy(space, n, shared)
-            if state is not None and state.value[self.compiled.BEST] < least:
-                best, least, begin = state, state.value[self.compiled.BEST], (n, shared)
-        state, misses = best, 0
-        while state is not None and misses < _MISSES and not self.spaces.is_large(space.cache):
-            n, shared = begin
+        state, misses, n = best, 0, n.copy()
+        while state is not None and misses < _MISSES:
             worst = state.number[self.compiled.WORST]
             last = state.strips[worst, :state.count[worst]]
             if not len(last):
@@ -251,31 +259,38 @@ class Starts:
             if not space.fixed.may_split[hottest] or n[hottest] >= min(len(space.fixed.free),
                                                                        space.fixed.size[hottest]):
                 break
-            # `begin` keeps this array: further cuts add to it.
             n[hottest] += 1
             state = self._greedy(space, n, shared)
             misses += 1
             if state is not None and state.value[self.compiled.BEST] < least:
                 best, least, misses = state, state.value[self.compiled.BEST], 0
-        return None if best is None else Start(space, best, space.among_groups(best.group))
+        return least, best
 
     def _greedy(self, space: SearchSpace, n: np.ndarray, shared: np.ndarray) -> State | None:
         """Place strips in n [S] shards by falling cost; if that fails, by falling size. 0 leaves a strip out.
+
+        Cost is that of the op, and that of the op with its exchange: the cheaper plan of both.
 
         None if neither fits, or if the budget has no time for another plan.
         """
         if not self._has_time():
             return None
-        fixed, shards, before_s = space.fixed, self._shards(space, n), self.meter.seconds()
-        size = space.bytes[fixed.shard[shards[:, 0], shards[:, 1]]]
-        for order in (np.arange(len(shards)), np.lexsort((-size, space.choice[shards[:, 0]]))):
-            state = self._state(space)
+        fixed, shards, found = space.fixed, self._shards(space, n), []
+        strips, units = shards.T
+        costs = [self._single_ms(fixed, strips, units), self._alone_ms(fixed, strips, units)]
+        costs = costs[:1] if self.spaces.is_large(space.cache) else costs
+        for i, key in enumerate([*costs, space.bytes[fixed.shard[strips, units]]]):
+            if found and (i == len(costs) or not self._has_time()):
+                break
+            state, before_s = self._state(space), self.meter.seconds()
             self.compiled.share(self.head, fixed, state, shared)
-            if self.compiled.greedy(self.head, fixed, state, np.ascontiguousarray(shards[order])):
+            # Strips with fewest devices go first.
+            order = np.ascontiguousarray(shards[np.lexsort((-key, space.choice[strips]))])
+            if self.compiled.greedy(self.head, fixed, state, order):
                 self.compiled.refresh(self.head, fixed, state)
+                found.append(state)
                 self._greedy_s = max(self._greedy_s or 0.0, self.meter.seconds() - before_s)
-                return state
-        return None
+        return min(found, key=lambda s: s.value[self.compiled.BEST], default=None)
 
     def _has_time(self) -> bool:
         """Tell if one more greedy plan ends in the first half of the budget. There is always one."""
@@ -309,8 +324,10 @@ class Starts:
                 break
         return self._cuts(space, share, strips), np.stack([strips, groups[of]], 1).astype(np.int64)
 
-    def _small(self, space: SearchSpace, share: float) -> np.ndarray:
+    def _small(self, space: SearchSpace, share: float, least: np.ndarray | None = None) -> np.ndarray:
         """[S] number of shards of each strip, so that none takes more than a share of a device's mean memory.
+
+        least: [S] numbers that are kept if they are larger, or 0.
 
         0 for strips that are always shared.
         """
@@ -318,7 +335,7 @@ class Starts:
         wanted = -(-space.whole_bytes // most_bytes)
         n = np.where(fixed.may_split, np.clip(wanted, space.cache.least_parts, fixed.size), 1)
         n[space.divided] = 0
-        return n
+        return n if least is None else np.where(least > 0, np.maximum(n, least), 0)
 
     def _cuts(self, space: SearchSpace, share: float, everywhere: Sequence[int] = ()) -> np.ndarray:
         """[S] number of shards by columns, so that none costs more than a share of a device's mean load.
@@ -335,19 +352,21 @@ class Starts:
         return n * np.maximum(parts, space.cache.least_parts)
 
     def _shards(self, space: SearchSpace, n: np.ndarray) -> np.ndarray:
-        """[N, 2] strips and units of n [S] equal shards, in the order of placing.
-
-        Strips with fewest devices go first, then the costliest shards.
-        """
+        """[N, 2] strips and units of n [S] equal shards."""
         fixed, strip = space.fixed, np.repeat(np.arange(len(n)), n)
         i, of = np.arange(len(strip)) - np.repeat(np.cumsum(n) - n, n), n[strip]
         units = fixed.size[strip] * (i + 1) // of - fixed.size[strip] * i // of
-        order = np.lexsort((-self._single_ms(fixed, strip, units), space.choice[strip]))
-        return np.ascontiguousarray(np.stack([strip, units], 1)[order], dtype=np.int64)
+        return np.stack([strip, units], 1).astype(np.int64)
 
     def _single_ms(self, fixed: SearchProblem, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
         """[N] ms of ops with one shard each, at speed 1."""
         return np.asarray(self.model.head(fixed.codes[fixed.shard[strips, units]]))
+
+    def _alone_ms(self, fixed: SearchProblem, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
+        """[N] ms of steps with one shard each: of its op, and of the exchange of its outputs and ids."""
+        shard, kind, each_ms = fixed.shard[strips, units], fixed.kind[strips], fixed.own + fixed.busiest
+        return (self._single_ms(fixed, strips, units) + each_ms[kind] * fixed.outputs[shard]
+                + each_ms[fixed.ids_by[kind]] * fixed.ids[shard])
 
     def of_plan(self, placements: Sequence[Placement], kind: str) -> Start:
         """A plan as a start in its own space."""

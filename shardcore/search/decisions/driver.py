@@ -16,14 +16,14 @@ the same budget, and a decision that also proposes the problem as it is never ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from shardcore import progress
-from shardcore.cost.model import CostModel
+from shardcore.cost.model import CostModel, require_model
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.limits import require
+from shardcore.limits import require, require_type
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.ledger import ENTRY, Entry, Ledger
 from shardcore.search.sharders import Sharder
@@ -154,6 +154,13 @@ def decide(problem: Problem, model: CostModel, decisions: Sequence[Decision], se
     Raises ShardCoreError for decisions that cannot be combined, and as each of them does. If no proposal has
     a plan, it raises what the search of the first raised, or Infeasible.
     """
+    require_type(problem, Problem, "problem", "a Problem")
+    require_model(model)
+    require_type(decisions, Iterable, "decisions", "a list of decisions, such as [Groups()], or []")
+    decisions = list(decisions)
+    for one in decisions:
+        require_type(one, Decision, "a decision", "a Decision, such as Groups()")
+    require_type(search, Callable, "search", 'a sharder, such as SHARDERS["portfolio"]')
     nested = sorted(decisions, key=lambda decision: decision.level)
     for i, one in enumerate(nested):
         for other in nested[i + 1:]:

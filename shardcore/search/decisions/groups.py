@@ -28,6 +28,7 @@ import numpy as np
 from shardcore.cost.model import CostModel, price
 from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import CHANNELS, Channel, shards_on
+from shardcore.limits import require_types
 from shardcore.memory import held_bytes, host_bytes, used_bytes
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.sharders import SHARDERS
@@ -125,16 +126,19 @@ class Groups(Decision):
     sync_every: steps from one synchronisation of the replicas to the next.
     """
 
-    size: str = "auto"
+    size: str | int = "auto"
     sync_every: int = 1
 
     name: ClassVar[str] = "sharding groups"
     level: ClassVar[int] = 1
 
+    def __post_init__(self) -> None:
+        require_types(self, "groups")
+
     def proposals(self, problem: Problem, model: CostModel,
                   seconds: float | None) -> Generator[InGroups, Outcome, None]:
         """Every size in both layouts, the largest first. All devices as one group are the plain problem."""
-        ways = groupings(problem, self.sync_every, require_size(self.size, problem))
+        ways = groupings(problem, self.sync_every, require_size(str(self.size), problem))
         for i, grouping in enumerate(ways):
             refused = own = None
             try:

@@ -25,7 +25,7 @@ import numpy as np
 from shardcore.constraints import require_tower_hosts
 from shardcore.cost.model import CostModel
 from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.limits import require, require_within
+from shardcore.limits import require, require_types, require_within
 from shardcore.memory import gib, held_bytes
 from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.search.budget import Budget
@@ -102,6 +102,9 @@ class OnTowers(Decision):
     name: ClassVar[str] = "towers"
     level: ClassVar[int] = 4
     against: ClassVar[Mapping[str, str]] = {"sharding groups": "towers are of all hosts of a problem"}
+
+    def __post_init__(self) -> None:
+        require_types(self, "towers")
 
     def proposals(self, problem: Problem, model: CostModel,
                   seconds: float | None) -> Generator[OnHosts, Outcome, None]:

@@ -1,43 +1,133 @@
 """Annealing's own count of memory: to the byte what its plans take, of all kinds."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from cuts import draw_all_kinds, with_memory
+from shapes import on_hosts
 
+from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.memory import fits, used_bytes
+from shardcore.layouts import merged, run_of, shards_on
+from shardcore.memory import fits, host_bytes, used_bytes
+from shardcore.op_limits import may_bind, most_features, op_ids, require_ops
+from shardcore.search.anneal.compiled import SUMS
+from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search, copy_of
 from shardcore.search.budget import Budget
 from shardcore.search.packing import roomiest
 from shardcore.search.shards import priced
-from shardcore.types import Problem, Setting
+from shardcore.topology import Memory
+from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 
 
-def in_one_collection(problem: Problem) -> Problem:
-    """The problem with the tables of its bundle in one collection: annealing knows bundles as one op."""
-    [group] = problem.constraints.together
-    return replace(problem, tables=tuple(
-        replace(t, sequence=False, collection="left") if t.name in group else t for t in problem.tables))
+def model_of(problem: Problem) -> AnalyticModel:
+    return AnalyticModel(Setting(problem.topology.hardware or "made-up", problem.global_batch,
+                                 problem.precision, problem.optimizer))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_plan_takes_what_annealing_counts_to_the_byte(seed):
-    """Every second problem has just enough memory."""
-    problem = in_one_collection(draw_all_kinds(seed))
-    if seed % 2:
-        _, lacks = roomiest(with_memory(problem, (1,) * 4))
-        problem = with_memory(problem, (int(1.02 * (lacks + 1)),) * 4)
-    model = AnalyticModel(Setting(problem.topology.hardware or "made-up", problem.global_batch,
-                                  optimizer=problem.optimizer))
-    search = Search(problem, model, Budget(evals=2000).start(), seed)
-    for _ in search.rounds("all"):
+def annealed(problem: Problem, seed: int = 0, kind: str = "all") -> Search:
+    search = Search(problem, model_of(problem), Budget(evals=2000).start(), seed)
+    for _ in search.rounds(kind):
         pass
-    plan = priced(search.placements, problem, model)
+    return search
+
+
+def require_exact(search: Search) -> Plan:
+    """The plan that a search found takes what annealing counts."""
+    problem = search.problem
+    plan = priced(search.placements, problem, search.model)
     assert fits(plan, problem)
     # What is left is exact where it is less than nothing.
     none_free = np.full(len(problem.topology), -1e-300)
     state = copy_of(search.best.state)
     search.compiled.refresh(search.head, search.best.fixed._replace(free=none_free), state)
     assert (-state.left).tolist() == used_bytes(plan, problem)
+    on_host = Counter({host: 0 for host in problem.topology.hosts})
+    for placement in plan.placements:
+        for d, shard in shards_on(placement):
+            on_host[problem.topology.devices[d].host] += host_bytes(shard, problem)
+    assert state.on_host.tolist() == list(on_host.values())
+    return plan
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_plan_takes_what_annealing_counts_to_the_byte(seed):
+    """Every second problem has just enough memory, and half have caches in it."""
+    problem = draw_all_kinds(seed, caches=seed % 4 > 1)
+    if seed % 2:
+        _, lacks = roomiest(with_memory(problem, (1,) * 4))
+        problem = with_memory(problem, (int(1.02 * (lacks + 1)),) * 4)
+    require_exact(annealed(problem, seed))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_plan_costs_what_annealing_counts_with_tables_of_fixed_kinds(seed):
+    """Some of these share an op, and collectives, with tables that annealing places."""
+    drawn = draw_all_kinds(seed, caches=seed % 2)
+    # Ranges of rows are equal. A bundle runs as its first table in annealing's cost.
+    tables = tuple(replace(t, rows=-(-t.rows // 4) * 4) for t in drawn.tables)
+    problem = replace(drawn, tables=tables, constraints=replace(drawn.constraints, together=()))
+    search = annealed(problem, seed)
+    plan = priced(search.placements, problem, search.model)
+    assert search.best.ms == pytest.approx(plan.provenance["predicted_ms"], rel=1e-9)
+
+
+def test_ordered_row_ranges_run_in_the_op_of_tables_of_a_fixed_kind():
+    """Each range is a strip then, and no group of devices has that op."""
+    tables = (Table("large", 4000, 64, 4.0, ordered=True), *(Table(f"t{i}", 400, 16, 4.0) for i in range(4)),
+              Table("fixed", 800, 32, 3.0))
+    topology = on_hosts("xyxy", 1 << 40, hardware="cpu-some")
+    problem = Problem("p", tables, topology, 64, constraints=Constraints(kinds=(("fixed", ("row",)),),
+                                                                         min_widths=(("large", 64),)))
+    whole = used_bytes(priced([Placement("column", Shard.whole(t), (0,)) for t in tables[:1]]
+                              + [Placement("column", Shard.whole(t), (1,)) for t in tables[1:5]],
+                              problem, model_of(problem)), problem)
+    problem = with_memory(problem, (int(0.6 * max(whole)),) * 4)
+    search = annealed(problem)
+    plan = require_exact(search)
+    assert "row" in {run.name for run in search.best.space.cache.kinds}
+    assert {p.kind for p in plan.placements if p.shard.table.name in ("large", "fixed")} == {"row"}
+    assert search.best.ms == pytest.approx(plan.provenance["predicted_ms"], rel=1e-9)
+
+
+def test_rows_in_host_memory_count_also_where_groups_share_their_tables():
+    tables = tuple(Table(f"t{i}", 64 * (i + 1), 16, 4.0, load_factor=0.25) for i in range(6))
+    topology = on_hosts("xyxy", 1 << 30, hardware="cpu-some", memory=(Memory("host", 1 << 30, 25.0),))
+    plan = Plan(tuple(Placement("row", Shard.whole(t), topology.ranks) for t in tables))
+    problem = Problem("p", tables, topology, 64)
+    search = Search(problem, model_of(problem), Budget(evals=10).start(), 0)
+    [start] = search.starts.resharded(Reshard(plan, tables=0), "all"),
+    search.best = start
+    assert require_exact(search).placements == plan.placements
+
+
+@pytest.mark.parametrize("kind", ["all", "columns"])
+@pytest.mark.parametrize("seed", range(4))
+def test_an_op_has_no_more_features_and_ids_than_fbgemm_runs(seed, kind):
+    """All devices together may run few more features than there are. Most lookups are of few tables."""
+    rng, batch, most = np.random.default_rng(seed), 1 << 20, most_features(1 << 20)
+    topology = on_hosts("xyxy", 1 << 50, hardware="nvidia-h200")
+    share = rng.dirichlet(np.full(20, 2.0))
+    tables = tuple(Table(f"t{i}", int(rng.integers(10**5, 10**6)), int(rng.choice([8, 16])),
+                         float(rng.choice([0.01, 40.0], p=[0.7, 0.3])), features=1 + int(3.6 * most * x))
+                   for i, x in enumerate(share))
+    problem = Problem("p", tables, topology, batch, constraints=Constraints(together=(("t0", "t1"),)))
+    assert may_bind(problem)
+    search = annealed(problem, seed, kind)
+    plan = require_exact(search)
+    require_ops(plan, problem)
+    counted, fixed = search.best.state.memory, search.best.fixed
+    n, first = len(search.best.space.runs), SUMS
+    features, ids = np.zeros((2, len(topology), n))
+    for placement in merged(plan.placements):
+        for d, shard in shards_on(placement):
+            run = run_of(placement.kind, shard.table)
+            r = search.best.space.runs.index(run)
+            features[d, r] += shard.table.features
+            ids[d, r] += op_ids(run, shard, problem)
+    assert counted[:, first + n:first + 2 * n] == pytest.approx(ids)
+    assert counted[:, first + 2 * n:].tolist() == features.tolist()
+    assert len(fixed.most_features) == n

@@ -22,7 +22,6 @@ from shardcore.search.anneal import compiled
 from shardcore.search.anneal import search_space as spaces
 from shardcore.search.anneal.rates import exchange_rates
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.anneal.starts import Starts
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.step.links import links_of
 from shardcore.topology import Device, Topology
@@ -374,12 +373,12 @@ def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_pla
     """A first plan there is, however long it takes; the others end in the first half of the budget."""
     clock, begun = Clock(), []
     monkeypatch.setattr(progress, "time", clock)
-    state, anneal = Starts._state, compiled.anneal
+    greedy, anneal = compiled.greedy, compiled.anneal
 
-    def slowly(self, space):
+    def slowly(*args):
         begun.append(clock.now - 1000)
         clock.now += each_s
-        return state(self, space)
+        return greedy(*args)
 
     def annealed_slowly(*args):
         assert clock.now < 1010
@@ -387,15 +386,15 @@ def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_pla
         clock.now += 1.0
         return anneal(*args)
 
-    monkeypatch.setattr(Starts, "_state", slowly)
+    monkeypatch.setattr(compiled, "greedy", slowly)
     monkeypatch.setattr(compiled, "anneal", annealed_slowly)
     problem = draw_problem(1, 20, [8 * MIB] * 4)
     plan = SHARDERS[algorithm](problem, model_for(problem), budget=Budget(seconds=10.0))
     check_plan(plan, problem)
-    greedy = [s for s in begun[:begun.index("anneal")] if s != "anneal"] if annealed else begun
-    assert len(greedy) == greedy_plans if each_s > 1 else len(greedy) >= greedy_plans, greedy
+    starts = begun[:begun.index("anneal")] if annealed else begun
+    assert len(starts) == greedy_plans if each_s > 1 else len(starts) >= greedy_plans, starts
     assert begun.count("anneal") >= annealed
-    assert all(s + each_s <= 5 for s in greedy[1:])
+    assert all(s + each_s <= 5 for s in starts[1:])
 
 
 def test_the_parts_of_tables_are_priced_once(monkeypatch):

@@ -7,12 +7,19 @@ there are, on their order and on which of them have tables cut by columns.
 A step has four stages. In each, runs take turns. Before and after its own turn, a run holds something, too.
 So one pass over the runs gives all phases: no list of them is needed.
 
+Caches are always there. FBGEMM's limits of an op count as bytes, as in memory_account.py.
+
 t is a stage, i a run's place in the order.
 """
 
 import math
 
+import numpy as np
+
 from shardcore.compiling import inner
+from shardcore.memory import CACHE_SET_ROWS
+from shardcore.memory_account import OF_OP
+from shardcore.op_limits import MOST_IDS
 from shardcore.search.anneal.compiled.records import (
     ARRIVED,
     DENSE_PART,
@@ -32,14 +39,23 @@ from shardcore.search.anneal.compiled.records import (
 
 
 @inner
-def add(fx, row, sums, run):
-    """Add a shard's sums [5] to a device's row."""
-    n = len(fx.run_collection)
-    row[RESIDENT] += sums[0]
-    row[ARRIVED] += sums[1]
-    row[ON_HOST] += sums[5]
-    row[SUMS + run] += sums[2]
-    row[SUMS + n + run] += sums[3]
+def shared_row(fx, e, y, s):
+    """Row in fx.sums of strip s, shared in layout y: on each device of a group but the last
+    (e = 0), or on the last."""
+    return len(fx.added_ms) + (e * len(fx.shared_once) + y) * len(fx.size) + s
+
+
+@inner
+def add(fx, row, shard, run):
+    """Add a shard's sums to a device's row."""
+    n, of = len(fx.run_collection), fx.sums[shard]
+    row[RESIDENT] += of[0]
+    row[ARRIVED] += of[1]
+    row[ON_HOST] += of[5]
+    row[SUMS + run] += of[2]
+    row[SUMS + n + run] += of[3]
+    for i in range(fx.more_at[shard], fx.more_at[shard + 1]):
+        row[fx.more_column[i]] += fx.more[i]
 
 
 @inner
@@ -51,6 +67,12 @@ def add_change(fx, row, was, then, run):
     row[ON_HOST] += fx.sums[then, 5] - fx.sums[was, 5]
     row[SUMS + run] += fx.sums[then, 2] - fx.sums[was, 2]
     row[SUMS + n + run] += fx.sums[then, 3] - fx.sums[was, 3]
+    # Most problems have nothing more, and this is the innermost loop of a trial.
+    if len(fx.more) > 0:
+        for i in range(fx.more_at[was], fx.more_at[was + 1]):
+            row[fx.more_column[i]] -= fx.more[i]
+        for i in range(fx.more_at[then], fx.more_at[then + 1]):
+            row[fx.more_column[i]] += fx.more[i]
 
 
 @inner
@@ -149,15 +171,42 @@ def left_of(fx, st, d, row):
     if row[RESIDENT] == 0.0 and row[ARRIVED] == 0.0:
         return max(fx.free[d], 0.0)
     left, n_all = fx.free[d] - row[RESIDENT], len(fx.run_collection)
+    if len(fx.cache_at) > 0:
+        left -= padding(fx, row)
     # The sum of each run's largest phase is quick, and mostly enough.
     most = row[ARRIVED] + st.value[STEPPED] + st.frame_most[0]
     for i in range(st.number[N_RUNS]):
         r = st.order[i]
         most += fx.sums_most[r, 0] * row[SUMS + r] + fx.sums_most[r, 1] * row[SUMS + n_all + r]
-    enough = left - st.value[EVERY] - most
-    if enough >= 0.0:
-        return enough
-    return left - math.floor(st.value[EVERY] + peak(fx, st, row) + 0.5)
+    found = left - st.value[EVERY] - most
+    if found < 0.0:
+        found = left - math.floor(st.value[EVERY] + peak(fx, st, row) + 0.5)
+    if len(fx.most_features) > 0:
+        found = min(found, left_of_ops(fx, row))
+    return found
+
+
+@inner
+def padding(fx, row):
+    """Bytes of a device's caches beyond those that are resident, as memory.Caches counts them."""
+    beyond = -row[fx.cache_at[0] - 1]
+    for c in range(len(fx.cache_at) - 1):
+        first, widest = fx.cache_at[c], fx.cache_at[c + 1] - 1
+        # A cache's rows are as wide as its widest shard. Widths ascend.
+        while widest > first and row[widest] == 0.0:
+            widest -= 1
+        beyond += math.ceil(row[first] / CACHE_SET_ROWS) * CACHE_SET_ROWS * fx.cache_row_bytes[widest]
+    return beyond
+
+
+@inner
+def left_of_ops(fx, row):
+    """Bytes as which features and ids count that FBGEMM could still have in the op that has fewest left."""
+    left, n = np.inf, len(fx.run_collection)
+    for r in range(n):
+        left = min(left, OF_OP * (MOST_IDS - row[SUMS + n + r]),
+                   OF_OP * (fx.most_features[r] - row[SUMS + 2 * n + r]))
+    return left
 
 
 @inner

@@ -4,6 +4,7 @@ An array with no rows means "does not apply".
 
 Shapes: S strips, U most units of a strip, R shards, F features, D devices, H hosts.
 P parameters, L log entries, K kinds of what single devices hold, N runs (memory_account.py).
+M columns of State.memory.
 X exchanges: one of outputs for each kind, then one of ids for each kind and layout.
 Y layouts of what groups of devices share, G groups.
 
@@ -30,7 +31,7 @@ class SearchProblem(NamedTuple):
     shard: int32[:, ::1]  # [S, U + 1] number of the shard with so many units; number 0 is nothing
     codes: float64[:, ::1]  # [R, F] encoding of a shard
     added_ms: float64[::1]  # [R] ms that a shard adds to a fused op
-    sums: float64[:, ::1]  # [R, 6] what it adds to a device's (memory_account.Sums)
+    sums: float64[:, ::1]  # [R + 2 Y S, 6] memory_account.Sums; then those of shared strips (shared_row)
     outputs: int64[::1]  # [R] bytes of the shard's outputs
     ids: int64[::1]  # [R] bytes of ids that the shard's device receives
     ids_by: int64[::1]  # [K] number of the exchange that brings them, K to X - 1
@@ -59,7 +60,6 @@ class SearchProblem(NamedTuple):
     group_of: int64[:, ::1]  # [Y, D] the device's group in each layout; -1: none
     may_share: boolean[:, ::1]  # [Y, S] whether groups may share the strip
     shared_codes: float64[:, :, ::1]  # [Y, S, F] encoding of each device's shard
-    shared_sums: float64[:, :, :, ::1]  # [2, Y, S, 6] as `sums`: on each device but the last, on the last
     is_last: int64[:, ::1]  # [Y, D] 1 where the device is the last of its group: its row range may be short
     shared_ids: int64[:, ::1]  # [Y, S] bytes of ids that each device receives
     shared_ids_by: int64[::1]  # [Y] number of the exchange that brings them
@@ -84,11 +84,22 @@ class SearchProblem(NamedTuple):
     turn_phases: int64[:, ::1]  # [N, 4] phases of a turn
     sums_most: float64[:, ::1]  # [N, 2] the largest of these multiples
     host_free: float64  # bytes of a host's memory; infinite where they are not given
+    # What some shards have in State.memory beyond their sums: limits, caches, and bundles of several runs.
+    more_at: int64[::1]  # [R + 2 Y S + 1] where in the following it begins
+    more_column: int64[::1]  # [..] column of State.memory; none: no shard has more
+    more: float64[::1]  # [..]
+    most_features: float64[::1]  # [N] features of an op that FBGEMM runs; none: no op has too many
+    cache_at: int64[::1]  # [caches + 1] columns where their counts begin (memory.Caches); none: no caches
+    cache_row_bytes: float64[::1]  # [M] bytes of a cache's row if its widest shard counts in this column
     # Tables that are on all devices in every plan.
-    given_memory: float64[:, ::1]  # [D, 3 + 2 N] as State.memory
+    given_memory: float64[:, ::1]  # [D, M] as State.memory
     given_runs: float64[:, ::1]  # [N, 4] State.run_shards, run_partial, run_outputs, run_rank
     given_every: float64  # bytes of their ids in a local batch
     given_stepped: float64  # bytes that the dense optimizer makes to update them
+    given_carried: int64[:, ::1]  # [D, X] as State.carried
+    given_sums: float64[:, :, ::1]  # [D, K, F] as State.sums
+    given_codes: float64[:, ::1]  # [G, F] as State.group_sums
+    given_size: float64[::1]  # [G] as State.group_size
     # Re-sharding limits.
     kept: int16[:, ::1]  # [S, D] units in the plan to start from; no rows: no limits
     weight: int64[::1]  # [S] bytes of weights of a unit
@@ -107,7 +118,7 @@ class State(NamedTuple):
     sums: float64[:, :, ::1]  # [D, K, F] summed encodings of each fused op
     ms: float64[:, ::1]  # [D, K] ms of each fused op at speed 1
     carried: int64[:, ::1]  # [D, X] bytes that exchanges carry: outputs of each kind, and ids
-    memory: float64[:, ::1]  # [D, 3 + 2 N] sums over a device's shards, see RESIDENT
+    memory: float64[:, ::1]  # [D, M] sums over a device's shards, see RESIDENT
     left: float64[::1]  # [D] bytes left, at least; exact where less than nothing
     load: float64[::1]  # [D] ms
     hosts: int64[:, ::1]  # [H, X] the same of each host
@@ -120,7 +131,7 @@ class State(NamedTuple):
     group_sums: float64[:, ::1]  # [G, F] summed encodings
     group_ms: float64[::1]  # [G] ms of the op on each of its devices, at speed 1
     group_size: float64[::1]  # [G] sum of shared_size
-    group_sums_of: float64[:, :, ::1]  # [2, G, 6] sums on each of its devices but the last, and on the last
+    group_memory: float64[:, :, ::1]  # [2, G, M] memory on each of its devices but the last, and on the last
     group_ids: int64[::1]  # [G] bytes of ids that each of its devices receives
     shared_ms: float64[::1]  # [D] ms of the ops of its groups, at speed 1
     own_ms: float64[::1]  # [D] ms of exchanges set by its own groups' sizes
@@ -129,7 +140,7 @@ class State(NamedTuple):
     trial_ms: float64[:, ::1]  # [2, K]
     trial_carried: int64[:, ::1]  # [2, X]
     on_host: float64[::1]  # [H] bytes in the hosts' memory
-    trial_memory: float64[:, ::1]  # [2, 3 + 2 N]
+    trial_memory: float64[:, ::1]  # [2, M]
     trial_left: float64[::1]  # [2]
     trial_load: float64[::1]  # [2]
     trial_all_carried: int64[::1]  # [X]
@@ -178,7 +189,8 @@ RESIDENT, ARRIVED, ON_HOST, SUMS = range(4)
 """Indices of State.memory.
 
 RESIDENT, ARRIVED, ON_HOST: of all runs, see Sums.
-SUMS + n: what entered of run n. SUMS + N + n: its lookups.
+SUMS + n: what entered of run n. SUMS + N + n: its lookups. SUMS + 2 N + n: its features, where FBGEMM's
+limits may bind. The others are counts of caches.
 """
 SLOT_BEFORE, SLOT_AFTER, SLOT_LINGERS, SLOT_PHASES = range(4)
 """Indices of a turn's slots. SLOT_PHASES + i is phase i."""
@@ -189,7 +201,7 @@ def empty(problem: SearchProblem, n_hosts: int, log_length: int, seed: int) -> S
     (n_strips, _), n_devices, n_features = problem.shard.shape, len(problem.free), problem.codes.shape[1]
     n_exchanges, n_groups = len(problem.own), len(problem.group_layout)
     n_kinds, n_runs = len(problem.ids_by), len(problem.run_collection)
-    sums = SUMS + 2 * n_runs
+    sums = problem.given_memory.shape[1]
     shapes = {
         "held": (n_strips, n_devices), "count": n_devices, "strips": (n_devices, n_strips),
         "sums": (n_devices, n_kinds, n_features), "ms": (n_devices, n_kinds),
@@ -198,7 +210,7 @@ def empty(problem: SearchProblem, n_hosts: int, log_length: int, seed: int) -> S
         "load": n_devices, "hosts": (n_hosts, n_exchanges), "all_carried": n_exchanges,
         "norm": (3, n_exchanges), "ref": (3, n_exchanges),
         "group": n_strips, "shared": n_strips, "group_sums": (n_groups, n_features), "group_ms": n_groups,
-        "group_size": n_groups, "group_sums_of": (2, n_groups, 6), "group_ids": n_groups,
+        "group_size": n_groups, "group_memory": (2, n_groups, sums), "group_ids": n_groups,
         "shared_ms": n_devices, "own_ms": n_devices, "moved": n_strips,
         "trial_sums": (2, n_kinds, n_features),
         "trial_ms": (2, n_kinds), "trial_carried": (2, n_exchanges),

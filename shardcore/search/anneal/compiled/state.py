@@ -4,7 +4,7 @@ from numba import float64, int64, void
 
 from shardcore.compiling import inner
 from shardcore.search.anneal.compiled.cost import cost_of, energy_of, load_of, power, total_of
-from shardcore.search.anneal.compiled.memory import add, all_left, expect, frame
+from shardcore.search.anneal.compiled.memory import add, all_left, expect, frame, shared_row
 from shardcore.search.anneal.compiled.pointers import WORDS, entry
 from shardcore.search.anneal.compiled.records import (
     BEST,
@@ -96,19 +96,20 @@ def undo(fx, st, until):
 @inner
 def recompute_groups(head, fx, st):
     """Compute group_* from `group`, and from them shared_ms and own_ms of each device."""
-    st.group_sums[:] = 0.0
-    st.group_size[:] = 0.0
-    st.group_sums_of[:] = 0.0
+    for g in range(len(st.group_size)):
+        st.group_size[g] = fx.given_size[g]
+        for f in range(st.group_sums.shape[1]):
+            st.group_sums[g, f] = fx.given_codes[g, f]
+    st.group_memory[:] = 0.0
     st.group_ids[:] = 0
     for i in range(st.number[N_SHARED]):
         s = st.shared[i]
         g = st.group[s]
         y = fx.group_layout[g]
         st.group_size[g] += fx.shared_size[y, s]
-        for e in range(2):
-            for i_sum in range(4):
-                st.group_sums_of[e, g, i_sum] += fx.shared_sums[e, y, s, i_sum]
         r = fx.shared_ids_by[y] - len(fx.ids_by)
+        for e in range(2):
+            add(fx, st.group_memory[e, g], shared_row(fx, e, y, s), r)
         st.run_shards[r] += 1
         st.run_outputs[r] += fx.local_outputs[s] * fx.size[s]
         st.run_rank[r] = min(st.run_rank[r], fx.rank[s])
@@ -146,22 +147,26 @@ def recompute(head, fx, st):
     for d in range(n_devices):
         for i in range(st.memory.shape[1]):
             st.memory[d, i] = fx.given_memory[d, i]
-    st.carried[:] = 0
+        for x in range(n_exchanges):
+            st.carried[d, x] = fx.given_carried[d, x]
     for y in range(len(fx.shared_once)):
         for d in range(n_devices):
-            if fx.group_of[y, d] >= 0:
-                add(fx, st.memory[d], st.group_sums_of[fx.is_last[y, d], fx.group_of[y, d]],
-                    fx.shared_ids_by[y] - n_kinds)
-                st.carried[d, fx.shared_ids_by[y]] += st.group_ids[fx.group_of[y, d]]
+            g = fx.group_of[y, d]
+            if g >= 0:
+                for i in range(st.memory.shape[1]):
+                    st.memory[d, i] += st.group_memory[fx.is_last[y, d], g, i]
+                st.carried[d, fx.shared_ids_by[y]] += st.group_ids[g]
     st.hosts[:] = 0
     st.all_carried[:] = 0
     for d in range(n_devices):
-        st.sums[d] = 0.0
+        for k in range(n_kinds):
+            for f in range(st.sums.shape[2]):
+                st.sums[d, k, f] = fx.given_sums[d, k, f]
         # Go over held strips only: most entries of `held` are 0.
         for i in range(st.count[d]):
             s = st.strips[d, i]
             shard, k = fx.shard[s, st.held[s, d]], fx.kind[s]
-            add(fx, st.memory[d], fx.sums[shard], fx.ids_by[k] - n_kinds)
+            add(fx, st.memory[d], shard, fx.ids_by[k] - n_kinds)
             expect(fx, st, s, int64(st.held[s, d]))
             st.carried[d, k] += fx.outputs[shard]
             st.carried[d, fx.ids_by[k]] += fx.ids[shard]
