@@ -125,9 +125,7 @@ def benches_for(workloads: Sequence[Workload], ranks: Iterable[int], setting: Se
     for request in requests:
         room[precision_in(request)] = max(room[precision_in(request)], _arena_bytes(request))
     room = {p: min(config.arena_bytes // len(precisions), n_bytes) for p, n_bytes in room.items()}
-    if reference:
-        of = precision_in(reference[0])
-        room[of] = max(room[of], *(s.bytes for s in reference[0].shards))
+    _grow(room, reference)
     return {p: KernelBench(replace(setting, precision=p), device, KernelConfig(arena_bytes=n_bytes))
             for p, n_bytes in room.items()}
 
@@ -136,14 +134,19 @@ def require_room(workloads: Sequence[Workload], setting: Setting, config: Config
                  reference: ReferenceOp | None) -> None:
     """Raise ShardCoreError for a shard that no bench of `benches_for` has room for."""
     room = dict.fromkeys(precisions := setting.precision.split("+"), config.arena_bytes // len(precisions))
-    if reference:
-        of = precision_in(reference[0])
-        room[of] = max(room[of], *(s.bytes for s in reference[0].shards))
+    _grow(room, reference)
     for shard in (s for w in workloads for ops in w.ops for op in ops for s in op.shards):
         if shard.bytes > room[shard.table.precision]:
             raise ShardCoreError(f"shard {shard.label} is {gib(shard.bytes)}; the arena holds "
                                  f"{gib(room[shard.table.precision])}: give more (--arena-gib, "
                                  "ReplayConfig.arena_bytes), as each rank has memory for")
+
+
+def _grow(room: dict[str, int], reference: ReferenceOp | None) -> None:
+    """Give a reference op the room that it needs, by precision."""
+    if reference:
+        of = precision_in(reference[0])
+        room[of] = max(room[of], *(s.bytes for s in reference[0].shards))
 
 
 def _arena_bytes(request: ComputeRequest) -> int:

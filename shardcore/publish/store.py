@@ -335,7 +335,8 @@ def write(root: str | Path, name: str, content: bytes) -> None:
 
 def _home(root: str | Path, name: str) -> Place:
     """A problem's folder. Raises ShardCoreError for a link, and for a name that no problem can have."""
-    if not isinstance(name, str) or not is_path_name(name):
+    name = name if isinstance(name, str) else repr(name)
+    if not is_path_name(name):
         raise ShardCoreError(f"problem {schema.show(name)} has no plans in {root}; names have letters, "
                              "digits and . _ -")
     if name in (REPORT, MODELS, INDEX):
