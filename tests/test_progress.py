@@ -1,8 +1,11 @@
 """Reports reach the listener, with the parts of the work that they come from."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from shardcore.progress import listening, part, report
+from shardcore import progress
+from shardcore.progress import OutOfTime, listening, part, report, tick, ticking, until
 
 
 def test_a_report_without_a_listener_does_nothing():
@@ -26,3 +29,46 @@ def test_a_part_that_fails_ends_too():
             raise ValueError
         report("writing")
     assert heard[-1] == ("writing", None, None)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that shows `now`."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
+def test_a_tick_makes_the_last_report_again_once_it_is_old(clock):
+    heard = []
+    with listening(lambda *of: heard.append(of)):
+        tick()  # nothing was reported yet
+        report("encoding", 3.0, 9.0)
+        tick()
+        clock.now += 2
+        tick()
+        tick()
+        report("encoding", 2.0)
+        clock.now += 2
+        tick()
+    assert heard == [("encoding", 3.0, 9.0), ("encoding", 3.0, 7.0), ("encoding", 2.0, None),
+                     ("encoding", 2.0, None)]
+
+
+def test_the_report_of_one_listener_is_not_made_again_to_another(clock):
+    heard = []
+    report("before")
+    with listening(lambda *of: heard.append(of)):
+        clock.now += 2
+        tick()
+    assert heard == []
+
+
+def test_long_loops_end_when_their_time_is_over(clock):
+    done = []
+    with pytest.raises(OutOfTime), until(10.0), until(20.0):  # the earlier end counts
+        for item in ticking(range(1000)):
+            done.append(item)
+            clock.now += 0.02
+    assert 500 <= len(done) < 1000
+    assert list(ticking("abc")) == ["a", "b", "c"]

@@ -14,6 +14,7 @@ from shardcore.cost.model import group_costs, price
 from shardcore.errors import ShardCoreError
 from shardcore.step.links import links_of
 from shardcore.tables.access import unique_rows
+from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
@@ -148,6 +149,16 @@ def test_many_plans_at_once_are_the_same_plans_one_by_one():
     for i in np.ndindex(3, 2):
         np.testing.assert_allclose(together[i],
                                    MODEL.comm(sends(all_to_all=loads[i]), compute[i], topology(4)).total_ms)
+
+
+def test_shards_encoded_at_once_are_the_same_shards_one_by_one():
+    some = (*generate_pool()[:40], Table("idle", 1000, 16, 0.0), Table("few", 9, 16, 3.0))
+    tables = [dataclasses.replace(t, name=f"t{i}", ordered=i % 2 == 1) for i, t in enumerate(some)]
+    shards = [Shard(t, lo, hi, 0, width) for t in tables for width in (4, t.dim)
+              for lo, hi in ((0, t.rows), (0, 1 + t.rows // 2), (t.rows // 2, t.rows))]
+    model = AnalyticModel(Setting("gpu", 4096))
+    assert np.array_equal(model.encode(shards), np.concatenate([model.encode([s]) for s in shards]))
+    assert model.encode([]).shape == (0, 4)
 
 
 def test_price_of_a_plan():

@@ -2,11 +2,12 @@
 
 import math
 import time
+from contextlib import nullcontext
 
 import pytest
 
 from shardcore.errors import ShardCoreError
-from shardcore.progress import clock, listening, stopped_clock
+from shardcore.progress import OutOfTime, clock, listening, stopped_clock, tick
 from shardcore.search.budget import Budget, Meter
 
 
@@ -64,6 +65,15 @@ def test_a_meter_reports_to_who_listens_and_to_no_other():
     meter.report("not heard")
     [(phase, best_ms, left_s)] = heard
     assert (phase, best_ms) == ("annealing", 2.5) and 499 <= left_s <= 500
+
+
+def test_work_ends_with_the_seconds_of_a_budget_but_for_some_to_spare():
+    for meter, ends in ((used(Budget(seconds=50.0), seconds=51), True),
+                        (used(Budget(seconds=50.0), seconds=40), False), (used(Budget(evals=1), 5), False)):
+        with pytest.raises(OutOfTime) if ends else nullcontext(), meter.enforced():
+            tick()
+    with pytest.raises(OutOfTime), used(Budget(seconds=50.0), seconds=40).enforced(20.0):
+        tick()
 
 
 def test_without_limits_there_is_always_more():

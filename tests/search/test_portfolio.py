@@ -1,12 +1,15 @@
 """The default search: never dearer with a larger budget, and never above another search."""
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conformance import check_plan, draw_problem, model_for
 from shapes import column, host_row, on_hosts, row
 
+from shardcore import progress
 from shardcore.constraints import Constraints
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
@@ -15,6 +18,7 @@ from shardcore.memory import used_bytes
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.portfolio import annealing, portfolio
+from shardcore.tables.generate import generate_pool
 from shardcore.topology import Device, Topology
 from shardcore.types import Placement, Plan, Problem, Setting, Table
 from shardcore.workload import lower
@@ -133,3 +137,38 @@ def test_rows_of_a_plan_that_is_to_be_kept_stay_where_they_are():
 def test_a_grid_of_a_plan_that_is_to_be_kept_stays_where_it_is():
     """A table the way TorchRec's grid_shard has it."""
     assert kept("aabb", host_row(LARGE, (0, 1), 0, 4), host_row(LARGE, (2, 3), 4, 8), space="halves")
+
+
+@pytest.fixture
+def clock_of_calls(monkeypatch):
+    """Let budgets go by the functions of Python that are called, 20,000 a second."""
+    calls = 0
+
+    def count(frame, event, arg):
+        nonlocal calls
+        calls += event == "call"
+
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: calls / 2e4))
+    small = mixed(0)
+    portfolio(small, gpu(small), budget=Budget(evals=100))  # to compile
+    sys.setprofile(count)
+    yield
+    sys.setprofile(None)
+
+
+def test_very_many_tables_keep_the_budget_and_are_not_silent(clock_of_calls):
+    live = [t for t in generate_pool() if t.pooling > 0]
+    rng = np.random.default_rng(0)
+    tables = tuple(replace(live[i % len(live)], name=f"t{i}", dim=int(rng.choice([16, 32, 64, 128])))
+                   for i in range(200))
+    problem = Problem("p", tables, on_hosts("a" * 8, 1 << 40), 2048)
+    began, heard, budget_s = progress.clock(), [], 12.0
+    with progress.listening(lambda phase, ms, left_s: heard.append((progress.clock() - began, ms, left_s))):
+        plan = portfolio(problem, gpu(problem), budget=Budget(evals=20_000, seconds=budget_s))
+    used = progress.clock() - began
+    lower(plan, problem)  # raises nothing: it fits
+    assert used <= 1.2 * budget_s
+    times = [0.0, *(at for at, _, _ in heard), used]
+    assert max(np.diff(times)) < 3.0
+    assert all(left_s <= budget_s - at + 0.1 for at, _, left_s in heard if left_s)
+    assert next(at for at, ms, _ in heard if ms) < 10.0  # a first plan

@@ -1,0 +1,42 @@
+"""Memory of shards in the cache that searches share."""
+
+from dataclasses import replace
+
+import numpy as np
+from shapes import on_hosts
+
+from shardcore.constraints import Constraints
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.memory_account import sums_of
+from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.search.shards import IMPOSSIBLE
+from shardcore.step.tiers import Memory
+from shardcore.types import Problem, Setting, Shard, Table
+
+TABLES = (Table("pooled", 1001, 32, 7.3), Table("half", 777, 48, 2.5, precision="fp16"),
+          Table("history", 500, 32, 9.0, sequence=True), Table("cached", 5003, 64, 3.0, load_factor=0.3),
+          Table("below", 5003, 64, 3.0, load_factor=0.0), Table("a", 90, 8, 1.0),
+          Table("b", 91, 16, 2.0, collection="other"))
+
+MEMORY = (Memory("host", 1 << 34, 25.0),)
+
+
+def test_sums_of_any_number_of_columns_are_exactly_those_of_the_shard():
+    problem = Problem("p", TABLES, on_hosts("aabb", memory=MEMORY), 64, "rowwise_adagrad",
+                      Constraints(together=(("a", "b"),)))
+    cache = ShardCostCache(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, TABLES))
+    strips = np.repeat(np.arange(len(cache)), cache.size)
+    cache.need(strips, np.concatenate([np.arange(1, n + 1) for n in cache.size]))
+    assert len(cache.made) == 1 + cache.size.sum() > 40
+    for strip, made, sums in list(zip(cache.strip_of, cache.made, cache.sums, strict=True))[1:]:
+        each = [sums_of(run, s, problem) for run, s in zip(cache.runs(strip), made, strict=True)]
+        assert sums.tolist() == np.sum(each, 0).tolist()
+
+
+def test_shards_that_no_device_may_have_are_too_large_for_any():
+    wide = replace(TABLES[0], dim=4096)
+    problem = Problem("p", (wide, TABLES[1]), on_hosts("aabb"), 64)
+    cache = ShardCostCache(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, problem.tables))
+    [strip] = np.flatnonzero(cache.size > 100)
+    cache.need(np.array([strip, strip]), np.array([1, cache.size[strip]]))
+    assert cache.bytes[1] < IMPOSSIBLE == cache.bytes[2]
