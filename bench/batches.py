@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from shardcore import files, report
+from shardcore.core.errors import ShardCoreError
 from shardcore.cost import accuracy, drift_correction, fit
 from shardcore.draws.groups import REPLICATED_BYTES
-from shardcore.errors import ShardCoreError
 from shardcore.measurements import ComputeSample
 from shardcore.samples import dataset
 

@@ -22,6 +22,9 @@ import torch
 
 from bench.search import problems
 from shardcore import layouts, report
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import MIN_WIDTH, OUTPUT_BYTES, Placement, Problem, Shard, Table
 from shardcore.cost import neural
 from shardcore.cost.model import CostModel, step_ms
 from shardcore.draws.problems import ProblemConfig, draw_problem
@@ -29,10 +32,7 @@ from shardcore.inputs import received_bytes
 from shardcore.layouts import CHANNELS, LAYOUTS, WHOLE_ROWS, possible_groups, shards_on
 from shardcore.search import SHARDERS
 from shardcore.search.bound import bound
-from shardcore.step.links import links_of
 from shardcore.tables.generate import generate_pool
-from shardcore.topology import Device, Topology
-from shardcore.types import MIN_WIDTH, OUTPUT_BYTES, Placement, Problem, Shard, Table
 from shardcore.workload import entering_bytes, traffic_of_outputs
 
 KINDS = tuple(LAYOUTS.values())

@@ -22,6 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from shardcore import report
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
 from shardcore.cost import collective_fit, collective_model
 from shardcore.cost.metrics import mape
 from shardcore.layouts import Channel
@@ -29,9 +31,7 @@ from shardcore.measure import hosts, pairs
 from shardcore.measurements import CollectiveSample
 from shardcore.samples import dataset
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.step.links import links_of
 from shardcore.step.scopes import WORLD
-from shardcore.topology import Device, Topology
 
 KNOWN = {(2, 4), (4, 8), (2, 8)}
 """Hosts and ranks that the law is fitted to, at the lowest rate there is."""

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from bench import box_replays
+from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.metrics import mape
 from shardcore.measure import collectives, hosts, local_ranks, processes, replay
@@ -38,7 +39,6 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.groups import FoundGroups, Groups
 from shardcore.sharding_groups import members, replicas, synced_bytes
-from shardcore.types import Problem, Setting, Table
 from shardcore.workload import Workload, lower
 
 ROWS = 20_000

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from bench import box_replays
+from shardcore.core.types import Table
 from shardcore.cost import neural, replay_metrics
 from shardcore.measure import hosts, pairs
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.rank_order import order
 from shardcore.search.portfolio import annealing as anneal
-from shardcore.types import Table
 from shardcore.workload import lower
 
 QUICK = pairs.PairConfig(message_kib=128, load_kib=512)

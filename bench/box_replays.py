@@ -30,21 +30,21 @@ import torch
 from bench import box
 from bench import replays as one_host
 from shardcore import files
+from shardcore.core.job import Job
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import collective_fit, neural, replay_metrics, replay_records, step_factors
 from shardcore.cost.collective_model import OWN_WORK
 from shardcore.cost.model import price
 from shardcore.draws.problems import ProblemConfig, draw_problem
-from shardcore.job import Job
 from shardcore.measure import hosts
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, greedy
 from shardcore.search.portfolio import annealing as anneal
-from shardcore.step.links import links_of
 from shardcore.step.scopes import SCOPES
 from shardcore.tables.generate import generate_pool
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
 
 BETWEEN_GBIT_S = 0.05

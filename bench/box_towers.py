@@ -26,6 +26,8 @@ import torch
 
 from bench import box_replays
 from shardcore import report
+from shardcore.core.step_cost import StepCost
+from shardcore.core.types import Table
 from shardcore.cost import neural
 from shardcore.cost.metrics import mape
 from shardcore.cost.model import price
@@ -34,9 +36,7 @@ from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.search.decisions.tower_plans import tower_traffic
 from shardcore.search.decisions.towers import tower_hosts
 from shardcore.search.portfolio import annealing as anneal
-from shardcore.step_cost import StepCost
 from shardcore.towers import Towers
-from shardcore.types import Table
 from shardcore.workload import lower
 
 RATIOS = (2.0, 4.0, 8.0)

@@ -35,8 +35,8 @@ import numpy as np
 from bench.kept import count_processor_seconds, of_size, with_memory
 from bench.production import HEADERS, compiled, row
 from shardcore import report
-from shardcore.constraints import Constraints
-from shardcore.types import Problem
+from shardcore.core.constraints import Constraints
+from shardcore.core.types import Problem
 
 ROOT = Path(__file__).parents[1]
 SIZES = {(10, 8): 3.0, (100, 8): 3.0, (1_000, 8): 5.0, (10_000, 8): 10.0, (100_000, 8): 30.0}
@@ -48,12 +48,12 @@ BATCH, REPEATS = 2_048, 3
 FIRST_PLAN = """
 import json, sys, time
 from types import SimpleNamespace
-from shardcore import progress
+from shardcore.core import progress
 from shardcore.cost import neural
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Setting, Table
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Setting, Table
 progress.time = SimpleNamespace(monotonic=time.process_time)
 model = neural.load(sys.argv[1]) if sys.argv[1] else AnalyticModel(Setting("gpu", 65536))
 tables = tuple(Table(f"t{i}", 100_000 * (i + 1), 64, 10.0) for i in range(20))
@@ -70,8 +70,8 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal import compiled
 from shardcore.tables.generate import generate_pool
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Setting
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Setting
 anneal, pool = compiled.anneal, [t for t in generate_pool() if t.pooling > 0]
 def timed(head, fixed, state, trials, *temperatures):
     began = time.process_time()

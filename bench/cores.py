@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from shardcore import report
+from shardcore.core.types import Setting
 from shardcore.draws.groups import compute_request, reference_request
 from shardcore.measure import hardware, kernels
 from shardcore.measurements import ComputeRequest
 from shardcore.tables.generate import generate_pool
-from shardcore.types import Setting
 
 Medians = dict[ComputeRequest, tuple[float, float]]
 """Forward + backward ms of each group: at the clock's slowdown, and at the usual one."""

@@ -19,10 +19,10 @@ import sys
 from collections.abc import Sequence
 
 from shardcore import report
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import OUTPUT_BYTES, Setting
 from shardcore.measure import collectives, hardware
 from shardcore.measurements import CollectiveRequest
-from shardcore.types import OUTPUT_BYTES, Setting
 
 COLUMNS = (8, 32, 150, 300)
 """Of a rank's pooled outputs, in an all-to-all or a reduce-scatter."""

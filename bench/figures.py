@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcore import files
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.measure import hardware
 from shardcore.report.text import text_table
 from shardcore.schema import build

@@ -40,7 +40,7 @@ from typing import Any
 from bench.fuzz_files import ROOT, Nonsense, Sound, make
 from bench.fuzz_formats import FORMATS, Format
 from shardcore import report
-from shardcore.errors import MOST_CHARACTERS, ShardCoreError
+from shardcore.core.errors import MOST_CHARACTERS, ShardCoreError
 
 LIMIT_S = 20
 MEMORY_BYTES = 4 << 30

@@ -17,6 +17,8 @@ import torch
 import yaml
 
 from shardcore import files, grouped_plans
+from shardcore.core.step_cost import PARTS
+from shardcore.core.types import Placement, Plan, Problem, Setting, Shard
 from shardcore.cost import fit, neural
 from shardcore.cost.model import CostModel, price
 from shardcore.draws.problems import ProblemConfig, draw_problem
@@ -27,10 +29,8 @@ from shardcore.publish import store
 from shardcore.samples import dataset, replays
 from shardcore.search.learned.policy import NETS, Policy, write_policy
 from shardcore.sharding_groups import CONTIGUOUS, GroupedPlan, Grouping, problem_of_group
-from shardcore.step_cost import PARTS
 from shardcore.tables.hot_ids import HotIds, write_hot_ids
 from shardcore.tables.row_counts import RowCounts, write_row_counts
-from shardcore.types import Placement, Plan, Problem, Setting, Shard
 from shardcore.workload import lower
 
 HAS_TORCHREC = importlib.util.find_spec("torchrec") is not None

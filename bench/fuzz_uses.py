@@ -17,9 +17,10 @@ from bench.fuzz_files import ENTRY, HAS_TORCHREC, REPORT, TABLES, Nonsense, Soun
 from flows.refresh import SECTIONS
 from shardcore import files, grouped_plans, model_files, schema
 from shardcore.cli import published
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost import accuracy, neural, ranges, replay_records
 from shardcore.cost.model import CostModel, group_costs, price
-from shardcore.errors import ShardCoreError
 from shardcore.export import dmp_collection, fbgemm_statistics, torchrec_json
 from shardcore.publish import store
 from shardcore.samples import dataset, replays
@@ -33,7 +34,6 @@ from shardcore.tables.dlrm_datasets import dlrm_datasets_pool
 from shardcore.tables.hot_ids import read_hot_ids
 from shardcore.tables.row_counts import read_row_counts
 from shardcore.towers import read_towers
-from shardcore.types import Plan, Problem, Shard
 from shardcore.workload import lower
 from tasks import cache, params, refresh, served_model
 

@@ -37,14 +37,14 @@ import numpy as np
 import torch
 
 from shardcore import files
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Setting
 from shardcore.draws.groups import GroupConfig, compute_request
-from shardcore.errors import ShardCoreError
 from shardcore.measure import hardware
 from shardcore.measure.devices import device_of
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.samples import dataset
 from shardcore.tables.generate import PoolConfig, generate_pool
-from shardcore.types import Setting
 
 ROOT = Path(__file__).parents[1]
 GROUPS, AGAIN, COMPARED = 2000, 64, 50

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import argparse
 
-from shardcore.constraints import Constraints
+from shardcore.core.constraints import Constraints
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Setting
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.report import decisions_report
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.groups import Groups
-from shardcore.step.links import links_of
 from shardcore.tables.public import public_pool
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Setting
 
 GB = 10**9
 

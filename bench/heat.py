@@ -17,16 +17,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardcore.access_statistics import Zipf
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.tiers import Memory
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Table
 from shardcore.memory_tiers import decide, largest_to_host, one_load_factor, tier_bytes
-from shardcore.step.tiers import Memory
 from shardcore.tables import streams
 from shardcore.tables.access import reuse_of
 from shardcore.tables.generate import generate_pool
 from shardcore.tables.heat import heat_of
 from shardcore.tables.lru import WAYS, lru_misses
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Table
 
 BATCH = 2048
 SHARES = (0.02, 0.1, 0.3)

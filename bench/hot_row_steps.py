@@ -37,6 +37,9 @@ import torch.distributed as dist
 
 from bench.hot_rows import OTHER_BATCHES, PER_HOST, N, _batch, models, planned
 from shardcore import files
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem
 from shardcore.cost import composite
 from shardcore.cost.model import CostModel
 from shardcore.cost.replay_metrics import bootstrap
@@ -49,12 +52,9 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.hot_rows import HotRows
 from shardcore.search.torchrec_pieces import quiet
-from shardcore.step.links import links_of
 from shardcore.tables.heat import row_counts
 from shardcore.tables.hot_ids import HotIds
 from shardcore.tables.streams import stream
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem
 
 SWEEP = (["table_wise", "column_wise", "row_wise"], ["table_wise"], ["column_wise"], ["row_wise"])
 WITHIN_GBPS, LATENCY_MS = 1.0, 0.3

@@ -32,7 +32,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcore import files
-from shardcore.access_statistics import Zipf
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.export.hot_cold import HotColdEmbeddingCollection
 from shardcore.export.torchrec import to_torchrec
 from shardcore.layouts import ways
@@ -42,8 +44,6 @@ from shardcore.tables.heat import row_counts
 from shardcore.tables.hot_ids import HotIds
 from shardcore.tables.hot_rows import hot_counts, with_hot_rows
 from shardcore.tables.streams import stream
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))

@@ -16,17 +16,17 @@ from dataclasses import replace
 import numpy as np
 
 from shardcore import report
+from shardcore.core.job import Job
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem
 from shardcore.cost import neural
 from shardcore.cost.model import CostModel, price
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.inputs import expected_bytes
-from shardcore.job import Job
 from shardcore.search.budget import Budget
 from shardcore.search.portfolio import annealing as anneal
-from shardcore.step.links import links_of
 from shardcore.tables.generate import generate_pool
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem
 from shardcore.workload import lower
 
 PER_HOST = 4

@@ -38,14 +38,19 @@ from typing import Any
 
 import numpy as np
 
-from shardcore import files, memory, progress, report
-from shardcore.access_statistics import ManagedCollision
-from shardcore.constraints import Constraints
+from shardcore import files, memory, report
+from shardcore.core import progress
+from shardcore.core.access_statistics import ManagedCollision
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.links import links_of
+from shardcore.core.tiers import Memory
+from shardcore.core.topology import GIB, Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel, price
 from shardcore.draws.problems import ProblemConfig, draw_problem
-from shardcore.errors import ShardCoreError
-from shardcore.job import Job
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_share, run_of
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import Reshard
@@ -53,11 +58,7 @@ from shardcore.search.anneal.sharder import Search, copy_of
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shards import fixed_placements
-from shardcore.step.links import links_of
-from shardcore.step.tiers import Memory
 from shardcore.tables.generate import generate_pool
-from shardcore.topology import GIB, Device, Topology
-from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 DEARER = 1e-3

@@ -34,10 +34,13 @@ import torch
 from bench.peers import PEERS
 from bench.search import problems
 from shardcore import report
+from shardcore.core.errors import Infeasible
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import neural
 from shardcore.cost.neural import NeuralModel
 from shardcore.draws.problems import ProblemConfig, draw_problem
-from shardcore.errors import Infeasible
 from shardcore.memory_account import table_bytes
 from shardcore.search import SHARDERS, Budget, compare, sharder
 from shardcore.search.anneal.reshard import Reshard
@@ -46,11 +49,8 @@ from shardcore.search.learned.learner import PolicyConfig
 from shardcore.search.learned.policy import NETS, Policy, read_policy, write_policy
 from shardcore.search.learned.train import train
 from shardcore.search.portfolio import annealing as anneal
-from shardcore.step.links import links_of
 from shardcore.tables.generate import generate_pool
 from shardcore.tables.held_out import kept_for_testing
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Table
 
 TRAIN, VALIDATION, SEED = 60, 15, 2026
 LINKS = {"links": links_of(within_host=1.0, latency_ms=0.2)}

@@ -40,14 +40,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore import report
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import OUTPUT_BYTES, Setting
 from shardcore.cost import accuracy, collective_fit, collective_model, drift_correction
 from shardcore.cost.metrics import mape
 from shardcore.draws.collectives import comm_request
-from shardcore.errors import ShardCoreError
 from shardcore.measurements import CollectiveRequest, CollectiveSample, Spread
 from shardcore.samples import dataset
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.types import OUTPUT_BYTES, Setting
 
 # --- measured -----------------------------------------------------------------------------------------------
 

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from shardcore import memory, report
+from shardcore.core.types import Setting
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.measure import devices, hardware, kernels, timing
 from shardcore.measurements import ComputeRequest
 from shardcore.tables import streams
 from shardcore.tables.generate import generate_pool
-from shardcore.types import Setting
 
 
 def plain(request: ComputeRequest, device: str) -> tuple[list[float], float]:

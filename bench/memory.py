@@ -35,11 +35,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shardcore import files, memory, report
+from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
+from shardcore.core.job import PAYLOADS, Job
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Table
 from shardcore.export.torchrec import to_torchrec
-from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
-from shardcore.job import PAYLOADS, Job
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Table
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
 

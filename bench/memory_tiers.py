@@ -26,18 +26,18 @@ import numpy as np
 
 from bench.peers.scaleup import STARTS, scaled_up
 from shardcore import files
+from shardcore.core.errors import Infeasible
+from shardcore.core.tiers import Memory
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem
 from shardcore.cost import composite
 from shardcore.cost.model import CostModel
-from shardcore.errors import Infeasible
 from shardcore.memory_tiers import largest_to_host, one_load_factor, tier_bytes, tiers_of
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.tiers import Tiers
 from shardcore.search.shards import priced
-from shardcore.step.tiers import Memory
 from shardcore.tables.generate import generate_pool
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem
 
 SHARES = (0.05, 0.15, 0.3, 0.6)
 """Of the weights, what fits in device memory."""

@@ -45,16 +45,16 @@ import torch
 
 from bench import neuroshard_net
 from shardcore import files, report
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Setting, Table
 from shardcore.cost import accuracy, drift_correction, fit, study
 from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.model import group_costs
 from shardcore.cost.neural import NeuralModel
 from shardcore.draws.groups import GroupConfig, compute_request
-from shardcore.errors import ShardCoreError
 from shardcore.measurements import ComputeRequest, ComputeSample
 from shardcore.samples import dataset
 from shardcore.tables.generate import generate_pool
-from shardcore.types import Setting, Table
 
 ADDITIONS = 10_000
 

@@ -41,7 +41,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardcore import report
-from shardcore.compiling import copy_compiled
+from shardcore.core.jit import copy_compiled
 
 ROOT = Path(__file__).parents[1]
 LISTED = Path(__file__).parent / "defects"

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shardcore.access_statistics import Reuse
+from shardcore.core.access_statistics import Reuse
+from shardcore.core.types import Shard
 from shardcore.cost import features, fit
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.metrics import mape
 from shardcore.measurements import ComputeRequest, ComputeSample
 from shardcore.tables import access, streams
-from shardcore.types import Shard
 
 BATCH, LEARNING_RATE = 512, 1e-3
 

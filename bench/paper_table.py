@@ -44,19 +44,19 @@ from bench import replays as one_host
 from bench.learned import LINKS, halves, policy
 from bench.peers import PEERS
 from shardcore import files, model_files
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting, Shard, Table
 from shardcore.cost import neural, replay_records
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.replay_metrics import OURS, ReplayRecord, bootstrap
 from shardcore.draws.problems import DIMS
-from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.memory_account import local_batch_bytes
 from shardcore.report.text import markdown_table
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, sharder
 from shardcore.search.greedy import ORDERS
-from shardcore.topology import Device, Topology
-from shardcore.types import PRECISION_BYTES, Plan, Problem, Setting, Shard, Table
 
 DEVICE_BYTES, SPARE_BYTES = 4 << 30, 1 << 30
 """Of a device; and what the tables of a task leave free of all devices' memory."""

@@ -14,11 +14,11 @@ import time
 
 import numpy as np
 
-from shardcore.access_statistics import REUSE_BINS
+from shardcore.core.access_statistics import REUSE_BINS
+from shardcore.core.types import Table
 from shardcore.tables import access, streams
 from shardcore.tables.generate import PoolConfig, generate_pool
 from shardcore.tables.statistics import pool_statistics, published
-from shardcore.types import Table
 
 
 class StreamCounts:

@@ -25,14 +25,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.kept import count_processor_seconds, model_of, of_size
-from shardcore import files, memory, progress, report
+from shardcore import files, memory, report
+from shardcore.core import progress
+from shardcore.core.errors import Infeasible
+from shardcore.core.topology import GIB
+from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.cost.model import price
 from shardcore.draws.placements import deal_columns
-from shardcore.errors import Infeasible
 from shardcore.layouts import WHOLE_ROWS
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
-from shardcore.topology import GIB
-from shardcore.types import Placement, Plan, Problem, Shard
 from shardcore.workload import lower, require_plan
 
 PROBLEM = "problems/r04-production-1935-tables-96-ranks.json"

@@ -15,14 +15,14 @@ import time
 import numpy as np
 
 from shardcore import report
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem
 from shardcore.cost import neural
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import Outcome, decide
 from shardcore.search.decisions.provision import Offer, Provision, Target
-from shardcore.step.links import links_of
 from shardcore.tables.generate import generate_pool
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem
 
 TABLES, OFFERS, HOSTS = 200, 40, 16
 EVALS = (1_000, 5_000, 20_000)

@@ -26,11 +26,11 @@ import numpy as np
 import yaml
 
 from shardcore import files, report
+from shardcore.core.types import Problem, Setting
 from shardcore.cost import neural
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.publish import store
 from shardcore.tables.generate import generate_pool
-from shardcore.types import Problem, Setting
 
 ROOT = Path(__file__).parents[1]
 RUNS = ("first", "again", "other statistics")

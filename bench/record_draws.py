@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from shardcore import files
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.draws import placements
 from shardcore.draws.groups import GroupConfig
-from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.search import SHARDERS, Budget
 from shardcore.tables.held_out import kept_for_testing
-from shardcore.types import Problem, Setting, Table
 
 EVALS = 300
 """Evaluations of a search: the datasets of before were drawn with as many."""

@@ -50,20 +50,20 @@ from numba import float64, njit
 from bench.neuroshard_net import table_features
 from bench.search import problems, tightened
 from shardcore import files, report
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.topology import Topology
+from shardcore.core.types import OUTPUT_BYTES, Problem, Setting, Shard
 from shardcore.cost import drift_correction
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.collective_model import ALL_TO_ALL
 from shardcore.cost.model import CommCost, Compiled, price
 from shardcore.draws.collectives import comm_request
-from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import CHANNELS
 from shardcore.samples import dataset
 from shardcore.search import Budget, compare
 from shardcore.search.neuroshard import neuroshard
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.search.shards import to_plan
-from shardcore.topology import Topology
-from shardcore.types import OUTPUT_BYTES, Problem, Setting, Shard
 from shardcore.workload import Workload, lower
 
 DEVICES = 4

@@ -41,19 +41,19 @@ import torch
 
 from bench.neuroshard_net import table_features
 from shardcore import files, report
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost import neural
 from shardcore.cost.model import group_costs, price
 from shardcore.cost.neural import NeuralModel
-from shardcore.errors import ShardCoreError
 from shardcore.layouts import WHOLE_ROWS
 from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.search import SHARDERS, Budget, sharder
 from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.train import PolicyConfig, train
-from shardcore.step.links import links_of
 from shardcore.tables.generate import PoolConfig, generate_pool
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 DEVICES, TASKS, VALIDATION, DIM, SLACK = 4, 50, 15, 16, 2.0

@@ -30,10 +30,11 @@ import numpy as np
 import torch
 
 from shardcore import files, report
+from shardcore.core.job import Job
+from shardcore.core.types import Plan, Problem
 from shardcore.cost import neural, replay_metrics, replay_records
 from shardcore.cost.model import at_confidence, price
 from shardcore.draws.problems import ProblemConfig, draw_problem, sized
-from shardcore.job import Job
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.report import model_report
@@ -41,7 +42,6 @@ from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, greedy
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.tables.generate import generate_pool
-from shardcore.types import Plan, Problem
 from shardcore.workload import lower
 
 SMALLEST, LARGEST = 1 << 20, 512 << 20

@@ -33,16 +33,16 @@ import numpy as np
 
 from bench.kept import lines_of, with_memory, write_lines
 from shardcore import report
+from shardcore.core.errors import Infeasible
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost import composite
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel
-from shardcore.errors import Infeasible
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
 from shardcore.search.portfolio import DEFAULT
-from shardcore.step.links import links_of
 from shardcore.tables.generate import generate_pool
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Setting, Table
 
 RISE = 1e-3
 KINDS = ("pooled", "sequences", "both")

@@ -35,19 +35,19 @@ from bench import replays
 from bench.kept import with_memory
 from bench.peers import PEERS
 from shardcore import report
+from shardcore.core.errors import Infeasible
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import neural
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.draws.problems import ProblemConfig, draw_problem
-from shardcore.errors import Infeasible
 from shardcore.search import SHARDERS, Budget, compare, greedy
 from shardcore.search.bound import bound
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.search.torchrec import TorchRecConfig
-from shardcore.step.links import links_of
 from shardcore.tables.generate import generate_pool
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
 
 EVALS = (2_000, 20_000, 200_000)

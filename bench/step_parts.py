@@ -29,11 +29,11 @@ import torch.distributed as dist
 
 from bench import steps_training
 from shardcore import report
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting
 from shardcore.cost import replay_metrics
-from shardcore.errors import ShardCoreError
 from shardcore.measure import local_ranks, own_core
 from shardcore.samples import replays
-from shardcore.types import PRECISION_BYTES, Plan, Problem, Setting
 from shardcore.workload import lower
 
 PARTS = {"lookups and updates": ("codegen", "SplitLookup"),

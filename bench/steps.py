@@ -44,14 +44,14 @@ from matplotlib.figure import Figure
 
 from bench.steps_training import LARGE, TIMEOUT_S, TURN, Steps, combine, work
 from shardcore import files, report, schema
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting
 from shardcore.cost import neural, replay_metrics, replay_records
-from shardcore.errors import ShardCoreError
 from shardcore.export.torchrec import to_torchrec
 from shardcore.measure import local_ranks
 from shardcore.measurements import Spread
 from shardcore.samples import dataset, replays
 from shardcore.samples.dataset import ReferenceOp
-from shardcore.types import PRECISION_BYTES, Plan, Problem, Setting
 from shardcore.workload import lower
 
 ALGORITHMS = (replay_metrics.OURS, "neuroshard", "torchrec", "best greedy", replay_metrics.RANDOM)

@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from shardcore.core.catalog import OPTIMIZERS, PRECISIONS
+from shardcore.core.types import Plan, Problem, Setting
 from shardcore.export.torchrec import to_torchrec
-from shardcore.fused import OPTIMIZERS, PRECISIONS
 from shardcore.measure import local_ranks, own_core
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import spread
 from shardcore.measurements import Spread
 from shardcore.samples.dataset import ReferenceOp
 from shardcore.tables import streams
-from shardcore.types import Plan, Problem, Setting
 
 DENSE, HIDDEN = 13, 256
 """Features of a sample beside the ids, and the width of the dense part's hidden layer."""

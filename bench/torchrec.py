@@ -32,12 +32,12 @@ import numpy as np
 import torch
 
 from shardcore import files, report, schema
-from shardcore.access_statistics import Zipf
-from shardcore.errors import ShardCoreError
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Plan, Problem, Table
 from shardcore.export.fbgemm_statistics import rows_by_count
 from shardcore.tables import access, streams
 from shardcore.tables.generate import generate_pool
-from shardcore.types import Plan, Problem, Table
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
 

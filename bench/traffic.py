@@ -32,13 +32,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcore import files, report
+from shardcore.core.catalog import PRECISIONS
+from shardcore.core.job import PAYLOADS, Job
+from shardcore.core.topology import Topology
+from shardcore.core.types import OUTPUT_BYTES, Table
 from shardcore.export.torchrec import to_torchrec
-from shardcore.fused import PRECISIONS
-from shardcore.job import PAYLOADS, Job
 from shardcore.layouts import Channel
 from shardcore.step.scopes import SCOPES
-from shardcore.topology import Topology
-from shardcore.types import OUTPUT_BYTES, Table
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
 

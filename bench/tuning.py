@@ -14,13 +14,13 @@ import argparse
 import numpy as np
 
 from shardcore import report
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Setting
 from shardcore.cost import accuracy, drift_correction, fit
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
-from shardcore.errors import ShardCoreError
 from shardcore.measurements import ComputeSample
 from shardcore.samples import dataset
-from shardcore.types import Setting
 
 SIZES = (60, 120, 240, 480)
 SEEDS = 3

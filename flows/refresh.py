@@ -9,7 +9,7 @@ from prefect import flow
 from flows.promote import promote
 from flows.publish import publish
 from shardcore import report
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from tasks import console, links, params, services
 from tasks.artifacts import create_markdown_artifact
 from tasks.evaluate import EvaluateConfig

@@ -14,12 +14,12 @@ The nouns are here; the verbs live in their modules and load when asked for:
 from importlib import import_module
 from importlib.metadata import version
 
-from shardcore.access_statistics import Reuse, Zipf
-from shardcore.constraints import Constraints
-from shardcore.errors import Infeasible, SettingMismatch, ShardCoreError
-from shardcore.step_cost import StepCost
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
+from shardcore.core.access_statistics import Reuse, Zipf
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import Infeasible, SettingMismatch, ShardCoreError
+from shardcore.core.step_cost import StepCost
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 
 _VERBS = {
     "lower": ("shardcore.workload", "lower"),

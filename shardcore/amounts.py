@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardcore.fused import DENSE_OPTIMIZERS
+from shardcore.core.catalog import DENSE_OPTIMIZERS
+from shardcore.core.job import PAYLOADS, Job
+from shardcore.core.progress import ticking
+from shardcore.core.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
 from shardcore.inputs import received_bytes, sample_bytes
-from shardcore.job import PAYLOADS, Job
 from shardcore.layouts import Layout, run_of
 from shardcore.outputs import output_bytes, table_output_rows
-from shardcore.progress import ticking
 from shardcore.tables.access import access_share
-from shardcore.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
 
 SORTING_BYTES = 52
 """Bytes a lookup that FBGEMM's CUDA backward needs to sort rows. Given, not measured.

@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardcore import problem_parts
-from shardcore.access_statistics import Reuse, Zipf
-from shardcore.constraints import Constraints
+from shardcore.core.access_statistics import Reuse, Zipf
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import Overfull, ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.tiers import BELOW
+from shardcore.core.topology import Device, Topology, default_reserve
+from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
+from shardcore.core.validation import MOST_DEVICES, require, require_type
 from shardcore.documents import digest, document, open_document, seal, unseal
-from shardcore.errors import Overfull, ShardCoreError
-from shardcore.job import Job
 from shardcore.layouts import LAYOUTS, layout_of
-from shardcore.limits import MOST_DEVICES, require, require_type
 from shardcore.schema import build, read, show
-from shardcore.step.tiers import BELOW
-from shardcore.topology import Device, Topology, default_reserve
-from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 
 DIGEST = re.compile(r"[0-9a-f]{16}")
 """What `digest` makes. A name of a file or folder that is none was not written by ShardCore."""

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from shardcore import files, problem_parts
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Problem
 from shardcore.documents import document, is_document, open_document, seal, unseal
-from shardcore.errors import ShardCoreError
 from shardcore.schema import build, show
 from shardcore.sharding_groups import GroupedPlan, Grouping, problem_of_group
-from shardcore.types import Problem
 from shardcore.workload import require_plan
 
 SCHEMA = "grouped-plan"

@@ -21,10 +21,10 @@ from typing import Protocol
 
 import numpy as np
 
-from shardcore.job import Job
+from shardcore.core.job import Job
+from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.layouts import Layout, merged, run_of, shards_on
 from shardcore.tables.access import access_share
-from shardcore.types import Plan, Problem, Shard, Table
 
 COUNT_BYTES = 8
 """Bytes of a number that says how much will be sent."""

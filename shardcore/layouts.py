@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
-from shardcore.errors import ShardCoreError
-from shardcore.job import Job
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.topology import Topology
+from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.step.collectives import Collective, collective_of, stages_of
 from shardcore.step.scopes import CROSS, HOST, WORLD, Group, Scope, groups_in, scope_of
 from shardcore.step.turns import Stages
-from shardcore.topology import Topology
-from shardcore.types import Placement, Problem, Shard, Table
 
 Bytes = Callable[[Any, Any, Problem], Any]
 """(weights, outputs, problem) -> bytes that a device's part of a shard enters into a channel in one step.

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from shardcore.errors import ShardCoreError
-from shardcore.limits import (
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.step_cost import PARTS, StepCost
+from shardcore.core.types import PAYLOADS, Setting, Shard
+from shardcore.core.validation import (
     LINK_GBIT_S,
     MOST_MS,
     MOST_UNIX_S,
@@ -22,8 +24,6 @@ from shardcore.limits import (
 )
 from shardcore.step.collectives import COLLECTIVES, Collective
 from shardcore.step.scopes import SCOPES, WORLD, even_hosts
-from shardcore.step_cost import PARTS, StepCost
-from shardcore.types import PAYLOADS, Setting, Shard
 
 
 @dataclass(frozen=True)

@@ -20,20 +20,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore.access_statistics import ManagedCollision
 from shardcore.amounts import (
     local_amounts,
     run_batches,
     shard_amounts,
 )
-from shardcore.errors import Infeasible, Overfull
-from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
+from shardcore.core.access_statistics import ManagedCollision
+from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
+from shardcore.core.errors import Infeasible, Overfull
+from shardcore.core.progress import ticking
+from shardcore.core.tiers import TIERS
+from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Shard, Table
 from shardcore.layouts import Layout, merged, run_of, shards_on
 from shardcore.phases import phases_of, times_of
-from shardcore.progress import ticking
-from shardcore.step.tiers import TIERS
 from shardcore.tables.access import access_share
-from shardcore.types import PRECISION_BYTES, Plan, Problem, Shard, Table
 
 PARTS = ("weights", "optimizer state", "ids", "sorting", "outputs", "payloads", "received outputs",
          "output gradients", "dense gradients")

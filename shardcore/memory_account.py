@@ -25,13 +25,13 @@ from shardcore.amounts import (
     sorting_bytes,
     travelling,
 )
+from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.inputs import received_bytes, sample_bytes
 from shardcore.layouts import WHOLE_ROWS, Layout, run_of, shards_on
 from shardcore.memory import held_bytes, host_bytes, resident_bytes
 from shardcore.op_limits import MOST_IDS, may_bind, most_features, op_ids
 from shardcore.outputs import output_bytes
 from shardcore.phases import IDS_ALIVE, needed_times
-from shardcore.types import Placement, Problem, Shard, Table
 
 OF_OP = 1024.0
 """Bytes as which a feature or an id counts that is too many in an op."""

@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.tiers import BELOW, TIERS
+from shardcore.core.types import Problem, Shard, Table
 from shardcore.layouts import WHOLE_ROWS, Layout, layout_of
 from shardcore.memory import gib, held_bytes, host_bytes, resident_bytes
 from shardcore.memory_account import local_batch_bytes, table_bytes
-from shardcore.step.tiers import BELOW, TIERS
 from shardcore.tables import access
 from shardcore.tables.host_rows import link_bytes
-from shardcore.types import Problem, Shard, Table
 
 _SIZES = 129
 """Sizes of a cache that are weighed for each table."""

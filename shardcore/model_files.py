@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from shardcore import files
+from shardcore.core.errors import ShardCoreError
 from shardcore.documents import digest, document, open_document, seal, unseal
-from shardcore.errors import ShardCoreError
 from shardcore.schema import read_bytes
 
 MODEL_JSON, MODEL_WEIGHTS = "model.json", "weights.safetensors"

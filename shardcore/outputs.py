@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardcore.job import PAYLOADS
+from shardcore.core.job import PAYLOADS
+from shardcore.core.types import OUTPUT_BYTES, Shard, Table
 from shardcore.tables.access import access_share, distinct_values
-from shardcore.types import OUTPUT_BYTES, Shard, Table
 
 
 def output_rows(shard: Shard, batch: int) -> int:

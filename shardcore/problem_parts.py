@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from shardcore.types import Problem, Table
+from shardcore.core.types import Problem, Table
 
 DIGITS = 8
 """Hexadecimal digits of a part's digest. It names a difference; the digest of the whole problem finds it."""

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardcore.limits import require
-from shardcore.step.links import LEVELS, Link
-from shardcore.topology import Topology
+from shardcore.core.links import LEVELS, Link
+from shardcore.core.topology import Topology
+from shardcore.core.validation import require
 
 if TYPE_CHECKING:
-    from shardcore.types import Problem
+    from shardcore.core.types import Problem
 
 CLEAR = 2.0
 """Groups are told apart where messages between them take at least so many times as long as within."""

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from shardcore.errors import ShardCoreError, Unreachable, escaped, shortened
-from shardcore.limits import type_words
+from shardcore.core.errors import ShardCoreError, Unreachable, escaped, shortened
+from shardcore.core.validation import type_words
 
 T = TypeVar("T")
 MOST_FILE_BYTES = 1 << 29

@@ -19,12 +19,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shardcore import memory
-from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.fused import OPTIMIZERS
+from shardcore.core.catalog import OPTIMIZERS
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Shard
+from shardcore.core.validation import require, require_known, require_types, require_within
 from shardcore.layouts import merged, run_of, shards_on
-from shardcore.limits import require, require_known, require_types, require_within
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Shard
 
 CONTIGUOUS, STRIDED = "contiguous", "strided"
 GROUP_LAYOUTS = (CONTIGUOUS, STRIDED)

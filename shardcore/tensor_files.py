@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from shardcore.core.errors import ShardCoreError
 from shardcore.documents import document, opened, seal, unseal
-from shardcore.errors import ShardCoreError
 from shardcore.files import write_atomic
 from shardcore.model_files import UNREADABLE
 from shardcore.schema import parse_json, read, require_file

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import MOST_RATIO, require
 from shardcore.documents import open_document
-from shardcore.errors import ShardCoreError
-from shardcore.limits import MOST_RATIO, require
 from shardcore.schema import build, show
 
 MOST_AFFINITY = (1e-100, 1e100)

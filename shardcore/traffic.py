@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from shardcore.core.types import Problem
 from shardcore.layouts import CHANNELS, Channel, Layout
-from shardcore.types import Problem
 
 
 def lanes(runs: Iterable[Layout]) -> dict[Layout, int]:

@@ -20,9 +20,13 @@ from typing import Any
 import numpy as np
 
 from shardcore import memory
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.progress import tick, ticking
+from shardcore.core.topology import Topology
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
+from shardcore.core.validation import require_type
 from shardcore.inputs import expected_bytes
-from shardcore.job import Job
 from shardcore.layouts import (
     CHANNELS,
     Channel,
@@ -35,13 +39,9 @@ from shardcore.layouts import (
     runs_of,
     shards_on,
 )
-from shardcore.limits import require_type
 from shardcore.op_limits import require_ops
 from shardcore.outputs import output_bytes
-from shardcore.progress import tick, ticking
-from shardcore.topology import Topology
 from shardcore.traffic import channels_of, lanes, row_in, shared_on_hosts
-from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.measure.local_ranks import Lost
 from shardcore.measure.supervise import START_S
 from tasks import services

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcore import schema
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from tasks.paths import LOCK
 
 _BLOCK_BYTES = 1 << 24

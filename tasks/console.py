@@ -96,7 +96,7 @@ class Work:
         progress(*self._shown)
 
     def heard(self, phase: str, best_ms: float | None, left_s: float | None) -> None:
-        """Show what the present part does (see shardcore.progress.Listener)."""
+        """Show what the present part does (see shardcore.core.progress.Listener)."""
         share, message = self._shown
         progress(share, f"{message}; {phase}{'' if best_ms is None else f', best {best_ms:.3f} ms'}")
 

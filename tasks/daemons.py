@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from shardcore.errors import ShardCoreError, escaped
+from shardcore.core.errors import ShardCoreError, escaped
 
 _MARK = "SHARDCORE_DAEMON"
 ALLOWED_HOSTS = "SHARDCORE_ALLOWED_HOSTS"

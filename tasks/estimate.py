@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from shardcore import files
+from shardcore.core.types import OUTPUT_BYTES
 from shardcore.measurements import CollectiveRequest, ComputeRequest
 from shardcore.samples import dataset, replays
 from shardcore.tables.access import access_share, lookups
-from shardcore.types import OUTPUT_BYTES
 from shardcore.workload import Workload, lower
 from tasks import console
 from tasks.measure import MeasureConfig, actor_count, cluster_device, rank_count, wanted_comm, wanted_compute

@@ -14,7 +14,7 @@ import mlflow
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from shardcore.limits import MOST_UNIX_S
+from shardcore.core.validation import MOST_UNIX_S
 from shardcore.report.models_page import ModelRecord
 
 CHAMPIONS = "shardcore.champions"

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TypeVar
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.schema import build, read_yaml, show
 from tasks import paths
 

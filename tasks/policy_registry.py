@@ -8,7 +8,7 @@ import mlflow
 from mlflow.entities.model_registry import ModelVersion
 
 from shardcore import model_files
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.search.learned.policy import POLICY_JSON, Policy, read_policy
 from tasks import paths, registry
 from tasks.registry import CHAMPION, DIGEST_TAG

@@ -13,6 +13,8 @@ from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
 from shardcore import files, load_model, model_files
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import MOST_COUNT, require_within
 from shardcore.cost import (
     accuracy,
     known_errors,
@@ -21,8 +23,6 @@ from shardcore.cost import (
     replay_records,
     training,
 )
-from shardcore.errors import ShardCoreError
-from shardcore.limits import MOST_COUNT, require_within
 from shardcore.report import model_report
 from shardcore.samples import replays
 from shardcore.search.learned.policy import POLICY_JSON

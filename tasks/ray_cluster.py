@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from tasks import console, lost_runs, owned, services
 
 _LOCAL_OBJECT_STORE_BYTES = 256 << 20  # requests and timings are small

@@ -20,7 +20,7 @@ import psutil
 from prefect import get_run_logger, task
 
 from shardcore import files, schema
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from tasks import cache, console, owned, params, paths
 from tasks.artifacts import create_progress_artifact, update_progress_artifact
 

@@ -25,9 +25,9 @@ from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from requests import RequestException
 
 from shardcore import files, load_model, model_files, schema
+from shardcore.core.errors import ShardCoreError, shortened
 from shardcore.cost import neural
 from shardcore.cost.model import CostModel
-from shardcore.errors import ShardCoreError, shortened
 from tasks import services
 
 T = TypeVar("T")

@@ -22,12 +22,12 @@ from mlflow.pyfunc import PythonModel
 from pydantic import BaseModel, SkipValidation
 
 from shardcore import files, load_model, schema
+from shardcore.core.errors import SettingMismatch, ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Setting, Shard
+from shardcore.core.validation import MOST_BATCH
 from shardcore.cost.model import ProbabilisticCostModel
-from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import CHANNELS, WHOLE_ROWS
-from shardcore.limits import MOST_BATCH
-from shardcore.topology import Device, Topology
-from shardcore.types import Setting, Shard
 from shardcore.workload import Op, Workload, is_sequence
 
 CONFIDENCE = 0.9

@@ -27,7 +27,7 @@ from urllib.parse import urlparse
 
 import httpx
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from tasks import console, owned, paths
 
 LOOPBACK = ("127.0.0.1", "localhost")

@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Setting
 from shardcore.measure import hardware
 from shardcore.samples import dataset
-from shardcore.types import Setting
 
 
 @dataclass(frozen=True)

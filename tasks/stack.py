@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from shardcore import report
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from tasks import daemons, lost_runs, owned, params, paths
 from tasks.stack_config import StackConfig, require_usable
 from tasks.stack_services import (

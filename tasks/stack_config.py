@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from shardcore.errors import ShardCoreError, redacted
+from shardcore.core.errors import ShardCoreError, redacted
 
 _DATABASES = {"prefect_database": ("postgresql+asyncpg", "sqlite+aiosqlite"),
               "mlflow_database": ("postgresql", "mysql", "sqlite", "mssql")}

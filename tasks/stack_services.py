@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from shardcore import schema
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from tasks import owned
 from tasks.daemons import ALLOWED_HOSTS, Daemon
 from tasks.lost_runs import AT_ONCE, POOL, WORKER, Api

@@ -11,8 +11,8 @@ from mlflow.entities import Metric
 from prefect import get_run_logger, task
 
 from shardcore import files, model_files
+from shardcore.core.errors import ShardCoreError
 from shardcore.cost import neural
-from shardcore.errors import ShardCoreError
 from shardcore.search.learned.learner import PolicyConfig
 from shardcore.search.learned.policy import NETS, POLICY_JSON, write_policy
 from shardcore.search.learned.problems import PolicyProblems, make_policy

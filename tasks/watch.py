@@ -19,7 +19,7 @@ from typing import Any
 
 import mlflow
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from tasks import params, paths, publish_claim, registry, services
 from tasks.setting import SettingConfig
 

@@ -15,13 +15,13 @@ import numpy as np
 import ray
 import torch
 
+from shardcore.core.types import Setting
 from shardcore.measure import collectives, local_ranks
 from shardcore.measure.device_bench import BenchSpec, Counts, DeviceBench
 from shardcore.measure.replay import ReplayConfig, replay_rank
 from shardcore.measure.supervise import Ended, Refused
 from shardcore.measurements import CollectiveRequest
 from shardcore.samples import dataset
-from shardcore.types import Setting
 from shardcore.workload import Workload
 from tasks import actors, services
 

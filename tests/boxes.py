@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.measure.hosts import Box, box_of
 
 

@@ -49,9 +49,9 @@ from ray_fixtures import (  # noqa: E402, F401
     written_stack,
 )
 
-from shardcore.access_statistics import Reuse, Zipf  # noqa: E402
-from shardcore.topology import Device, Topology  # noqa: E402
-from shardcore.types import Problem, Table  # noqa: E402
+from shardcore.core.access_statistics import Reuse, Zipf  # noqa: E402
+from shardcore.core.topology import Device, Topology  # noqa: E402
+from shardcore.core.types import Problem, Table  # noqa: E402
 
 MIB = 1 << 20
 

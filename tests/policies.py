@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from shardcore.core.types import Setting
 from shardcore.search.learned.policy import NETS, Policy
-from shardcore.types import Setting
 
 
 def untrained(name: str, seed: int = 0, hardware: str = "made-up") -> Policy:

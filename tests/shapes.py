@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.layouts import CHANNELS, ID_CHANNELS, Channel
 from shardcore.memory_account import account_of
 from shardcore.step.scopes import WORLD
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Problem, Shard, Table
 
 CHANNEL = {c.collective if c.group == WORLD else f"{c.collective}_{c.group}": c for c in CHANNELS}
 """By collective, and group where that is not all devices: "all_to_all", "reduce_scatter_host"."""

@@ -29,13 +29,13 @@ from shardcore import (
     price,
     replay,
 )
+from shardcore.core.job import Job
+from shardcore.core.links import links_of
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.job import Job
 from shardcore.publish.replan import ReplanConfig, Start
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.groups import Groups
 from shardcore.search.decisions.towers import OnTowers
-from shardcore.step.links import links_of
 
 TABLE = Table("t0", 1000, 64, 5.0)
 TOPOLOGY = Topology.of_hosts(2, 4, memory_gib=80)

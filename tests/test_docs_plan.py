@@ -13,8 +13,8 @@ from laws import comm_samples, compute_samples, linear_law
 
 from shardcore import files
 from shardcore.cli import main
+from shardcore.core.types import Setting
 from shardcore.cost import fit, neural
-from shardcore.types import Setting
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/plan.md").read_text()

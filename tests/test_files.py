@@ -14,12 +14,12 @@ import pytest
 from shapes import column, host_row, on_hosts, replica, row
 
 from shardcore import files, model_files
-from shardcore.constraints import Constraints
-from shardcore.errors import ShardCoreError
-from shardcore.job import Job
-from shardcore.step.links import links_of
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Shard, Table
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 

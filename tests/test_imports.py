@@ -18,12 +18,12 @@ OURS = ("shardcore", "tasks", "flows")
 ORCHESTRATORS = {"prefect", "ray", "mlflow", "dvc"}
 
 
-BELOW = {"errors.py": (), "limits.py": ("errors",),
-         "topology.py": ("errors", "limits", "step.links", "step.tiers"),
-         "constraints.py": ("errors", "limits"), "job.py": ("errors", "limits", "fused"),
-         "fused.py": (),
-         "access_statistics.py": ("limits",), "step_cost.py": (),
-         "types.py": ("errors", "limits", "topology", "constraints", "fused", "job", "access_statistics",
+BELOW = {"core/errors.py": (), "core/validation.py": ("errors",),
+         "core/topology.py": ("errors", "limits", "step.links", "step.tiers"),
+         "core/constraints.py": ("errors", "limits"), "job.py": ("errors", "limits", "fused"),
+         "core/catalog.py": (),
+         "core/access_statistics.py": ("limits",), "core/step_cost.py": (),
+         "core/types.py": ("errors", "limits", "topology", "constraints", "fused", "job", "access_statistics",
                       "step.tiers"),
          "measurements.py": ("errors", "limits", "types", "step_cost", "step.collectives",
                              "step.scopes")}

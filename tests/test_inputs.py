@@ -7,13 +7,13 @@ import pytest
 from shapes import column, host_row, on_hosts, replica, row
 
 from shardcore import memory
-from shardcore.access_statistics import Reuse, Zipf
+from shardcore.core.access_statistics import Reuse, Zipf
+from shardcore.core.job import Job
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.inputs import expected_bytes, input_bytes, received_bytes
-from shardcore.job import Job
 from shardcore.layouts import BUCKETIZED_IDS, IDS, Channel
 from shardcore.tables import streams
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 TABLE = Table("t", 1000, 64, 5.0)

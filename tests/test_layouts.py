@@ -18,9 +18,9 @@ from shapes import (
 )
 
 from shardcore import layouts
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.layouts import LAYOUTS, device_names, layout_of, possible_groups, require_placement, shards_on
-from shardcore.types import Placement, Problem, Shard, Table
 
 TABLE, SMALL = Table("t", 10, 16, 2.0), Table("s", 3, 8, 1.0)
 ONE_HOST, TWO, MIXED = on_hosts("aaaa"), on_hosts("aabb"), on_hosts("xyxy")

@@ -1,6 +1,7 @@
 import pytest
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Setting
 from shardcore.measurements import (
     CollectiveRequest,
     ComputeRequest,
@@ -9,7 +10,6 @@ from shardcore.measurements import (
     Spread,
     StepSample,
 )
-from shardcore.types import Setting
 
 STILL = (0.0, 0.0)
 

@@ -11,15 +11,15 @@ import torch
 from shapes import column, on_hosts, replica, row
 
 from shardcore import memory, memory_account
-from shardcore.access_statistics import ManagedCollision
-from shardcore.errors import Infeasible
-from shardcore.fused import DENSE_OPTIMIZERS, PRECISIONS
-from shardcore.job import Job
+from shardcore.core.access_statistics import ManagedCollision
+from shardcore.core.catalog import DENSE_OPTIMIZERS, PRECISIONS
+from shardcore.core.errors import Infeasible
+from shardcore.core.job import Job
+from shardcore.core.tiers import Memory
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, merged, run_of, shards_on
 from shardcore.memory_account import table_bytes
-from shardcore.step.tiers import Memory
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 TABLE, OTHER = Table("t", 1000, 8, 3.0), Table("u", 500, 16, 2.0)

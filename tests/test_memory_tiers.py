@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from shardcore.access_statistics import Reuse, Zipf
-from shardcore.constraints import Constraints
-from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.core.access_statistics import Reuse, Zipf
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.tiers import Memory
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Table
 from shardcore.memory_tiers import (
     Tier,
     decide,
@@ -18,9 +21,6 @@ from shardcore.memory_tiers import (
     water_filled,
     with_load_factors,
 )
-from shardcore.step.tiers import Memory
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Table
 
 
 def problem(memory, optimizer="exact_sgd", gbps=25.0, host_bytes=1 << 34):

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from shapes import column, on_hosts, replica
 
+from shardcore.core.errors import Infeasible
+from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.errors import Infeasible
 from shardcore.op_limits import MOST_IDS, TooManyInOneOp, most_features, require_ops
 from shardcore.search import SHARDERS, Budget
-from shardcore.types import Plan, Problem, Setting, Table
 from shardcore.workload import lower
 
 SEARCHES = ("size_greedy", "neuroshard", "anneal_columns", "anneal")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardcore.access_statistics import Zipf
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.types import Shard, Table
 from shardcore.outputs import output_bytes, output_rows
-from shardcore.types import Shard, Table
 
 
 def test_a_pooled_table_has_an_output_for_each_sample_and_feature():

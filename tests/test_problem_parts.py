@@ -6,15 +6,15 @@ import pytest
 from shapes import column
 
 from shardcore import files
-from shardcore.access_statistics import Zipf
-from shardcore.constraints import Constraints
-from shardcore.errors import ShardCoreError
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Table
 from shardcore.grouped_plans import read_grouped, write_grouped
-from shardcore.job import Job
 from shardcore.sharding_groups import GroupedPlan, Grouping, problem_of_group
-from shardcore.step.links import links_of
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Table
 
 TABLES = tuple(Table(name, 100, 16, 2.0) for name in ("b", "a", "c"))
 WHOLE = Problem("p", TABLES, Topology(tuple(Device(10**9, host=f"h{d // 2}") for d in range(4))), 64)

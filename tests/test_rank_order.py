@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardcore.constraints import Constraints
-from shardcore.errors import ShardCoreError
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import Link
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Table
 from shardcore.rank_order import Links, levels, order, problem_of, topology_of
-from shardcore.step.links import Link
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Table
 
 LINKS = Links(5.0, 0.5, None, 0.1)
 

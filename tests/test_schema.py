@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from shardcore import schema
-from shardcore.errors import MOST_CHARACTERS, ShardCoreError, escaped, shortened
+from shardcore.core.errors import MOST_CHARACTERS, ShardCoreError, escaped, shortened
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,12 @@ import pytest
 from shapes import column, replica, row
 
 from shardcore import files
-from shardcore.constraints import Constraints
-from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.links import links_of
+from shardcore.core.tiers import Memory
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Table
 from shardcore.grouped_plans import read_grouped, write_grouped
 from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.sharding_groups import (
@@ -23,10 +27,6 @@ from shardcore.sharding_groups import (
     sizes,
     synced_bytes,
 )
-from shardcore.step.links import links_of
-from shardcore.step.tiers import Memory
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Table
 
 GIB = 1 << 30
 

@@ -46,8 +46,9 @@ from itertools import product
 import numpy as np
 
 from bench.peers.room import Room, free_bytes
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import CostModel
-from shardcore.errors import ShardCoreError
 from shardcore.layouts import Layout, even_rows, run_of, ways
 from shardcore.memory import fits
 from shardcore.memory_account import own_peaks
@@ -65,7 +66,6 @@ from shardcore.search.shards import (
     priced,
     searched_tables,
 )
-from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 
 _MOST_SHARDS = 1 << 20
 Grid = tuple[int, int]

@@ -38,8 +38,9 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from bench.peers.room import Room
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost.model import CostModel
-from shardcore.errors import ShardCoreError
 from shardcore.memory import fits
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_shards, fitting
@@ -54,7 +55,6 @@ from shardcore.search.shards import (
     placed,
     priced,
 )
-from shardcore.types import Plan, Problem, Shard
 
 GROUP = 8
 """The most devices of a program."""

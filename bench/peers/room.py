@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardcore.core.types import Problem
 from shardcore.layouts import run_of, shards_on
 from shardcore.memory import held_bytes
 from shardcore.memory_account import local_batch_bytes, own_peaks
@@ -19,7 +20,6 @@ from shardcore.search.shards import (
     layout_of_shard,
     may_be_on_a_device,
 )
-from shardcore.types import Problem
 
 
 def free_bytes(problem: Problem) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Any
 from torchrec.distributed.types import CacheStatistics
 
 from bench.peers.room import free_bytes
+from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.layouts import WHOLE_ROWS, run_of
 from shardcore.memory_account import own_peaks
 from shardcore.memory_tiers import with_load_factors
@@ -23,7 +24,6 @@ from shardcore.search.torchrec_pieces import quiet
 from shardcore.search.torchrec_placements import placements_of
 from shardcore.tables import access
 from shardcore.tables.heat import Heat, heat_of
-from shardcore.types import Placement, Problem, Shard, Table
 
 STARTS = (0.001, 0.01, 0.05, 0.2)
 """Load factors of all caches from which it scales up. The best plan of all counts."""

@@ -21,8 +21,8 @@ from shardcore.cli import (
     topologies,
 )
 from shardcore.cli.options import Formatter, require_outputs
-from shardcore.collector import rare_collections
-from shardcore.errors import ShardCoreError, escaped
+from shardcore.core.errors import ShardCoreError, escaped
+from shardcore.core.gc_pause import rare_collections
 
 
 class _Printable:

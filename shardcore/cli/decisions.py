@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcore.cli.options import gib, natural, positive, positive_gib, require_outputs
-from shardcore.errors import ShardCoreError
-from shardcore.step.tiers import BELOW, Memory
-from shardcore.types import Problem
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.tiers import BELOW, Memory
+from shardcore.core.types import Problem
 
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from shardcore.types import Problem
+from shardcore.core.types import Problem
 
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcore.cli.options import command, natural, positive, positive_gib
-from shardcore.errors import ShardCoreError
-from shardcore.types import OPTIMIZERS, PRECISION_BYTES, Problem, Setting
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import OPTIMIZERS, PRECISION_BYTES, Problem, Setting
 
 if TYPE_CHECKING:
     from shardcore.measure.hosts import Box
@@ -83,10 +83,10 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 def measure(args: argparse.Namespace) -> None:
     from shardcore import files
+    from shardcore.core.validation import WAITS_S, require_within
     from shardcore.draws import MOST_DRAWS, MOST_RANKS
     from shardcore.draws.groups import GroupConfig, compute_request, reference_request
     from shardcore.draws.steps import first_step_plans
-    from shardcore.limits import WAITS_S, require_within
     from shardcore.measure import hardware, kernels, run
     from shardcore.measure.device_bench import BenchSpec
     from shardcore.measure.devices import device_of
@@ -164,7 +164,7 @@ def measure(args: argparse.Namespace) -> None:
 
 def _arena_bytes(setting: Setting, device: str) -> int:
     """The default arena: what its weights may take beside their state."""
-    from shardcore.fused import OPTIMIZERS
+    from shardcore.core.catalog import OPTIMIZERS
     from shardcore.measure.devices import device_of
 
     weights = PRECISION_BYTES[setting.precision]

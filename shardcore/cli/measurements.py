@@ -7,12 +7,12 @@ import json
 import sys
 from pathlib import Path
 
-from shardcore import progress
 from shardcore.cli.options import command, natural, positive
 from shardcore.cli.progress_line import shown
-from shardcore.errors import ShardCoreError
+from shardcore.core import progress
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import OPTIMIZERS, PRECISION_BYTES, Setting
 from shardcore.model_files import MODEL_JSON, MODEL_WEIGHTS
-from shardcore.types import OPTIMIZERS, PRECISION_BYTES, Setting
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from shardcore.errors import ShardCoreError
-from shardcore.limits import MOST_BYTES
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import MOST_BYTES
 from shardcore.schema import MOST_INT
 
 MOST_GIB = MOST_BYTES >> 30

@@ -17,9 +17,9 @@ from shardcore.cli import decisions as deciding
 from shardcore.cli import grouped
 from shardcore.cli.options import add_budget, command, natural, positive
 from shardcore.cli.progress_line import shown
-from shardcore.errors import ShardCoreError
-from shardcore.progress import clock, report
-from shardcore.types import Plan, Problem
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.progress import clock, report
+from shardcore.core.types import Plan, Problem
 
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from shardcore.cli.options import command, natural, positive
 from shardcore.cli.progress_line import shown
+from shardcore.core.progress import report
 from shardcore.model_files import MODEL_WEIGHTS
-from shardcore.progress import report
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:

@@ -7,13 +7,13 @@ import dataclasses
 from pathlib import Path
 
 from shardcore.cli.options import command, natural, positive, positive_gib
-from shardcore.constraints import Constraints
-from shardcore.errors import ShardCoreError
-from shardcore.fused import DENSE_OPTIMIZERS
-from shardcore.job import HIDES_IDS, PAYLOADS, Job
-from shardcore.limits import MOST_DEVICES, require_within
-from shardcore.topology import Device, Topology, default_reserve
-from shardcore.types import Problem, Setting
+from shardcore.core.catalog import DENSE_OPTIMIZERS
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import HIDES_IDS, PAYLOADS, Job
+from shardcore.core.topology import Device, Topology, default_reserve
+from shardcore.core.types import Problem, Setting
+from shardcore.core.validation import MOST_DEVICES, require_within
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from shardcore import progress
+from shardcore.core import progress
 
 COMPILING_S = 15
 """About the seconds of one core to compile all that a search runs (bench.setup --first-plan)."""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from shardcore.cli.options import amount, command, natural, positive, require_outputs
 from shardcore.cli.progress_line import shown
-from shardcore.errors import ShardCoreError
-from shardcore.progress import report
-from shardcore.types import Plan, Problem
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.progress import report
+from shardcore.core.types import Plan, Problem
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:

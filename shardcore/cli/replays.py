@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardcore.cli.options import command, natural, positive, positive_gib
 from shardcore.cli.progress_line import shown
-from shardcore.progress import report
-from shardcore.types import Setting
+from shardcore.core.progress import report
+from shardcore.core.types import Setting
 
 if TYPE_CHECKING:
     from shardcore.measurements import StepSample

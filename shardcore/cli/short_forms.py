@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardcore.cli import decisions, plans
 from shardcore.cli.options import add_budget, command, natural, require_outputs
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 
 if TYPE_CHECKING:
     from shardcore.search.decisions.driver import Outcome

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcore.cli.options import Formatter, command, positive
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 
 if TYPE_CHECKING:
-    from shardcore.types import Problem
+    from shardcore.core.types import Problem
 
 _MEASURE = """Time messages between all pairs of ranks, find which of them share a host, a switch or a fast
 link, and write the problem with the hosts and bandwidths that were found.

@@ -10,18 +10,18 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import LEVELS, joins
+from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
+from shardcore.core.types import PRECISION_BYTES, Problem, Setting, Shard
 from shardcore.cost.composite import Composite, composed
 from shardcore.cost.link_counts import link_counts
 from shardcore.cost.model import CommCost, Compiled
-from shardcore.errors import ShardCoreError
 from shardcore.layouts import Channel
 from shardcore.outputs import payload_bytes
-from shardcore.step.links import LEVELS, joins
 from shardcore.step.scopes import groups_of
 from shardcore.tables.access import access_share, unique_rows_of
-from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.traffic import channels_of
-from shardcore.types import PRECISION_BYTES, Problem, Setting, Shard
 from shardcore.workload import Workload
 
 CLOSED_FORM = "not measured: closed-form model"

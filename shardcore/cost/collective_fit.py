@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from shardcore.core.links import units_of
+from shardcore.core.types import OUTPUT_BYTES, PAYLOADS
 from shardcore.cost.collective_model import (
     ALL_TO_ALL,
     EXCHANGE_TERMS,
@@ -31,9 +33,7 @@ from shardcore.cost.nnls import fit_law
 from shardcore.layouts import Channel
 from shardcore.measurements import CollectiveSample
 from shardcore.step.collectives import COLLECTIVES, Collective
-from shardcore.step.links import units_of
 from shardcore.step.scopes import SCOPES, WORLD
-from shardcore.types import OUTPUT_BYTES, PAYLOADS
 
 ONCE, MESSAGES = (EXCHANGE_TERMS.index(name) for name in ("once", "messages"))
 MESSAGE_SHARE = 1 / 7

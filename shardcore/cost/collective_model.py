@@ -34,13 +34,13 @@ from functools import reduce
 
 import numpy as np
 
+from shardcore.core.links import LEVELS, Level, joins
+from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
+from shardcore.core.types import PAYLOADS
 from shardcore.cost.link_counts import link_counts
 from shardcore.layouts import CHANNELS, Channel
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.step.links import LEVELS, Level, joins
 from shardcore.step.scopes import WORLD, groups_of
-from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
-from shardcore.types import PAYLOADS
 
 LATENCY_TERMS = ("once", "messages", "far_rounds", "skew_ms")
 """Terms of the latency.

@@ -15,14 +15,14 @@ import numpy as np
 from numba import float64, njit
 from numba.core.dispatcher import Dispatcher
 
-from shardcore import compiling
+from shardcore.core import jit
 
 _compile = njit(cache=True, error_model="numpy")
 
 
 def ready(head: Dispatcher) -> Dispatcher:
     """The head, compiled. Only those that models ask for are."""
-    return compiling.ready(head, float64(float64[::1], float64[::1]))
+    return jit.ready(head, float64(float64[::1], float64[::1]))
 
 
 @_compile

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardcore.core.errors import SettingMismatch
+from shardcore.core.tiers import TIERS
+from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
+from shardcore.core.types import Problem, Setting, Shard
+from shardcore.core.validation import require, require_type
 from shardcore.cost.collective_model import ALL_TO_ALL, is_measured
 from shardcore.cost.model import CommCost, Compiled, CostModel
 from shardcore.cost.ranges import and_more
-from shardcore.errors import SettingMismatch
-from shardcore.limits import require, require_type
 from shardcore.model_files import model_folders
-from shardcore.step.tiers import TIERS
 from shardcore.tables.host_rows import link_bytes_of
-from shardcore.topology import BYTES_PER_MS_PER_GBPS, Topology
-from shardcore.types import Problem, Setting, Shard
 from shardcore.workload import Workload
 
 if TYPE_CHECKING:

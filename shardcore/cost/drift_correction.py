@@ -20,15 +20,15 @@ from pathlib import Path
 
 import numpy as np
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Setting
 from shardcore.cost import collective_fit, features
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.nnls import fit_law
-from shardcore.errors import ShardCoreError
 from shardcore.measurements import CollectiveSample, ComputeSample, Spread
 from shardcore.samples import dataset
 from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.scopes import WORLD
-from shardcore.types import Setting
 
 FEWEST_BUSY = 20
 """From this number on, collectives between busy ranks replace those between idle ranks."""

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardcore.core.types import PRECISION_BYTES, Shard
 from shardcore.outputs import output_rows
 from shardcore.tables import access
-from shardcore.types import PRECISION_BYTES, Shard
 
 WIDTH_CLASSES = (32, 64, 128, 256)
 """Columns at which FBGEMM's CUDA kernels change. They choose by the widest table of an op."""

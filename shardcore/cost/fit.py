@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Setting
+from shardcore.core.validation import MOST_COUNT, MOST_SEED, require_within
 from shardcore.cost import collective_fit, collective_model, features, nets, quantiles, ranges
 from shardcore.cost.accuracy import Sample, evaluate, split_of
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
-from shardcore.errors import ShardCoreError
-from shardcore.limits import MOST_COUNT, MOST_SEED, require_within
 from shardcore.measurements import CollectiveSample, ComputeSample
-from shardcore.types import Setting
 
 Progress = Callable[[str, int, dict[str, float]], None]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardcore.step.links import joins
+from shardcore.core.links import joins
 
 COUNTS = ("bytes", "busiest", "port", "uplink", "shared_uplink", "head_start")
 """Counts that the terms of a level of links multiply (step.links.Level.terms).

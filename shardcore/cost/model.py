@@ -14,12 +14,12 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from shardcore.errors import ShardCoreError
-from shardcore.job import Job
-from shardcore.limits import require_type, shown
-from shardcore.step_cost import PredictedCost
-from shardcore.topology import Topology
-from shardcore.types import Plan, Problem, Setting, Shard
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.step_cost import PredictedCost
+from shardcore.core.topology import Topology
+from shardcore.core.types import Plan, Problem, Setting, Shard
+from shardcore.core.validation import require_type, shown
 from shardcore.workload import Workload, lower
 
 

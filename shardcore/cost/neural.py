@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 
 from shardcore import files, model_files, schema
-from shardcore.access_statistics import Zipf
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.errors import SettingMismatch, ShardCoreError
+from shardcore.core.links import LEVELS
+from shardcore.core.topology import Topology
+from shardcore.core.types import Problem, Setting, Shard
+from shardcore.core.validation import require_type
 from shardcore.cost import collective_model, features, nets, quantiles, ranges
 from shardcore.cost import weights as required
 from shardcore.cost.composite import Composite, composed
 from shardcore.cost.model import CommCost, Compiled
-from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.layouts import ID_CHANNELS, Channel
-from shardcore.limits import require_type
-from shardcore.step.links import LEVELS
-from shardcore.topology import Topology
 from shardcore.traffic import channels_of
-from shardcore.types import Problem, Setting, Shard
 from shardcore.workload import Workload
 
 _SOME_LOOKUPS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)

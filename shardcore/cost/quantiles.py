@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 
 LEVELS = np.concatenate([[0.005, 0.01, 0.025], np.arange(0.05, 0.951, 0.025), [0.975, 0.99, 0.995]])
 _KNOTS = 4

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardcore.core.links import LEVELS, joins
+from shardcore.core.types import Shard
 from shardcore.cost import collective_model
 from shardcore.layouts import ID_CHANNELS, kinds_of
 from shardcore.memory import gib
-from shardcore.step.links import LEVELS, joins
 from shardcore.step.scopes import groups_of
 from shardcore.tables import access
-from shardcore.types import Shard
 from shardcore.workload import Workload
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from shardcore.core.step_cost import PARTS, StepCost
 from shardcore.cost.model import CostModel, price
 from shardcore.cost.replay_metrics import ReplayRecord, noise_ms
 from shardcore.samples.replays import ReplaySet
-from shardcore.step_cost import PARTS, StepCost
 from shardcore.workload import lower
 
 

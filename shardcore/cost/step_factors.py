@@ -22,14 +22,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import LEVELS, Link
+from shardcore.core.step_cost import StepCost
 from shardcore.cost import collective_model
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
-from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS, ID_CHANNELS, Channel
-from shardcore.step.links import LEVELS, Link
-from shardcore.step_cost import StepCost
 from shardcore.workload import Workload
 
 FEWEST_STEPS = 8

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardcore.core.types import Setting
 from shardcore.cost import accuracy, fit
 from shardcore.cost.metrics import mape
 from shardcore.cost.nnls import fit_law
 from shardcore.measurements import ComputeSample
 from shardcore.tables.held_out import kept_for_testing
-from shardcore.types import Setting
 
 CONTROL = 8
 """An op timed more often than this is the reference op. It is no part of a repeatability set."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Setting
 from shardcore.cost import accuracy, drift_correction, fit, step_factors
 from shardcore.cost.neural import NeuralModel
-from shardcore.errors import ShardCoreError
 from shardcore.samples import replays
-from shardcore.types import Setting
 
 
 @dataclass(frozen=True, eq=False)

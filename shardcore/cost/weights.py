@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import LEVELS
+from shardcore.core.types import PAYLOADS
 from shardcore.cost import collective_model, features, quantiles
-from shardcore.errors import ShardCoreError
 from shardcore.layouts import CHANNELS
-from shardcore.step.links import LEVELS
-from shardcore.types import PAYLOADS
 
 _POSITIVE = (1e-30, 1e30)
 _RATE = (0.0, 1e6)

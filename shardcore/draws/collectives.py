@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from shardcore.core.types import PAYLOADS
 from shardcore.draws.problems import DIMS
 from shardcore.measurements import CollectiveRequest, EmulatedLinks
 from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.scopes import SCOPES, even_hosts
-from shardcore.types import PAYLOADS
 
 _PLAIN = 0.5
 """Share of draws that are all-to-alls at the full batch."""

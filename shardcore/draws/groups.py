@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard, Table
+from shardcore.core.validation import MOST_BYTES, MOST_DIM, require_within
 from shardcore.draws import placements
 from shardcore.draws.problems import DEVICES, DIMS
-from shardcore.errors import ShardCoreError
-from shardcore.limits import MOST_BYTES, MOST_DIM, require_within
 from shardcore.measurements import ComputeRequest
 from shardcore.outputs import output_bytes
-from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard, Table
 
 REPLICATED_BYTES = 64 << 20
 """Larger tables are not worth replicating."""

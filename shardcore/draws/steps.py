@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Placement, Plan, Problem, Setting, Shard, Table
+from shardcore.core.validation import MOST_BYTES
 from shardcore.draws.placements import deal_columns
 from shardcore.draws.problems import ProblemConfig, draw_problem
-from shardcore.errors import ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, Layout, even_share, ways
-from shardcore.limits import MOST_BYTES
-from shardcore.topology import Device, Topology
-from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Placement, Plan, Problem, Setting, Shard, Table
 
 _SHARED = ((False, False), (True, False), (False, True), (False, False), (True, False), (True, True))
 """The plans of a problem: whether it has tables with divided rows, and replicas. All have others by

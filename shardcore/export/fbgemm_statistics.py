@@ -34,12 +34,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardcore import files, schema
-from shardcore.access_statistics import REUSE_BINS, Reuse
-from shardcore.errors import ShardCoreError
+from shardcore.core.access_statistics import REUSE_BINS, Reuse
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Table
+from shardcore.core.validation import MOST_BATCH, MOST_POOLING
 from shardcore.export.torchrec_modules import path_in_model
-from shardcore.limits import MOST_BATCH, MOST_POOLING
 from shardcore.tables.access import BIN_HIGH
-from shardcore.types import Table
 
 if TYPE_CHECKING:
     from torch import nn

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardcore.core.errors import ShardCoreError
 from shardcore.documents import document, open_document, opened, seal, unseal
-from shardcore.errors import ShardCoreError
 from shardcore.export.hot_cold import HotColdEmbeddingCollection, hot_cold_modules
 from shardcore.export.torchrec_modules import path_in_model
 from shardcore.files import write_atomic, write_json

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardcore.core.types import Table
 from shardcore.tables import access
-from shardcore.types import Table
 
 if TYPE_CHECKING:
     from shardcore.export.torchrec_modules import ModelTable

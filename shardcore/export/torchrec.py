@@ -28,15 +28,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.topology import Topology
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.export.torchrec_modules import ModelTable, tables_of
 from shardcore.export.torchrec_settings import PLAIN_KERNELS, settings_of, with_settings
 from shardcore.layouts import Layout, layout_of, layout_of_torchrec, shards_on
 from shardcore.search.shards import consolidate
 from shardcore.search.torchrec_placements import placements_of
 from shardcore.tables.hot_rows import INSIDE, REPLICA, is_hot
-from shardcore.topology import Topology
-from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import require_cover
 
 if TYPE_CHECKING:

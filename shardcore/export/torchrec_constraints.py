@@ -12,16 +12,16 @@ from numbers import Real
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-from shardcore.constraints import Constraints
-from shardcore.errors import ShardCoreError
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.tiers import BELOW, TIERS
+from shardcore.core.topology import Topology
+from shardcore.core.types import Placement, Plan, Table
+from shardcore.core.validation import require_type, shown
 from shardcore.export import torchrec_fields
 from shardcore.export.torchrec import sharded
 from shardcore.export.torchrec_modules import ModelTable
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, layout_of, layout_of_torchrec
-from shardcore.limits import require_type, shown
-from shardcore.step.tiers import BELOW, TIERS
-from shardcore.topology import Topology
-from shardcore.types import Placement, Plan, Table
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner import ParameterConstraints

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardcore.errors import ShardCoreError, shortened
+from shardcore.core.errors import ShardCoreError, shortened
 
 HONOURED, PRICED, REFUSED = "honoured", "priced", "refused"
 UNKNOWN = object()

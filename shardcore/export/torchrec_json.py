@@ -16,8 +16,8 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from shardcore import files, schema
-from shardcore.errors import ShardCoreError
-from shardcore.limits import MOST_DEVICES
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import MOST_DEVICES
 
 if TYPE_CHECKING:
     from torch import nn

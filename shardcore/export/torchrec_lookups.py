@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardcore.access_statistics import Reuse, Zipf
-from shardcore.errors import ShardCoreError
+from shardcore.core.access_statistics import Reuse, Zipf
+from shardcore.core.errors import ShardCoreError
 from shardcore.export import fbgemm_statistics
 from shardcore.export.torchrec_modules import ModelTable
 from shardcore.tables import access

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardcore.access_statistics import ManagedCollision
-from shardcore.errors import ShardCoreError
-from shardcore.limits import require, require_type, shown
+from shardcore.core.access_statistics import ManagedCollision
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import require, require_type, shown
 from shardcore.tables.hot_rows import COLD, HOT, INSIDE
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from shardcore.core.catalog import OPTIMIZERS, named
+from shardcore.core.errors import ShardCoreError
 from shardcore.cost.composite import Composite
 from shardcore.cost.model import CostModel, QuantileCostModel
-from shardcore.errors import ShardCoreError
 from shardcore.export.torchrec_modules import ModelTable
-from shardcore.fused import OPTIMIZERS, named
 
 if TYPE_CHECKING:
     from torch import nn

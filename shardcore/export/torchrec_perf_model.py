@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Problem
 from shardcore.cost.model import CostModel, price
-from shardcore.errors import ShardCoreError
 from shardcore.export.torchrec import from_torchrec
 from shardcore.export.torchrec_modules import tables_of
-from shardcore.types import Problem
 from shardcore.workload import lower
 
 if TYPE_CHECKING:

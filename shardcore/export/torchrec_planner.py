@@ -11,9 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardcore.constraints import Constraints
+from shardcore.core.catalog import PRECISIONS, named
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import Infeasible, SettingMismatch, ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.topology import Topology
+from shardcore.core.types import Plan, Problem, Table
+from shardcore.core.validation import require, require_type
 from shardcore.cost.model import CostModel
-from shardcore.errors import Infeasible, SettingMismatch, ShardCoreError
 from shardcore.export import torchrec_constraints as constrained
 from shardcore.export import torchrec_fields, torchrec_lookups, torchrec_optimizers, torchrec_topology
 from shardcore.export.row_shares import with_row_shares
@@ -28,14 +33,9 @@ from shardcore.export.torchrec_modules import (
 )
 from shardcore.export.torchrec_settings import payloads_of, unpriced, unpriced_hardware
 from shardcore.export.torchrec_topology import our_topology
-from shardcore.fused import PRECISIONS, named
-from shardcore.job import Job
 from shardcore.layouts import LAYOUTS, layout_of, layout_of_torchrec, ways
-from shardcore.limits import require, require_type
 from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
 from shardcore.tables.hot_rows import with_hot_rows
-from shardcore.topology import Topology
-from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import PAYLOADS, Job
+from shardcore.core.types import Problem, Setting
 from shardcore.export import torchrec_fields, torchrec_json
-from shardcore.job import PAYLOADS, Job
 from shardcore.layouts import layout_of_torchrec
-from shardcore.types import Problem, Setting
 
 if TYPE_CHECKING:
     from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig

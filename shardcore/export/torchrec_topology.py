@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import LEVELS, links_of
+from shardcore.core.tiers import BELOW, TIERS, Memory, MemoryTier
+from shardcore.core.topology import Device, Topology
+from shardcore.core.validation import require, require_type
 from shardcore.export import torchrec_fields
-from shardcore.limits import require, require_type
-from shardcore.step.links import LEVELS, links_of
-from shardcore.step.tiers import BELOW, TIERS, Memory, MemoryTier
-from shardcore.topology import Device, Topology
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner import Topology as TheirTopology

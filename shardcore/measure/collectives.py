@@ -32,8 +32,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardcore.errors import ShardCoreError
-from shardcore.limits import MOST_REPEATS, WAITS_S, require, require_within
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Setting
+from shardcore.core.validation import MOST_REPEATS, WAITS_S, require, require_within
 from shardcore.measure import hosts, local_ranks, own_core
 from shardcore.measure.devices import device_of
 from shardcore.measure.id_transfer import IdTransfer
@@ -42,7 +43,6 @@ from shardcore.measure.transfers import Transfer, transfers
 from shardcore.measurements import CollectiveRequest, CollectiveSample
 from shardcore.samples import dataset
 from shardcore.step.scopes import WORLD
-from shardcore.types import Setting
 
 _SCRATCH_BYTES = 16 << 20
 """Overwritten to keep a rank busy: more than a core's caches hold."""

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardcore.core.types import Setting
 from shardcore.measure import hardware
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measurements import ComputeRequest, ComputeSample
-from shardcore.types import Setting
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 
 REHEARSAL = "SHARDCORE_REHEARSAL"
 """This variable names the class, as module:Class, that stands in for Cuda in a rehearsal."""

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardcore.core.topology import Topology
+from shardcore.core.types import OUTPUT_BYTES
 from shardcore.layouts import Channel, Layout
 from shardcore.measure import all_to_all, own_core
 from shardcore.measure.fused_op import even_parts
 from shardcore.measure.transfers import all_gather, carried, reduce_scatter
 from shardcore.step.scopes import SCOPES, WORLD, groups_in
-from shardcore.topology import Topology
 from shardcore.traffic import row_in
-from shardcore.types import OUTPUT_BYTES
 from shardcore.workload import Workload
 
 Full = Callable[[Sequence[int]], torch.Tensor]

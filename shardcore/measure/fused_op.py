@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from shardcore.errors import ShardCoreError
-from shardcore.fused import OPTIMIZERS, PRECISIONS
+from shardcore.core.catalog import OPTIMIZERS, PRECISIONS
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard
 from shardcore.memory import gib
-from shardcore.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard
 
 _LEARNING_RATE = 1e-3
 

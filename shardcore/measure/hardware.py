@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.measure.devices import device_of
 
 AUTO = "auto"

@@ -23,8 +23,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardcore.errors import ShardCoreError
-from shardcore.limits import LINK_GBIT_S, require_within
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import LINK_GBIT_S, require_within
 from shardcore.measurements import EmulatedLinks
 
 HOST_VARIABLE = "SHARDCORE_BOX_HOST"

@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from shardcore.core.job import Job
+from shardcore.core.types import OUTPUT_BYTES
 from shardcore.inputs import received_bytes
-from shardcore.job import Job
 from shardcore.measure import all_to_all
 from shardcore.measurements import CollectiveRequest
 from shardcore.step.collectives import Work
-from shardcore.types import OUTPUT_BYTES
 from shardcore.workload import Workload
 
 _COLUMNS = 32

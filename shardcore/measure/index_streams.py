@@ -13,9 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
+from shardcore.core.types import MIN_WIDTH, Shard, Table
 from shardcore.measurements import ComputeRequest
 from shardcore.tables import streams
-from shardcore.types import MIN_WIDTH, Shard, Table
 
 Stream = tuple[torch.Tensor, torch.Tensor]
 """Ids, and offsets of samples in them."""

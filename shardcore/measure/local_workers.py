@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.measure import local_ranks, processes
 from shardcore.measure.device_bench import BenchSpec, Counts, DeviceBench
 from shardcore.measure.supervise import Ended, Refused

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import OUTPUT_BYTES
 from shardcore.measure.fused_op import even_parts
 from shardcore.measurements import ComputeRequest
 from shardcore.tables import access
-from shardcore.types import OUTPUT_BYTES
 from shardcore.workload import is_sequence
 
 

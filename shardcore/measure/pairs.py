@@ -19,11 +19,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardcore.limits import MOST_REPEATS, WAITS_S, require, require_within
+from shardcore.core.types import Problem
+from shardcore.core.validation import MOST_REPEATS, WAITS_S, require, require_within
 from shardcore.measure import collectives, hardware, local_ranks
 from shardcore.measure.hosts import Place
 from shardcore.rank_order import Groups, Links, levels
-from shardcore.types import Problem
 
 MOST_IN_TURN = 64
 """Ranks whose pairs talk one after another: 2,016 pairs take a minute."""

@@ -41,9 +41,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcore.errors import SettingMismatch, ShardCoreError
-from shardcore.job import Job
-from shardcore.limits import MOST_BYTES, MOST_REPEATS, MOST_SEED, WAITS_S, require_type, require_within
+from shardcore.core.errors import SettingMismatch, ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.step_cost import PARTS
+from shardcore.core.types import Setting, precision_of
+from shardcore.core.validation import (
+    MOST_BYTES,
+    MOST_REPEATS,
+    MOST_SEED,
+    WAITS_S,
+    require_type,
+    require_within,
+)
 from shardcore.measure import exchanges, id_transfer, local_ranks
 from shardcore.measure.collectives import CollectiveConfig, Rank, wait_and_transfer, wait_until
 from shardcore.measure.devices import device_of
@@ -61,8 +70,6 @@ from shardcore.measure.step_compute import (
 from shardcore.measure.timing import Caches, spread
 from shardcore.measurements import StepSample
 from shardcore.samples.dataset import ReferenceOp
-from shardcore.step_cost import PARTS
-from shardcore.types import Setting, precision_of
 from shardcore.workload import Workload
 
 

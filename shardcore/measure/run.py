@@ -14,15 +14,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Problem, Setting, Table
 from shardcore.draws import Request, different
 from shardcore.draws.collectives import comm_request, emulated_request
 from shardcore.draws.groups import GroupConfig, compute_request
-from shardcore.errors import ShardCoreError
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measure.supervise import Finished, Supervisor
 from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, EmulatedLinks
 from shardcore.samples import dataset, replays
-from shardcore.types import Problem, Setting, Table
 
 KEEP_EVERY_S = 5.0
 """Between two writes, whatever the chunk: at most so much that has finished is lost at a kill."""

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import OUTPUT_BYTES, PRECISION_BYTES, Setting, Shard
 from shardcore.measure import own_core
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import Caches
@@ -23,7 +24,6 @@ from shardcore.measurements import ComputeRequest
 from shardcore.memory import gib
 from shardcore.outputs import output_bytes
 from shardcore.samples.dataset import ReferenceOp
-from shardcore.types import OUTPUT_BYTES, PRECISION_BYTES, Setting, Shard
 from shardcore.workload import Op, Workload
 
 Alone = Sequence[np.ndarray]

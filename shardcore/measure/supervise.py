@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shardcore.errors import ShardCoreError
-from shardcore.limits import WAITS_S, require_within
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import WAITS_S, require_within
 from shardcore.measure.device_bench import BenchSpec, Counts
 from shardcore.measurements import ComputeRequest, ComputeSample
 from shardcore.samples import dataset

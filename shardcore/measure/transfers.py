@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardcore.fused import PRECISIONS
+from shardcore.core.catalog import PRECISIONS
 from shardcore.measure import all_to_all
 from shardcore.measure.id_transfer import IdTransfer, features_and_ids
 from shardcore.measurements import CollectiveRequest

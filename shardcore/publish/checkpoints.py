@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardcore.fused import DENSE_OPTIMIZERS, OPTIMIZERS
+from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
+from shardcore.core.types import Placement, Problem
 from shardcore.layouts import layout_of
-from shardcore.types import Placement, Problem
 
 NOTHING = "nothing, as the optimizer keeps no state"
 ALL_LOADS = "nothing"

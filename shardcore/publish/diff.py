@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from shardcore.core.types import PRECISION_BYTES, Placement, Plan, Problem, Shard, Table
 from shardcore.layouts import WHOLE_ROWS, layout_of, shards_on
 from shardcore.publish import checkpoints
-from shardcore.types import PRECISION_BYTES, Placement, Plan, Problem, Shard, Table
 
 
 @dataclass(frozen=True)

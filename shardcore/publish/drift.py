@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost.model import CostModel, PricedPlan, price_plan
-from shardcore.errors import ShardCoreError
 from shardcore.problem_parts import parts_of, refusal
 from shardcore.publish.diff import Diff, diff
 from shardcore.publish.gain import Gain, gain
 from shardcore.publish.replan import ReplanConfig, forced_moves, replan
 from shardcore.search.anneal.reshard import rebind_tables
-from shardcore.types import Plan, Problem, Table
 
 _FRESH = ("rows", "dim", "features", "pooling", "access")
 """Fields of a Table that change while a job runs, as pools have them."""

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
+from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost.known_errors import errors_of
 from shardcore.cost.model import CostModel, PricedPlan
 from shardcore.layouts import shards_on
 from shardcore.outputs import output_bytes
-from shardcore.types import Plan, Problem, Shard
 
 CONFIDENCE = 0.9
 CALIBRATION = 0.56

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from shardcore import files, schema
-from shardcore.errors import ShardCoreError, Unreachable
-from shardcore.limits import require_type
+from shardcore.core.errors import ShardCoreError, Unreachable
+from shardcore.core.validation import require_type
 from shardcore.schema import ABSENT
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from shardcore import files
+from shardcore.core.errors import Infeasible, ShardCoreError, Unreachable
+from shardcore.core.step_cost import PredictedCost
+from shardcore.core.types import Plan, Problem
+from shardcore.core.validation import MOST_COUNT, MOST_MS, MOST_SEED, require_within
 from shardcore.cost.model import CostModel, PricedPlan, price_plan
-from shardcore.errors import Infeasible, ShardCoreError, Unreachable
-from shardcore.limits import MOST_COUNT, MOST_MS, MOST_SEED, require_within
 from shardcore.publish import store
 from shardcore.publish.decisions import Decision
 from shardcore.publish.diff import Diff, diff, relabel_devices
@@ -28,8 +30,6 @@ from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.budget import Budget
 from shardcore.search.explain import explain
 from shardcore.search.learned.policy import Policy
-from shardcore.step_cost import PredictedCost
-from shardcore.types import Plan, Problem
 
 _logger = logging.getLogger(__name__)
 

@@ -8,10 +8,18 @@ from typing import ClassVar
 
 import numpy as np
 
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
+from shardcore.core.validation import (
+    MOST_BYTES,
+    MOST_COUNT,
+    MOST_SEED,
+    require,
+    require_types,
+    require_within,
+)
 from shardcore.cost.model import CostModel
-from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, device_names, shards_on
-from shardcore.limits import MOST_BYTES, MOST_COUNT, MOST_SEED, require, require_types, require_within
 from shardcore.memory import fits, held_bytes, require_fits, used_bytes
 from shardcore.publish.diff import Diff, diff, relabel_devices, reorder_columns
 from shardcore.search.anneal.reshard import Reshard, rebind_tables
@@ -21,7 +29,6 @@ from shardcore.search.portfolio import annealing
 from shardcore.search.sharders import DEFAULT_SHARDER, SPACE_OF
 from shardcore.search.shards import on_all_devices, priced
 from shardcore.tables.hot_rows import as_cold
-from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import require_plan
 
 _TRIES = 4

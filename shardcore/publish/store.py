@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardcore import files, schema
+from shardcore.core.errors import ShardCoreError, Unreachable
+from shardcore.core.types import Plan, Problem
+from shardcore.core.validation import is_path_name
 from shardcore.documents import seal, unseal
-from shardcore.errors import ShardCoreError, Unreachable
-from shardcore.limits import is_path_name
 from shardcore.publish import decisions, places
 from shardcore.publish.decisions import Decision, require_id
 from shardcore.publish.places import Place
-from shardcore.types import Plan, Problem
 from shardcore.workload import require_plan
 
 FEWEST_KEPT = 2

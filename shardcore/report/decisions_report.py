@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from shardcore.core.types import Problem
 from shardcore.memory import gib
 from shardcore.memory_tiers import gains_ms, tiers_of
 from shardcore.report.text import text_table
@@ -13,7 +14,6 @@ from shardcore.search.decisions.ledger import Ledger
 from shardcore.search.decisions.provision import Provision, best_of_each, frontier
 from shardcore.tables.hot_drift import HotDrift
 from shardcore.tables.hot_rows import HOT
-from shardcore.types import Problem
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

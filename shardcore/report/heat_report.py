@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shardcore.limits import require
+from shardcore.core.types import Problem
+from shardcore.core.validation import require
 from shardcore.report.text import text_table
 from shardcore.tables.access import lookups
 from shardcore.tables.heat import heat_of
-from shardcore.types import Problem
 
 _MOST = 0.8
 

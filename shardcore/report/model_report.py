@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardcore.core import links
 from shardcore.cost import collective_model, known_errors, ranges, replay_metrics
 from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.study import LearningCurve
 from shardcore.layouts import CHANNELS, kinds_of
 from shardcore.report.text import markdown_table
-from shardcore.step import links
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

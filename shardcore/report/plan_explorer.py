@@ -15,10 +15,10 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from shardcore.core.step_cost import PredictedCost
+from shardcore.core.types import Placement, Plan, Problem
 from shardcore.memory import held_bytes
 from shardcore.publish.diff import diff
-from shardcore.step_cost import PredictedCost
-from shardcore.types import Placement, Plan, Problem
 
 PARTS = (("forward compute", "forward_compute_ms", "#4477aa"),
          ("backward compute", "backward_compute_ms", "#66ccee"),

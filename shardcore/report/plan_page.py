@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardcore.core.step_cost import StepCost
+from shardcore.core.types import Problem
 from shardcore.memory import gib
 from shardcore.publish.decisions import Decision
 from shardcore.publish.diff import Diff, diff
@@ -16,8 +18,6 @@ from shardcore.report.figures import svg
 from shardcore.report.plan_explorer import PARTS, STYLE, Version, explorer, policy, version_name
 from shardcore.report.text import percent_change
 from shardcore.search.explain import Alternative, Explanation
-from shardcore.step_cost import StepCost
-from shardcore.types import Problem
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 
+from shardcore.core.step_cost import StepCost
+from shardcore.core.types import Placement
 from shardcore.layouts import device_names, layout_of
 from shardcore.memory import gib
 from shardcore.publish.decisions import Decision
@@ -14,8 +16,6 @@ from shardcore.publish.replan import ReplanConfig
 from shardcore.report.text import percent_change, text_table
 from shardcore.search.decisions.tower_plans import TowerTraffic
 from shardcore.search.explain import Alternative, Explanation
-from shardcore.step_cost import StepCost
-from shardcore.types import Placement
 
 MOST_SHARDS = 8
 """Shards of the bottleneck device that are shown."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardcore.core.step_cost import StepCost
 from shardcore.measurements import StepSample
 from shardcore.report.text import percent_change, text_table
-from shardcore.step_cost import StepCost
 
 MOST_DEVICES = 16
 """Devices that are shown: those with the largest totals."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Sequence
 from typing import Any
 
-from shardcore.errors import escaped
+from shardcore.core.errors import escaped
 
 _NUMBER = re.compile(r"[+-]?\d")
 _LONGEST_RULE = 40

@@ -10,8 +10,8 @@ from shardcore import files
 from shardcore.rank_order import order, problem_of
 
 if TYPE_CHECKING:
+    from shardcore.core.types import Problem
     from shardcore.measure.pairs import Found
-    from shardcore.types import Problem
 
 
 def write(found: Found, problem: Problem, out: Path, ranks: Path | None = None,

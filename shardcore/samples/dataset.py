@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardcore import files
-from shardcore.errors import ShardCoreError
-from shardcore.limits import require
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Setting, Shard, Table
+from shardcore.core.validation import require
 from shardcore.measurements import (
     CollectiveRequest,
     CollectiveSample,
@@ -32,7 +33,6 @@ from shardcore.measurements import (
 from shardcore.samples import parts
 from shardcore.samples.parts import Row
 from shardcore.schema import show
-from shardcore.types import Setting, Shard, Table
 
 REPLAYS = "replays"
 _USUAL = {"busy_ms": 0.0, "group": "world", "emulated": None}

@@ -22,9 +22,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from shardcore import files
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Setting
 from shardcore.schema import MOST_FILE_BYTES, names_in, read_bytes, show
-from shardcore.types import Setting
 
 MEASUREMENT_VERSIONS = {"compute": 2, "comm": 3}
 """By kind. Raised by hand when the meaning of a timing changes. Older samples then no longer count.

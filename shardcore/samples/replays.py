@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from shardcore import files, schema
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.step_cost import PARTS
+from shardcore.core.types import Plan, Problem, Setting
+from shardcore.core.validation import MOST_MS, MOST_SPEED
 from shardcore.documents import is_document
-from shardcore.errors import ShardCoreError
-from shardcore.limits import MOST_MS, MOST_SPEED
 from shardcore.measurements import Spread, StepSample
 from shardcore.samples import dataset
-from shardcore.step_cost import PARTS
-from shardcore.types import Plan, Problem, Setting
 from shardcore.workload import Workload, lower
 
 SCHEMA, VERSION = "shardcore/replays", 3

@@ -19,14 +19,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import CostModel
-from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import shards_on
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.shard_cost_cache import ShardCostCache, ShardKey
 from shardcore.search.shards import bundles, divided_otherwise, division, fixed_placements, placed, priced
-from shardcore.types import Plan, Problem
 
 State = tuple[ShardKey, ...]
 """Sorted shards: how tables are cut, but not yet where they go."""

@@ -6,7 +6,7 @@ Shapes: T tables, N shards, C + 1 capacities, M steps of time, S speeds, P price
 import numba
 import numpy as np
 
-from shardcore.compiling import entry
+from shardcore.core.jit import entry
 
 _F1, _F2, _I1, _I2 = numba.float64[::1], numba.float64[:, ::1], numba.int64[::1], numba.int32[:, ::1]
 

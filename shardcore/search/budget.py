@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from shardcore import progress
-from shardcore.errors import ShardCoreError
-from shardcore.limits import require_types
+from shardcore.core import progress
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import require_types
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Meter:
         return used_s / done - used_s if done > 0 else None
 
     def report(self, phase: str, best_ms: float | None = None) -> None:
-        """Report progress to whoever listens (see shardcore.progress).
+        """Report progress to whoever listens (see shardcore.core.progress).
 
         phase: present work, in a few words.
         best_ms: cost of the best plan so far.

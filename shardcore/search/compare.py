@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardcore.constraints import Constraints
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import Infeasible
+from shardcore.core.progress import clock
+from shardcore.core.step_cost import PredictedCost, StepCost
+from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import CostModel, PricedPlan, price_plan
-from shardcore.errors import Infeasible
-from shardcore.progress import clock
 from shardcore.search.budget import Budget
 from shardcore.search.learned.policy import Policy
 from shardcore.search.sharders import BASELINES, DEFAULT_SHARDER, SHARDERS, sharder
-from shardcore.step_cost import PredictedCost, StepCost
-from shardcore.types import Plan, Problem
 
 
 @dataclass(frozen=True)

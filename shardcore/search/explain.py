@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.step_cost import StepCost
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem
+from shardcore.core.validation import MOST_BYTES
 from shardcore.cost.model import CostModel, PricedPlan
-from shardcore.errors import ShardCoreError
 from shardcore.layouts import ID_CHANNELS
-from shardcore.limits import MOST_BYTES
 from shardcore.memory import DeviceMemory, by_part, held_bytes
 from shardcore.search import compare
 from shardcore.search.bound import Bound, bound
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.tower_plans import TowerTraffic, tower_traffic
 from shardcore.search.sharders import BASELINES, SHARDERS, SPACE_OF
-from shardcore.step_cost import StepCost
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem
 from shardcore.workload import Workload
 
 MORE_MEMORY = (0.1, 0.5)

@@ -14,14 +14,15 @@ from functools import lru_cache
 import numpy as np
 
 from shardcore.amounts import run_batches
-from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.progress import ticking
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.inputs import sample_bytes
 from shardcore.layouts import WHOLE_ROWS, device_names, even_share, run_of, shards_on
 from shardcore.memory import fits, gib, held_bytes, require_fits
 from shardcore.memory_account import Account
 from shardcore.op_limits import require_ops
 from shardcore.phases import IDS_ALIVE
-from shardcore.progress import ticking
 from shardcore.search.host_room import dealt
 from shardcore.search.packing import roomiest
 from shardcore.search.remedies import remedy
@@ -35,7 +36,6 @@ from shardcore.search.shards import (
     searched_tables,
     why_not,
 )
-from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 
 class DoesNotFit(Infeasible):

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from shardcore.core.types import Problem, Shard
 from shardcore.memory import host_bytes
 from shardcore.search.shards import on_all_devices
-from shardcore.types import Problem, Shard
 
 
 def dealt(problem: Problem) -> Problem | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardcore.limits import require_type
+from shardcore.core.validation import require_type
 
 
 class NamedSharders(dict[str, Any]):

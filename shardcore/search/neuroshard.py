@@ -25,13 +25,13 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import CostModel
-from shardcore.errors import ShardCoreError
 from shardcore.search.beam import Beam, BeamConfig, Placed
 from shardcore.search.budget import Budget
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.types import Plan, Problem
 
 
 @dataclass(frozen=True)

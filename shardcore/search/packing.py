@@ -22,15 +22,15 @@ import numpy as np
 
 from shardcore import memory
 from shardcore.amounts import run_batches
+from shardcore.core.progress import ticking
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.inputs import sample_bytes
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, Group, Layout, run_of, shards_on
 from shardcore.memory_account import Account, Sums, account_of, own_peaks, sums_of
 from shardcore.op_limits import TooManyInOneOp, require_ops
 from shardcore.phases import IDS_ALIVE
-from shardcore.progress import ticking
 from shardcore.search.shards import Bundle, bundles, fixed_placements, shared_groups, why_not
 from shardcore.search.vector_packing import VectorPacking
-from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 _ALL = 1500
 """With fewer ways to run all tables, each is tried."""

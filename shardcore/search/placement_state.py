@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from shardcore.core.types import Plan, Problem, Shard
 from shardcore.layouts import Layout, run_of, shards_on
 from shardcore.memory import held_bytes
 from shardcore.memory_account import sums_of
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import fixed_placements, placed, priced
-from shardcore.types import Plan, Problem, Shard
 
 
 class PlacementState:

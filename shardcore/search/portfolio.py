@@ -18,9 +18,10 @@ from functools import partial
 
 import numpy as np
 
+from shardcore.core.errors import Infeasible
+from shardcore.core.progress import OutOfTime
+from shardcore.core.types import Placement, Plan, Problem
 from shardcore.cost.model import CostModel
-from shardcore.errors import Infeasible
-from shardcore.progress import OutOfTime
 from shardcore.search import greedy
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search
@@ -30,7 +31,6 @@ from shardcore.search.feasible import fitting
 from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig
 from shardcore.search.packing import repaired
 from shardcore.search.shards import priced, searched_tables
-from shardcore.types import Placement, Plan, Problem
 
 DEFAULT = Budget(evals=1_000_000)
 """The budget where none is given."""

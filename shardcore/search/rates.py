@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from shardcore.core.types import OUTPUT_BYTES, Problem, Shard
 from shardcore.cost.model import CostModel
 from shardcore.layouts import WHOLE_ROWS
 from shardcore.search.greedy import looked_up
-from shardcore.types import OUTPUT_BYTES, Problem, Shard
 from shardcore.workload import traffic_of_outputs
 
 _COLUMNS = 256

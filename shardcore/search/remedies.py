@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from shardcore.constraints import Constraints
+from shardcore.core.constraints import Constraints
+from shardcore.core.topology import DEFAULT_RESERVE, default_reserve
+from shardcore.core.types import Problem
 from shardcore.memory import gib
 from shardcore.search.packing import roomiest
-from shardcore.topology import DEFAULT_RESERVE, default_reserve
-from shardcore.types import Problem
 
 MOST_DEVICES = 256
 """The largest number of further devices that a remedy suggests."""

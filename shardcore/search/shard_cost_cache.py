@@ -26,13 +26,14 @@ from math import gcd
 import numpy as np
 
 from shardcore.amounts import RunBatch, bucketized_bytes, run_batches
+from shardcore.core.progress import tick, ticking
+from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.cost.model import CommCost, CostModel, step_ms
 from shardcore.inputs import sample_bytes
 from shardcore.layouts import WHOLE_ROWS, Layout, run_of, runs_of, shards_on
 from shardcore.memory import Caches
 from shardcore.memory_account import Account, Turns, sums_of
 from shardcore.phases import IDS_ALIVE
-from shardcore.progress import tick, ticking
 from shardcore.search.shards import (
     IMPOSSIBLE,
     Bundle,
@@ -46,7 +47,6 @@ from shardcore.search.shards import (
     may_be_on_a_device,
     row_range,
 )
-from shardcore.types import Placement, Problem, Shard, Table
 from shardcore.workload import traffic_of_outputs
 
 _AT_ONCE = 1 << 14

@@ -10,10 +10,11 @@ from functools import partial, wraps
 from types import NoneType
 from typing import Any, Protocol
 
-from shardcore.collector import rare_collections
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.gc_pause import rare_collections
+from shardcore.core.types import Plan, Problem
+from shardcore.core.validation import MOST_SEED, require, require_type
 from shardcore.cost.model import CostModel, require_model
-from shardcore.errors import ShardCoreError
-from shardcore.limits import MOST_SEED, require, require_type
 from shardcore.search import greedy, neuroshard, torchrec
 from shardcore.search.beam import BeamConfig
 from shardcore.search.budget import Budget
@@ -21,7 +22,6 @@ from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.sharder import TABLE_WISE, place
 from shardcore.search.named_sharders import NamedSharders
 from shardcore.search.portfolio import annealing, portfolio
-from shardcore.types import Plan, Problem
 
 
 class Sharder(Protocol):

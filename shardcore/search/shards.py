@@ -22,8 +22,10 @@ from functools import lru_cache
 from typing import Any
 
 from shardcore import memory
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.progress import ticking
+from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import CostModel, price
-from shardcore.errors import ShardCoreError
 from shardcore.layouts import (
     LAYOUTS,
     WHOLE_ROWS,
@@ -36,8 +38,6 @@ from shardcore.layouts import (
     ways,
 )
 from shardcore.memory_account import account_of
-from shardcore.progress import ticking
-from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 RowRange = tuple[Table, int, int]

@@ -39,9 +39,11 @@ from typing import Any
 
 import numpy as np
 
+from shardcore.core.catalog import PRECISIONS
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import LEVELS
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import CostModel
-from shardcore.errors import ShardCoreError
-from shardcore.fused import PRECISIONS
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec
 from shardcore.memory import fits, held_bytes
 from shardcore.memory_account import local_batch_bytes
@@ -74,8 +76,6 @@ from shardcore.search.torchrec_pieces import (
     quiet,
 )
 from shardcore.search.torchrec_placements import placements_of
-from shardcore.step.links import LEVELS
-from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import require_plan
 
 INSTALL = ("pip install --no-deps torchrec==1.8.0 && "

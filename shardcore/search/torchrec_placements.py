@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.topology import Topology
+from shardcore.core.types import Placement, Shard, Table
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec, shards_on, ways
-from shardcore.topology import Topology
-from shardcore.types import Placement, Shard, Table
 
 
 def placements_of(shardings: Mapping[str, Any], tables: Mapping[str, Table],

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardcore.progress import ticking
+from shardcore.core.progress import ticking
 
 _NODES = 400
 """Steps of the depth-first search that packs few shards."""

@@ -14,8 +14,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardcore.errors import ShardCoreError
-from shardcore.topology import Topology
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.topology import Topology
 
 Group = tuple[int, ...]
 """Devices that exchange with each other, or share one shard, in the order in which row ranges are dealt."""

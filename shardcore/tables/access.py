@@ -17,8 +17,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardcore.access_statistics import MOST_RANGES, REUSE_BINS, Reuse, RowShares, Zipf
-from shardcore.types import Shard, Table
+from shardcore.core.access_statistics import MOST_RANGES, REUSE_BINS, Reuse, RowShares, Zipf
+from shardcore.core.types import Shard, Table
 
 BIN_LOW = np.array([1] + [2 ** (k - 1) + 1 for k in range(1, REUSE_BINS)], dtype=np.float64)
 """Smallest count in each reuse bin."""

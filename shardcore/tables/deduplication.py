@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 
 
 def dedup_of(features: Sequence[tuple[np.ndarray, np.ndarray]], batch: int) -> float:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shardcore.access_statistics import REUSE_BINS, Reuse
-from shardcore.limits import MOST_DIM, MOST_SEED, MOST_TABLES, require_within
+from shardcore.core.access_statistics import REUSE_BINS, Reuse
+from shardcore.core.types import MIN_WIDTH, Table
+from shardcore.core.validation import MOST_DIM, MOST_SEED, MOST_TABLES, require_within
 from shardcore.tables import access
 from shardcore.tables.statistics import published, read_release
-from shardcore.types import MIN_WIDTH, Table
 
 _EMPTY = (0.0,) * REUSE_BINS
 _LEAST = 2

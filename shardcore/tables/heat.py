@@ -24,10 +24,10 @@ from functools import cached_property
 
 import numpy as np
 
-from shardcore.access_statistics import Zipf
-from shardcore.errors import ShardCoreError
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Table
 from shardcore.tables import access
-from shardcore.types import Table
 
 _POINTS = 256
 """Sizes at which misses are computed. Others lie between them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from shardcore.types import Table
+from shardcore.core.types import Table
 
 
 def kept_for_testing(table: Table, one_of: int = 20) -> bool:

@@ -18,10 +18,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardcore.fused import OPTIMIZERS
+from shardcore.core.catalog import OPTIMIZERS
+from shardcore.core.types import PRECISION_BYTES, Shard, Table
 from shardcore.tables import access
 from shardcore.tables.heat import Heat, heat_of
-from shardcore.types import PRECISION_BYTES, Shard, Table
 
 
 def link_bytes(table: Table, cached: np.ndarray, batch: int, optimizer: str) -> np.ndarray:

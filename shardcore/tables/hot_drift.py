@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import PAYLOADS
+from shardcore.core.types import PRECISION_BYTES, Problem
 from shardcore.inputs import lookup_bytes
-from shardcore.job import PAYLOADS
 from shardcore.tables.hot_ids import HotIds
 from shardcore.tables.hot_rows import COLD, HOT
 from shardcore.tables.row_counts import RowCounts
-from shardcore.types import PRECISION_BYTES, Problem
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.schema import build, show
 from shardcore.tensor_files import read_tensors, write_tensors
 

@@ -18,13 +18,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardcore.access_statistics import Reuse, RowShares, Zipf
-from shardcore.constraints import Constraints
-from shardcore.errors import ShardCoreError
+from shardcore.core.access_statistics import Reuse, RowShares, Zipf
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Placement, Plan, Problem, Table
 from shardcore.layouts import LAYOUTS
 from shardcore.tables import access
 from shardcore.tables.heat import Heat, heat_of
-from shardcore.types import Placement, Plan, Problem, Table
 
 HOT, COLD = "_hot", "_cold"
 """What is appended to a table's name for its parts."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 
 WAYS = 32
 """Rows of a set of FBGEMM's cache on a GPU (its warp size)."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shardcore.access_statistics import Zipf
-from shardcore.errors import ShardCoreError
-from shardcore.types import Table
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Table
 
 DEFAULT_ACCESS = Zipf(1.05)
 """Accesses that public_pool assumes if a list says nothing. A common choice, not a measurement."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shardcore.errors import ShardCoreError
-from shardcore.limits import MOST_BATCH, require_within
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import MOST_BATCH, require_within
 from shardcore.schema import MOST_INT, build, show
 from shardcore.tensor_files import read_tensors, write_tensors
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shardcore.access_statistics import REUSE_BINS
+from shardcore.core.access_statistics import REUSE_BINS
+from shardcore.core.types import Table
 from shardcore.tables import access
-from shardcore.types import Table
 
 PUBLISHED = "2021-856"
 """The release of dlrm_datasets that the generator is calibrated to."""

@@ -11,9 +11,9 @@ import math
 
 import numpy as np
 
-from shardcore.access_statistics import Reuse, Zipf
+from shardcore.core.access_statistics import Reuse, Zipf
+from shardcore.core.types import Shard, Table
 from shardcore.tables import access
-from shardcore.types import Shard, Table
 
 
 def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

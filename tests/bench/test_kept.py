@@ -4,8 +4,8 @@ import csv
 
 from bench import kept, production
 from shardcore import memory
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Table
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Table
 
 
 def found(**costs: float | None) -> dict:

@@ -6,8 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from bench import models
+from shardcore.core.types import Setting
 from shardcore.tables.generate import generate_pool
-from shardcore.types import Setting
 
 SHIPPED = Path(__file__).parents[2] / "datasets/cpu-amd-epyc"
 SETTING = Setting("cpu-amd-epyc", 2048)

@@ -6,12 +6,12 @@ import torch
 
 from bench import neuroshard_net
 from bench.neuroshard_net import RECIPES
-from shardcore.access_statistics import Reuse
+from shardcore.core.access_statistics import Reuse
+from shardcore.core.types import Setting, Shard, Table
 from shardcore.cost import features
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.metrics import mape
 from shardcore.measurements import ComputeRequest, ComputeSample, Spread
-from shardcore.types import Setting, Shard, Table
 
 SETTING = Setting("made-up", 64)
 PUBLISHED, OUR_LOSS, OUR_FEATURES = RECIPES.values()

@@ -8,10 +8,10 @@ import pytest
 from bench import paper_table
 from bench.paper_table import DEVICE_BYTES, OURS, SPARE_BYTES
 from bench.peers.room import free_bytes
-from shardcore.access_statistics import Zipf
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Placement, Plan, Setting, Shard, Table
 from shardcore.cost.replay_metrics import ReplayRecord
-from shardcore.errors import ShardCoreError
-from shardcore.types import Placement, Plan, Setting, Shard, Table
 
 SETTING = Setting("made-up", 2048)
 POOL = [Table(f"t{i}", 10_000 * (i + 1), 16, i % 3, Zipf(1)) for i in range(30)]

@@ -8,10 +8,10 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 
 from shardcore import files
-from shardcore.access_statistics import Zipf
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Table
 from shardcore.cost import fit, neural
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Table
 
 MIB = 1 << 20
 

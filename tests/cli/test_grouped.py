@@ -102,7 +102,7 @@ def test_a_wrong_option_is_one_line(asked, stored, capsys, options, says):
 
 def test_a_plan_of_groups_is_exported_for_dmp_collection(grouped, stored, capsys):
     pytest.importorskip("torchrec")
-    from shardcore.errors import ShardCoreError
+    from shardcore.core.errors import ShardCoreError
     from shardcore.export.dmp_collection import read_dmp_collection
     from shardcore.export.torchrec_json import read_torchrec
 

@@ -18,12 +18,12 @@ from boxes import boxed
 from shardcore import files
 from shardcore.cli import main
 from shardcore.cli import measure as measuring
+from shardcore.core.types import Setting
 from shardcore.draws import different
 from shardcore.draws.collectives import comm_request, emulated_request
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.measurements import CollectiveSample, ComputeSample, EmulatedLinks, Spread
 from shardcore.samples import dataset, replays
-from shardcore.types import Setting
 
 ROOT = Path(__file__).parents[2]
 SETTING = Setting("law", 64)

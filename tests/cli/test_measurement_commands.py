@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 
-from shardcore import progress
 from shardcore.cli import main, measurements
+from shardcore.core import progress
 from shardcore.cost import known_errors, neural
 from shardcore.samples import dataset, replays
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from shardcore import files
-from shardcore.access_statistics import Zipf
 from shardcore.cli import main
-from shardcore.step.tiers import Memory
-from shardcore.topology import Device, Topology
-from shardcore.types import Table
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.tiers import Memory
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Table
 from shardcore.workload import lower
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from shardcore import files
 from shardcore.cli import main, parser_of_all
+from shardcore.core.types import Placement, Plan, Shard
 from shardcore.publish import store
 from shardcore.publish.decisions import Decision
-from shardcore.types import Placement, Plan, Shard
 
 
 @pytest.fixture

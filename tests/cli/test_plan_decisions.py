@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from shardcore import files
-from shardcore.access_statistics import Zipf
 from shardcore.cli import main
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.links import links_of
+from shardcore.core.tiers import Memory
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Table
 from shardcore.grouped_plans import read_grouped
 from shardcore.search.decisions.tower_plans import as_planned
-from shardcore.step.links import links_of
-from shardcore.step.tiers import Memory
-from shardcore.topology import Device, Topology
-from shardcore.types import Table
 from shardcore.workload import lower
 
 MIB = 1 << 20

@@ -10,11 +10,11 @@ from shapes import column
 
 from shardcore import files, memory
 from shardcore.cli import main
-from shardcore.job import Job
+from shardcore.core.job import Job
+from shardcore.core.topology import Device
+from shardcore.core.types import Plan
 from shardcore.memory import used_bytes
 from shardcore.model_files import model_digest
-from shardcore.topology import Device
-from shardcore.types import Plan
 
 
 def test_plan_improves_a_plan_that_there_is(stored, model, capsys):

@@ -7,10 +7,10 @@ from laws import SETTING
 from policies import untrained
 
 from shardcore import files, model_files
-from shardcore.access_statistics import Zipf
 from shardcore.cli import main
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.types import Table
 from shardcore.search.learned.policy import read_policy, write_policy
-from shardcore.types import Table
 
 QUICK = ["--devices", "2", "--min-tables", "4", "--max-tables", "6", "--max-dim", "16", "--problems", "3",
          "--rounds", "2"]

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from shardcore.cli.progress_line import COMPILING_S, shown, words
-from shardcore.progress import COMPILING, report
+from shardcore.core.progress import COMPILING, report
 
 
 class Terminal(io.StringIO):

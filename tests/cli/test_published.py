@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from shardcore import files
 from shardcore.cli import main
+from shardcore.core.types import Placement, Plan, Shard
 from shardcore.publish import store
 from shardcore.publish.decisions import Decision
-from shardcore.types import Placement, Plan, Shard
 from shardcore.workload import lower
 
 

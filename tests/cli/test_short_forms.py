@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 
 from shardcore import files
-from shardcore.access_statistics import Zipf
 from shardcore.cli import main
-from shardcore.step.links import links_of
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.links import links_of
 from shardcore.tables.hot_ids import HotIds, read_hot_ids, write_hot_ids
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.tables.row_counts import RowCounts, write_row_counts

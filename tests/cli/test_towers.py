@@ -7,8 +7,8 @@ import pytest
 
 from shardcore import files
 from shardcore.cli import main
-from shardcore.step.links import links_of
-from shardcore.topology import Topology
+from shardcore.core.links import links_of
+from shardcore.core.topology import Topology
 
 
 @pytest.fixture

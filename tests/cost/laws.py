@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 
-from shardcore.access_statistics import Reuse, Zipf
+from shardcore.core.access_statistics import Reuse, Zipf
+from shardcore.core.types import Setting, Shard, Table
 from shardcore.cost import features
 from shardcore.cost.collective_model import EXCHANGE_TERMS
 from shardcore.cost.neural import NeuralModel
@@ -12,7 +13,6 @@ from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeR
 from shardcore.samples import dataset
 from shardcore.step.collectives import COLLECTIVES
 from shardcore.tables import access
-from shardcore.types import Setting, Shard, Table
 
 SETTING = Setting("law", 256)
 COLD = Reuse((0.8, 0.15, 0.05) + (0.0,) * 14, 256)

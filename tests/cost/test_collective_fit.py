@@ -8,10 +8,10 @@ from laws import SETTING, comm_samples, compute_samples, exchange_law, linear_la
 from shapes import ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, sends
 from test_collective_model import QUICK, columns, fitted, on_hosts
 
+from shardcore.core.links import links_of
 from shardcore.cost import accuracy, collective_fit, collective_model, fit
 from shardcore.layouts import BUCKETIZED_IDS, IDS, Channel
 from shardcore.measurements import CollectiveRequest, CollectiveSample, EmulatedLinks
-from shardcore.step.links import links_of
 
 OF_IDS = IDS.collective, BUCKETIZED_IDS.collective
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from shardcore.core.types import Setting, Shard
 from shardcore.cost import features
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel, QuantileCostModel
 from shardcore.cost.neural import NeuralModel
-from shardcore.types import Setting, Shard
 
 DRIVERS = len(features.DRIVERS)
 LEVELS = np.array([0.005, 0.5, 0.995])

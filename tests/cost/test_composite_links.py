@@ -5,16 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardcore.access_statistics import Zipf
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.tiers import Memory
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.composite import Composite, LinkHead
 from shardcore.cost.model import QuantileCostModel, price
-from shardcore.errors import ShardCoreError
 from shardcore.memory_tiers import tiers_of, with_load_factors
 from shardcore.search.bound import bound
-from shardcore.step.tiers import Memory
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 MODEL = AnalyticModel(Setting("made-up", 512))

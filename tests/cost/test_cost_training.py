@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 
+from shardcore.core.errors import ShardCoreError
 from shardcore.cost import accuracy, fit, training
-from shardcore.errors import ShardCoreError
 from shardcore.samples import dataset, replays
 
 CONFIG = fit.FitConfig(epochs=1, hidden=(4,))

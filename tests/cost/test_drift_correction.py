@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Setting
 from shardcore.cost import accuracy
 from shardcore.cost.drift_correction import (
     FEWEST_BUSY,
@@ -17,10 +19,8 @@ from shardcore.cost.drift_correction import (
     corrected,
     read,
 )
-from shardcore.errors import ShardCoreError
 from shardcore.measurements import EmulatedLinks
 from shardcore.samples import dataset
-from shardcore.types import Setting
 
 
 def in_turn(samples, slowdown_of, seconds: float = 0.3):

@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from shardcore.access_statistics import Reuse, Zipf
+from shardcore.core.access_statistics import Reuse, Zipf
+from shardcore.core.types import Shard, Table
 from shardcore.cost.features import CONDITIONS, DRIVERS, WIDTH_CLASSES, features
 from shardcore.tables import access
-from shardcore.types import Shard, Table
 
 TABLE = Table("t", 10_000, 64, 5.0, Zipf(0.9))
 

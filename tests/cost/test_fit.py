@@ -9,13 +9,13 @@ from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law, 
 from shapes import sends
 
 from shardcore import schema
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Setting, Shard, Table
 from shardcore.cost import accuracy, collective_model, fit, quantiles
-from shardcore.errors import ShardCoreError
 from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample
-from shardcore.step.links import links_of
 from shardcore.tables.access import access_share
-from shardcore.topology import Device, Topology
-from shardcore.types import Setting, Shard, Table
 
 QUICK = fit.FitConfig(epochs=3)
 

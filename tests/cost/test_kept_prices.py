@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from laws import SETTING, of_terms
 
-from shardcore.access_statistics import Zipf
-from shardcore.constraints import Constraints
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.constraints import Constraints
+from shardcore.core.job import Job
+from shardcore.core.links import links_of
+from shardcore.core.tiers import Memory
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import PAYLOADS, Placement, Plan, Problem, Shard, Table
 from shardcore.cost import collective_model, composite, features, quantiles
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
-from shardcore.job import Job
 from shardcore.layouts import CHANNELS, LAYOUTS, possible_groups
-from shardcore.step.links import links_of
-from shardcore.step.tiers import Memory
-from shardcore.topology import Device, Topology
-from shardcore.types import PAYLOADS, Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 KEPT = Path(__file__).parents[1] / "files" / "kept_prices.json"

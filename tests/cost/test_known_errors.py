@@ -6,12 +6,12 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 
 from shardcore import load_model
+from shardcore.core.tiers import Memory
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Table
 from shardcore.cost import fit, known_errors, neural
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import at_confidence
-from shardcore.step.tiers import Memory
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Table
 
 
 @pytest.fixture(scope="module")

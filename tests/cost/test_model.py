@@ -7,17 +7,17 @@ import pytest
 from laws import pool
 from shapes import column, replica, row
 
+from shardcore.core.errors import SettingMismatch
+from shardcore.core.job import Job
+from shardcore.core.links import links_of
+from shardcore.core.tiers import Memory
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost import nets
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import at_confidence, group_costs, price
-from shardcore.errors import SettingMismatch
-from shardcore.job import Job
 from shardcore.layouts import ID_CHANNELS
 from shardcore.search.shards import to_plan
-from shardcore.step.links import links_of
-from shardcore.step.tiers import Memory
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 SETTING = Setting("law", 256)

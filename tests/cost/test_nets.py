@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from laws import SETTING, by_hand
 
-from shardcore.access_statistics import Zipf
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.types import Shard, Table
 from shardcore.cost import features, nets
 from shardcore.cost.neural import physical
-from shardcore.types import Shard, Table
 
 BATCH = SETTING.batch
 SHARD = Shard.whole(Table("t", 1000, 32, 2.0, Zipf(0.0)))

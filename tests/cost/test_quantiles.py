@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from shardcore.core.errors import ShardCoreError
 from shardcore.cost import quantiles
-from shardcore.errors import ShardCoreError
 
 
 def draws(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

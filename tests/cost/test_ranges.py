@@ -6,9 +6,9 @@ from laws import SETTING, by_hand, pool
 from shapes import replica, row
 from test_neural import exchanging, topology
 
+from shardcore.core.links import links_of
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost import neural, ranges
-from shardcore.step.links import links_of
-from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 

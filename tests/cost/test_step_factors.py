@@ -8,19 +8,19 @@ import pytest
 from laws import SETTING, comm_samples, pool
 from shapes import ACROSS, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WITHIN, host_row, on_hosts, replica, row
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.links import links_of
+from shardcore.core.step_cost import PARTS, StepCost
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem
 from shardcore.cost import collective_fit, collective_model, neural, step_factors
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.collective_model import EXCHANGE_TERMS
 from shardcore.cost.model import price
-from shardcore.errors import ShardCoreError
-from shardcore.job import Job
 from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, ID_CHANNELS, IDS, Channel
 from shardcore.search import SHARDERS
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.step.links import links_of
-from shardcore.step_cost import PARTS, StepCost
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem
 from shardcore.workload import lower
 
 ANALYTIC = AnalyticModel(SETTING)

@@ -5,8 +5,8 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 
 from shardcore import model_files
+from shardcore.core.errors import ShardCoreError
 from shardcore.cost import collective_model, fit, neural, weights
-from shardcore.errors import ShardCoreError
 
 
 @pytest.fixture(scope="module")

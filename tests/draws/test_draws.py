@@ -7,19 +7,19 @@ import pytest
 from shapes import entering
 
 from shardcore import files
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Setting
 from shardcore.draws import different
 from shardcore.draws.collectives import comm_request, emulated_request
 from shardcore.draws.groups import REPLICATED_BYTES, GroupConfig, compute_request, reference_request
 from shardcore.draws.problems import DIMS, ProblemConfig, draw_problem, drawn_bytes, sized
 from shardcore.draws.steps import first_step_plans, step_plans
-from shardcore.errors import ShardCoreError
 from shardcore.layouts import shards_on
 from shardcore.measurements import EmulatedLinks
 from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.outputs import output_bytes
 from shardcore.samples import dataset
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.types import Setting
 from shardcore.workload import lower
 
 SETTING = Setting("test", 256)

@@ -27,17 +27,17 @@ from torchrec.distributed.types import BoundsCheckMode, CacheParams, DataType, K
 from torchrec.modules import embedding_configs
 
 from shardcore import memory
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Setting
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.errors import ShardCoreError
 from shardcore.export.dmp_collection import to_dmp_collection
 from shardcore.export.torchrec_fields import FIELDS, HONOURED, PRICED, REFUSED, defaults_of, records
 from shardcore.export.torchrec_planner import ShardCorePlanner, problem_for
 from shardcore.export.torchrec_settings import job_of
 from shardcore.search import SHARDERS
 from shardcore.sharding_groups import GroupedPlan, Grouping, problem_of_group
-from shardcore.topology import Device, Topology
-from shardcore.types import Setting
 from shardcore.workload import lower
 
 ROWS, DIM, LOCAL_BATCH, DEVICES, PER_HOST = 100_000, 64, 64, 4, 2

@@ -31,11 +31,11 @@ sys.path.append(str(Path(__file__).parents[1]))
 import training  # noqa: E402
 from shapes import column, host_row, replica, row  # noqa: E402
 
+from shardcore.core.catalog import OPTIMIZERS
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Table
 from shardcore.export.dmp_collection import read_dmp_collection, to_dmp_collection, write_dmp_collection
-from shardcore.fused import OPTIMIZERS
 from shardcore.sharding_groups import GroupedPlan, Grouping, members, problem_of_group
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Table
 
 LEARNING_RATE, EPS, BATCH = 0.5, 1e-8, 4
 TABLES = {"a": (24, 16), "b": (50, 8), "c": (40, 32), "d": (10, 8), "e": (33, 8)}

@@ -25,15 +25,15 @@ sys.path.append(str(Path(__file__).parents[1]))
 import training  # noqa: E402
 from shapes import column, replica, row  # noqa: E402
 
-from shardcore.access_statistics import Zipf
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Table
 from shardcore.export import hot_cold_rows
 from shardcore.export.hot_cold import HotColdEmbeddingCollection
 from shardcore.export.hot_cold_rows import load_rows, save_rows
 from shardcore.export.torchrec import to_torchrec
 from shardcore.tables.hot_ids import HotIds
 from shardcore.tables.hot_rows import with_hot_rows
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Table
 
 SHAPES = {"a": (60, 16, ["f0", "f1"]), "b": (41, 16, ["f2"]), "c": (30, 16, ["f3"])}
 HOT = {"a": (0, 3, 7, 8, 20, 59), "b": (5, 40)}

@@ -8,11 +8,11 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.modules.embedding_configs import DataType
 
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Setting
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.export.torchrec_planner import ShardCorePlanner
 from shardcore.search import Budget
-from shardcore.topology import Device, Topology
-from shardcore.types import Setting
 
 FOUR = Topology((Device(10**9),) * 4)
 MODEL = AnalyticModel(Setting("cpu", 64))

@@ -27,16 +27,16 @@ from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
 from torchrec.distributed.types import ShardingPlan, ShardingPlanner  # noqa: E402
 from torchrec.modules.embedding_configs import DataType  # noqa: E402
 
-from shardcore.constraints import Constraints  # noqa: E402
+from shardcore.core.constraints import Constraints  # noqa: E402
+from shardcore.core.errors import SettingMismatch, ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Setting
 from shardcore.cost import neural  # noqa: E402
-from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.export.torchrec import from_torchrec, to_torchrec  # noqa: E402
 from shardcore.export.torchrec_json import _require_of  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner, our_topology, plan_for, problem_for  # noqa: E402
 from shardcore.search import Budget  # noqa: E402
 from shardcore.tables.public import DEFAULT_ACCESS  # noqa: E402
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Setting
 from shardcore.workload import lower  # noqa: E402
 
 

@@ -32,9 +32,11 @@ from torchrec.distributed.types import EnumerableShardingSpec, ShardingPlan  # n
 from training import in_processes  # noqa: E402
 
 from shardcore import files  # noqa: E402
-from shardcore.access_statistics import Reuse, Zipf
 from shardcore.cli import main  # noqa: E402
-from shardcore.errors import ShardCoreError
+from shardcore.core.access_statistics import Reuse, Zipf
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Shard, Table
 from shardcore.export import fbgemm_statistics  # noqa: E402
 from shardcore.export.fbgemm_statistics import (  # noqa: E402
     TablePart,
@@ -47,8 +49,6 @@ from shardcore.export.fbgemm_statistics import (  # noqa: E402
 from shardcore.export.torchrec import to_torchrec  # noqa: E402
 from shardcore.export.torchrec_planner import problem_for  # noqa: E402
 from shardcore.tables import access, streams  # noqa: E402
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Shard, Table
 
 ONE, BATCH, STEPS = Topology((Device(10**9),)), 256, 2
 TABLES = {"a": (20000, 8, ["f0", "f1"]), "b": (20000, 8, ["f2"]), "c": (5000, 4, ["f3"]),

@@ -15,9 +15,10 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType
 
 from shardcore import documents, files
-from shardcore.access_statistics import Zipf
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Plan, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.errors import ShardCoreError
 from shardcore.export.hot_cold import HotColdEmbeddingCollection
 from shardcore.export.hot_cold_rows import load_rows, save_rows
 from shardcore.export.torchrec import from_torchrec, to_torchrec
@@ -26,7 +27,6 @@ from shardcore.export.torchrec_planner import problem_for
 from shardcore.search import SHARDERS, Budget
 from shardcore.tables.hot_ids import HotIds
 from shardcore.tables.hot_rows import with_hot_rows
-from shardcore.types import Plan, Setting, Table
 
 CONFIGS = [EmbeddingConfig(name="h", num_embeddings=50, embedding_dim=8, feature_names=["f", "g"]),
            EmbeddingConfig(name="k", num_embeddings=20, embedding_dim=8, feature_names=["q"])]

@@ -7,7 +7,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner import Topology as TheirTopology
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.export.torchrec_planner import ShardCorePlanner, plan_for, problem_for
 
 

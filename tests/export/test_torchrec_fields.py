@@ -16,7 +16,7 @@ from torchrec.distributed.planner import ParameterConstraints  # noqa: E402
 from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
 
 from bench import torchrec_fields as matrix  # noqa: E402
-from shardcore.errors import ShardCoreError  # noqa: E402
+from shardcore.core.errors import ShardCoreError  # noqa: E402
 from shardcore.export.dmp_collection import to_dmp_collection  # noqa: E402
 from shardcore.export.torchrec_fields import FIELDS, check, defaults_of, require_treated  # noqa: E402
 

@@ -9,12 +9,12 @@ from torch import nn  # noqa: E402
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor  # noqa: E402
 from torchrec.distributed.planner import ParameterConstraints  # noqa: E402
 
-from shardcore.constraints import Constraints  # noqa: E402
+from shardcore.core.constraints import Constraints  # noqa: E402
+from shardcore.core.errors import ShardCoreError  # noqa: E402
+from shardcore.core.topology import Device, Topology  # noqa: E402
+from shardcore.core.types import Setting  # noqa: E402
 from shardcore.cost.analytic import AnalyticModel  # noqa: E402
-from shardcore.errors import ShardCoreError  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner, problem_for  # noqa: E402
-from shardcore.topology import Device, Topology  # noqa: E402
-from shardcore.types import Setting  # noqa: E402
 
 TWO = Topology((Device(2**30),) * 2)
 

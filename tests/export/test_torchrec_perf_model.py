@@ -17,15 +17,15 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner  # noqa: E402
 from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
 from torchrec.distributed.planner.types import PerfModel  # noqa: E402
 
-from shardcore.constraints import Constraints  # noqa: E402
+from shardcore.core.constraints import Constraints  # noqa: E402
+from shardcore.core.errors import SettingMismatch, ShardCoreError
+from shardcore.core.types import Setting
 from shardcore.cost.analytic import AnalyticModel  # noqa: E402
 from shardcore.cost.model import price  # noqa: E402
-from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.export.torchrec import from_torchrec  # noqa: E402
 from shardcore.export.torchrec_perf_model import ShardCorePerfModel  # noqa: E402
 from shardcore.export.torchrec_planner import problem_for  # noqa: E402
 from shardcore.memory import require_fits  # noqa: E402
-from shardcore.types import Setting
 from shardcore.workload import lower  # noqa: E402
 
 MODULE = training.Model()

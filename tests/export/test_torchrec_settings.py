@@ -20,16 +20,16 @@ from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_
 from torchrec.distributed.types import CacheParams, CacheStatistics, DataType, KeyValueParams, ShardingPlan  # noqa: E402
 
 from shardcore import files  # noqa: E402
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.tiers import Memory
+from shardcore.core.types import Placement, Plan, Setting, Shard
 from shardcore.cost.analytic import AnalyticModel  # noqa: E402
-from shardcore.errors import ShardCoreError
 from shardcore.export.torchrec import from_torchrec, to_torchrec  # noqa: E402
 from shardcore.export.torchrec_json import read_qcomms, read_torchrec, to_json, write_torchrec  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner  # noqa: E402
 from shardcore.export.torchrec_settings import job_of, payloads_of, settings_of, unpriced  # noqa: E402
-from shardcore.job import Job
 from shardcore.search import Budget  # noqa: E402
-from shardcore.step.tiers import Memory
-from shardcore.types import Placement, Plan, Setting, Shard
 
 MODULE = training.Model()
 GIVEN = training.problem(1, 2)

@@ -8,13 +8,13 @@ from torch import device, nn  # noqa: E402
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig  # noqa: E402
 from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
 
+from shardcore.core.errors import Infeasible, ShardCoreError  # noqa: E402
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology  # noqa: E402
+from shardcore.core.types import Setting  # noqa: E402
 from shardcore.cost.analytic import AnalyticModel  # noqa: E402
-from shardcore.errors import Infeasible, ShardCoreError  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner  # noqa: E402
 from shardcore.export.torchrec_topology import POD_SIZE, our_topology  # noqa: E402
-from shardcore.step.links import links_of
-from shardcore.topology import Device, Topology  # noqa: E402
-from shardcore.types import Setting  # noqa: E402
 
 GIB = 2**30
 

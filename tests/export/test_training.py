@@ -18,9 +18,9 @@ from laws import SETTING, comm_samples, compute_samples, linear_law  # noqa: E40
 from shapes import column  # noqa: E402
 
 from bench import torchrec as bench  # noqa: E402
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Placement, Plan, Shard
 from shardcore.cost import fit, neural  # noqa: E402
-from shardcore.errors import ShardCoreError
-from shardcore.types import Placement, Plan, Shard
 
 EXAMPLE = Path(__file__).parents[2] / "examples/torchrec_dlrm/train.py"
 

@@ -29,13 +29,13 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from shapes import column, host_row, replica, row  # noqa: E402
 
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Table
 from shardcore.export.torchrec import from_torchrec, to_torchrec
 from shardcore.export.torchrec_json import from_json, to_json
 from shardcore.export.torchrec_modules import tables_of
 from shardcore.layouts import LAYOUTS, even_rows, shards_on
 from shardcore.search.shards import consolidate
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Table
 from shardcore.workload import lower
 
 PRELOADED = ["training", "torchrec.distributed", "torchrec.models.dlrm", "fbgemm_gpu"]

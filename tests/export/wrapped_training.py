@@ -22,11 +22,11 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import training  # noqa: E402
 
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Setting
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.export.torchrec_planner import ShardCorePlanner
 from shardcore.search import Budget
-from shardcore.topology import Device, Topology
-from shardcore.types import Setting
 
 BATCH, STEPS, RATE, ROWS, RAW_IDS, LONGEST = 8, 12, 0.3, 64, 40, 4
 PLAIN, RAW = ("f0", "f1", "f2", "f3"), ("r0", "r1")

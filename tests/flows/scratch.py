@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from shardcore.compiling import copy_compiled
+from shardcore.core.jit import copy_compiled
 from shardcore.samples import dataset
 from tasks import services
 

@@ -27,11 +27,11 @@ from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 from scratch import Project, Server, copy_project, kill_group, timings, until, with_logs
 
 from shardcore import files, model_files, schema
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem
 from shardcore.cost import fit, neural
 from shardcore.publish import store
 from shardcore.samples import dataset
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem
 from tasks import publish_claim, registry
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from flows.refresh import setting_of
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from tasks import services
 
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Setting
 from shardcore.draws.collectives import comm_request
-from shardcore.errors import ShardCoreError
 from shardcore.measure import collectives, local_ranks
 from shardcore.measure.transfers import transfers
 from shardcore.measurements import CollectiveRequest
 from shardcore.samples import dataset
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.types import Setting
 
 SETTING = Setting("test", 48)
 CONFIG = collectives.CollectiveConfig(repeats=3, warmups=1, timeout_s=60)

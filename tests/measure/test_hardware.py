@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.measure import hardware
 
 

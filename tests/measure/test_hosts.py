@@ -17,13 +17,13 @@ import torch.distributed as dist
 from boxes import boxed
 from test_local_ranks import wait_forever
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Setting
 from shardcore.measure import all_to_all, local_ranks
 from shardcore.measure.collectives import CollectiveConfig, Rank, measure_all
 from shardcore.measure.hosts import Box, box_of
 from shardcore.measure.transfers import transfers
 from shardcore.measurements import CollectiveRequest
-from shardcore.types import Setting
 
 ROOT = Path(__file__).parents[2]
 SENT_BYTES = 1 << 20
@@ -74,7 +74,7 @@ def test_over_hosts_an_all_to_all_delivers_what_gloo_s_own_does():
 
 MAKER = """
 import sys, time
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.measure import local_ranks
 from shardcore.measure.hosts import Box, box_of
 from test_local_ranks import wait_forever

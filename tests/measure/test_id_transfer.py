@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from shapes import column, host_row, on_hosts, replica, row
 
-from shardcore.job import Job
+from shardcore.core.job import Job
+from shardcore.core.types import Plan, Problem, Table
 from shardcore.measure import id_transfer, local_ranks
 from shardcore.measurements import CollectiveRequest
 from shardcore.step.collectives import collective_of
-from shardcore.types import Plan, Problem, Table
 from shardcore.workload import lower
 
 FEATURES, IDS, LOCAL = [2, 0, 1], [7, 0, 4], 3

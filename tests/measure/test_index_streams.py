@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 
+from shardcore.core.types import Shard, Table
 from shardcore.measure.index_streams import IndexStreams
 from shardcore.measurements import ComputeRequest
 from shardcore.tables import streams
-from shardcore.types import Shard, Table
 
 TABLES = [Table(f"t{i}", 1000, 8, 4.0) for i in range(4)]
 EACH = sum(part.nbytes for part in streams.stream(TABLES[0], 64, 0))

@@ -5,16 +5,16 @@ import numpy as np
 import pytest
 import torch
 
-from shardcore import types
-from shardcore.access_statistics import Zipf
+from shardcore.core import types
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.catalog import OPTIMIZERS, Optimizer
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import PRECISION_BYTES, Setting, Shard, Table
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
-from shardcore.errors import ShardCoreError
-from shardcore.fused import OPTIMIZERS, Optimizer
 from shardcore.measure import timing
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measurements import ComputeRequest
 from shardcore.tables import streams
-from shardcore.types import PRECISION_BYTES, Setting, Shard, Table
 
 CONFIG = KernelConfig(arena_bytes=8 << 20, tolerance=0.2, min_repeats=3, max_repeats=5, interleave=4)
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]

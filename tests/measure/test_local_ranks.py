@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.measure import local_ranks
 
 

@@ -15,11 +15,11 @@ from shapes import on_hosts
 
 from shardcore import files
 from shardcore.cli import main
-from shardcore.constraints import Constraints
-from shardcore.errors import ShardCoreError
-from shardcore.job import Job
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.types import Problem, Table
 from shardcore.measure import local_ranks, pairs
-from shardcore.types import Problem, Table
 
 QUICK = pairs.PairConfig(message_kib=16, sweeps=2, repeats=1, load_kib=64)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from shardcore.core.types import Setting
 from shardcore.samples import dataset
-from shardcore.types import Setting
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long

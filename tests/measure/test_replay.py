@@ -12,12 +12,16 @@ from shapes import ACROSS, column, host_row, on_hosts, replica, row
 
 import shardcore.measure.replay as module
 from shardcore import files
-from shardcore.access_statistics import Reuse, Zipf
 from shardcore.cli import main
+from shardcore.core.access_statistics import Reuse, Zipf
+from shardcore.core.errors import SettingMismatch, ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.step_cost import PARTS, StepCost
+from shardcore.core.tiers import Memory
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.errors import SettingMismatch, ShardCoreError
-from shardcore.job import Job
 from shardcore.layouts import LAYOUTS
 from shardcore.measure import exchanges, local_ranks, own_core
 from shardcore.measure.collectives import CollectiveConfig, Rank
@@ -25,10 +29,6 @@ from shardcore.measure.kernels import KernelBench
 from shardcore.measure.replay import ReplayConfig, combine, combine_all, replay, replay_all
 from shardcore.measure.timing import Caches
 from shardcore.measurements import ComputeRequest
-from shardcore.step.tiers import Memory
-from shardcore.step_cost import PARTS, StepCost
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 MIB = 1 << 20

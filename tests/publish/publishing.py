@@ -1,9 +1,9 @@
 """Plans published by hand, for the tests of the store."""
 
 from shardcore import files
+from shardcore.core.types import Placement, Plan, Shard
 from shardcore.publish import store
 from shardcore.publish.decisions import Decision
-from shardcore.types import Placement, Plan, Shard
 
 
 def plan(problem, device, **provenance):

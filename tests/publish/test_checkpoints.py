@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from shapes import column, on_hosts, replica, row
 
-from shardcore.job import Job
+from shardcore.core.job import Job
+from shardcore.core.types import Plan, Problem, Table
 from shardcore.publish import checkpoints
 from shardcore.publish.diff import diff
 from shardcore.report import plan_report
-from shardcore.types import Plan, Problem, Table
 
 TWO = on_hosts("xx", 1 << 30)
 TABLE = Table("t", 10, 8, 2.0)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from publishing import publish, sealed_decision
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.publish import store
 from shardcore.publish.decisions import Decision
 from shardcore.report import plan_report

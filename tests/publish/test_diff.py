@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 from shapes import column, host_row, on_hosts, replica, row
 
-from shardcore.access_statistics import Zipf
-from shardcore.constraints import Constraints
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.errors import ShardCoreError
 from shardcore.layouts import even_share, shards_on
 from shardcore.publish.diff import diff, relabel_devices, reorder_columns
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import rebind_tables
-from shardcore.step.links import links_of
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Setting, Table
 from shardcore.workload import lower
 
 

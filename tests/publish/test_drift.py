@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 from laws import SETTING
 
-from shardcore.access_statistics import Zipf
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.publish.diff import diff
 from shardcore.publish.drift import drift, refreshed
 from shardcore.publish.replan import ReplanConfig
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Table
 from shardcore.workload import lower
 
 MODEL = AnalyticModel(SETTING, launch_us=2, table_us=1, lookup_ns=10, exchange_latency_ms=0.001,

@@ -6,12 +6,12 @@ from math import sqrt
 import pytest
 from shapes import column, replica, row
 
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.known_errors import USUAL_ERRORS, errors_of
 from shardcore.cost.model import price_plan
 from shardcore.publish import gain
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Setting, Table
 
 MODEL = AnalyticModel(Setting("made-up", 256))
 

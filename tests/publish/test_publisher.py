@@ -12,16 +12,16 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 
 from shardcore import files, workload
-from shardcore.access_statistics import Zipf
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost import fit
 from shardcore.cost.model import price
-from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.publish import publisher, store
 from shardcore.publish.diff import diff
 from shardcore.publish.publisher import PublishConfig, Publisher
 from shardcore.search import BASELINES, SHARDERS, Budget, compare, torchrec
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 CONFIG = PublishConfig("anneal", budget_evals=1_000, torchrec_s=0)

@@ -5,16 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardcore.constraints import Constraints
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.publish.diff import diff
 from shardcore.publish.replan import ReplanConfig, forced_moves, replan, without_devices
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 MODEL = AnalyticModel(Setting("made-up", 240), lookup_ns=20)

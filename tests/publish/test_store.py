@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from publishing import plan, publish, sealed_decision
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.publish import places, store
 
 

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from publishing import plan
 
 from shardcore import files
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.publish import places, store
 from shardcore.publish.decisions import Decision
 

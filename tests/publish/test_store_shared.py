@@ -14,7 +14,7 @@ import pytest
 from publishing import plan, publish
 
 from shardcore import files
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.publish import store
 
 PUBLISHER = """

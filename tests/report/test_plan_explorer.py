@@ -9,12 +9,12 @@ from html import unescape
 
 import pytest
 
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.report import plan_explorer, plan_page
 from shardcore.report.plan_explorer import Version, explorer, policy
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 TABLES = tuple(Table(f"t{i}", 1000 * (i + 1), 8, float(10 - i)) for i in range(6))

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from shardcore import files
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Setting
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price_plan
 from shardcore.publish import store
@@ -24,8 +26,6 @@ from shardcore.publish.diff import diff
 from shardcore.report import plan_explorer, plan_page
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.explain import explain
-from shardcore.topology import Device, Topology
-from shardcore.types import Setting
 
 MODEL = AnalyticModel(Setting("made-up", 256))
 BUDGET = Budget(evals=300)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from shardcore.core.step_cost import StepCost
 from shardcore.measurements import Spread, StepSample
 from shardcore.report.replay_report import MOST_DEVICES, replay_text
-from shardcore.step_cost import StepCost
 
 MEASURED = StepSample((1.0, 2.0), (1.0, 2.0), (0.5, 0.5), (0.5, 0.5), (2.0, 0.0),
                       step=Spread(5.5, 5.25, 6.0, 9), oversubscribed=False)

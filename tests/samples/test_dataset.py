@@ -9,9 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Setting, Shard
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import compute_request
-from shardcore.errors import ShardCoreError
 from shardcore.measurements import (
     CollectiveRequest,
     CollectiveSample,
@@ -22,7 +23,6 @@ from shardcore.measurements import (
 )
 from shardcore.samples import dataset, parts
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.types import Setting, Shard
 
 SETTING = Setting("cpu-test", 256)
 SPREAD = Spread(1.0, 0.9, 1.1, 7)

@@ -8,17 +8,17 @@ from functools import cache
 import pytest
 
 from shardcore import files
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.step_cost import PARTS
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Setting
 from shardcore.cost import replay_metrics, replay_records
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.errors import ShardCoreError
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measurements import Spread, StepSample
 from shardcore.samples import replays
 from shardcore.search import Budget, compare
-from shardcore.step_cost import PARTS
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Setting
 
 MIB = 1 << 20
 SETTING = Setting("test", 240)

@@ -21,11 +21,13 @@ from shapes import column, host_row, row, with_room
 
 from bench.peers import PEERS
 from shardcore import memory, memory_account
-from shardcore.access_statistics import Zipf
-from shardcore.constraints import Constraints
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import Infeasible, SettingMismatch
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.errors import Infeasible, SettingMismatch
 from shardcore.export.torchrec import sharded
 from shardcore.layouts import LAYOUTS, WHOLE_ROWS, possible_groups
 from shardcore.memory import used_bytes
@@ -33,8 +35,6 @@ from shardcore.search import LEARNED, SHARDERS, Budget, greedy
 from shardcore.search import sharder as sharder_of
 from shardcore.search import torchrec as torchrec_peer
 from shardcore.search.shards import consolidate
-from shardcore.topology import Device, Topology
-from shardcore.types import MIN_WIDTH, Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 BATCH = 48  # 1, 2, 3 and 4 devices divide it

@@ -7,11 +7,13 @@ from dataclasses import replace
 import numpy as np
 from shapes import on_hosts, with_room
 
-from shardcore.access_statistics import Zipf
-from shardcore.constraints import Constraints
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.constraints import Constraints
+from shardcore.core.job import PAYLOADS, Job
+from shardcore.core.topology import Device, Memory, Topology
+from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.job import PAYLOADS, Job
 from shardcore.layouts import shards_on
 from shardcore.search.shards import (
     consolidate,
@@ -23,9 +25,7 @@ from shardcore.search.shards import (
     placed,
     searched_tables,
 )
-from shardcore.topology import Device, Memory, Topology
 from shardcore.traffic import channels_of
-from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 BATCH = 48

@@ -9,20 +9,20 @@ import pytest
 from conformance import BATCH, MIB, draw_tables, every_plan, model_for
 from shapes import column, host_row, on_hosts, sends
 
-from shardcore.access_statistics import Zipf
-from shardcore.constraints import Constraints
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import SettingMismatch
+from shardcore.core.job import Job
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost import features
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.collective_model import EXCHANGE_TERMS, FAR
 from shardcore.cost.model import QuantileCostModel, price
 from shardcore.cost.neural import NeuralModel
-from shardcore.errors import SettingMismatch
-from shardcore.job import Job
 from shardcore.layouts import LAYOUTS
 from shardcore.search import SHARDERS, Budget, bound, bound_ops, bound_packing, bound_shards
-from shardcore.step.links import links_of
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import Workload, lower
 
 

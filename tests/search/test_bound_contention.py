@@ -5,9 +5,9 @@ import pytest
 from conformance import BATCH, MIB, draw_tables
 from test_bound import contended, crowded
 
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem
 from shardcore.search import bound_contention, bound_shards
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem
 
 
 def shards_of(model, n_tables: int = 8) -> bound_shards.BoundShards:

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from shardcore.errors import ShardCoreError
-from shardcore.progress import OutOfTime, clock, listening, stopped_clock, tick
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.progress import OutOfTime, clock, listening, stopped_clock, tick
 from shardcore.search.budget import Budget, Meter
 
 

@@ -7,12 +7,12 @@ import pytest
 from conformance import BATCH, MIB, draw_tables, model_for
 from shapes import on_hosts
 
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.bound import bound
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Setting, Table
 from shardcore.workload import lower
 
 

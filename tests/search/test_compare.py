@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.step_cost import StepCost
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Setting
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.errors import ShardCoreError
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget, compare, known
-from shardcore.step_cost import StepCost
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Setting
 
 COSTS = {"a": [1.0, 2.0, None, 4.0], "b": [2.0, 2.0, 3.0, 2.0], "c": [4.0, 1.0, 5.0, math.nan]}
 SECONDS = {"a": [1.0, 3.0, 100.0, 9.0], "b": [2.0, 2.0, 2.0, 2.0], "c": []}

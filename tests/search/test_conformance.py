@@ -27,14 +27,14 @@ from conformance import test_plan_is_valid_and_says_where_it_comes_from as is_va
 from shapes import column, host_row, on_hosts, replica, row, with_room
 
 from bench.peers import PEERS
-from shardcore.constraints import Constraints
-from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import MIN_WIDTH, Plan, Problem, Shard
 from shardcore.layouts import shards_on
 from shardcore.search import LEARNED, SHARDERS, Budget, compare
 from shardcore.search.learned.policy import NETS
 from shardcore.search.shards import consolidate
-from shardcore.topology import Device, Topology
-from shardcore.types import MIN_WIDTH, Plan, Problem, Shard
 
 
 def test_every_sharder_is_in_one_file_of_the_suite():

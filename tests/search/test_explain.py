@@ -8,19 +8,19 @@ import pytest
 from conformance import BATCH, MIB, draw_problem, model_for
 from policies import untrained
 
-from shardcore.constraints import Constraints
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import Infeasible
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
+from shardcore.core.validation import MOST_BYTES
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CommCost, CostModel, price, price_plan
-from shardcore.errors import Infeasible
 from shardcore.layouts import ID_CHANNELS
-from shardcore.limits import MOST_BYTES
 from shardcore.memory import used_bytes
 from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.report import plan_report
 from shardcore.search import BASELINES, SHARDERS, Budget, sharder
 from shardcore.search.explain import Explanation, explain
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 PROBLEM = draw_problem(1, 12, [MIB] * 2)

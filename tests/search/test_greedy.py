@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 from shapes import column, on_hosts, row, with_room
 
-from shardcore.constraints import Constraints
+from shardcore.core.constraints import Constraints
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.layouts import shards_on
 from shardcore.memory import used_bytes
 from shardcore.search import SHARDERS
 from shardcore.search.feasible import feasible_shards
 from shardcore.search.greedy import looked_up
-from shardcore.step.links import links_of
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 BATCH = 48  # 2, 3, 4 and 24 devices divide it

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import with_room
 
-from shardcore.constraints import Constraints
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Shard, Table
 from shardcore.cost.model import group_costs
-from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.memory import fits, held_bytes
 from shardcore.memory_account import table_bytes
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.neuroshard import NeuroShardConfig, greedy_grid, neuroshard
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import devices_of
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Shard, Table
 from shardcore.workload import lower
 
 

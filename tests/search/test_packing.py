@@ -11,13 +11,13 @@ from conformance import model_for
 from shapes import column, on_hosts, replica, row
 
 from shardcore import files, memory
-from shardcore.constraints import Constraints
-from shardcore.errors import Infeasible
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import Infeasible
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.packing import lacking, repaired, roomiest
 from shardcore.search.shards import halve_columns
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 GIB = 2**30

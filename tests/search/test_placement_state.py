@@ -21,16 +21,16 @@ from cuts import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardcore.constraints import Constraints
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.errors import ShardCoreError
 from shardcore.memory import used_bytes
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import bundles, devices_of
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 MIB = 2**20

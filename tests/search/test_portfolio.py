@@ -9,18 +9,18 @@ import pytest
 from conformance import check_plan, draw_problem, model_for
 from shapes import column, host_row, on_hosts, row
 
-from shardcore import progress
-from shardcore.constraints import Constraints
+from shardcore.core import progress
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import Infeasible
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.errors import Infeasible
 from shardcore.memory import used_bytes
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.portfolio import annealing, portfolio
 from shardcore.tables.generate import generate_pool
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Setting, Table
 from shardcore.workload import lower
 
 MIB, GIB = 2**20, 2**30

@@ -7,10 +7,10 @@ import pytest
 from conformance import BATCH, MIB, draw_tables, model_for
 from shapes import on_hosts
 
+from shardcore.core.types import Problem
 from shardcore.cost.model import price
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.bound import bound
-from shardcore.types import Problem
 from shardcore.workload import lower
 
 

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapes import column, host_row, on_hosts, replica, row, with_room
 
-from shardcore.constraints import Constraints
-from shardcore.errors import Infeasible, ShardCoreError
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.layouts import shards_on
 from shardcore.memory import used_bytes
 from shardcore.publish.replan import ReplanConfig, replan
@@ -27,8 +29,6 @@ from shardcore.search.shards import (
     placed,
     searched_tables,
 )
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower, require_cover
 
 MIB = 2**20

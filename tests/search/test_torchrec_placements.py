@@ -3,10 +3,10 @@
 import pytest
 from shapes import column, host_row, on_hosts, replica, row
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Table
 from shardcore.search import torchrec as peer
 from shardcore.search.torchrec_placements import placements_of
-from shardcore.types import Table
 
 WIDE = Table("a.wide", 1000, 64, 40.0)
 installed = pytest.mark.skipif(not peer.installed(), reason=f"TorchRec is not installed: {peer.INSTALL}")

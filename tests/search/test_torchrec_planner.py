@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 from shapes import row, with_room
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.errors import ShardCoreError
 from shardcore.memory import held_bytes
 from shardcore.memory_account import table_bytes
 from shardcore.search import SHARDERS, Budget
 from shardcore.search import torchrec as peer
 from shardcore.search.torchrec import TorchRecConfig
-from shardcore.step.links import links_of
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 BATCH, MIB = 64, 2**20

@@ -3,7 +3,7 @@
 import pytest
 from shapes import on_hosts
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.layouts import LAYOUTS, Channel
 from shardcore.measurements import CollectiveRequest
 from shardcore.step.scopes import SCOPES, WORLD, even_hosts, groups_of

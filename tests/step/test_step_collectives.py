@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.layouts import Channel
 from shardcore.phases import times_of
 from shardcore.step.collectives import COLLECTIVES, collective_of, stages_of

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.tables.deduplication import dedup_of
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardcore.access_statistics import Reuse
-from shardcore.errors import ShardCoreError
+from shardcore.core.access_statistics import Reuse
+from shardcore.core.errors import ShardCoreError
 from shardcore.tables import streams
 from shardcore.tables.dlrm_datasets import dlrm_datasets_pool
 from shardcore.tables.generate import PoolConfig, generate_pool

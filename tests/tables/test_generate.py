@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.tables import access, streams
 from shardcore.tables.generate import PoolConfig, generate_pool
 from shardcore.tables.statistics import pool_statistics, published

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from shardcore.access_statistics import Reuse, Zipf
-from shardcore.errors import ShardCoreError
+from shardcore.core.access_statistics import Reuse, Zipf
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Shard, Table
 from shardcore.tables import access, streams
 from shardcore.tables.heat import heat_of, heat_of_counts, heat_of_ids, row_counts
 from shardcore.tables.lru import lru_misses
-from shardcore.types import Shard, Table
 
 BATCH = 256
 HALVES = (0.2, 0.2, 0.2, 0.2, 0.1, 0.1) + (0.0,) * 11

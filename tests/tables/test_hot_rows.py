@@ -5,16 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardcore.access_statistics import Zipf
-from shardcore.constraints import Constraints
-from shardcore.errors import ShardCoreError
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Table
 from shardcore.tables import access
 from shardcore.tables.heat import heat_of
 from shardcore.tables.hot_ids import HotIds, read_hot_ids, write_hot_ids
 from shardcore.tables.hot_rows import divided, hot_counts, with_hot_rows
 from shardcore.tables.streams import stream
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Table
 
 BATCH = 2048
 TABLE = Table("t", 50_000, 32, 8.0, Zipf(1.1), sequence=True, ordered=True, collection="ec")

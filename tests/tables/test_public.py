@@ -1,7 +1,7 @@
 import pytest
 
-from shardcore.access_statistics import Zipf
-from shardcore.errors import ShardCoreError
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.errors import ShardCoreError
 from shardcore.tables.public import DEFAULT_ACCESS, public_pool, public_pools
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardcore.access_statistics import REUSE_BINS, Reuse, RowShares, Zipf
+from shardcore.core.access_statistics import REUSE_BINS, Reuse, RowShares, Zipf
+from shardcore.core.types import Shard, Table
 from shardcore.layouts import even_rows
 from shardcore.tables import access, streams
-from shardcore.types import Shard, Table
 
 BATCH = 4096
 

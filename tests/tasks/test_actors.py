@@ -5,7 +5,7 @@ import time
 import pytest
 import ray
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.measure.local_ranks import Lost
 from tasks import actors
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from tasks import cache
 
 STAGES = """

@@ -15,7 +15,7 @@ from pathlib import Path
 import prefect
 import pytest
 
-from shardcore.progress import listening, report
+from shardcore.core.progress import listening, report
 from tasks import console
 from tasks.console import RESULT, STAGE, Screen, Work, duration
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 from waiting import until
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from tasks import daemons
 from tasks.daemons import Daemon
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 from prefect.logging import disable_run_logger
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from tasks.replay import EachProblem
 
 

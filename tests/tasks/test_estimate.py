@@ -5,11 +5,11 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 
 from shardcore import files
-from shardcore.access_statistics import Zipf
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.measurements import CollectiveRequest, ComputeRequest
 from shardcore.samples import dataset
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Shard, Table
 from shardcore.workload import lower
 from tasks import estimate
 from tasks.estimate import Estimate

@@ -11,17 +11,17 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 
 from shardcore import files
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.step_cost import PARTS
+from shardcore.core.types import Table
 from shardcore.cost import fit, neural
 from shardcore.cost.model import price
-from shardcore.errors import ShardCoreError
 from shardcore.measure import hardware
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measurements import Spread, StepSample
 from shardcore.samples import replays
 from shardcore.search import compare
 from shardcore.search.budget import Budget
-from shardcore.step_cost import PARTS
-from shardcore.types import Table
 from tasks import evaluate
 from tasks.evaluate import COMPARED, EvaluateConfig, compare_sharders, replay_plans, write_metrics
 

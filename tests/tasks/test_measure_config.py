@@ -4,12 +4,12 @@ import pytest
 import ray
 from laws import pool
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Setting
 from shardcore.draws.groups import GroupConfig
-from shardcore.errors import ShardCoreError
 from shardcore.measure.collectives import CollectiveConfig
 from shardcore.measure.kernels import KernelConfig
 from shardcore.samples import dataset
-from shardcore.types import Setting
 from tasks.measure import (
     PART_S,
     MeasureConfig,

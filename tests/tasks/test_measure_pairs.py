@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.measure.pairs import PairConfig
 from tasks import actors
 from tasks.topology import measure_pairs

@@ -10,8 +10,8 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 from prefect.logging import disable_run_logger
 
+from shardcore.core.errors import ShardCoreError
 from shardcore.cost import fit, neural
-from shardcore.errors import ShardCoreError
 from shardcore.samples import dataset
 from tasks import registry
 from tasks.promote import PromoteConfig, promote_model

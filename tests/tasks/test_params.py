@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.schema import MOST_INT
 from tasks import params
 from tasks.evaluate import EvaluateConfig

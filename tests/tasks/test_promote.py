@@ -11,6 +11,7 @@ from prefect.logging import disable_run_logger
 from tracking import tracked
 
 from shardcore import model_files
+from shardcore.core.step_cost import PARTS
 from shardcore.cost import collective_fit, fit, neural
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.model import price
@@ -19,7 +20,6 @@ from shardcore.measure.replay import ReplayConfig
 from shardcore.measurements import Spread, StepSample
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
-from shardcore.step_cost import PARTS
 from tasks import publish_claim, registry
 from tasks.promote import PromoteConfig, promote_model, score
 

@@ -11,16 +11,16 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 from tracking import tracked
 
 from shardcore import files, load_model
+from shardcore.core.errors import SettingMismatch, ShardCoreError
+from shardcore.core.tiers import Memory
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem
 from shardcore.cost import fit, neural
 from shardcore.cost.model import price
-from shardcore.errors import SettingMismatch, ShardCoreError
 from shardcore.publish import store
 from shardcore.publish.publisher import PublishConfig
 from shardcore.samples import dataset
 from shardcore.search import DEFAULT_SHARDER
-from shardcore.step.tiers import Memory
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem
 from shardcore.workload import lower
 from tasks.promote import PromoteConfig, promote_model
 from tasks.publish import _provenance, publish_plans

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import ray
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from tasks import ray_cluster, services
 
 NOWHERE = "127.0.0.1:9"
@@ -157,7 +157,7 @@ def test_a_local_ray_is_closed_to_others_and_ends_with_the_flow_that_is_killed(n
 WAITS = """
 import os, signal, sys, threading, time
 import psutil, ray
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from tasks.ray_cluster import ray_cluster
 
 @ray.remote
@@ -215,7 +215,7 @@ with ray_cluster():
 """
 USES = """
 import ray, sys, time
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from tasks.ray_cluster import ray_cluster
 
 @ray.remote

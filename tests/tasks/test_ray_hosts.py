@@ -19,7 +19,7 @@ import ray
 from shardcore.measure.collectives import combine
 from shardcore.measure.pairs import PairConfig
 from shardcore.measurements import CollectiveRequest
-from shardcore.types import Setting
+from shardcore.core.types import Setting
 from tasks import actors
 from tasks.measure import MeasureConfig
 from tasks.workers import Exchange

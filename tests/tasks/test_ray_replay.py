@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from shardcore.errors import SettingMismatch, ShardCoreError
+from shardcore.core.errors import SettingMismatch, ShardCoreError
+from shardcore.core.step_cost import PARTS
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.measure.replay import ReplayConfig
-from shardcore.step_cost import PARTS
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 from tasks import actors
 from tasks.measure import MeasureConfig

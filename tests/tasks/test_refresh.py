@@ -10,7 +10,7 @@ import sys
 import dvc.lock
 import pytest
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from tasks import console, refresh
 from tasks.evaluate import EvaluateConfig
 from tasks.publish import PublishConfig

@@ -12,8 +12,8 @@ from laws import SETTING, comm_samples, compute_samples, linear_law
 from tracking import tracked
 
 from shardcore import model_files
+from shardcore.core.errors import ShardCoreError
 from shardcore.cost import fit, neural
-from shardcore.errors import ShardCoreError
 from tasks import registry
 
 

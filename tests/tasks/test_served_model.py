@@ -19,9 +19,9 @@ from mlflow.pyfunc import scoring_server
 from tracking import tracked
 
 from shardcore import files
+from shardcore.core.types import Shard
 from shardcore.cost import fit, neural
 from shardcore.cost.model import group_costs
-from shardcore.types import Shard
 from tasks import registry
 from tasks.served_model import GroupInput, ServedCostModel
 

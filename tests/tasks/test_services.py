@@ -17,7 +17,7 @@ import psutil
 import pytest
 import requests
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from tasks import console, owned, services
 
 ROOT = Path(__file__).parents[2]

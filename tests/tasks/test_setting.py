@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from laws import SETTING, compute_samples, linear_law, pool
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Setting
 from shardcore.measure import hardware
 from shardcore.samples import dataset
-from shardcore.types import Setting
 from tasks.setting import SettingConfig
 
 HERE = Setting(hardware.hardware_name(hardware.detect_device()), SETTING.batch)

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from waiting import until
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from tasks import daemons, owned, services, stack, stack_services
 from tasks.daemons import Daemon
 from tasks.stack_config import StackConfig

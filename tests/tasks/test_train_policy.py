@@ -9,13 +9,13 @@ from prefect.logging import disable_run_logger
 from tracking import tracked
 
 from shardcore import files, model_files
-from shardcore.access_statistics import Zipf
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Table
 from shardcore.cost import fit, neural
-from shardcore.errors import ShardCoreError
 from shardcore.publish.publisher import PublishConfig, Publisher
 from shardcore.search.learned.policy import read_policy, write_policy
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Table
 from tasks import params, paths, policy_registry, registry
 from tasks.promote import promote_policy
 from tasks.train_policy import TrainPolicyConfig, train_policy

@@ -11,13 +11,13 @@ from functools import lru_cache
 
 import numpy as np
 
+from shardcore.core.progress import ticking
+from shardcore.core.topology import Topology
+from shardcore.core.types import Problem, Shard
 from shardcore.cost.model import CostModel
 from shardcore.inputs import received_bytes
 from shardcore.layouts import CHANNELS, Layout
 from shardcore.outputs import output_bytes
-from shardcore.progress import ticking
-from shardcore.topology import Topology
-from shardcore.types import Problem, Shard
 from shardcore.workload import traffic_of_outputs
 
 _TERMS = ("own", "busiest", "host_busiest", "total", "once")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardcore.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.layouts import WHOLE_ROWS, Group, device_names, layout_of, possible_groups, shards_on
 from shardcore.search.shards import division, searched_tables
-from shardcore.types import Placement, Plan, Problem, Shard, Table
 
 
 def rebind_tables(plan: Plan, problem: Problem) -> Plan:

@@ -16,20 +16,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardcore.core.progress import tick
+from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.cost.model import CostModel
 from shardcore.layouts import Group, Layout, even_share, run_of, runs_of
 from shardcore.memory import held_bytes
 from shardcore.memory_account import Turns
 from shardcore.op_limits import may_bind
 from shardcore.outputs import output_bytes
-from shardcore.progress import tick
 from shardcore.search.anneal.compiled import SearchProblem
 from shardcore.search.anneal.memory_columns import Columns, batch_memory, given, shards_memory
 from shardcore.search.anneal.rates import exchange_rates, id_rates, shared_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.shard_cost_cache import ShardCostCache, encoded
 from shardcore.search.shards import division, placed
-from shardcore.types import Placement, Problem, Shard, Table
 
 LARGE = 1 << 19
 """Strips × devices of a large problem."""

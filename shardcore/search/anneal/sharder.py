@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.progress import OutOfTime
+from shardcore.core.types import Placement, Problem
 from shardcore.cost.model import CostModel, step_ms
-from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.progress import OutOfTime
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Meter
 from shardcore.search.feasible import feasible_shards, fitting
-from shardcore.types import Placement, Problem
 from shardcore.workload import traffic_of_outputs
 
 if TYPE_CHECKING:

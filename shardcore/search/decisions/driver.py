@@ -20,14 +20,14 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
-from shardcore import progress
+from shardcore.core import progress
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.types import Plan, Problem
+from shardcore.core.validation import require, require_type
 from shardcore.cost.model import CostModel, require_model
-from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.limits import require, require_type
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.ledger import ENTRY, Entry, Ledger
 from shardcore.search.sharders import Sharder
-from shardcore.types import Plan, Problem
 
 _LEAST_S = 1e-3
 """Seconds of a search that begins when the time is up. It still gives a plan."""

@@ -25,10 +25,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.step_cost import StepCost
+from shardcore.core.topology import Topology
+from shardcore.core.types import Problem
+from shardcore.core.validation import require_types
 from shardcore.cost.model import CostModel, price
-from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import CHANNELS, Channel, shards_on
-from shardcore.limits import require_types
 from shardcore.memory import held_bytes, host_bytes, used_bytes
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.sharders import SHARDERS
@@ -44,9 +47,6 @@ from shardcore.sharding_groups import (
     synced_bytes,
     words,
 )
-from shardcore.step_cost import StepCost
-from shardcore.topology import Topology
-from shardcore.types import Problem
 from shardcore.workload import Workload, lower
 
 _ALL_REDUCE = CHANNELS.index(Channel("all_reduce"))

@@ -10,12 +10,12 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Problem
 from shardcore.cost.model import CostModel
-from shardcore.errors import ShardCoreError
 from shardcore.memory import gib
 from shardcore.search.decisions.driver import Decision, Outcome, Proposal
 from shardcore.tables.hot_rows import heats, hot_counts, with_hot_rows
-from shardcore.types import Problem
 from shardcore.workload import lower
 
 _FACTOR = 4.0

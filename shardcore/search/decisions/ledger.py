@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardcore.limits import require
+from shardcore.core.validation import require
 from shardcore.schema import build
 
 ENTRY = "decisions"

@@ -16,16 +16,23 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from shardcore import memory
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import Link
+from shardcore.core.topology import Device, Topology, default_reserve
+from shardcore.core.types import Plan, Problem
+from shardcore.core.validation import (
+    MOST_BYTES,
+    MOST_DEVICES,
+    MOST_SPEED,
+    require,
+    require_name,
+    require_within,
+)
 from shardcore.cost.model import CostModel
 from shardcore.documents import open_document
-from shardcore.errors import ShardCoreError
-from shardcore.limits import MOST_BYTES, MOST_DEVICES, MOST_SPEED, require, require_name, require_within
 from shardcore.schema import build
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.shards import priced
-from shardcore.step.links import Link
-from shardcore.topology import Device, Topology, default_reserve
-from shardcore.types import Plan, Problem
 
 MOST_PRICE = 1e9
 """The highest price of an hour, in any currency, and the most watts."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from shardcore.core.topology import Topology
+from shardcore.core.types import Plan, Problem, Table
+from shardcore.core.validation import require
 from shardcore.layouts import ID_CHANNELS
-from shardcore.limits import require
 from shardcore.search.shards import on_all_devices
 from shardcore.step.scopes import groups_of
-from shardcore.topology import Topology
-from shardcore.types import Plan, Problem, Table
 from shardcore.workload import Workload, lower
 
 

@@ -22,10 +22,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from shardcore.constraints import require_tower_hosts
+from shardcore.core.constraints import require_tower_hosts
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.types import Plan, Problem, Shard
+from shardcore.core.validation import require, require_types, require_within
 from shardcore.cost.model import CostModel
-from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.limits import require, require_types, require_within
 from shardcore.memory import gib, held_bytes
 from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.search.budget import Budget
@@ -34,7 +35,6 @@ from shardcore.search.decisions.tower_plans import as_towers
 from shardcore.search.feasible import shown
 from shardcore.tables.hot_rows import as_cold, cold_names
 from shardcore.towers import Towers
-from shardcore.types import Plan, Problem, Shard
 
 MOST_UNITS = 4096
 """A search compares all pairs of units."""

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardcore.access_statistics import REUSE_BINS
+from shardcore.core.access_statistics import REUSE_BINS
+from shardcore.core.types import Shard
 from shardcore.tables import access
-from shardcore.types import Shard
 
 FEATURES = ("dim", "rows", "pooling", "size", *(f"reuse_{k}" for k in range(REUSE_BINS)))
 """Names, in the published order. The first four are natural logarithms.

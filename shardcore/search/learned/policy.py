@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from shardcore import files, model_files, schema
-from shardcore.errors import SettingMismatch, ShardCoreError
+from shardcore.core.errors import SettingMismatch, ShardCoreError
+from shardcore.core.types import Setting
 from shardcore.search.learned.features import FEATURES
 from shardcore.search.learned.nets import AutoShard, DreamShard, Net
-from shardcore.types import Setting
 
 NETS: dict[str, Net] = {"dreamshard": DreamShard(), "dreamshard_direct": DreamShard(asks_model=True),
                         "autoshard": AutoShard()}

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.topology import Topology
+from shardcore.core.types import Problem, Setting, Table
+from shardcore.core.validation import MOST_COUNT, require, require_within
 from shardcore.cost.model import CostModel
 from shardcore.draws.problems import ProblemConfig, draw_problem
-from shardcore.errors import Infeasible, ShardCoreError
-from shardcore.limits import MOST_COUNT, require, require_within
 from shardcore.search.learned.learner import PolicyConfig
 from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.sharder import place
 from shardcore.search.learned.train import Progress, TrainedPolicy, greedy_ms, train
 from shardcore.tables.held_out import kept_for_testing
-from shardcore.topology import Topology
-from shardcore.types import Problem, Setting, Table
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from dataclasses import asdict
 
 import numpy as np
 
+from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import CostModel
 from shardcore.search.beam import Beam, BeamConfig
 from shardcore.search.budget import Budget
 from shardcore.search.learned.policy import Policy
 from shardcore.search.learned.rollout import Rollouts
-from shardcore.types import Plan, Problem
 
 TABLE_WISE = BeamConfig(steps=0)
 """Tables are whole, as published, unless no device can hold one."""

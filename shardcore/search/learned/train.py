@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Problem
 from shardcore.cost.model import CostModel
-from shardcore.errors import ShardCoreError
 from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.autoshard import AutoShardLearner
 from shardcore.search.learned.dreamshard import DreamShardLearner
@@ -26,7 +27,6 @@ from shardcore.search.learned.learner import PolicyConfig, Prepared
 from shardcore.search.learned.nets import AutoShard
 from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.rollout import Rollouts
-from shardcore.types import Problem
 
 Progress = Callable[[int, dict[str, float]], None]
 

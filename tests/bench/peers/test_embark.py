@@ -4,15 +4,15 @@ import pytest
 from shapes import with_room
 
 from bench.peers.embark import EmbarkConfig, embark, replicating
-from shardcore.access_statistics import Zipf
-from shardcore.constraints import Constraints
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.errors import ShardCoreError
 from shardcore.layouts import run_of, shards_on
 from shardcore.memory_account import local_batch_bytes, own_peaks, table_bytes
 from shardcore.search import Budget
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Setting, Shard, Table
 
 BATCH, MIB = 64, 2**20
 HOT = Table("hot", 1000, 64, 40.0, Zipf(0))

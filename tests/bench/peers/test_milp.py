@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from bench.peers.milp import GROUP, MilpConfig, milp
-from shardcore.access_statistics import Zipf
-from shardcore.constraints import Constraints
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.errors import ShardCoreError
 from shardcore.search import SHARDERS, Budget
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Setting, Table
 
 BATCH, MIB = 96, 2**20
 ADDITIVE = AnalyticModel(Setting("made-up", BATCH), launch_us=0, table_us=0, lookup_ns=1000, gather_gbps=1e9,

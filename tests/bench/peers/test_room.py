@@ -7,13 +7,13 @@ from shapes import column, replica, row, with_room
 
 from bench.peers import PEERS
 from bench.peers.room import Room, free_bytes
-from shardcore.constraints import Constraints
+from shardcore.core.constraints import Constraints
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.memory import held_bytes, used_bytes
 from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.search import Budget
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 BATCH, MIB = 64, 2**20

@@ -8,7 +8,9 @@ import pytest
 from cuts import draw_all_kinds, with_memory
 from shapes import on_hosts
 
-from shardcore.constraints import Constraints
+from shardcore.core.constraints import Constraints
+from shardcore.core.topology import Memory
+from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.layouts import merged, run_of, shards_on
 from shardcore.memory import fits, host_bytes, used_bytes
@@ -19,8 +21,6 @@ from shardcore.search.anneal.sharder import Search, copy_of
 from shardcore.search.budget import Budget
 from shardcore.search.packing import roomiest
 from shardcore.search.shards import priced
-from shardcore.topology import Memory
-from shardcore.types import Placement, Plan, Problem, Setting, Shard, Table
 
 
 def model_of(problem: Problem) -> AnalyticModel:

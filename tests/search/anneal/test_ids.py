@@ -7,16 +7,16 @@ import pytest
 from conformance import BATCH, MIB, draw_tables, model_for
 from shapes import on_hosts
 
+from shardcore.core.job import Job
+from shardcore.core.links import links_of
+from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.inputs import expected_bytes
-from shardcore.job import Job
 from shardcore.layouts import layout_of
 from shardcore.search import Budget
 from shardcore.search.anneal import sharder
 from shardcore.search.portfolio import annealing
-from shardcore.step.links import links_of
-from shardcore.types import Plan, Problem, Setting, Table
 from shardcore.workload import lower
 
 HIDDEN = Job(dense_forward_ms=1e3, dense_backward_ms=1e3)

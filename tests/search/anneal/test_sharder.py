@@ -8,12 +8,16 @@ import pytest
 from conformance import BATCH, check_plan, draw_problem, draw_tables, every_plan, model_for, table_bytes
 from shapes import column, on_hosts, replica, row, with_room
 
-from shardcore import memory_account, progress
-from shardcore.access_statistics import Zipf
-from shardcore.constraints import Constraints
+from shardcore import memory_account
+from shardcore.core import progress
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import WHOLE_ROWS, shards_on
 from shardcore.memory import used_bytes
 from shardcore.outputs import output_bytes
@@ -23,9 +27,6 @@ from shardcore.search.anneal import search_space as spaces
 from shardcore.search.anneal.rates import exchange_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.portfolio import annealing as anneal
-from shardcore.step.links import links_of
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Setting, Table
 from shardcore.workload import lower
 
 MIB = 2**20

@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 from shapes import column, replica
 
+from shardcore.core.errors import Infeasible
+from shardcore.core.links import links_of
+from shardcore.core.tiers import Memory
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.errors import Infeasible
 from shardcore.search import SHARDERS
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.groups import Groups, cost_of
 from shardcore.sharding_groups import GroupedPlan, Grouping, problem_of_group, synced_bytes
-from shardcore.step.links import links_of
-from shardcore.step.tiers import Memory
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Setting, Table
 from shardcore.workload import lower
 
 MIB = 1 << 20

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from shardcore.access_statistics import Zipf
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.hot_rows import HotRows
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Setting, Table
 from shardcore.workload import lower
 
 TABLES = tuple(Table(f"t{i}", 20_000, 32, 20.0, Zipf(1.2), sequence=True, collection="ec") for i in range(3))

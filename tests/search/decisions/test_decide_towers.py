@@ -9,10 +9,12 @@ import pytest
 from shapes import ACROSS, ALL_TO_ALL, TO_TOWER, WITHIN, column, entering, host_row, on_hosts, with_room
 
 from shardcore import files
-from shardcore.constraints import Constraints
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.links import links_of
+from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.errors import Infeasible, ShardCoreError
 from shardcore.layouts import CHANNELS
 from shardcore.memory_account import table_bytes
 from shardcore.search import SHARDERS, Budget
@@ -21,9 +23,7 @@ from shardcore.search.decisions.tower_plans import as_planned, as_towers, tower_
 from shardcore.search.decisions.towers import Division, TowerConfig, tower_hosts
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.step.links import links_of
 from shardcore.towers import Towers, read_towers
-from shardcore.types import Plan, Problem, Setting, Shard, Table
 from shardcore.workload import lower
 
 B = 64

@@ -5,11 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from shardcore import files, progress
-from shardcore.access_statistics import Zipf
+from shardcore import files
+from shardcore.core import progress
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.errors import Infeasible, SettingMismatch, ShardCoreError
+from shardcore.core.links import links_of
+from shardcore.core.tiers import Memory
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.errors import Infeasible, SettingMismatch, ShardCoreError
 from shardcore.publish.replan import ReplanConfig, Start
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions import provision
@@ -21,12 +26,8 @@ from shardcore.search.decisions.tiers import Tiers
 from shardcore.search.decisions.tower_plans import as_planned
 from shardcore.search.decisions.towers import OnTowers
 from shardcore.sharding_groups import problem_of_group
-from shardcore.step.links import links_of
-from shardcore.step.tiers import Memory
 from shardcore.tables.hot_rows import COLD, HOT
-from shardcore.topology import Device, Topology
 from shardcore.towers import Towers
-from shardcore.types import Problem, Setting, Table
 from shardcore.workload import lower
 
 MIB = 1 << 20

@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from shardcore.constraints import Constraints
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import Infeasible, SettingMismatch, ShardCoreError
+from shardcore.core.links import Link, links_of
+from shardcore.core.progress import listening
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.errors import Infeasible, SettingMismatch, ShardCoreError
-from shardcore.progress import listening
 from shardcore.search import SHARDERS
 from shardcore.search.decisions.driver import Found, Outcome, decide
 from shardcore.search.decisions.provision import (
@@ -21,9 +24,6 @@ from shardcore.search.decisions.provision import (
     frontier,
     read_offers,
 )
-from shardcore.step.links import Link, links_of
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Setting, Table
 
 GIB = 1 << 30
 TABLES = tuple(Table(f"t{i}", 100_000, 16, 10.0) for i in range(12))

@@ -9,7 +9,7 @@ from conformance import CASES, model_for
 from policies import untrained
 
 from shardcore import model_files
-from shardcore.errors import SettingMismatch, ShardCoreError
+from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.search import LEARNED, SHARDERS, known, sharder
 from shardcore.search.learned.policy import NETS, read_policy, write_policy
 

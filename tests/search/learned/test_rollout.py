@@ -9,7 +9,9 @@ from conformance import CASES, check_plan, model_for
 from cuts import MODEL, draw_problem
 from policies import untrained
 
-from shardcore.access_statistics import Zipf
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.cost.model import price
 from shardcore.search import Budget, beam, sharder
 from shardcore.search.learned.autoshard import AutoShardLearner
@@ -22,8 +24,6 @@ from shardcore.search.learned.priced_plans import PricedPlan
 from shardcore.search.learned.rollout import Rollouts
 from shardcore.search.shards import placed
 from shardcore.tables import access, streams
-from shardcore.topology import Device, Topology
-from shardcore.types import Plan, Problem, Shard, Table
 from shardcore.workload import lower
 
 each_net = pytest.mark.parametrize("name", NETS)

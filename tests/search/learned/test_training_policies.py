@@ -7,17 +7,17 @@ import pytest
 from cuts import MODEL
 from shapes import with_room
 
-from shardcore.access_statistics import Zipf
-from shardcore.constraints import Constraints
-from shardcore.errors import ShardCoreError
+from shardcore.core.access_statistics import Zipf
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Table
 from shardcore.search.learned.learner import PolicyConfig, Prepared
 from shardcore.search.learned.policy import NETS
 from shardcore.search.learned.problems import PolicyProblems, draw, make_policy
 from shardcore.search.learned.train import train
-from shardcore.step.links import links_of
 from shardcore.tables.held_out import kept_for_testing
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Table
 
 RNG = np.random.default_rng(0)
 POOL = tuple(Table(f"t{i}", int(RNG.integers(10, 3000)), 16, float(RNG.uniform(1, 40)),

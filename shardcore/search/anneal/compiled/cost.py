@@ -9,7 +9,7 @@ All costs are in ms. Exchanges carry bytes.
 
 import math
 
-from shardcore.compiling import inner
+from shardcore.core.jit import inner
 from shardcore.search.anneal.compiled.records import WIDEST, WORST
 
 POWERS = 5

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import boolean, int64
 
-from shardcore.compiling import inner
+from shardcore.core.jit import inner
 from shardcore.search.anneal.compiled.cost import total_of
 from shardcore.search.anneal.compiled.memory import (
     add_change,

@@ -16,7 +16,7 @@ import math
 
 import numpy as np
 
-from shardcore.compiling import inner
+from shardcore.core.jit import inner
 from shardcore.memory import CACHE_SET_ROWS
 from shardcore.memory_account import OF_OP
 from shardcore.op_limits import MOST_IDS

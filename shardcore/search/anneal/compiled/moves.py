@@ -6,7 +6,7 @@ A move is a list of edits in st.edit. An edit says how many units of a strip a d
 import numpy as np
 from numba import int64
 
-from shardcore.compiling import inner
+from shardcore.core.jit import inner
 from shardcore.search.anneal.compiled.cost import copy_norm, energy_of, load_of, power, total_of
 from shardcore.search.anneal.compiled.memory import (
     add_change,

@@ -17,7 +17,7 @@ from numba.core.typing.templates import AttributeTemplate
 from numba.extending import infer_getattr, intrinsic, lower_getattr_generic, models, register_model
 from numba.np.arrayobj import populate_array
 
-from shardcore import compiling
+from shardcore.core import jit
 
 WORDS = types.int64[::1]
 """The type of a packed record in a signature."""
@@ -75,8 +75,8 @@ def pointer(record: Record) -> Any:
     return of_words
 
 
-entry = partial(compiling.entry, convert=packed)
-"""Declare an entry like compiling.entry, for functions that take records."""
+entry = partial(jit.entry, convert=packed)
+"""Declare an entry like jit.entry, for functions that take records."""
 
 
 @infer_getattr

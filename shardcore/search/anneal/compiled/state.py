@@ -2,7 +2,7 @@
 
 from numba import float64, int64, void
 
-from shardcore.compiling import inner
+from shardcore.core.jit import inner
 from shardcore.search.anneal.compiled.cost import cost_of, energy_of, load_of, power, total_of
 from shardcore.search.anneal.compiled.memory import add, all_left, expect, frame, shared_row
 from shardcore.search.anneal.compiled.pointers import WORDS, entry

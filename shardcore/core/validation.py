@@ -15,7 +15,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from shardcore.errors import ShardCoreError, escaped, shortened
+from shardcore.core.errors import ShardCoreError, escaped, shortened
 
 MOST_NAME = 200
 """Characters of a name of a table or host."""

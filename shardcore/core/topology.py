@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from shardcore.limits import (
+from shardcore.core.links import LEVELS, Link, joins, units_of
+from shardcore.core.tiers import BELOW, Memory
+from shardcore.core.validation import (
     MOST_BYTES,
     MOST_CUDA_COLUMNS,
     MOST_DEVICES,
@@ -23,8 +25,6 @@ from shardcore.limits import (
     require_types,
     require_within,
 )
-from shardcore.step.links import LEVELS, Link, joins, units_of
-from shardcore.step.tiers import BELOW, Memory
 
 BYTES_PER_MS_PER_GBPS = 1e6
 GIB = 1 << 30

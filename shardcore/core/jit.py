@@ -21,11 +21,11 @@ from numba import njit
 from numba.core.caching import UserProvidedCacheLocator as Locator
 from numba.core.dispatcher import Dispatcher
 
-from shardcore import progress
-from shardcore.collector import rare_collections
+from shardcore.core import progress
+from shardcore.core.gc_pause import rare_collections
 
-_PACKAGE = Path(__file__).parent
-_SOURCES = ("compiling.py", "cost/compiled.py", "search/anneal/compiled/*.py", "search/bound_compiled.py")
+_PACKAGE = Path(__file__).parents[1]
+_SOURCES = ("core/jit.py", "cost/compiled.py", "search/anneal/compiled/*.py", "search/bound_compiled.py")
 _KEPT = 3
 """Number of cache folders to keep, one for each version of the sources."""
 

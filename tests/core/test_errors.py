@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardcore.errors import Infeasible, ShardCoreError, redacted
+from shardcore.core.errors import Infeasible, ShardCoreError, redacted
 
 
 @pytest.mark.parametrize("text, shown", [

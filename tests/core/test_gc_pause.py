@@ -5,11 +5,11 @@ import gc
 
 import pytest
 
-from shardcore.collector import rare_collections
+from shardcore.core.gc_pause import rare_collections
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Table
 
 
 def test_collections_are_rare_within_and_as_before_afterwards():

@@ -4,13 +4,14 @@ import pickle
 import numpy as np
 import pytest
 
-from shardcore import constraints, measurements, topology, types, workload
-from shardcore.access_statistics import Reuse, Zipf
-from shardcore.constraints import Constraints
-from shardcore.errors import SettingMismatch, ShardCoreError
-from shardcore.step_cost import StepCost
-from shardcore.topology import Device, Topology
-from shardcore.types import Placement, Problem, Setting, Shard, Table
+from shardcore import measurements, workload
+from shardcore.core import constraints, topology, types
+from shardcore.core.access_statistics import Reuse, Zipf
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import SettingMismatch, ShardCoreError
+from shardcore.core.step_cost import StepCost
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Problem, Setting, Shard, Table
 
 HOSTS = Topology((Device(1, host="a"), Device(1, host="a"), Device(1, host="b"), Device(1, host="b")))
 FOUR = tuple(Table(name, 10, 8, 1.0) for name in "stuv")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardcore.errors import ShardCoreError
-from shardcore.job import Job
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import Job
 
 
 def test_ids_hide_behind_the_dense_part_in_torchrecs_pipeline_only():

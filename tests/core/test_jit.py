@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from shardcore import compiling
+from shardcore.core import jit
 
-PACKAGE = Path(compiling.__file__).parent
+PACKAGE = Path(jit.__file__).parents[1]
 LISTENED = """
 import shardcore
-from shardcore.progress import listening
+from shardcore.core.progress import listening
 from tests.warm_up import warm_up
 with listening(lambda phase, best_ms, left_s: print(phase)):
     warm_up()
@@ -23,12 +23,12 @@ print(shardcore.__file__)
 SEARCHED = """
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Setting, Table
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Setting, Table
 problem = Problem("p", (Table("a", 1000, 16, 2.0),), Topology((Device(2**30), Device(2**30))), 64)
 SHARDERS["anneal_columns"](problem, AnalyticModel(Setting("made-up", 64)), budget=Budget(evals=5_000))
-from shardcore import compiling
-print(*sorted(path.name.partition("-")[0] for path in compiling.cache_folder().glob("*/*.nbi")))
+from shardcore.core import jit
+print(*sorted(path.name.partition("-")[0] for path in jit.cache_folder().glob("*/*.nbi")))
 """
 
 
@@ -40,36 +40,36 @@ def copy(tmp_path):
 
 
 def test_the_folder_is_another_for_every_edit_of_a_compiled_source_and_for_no_other(copy, monkeypatch):
-    monkeypatch.setattr(compiling, "_PACKAGE", copy)
-    first = compiling.cache_folder()
-    (copy / "types.py").write_text("")
-    assert compiling.cache_folder() == first and first.parent == copy / "__pycache__"
+    monkeypatch.setattr(jit, "_PACKAGE", copy)
+    first = jit.cache_folder()
+    (copy / "core/types.py").write_text("")
+    assert jit.cache_folder() == first and first.parent == copy / "__pycache__"
     found = {first}
-    for name in ("compiling.py", "cost/compiled.py", "search/anneal/compiled/state.py"):
+    for name in ("core/jit.py", "cost/compiled.py", "search/anneal/compiled/state.py"):
         with open(copy / name, "a") as source:
             source.write("# an edit\n")
-        found.add(compiling.cache_folder())
+        found.add(jit.cache_folder())
     assert len(found) == 4
 
 
 def test_the_folders_used_last_are_kept(copy, monkeypatch):
-    monkeypatch.setattr(compiling, "_PACKAGE", copy)
+    monkeypatch.setattr(jit, "_PACKAGE", copy)
     kept = []
-    for edit in range(compiling._KEPT):
-        (copy / "compiling.py").write_text(f"# {edit}")
-        kept.append(compiling.cache_folder())
+    for edit in range(jit._KEPT):
+        (copy / "core/jit.py").write_text(f"# {edit}")
+        kept.append(jit.cache_folder())
         os.utime(kept[-1], (edit, edit))
-    (copy / "compiling.py").write_text("# 0")
-    assert compiling.cache_folder() == kept[0]  # which was made first
-    (copy / "compiling.py").write_text("# another")
-    assert compiling.cache_folder().exists() and [folder.exists() for folder in kept] == [True, False, True]
+    (copy / "core/jit.py").write_text("# 0")
+    assert jit.cache_folder() == kept[0]  # which was made first
+    (copy / "core/jit.py").write_text("# another")
+    assert jit.cache_folder().exists() and [folder.exists() for folder in kept] == [True, False, True]
 
 
 def test_where_the_package_cannot_be_written_the_user_s_cache_has_it(copy, tmp_path, monkeypatch):
-    monkeypatch.setattr(compiling, "_PACKAGE", copy)
+    monkeypatch.setattr(jit, "_PACKAGE", copy)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     (copy / "__pycache__").write_text("a file is in the way")
-    assert compiling.cache_folder().parent == tmp_path / ".cache/shardcore"
+    assert jit.cache_folder().parent == tmp_path / ".cache/shardcore"
 
 
 def run(code: str, package: Path) -> list[str]:
@@ -80,7 +80,7 @@ def run(code: str, package: Path) -> list[str]:
 
 
 def test_a_copy_that_is_given_what_is_compiled_compiles_nothing(copy):
-    compiling.copy_compiled(PACKAGE, copy)
+    jit.copy_compiled(PACKAGE, copy)
     assert run(LISTENED, copy) == [str(copy / "__init__.py")]
 
 

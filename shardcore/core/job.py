@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardcore.fused import DENSE_OPTIMIZERS
-from shardcore.limits import MOST_MS, MOST_RATIO, require, require_known, require_types, require_within
+from shardcore.core.catalog import DENSE_OPTIMIZERS
+from shardcore.core.validation import (
+    MOST_MS,
+    MOST_RATIO,
+    require,
+    require_known,
+    require_types,
+    require_within,
+)
 
 HIDES_IDS = {"none": False, "sparse_dist": True}
 """TorchRec's pipelines, and whether ids travel while the dense part runs.

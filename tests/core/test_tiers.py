@@ -2,10 +2,10 @@
 
 import pytest
 
-from shardcore.errors import ShardCoreError
-from shardcore.step.tiers import BELOW, DEVICE, TIERS, Memory
-from shardcore.topology import Device, Topology
-from shardcore.types import Problem, Table
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.tiers import BELOW, DEVICE, TIERS, Memory
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Table
 
 GIB = 1 << 30
 

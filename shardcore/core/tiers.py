@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardcore.limits import MOST_BYTES, MOST_GBPS, require, require_types, require_within
+from shardcore.core.validation import MOST_BYTES, MOST_GBPS, require, require_types, require_within
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardcore.errors import ShardCoreError
-from shardcore.limits import MOST_BYTES, MOST_DIM, MOST_PINS, require, require_type, require_within, shown
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import (
+    MOST_BYTES,
+    MOST_DIM,
+    MOST_PINS,
+    require,
+    require_type,
+    require_within,
+    shown,
+)
 
 Pins = Mapping[str, Sequence[int | str]]
 """Of some tables, the devices that they may live on: indices, or names of hosts for all of theirs."""

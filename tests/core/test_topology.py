@@ -1,8 +1,8 @@
 import pytest
 
-from shardcore.errors import ShardCoreError
-from shardcore.step.links import Link, links_of
-from shardcore.topology import Device, Topology
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import Link, links_of
+from shardcore.core.topology import Device, Topology
 
 HOSTS = Topology((Device(1, host="a"), Device(1, host="a"), Device(1, host="b"), Device(1, host="b")))
 

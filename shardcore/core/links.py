@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore.errors import ShardCoreError
-from shardcore.limits import MOST_GBPS, MOST_MS, require, require_types, require_within
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import MOST_GBPS, MOST_MS, require, require_types, require_within
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Everything here is a value: equal by content, hashable, and free of behaviour beyond what follows from its own
 fields. Devices are in topology.py, which rows lookups hit in access_statistics.py, what a user asks of a plan
 in constraints.py, what a step costs in step_cost.py, and what was measured in measurements.py. Messages of
-what is refused come from limits.py.
+what is refused come from validation.py.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Protocol
 
-from shardcore import fused
-from shardcore.access_statistics import ManagedCollision, Reuse, RowShares, Zipf
-from shardcore.constraints import Constraints, devices_of_pins, require_tower_hosts
-from shardcore.errors import SettingMismatch, ShardCoreError
-from shardcore.job import PAYLOADS, Job
-from shardcore.limits import (
+from shardcore.core import catalog
+from shardcore.core.access_statistics import ManagedCollision, Reuse, RowShares, Zipf
+from shardcore.core.constraints import Constraints, devices_of_pins, require_tower_hosts
+from shardcore.core.errors import SettingMismatch, ShardCoreError
+from shardcore.core.job import PAYLOADS, Job
+from shardcore.core.tiers import BELOW, DEVICE, TIERS
+from shardcore.core.topology import Topology
+from shardcore.core.validation import (
     MOST_BATCH,
     MOST_DIM,
     MOST_FEATURES,
@@ -34,11 +36,9 @@ from shardcore.limits import (
     require_types,
     require_within,
 )
-from shardcore.step.tiers import BELOW, DEVICE, TIERS
-from shardcore.topology import Topology
 
-PRECISION_BYTES = {name: precision.bytes for name, precision in fused.PRECISIONS.items()}
-OPTIMIZERS = tuple(fused.OPTIMIZERS)
+PRECISION_BYTES = {name: precision.bytes for name, precision in catalog.PRECISIONS.items()}
+OPTIMIZERS = tuple(catalog.OPTIMIZERS)
 OUTPUT_BYTES = 4
 """Bytes of one pooled output or gradient element: FBGEMM pools into FP32 and TorchRec sends it so by default.
 """
@@ -394,8 +394,8 @@ class Problem:
 
     @property
     def replica_optimizer(self) -> str:
-        """What updates replicas: a name of fused.DENSE_OPTIMIZERS."""
-        return self.job.replica_optimizer or fused.OPTIMIZERS[self.optimizer].dense
+        """What updates replicas: a name of catalog.DENSE_OPTIMIZERS."""
+        return self.job.replica_optimizer or catalog.OPTIMIZERS[self.optimizer].dense
 
     @cached_property
     def kinds_of(self) -> Mapping[str, tuple[str, ...]]:

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardcore import progress
-from shardcore.progress import OutOfTime, listening, part, report, tick, ticking, until
+from shardcore.core import progress
+from shardcore.core.progress import OutOfTime, listening, part, report, tick, ticking, until
 
 
 def test_a_report_without_a_listener_does_nothing():

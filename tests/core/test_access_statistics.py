@@ -1,8 +1,8 @@
 import pytest
 
-from shardcore.access_statistics import MOST_RANGES, ManagedCollision, RowShares
-from shardcore.errors import ShardCoreError
-from shardcore.types import Table
+from shardcore.core.access_statistics import MOST_RANGES, ManagedCollision, RowShares
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Table
 
 
 @pytest.mark.parametrize("lookups, unique, said", [

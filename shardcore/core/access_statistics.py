@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardcore.limits import MOST_BATCH, require, require_types
+from shardcore.core.validation import MOST_BATCH, require, require_types
 
 MOST_COLLISION_BYTES = 1 << 20
 """Most bytes that managed collision keeps for a row or a lookup."""
