@@ -21,19 +21,20 @@ import numpy as np
 import torch
 
 from bench.search import problems
-from shardcore import layouts, report
+from shardcore import report
 from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, OUTPUT_BYTES, Placement, Problem, Shard, Table
 from shardcore.cost import neural
 from shardcore.cost.model import CostModel, step_ms
 from shardcore.draws.problems import ProblemConfig, draw_problem
-from shardcore.inputs import received_bytes
-from shardcore.layouts import CHANNELS, LAYOUTS, WHOLE_ROWS, possible_groups, shards_on
 from shardcore.search import SHARDERS
 from shardcore.search.bound import bound
+from shardcore.step import kinds
+from shardcore.step.id_bytes import received_bytes
+from shardcore.step.kinds import CHANNELS, LAYOUTS, WHOLE_ROWS, possible_groups, shards_on
+from shardcore.step.lower import entering_bytes, traffic_of_outputs
 from shardcore.tables.generate import generate_pool
-from shardcore.workload import entering_bytes, traffic_of_outputs
 
 KINDS = tuple(LAYOUTS.values())
 SHARDERS_SHOWN = ("size_lookup_greedy", "neuroshard", "anneal_columns", "anneal")
@@ -68,7 +69,7 @@ def ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.ndarray, 
         codes[-1][:, KINDS.index(WHOLE_ROWS)] = np.where(held[:, None] > 0, of_columns[held - 1], 0.0)
         id_bytes = np.where(held > 0, received_bytes(Shard.whole(table), problem), 0)
         sent.append(traffic_of_outputs({WHOLE_ROWS: of_unit * held}, problem, {WHOLE_ROWS: id_bytes}))
-    for layout in layouts.ways(topology):
+    for layout in kinds.ways(topology):
         for group in possible_groups(layout, table.rows, topology, None):
             codes.append(np.zeros_like(codes[0]))
             sent.append(np.zeros_like(sent[0]))

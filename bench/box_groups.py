@@ -38,8 +38,8 @@ from shardcore.measure.step_compute import measure_alone
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.groups import FoundGroups, Groups
-from shardcore.sharding_groups import members, replicas, synced_bytes
-from shardcore.workload import Workload, lower
+from shardcore.step.lower import Workload, lower
+from shardcore.step.sharding_groups import members, replicas, synced_bytes
 
 ROWS = 20_000
 ROOM_BYTES = 8 << 30

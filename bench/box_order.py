@@ -26,7 +26,7 @@ from shardcore.measure import hosts, pairs
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.rank_order import order
 from shardcore.search.portfolio import annealing as anneal
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 QUICK = pairs.PairConfig(message_kib=128, load_kib=512)
 """On links so slow, 1 MiB between all pairs of 16 ranks would take ten minutes."""

@@ -43,9 +43,9 @@ from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, greedy
 from shardcore.search.portfolio import annealing as anneal
+from shardcore.step.lower import lower
 from shardcore.step.scopes import SCOPES
 from shardcore.tables.generate import generate_pool
-from shardcore.workload import lower
 
 BETWEEN_GBIT_S = 0.05
 BOXES = ((2, 2), (4, 2), (2, 4), (4, 4), (8, 2))

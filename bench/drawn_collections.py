@@ -17,11 +17,11 @@ import numpy as np
 from shardcore.core.job import PAYLOADS, Job
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import OUTPUT_BYTES, Plan, Problem, Shard, Table
-from shardcore.inputs import Lookups, count_bytes, input_bytes
-from shardcore.layouts import ID_CHANNELS, Channel, Layout, run_of, shards_on
-from shardcore.outputs import payload_bytes
+from shardcore.step.id_bytes import Lookups, count_bytes, input_bytes
+from shardcore.step.kinds import ID_CHANNELS, Channel, Layout, run_of, shards_on
+from shardcore.step.lower import lower
+from shardcore.step.output_bytes import payload_bytes
 from shardcore.step.scopes import SCOPES
-from shardcore.workload import lower
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
 

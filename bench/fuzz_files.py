@@ -28,10 +28,10 @@ from shardcore.measurements import Spread, StepSample
 from shardcore.publish import store
 from shardcore.samples import dataset, replays
 from shardcore.search.learned.policy import NETS, Policy, write_policy
-from shardcore.sharding_groups import CONTIGUOUS, GroupedPlan, Grouping, problem_of_group
+from shardcore.step.lower import lower
+from shardcore.step.sharding_groups import CONTIGUOUS, GroupedPlan, Grouping, problem_of_group
 from shardcore.tables.hot_ids import HotIds, write_hot_ids
 from shardcore.tables.row_counts import RowCounts, write_row_counts
-from shardcore.workload import lower
 
 HAS_TORCHREC = importlib.util.find_spec("torchrec") is not None
 if HAS_TORCHREC:

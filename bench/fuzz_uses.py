@@ -29,12 +29,12 @@ from shardcore.search.decisions.provision import clusters, read_offers
 from shardcore.search.decisions.towers import tower_hosts
 from shardcore.search.learned import sharder
 from shardcore.search.learned.policy import read_policy
-from shardcore.sharding_groups import members
+from shardcore.step.lower import lower
+from shardcore.step.sharding_groups import members
 from shardcore.tables.dlrm_datasets import dlrm_datasets_pool
 from shardcore.tables.hot_ids import read_hot_ids
 from shardcore.tables.row_counts import read_row_counts
 from shardcore.towers import read_towers
-from shardcore.workload import lower
 from tasks import cache, params, refresh, served_model
 
 if HAS_TORCHREC:

@@ -23,11 +23,11 @@ from shardcore.core.types import Plan, Problem
 from shardcore.cost import neural
 from shardcore.cost.model import CostModel, price
 from shardcore.draws.problems import ProblemConfig, draw_problem
-from shardcore.inputs import expected_bytes
 from shardcore.search.budget import Budget
 from shardcore.search.portfolio import annealing as anneal
+from shardcore.step.id_bytes import expected_bytes
+from shardcore.step.lower import lower
 from shardcore.tables.generate import generate_pool
-from shardcore.workload import lower
 
 PER_HOST = 4
 BUDGET = Budget(evals=200_000)

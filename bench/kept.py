@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from shardcore import files, memory, report
+from shardcore import files, report
 from shardcore.core import progress
 from shardcore.core.access_statistics import ManagedCollision
 from shardcore.core.constraints import Constraints
@@ -51,15 +51,16 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel, price
 from shardcore.draws.problems import ProblemConfig, draw_problem
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_share, run_of
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search, copy_of
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shards import fixed_placements
+from shardcore.step import memory
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, even_share, run_of
+from shardcore.step.lower import lower
 from shardcore.tables.generate import generate_pool
-from shardcore.workload import lower
 
 DEARER = 1e-3
 KINDS = ("pooled", "sequences", "both")

@@ -41,7 +41,6 @@ from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import neural
 from shardcore.cost.neural import NeuralModel
 from shardcore.draws.problems import ProblemConfig, draw_problem
-from shardcore.memory_account import table_bytes
 from shardcore.search import SHARDERS, Budget, compare, sharder
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.greedy import ORDERS
@@ -49,6 +48,7 @@ from shardcore.search.learned.learner import PolicyConfig
 from shardcore.search.learned.policy import NETS, Policy, read_policy, write_policy
 from shardcore.search.learned.train import train
 from shardcore.search.portfolio import annealing as anneal
+from shardcore.step.memory_account import table_bytes
 from shardcore.tables.generate import generate_pool
 from shardcore.tables.held_out import kept_for_testing
 

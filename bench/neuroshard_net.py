@@ -23,7 +23,8 @@ from shardcore.cost import features, fit
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.metrics import mape
 from shardcore.measurements import ComputeRequest, ComputeSample
-from shardcore.tables import access, streams
+from shardcore.step import access
+from shardcore.tables import streams
 
 BATCH, LEARNING_RATE = 512, 1e-3
 

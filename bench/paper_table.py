@@ -52,11 +52,11 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.cost.replay_metrics import OURS, ReplayRecord, bootstrap
 from shardcore.draws.problems import DIMS
 from shardcore.measure.replay import ReplayConfig, replay_all
-from shardcore.memory_account import local_batch_bytes
 from shardcore.report.text import markdown_table
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, sharder
 from shardcore.search.greedy import ORDERS
+from shardcore.step.memory_account import local_batch_bytes
 
 DEVICE_BYTES, SPARE_BYTES = 4 << 30, 1 << 30
 """Of a device; and what the tables of a task leave free of all devices' memory."""

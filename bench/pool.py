@@ -16,7 +16,8 @@ import numpy as np
 
 from shardcore.core.access_statistics import REUSE_BINS
 from shardcore.core.types import Table
-from shardcore.tables import access, streams
+from shardcore.step import access
+from shardcore.tables import streams
 from shardcore.tables.generate import PoolConfig, generate_pool
 from shardcore.tables.statistics import pool_statistics, published
 

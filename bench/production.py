@@ -25,16 +25,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.kept import count_processor_seconds, model_of, of_size
-from shardcore import files, memory, report
+from shardcore import files, report
 from shardcore.core import progress
 from shardcore.core.errors import Infeasible
 from shardcore.core.topology import GIB
 from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.cost.model import price
 from shardcore.draws.placements import deal_columns
-from shardcore.layouts import WHOLE_ROWS
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
-from shardcore.workload import lower, require_plan
+from shardcore.step import memory
+from shardcore.step.kinds import WHOLE_ROWS
+from shardcore.step.lower import lower, require_plan
 
 PROBLEM = "problems/r04-production-1935-tables-96-ranks.json"
 PLACEMENTS = "torchrec_stats_example_96ranks.csv"

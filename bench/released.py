@@ -58,13 +58,13 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.collective_model import ALL_TO_ALL
 from shardcore.cost.model import CommCost, Compiled, price
 from shardcore.draws.collectives import comm_request
-from shardcore.layouts import CHANNELS
 from shardcore.samples import dataset
 from shardcore.search import Budget, compare
 from shardcore.search.neuroshard import neuroshard
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.search.shards import to_plan
-from shardcore.workload import Workload, lower
+from shardcore.step.kinds import CHANNELS
+from shardcore.step.lower import Workload, lower
 
 DEVICES = 4
 TIGHT = 1.02

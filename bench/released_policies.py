@@ -48,13 +48,13 @@ from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost import neural
 from shardcore.cost.model import group_costs, price
 from shardcore.cost.neural import NeuralModel
-from shardcore.layouts import WHOLE_ROWS
-from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.search import SHARDERS, Budget, sharder
 from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.train import PolicyConfig, train
+from shardcore.step.kinds import WHOLE_ROWS
+from shardcore.step.lower import lower
+from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.generate import PoolConfig, generate_pool
-from shardcore.workload import lower
 
 DEVICES, TASKS, VALIDATION, DIM, SLACK = 4, 50, 15, 16, 2.0
 LINKS = {"links": links_of(within_host=1.0, latency_ms=0.2)}

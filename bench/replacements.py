@@ -23,7 +23,7 @@ from shardcore.cost import neural, step_factors
 from shardcore.cost.model import price_plan
 from shardcore.publish import gain
 from shardcore.samples import replays
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 BOX = Path("bench/emulated-hosts")
 

@@ -36,13 +36,13 @@ from shardcore.cost import neural, replay_metrics, replay_records
 from shardcore.cost.model import at_confidence, price
 from shardcore.draws.problems import ProblemConfig, draw_problem, sized
 from shardcore.measure.replay import ReplayConfig, replay_all
-from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.report import model_report
 from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, greedy
 from shardcore.search.portfolio import annealing as anneal
+from shardcore.step.lower import lower
+from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.generate import generate_pool
-from shardcore.workload import lower
 
 SMALLEST, LARGEST = 1 << 20, 512 << 20
 _HIDDEN = Job(dense_forward_ms=1e6, dense_backward_ms=1e6)

@@ -34,7 +34,7 @@ from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting
 from shardcore.cost import replay_metrics
 from shardcore.measure import local_ranks, own_core
 from shardcore.samples import replays
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 PARTS = {"lookups and updates": ("codegen", "SplitLookup"),
          "exchanges": ("All2All", "ReduceScatter", "AllGather", "c10d::", "gloo:", "all2all"),

@@ -52,7 +52,7 @@ from shardcore.measure import local_ranks
 from shardcore.measurements import Spread
 from shardcore.samples import dataset, replays
 from shardcore.samples.dataset import ReferenceOp
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 ALGORITHMS = (replay_metrics.OURS, "neuroshard", "torchrec", "best greedy", replay_metrics.RANDOM)
 RANKING = {"kendall_tau": "{:.3f}", "tau_beyond_noise": "{:.3f}", "spearman": "{:.3f}", "regret": "{:.1f}%"}

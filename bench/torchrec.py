@@ -36,7 +36,8 @@ from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.export.fbgemm_statistics import rows_by_count
-from shardcore.tables import access, streams
+from shardcore.step import access
+from shardcore.tables import streams
 from shardcore.tables.generate import generate_pool
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))

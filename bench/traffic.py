@@ -37,7 +37,7 @@ from shardcore.core.job import PAYLOADS, Job
 from shardcore.core.topology import Topology
 from shardcore.core.types import OUTPUT_BYTES, Table
 from shardcore.export.torchrec import to_torchrec
-from shardcore.layouts import Channel
+from shardcore.step.kinds import Channel
 from shardcore.step.scopes import SCOPES
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))

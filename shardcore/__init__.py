@@ -2,7 +2,7 @@
 
 The nouns are here; the verbs live in their modules and load when asked for:
 
-  lower(plan, problem)       what one training step of a plan does          shardcore.workload
+  lower(plan, problem)       what one training step of a plan does          shardcore.step.lower
   price(workload, model)     what a model predicts that it costs            shardcore.cost.model
   load_model(folders)        a trained cost model, or one of each precision shardcore.cost.composite
   SHARDERS                   name -> function(problem, model, seed=, budget=) -> Plan    shardcore.search
@@ -22,7 +22,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 
 _VERBS = {
-    "lower": ("shardcore.workload", "lower"),
+    "lower": ("shardcore.step.lower", "lower"),
     "price": ("shardcore.cost.model", "price"),
     "load_model": ("shardcore.cost.composite", "load"),
     "Budget": ("shardcore.search", "Budget"),

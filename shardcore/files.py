@@ -30,8 +30,8 @@ from shardcore.core.topology import Device, Topology, default_reserve
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.core.validation import MOST_DEVICES, require, require_type
 from shardcore.documents import digest, document, open_document, seal, unseal
-from shardcore.layouts import LAYOUTS, layout_of
 from shardcore.schema import build, read, show
+from shardcore.step.kinds import LAYOUTS, layout_of
 
 DIGEST = re.compile(r"[0-9a-f]{16}")
 """What `digest` makes. A name of a file or folder that is none was not written by ShardCore."""

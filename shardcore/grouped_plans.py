@@ -16,8 +16,8 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
 from shardcore.documents import document, is_document, open_document, seal, unseal
 from shardcore.schema import build, show
-from shardcore.sharding_groups import GroupedPlan, Grouping, problem_of_group
-from shardcore.workload import require_plan
+from shardcore.step.lower import require_plan
+from shardcore.step.sharding_groups import GroupedPlan, Grouping, problem_of_group
 
 SCHEMA = "grouped-plan"
 

@@ -105,7 +105,7 @@ class EmulatedLinks:
 
 @dataclass(frozen=True)
 class CollectiveRequest:
-    """One collective among D ranks, as workload.Workload has them and a replay runs them.
+    """One collective among D ranks, as lower.Workload has them and a replay runs them.
 
     widths: [D] columns that each rank owns.
     batch: B, the rows that travel.

@@ -21,10 +21,10 @@ import numpy as np
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.tiers import BELOW, TIERS
 from shardcore.core.types import Problem, Shard, Table
-from shardcore.layouts import WHOLE_ROWS, Layout, layout_of
-from shardcore.memory import gib, held_bytes, host_bytes, resident_bytes
-from shardcore.memory_account import local_batch_bytes, table_bytes
-from shardcore.tables import access
+from shardcore.step import access
+from shardcore.step.kinds import WHOLE_ROWS, Layout, layout_of
+from shardcore.step.memory import gib, held_bytes, host_bytes, resident_bytes
+from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.host_rows import link_bytes
 
 _SIZES = 129

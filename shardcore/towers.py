@@ -1,7 +1,7 @@
 """Towers: which tables belong together on a host, as a user gives it.
 
 In a model of towers (DMT, arXiv 2403.00877) a module on each host joins the outputs of the host's tables, and
-sends less than it got. search/decisions/towers.py finds the hosts, layouts.py says what then travels.
+sends less than it got. search/decisions/towers.py finds the hosts, step/kinds.py says what then travels.
 
 Shapes: M tables of a matrix.
 """

@@ -16,8 +16,8 @@ from shardcore import files
 from shardcore.core.types import OUTPUT_BYTES
 from shardcore.measurements import CollectiveRequest, ComputeRequest
 from shardcore.samples import dataset, replays
-from shardcore.tables.access import access_share, lookups
-from shardcore.workload import Workload, lower
+from shardcore.step.access import access_share, lookups
+from shardcore.step.lower import Workload, lower
 from tasks import console
 from tasks.measure import MeasureConfig, actor_count, cluster_device, rank_count, wanted_comm, wanted_compute
 from tasks.replay import step_devices, wanted_steps, why_no_steps

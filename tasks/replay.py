@@ -21,7 +21,7 @@ from shardcore.measure.replay import ReplayConfig, combine_all, require_replayab
 from shardcore.measure.run import measure_steps as measure_lacking
 from shardcore.measurements import StepSample
 from shardcore.samples import dataset, replays
-from shardcore.workload import Workload
+from shardcore.step.lower import Workload
 from tasks import actors
 from tasks.measure import MeasureConfig, cluster_device, rank_count, with_room
 from tasks.progress import Progress

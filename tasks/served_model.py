@@ -27,8 +27,8 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting, Shard
 from shardcore.core.validation import MOST_BATCH
 from shardcore.cost.model import ProbabilisticCostModel
-from shardcore.layouts import CHANNELS, WHOLE_ROWS
-from shardcore.workload import Op, Workload, is_sequence
+from shardcore.step.kinds import CHANNELS, WHOLE_ROWS
+from shardcore.step.lower import Op, Workload, is_sequence
 
 CONFIDENCE = 0.9
 

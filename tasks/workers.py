@@ -22,7 +22,7 @@ from shardcore.measure.replay import ReplayConfig, replay_rank
 from shardcore.measure.supervise import Ended, Refused
 from shardcore.measurements import CollectiveRequest
 from shardcore.samples import dataset
-from shardcore.workload import Workload
+from shardcore.step.lower import Workload
 from tasks import actors, services
 
 _PROBE_S = 5.0

@@ -119,7 +119,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return "ray"
             if file.startswith("flows/") and file != "flows/test_failures.py":  # which kills its own servers
                 return "prefect"
-            return "export" if file.startswith("export/") or file == "test_memory.py" else file
+            return "export" if file.startswith("export/") or file == "step/test_memory.py" else file
 
     return ByGroup(config, log)
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Problem, Shard, Table
-from shardcore.layouts import CHANNELS, ID_CHANNELS, Channel
-from shardcore.memory_account import account_of
+from shardcore.step.kinds import CHANNELS, ID_CHANNELS, Channel
+from shardcore.step.memory_account import account_of
 from shardcore.step.scopes import WORLD
 
 CHANNEL = {c.collective if c.group == WORLD else f"{c.collective}_{c.group}": c for c in CHANNELS}

@@ -20,7 +20,7 @@ from shardcore.core.job import Job
 from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 
 @pytest.fixture

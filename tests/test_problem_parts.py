@@ -14,7 +14,7 @@ from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.grouped_plans import read_grouped, write_grouped
-from shardcore.sharding_groups import GroupedPlan, Grouping, problem_of_group
+from shardcore.step.sharding_groups import GroupedPlan, Grouping, problem_of_group
 
 TABLES = tuple(Table(name, 100, 16, 2.0) for name in ("b", "a", "c"))
 WHOLE = Problem("p", TABLES, Topology(tuple(Device(10**9, host=f"h{d // 2}") for d in range(4))), 64)

@@ -49,9 +49,6 @@ from bench.peers.room import Room, free_bytes
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import CostModel
-from shardcore.layouts import Layout, even_rows, run_of, ways
-from shardcore.memory import fits
-from shardcore.memory_account import own_peaks
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.greedy import looked_up
@@ -66,6 +63,9 @@ from shardcore.search.shards import (
     priced,
     searched_tables,
 )
+from shardcore.step.kinds import Layout, even_rows, run_of, ways
+from shardcore.step.memory import fits
+from shardcore.step.memory_account import own_peaks
 
 _MOST_SHARDS = 1 << 20
 Grid = tuple[int, int]

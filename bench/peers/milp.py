@@ -41,7 +41,6 @@ from bench.peers.room import Room
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost.model import CostModel
-from shardcore.memory import fits
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.rates import exchange_ms
@@ -55,6 +54,7 @@ from shardcore.search.shards import (
     placed,
     priced,
 )
+from shardcore.step.memory import fits
 
 GROUP = 8
 """The most devices of a program."""

@@ -10,9 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardcore.core.types import Problem
-from shardcore.layouts import run_of, shards_on
-from shardcore.memory import held_bytes
-from shardcore.memory_account import local_batch_bytes, own_peaks
 from shardcore.search.shards import (
     Bundle,
     devices_of,
@@ -20,6 +17,9 @@ from shardcore.search.shards import (
     layout_of_shard,
     may_be_on_a_device,
 )
+from shardcore.step.kinds import run_of, shards_on
+from shardcore.step.memory import held_bytes
+from shardcore.step.memory_account import local_batch_bytes, own_peaks
 
 
 def free_bytes(problem: Problem) -> list[int]:

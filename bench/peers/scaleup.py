@@ -16,13 +16,13 @@ from torchrec.distributed.types import CacheStatistics
 
 from bench.peers.room import free_bytes
 from shardcore.core.types import Placement, Problem, Shard, Table
-from shardcore.layouts import WHOLE_ROWS, run_of
-from shardcore.memory_account import own_peaks
 from shardcore.memory_tiers import with_load_factors
 from shardcore.search.shards import consolidate
 from shardcore.search.torchrec_pieces import quiet
 from shardcore.search.torchrec_placements import placements_of
-from shardcore.tables import access
+from shardcore.step import access
+from shardcore.step.kinds import WHOLE_ROWS, run_of
+from shardcore.step.memory_account import own_peaks
 from shardcore.tables.heat import Heat, heat_of
 
 STARTS = (0.001, 0.01, 0.05, 0.2)

@@ -135,8 +135,8 @@ def _models(args: argparse.Namespace, names: list[str]) -> dict[str, CostModel]:
 def _start(args: argparse.Namespace, problem: Problem, stored: Problem) -> Start:
     from shardcore import files, grouped_plans
     from shardcore.publish.replan import ReplanConfig, Start
-    from shardcore.sharding_groups import problem_of_group
-    from shardcore.workload import require_plan
+    from shardcore.step.lower import require_plan
+    from shardcore.step.sharding_groups import problem_of_group
 
     most_bytes = None if args.max_moved_gib is None else int(args.max_moved_gib * 2**30)
     config = ReplanConfig(args.max_moved_tables, most_bytes)
@@ -163,7 +163,7 @@ def start_text(args: argparse.Namespace, found: Found, decisions: Sequence[Decis
     from shardcore.cost.model import price
     from shardcore.report import plan_report
     from shardcore.search.decisions.tower_plans import as_planned
-    from shardcore.workload import lower
+    from shardcore.step.lower import lower
 
     start = next((x for x in decisions if x.name == "plan to start from"), None)
     if start is None:
@@ -202,7 +202,7 @@ def extrapolated(found: Found, model: CostModel) -> list[str]:
     from shardcore.cli import grouped
     from shardcore.search.decisions.groups import FoundGroups
     from shardcore.search.decisions.tower_plans import as_planned
-    from shardcore.workload import lower
+    from shardcore.step.lower import lower
 
     if isinstance(found, FoundGroups):
         return grouped.extrapolated(found.grouped, found.whole, model)

@@ -10,7 +10,7 @@ from shardcore.core.types import Problem
 
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
-    from shardcore.sharding_groups import GroupedPlan
+    from shardcore.step.sharding_groups import GroupedPlan
 
 
 def price(grouped: GroupedPlan, problem: Problem, model: CostModel) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def price(grouped: GroupedPlan, problem: Problem, model: CostModel) -> dict[str,
     model: for the problem of a group.
     """
     from shardcore.search.decisions.groups import cost_of
-    from shardcore.workload import lower
+    from shardcore.step.lower import lower
 
     cost = cost_of(grouped, problem, model)
     return {"total_ms": cost.total_ms, "groups": dataclasses.asdict(grouped.grouping),
@@ -33,7 +33,7 @@ def extrapolated(grouped: GroupedPlan, problem: Problem, model: CostModel) -> li
     model: for the problem of a group.
     """
     from shardcore.search.decisions.groups import synchronisation
-    from shardcore.workload import lower
+    from shardcore.step.lower import lower
 
     found = []
     # First, for only the first few are shown: all weights travel at once, much more than steps exchange.

@@ -206,7 +206,7 @@ def price(args: argparse.Namespace) -> None:
     from shardcore.report import decisions_report
     from shardcore.search.decisions.ledger import ledger_of
     from shardcore.search.decisions.tower_plans import as_planned
-    from shardcore.workload import lower, require_cover
+    from shardcore.step.lower import lower, require_cover
 
     whole = own = files.read_problem(args.problem)
     of_groups = grouped_plans.read_grouped(args.plan, whole) if grouped_plans.is_grouped(args.plan) else None
@@ -262,7 +262,7 @@ def export(args: argparse.Namespace) -> None:
     from shardcore.export.torchrec_json import write_torchrec
     from shardcore.grouped_plans import is_grouped
     from shardcore.search import torchrec
-    from shardcore.workload import require_plan
+    from shardcore.step.lower import require_plan
 
     torchrec.require_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)

@@ -82,7 +82,7 @@ def _write_comparison(args: argparse.Namespace, old: Plan, new: Plan, problem: P
     from shardcore.report.plan_explorer import Version
     from shardcore.search.anneal.reshard import rebind_tables
     from shardcore.search.decisions.tower_plans import as_planned
-    from shardcore.workload import lower
+    from shardcore.step.lower import lower
 
     model = load_model(args.model).for_problem(problem)
     problem.require_setting(model.setting)
@@ -121,7 +121,7 @@ def drift(args: argparse.Namespace) -> None:
 def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:
     """A valid plan with its problem: the given one, or problem.json beside it."""
     from shardcore import files
-    from shardcore.workload import require_plan
+    from shardcore.step.lower import require_plan
 
     beside = path.with_name("problem.json")
     if not problem and not beside.exists():

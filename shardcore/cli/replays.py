@@ -16,7 +16,7 @@ from shardcore.core.types import Setting
 
 if TYPE_CHECKING:
     from shardcore.measurements import StepSample
-    from shardcore.workload import Workload
+    from shardcore.step.lower import Workload
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -48,7 +48,7 @@ def replay(args: argparse.Namespace) -> None:
     from shardcore.measure.replay import ReplayConfig, replay_all
     from shardcore.report.replay_report import replay_text
     from shardcore.samples import dataset, replays
-    from shardcore.workload import lower
+    from shardcore.step.lower import lower
 
     # Fail before reading files if the device is missing.
     device = args.device or hardware.detect_device()

@@ -224,7 +224,7 @@ class Shard:
 class Placement:
     """A shard, how it is run, and where.
 
-    kind: of sharding, a name of layouts.LAYOUTS. It is never inferred.
+    kind: of sharding, a name of kinds.LAYOUTS. It is never inferred.
     shard: what the devices have together.
     devices: a group of that kind, in its order.
     """
@@ -304,7 +304,7 @@ class Setting:
 
 
 class Kind(Protocol):
-    """Fields of a kind of sharding that constraints concern (see layouts.Layout)."""
+    """Fields of a kind of sharding that constraints concern (see kinds.Layout)."""
 
     name: str
     divides_rows: bool

@@ -17,12 +17,12 @@ from shardcore.core.types import PRECISION_BYTES, Problem, Setting, Shard
 from shardcore.cost.composite import Composite, composed
 from shardcore.cost.link_counts import link_counts
 from shardcore.cost.model import CommCost, Compiled
-from shardcore.layouts import Channel
-from shardcore.outputs import payload_bytes
+from shardcore.step.access import access_share, unique_rows_of
+from shardcore.step.kinds import Channel
+from shardcore.step.lower import Workload
+from shardcore.step.output_bytes import payload_bytes
 from shardcore.step.scopes import groups_of
-from shardcore.tables.access import access_share, unique_rows_of
-from shardcore.traffic import channels_of
-from shardcore.workload import Workload
+from shardcore.step.traffic import channels_of
 
 CLOSED_FORM = "not measured: closed-form model"
 MS_PER_NS = 1e-6

@@ -30,9 +30,9 @@ from shardcore.cost.collective_model import (
 )
 from shardcore.cost.metrics import mape
 from shardcore.cost.nnls import fit_law
-from shardcore.layouts import Channel
 from shardcore.measurements import CollectiveSample
 from shardcore.step.collectives import COLLECTIVES, Collective
+from shardcore.step.kinds import Channel
 from shardcore.step.scopes import SCOPES, WORLD
 
 ONCE, MESSAGES = (EXCHANGE_TERMS.index(name) for name in ("once", "messages"))

@@ -38,8 +38,8 @@ from shardcore.core.links import LEVELS, Level, joins
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import PAYLOADS
 from shardcore.cost.link_counts import link_counts
-from shardcore.layouts import CHANNELS, Channel
 from shardcore.step.collectives import COLLECTIVES
+from shardcore.step.kinds import CHANNELS, Channel
 from shardcore.step.scopes import WORLD, groups_of
 
 LATENCY_TERMS = ("once", "messages", "far_rounds", "skew_ms")
@@ -85,7 +85,7 @@ def exchange_terms(channel: Channel, owned_bytes: np.ndarray, units: np.ndarray,
                    skew_ms: np.ndarray | float = 0.0) -> Terms:
     """Terms of a collective in groups of n devices.
 
-    owned_bytes: [..., n] as in workload.Workload.traffic.
+    owned_bytes: [..., n] as in lower.Workload.traffic.
     units: [K, n] as of step.links.units_of.
     skew_ms: [...] from the first start to the last.
 

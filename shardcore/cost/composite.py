@@ -27,8 +27,8 @@ from shardcore.cost.collective_model import ALL_TO_ALL, is_measured
 from shardcore.cost.model import CommCost, Compiled, CostModel
 from shardcore.cost.ranges import and_more
 from shardcore.model_files import model_folders
+from shardcore.step.lower import Workload
 from shardcore.tables.host_rows import link_bytes_of
-from shardcore.workload import Workload
 
 if TYPE_CHECKING:
     from shardcore.cost.neural import NeuralModel

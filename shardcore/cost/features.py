@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardcore.core.types import PRECISION_BYTES, Shard
-from shardcore.outputs import output_rows
-from shardcore.tables import access
+from shardcore.step import access
+from shardcore.step.output_bytes import output_rows
 
 WIDTH_CLASSES = (32, 64, 128, 256)
 """Columns at which FBGEMM's CUDA kernels change. They choose by the widest table of an op."""

@@ -20,7 +20,7 @@ from shardcore.core.step_cost import PredictedCost
 from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard
 from shardcore.core.validation import require_type, shown
-from shardcore.workload import Workload, lower
+from shardcore.step.lower import Workload, lower
 
 
 @runtime_checkable
@@ -57,7 +57,7 @@ class CostModel(Protocol):
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Costs of the collectives.
 
-        traffic: [L C, ..., D] bytes of each of layouts.CHANNELS, in each lane, as in Workload.
+        traffic: [L C, ..., D] bytes of each of kinds.CHANNELS, in each lane, as in Workload.
         compute_ms: [..., D] of each device. It sets the skew with which devices arrive.
         """
 

@@ -25,9 +25,9 @@ from shardcore.cost import collective_model, features, nets, quantiles, ranges
 from shardcore.cost import weights as required
 from shardcore.cost.composite import Composite, composed
 from shardcore.cost.model import CommCost, Compiled
-from shardcore.layouts import ID_CHANNELS, Channel
-from shardcore.traffic import channels_of
-from shardcore.workload import Workload
+from shardcore.step.kinds import ID_CHANNELS, Channel
+from shardcore.step.lower import Workload
+from shardcore.step.traffic import channels_of
 
 _SOME_LOOKUPS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 """Lookups a sample that a shard without any is compared with."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from shardcore.core.links import LEVELS, joins
 from shardcore.core.types import Shard
 from shardcore.cost import collective_model
-from shardcore.layouts import ID_CHANNELS, kinds_of
-from shardcore.memory import gib
+from shardcore.step import access
+from shardcore.step.kinds import ID_CHANNELS, kinds_of
+from shardcore.step.lower import Workload
+from shardcore.step.memory import gib
 from shardcore.step.scopes import groups_of
-from shardcore.tables import access
-from shardcore.workload import Workload
 
 if TYPE_CHECKING:
     from shardcore.cost.neural import NeuralModel

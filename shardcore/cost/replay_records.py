@@ -12,7 +12,7 @@ from shardcore.core.step_cost import PARTS, StepCost
 from shardcore.cost.model import CostModel, price
 from shardcore.cost.replay_metrics import ReplayRecord, noise_ms
 from shardcore.samples.replays import ReplaySet
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 
 def judge(replayed: Sequence[ReplaySet], model: CostModel, ids: bool = True) -> list[ReplayRecord]:

@@ -29,8 +29,8 @@ from shardcore.cost import collective_model
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
-from shardcore.layouts import CHANNELS, ID_CHANNELS, Channel
-from shardcore.workload import Workload
+from shardcore.step.kinds import CHANNELS, ID_CHANNELS, Channel
+from shardcore.step.lower import Workload
 
 FEWEST_STEPS = 8
 """A collective that ran in fewer steps uses the all-to-all's factor."""

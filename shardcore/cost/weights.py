@@ -17,7 +17,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import LEVELS
 from shardcore.core.types import PAYLOADS
 from shardcore.cost import collective_model, features, quantiles
-from shardcore.layouts import CHANNELS
+from shardcore.step.kinds import CHANNELS
 
 _POSITIVE = (1e-30, 1e30)
 _RATE = (0.0, 1e6)

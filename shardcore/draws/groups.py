@@ -14,7 +14,7 @@ from shardcore.core.validation import MOST_BYTES, MOST_DIM, require_within
 from shardcore.draws import placements
 from shardcore.draws.problems import DEVICES, DIMS
 from shardcore.measurements import ComputeRequest
-from shardcore.outputs import output_bytes
+from shardcore.step.output_bytes import output_bytes
 
 REPLICATED_BYTES = 64 << 20
 """Larger tables are not worth replicating."""

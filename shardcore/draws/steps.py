@@ -13,7 +13,7 @@ from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Placement, Plan, Pr
 from shardcore.core.validation import MOST_BYTES
 from shardcore.draws.placements import deal_columns
 from shardcore.draws.problems import ProblemConfig, draw_problem
-from shardcore.layouts import WHOLE_ROWS, Layout, even_share, ways
+from shardcore.step.kinds import WHOLE_ROWS, Layout, even_share, ways
 
 _SHARED = ((False, False), (True, False), (False, True), (False, False), (True, False), (True, True))
 """The plans of a problem: whether it has tables with divided rows, and replicas. All have others by

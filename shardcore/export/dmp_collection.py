@@ -23,7 +23,7 @@ from shardcore.core.validation import MOST_DEVICES, require, require_within
 from shardcore.export import torchrec_fields
 from shardcore.export.torchrec import to_torchrec
 from shardcore.export.torchrec_json import from_json, to_json
-from shardcore.sharding_groups import CONTIGUOUS, MOST_SYNC_EVERY, GroupedPlan, per_host
+from shardcore.step.sharding_groups import CONTIGUOUS, MOST_SYNC_EVERY, GroupedPlan, per_host
 
 if TYPE_CHECKING:
     from torch import nn

@@ -39,7 +39,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
 from shardcore.core.validation import MOST_BATCH, MOST_POOLING
 from shardcore.export.torchrec_modules import path_in_model
-from shardcore.tables.access import BIN_HIGH
+from shardcore.step.access import BIN_HIGH
 
 if TYPE_CHECKING:
     from torch import nn

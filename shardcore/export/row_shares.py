@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardcore.core.types import Table
-from shardcore.tables import access
+from shardcore.step import access
 
 if TYPE_CHECKING:
     from shardcore.export.torchrec_modules import ModelTable

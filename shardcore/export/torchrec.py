@@ -33,11 +33,11 @@ from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.export.torchrec_modules import ModelTable, tables_of
 from shardcore.export.torchrec_settings import PLAIN_KERNELS, settings_of, with_settings
-from shardcore.layouts import Layout, layout_of, layout_of_torchrec, shards_on
 from shardcore.search.shards import consolidate
 from shardcore.search.torchrec_placements import placements_of
+from shardcore.step.kinds import Layout, layout_of, layout_of_torchrec, shards_on
+from shardcore.step.lower import require_cover
 from shardcore.tables.hot_rows import INSIDE, REPLICA, is_hot
-from shardcore.workload import require_cover
 
 if TYPE_CHECKING:
     from torch import nn

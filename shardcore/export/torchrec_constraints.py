@@ -21,7 +21,7 @@ from shardcore.core.validation import require_type, shown
 from shardcore.export import torchrec_fields
 from shardcore.export.torchrec import sharded
 from shardcore.export.torchrec_modules import ModelTable
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS, layout_of, layout_of_torchrec
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, layout_of, layout_of_torchrec
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner import ParameterConstraints

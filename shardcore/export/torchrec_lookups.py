@@ -14,7 +14,7 @@ from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.export import fbgemm_statistics
 from shardcore.export.torchrec_modules import ModelTable
-from shardcore.tables import access
+from shardcore.step import access
 from shardcore.tables.deduplication import dedup_of
 from shardcore.tables.public import DEFAULT_ACCESS
 

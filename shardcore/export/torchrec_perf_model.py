@@ -18,7 +18,7 @@ from shardcore.core.types import Problem
 from shardcore.cost.model import CostModel, price
 from shardcore.export.torchrec import from_torchrec
 from shardcore.export.torchrec_modules import tables_of
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 if TYPE_CHECKING:
     from torch import nn

@@ -33,10 +33,10 @@ from shardcore.export.torchrec_modules import (
 )
 from shardcore.export.torchrec_settings import payloads_of, unpriced, unpriced_hardware
 from shardcore.export.torchrec_topology import our_topology
-from shardcore.layouts import LAYOUTS, layout_of, layout_of_torchrec, ways
 from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
+from shardcore.step.kinds import LAYOUTS, layout_of, layout_of_torchrec, ways
+from shardcore.step.lower import lower
 from shardcore.tables.hot_rows import with_hot_rows
-from shardcore.workload import lower
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -14,7 +14,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import PAYLOADS, Job
 from shardcore.core.types import Problem, Setting
 from shardcore.export import torchrec_fields, torchrec_json
-from shardcore.layouts import layout_of_torchrec
+from shardcore.step.kinds import layout_of_torchrec
 
 if TYPE_CHECKING:
     from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig

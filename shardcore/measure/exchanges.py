@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from shardcore.core.topology import Topology
 from shardcore.core.types import OUTPUT_BYTES
-from shardcore.layouts import Channel, Layout
 from shardcore.measure import all_to_all, own_core
 from shardcore.measure.fused_op import even_parts
 from shardcore.measure.transfers import all_gather, carried, reduce_scatter
+from shardcore.step.kinds import Channel, Layout
+from shardcore.step.lower import Workload
 from shardcore.step.scopes import SCOPES, WORLD, groups_in
-from shardcore.traffic import row_in
-from shardcore.workload import Workload
+from shardcore.step.traffic import row_in
 
 Full = Callable[[Sequence[int]], torch.Tensor]
 """Makes a buffer of some shape."""

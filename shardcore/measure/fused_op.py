@@ -10,7 +10,7 @@ import torch
 from shardcore.core.catalog import OPTIMIZERS, PRECISIONS
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard
-from shardcore.memory import gib
+from shardcore.step.memory import gib
 
 _LEARNING_RATE = 1e-3
 

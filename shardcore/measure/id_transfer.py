@@ -21,11 +21,11 @@ import torch
 
 from shardcore.core.job import Job
 from shardcore.core.types import OUTPUT_BYTES
-from shardcore.inputs import received_bytes
 from shardcore.measure import all_to_all
 from shardcore.measurements import CollectiveRequest
 from shardcore.step.collectives import Work
-from shardcore.workload import Workload
+from shardcore.step.id_bytes import received_bytes
+from shardcore.step.lower import Workload
 
 _COLUMNS = 32
 """A drawn exchange has a feature for so many columns. An eighth of its bytes are then lengths."""
@@ -51,7 +51,7 @@ def features_and_ids(request: CollectiveRequest) -> tuple[list[int], list[int]]:
 
 
 def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu") -> list[IdTransfer]:
-    """One rank's input distributions of a step, one for each run (layouts.runs_of)."""
+    """One rank's input distributions of a step, one for each run (kinds.runs_of)."""
     n, job, local = len(workload.ops), workload.job, workload.global_batch // len(workload.ops)
     found = []
     for layout in workload.lanes if n > 1 else ():

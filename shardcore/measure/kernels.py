@@ -32,7 +32,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcore import memory
 from shardcore.core.catalog import OPTIMIZERS, PRECISIONS
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard
@@ -42,6 +41,7 @@ from shardcore.measure.index_streams import IndexStreams
 from shardcore.measure.op_shape import OpShape, op_shape
 from shardcore.measurements import ComputeRequest, ComputeSample
 from shardcore.samples import dataset
+from shardcore.step import memory
 
 _REFERENCE_RUNS = 48
 """Runs of the reference that make one sample of it."""

@@ -11,8 +11,8 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import OUTPUT_BYTES
 from shardcore.measure.fused_op import even_parts
 from shardcore.measurements import ComputeRequest
-from shardcore.tables import access
-from shardcore.workload import is_sequence
+from shardcore.step import access
+from shardcore.step.lower import is_sequence
 
 
 class OpShape(NamedTuple):

@@ -70,7 +70,7 @@ from shardcore.measure.step_compute import (
 from shardcore.measure.timing import Caches, spread
 from shardcore.measurements import StepSample
 from shardcore.samples.dataset import ReferenceOp
-from shardcore.workload import Workload
+from shardcore.step.lower import Workload
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from shardcore.measure import own_core
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import Caches
 from shardcore.measurements import ComputeRequest
-from shardcore.memory import gib
-from shardcore.outputs import output_bytes
 from shardcore.samples.dataset import ReferenceOp
-from shardcore.workload import Op, Workload
+from shardcore.step.lower import Op, Workload
+from shardcore.step.memory import gib
+from shardcore.step.output_bytes import output_bytes
 
 Alone = Sequence[np.ndarray]
 """For each workload, [D, 2] ms of a device's forward and backward compute, measured with nothing beside."""
@@ -40,7 +40,7 @@ class Ops:
     The shards of a run are one op for each precision of their weights, and for each width of sequences. Their
     outputs travel together.
 
-    outputs, gradients: by run (layouts.runs_of). Batches have more lookups or fewer, so gradients of
+    outputs, gradients: by run (kinds.runs_of). Batches have more lookups or fewer, so gradients of
         sequences have room for the most of any.
     """
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.core.types import Placement, Problem
-from shardcore.layouts import layout_of
+from shardcore.step.kinds import layout_of
 
 NOTHING = "nothing, as the optimizer keeps no state"
 ALL_LOADS = "nothing"

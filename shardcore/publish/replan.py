@@ -19,8 +19,6 @@ from shardcore.core.validation import (
     require_within,
 )
 from shardcore.cost.model import CostModel
-from shardcore.layouts import WHOLE_ROWS, device_names, shards_on
-from shardcore.memory import fits, held_bytes, require_fits, used_bytes
 from shardcore.publish.diff import Diff, diff, relabel_devices, reorder_columns
 from shardcore.search.anneal.reshard import Reshard, rebind_tables
 from shardcore.search.budget import Budget
@@ -28,8 +26,10 @@ from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.portfolio import annealing
 from shardcore.search.sharders import DEFAULT_SHARDER, SPACE_OF
 from shardcore.search.shards import on_all_devices, priced
+from shardcore.step.kinds import WHOLE_ROWS, device_names, shards_on
+from shardcore.step.lower import require_plan
+from shardcore.step.memory import fits, held_bytes, require_fits, used_bytes
 from shardcore.tables.hot_rows import as_cold
-from shardcore.workload import require_plan
 
 _TRIES = 4
 """Searches under a limit on what moves, at most."""

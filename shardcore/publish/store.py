@@ -38,7 +38,7 @@ from shardcore.documents import seal, unseal
 from shardcore.publish import decisions, places
 from shardcore.publish.decisions import Decision, require_id
 from shardcore.publish.places import Place
-from shardcore.workload import require_plan
+from shardcore.step.lower import require_plan
 
 FEWEST_KEPT = 2
 """A reader may still be at the version before the current one."""

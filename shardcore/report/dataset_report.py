@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeSample
-from shardcore.memory import gib
 from shardcore.samples.dataset import has_reference_op
+from shardcore.step.memory import gib
 from shardcore.step.scopes import WORLD
 
 if TYPE_CHECKING:

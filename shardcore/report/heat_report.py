@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardcore.core.types import Problem
 from shardcore.core.validation import require
 from shardcore.report.text import text_table
-from shardcore.tables.access import lookups
+from shardcore.step.access import lookups
 from shardcore.tables.heat import heat_of
 
 _MOST = 0.8

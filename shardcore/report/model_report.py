@@ -16,8 +16,8 @@ from shardcore.cost import collective_model, known_errors, ranges, replay_metric
 from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.study import LearningCurve
-from shardcore.layouts import CHANNELS, kinds_of
 from shardcore.report.text import markdown_table
+from shardcore.step.kinds import CHANNELS, kinds_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,6 @@ import numpy as np
 
 from shardcore.core.step_cost import StepCost
 from shardcore.core.types import Problem
-from shardcore.memory import gib
 from shardcore.publish.decisions import Decision
 from shardcore.publish.diff import Diff, diff
 from shardcore.report import plan_report
@@ -18,6 +17,7 @@ from shardcore.report.figures import svg
 from shardcore.report.plan_explorer import PARTS, STYLE, Version, explorer, policy, version_name
 from shardcore.report.text import percent_change
 from shardcore.search.explain import Alternative, Explanation
+from shardcore.step.memory import gib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,6 @@ from datetime import UTC, datetime
 
 from shardcore.core.step_cost import StepCost
 from shardcore.core.types import Placement
-from shardcore.layouts import device_names, layout_of
-from shardcore.memory import gib
 from shardcore.publish.decisions import Decision
 from shardcore.publish.diff import Diff
 from shardcore.publish.drift import Drift
@@ -16,6 +14,8 @@ from shardcore.publish.replan import ReplanConfig
 from shardcore.report.text import percent_change, text_table
 from shardcore.search.decisions.tower_plans import TowerTraffic
 from shardcore.search.explain import Alternative, Explanation
+from shardcore.step.kinds import device_names, layout_of
+from shardcore.step.memory import gib
 
 MOST_SHARDS = 8
 """Shards of the bottleneck device that are shown."""

@@ -27,7 +27,7 @@ from shardcore.core.validation import MOST_MS, MOST_SPEED
 from shardcore.documents import is_document
 from shardcore.measurements import Spread, StepSample
 from shardcore.samples import dataset
-from shardcore.workload import Workload, lower
+from shardcore.step.lower import Workload, lower
 
 SCHEMA, VERSION = "shardcore/replays", 3
 STEP_VERSION = 5

@@ -22,11 +22,11 @@ import numpy as np
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import CostModel
-from shardcore.layouts import shards_on
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.shard_cost_cache import ShardCostCache, ShardKey
 from shardcore.search.shards import bundles, divided_otherwise, division, fixed_placements, placed, priced
+from shardcore.step.kinds import shards_on
 
 State = tuple[ShardKey, ...]
 """Sorted shards: how tables are cut, but not yet where they go."""

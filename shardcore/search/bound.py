@@ -32,10 +32,10 @@ import numpy as np
 
 from shardcore.core.types import Problem
 from shardcore.cost.model import CostModel
-from shardcore.layouts import Layout
 from shardcore.search import bound_branches
 from shardcore.search.bound_ops import Ops
 from shardcore.search.bound_shards import BoundShards, shared_layouts
+from shardcore.step.kinds import Layout
 
 _NOTHING_MS = 1e-9
 _PRECISION = 1e-3  # relative, of a bisection

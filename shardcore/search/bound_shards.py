@@ -15,9 +15,9 @@ import numpy as np
 from shardcore.core.topology import Topology
 from shardcore.core.types import MIN_WIDTH, Problem, Shard, Table
 from shardcore.cost.model import CostModel
-from shardcore.inputs import received_bytes
-from shardcore.layouts import CHANNELS, ID_CHANNELS, LAYOUTS, WHOLE_ROWS, Channel, Layout, even_share
-from shardcore.outputs import output_bytes
+from shardcore.step.id_bytes import received_bytes
+from shardcore.step.kinds import CHANNELS, ID_CHANNELS, LAYOUTS, WHOLE_ROWS, Channel, Layout, even_share
+from shardcore.step.output_bytes import output_bytes
 
 MOST_SHARDS = 150_000
 """With more possible shards, only widths of powers of two are considered."""

@@ -20,14 +20,14 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.core.validation import MOST_BYTES
 from shardcore.cost.model import CostModel, PricedPlan
-from shardcore.layouts import ID_CHANNELS
-from shardcore.memory import DeviceMemory, by_part, held_bytes
 from shardcore.search import compare
 from shardcore.search.bound import Bound, bound
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.tower_plans import TowerTraffic, tower_traffic
 from shardcore.search.sharders import BASELINES, SHARDERS, SPACE_OF
-from shardcore.workload import Workload
+from shardcore.step.kinds import ID_CHANNELS
+from shardcore.step.lower import Workload
+from shardcore.step.memory import DeviceMemory, by_part, held_bytes
 
 MORE_MEMORY = (0.1, 0.5)
 MOST_TIMES_DEVICES = 4

@@ -13,16 +13,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardcore.amounts import run_batches
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.progress import ticking
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.inputs import sample_bytes
-from shardcore.layouts import WHOLE_ROWS, device_names, even_share, run_of, shards_on
-from shardcore.memory import fits, gib, held_bytes, require_fits
-from shardcore.memory_account import Account
-from shardcore.op_limits import require_ops
-from shardcore.phases import IDS_ALIVE
 from shardcore.search.host_room import dealt
 from shardcore.search.packing import roomiest
 from shardcore.search.remedies import remedy
@@ -36,6 +29,13 @@ from shardcore.search.shards import (
     searched_tables,
     why_not,
 )
+from shardcore.step.id_bytes import sample_bytes
+from shardcore.step.kinds import WHOLE_ROWS, device_names, even_share, run_of, shards_on
+from shardcore.step.memory import fits, gib, held_bytes, require_fits
+from shardcore.step.memory_account import Account
+from shardcore.step.memory_timeline import IDS_ALIVE
+from shardcore.step.op_limits import require_ops
+from shardcore.step.shard_memory import run_batches
 
 
 class DoesNotFit(Infeasible):

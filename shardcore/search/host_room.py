@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from shardcore.core.types import Problem, Shard
-from shardcore.memory import host_bytes
 from shardcore.search.shards import on_all_devices
+from shardcore.step.memory import host_bytes
 
 
 def dealt(problem: Problem) -> Problem | None:

@@ -1,7 +1,7 @@
 """Packing: plans that fit, at any cost. For where a search's own order of placing finds none.
 
 Once it is known how each table runs, what a device holds in a phase of a step is a sum: of its shards' bytes
-then, and of a local batch's, which are the same on all devices (memory_account.py). So shards are
+then, and of a local batch's, which are the same on all devices (step/memory_account.py). So shards are
 vectors of bytes, to be packed into devices. How tables run is tried in turn: all ways if there are few
 tables, else whole tables first, and then more and more of the largest divided.
 
@@ -20,17 +20,17 @@ from math import prod
 
 import numpy as np
 
-from shardcore import memory
-from shardcore.amounts import run_batches
 from shardcore.core.progress import ticking
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.inputs import sample_bytes
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS, Group, Layout, run_of, shards_on
-from shardcore.memory_account import Account, Sums, account_of, own_peaks, sums_of
-from shardcore.op_limits import TooManyInOneOp, require_ops
-from shardcore.phases import IDS_ALIVE
 from shardcore.search.shards import Bundle, bundles, fixed_placements, shared_groups, why_not
 from shardcore.search.vector_packing import VectorPacking
+from shardcore.step import memory
+from shardcore.step.id_bytes import sample_bytes
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Group, Layout, run_of, shards_on
+from shardcore.step.memory_account import Account, Sums, account_of, own_peaks, sums_of
+from shardcore.step.memory_timeline import IDS_ALIVE
+from shardcore.step.op_limits import TooManyInOneOp, require_ops
+from shardcore.step.shard_memory import run_batches
 
 _ALL = 1500
 """With fewer ways to run all tables, each is tried."""

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.types import Plan, Problem, Shard
-from shardcore.layouts import Layout, run_of, shards_on
-from shardcore.memory import held_bytes
-from shardcore.memory_account import sums_of
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import fixed_placements, placed, priced
+from shardcore.step.kinds import Layout, run_of, shards_on
+from shardcore.step.memory import held_bytes
+from shardcore.step.memory_account import sums_of
 
 
 class PlacementState:
@@ -30,7 +30,8 @@ class PlacementState:
     `strip`, `units` and `device` are integers, or arrays that broadcast to [...].
 
     held: [..., S, D] units of each strip on each device.
-    load: [..., D, P + C] bytes of the shards in each phase of a step (memory_account.py), and counts of their
+    load: [..., D, P + C] bytes of the shards in each phase of a step (step/memory_account.py), and counts of
+    their
         caches (memory.Caches).
     used: [..., D] bytes of the shards, each in its own largest phase. No phase takes more.
     outputs: [..., D, K] bytes of outputs of each run (cache.runs_of_plan), `fixed_placements` included.

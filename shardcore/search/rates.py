@@ -13,9 +13,9 @@ import numpy as np
 
 from shardcore.core.types import OUTPUT_BYTES, Problem, Shard
 from shardcore.cost.model import CostModel
-from shardcore.layouts import WHOLE_ROWS
 from shardcore.search.greedy import looked_up
-from shardcore.workload import traffic_of_outputs
+from shardcore.step.kinds import WHOLE_ROWS
+from shardcore.step.lower import traffic_of_outputs
 
 _COLUMNS = 256
 

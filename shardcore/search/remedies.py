@@ -8,8 +8,8 @@ from dataclasses import replace
 from shardcore.core.constraints import Constraints
 from shardcore.core.topology import DEFAULT_RESERVE, default_reserve
 from shardcore.core.types import Problem
-from shardcore.memory import gib
 from shardcore.search.packing import roomiest
+from shardcore.step.memory import gib
 
 MOST_DEVICES = 256
 """The largest number of further devices that a remedy suggests."""

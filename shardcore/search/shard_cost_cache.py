@@ -25,15 +25,9 @@ from math import gcd
 
 import numpy as np
 
-from shardcore.amounts import RunBatch, bucketized_bytes, run_batches
 from shardcore.core.progress import tick, ticking
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.cost.model import CommCost, CostModel, step_ms
-from shardcore.inputs import sample_bytes
-from shardcore.layouts import WHOLE_ROWS, Layout, run_of, runs_of, shards_on
-from shardcore.memory import Caches
-from shardcore.memory_account import Account, Turns, sums_of
-from shardcore.phases import IDS_ALIVE
 from shardcore.search.shards import (
     IMPOSSIBLE,
     Bundle,
@@ -47,7 +41,13 @@ from shardcore.search.shards import (
     may_be_on_a_device,
     row_range,
 )
-from shardcore.workload import traffic_of_outputs
+from shardcore.step.id_bytes import sample_bytes
+from shardcore.step.kinds import WHOLE_ROWS, Layout, run_of, runs_of, shards_on
+from shardcore.step.lower import traffic_of_outputs
+from shardcore.step.memory import Caches
+from shardcore.step.memory_account import Account, Turns, sums_of
+from shardcore.step.memory_timeline import IDS_ALIVE
+from shardcore.step.shard_memory import RunBatch, bucketized_bytes, run_batches
 
 _AT_ONCE = 1 << 14
 """Shards that are encoded between two reports."""
@@ -61,7 +61,7 @@ class ShardCostCache:
     `add` and `need` compute shards.
 
     made: (R bundles) what has each number. Number 0 has any.
-    kinds: how strips run (layouts.runs_of).
+    kinds: how strips run (kinds.runs_of).
     runs_of_plan: [K] these, and then how other tables run that are on all devices (fixed_placements).
     speed: [D] speed factors.
     allowed: [S, D] where a strip may be.

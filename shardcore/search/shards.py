@@ -21,12 +21,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from shardcore import memory
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import ticking
 from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import CostModel, price
-from shardcore.layouts import (
+from shardcore.step import memory
+from shardcore.step.kinds import (
     LAYOUTS,
     WHOLE_ROWS,
     Group,
@@ -37,8 +37,8 @@ from shardcore.layouts import (
     shards_on,
     ways,
 )
-from shardcore.memory_account import account_of
-from shardcore.workload import lower
+from shardcore.step.lower import lower
+from shardcore.step.memory_account import account_of
 
 RowRange = tuple[Table, int, int]
 Bundle = tuple[Shard, ...]
@@ -223,7 +223,7 @@ def devices_of(shard: Shard, problem: Problem) -> tuple[int, ...]:
     if shard.full_rows:
         return problem.allowed_devices(shard.table.name)
     devices = division(shard.table, problem).devices
-    # All ranges have ceil(rows / n) rows, except the last (layouts.even_share).
+    # All ranges have ceil(rows / n) rows, except the last (kinds.even_share).
     return (devices[shard.row_lo // -(-shard.table.rows // len(devices))],)
 
 
@@ -358,7 +358,7 @@ def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, 
 
     Tables of `fixed_placements` need not be among them.
 
-    Raises what `workload.lower` raises, and only with `fits` if the plan does not fit.
+    Raises what `lower.lower` raises, and only with `fits` if the plan does not fit.
     """
     placements = list(placements)
     if fixed := fixed_placements(problem):

@@ -44,9 +44,6 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import LEVELS
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import CostModel
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec
-from shardcore.memory import fits, held_bytes
-from shardcore.memory_account import local_batch_bytes
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.greedy import looked_up
@@ -76,7 +73,10 @@ from shardcore.search.torchrec_pieces import (
     quiet,
 )
 from shardcore.search.torchrec_placements import placements_of
-from shardcore.workload import require_plan
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec
+from shardcore.step.lower import require_plan
+from shardcore.step.memory import fits, held_bytes
+from shardcore.step.memory_account import local_batch_bytes
 
 INSTALL = ("pip install --no-deps torchrec==1.8.0 && "
            "pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardcore.core.types import Problem, Shard, Table
-from shardcore.layouts import WHOLE_ROWS, layout_of_torchrec, run_of
-from shardcore.memory_account import own_peaks
 from shardcore.search.budget import Meter
+from shardcore.step.kinds import WHOLE_ROWS, layout_of_torchrec, run_of
+from shardcore.step.memory_account import own_peaks
 
 COLUMN_TYPES = ("table_wise", "column_wise")
 ALL_TYPES = (*COLUMN_TYPES, "row_wise", "data_parallel")

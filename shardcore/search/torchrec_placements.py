@@ -9,7 +9,7 @@ from typing import Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Shard, Table
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec, shards_on, ways
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec, shards_on, ways
 
 
 def placements_of(shardings: Mapping[str, Any], tables: Mapping[str, Table],

@@ -1,7 +1,7 @@
 """The collectives of a training step. One row of COLLECTIVES defines each.
 
 Cost models, draws, measurements, replays and reports read these rows and name none of them.
-To add a collective, add a row, and let a kind of sharding use it (layouts.LAYOUTS).
+To add a collective, add a row, and let a kind of sharding use it (kinds.LAYOUTS).
 """
 
 from __future__ import annotations

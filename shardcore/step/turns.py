@@ -1,6 +1,6 @@
 """Turns of a run in a training step, and what it has in memory meanwhile.
 
-A run is a kind's op and exchange (`layouts.run_of`). TorchRec runs them in the order of the first table of
+A run is a kind's op and exchange (`kinds.run_of`). TorchRec runs them in the order of the first table of
 each, in four stages. Each run has a turn in each stage:
 
 1. It looks up, and sends outputs.
@@ -8,7 +8,7 @@ each, in four stages. Each run has a turn in each stage:
 3. Autograd goes back from the last run to the first: each sends gradients.
 4. Again so: each waits for gradients, and updates its rows.
 
-Rows of collectives say what is in memory then (step/collectives.py). phases.py puts runs together.
+Rows of collectives say what is in memory then (step/collectives.py). memory_timeline.py puts runs together.
 """
 
 from __future__ import annotations

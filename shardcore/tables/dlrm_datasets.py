@@ -17,7 +17,7 @@ import torch
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
 from shardcore.schema import require_file
-from shardcore.tables.access import reuse_of
+from shardcore.step.access import reuse_of
 
 _MOST_RATIO, _LEAST_UNPACKED = 50, 1 << 24
 """A gzipped batch unpacks to some 4 times its size. Small ones may have any ratio."""

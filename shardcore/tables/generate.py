@@ -15,7 +15,7 @@ import torch
 from shardcore.core.access_statistics import REUSE_BINS, Reuse
 from shardcore.core.types import MIN_WIDTH, Table
 from shardcore.core.validation import MOST_DIM, MOST_SEED, MOST_TABLES, require_within
-from shardcore.tables import access
+from shardcore.step import access
 from shardcore.tables.statistics import published, read_release
 
 _EMPTY = (0.0,) * REUSE_BINS

@@ -27,7 +27,7 @@ import numpy as np
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
-from shardcore.tables import access
+from shardcore.step import access
 
 _POINTS = 256
 """Sizes at which misses are computed. Others lie between them."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.types import PRECISION_BYTES, Shard, Table
-from shardcore.tables import access
+from shardcore.step import access
 from shardcore.tables.heat import Heat, heat_of
 
 

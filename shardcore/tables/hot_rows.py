@@ -22,8 +22,8 @@ from shardcore.core.access_statistics import Reuse, RowShares, Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Placement, Plan, Problem, Table
-from shardcore.layouts import LAYOUTS
-from shardcore.tables import access
+from shardcore.step import access
+from shardcore.step.kinds import LAYOUTS
 from shardcore.tables.heat import Heat, heat_of
 
 HOT, COLD = "_hot", "_cold"

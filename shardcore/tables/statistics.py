@@ -13,7 +13,7 @@ import numpy as np
 
 from shardcore.core.access_statistics import REUSE_BINS
 from shardcore.core.types import Table
-from shardcore.tables import access
+from shardcore.step import access
 
 PUBLISHED = "2021-856"
 """The release of dlrm_datasets that the generator is calibrated to."""

@@ -1,4 +1,4 @@
-"""Index streams: row ids that a batch looks up, drawn from access statistics (see access.py).
+"""Index streams: row ids that a batch looks up, drawn from access statistics (see step/access.py).
 
 At its reference batch, a stream has exactly the content of the reuse histogram.
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.types import Shard, Table
-from shardcore.tables import access
+from shardcore.step import access
 
 
 def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -55,7 +55,7 @@ def _reuse_ranks(table: Table, batch: int, rng: np.random.Generator) -> np.ndarr
 def _zipf_ranks(table: Table, n: int, rng: np.random.Generator) -> np.ndarray:
     a, u = table.access.alpha, rng.random(n)
     top = table.rows + 1.0
-    # Inverse of the bounded continuous power law's CDF, which access.py uses too.
+    # Inverse of the bounded continuous power law's CDF, which step/access.py uses too.
     value = top**u if abs(a - 1) < 1e-9 else (1 + u * (top ** (1 - a) - 1)) ** (1 / (1 - a))
     return np.minimum(value.astype(np.int64) - 1, table.rows - 1)
 

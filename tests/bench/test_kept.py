@@ -3,9 +3,9 @@
 import csv
 
 from bench import kept, production
-from shardcore import memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
+from shardcore.step import memory
 
 
 def found(**costs: float | None) -> dict:

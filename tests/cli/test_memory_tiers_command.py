@@ -12,7 +12,7 @@ from shardcore.core.access_statistics import Zipf
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Table
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 
 @pytest.fixture

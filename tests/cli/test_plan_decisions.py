@@ -14,7 +14,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Table
 from shardcore.grouped_plans import read_grouped
 from shardcore.search.decisions.tower_plans import as_planned
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 MIB = 1 << 20
 

@@ -8,13 +8,14 @@ import pytest
 from laws import SETTING
 from shapes import column
 
-from shardcore import files, memory
+from shardcore import files
 from shardcore.cli import main
 from shardcore.core.job import Job
 from shardcore.core.topology import Device
 from shardcore.core.types import Plan
-from shardcore.memory import used_bytes
 from shardcore.model_files import model_digest
+from shardcore.step import memory
+from shardcore.step.memory import used_bytes
 
 
 def test_plan_improves_a_plan_that_there_is(stored, model, capsys):

@@ -8,7 +8,7 @@ from shardcore.cli import main
 from shardcore.core.types import Placement, Plan, Shard
 from shardcore.publish import store
 from shardcore.publish.decisions import Decision
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 
 def test_history_diff_and_drift(problem, now, model, tmp_path, capsys):

@@ -6,10 +6,10 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from shardcore.core.catalog import OPTIMIZERS, PRECISIONS, named
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Shard, Table
-from shardcore.layouts import WHOLE_ROWS
 from shardcore.measure import fused_op
-from shardcore.memory import resident_bytes
-from shardcore.memory_account import table_bytes
+from shardcore.step.kinds import WHOLE_ROWS
+from shardcore.step.memory import resident_bytes
+from shardcore.step.memory_account import table_bytes
 
 WIDTHS = (8, 64)
 

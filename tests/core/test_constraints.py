@@ -6,7 +6,7 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
-from shardcore.layouts import LAYOUTS
+from shardcore.step.kinds import LAYOUTS
 
 HOSTS = Topology((Device(1, host="a"), Device(1, host="a"), Device(1, host="b"), Device(1, host="b")))
 FOUR = tuple(Table(name, 10, 8, 1.0) for name in "stuv")

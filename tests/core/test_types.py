@@ -4,7 +4,7 @@ import pickle
 import numpy as np
 import pytest
 
-from shardcore import measurements, workload
+from shardcore import measurements
 from shardcore.core import constraints, topology, types
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.constraints import Constraints
@@ -12,6 +12,7 @@ from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.step_cost import StepCost
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Problem, Setting, Shard, Table
+from shardcore.step import lower
 
 HOSTS = Topology((Device(1, host="a"), Device(1, host="a"), Device(1, host="b"), Device(1, host="b")))
 FOUR = tuple(Table(name, 10, 8, 1.0) for name in "stuv")
@@ -95,7 +96,7 @@ def test_what_is_not_said_has_its_default():
 
 
 def test_nouns_are_values_that_nobody_changes():
-    nouns = [x for module in (types, topology, constraints, measurements, workload)
+    nouns = [x for module in (types, topology, constraints, measurements, lower)
              for x in vars(module).values()
              if dataclasses.is_dataclass(x) and x.__module__ == module.__name__]
     assert len(nouns) > 15 and all(x.__dataclass_params__.frozen for x in nouns)

@@ -11,8 +11,8 @@ from shardcore.cost.collective_model import EXCHANGE_TERMS
 from shardcore.cost.neural import NeuralModel
 from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample, Spread
 from shardcore.samples import dataset
+from shardcore.step import access
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.tables import access
 
 SETTING = Setting("law", 256)
 COLD = Reuse((0.8, 0.15, 0.05) + (0.0,) * 14, 256)

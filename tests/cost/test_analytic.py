@@ -15,9 +15,9 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import group_costs, price
-from shardcore.tables.access import unique_rows
+from shardcore.step.access import unique_rows
+from shardcore.step.lower import lower
 from shardcore.tables.generate import generate_pool
-from shardcore.workload import lower
 
 MODEL = AnalyticModel(Setting("made-up", 1000), launch_us=10, table_us=1, lookup_ns=100, gather_gbps=1,
                       update_gbps=0.5, exchange_latency_ms=0.25, exchange_gbps=2)

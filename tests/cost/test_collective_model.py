@@ -10,17 +10,17 @@ from laws import SETTING, comm_samples, exchange_law, of_terms, spread
 from shapes import ALL_REDUCE, ALL_TO_ALL, column, host_row, replica, row, sends
 
 from bench import links
-from shardcore import traffic
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import LEVELS, links_of, units_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import collective_fit, collective_model, fit, neural, ranges
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.layouts import CHANNELS, IDS, LAYOUTS, Channel
 from shardcore.measurements import CollectiveRequest, CollectiveSample
+from shardcore.step import traffic
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.workload import lower
+from shardcore.step.kinds import CHANNELS, IDS, LAYOUTS, Channel
+from shardcore.step.lower import lower
 
 QUICK = fit.FitConfig(epochs=3)
 

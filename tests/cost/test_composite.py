@@ -17,7 +17,7 @@ from shardcore.cost.composite import Composite
 from shardcore.cost.model import QuantileCostModel, group_costs, price, price_plan
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.explain import explain
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 LONG = tuple(pool()[:6])
 SHORT = tuple(dataclasses.replace(t, name=f"h{t.name}", precision="fp16") for t in pool()[6:12])

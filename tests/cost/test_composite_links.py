@@ -15,7 +15,7 @@ from shardcore.cost.composite import Composite, LinkHead
 from shardcore.cost.model import QuantileCostModel, price
 from shardcore.memory_tiers import tiers_of, with_load_factors
 from shardcore.search.bound import bound
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 MODEL = AnalyticModel(Setting("made-up", 512))
 TABLES = tuple(Table(f"t{i}", 5_000, 16, 3.0, Zipf(0.9)) for i in range(4))

@@ -8,7 +8,7 @@ import pytest
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.types import Shard, Table
 from shardcore.cost.features import CONDITIONS, DRIVERS, WIDTH_CLASSES, features
-from shardcore.tables import access
+from shardcore.step import access
 
 TABLE = Table("t", 10_000, 64, 5.0, Zipf(0.9))
 

@@ -15,7 +15,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting, Shard, Table
 from shardcore.cost import accuracy, collective_model, fit, quantiles
 from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample
-from shardcore.tables.access import access_share
+from shardcore.step.access import access_share
 
 QUICK = fit.FitConfig(epochs=3)
 

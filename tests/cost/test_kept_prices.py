@@ -22,8 +22,8 @@ from shardcore.cost import collective_model, composite, features, quantiles
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
-from shardcore.layouts import CHANNELS, LAYOUTS, possible_groups
-from shardcore.workload import lower
+from shardcore.step.kinds import CHANNELS, LAYOUTS, possible_groups
+from shardcore.step.lower import lower
 
 KEPT = Path(__file__).parents[1] / "files" / "kept_prices.json"
 TABLES = (Table("plain", 40_000, 32, 8.0, Zipf(1.05)), Table("wide", 9_000, 128, 2.0, Zipf(1.2), features=2),

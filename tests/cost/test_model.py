@@ -16,9 +16,9 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost import nets
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import at_confidence, group_costs, price
-from shardcore.layouts import ID_CHANNELS
 from shardcore.search.shards import to_plan
-from shardcore.workload import lower
+from shardcore.step.kinds import ID_CHANNELS
+from shardcore.step.lower import lower
 
 SETTING = Setting("law", 256)
 TABLES = tuple(pool()[:6])

@@ -20,8 +20,8 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.cost import collective_model, features, neural
 from shardcore.cost.model import QuantileCostModel, at_confidence, group_costs, price
-from shardcore.layouts import CHANNELS
-from shardcore.workload import lower
+from shardcore.step.kinds import CHANNELS
+from shardcore.step.lower import lower
 
 GIB = 1 << 30
 

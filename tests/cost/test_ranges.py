@@ -9,7 +9,7 @@ from test_neural import exchanging, topology
 from shardcore.core.links import links_of
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost import neural, ranges
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 
 def beyond(model, tables, n_devices: int, placements, **links) -> list[str]:

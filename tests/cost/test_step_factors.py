@@ -18,10 +18,10 @@ from shardcore.cost import collective_fit, collective_model, neural, step_factor
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.collective_model import EXCHANGE_TERMS
 from shardcore.cost.model import price
-from shardcore.layouts import BUCKETIZED_IDS, CHANNELS, ID_CHANNELS, IDS, Channel
 from shardcore.search import SHARDERS
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.workload import lower
+from shardcore.step.kinds import BUCKETIZED_IDS, CHANNELS, ID_CHANNELS, IDS, Channel
+from shardcore.step.lower import lower
 
 ANALYTIC = AnalyticModel(SETTING)
 FACTORS = {(ALL_TO_ALL, "forward"): 1.4, (REDUCE_SCATTER, "forward"): 2.0, (REDUCE_SCATTER, "backward"): 1.5,

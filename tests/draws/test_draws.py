@@ -14,13 +14,13 @@ from shardcore.draws.collectives import comm_request, emulated_request
 from shardcore.draws.groups import REPLICATED_BYTES, GroupConfig, compute_request, reference_request
 from shardcore.draws.problems import DIMS, ProblemConfig, draw_problem, drawn_bytes, sized
 from shardcore.draws.steps import first_step_plans, step_plans
-from shardcore.layouts import shards_on
 from shardcore.measurements import EmulatedLinks
-from shardcore.memory_account import local_batch_bytes, table_bytes
-from shardcore.outputs import output_bytes
 from shardcore.samples import dataset
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.workload import lower
+from shardcore.step.kinds import shards_on
+from shardcore.step.lower import lower
+from shardcore.step.memory_account import local_batch_bytes, table_bytes
+from shardcore.step.output_bytes import output_bytes
 
 SETTING = Setting("test", 256)
 

@@ -16,7 +16,7 @@ from shardcore.draws import placements
 from shardcore.draws.groups import GroupConfig, compute_request
 from shardcore.draws.problems import ProblemConfig, draw_problem, drawn_bytes
 from shardcore.samples import dataset
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 SHIPPED = Path(__file__).parents[2] / "datasets/cpu-amd-epyc"
 SETTING = Setting("test", 2048)

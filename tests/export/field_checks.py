@@ -26,7 +26,6 @@ from torchrec.distributed.planner import types as planner_types
 from torchrec.distributed.types import BoundsCheckMode, CacheParams, DataType, KeyValueParams
 from torchrec.modules import embedding_configs
 
-from shardcore import memory
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting
@@ -37,8 +36,9 @@ from shardcore.export.torchrec_fields import FIELDS, HONOURED, PRICED, REFUSED, 
 from shardcore.export.torchrec_planner import ShardCorePlanner, problem_for
 from shardcore.export.torchrec_settings import job_of
 from shardcore.search import SHARDERS
-from shardcore.sharding_groups import GroupedPlan, Grouping, problem_of_group
-from shardcore.workload import lower
+from shardcore.step import memory
+from shardcore.step.lower import lower
+from shardcore.step.sharding_groups import GroupedPlan, Grouping, problem_of_group
 
 ROWS, DIM, LOCAL_BATCH, DEVICES, PER_HOST = 100_000, 64, 64, 4, 2
 LOOKUPS = {"f0": 5.0, "f1": 3.0, "f2": 2.0}

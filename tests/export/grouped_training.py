@@ -35,7 +35,7 @@ from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.export.dmp_collection import read_dmp_collection, to_dmp_collection, write_dmp_collection
-from shardcore.sharding_groups import GroupedPlan, Grouping, members, problem_of_group
+from shardcore.step.sharding_groups import GroupedPlan, Grouping, members, problem_of_group
 
 LEARNING_RATE, EPS, BATCH = 0.5, 1e-8, 4
 TABLES = {"a": (24, 16), "b": (50, 8), "c": (40, 32), "d": (10, 8), "e": (33, 8)}

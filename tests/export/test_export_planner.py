@@ -36,8 +36,8 @@ from shardcore.export.torchrec import from_torchrec, to_torchrec  # noqa: E402
 from shardcore.export.torchrec_json import _require_of  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner, our_topology, plan_for, problem_for  # noqa: E402
 from shardcore.search import Budget  # noqa: E402
+from shardcore.step.lower import lower  # noqa: E402
 from shardcore.tables.public import DEFAULT_ACCESS  # noqa: E402
-from shardcore.workload import lower  # noqa: E402
 
 
 def test_problem_from_given_lookups():

@@ -48,7 +48,8 @@ from shardcore.export.fbgemm_statistics import (  # noqa: E402
 )
 from shardcore.export.torchrec import to_torchrec  # noqa: E402
 from shardcore.export.torchrec_planner import problem_for  # noqa: E402
-from shardcore.tables import access, streams  # noqa: E402
+from shardcore.step import access  # noqa: E402
+from shardcore.tables import streams  # noqa: E402
 
 ONE, BATCH, STEPS = Topology((Device(10**9),)), 256, 2
 TABLES = {"a": (20000, 8, ["f0", "f1"]), "b": (20000, 8, ["f2"]), "c": (5000, 4, ["f3"]),

@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parent))
 
 import grouped_training as training  # noqa: E402  (beside this file)
 
-from shardcore.sharding_groups import Grouping, replicas
+from shardcore.step.sharding_groups import Grouping, replicas
 
 ROUNDING = 1e-5
 

@@ -17,15 +17,16 @@ from torchrec import (  # noqa: E402
     KeyedJaggedTensor,
 )
 
-from shardcore import files, memory  # noqa: E402
+from shardcore import files  # noqa: E402
 from shardcore.core.topology import Device, Topology  # noqa: E402
 from shardcore.core.types import Plan, Setting  # noqa: E402
 from shardcore.cost.analytic import AnalyticModel  # noqa: E402
 from shardcore.cost.model import price  # noqa: E402
 from shardcore.export.torchrec_planner import plan_for, problem_for  # noqa: E402
-from shardcore.inputs import input_bytes  # noqa: E402
-from shardcore.layouts import BUCKETIZED_IDS, layout_of, run_of  # noqa: E402
-from shardcore.workload import lower  # noqa: E402
+from shardcore.step import memory  # noqa: E402
+from shardcore.step.id_bytes import input_bytes  # noqa: E402
+from shardcore.step.kinds import BUCKETIZED_IDS, layout_of, run_of  # noqa: E402
+from shardcore.step.lower import lower  # noqa: E402
 
 ROWS, BATCH, POOLING = 1_000_000, 1024, 20
 EIGHT = Topology((Device(1 << 33),) * 8)

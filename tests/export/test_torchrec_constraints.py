@@ -24,7 +24,7 @@ from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.export import torchrec_constraints  # noqa: E402
 from shardcore.export.torchrec_modules import tables_of  # noqa: E402
-from shardcore.layouts import LAYOUTS  # noqa: E402
+from shardcore.step.kinds import LAYOUTS  # noqa: E402
 
 
 def of_one_table(types=None, *, rows=4000, dim=4, memory=10**9, hosts=1, per_host=4, pooling=20.0, **asked):

@@ -18,10 +18,10 @@ from torchrec.modules.mc_modules import (  # noqa: E402
     MCHManagedCollisionModule,
 )
 
-from shardcore import memory  # noqa: E402
 from shardcore.core.topology import Device, Topology  # noqa: E402
 from shardcore.core.types import Placement, Plan, Shard  # noqa: E402
 from shardcore.export.torchrec_planner import problem_for  # noqa: E402
+from shardcore.step import memory  # noqa: E402
 
 ROWS, LOOKUPS, CPU = 10_000, 640, torch.device("cpu")
 

@@ -18,13 +18,13 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # n
 from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward  # noqa: E402
 
-from shardcore import memory  # noqa: E402
 from shardcore.core.catalog import OPTIMIZERS  # noqa: E402
 from shardcore.core.errors import Infeasible, ShardCoreError  # noqa: E402
 from shardcore.core.topology import Device, Topology  # noqa: E402
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table  # noqa: E402
 from shardcore.cost.analytic import AnalyticModel  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner, plan_for, problem_for  # noqa: E402
+from shardcore.step import memory  # noqa: E402
 
 GIB = 2**30
 TWO, LOOKUPS = Topology((Device(GIB),) * 2), {"f0": 1.0, "f1": 1.0}

@@ -25,8 +25,8 @@ from shardcore.cost.model import price  # noqa: E402
 from shardcore.export.torchrec import from_torchrec  # noqa: E402
 from shardcore.export.torchrec_perf_model import ShardCorePerfModel  # noqa: E402
 from shardcore.export.torchrec_planner import problem_for  # noqa: E402
-from shardcore.memory import require_fits  # noqa: E402
-from shardcore.workload import lower  # noqa: E402
+from shardcore.step.lower import lower  # noqa: E402
+from shardcore.step.memory import require_fits  # noqa: E402
 
 MODULE = training.Model()
 LOOKUPS = {"f0": 10.0, "f1": 2.0, "f2": 1.5, "f3": 4.0, "f4": 1.0}

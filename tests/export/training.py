@@ -34,9 +34,9 @@ from shardcore.core.types import Placement, Plan, Problem, Table
 from shardcore.export.torchrec import from_torchrec, to_torchrec
 from shardcore.export.torchrec_json import from_json, to_json
 from shardcore.export.torchrec_modules import tables_of
-from shardcore.layouts import LAYOUTS, even_rows, shards_on
 from shardcore.search.shards import consolidate
-from shardcore.workload import lower
+from shardcore.step.kinds import LAYOUTS, even_rows, shards_on
+from shardcore.step.lower import lower
 
 PRELOADED = ["training", "torchrec.distributed", "torchrec.models.dlrm", "fbgemm_gpu"]
 LEARNING_RATE, BATCH, STEPS = 0.5, 4, 3

@@ -11,7 +11,7 @@ from shardcore.core.types import Plan, Problem, Table
 from shardcore.measure import id_transfer, local_ranks
 from shardcore.measurements import CollectiveRequest
 from shardcore.step.collectives import collective_of
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 FEATURES, IDS, LOCAL = [2, 0, 1], [7, 0, 4], 3
 A, B, C = (Table(name, rows, 16, 2.0) for name, rows in (("a", 100), ("b", 60), ("c", 10)))

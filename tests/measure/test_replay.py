@@ -22,14 +22,14 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.layouts import LAYOUTS
 from shardcore.measure import exchanges, local_ranks, own_core
 from shardcore.measure.collectives import CollectiveConfig, Rank
 from shardcore.measure.kernels import KernelBench
 from shardcore.measure.replay import ReplayConfig, combine, combine_all, replay, replay_all
 from shardcore.measure.timing import Caches
 from shardcore.measurements import ComputeRequest
-from shardcore.workload import lower
+from shardcore.step.kinds import LAYOUTS
+from shardcore.step.lower import lower
 
 MIB = 1 << 20
 SETTING = Setting("test", 240)

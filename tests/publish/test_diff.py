@@ -14,12 +14,12 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.layouts import even_share, shards_on
 from shardcore.publish.diff import diff, relabel_devices, reorder_columns
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import rebind_tables
-from shardcore.workload import lower
+from shardcore.step.kinds import even_share, shards_on
+from shardcore.step.lower import lower
 
 
 def random_plan(problem, seed: int, rows: bool = True) -> Plan:

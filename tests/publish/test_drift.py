@@ -18,7 +18,7 @@ from shardcore.publish.drift import drift, refreshed
 from shardcore.publish.replan import ReplanConfig
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 MODEL = AnalyticModel(SETTING, launch_us=2, table_us=1, lookup_ns=10, exchange_latency_ms=0.001,
                       exchange_gbps=4)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 
-from shardcore import files, workload
+from shardcore import files
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Device, Topology
@@ -22,7 +22,8 @@ from shardcore.publish import publisher, store
 from shardcore.publish.diff import diff
 from shardcore.publish.publisher import PublishConfig, Publisher
 from shardcore.search import BASELINES, SHARDERS, Budget, compare, torchrec
-from shardcore.workload import lower
+from shardcore.step import lower as workload
+from shardcore.step.lower import lower
 
 CONFIG = PublishConfig("anneal", budget_evals=1_000, torchrec_s=0)
 

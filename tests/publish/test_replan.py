@@ -15,7 +15,7 @@ from shardcore.publish.diff import diff
 from shardcore.publish.replan import ReplanConfig, forced_moves, replan, without_devices
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 MODEL = AnalyticModel(Setting("made-up", 240), lookup_ns=20)
 BUDGET = Budget(evals=3_000)

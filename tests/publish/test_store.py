@@ -157,7 +157,7 @@ def test_a_plan_that_counts_as_too_large_today_is_still_known(problem, tmp_path,
     """As after a release that counts memory otherwise: what is published has to be replaced, not to be in the
     way."""
     publish(tmp_path, problem, 0, "first")
-    monkeypatch.setattr("shardcore.memory.held_bytes", lambda of: [0] * len(of.topology), raising=True)
+    monkeypatch.setattr("shardcore.step.memory.held_bytes", lambda of: [0] * len(of.topology), raising=True)
     with pytest.raises(ShardCoreError):
         store.load_plan(tmp_path, "small")
     assert store.load_plan(tmp_path, "small", fits=False)[0] == plan(problem, 0)

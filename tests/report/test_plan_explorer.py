@@ -15,7 +15,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.report import plan_explorer, plan_page
 from shardcore.report.plan_explorer import Version, explorer, policy
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 TABLES = tuple(Table(f"t{i}", 1000 * (i + 1), 8, float(10 - i)) for i in range(6))
 PROBLEM = Problem("p", TABLES, Topology(tuple(Device(1 << 24, host=f"h{i // 2}") for i in range(4))), 64)

@@ -20,7 +20,6 @@ from policies import untrained
 from shapes import column, host_row, row, with_room
 
 from bench.peers import PEERS
-from shardcore import memory, memory_account
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, SettingMismatch
@@ -29,13 +28,14 @@ from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Setting, S
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.export.torchrec import sharded
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS, possible_groups
-from shardcore.memory import used_bytes
 from shardcore.search import LEARNED, SHARDERS, Budget, greedy
 from shardcore.search import sharder as sharder_of
 from shardcore.search import torchrec as torchrec_peer
 from shardcore.search.shards import consolidate
-from shardcore.workload import lower
+from shardcore.step import memory, memory_account
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, possible_groups
+from shardcore.step.lower import lower
+from shardcore.step.memory import used_bytes
 
 BATCH = 48  # 1, 2, 3 and 4 devices divide it
 FILES = {"sharders": ("random", *greedy.ORDERS, "neuroshard", "anneal", "anneal_columns", "portfolio",

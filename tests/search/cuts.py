@@ -14,7 +14,6 @@ from shardcore.core.topology import Device, Memory, Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.layouts import shards_on
 from shardcore.search.shards import (
     consolidate,
     devices_of,
@@ -25,8 +24,9 @@ from shardcore.search.shards import (
     placed,
     searched_tables,
 )
-from shardcore.traffic import channels_of
-from shardcore.workload import lower
+from shardcore.step.kinds import shards_on
+from shardcore.step.lower import lower
+from shardcore.step.traffic import channels_of
 
 BATCH = 48
 

@@ -21,9 +21,9 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.collective_model import EXCHANGE_TERMS, FAR
 from shardcore.cost.model import QuantileCostModel, price
 from shardcore.cost.neural import NeuralModel
-from shardcore.layouts import LAYOUTS
 from shardcore.search import SHARDERS, Budget, bound, bound_ops, bound_packing, bound_shards
-from shardcore.workload import Workload, lower
+from shardcore.step.kinds import LAYOUTS
+from shardcore.step.lower import Workload, lower
 
 
 def tiny(seed: int, n_devices: int = 2, **topology) -> Problem:

@@ -13,7 +13,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.bound import bound
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 
 def problem(hosts: str = "aabb", several: bool = True) -> Problem:

@@ -31,10 +31,10 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, Plan, Problem, Shard
-from shardcore.layouts import shards_on
 from shardcore.search import LEARNED, SHARDERS, Budget, compare
 from shardcore.search.learned.policy import NETS
 from shardcore.search.shards import consolidate
+from shardcore.step.kinds import shards_on
 
 
 def test_every_sharder_is_in_one_file_of_the_suite():

@@ -15,13 +15,13 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.core.validation import MOST_BYTES
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CommCost, CostModel, price, price_plan
-from shardcore.layouts import ID_CHANNELS
-from shardcore.memory import used_bytes
-from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.report import plan_report
 from shardcore.search import BASELINES, SHARDERS, Budget, sharder
 from shardcore.search.explain import Explanation, explain
-from shardcore.workload import lower
+from shardcore.step.kinds import ID_CHANNELS
+from shardcore.step.lower import lower
+from shardcore.step.memory import used_bytes
+from shardcore.step.memory_account import local_batch_bytes, table_bytes
 
 PROBLEM = draw_problem(1, 12, [MIB] * 2)
 SMALL = Budget(evals=300)

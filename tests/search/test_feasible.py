@@ -10,11 +10,11 @@ from shardcore.core.errors import Infeasible
 from shardcore.core.topology import Device, Topology, default_reserve
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.memory import fits, used_bytes
-from shardcore.memory_account import table_bytes
 from shardcore.search import SHARDERS
 from shardcore.search.budget import Budget
 from shardcore.search.feasible import feasible_shards, fitting
+from shardcore.step.memory import fits, used_bytes
+from shardcore.step.memory_account import table_bytes
 
 BATCH = 48
 TABLES = tuple(Table(f"t{i}", 1000, 16, 1.0) for i in range(6))

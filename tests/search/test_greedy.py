@@ -10,12 +10,12 @@ from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.layouts import shards_on
-from shardcore.memory import used_bytes
 from shardcore.search import SHARDERS
 from shardcore.search.feasible import feasible_shards
 from shardcore.search.greedy import looked_up
-from shardcore.workload import lower
+from shardcore.step.kinds import shards_on
+from shardcore.step.lower import lower
+from shardcore.step.memory import used_bytes
 
 BATCH = 48  # 2, 3, 4 and 24 devices divide it
 MIB = 2**20

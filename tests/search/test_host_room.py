@@ -12,7 +12,7 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.publish.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 MODEL = AnalyticModel(Setting("made-up", 64))
 TABLES = tuple(Table(f"h{i}", 10_000, 16, 5.0, load_factor=0.0) for i in range(4))

@@ -15,13 +15,13 @@ from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Shard, Table
 from shardcore.cost.model import group_costs
-from shardcore.memory import fits, held_bytes
-from shardcore.memory_account import table_bytes
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.neuroshard import NeuroShardConfig, greedy_grid, neuroshard
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import devices_of
-from shardcore.workload import lower
+from shardcore.step.lower import lower
+from shardcore.step.memory import fits, held_bytes
+from shardcore.step.memory_account import table_bytes
 
 
 @settings(max_examples=30, deadline=None)

@@ -10,7 +10,7 @@ import pytest
 from conformance import model_for
 from shapes import column, on_hosts, replica, row
 
-from shardcore import files, memory
+from shardcore import files
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible
 from shardcore.core.topology import Device, Topology
@@ -18,7 +18,8 @@ from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.packing import lacking, repaired, roomiest
 from shardcore.search.shards import halve_columns
-from shardcore.workload import lower
+from shardcore.step import memory
+from shardcore.step.lower import lower
 
 GIB = 2**30
 

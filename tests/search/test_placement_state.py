@@ -27,11 +27,11 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.memory import used_bytes
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import bundles, devices_of
-from shardcore.workload import lower
+from shardcore.step.lower import lower
+from shardcore.step.memory import used_bytes
 
 MIB = 2**20
 

@@ -16,12 +16,12 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.memory import used_bytes
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.portfolio import annealing, portfolio
+from shardcore.step.lower import lower
+from shardcore.step.memory import used_bytes
 from shardcore.tables.generate import generate_pool
-from shardcore.workload import lower
 
 MIB, GIB = 2**20, 2**30
 

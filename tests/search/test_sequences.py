@@ -11,7 +11,7 @@ from shardcore.core.types import Problem
 from shardcore.cost.model import price
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.bound import bound
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 
 def problem(seed: int = 3, memory: int = MIB) -> Problem:

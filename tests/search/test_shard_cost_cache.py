@@ -9,9 +9,9 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.tiers import Memory
 from shardcore.core.types import Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.memory_account import sums_of
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import IMPOSSIBLE
+from shardcore.step.memory_account import sums_of
 
 TABLES = (Table("pooled", 1001, 32, 7.3), Table("half", 777, 48, 2.5, precision="fp16"),
           Table("history", 500, 32, 9.0, sequence=True), Table("cached", 5003, 64, 3.0, load_factor=0.3),

@@ -13,8 +13,6 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.layouts import shards_on
-from shardcore.memory import used_bytes
 from shardcore.publish.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.shards import (
@@ -29,7 +27,9 @@ from shardcore.search.shards import (
     placed,
     searched_tables,
 )
-from shardcore.workload import lower, require_cover
+from shardcore.step.kinds import shards_on
+from shardcore.step.lower import lower, require_cover
+from shardcore.step.memory import used_bytes
 
 MIB = 2**20
 ASKED = {"t0": "data_parallel", "t2": "row"}

@@ -10,12 +10,12 @@ from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.memory import held_bytes
-from shardcore.memory_account import table_bytes
 from shardcore.search import SHARDERS, Budget
 from shardcore.search import torchrec as peer
 from shardcore.search.torchrec import TorchRecConfig
-from shardcore.workload import lower
+from shardcore.step.lower import lower
+from shardcore.step.memory import held_bytes
+from shardcore.step.memory_account import table_bytes
 
 BATCH, MIB = 64, 2**20
 WIDE, TINY = Table("a.wide", 1000, 64, 40.0), Table("b", 3, 8, 2.0)

@@ -4,8 +4,8 @@ import pytest
 from shapes import on_hosts
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.layouts import LAYOUTS, Channel
 from shardcore.measurements import CollectiveRequest
+from shardcore.step.kinds import LAYOUTS, Channel
 from shardcore.step.scopes import SCOPES, WORLD, even_hosts, groups_of
 
 UNEVEN = on_hosts("aab")

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.tables import access, streams
+from shardcore.step import access
+from shardcore.tables import streams
 from shardcore.tables.generate import PoolConfig, generate_pool
 from shardcore.tables.statistics import pool_statistics, published
 

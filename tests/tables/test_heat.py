@@ -6,7 +6,8 @@ import pytest
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Shard, Table
-from shardcore.tables import access, streams
+from shardcore.step import access
+from shardcore.tables import streams
 from shardcore.tables.heat import heat_of, heat_of_counts, heat_of_ids, row_counts
 from shardcore.tables.lru import lru_misses
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from shardcore.core.access_statistics import REUSE_BINS, Reuse, RowShares, Zipf
 from shardcore.core.types import Shard, Table
-from shardcore.layouts import even_rows
-from shardcore.tables import access, streams
+from shardcore.step import access
+from shardcore.step.kinds import even_rows
+from shardcore.tables import streams
 
 BATCH = 4096
 

@@ -10,7 +10,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.measurements import CollectiveRequest, ComputeRequest
 from shardcore.samples import dataset
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 from tasks import estimate
 from tasks.estimate import Estimate
 from tasks.measure import MeasureConfig, wanted_compute

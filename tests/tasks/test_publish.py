@@ -21,7 +21,7 @@ from shardcore.publish import store
 from shardcore.publish.publisher import PublishConfig
 from shardcore.samples import dataset
 from shardcore.search import DEFAULT_SHARDER
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 from tasks.promote import PromoteConfig, promote_model
 from tasks.publish import _provenance, publish_plans
 from tasks.setting import SettingConfig

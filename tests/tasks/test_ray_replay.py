@@ -11,7 +11,7 @@ from shardcore.core.step_cost import PARTS
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.measure.replay import ReplayConfig
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 from tasks import actors
 from tasks.measure import MeasureConfig
 from tasks.replay import devices_of_a_host, replay, replaying, step_devices, why_no_steps

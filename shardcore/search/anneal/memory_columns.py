@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore.amounts import batch_bytes, bucketized_bytes, run_batches, stepped_bytes, table_order
 from shardcore.core.progress import ticking
 from shardcore.core.types import OUTPUT_BYTES, PRECISION_BYTES, Problem, Shard
-from shardcore.layouts import Group, Layout, run_of, shards_on
-from shardcore.memory import CACHED_ROW_BYTES, Caches
-from shardcore.memory_account import sums_of
-from shardcore.op_limits import most_features
-from shardcore.outputs import table_output_rows
-from shardcore.phases import BATCHES, IDS_ALIVE
 from shardcore.search.anneal.compiled import SUMS
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import fixed_placements
+from shardcore.step.kinds import Group, Layout, run_of, shards_on
+from shardcore.step.memory import CACHED_ROW_BYTES, Caches
+from shardcore.step.memory_account import sums_of
+from shardcore.step.memory_timeline import BATCHES, IDS_ALIVE
+from shardcore.step.op_limits import most_features
+from shardcore.step.output_bytes import table_output_rows
+from shardcore.step.shard_memory import batch_bytes, bucketized_bytes, run_batches, stepped_bytes, table_order
 
 
 @dataclass(frozen=True, eq=False)

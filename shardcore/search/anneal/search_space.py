@@ -19,17 +19,17 @@ import numpy as np
 from shardcore.core.progress import tick
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.cost.model import CostModel
-from shardcore.layouts import Group, Layout, even_share, run_of, runs_of
-from shardcore.memory import held_bytes
-from shardcore.memory_account import Turns
-from shardcore.op_limits import may_bind
-from shardcore.outputs import output_bytes
 from shardcore.search.anneal.compiled import SearchProblem
 from shardcore.search.anneal.memory_columns import Columns, batch_memory, given, shards_memory
 from shardcore.search.anneal.rates import exchange_rates, id_rates, shared_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.shard_cost_cache import ShardCostCache, encoded
 from shardcore.search.shards import division, placed
+from shardcore.step.kinds import Group, Layout, even_share, run_of, runs_of
+from shardcore.step.memory import held_bytes
+from shardcore.step.memory_account import Turns
+from shardcore.step.op_limits import may_bind
+from shardcore.step.output_bytes import output_bytes
 
 LARGE = 1 << 19
 """Strips × devices of a large problem."""

@@ -35,7 +35,7 @@ from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Meter
 from shardcore.search.feasible import feasible_shards, fitting
-from shardcore.workload import traffic_of_outputs
+from shardcore.step.lower import traffic_of_outputs
 
 if TYPE_CHECKING:
     from shardcore.search.anneal.compiled import State

@@ -18,14 +18,14 @@ from shardcore.core.errors import Infeasible
 from shardcore.core.progress import stopped_clock
 from shardcore.core.types import Placement, Problem, Shard
 from shardcore.cost.model import CostModel
-from shardcore.layouts import shards_on
-from shardcore.memory import held_bytes
 from shardcore.search import greedy
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.budget import Meter
 from shardcore.search.feasible import fitting, shown
 from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.search.shards import division, fixed_placements
+from shardcore.step.kinds import shards_on
+from shardcore.step.memory import held_bytes
 
 if TYPE_CHECKING:  # numba takes a second to import, and only searches need it
     from shardcore.search.anneal.compiled import SearchProblem, State

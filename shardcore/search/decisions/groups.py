@@ -1,7 +1,7 @@
 """Sharding groups: their size and layout, by the cost of a step and of synchronising replicas.
 
-Each way to divide the devices gives a problem: that of one group (see shardcore/sharding_groups.py). A step
-of the whole job then takes
+Each way to divide the devices gives a problem: that of one group (see shardcore/step/sharding_groups.py). A
+step of the whole job then takes
 
     total = step of a group + time to synchronise / steps between two
 
@@ -31,11 +31,12 @@ from shardcore.core.topology import Topology
 from shardcore.core.types import Problem
 from shardcore.core.validation import require_types
 from shardcore.cost.model import CostModel, price
-from shardcore.layouts import CHANNELS, Channel, shards_on
-from shardcore.memory import held_bytes, host_bytes, used_bytes
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.sharders import SHARDERS
-from shardcore.sharding_groups import (
+from shardcore.step.kinds import CHANNELS, Channel, shards_on
+from shardcore.step.lower import Workload, lower
+from shardcore.step.memory import held_bytes, host_bytes, used_bytes
+from shardcore.step.sharding_groups import (
     GroupedPlan,
     Grouping,
     groupings,
@@ -47,7 +48,6 @@ from shardcore.sharding_groups import (
     synced_bytes,
     words,
 )
-from shardcore.workload import Workload, lower
 
 _ALL_REDUCE = CHANNELS.index(Channel("all_reduce"))
 EVEN_BYTES = "size_greedy"

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
 from shardcore.cost.model import CostModel
-from shardcore.memory import gib
 from shardcore.search.decisions.driver import Decision, Outcome, Proposal
+from shardcore.step.lower import lower
+from shardcore.step.memory import gib
 from shardcore.tables.hot_rows import heats, hot_counts, with_hot_rows
-from shardcore.workload import lower
 
 _FACTOR = 4.0
 """Between thresholds that are tried at first. Then its root, on both sides of the best of them."""

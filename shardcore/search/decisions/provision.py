@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from shardcore import memory
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import Link
 from shardcore.core.topology import Device, Topology, default_reserve
@@ -33,6 +32,7 @@ from shardcore.documents import open_document
 from shardcore.schema import build
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.shards import priced
+from shardcore.step import memory
 
 MOST_PRICE = 1e9
 """The highest price of an hour, in any currency, and the most watts."""

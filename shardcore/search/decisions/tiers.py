@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 from shardcore.core.errors import Infeasible
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost.model import CostModel
-from shardcore.layouts import WHOLE_ROWS
-from shardcore.memory import held_bytes, require_fits, resident_bytes, used_bytes
 from shardcore.memory_tiers import (
     choices_of,
     decide,
@@ -28,6 +26,8 @@ from shardcore.memory_tiers import (
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.decisions.tower_plans import as_planned
 from shardcore.search.shards import priced
+from shardcore.step.kinds import WHOLE_ROWS
+from shardcore.step.memory import held_bytes, require_fits, resident_bytes, used_bytes
 
 SHARES = (1.0, 0.97, 0.9, 0.75, 0.5)
 """Shares of the memory for rows that are given to tables before the search."""

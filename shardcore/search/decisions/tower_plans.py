@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.core.validation import require
-from shardcore.layouts import ID_CHANNELS
 from shardcore.search.shards import on_all_devices
+from shardcore.step.kinds import ID_CHANNELS
+from shardcore.step.lower import Workload, lower
 from shardcore.step.scopes import groups_of
-from shardcore.workload import Workload, lower
 
 
 def as_towers(problem: Problem, host_of: Mapping[str, str], ratio: float) -> Problem:

@@ -27,12 +27,12 @@ from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.core.validation import require, require_types, require_within
 from shardcore.cost.model import CostModel
-from shardcore.memory import gib, held_bytes
-from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.decisions.tower_plans import as_towers
 from shardcore.search.feasible import shown
+from shardcore.step.memory import gib, held_bytes
+from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.hot_rows import as_cold, cold_names
 from shardcore.towers import Towers
 

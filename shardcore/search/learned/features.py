@@ -11,7 +11,7 @@ import numpy as np
 
 from shardcore.core.access_statistics import REUSE_BINS
 from shardcore.core.types import Shard
-from shardcore.tables import access
+from shardcore.step import access
 
 FEATURES = ("dim", "rows", "pooling", "size", *(f"reuse_{k}" for k in range(REUSE_BINS)))
 """Names, in the published order. The first four are natural logarithms.

@@ -11,10 +11,10 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.memory import held_bytes, used_bytes
-from shardcore.memory_account import local_batch_bytes, table_bytes
 from shardcore.search import Budget
-from shardcore.workload import lower
+from shardcore.step.lower import lower
+from shardcore.step.memory import held_bytes, used_bytes
+from shardcore.step.memory_account import local_batch_bytes, table_bytes
 
 BATCH, MIB = 64, 2**20
 TABLES = tuple(Table(f"t{i}", 6000 + 10 * i, 8 + 8 * (i % 3), 2.0 + i) for i in range(8))

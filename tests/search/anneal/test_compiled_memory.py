@@ -12,15 +12,15 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.topology import Memory
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.layouts import merged, run_of, shards_on
-from shardcore.memory import fits, host_bytes, used_bytes
-from shardcore.op_limits import may_bind, most_features, op_ids, require_ops
 from shardcore.search.anneal.compiled import SUMS
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search, copy_of
 from shardcore.search.budget import Budget
 from shardcore.search.packing import roomiest
 from shardcore.search.shards import priced
+from shardcore.step.kinds import merged, run_of, shards_on
+from shardcore.step.memory import fits, host_bytes, used_bytes
+from shardcore.step.op_limits import may_bind, most_features, op_ids, require_ops
 
 
 def model_of(problem: Problem) -> AnalyticModel:

@@ -12,12 +12,12 @@ from shardcore.core.links import links_of
 from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.inputs import expected_bytes
-from shardcore.layouts import layout_of
 from shardcore.search import Budget
 from shardcore.search.anneal import sharder
 from shardcore.search.portfolio import annealing
-from shardcore.workload import lower
+from shardcore.step.id_bytes import expected_bytes
+from shardcore.step.kinds import layout_of
+from shardcore.step.lower import lower
 
 HIDDEN = Job(dense_forward_ms=1e3, dense_backward_ms=1e3)
 """A dense part that hides all ids."""

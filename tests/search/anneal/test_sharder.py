@@ -8,7 +8,6 @@ import pytest
 from conformance import BATCH, check_plan, draw_problem, draw_tables, every_plan, model_for, table_bytes
 from shapes import column, on_hosts, replica, row, with_room
 
-from shardcore import memory_account
 from shardcore.core import progress
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
@@ -18,16 +17,17 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.layouts import WHOLE_ROWS, shards_on
-from shardcore.memory import used_bytes
-from shardcore.outputs import output_bytes
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal import search_space as spaces
 from shardcore.search.anneal.rates import exchange_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.portfolio import annealing as anneal
-from shardcore.workload import lower
+from shardcore.step import memory_account
+from shardcore.step.kinds import WHOLE_ROWS, shards_on
+from shardcore.step.lower import lower
+from shardcore.step.memory import used_bytes
+from shardcore.step.output_bytes import output_bytes
 
 MIB = 2**20
 

@@ -16,8 +16,8 @@ from shardcore.search import SHARDERS
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.groups import Groups, cost_of
-from shardcore.sharding_groups import GroupedPlan, Grouping, problem_of_group, synced_bytes
-from shardcore.workload import lower
+from shardcore.step.lower import lower
+from shardcore.step.sharding_groups import GroupedPlan, Grouping, problem_of_group, synced_bytes
 
 MIB = 1 << 20
 MODEL = AnalyticModel(Setting("any", 512))

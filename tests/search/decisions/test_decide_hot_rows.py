@@ -12,7 +12,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.hot_rows import HotRows
-from shardcore.workload import lower
+from shardcore.step.lower import lower
 
 TABLES = tuple(Table(f"t{i}", 20_000, 32, 20.0, Zipf(1.2), sequence=True, collection="ec") for i in range(3))
 MODEL = AnalyticModel(Setting("made-up", 1024), exchange_gbps=0.5, exchange_latency_ms=0.01)

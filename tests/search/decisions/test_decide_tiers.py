@@ -12,12 +12,12 @@ from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.memory import require_fits
 from shardcore.memory_tiers import decide, largest_to_host, one_load_factor, tiers_of, with_load_factors
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide as decided
 from shardcore.search.decisions.tiers import Tiers, filled
-from shardcore.workload import lower
+from shardcore.step.lower import lower
+from shardcore.step.memory import require_fits
 
 MODEL = AnalyticModel(Setting("made-up", 1024))
 TABLES = tuple(Table(f"t{i}", 20_000 + 3_000 * i, 16, 4.0 + i, Zipf(0.6 + 0.1 * i)) for i in range(8))

@@ -15,16 +15,16 @@ from shardcore.core.links import links_of
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.layouts import CHANNELS
-from shardcore.memory_account import table_bytes
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.bound import bound
 from shardcore.search.decisions.tower_plans import as_planned, as_towers, tower_traffic
 from shardcore.search.decisions.towers import Division, TowerConfig, tower_hosts
 from shardcore.search.placement_state import PlacementState
 from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.step.kinds import CHANNELS
+from shardcore.step.lower import lower
+from shardcore.step.memory_account import table_bytes
 from shardcore.towers import Towers, read_towers
-from shardcore.workload import lower
 
 B = 64
 MODEL = AnalyticModel(Setting("made-up", B), launch_us=2, table_us=1, lookup_ns=10, exchange_latency_ms=0.001,

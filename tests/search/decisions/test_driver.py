@@ -25,10 +25,10 @@ from shardcore.search.decisions.ledger import ledger_of
 from shardcore.search.decisions.tiers import Tiers
 from shardcore.search.decisions.tower_plans import as_planned
 from shardcore.search.decisions.towers import OnTowers
-from shardcore.sharding_groups import problem_of_group
+from shardcore.step.lower import lower
+from shardcore.step.sharding_groups import problem_of_group
 from shardcore.tables.hot_rows import COLD, HOT
 from shardcore.towers import Towers
-from shardcore.workload import lower
 
 MIB = 1 << 20
 MODEL = AnalyticModel(Setting("any", 512), exchange_gbps=0.5, exchange_latency_ms=0.01)

@@ -23,8 +23,9 @@ from shardcore.search.learned.policy import NETS
 from shardcore.search.learned.priced_plans import PricedPlan
 from shardcore.search.learned.rollout import Rollouts
 from shardcore.search.shards import placed
-from shardcore.tables import access, streams
-from shardcore.workload import lower
+from shardcore.step import access
+from shardcore.step.lower import lower
+from shardcore.tables import streams
 
 each_net = pytest.mark.parametrize("name", NETS)
 

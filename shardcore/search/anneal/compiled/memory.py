@@ -1,4 +1,4 @@
-"""Memory of devices: exactly what the plan's own count says (memory_account.py, memory_timeline).
+"""Memory of devices: exactly what the plan's own count says (step/memory_account.py, memory_timeline).
 
 A device holds a few sums over its shards (row). Some are in all phases of a step; of the others, multiples
 are in each phase. What the local batch takes is the same on all devices (the frame). It depends on which runs
@@ -7,7 +7,7 @@ there are, on their order and on which of them have tables cut by columns.
 A step has four stages. In each, runs take turns. Before and after its own turn, a run holds something, too.
 So one pass over the runs gives all phases: no list of them is needed.
 
-Caches are always there. FBGEMM's limits of an op count as bytes, as in memory_account.py.
+Caches are always there. FBGEMM's limits of an op count as bytes, as in step/memory_account.py.
 
 t is a stage, i a run's place in the order.
 """
@@ -17,9 +17,6 @@ import math
 import numpy as np
 
 from shardcore.core.jit import inner
-from shardcore.memory import CACHE_SET_ROWS
-from shardcore.memory_account import OF_OP
-from shardcore.op_limits import MOST_IDS
 from shardcore.search.anneal.compiled.records import (
     ARRIVED,
     DENSE_PART,
@@ -36,6 +33,9 @@ from shardcore.search.anneal.compiled.records import (
     STEPPED,
     SUMS,
 )
+from shardcore.step.memory import CACHE_SET_ROWS
+from shardcore.step.memory_account import OF_OP
+from shardcore.step.op_limits import MOST_IDS
 
 
 @inner

@@ -3,7 +3,7 @@
 An array with no rows means "does not apply".
 
 Shapes: S strips, U most units of a strip, R shards, F features, D devices, H hosts.
-P parameters, L log entries, K kinds of what single devices hold, N runs (memory_account.py).
+P parameters, L log entries, K kinds of what single devices hold, N runs (step/memory_account.py).
 M columns of State.memory.
 X exchanges: one of outputs for each kind, then one of ids for each kind and layout.
 Y layouts of what groups of devices share, G groups.

@@ -1,7 +1,8 @@
 """What a plan takes of a device's memory in a training step, by part.
 
 Weights and optimizer state are always there. What else lives at once depends on the phase of the step
-(phases.py), as TorchRec runs it under TrainPipelineSparseDist. A device needs what the largest phase takes.
+(memory_timeline.py), as TorchRec runs it under TrainPipelineSparseDist. A device needs what the largest
+phase takes.
 The buffers in which FBGEMM's CUDA kernels sort are given, from its source. Scratch of its CPU kernels is not
 counted.
 
@@ -20,20 +21,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore.amounts import (
-    local_amounts,
-    run_batches,
-    shard_amounts,
-)
 from shardcore.core.access_statistics import ManagedCollision
 from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.core.errors import Infeasible, Overfull
 from shardcore.core.progress import ticking
 from shardcore.core.tiers import TIERS
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Shard, Table
-from shardcore.layouts import Layout, merged, run_of, shards_on
-from shardcore.phases import phases_of, times_of
-from shardcore.tables.access import access_share
+from shardcore.step.access import access_share
+from shardcore.step.kinds import Layout, merged, run_of, shards_on
+from shardcore.step.memory_timeline import phases_of, times_of
+from shardcore.step.shard_memory import local_amounts, run_batches, shard_amounts
 
 PARTS = ("weights", "optimizer state", "ids", "sorting", "outputs", "payloads", "received outputs",
          "output gradients", "dense gradients")

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardcore.core.job import PAYLOADS
 from shardcore.core.types import OUTPUT_BYTES, Shard, Table
-from shardcore.tables.access import access_share, distinct_values
+from shardcore.step.access import access_share, distinct_values
 
 
 def output_rows(shard: Shard, batch: int) -> int:

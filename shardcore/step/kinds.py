@@ -200,7 +200,7 @@ def _gradients(weights: Any, outputs: Any, problem: Problem) -> Any:
 
 
 IDS = Channel("all_to_all_ids")
-"""Carries ids to devices that hold all rows (see inputs.py)."""
+"""Carries ids to devices that hold all rows (see id_bytes.py)."""
 BUCKETIZED_IDS = Channel("all_to_all_ids_bucketized")
 """Carries ids to devices that hold row ranges, once each device has put its own in buckets."""
 

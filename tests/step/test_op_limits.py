@@ -8,9 +8,9 @@ from shapes import column, on_hosts, replica
 from shardcore.core.errors import Infeasible
 from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.op_limits import MOST_IDS, TooManyInOneOp, most_features, require_ops
 from shardcore.search import SHARDERS, Budget
-from shardcore.workload import lower
+from shardcore.step.lower import lower
+from shardcore.step.op_limits import MOST_IDS, TooManyInOneOp, most_features, require_ops
 
 SEARCHES = ("size_greedy", "neuroshard", "anneal_columns", "anneal")
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from shardcore.core.job import Job
 from shardcore.core.types import Plan, Problem, Shard, Table
-from shardcore.layouts import Layout, merged, run_of, shards_on
-from shardcore.tables.access import access_share
+from shardcore.step.access import access_share
+from shardcore.step.kinds import Layout, merged, run_of, shards_on
 
 COUNT_BYTES = 8
 """Bytes of a number that says how much will be sent."""

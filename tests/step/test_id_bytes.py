@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from shapes import column, host_row, on_hosts, replica, row
 
-from shardcore import memory
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.job import Job
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.inputs import expected_bytes, input_bytes, received_bytes
-from shardcore.layouts import BUCKETIZED_IDS, IDS, Channel
+from shardcore.step import memory
+from shardcore.step.id_bytes import expected_bytes, input_bytes, received_bytes
+from shardcore.step.kinds import BUCKETIZED_IDS, IDS, Channel
+from shardcore.step.lower import lower
 from shardcore.tables import streams
-from shardcore.workload import lower
 
 TABLE = Table("t", 1000, 64, 5.0)
 

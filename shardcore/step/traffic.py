@@ -1,6 +1,6 @@
 """Arrays of bytes by channel, and where the runs of a plan stand in them.
 
-Shapes: C channels (layouts.CHANNELS), L lanes, D devices.
+Shapes: C channels (kinds.CHANNELS), L lanes, D devices.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from shardcore.core.types import Problem
-from shardcore.layouts import CHANNELS, Channel, Layout
+from shardcore.step.kinds import CHANNELS, Channel, Layout
 
 
 def lanes(runs: Iterable[Layout]) -> dict[Layout, int]:

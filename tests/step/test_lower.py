@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapes import ALL_REDUCE, ALL_TO_ALL, column, entering, host_row, on_hosts, replica, row, sends
 
-from shardcore import memory
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.inputs import count_bytes
-from shardcore.layouts import CHANNELS, IDS, LAYOUTS
 from shardcore.search.shards import consolidate
-from shardcore.workload import Op, lower, require_cover, traffic_of_outputs
+from shardcore.step import memory
+from shardcore.step.id_bytes import count_bytes
+from shardcore.step.kinds import CHANNELS, IDS, LAYOUTS
+from shardcore.step.lower import Op, lower, require_cover, traffic_of_outputs
 
 A, B, C = Table("a", 100, 8, 2.0), Table("b", 60, 4, 1.0), Table("c", 10, 16, 3.0)
 PROBLEM = Problem("p", (A, B, C), Topology((Device(1 << 20),) * 2), 64)

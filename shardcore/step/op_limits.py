@@ -6,8 +6,8 @@ from collections import Counter
 
 from shardcore.core.errors import Infeasible
 from shardcore.core.types import Plan, Problem, Shard
-from shardcore.layouts import Layout, run_of, shards_on
-from shardcore.tables.access import access_share
+from shardcore.step.access import access_share
+from shardcore.step.kinds import Layout, run_of, shards_on
 
 MOST_IDS = (1 << 31) - 1
 """Ids of one op in a step. Source: pytorch/FBGEMM 6236, pytorch/torchrec 4443."""

@@ -1,6 +1,7 @@
 """The memory of devices as sums over shards, so that searches keep it exactly while shards come and go.
 
-The memory timeline (phases.py) is linear. In each phase a device holds its shards' resident bytes, and
+The memory timeline (memory_timeline.py) is linear. In each phase a device holds its shards' resident bytes,
+and
 multiples of a few sums over its shards: ids that arrived, outputs (or gradients of replicas), and lookups.
 The largest phase counts. What a device has of the local batch is the same on all devices.
 
@@ -16,7 +17,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardcore.amounts import (
+from shardcore.core.types import Placement, Problem, Shard, Table
+from shardcore.step.id_bytes import received_bytes, sample_bytes
+from shardcore.step.kinds import WHOLE_ROWS, Layout, run_of, shards_on
+from shardcore.step.memory import held_bytes, host_bytes, resident_bytes
+from shardcore.step.memory_timeline import IDS_ALIVE, needed_times
+from shardcore.step.op_limits import MOST_IDS, may_bind, most_features, op_ids
+from shardcore.step.output_bytes import output_bytes
+from shardcore.step.shard_memory import (
     RunBatch,
     bucketized_bytes,
     local_amounts,
@@ -25,13 +33,6 @@ from shardcore.amounts import (
     sorting_bytes,
     travelling,
 )
-from shardcore.core.types import Placement, Problem, Shard, Table
-from shardcore.inputs import received_bytes, sample_bytes
-from shardcore.layouts import WHOLE_ROWS, Layout, run_of, shards_on
-from shardcore.memory import held_bytes, host_bytes, resident_bytes
-from shardcore.op_limits import MOST_IDS, may_bind, most_features, op_ids
-from shardcore.outputs import output_bytes
-from shardcore.phases import IDS_ALIVE, needed_times
 
 OF_OP = 1024.0
 """Bytes as which a feature or an id counts that is too many in an op."""

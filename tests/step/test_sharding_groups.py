@@ -14,7 +14,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.grouped_plans import read_grouped, write_grouped
 from shardcore.search.anneal.reshard import rebind_tables
-from shardcore.sharding_groups import (
+from shardcore.step.sharding_groups import (
     GroupedPlan,
     Grouping,
     groupings,

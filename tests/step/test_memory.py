@@ -10,7 +10,6 @@ import pytest
 import torch
 from shapes import column, on_hosts, replica, row
 
-from shardcore import memory, memory_account
 from shardcore.core.access_statistics import ManagedCollision
 from shardcore.core.catalog import DENSE_OPTIMIZERS, PRECISIONS
 from shardcore.core.errors import Infeasible
@@ -18,9 +17,10 @@ from shardcore.core.job import Job
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.layouts import LAYOUTS, WHOLE_ROWS, merged, run_of, shards_on
-from shardcore.memory_account import table_bytes
-from shardcore.workload import lower
+from shardcore.step import memory, memory_account
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, merged, run_of, shards_on
+from shardcore.step.lower import lower
+from shardcore.step.memory_account import table_bytes
 
 TABLE, OTHER = Table("t", 1000, 8, 3.0), Table("u", 500, 16, 2.0)
 GIB = 2**30
@@ -224,7 +224,7 @@ def test_searches_count_what_whole_tables_take(job, hardware, sequence):
 @pytest.mark.parametrize("seed", range(40))
 def test_sums_over_shards_are_what_a_plan_takes(seed):
     """To the byte, of all kinds, on two devices and on two hosts of two, with sequences and features."""
-    sys.path.append(str(Path(__file__).parent / "export"))
+    sys.path.append(str(Path(__file__).parents[1] / "export"))
     pytest.importorskip("torchrec")
     import training
 

@@ -1,12 +1,12 @@
 """lower: turn a plan into what one training step does.
 
-Devices send each other the ids to look up (see inputs.py).
+Devices send each other the ids to look up (see id_bytes.py).
 Each device then looks up rows (forward) and exchanges pooled outputs.
 After the dense part it exchanges their gradients and updates rows (backward).
 As in TorchRec, the shards of a kind and collection run as one fused FBGEMM op with its collectives: a run
 (see layouts).
 
-Shapes: C channels (layouts.CHANNELS), L lanes (traffic.lanes), D devices.
+Shapes: C channels (kinds.CHANNELS), L lanes (traffic.lanes), D devices.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from shardcore import memory
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.progress import tick, ticking
 from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.core.validation import require_type
-from shardcore.inputs import expected_bytes
-from shardcore.layouts import (
+from shardcore.step import memory
+from shardcore.step.id_bytes import expected_bytes
+from shardcore.step.kinds import (
     CHANNELS,
     Channel,
     Layout,
@@ -39,9 +39,9 @@ from shardcore.layouts import (
     runs_of,
     shards_on,
 )
-from shardcore.op_limits import require_ops
-from shardcore.outputs import output_bytes
-from shardcore.traffic import channels_of, lanes, row_in, shared_on_hosts
+from shardcore.step.op_limits import require_ops
+from shardcore.step.output_bytes import output_bytes
+from shardcore.step.traffic import channels_of, lanes, row_in, shared_on_hosts
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Workload:
     """One step of a plan.
 
     ops: (D tuples) of each device, in the order of `runs_of`. Devices that run the same shards share an Op.
-    traffic: [L C, D] bytes that enter each channel; of layouts.ID_CHANNELS, bytes that arrive.
+    traffic: [L C, D] bytes that enter each channel; of kinds.ID_CHANNELS, bytes that arrive.
         All 0 along D means that its collective does not run.
     memory_bytes: (D) bytes held on each device.
     topology: the devices and links.

@@ -9,10 +9,10 @@ from shardcore.core.catalog import DENSE_OPTIMIZERS
 from shardcore.core.job import PAYLOADS, Job
 from shardcore.core.progress import ticking
 from shardcore.core.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
-from shardcore.inputs import received_bytes, sample_bytes
-from shardcore.layouts import Layout, run_of
-from shardcore.outputs import output_bytes, table_output_rows
-from shardcore.tables.access import access_share
+from shardcore.step.access import access_share
+from shardcore.step.id_bytes import received_bytes, sample_bytes
+from shardcore.step.kinds import Layout, run_of
+from shardcore.step.output_bytes import output_bytes, table_output_rows
 
 SORTING_BYTES = 52
 """Bytes a lookup that FBGEMM's CUDA backward needs to sort rows. Given, not measured.

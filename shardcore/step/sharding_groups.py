@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from shardcore import memory
 from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.core.validation import require, require_known, require_types, require_within
-from shardcore.layouts import merged, run_of, shards_on
+from shardcore.step import memory
+from shardcore.step.kinds import merged, run_of, shards_on
 
 CONTIGUOUS, STRIDED = "contiguous", "strided"
 GROUP_LAYOUTS = (CONTIGUOUS, STRIDED)

@@ -17,10 +17,17 @@ from shapes import (
     row,
 )
 
-from shardcore import layouts
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Placement, Problem, Shard, Table
-from shardcore.layouts import LAYOUTS, device_names, layout_of, possible_groups, require_placement, shards_on
+from shardcore.step import kinds
+from shardcore.step.kinds import (
+    LAYOUTS,
+    device_names,
+    layout_of,
+    possible_groups,
+    require_placement,
+    shards_on,
+)
 
 TABLE, SMALL = Table("t", 10, 16, 2.0), Table("s", 3, 8, 1.0)
 ONE_HOST, TWO, MIXED = on_hosts("aaaa"), on_hosts("aabb"), on_hosts("xyxy")
@@ -70,7 +77,7 @@ def test_what_each_kind_runs_over_and_keeps():
     assert {k for k, x in LAYOUTS.items() if x.dense_gradient} == {"data_parallel"}
     assert {k for k, x in LAYOUTS.items() if x.divides_rows} == {"row", "host_row"}
     assert {k for k, x in LAYOUTS.items() if x.cuts_columns} == {"column", "host_row"}
-    assert layouts.WHOLE_ROWS is LAYOUTS["column"]
+    assert kinds.WHOLE_ROWS is LAYOUTS["column"]
     names = [name for x in LAYOUTS.values() for name in x.torchrec]
     assert sorted(names) == ["column_wise", "data_parallel", "grid_shard", "row_wise", "table_column_wise",
                              "table_row_wise", "table_wise"]
@@ -81,32 +88,32 @@ def test_what_each_kind_runs_over_and_keeps():
 def test_sequences_run_by_themselves_and_never_by_sums():
     assert {name: x.as_sequence and set(x.as_sequence.channels) for name, x in LAYOUTS.items()} == {
         "column": {ALL_TO_ALL}, "row": {ALL_TO_ALL}, "host_row": None, "data_parallel": {ALL_REDUCE}}
-    assert layouts.RUNS == (*LAYOUTS.values(), *(x.as_sequence for x in LAYOUTS.values() if x.as_sequence))
+    assert kinds.RUNS == (*LAYOUTS.values(), *(x.as_sequence for x in LAYOUTS.values() if x.as_sequence))
     sequence = Table("s", 100, 16, 2.0, sequence=True)
-    assert layouts.run_of("row", sequence) is LAYOUTS["row"].as_sequence
+    assert kinds.run_of("row", sequence) is LAYOUTS["row"].as_sequence
     with pytest.raises(ShardCoreError, match="'s' by host_row, which TorchRec does not run for a sequence"):
-        layouts.run_of("host_row", sequence)
+        kinds.run_of("host_row", sequence)
 
 
 def test_channels_are_all_that_kinds_have_in_one_order():
-    assert layouts.CHANNELS == (TO_TOWER, ALL_TO_ALL, REDUCE_SCATTER, WITHIN, ACROSS, ALL_REDUCE, layouts.IDS,
-                               layouts.BUCKETIZED_IDS)
-    assert [c.words for c in layouts.CHANNELS] == [
+    assert kinds.CHANNELS == (TO_TOWER, ALL_TO_ALL, REDUCE_SCATTER, WITHIN, ACROSS, ALL_REDUCE, kinds.IDS,
+                               kinds.BUCKETIZED_IDS)
+    assert [c.words for c in kinds.CHANNELS] == [
         "all-to-all within a host", "all-to-all", "reduce-scatter", "reduce-scatter within a host",
         "all-to-all across hosts",
         "all-reduce", "all-to-all of ids", "all-to-all of ids, bucketized"]
 
 
 def test_the_kinds_of_a_channel_in_words():
-    assert [layouts.kinds_of(c) for c in layouts.CHANNELS] == [
+    assert [kinds.kinds_of(c) for c in kinds.CHANNELS] == [
         "column", "column", "row", "host_row", "host_row", "data_parallel", "column", "row and host_row"]
-    assert layouts.kinds_of(ACROSS, towers=True) == "column and host_row"
+    assert kinds.kinds_of(ACROSS, towers=True) == "column and host_row"
 
 
 def test_kinds_that_are_always_on_all_devices():
     everywhere = (LAYOUTS["row"], LAYOUTS["data_parallel"])
-    assert layouts.ways(ONE_HOST) == layouts.ways(MIXED) == layouts.ways(on_hosts("aab")) == everywhere
-    assert layouts.ways(on_hosts("a")) == ()  # there, every plan is
+    assert kinds.ways(ONE_HOST) == kinds.ways(MIXED) == kinds.ways(on_hosts("aab")) == everywhere
+    assert kinds.ways(on_hosts("a")) == ()  # there, every plan is
 
 
 @pytest.mark.parametrize("placement", [
@@ -139,8 +146,8 @@ def test_row_ranges_are_dealt_out_in_the_order_of_ranks():
     (9, 4, None), (3, 4, None), (6, 4, None), (7, 4, [(0, 2), (2, 4), (4, 6), (6, 7)]), (1, 1, [(0, 1)])])
 def test_rows_in_even_ranges(rows, n, expected):
     """None: the last would have none, as 9 rows in ranges of ceil(9 / 4) = 3."""
-    assert layouts.even_rows(rows, n) == expected
-    assert layouts.even_share(rows, n) == (expected and expected[0][1])
+    assert kinds.even_rows(rows, n) == expected
+    assert kinds.even_share(rows, n) == (expected and expected[0][1])
 
 
 @pytest.mark.parametrize("placement, topology, said", [
