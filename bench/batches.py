@@ -20,12 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from shardcore import files, report
+from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost import accuracy, drift_correction, fit
 from shardcore.draws.groups import REPLICATED_BYTES
-from shardcore.measurements import ComputeSample
-from shardcore.samples import dataset
+from shardcore.io import dataset, files
+from shardcore.io.measurements import ComputeSample
 
 FOLDS = 5
 

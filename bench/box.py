@@ -26,9 +26,9 @@ from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.cost import collective_fit, collective_model
 from shardcore.cost.metrics import mape
+from shardcore.io import dataset
+from shardcore.io.measurements import CollectiveSample
 from shardcore.measure import hosts, pairs
-from shardcore.measurements import CollectiveSample
-from shardcore.samples import dataset
 from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.kinds import Channel
 from shardcore.step.scopes import WORLD

@@ -29,7 +29,6 @@ import torch
 
 from bench import box
 from bench import replays as one_host
-from shardcore import files
 from shardcore.core.job import Job
 from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
@@ -38,9 +37,9 @@ from shardcore.cost import collective_fit, neural, replay_metrics, replay_record
 from shardcore.cost.collective_model import OWN_WORK
 from shardcore.cost.model import price
 from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.io import dataset, files, replays
 from shardcore.measure import hosts
 from shardcore.measure.replay import ReplayConfig, replay_all
-from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, greedy
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.step.lower import lower

@@ -31,13 +31,13 @@ from shardcore.core.types import Table
 from shardcore.cost import neural
 from shardcore.cost.metrics import mape
 from shardcore.cost.model import price
+from shardcore.io.towers import Towers
 from shardcore.measure import hosts
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.search.decisions.tower_plans import tower_traffic
 from shardcore.search.decisions.towers import tower_hosts
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.step.lower import lower
-from shardcore.towers import Towers
 
 RATIOS = (2.0, 4.0, 8.0)
 BOXES = ((4, 2), (2, 4), (4, 4))

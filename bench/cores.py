@@ -23,8 +23,8 @@ import torch
 from shardcore import report
 from shardcore.core.types import Setting
 from shardcore.draws.groups import compute_request, reference_request
+from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import hardware, kernels
-from shardcore.measurements import ComputeRequest
 from shardcore.tables.generate import generate_pool
 
 Medians = dict[ComputeRequest, tuple[float, float]]

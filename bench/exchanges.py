@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import OUTPUT_BYTES, Setting
+from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure import collectives, hardware
-from shardcore.measurements import CollectiveRequest
 
 COLUMNS = (8, 32, 150, 300)
 """Of a rank's pooled outputs, in an all-to-all or a reduce-scatter."""

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardcore import files
 from shardcore.core.errors import ShardCoreError
+from shardcore.io import files
+from shardcore.io.schema import build
 from shardcore.measure import hardware
 from shardcore.report.text import text_table
-from shardcore.schema import build
 from tasks.commit import git_commit
 
 TABLE = Path(__file__).with_suffix(".toml")

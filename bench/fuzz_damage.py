@@ -21,8 +21,8 @@ import yaml
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from shardcore import files
-from shardcore.tensor_files import tensor_sha256
+from shardcore.io import files
+from shardcore.io.tensor_files import tensor_sha256
 
 ODD = (None, True, False, 0, 1, -1, 2, 3, 0.5, -0.5, 1e308, -1e308, 1e-320, float("nan"), float("inf"),
        10**17, 2**53, 2**63,

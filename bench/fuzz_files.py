@@ -16,22 +16,21 @@ import pyarrow.parquet as pq
 import torch
 import yaml
 
-from shardcore import files, grouped_plans
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard
 from shardcore.cost import fit, neural
 from shardcore.cost.model import CostModel, price
 from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.export import dmp_collection, torchrec_json
+from shardcore.io import dataset, files, grouped_plans, replays
+from shardcore.io.hot_ids import HotIds, write_hot_ids
+from shardcore.io.measurements import Spread, StepSample
+from shardcore.io.row_counts import RowCounts, write_row_counts
 from shardcore.measure.replay import ReplayConfig
-from shardcore.measurements import Spread, StepSample
 from shardcore.publish import store
-from shardcore.samples import dataset, replays
 from shardcore.search.learned.policy import NETS, Policy, write_policy
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import CONTIGUOUS, GroupedPlan, Grouping, problem_of_group
-from shardcore.tables.hot_ids import HotIds, write_hot_ids
-from shardcore.tables.row_counts import RowCounts, write_row_counts
 
 HAS_TORCHREC = importlib.util.find_spec("torchrec") is not None
 if HAS_TORCHREC:

@@ -15,15 +15,18 @@ from mlflow.exceptions import MlflowException
 
 from bench.fuzz_files import ENTRY, HAS_TORCHREC, REPORT, TABLES, Nonsense, Sound, hot_collection
 from flows.refresh import SECTIONS
-from shardcore import files, grouped_plans, model_files, schema
 from shardcore.cli import published
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost import accuracy, neural, ranges, replay_records
 from shardcore.cost.model import CostModel, group_costs, price
 from shardcore.export import dmp_collection, fbgemm_statistics, torchrec_json
+from shardcore.io import dataset, files, grouped_plans, model_files, replays, schema
+from shardcore.io.dlrm_datasets import dlrm_datasets_pool
+from shardcore.io.hot_ids import read_hot_ids
+from shardcore.io.row_counts import read_row_counts
+from shardcore.io.towers import read_towers
 from shardcore.publish import store
-from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
 from shardcore.search.decisions.provision import clusters, read_offers
 from shardcore.search.decisions.towers import tower_hosts
@@ -31,10 +34,6 @@ from shardcore.search.learned import sharder
 from shardcore.search.learned.policy import read_policy
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import members
-from shardcore.tables.dlrm_datasets import dlrm_datasets_pool
-from shardcore.tables.hot_ids import read_hot_ids
-from shardcore.tables.row_counts import read_row_counts
-from shardcore.towers import read_towers
 from tasks import cache, params, refresh, served_model
 
 if HAS_TORCHREC:

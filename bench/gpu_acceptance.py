@@ -36,14 +36,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcore import files
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.draws.groups import GroupConfig, compute_request
+from shardcore.io import dataset, files
 from shardcore.measure import hardware
 from shardcore.measure.devices import device_of
 from shardcore.measure.kernels import KernelBench, KernelConfig
-from shardcore.samples import dataset
 from shardcore.tables.generate import PoolConfig, generate_pool
 
 ROOT = Path(__file__).parents[1]

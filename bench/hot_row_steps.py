@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 
 from bench.hot_rows import OTHER_BATCHES, PER_HOST, N, _batch, models, planned
-from shardcore import files
 from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem
@@ -45,6 +44,8 @@ from shardcore.cost.model import CostModel
 from shardcore.cost.replay_metrics import bootstrap
 from shardcore.export.hot_cold import HotColdEmbeddingCollection
 from shardcore.export.torchrec import from_torchrec, to_torchrec
+from shardcore.io import files
+from shardcore.io.hot_ids import HotIds
 from shardcore.measure import local_ranks
 from shardcore.measure.hosts import Box, box_of
 from shardcore.report.text import markdown_table
@@ -53,7 +54,6 @@ from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.hot_rows import HotRows
 from shardcore.search.torchrec_pieces import quiet
 from shardcore.tables.heat import row_counts
-from shardcore.tables.hot_ids import HotIds
 from shardcore.tables.streams import stream
 
 SWEEP = (["table_wise", "column_wise", "row_wise"], ["table_wise"], ["column_wise"], ["row_wise"])

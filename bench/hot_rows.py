@@ -31,18 +31,18 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardcore import files
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.export.hot_cold import HotColdEmbeddingCollection
 from shardcore.export.torchrec import to_torchrec
+from shardcore.io import files
+from shardcore.io.hot_ids import HotIds
 from shardcore.report.text import markdown_table
 from shardcore.step.kinds import ways
 from shardcore.step.lower import lower
 from shardcore.tables.generate import generate_pool
 from shardcore.tables.heat import row_counts
-from shardcore.tables.hot_ids import HotIds
 from shardcore.tables.hot_rows import hot_counts, with_hot_rows
 from shardcore.tables.streams import stream
 

@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from shardcore import files, report
+from shardcore import report
 from shardcore.core import progress
 from shardcore.core.access_statistics import ManagedCollision
 from shardcore.core.constraints import Constraints
@@ -51,6 +51,7 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel, price
 from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.io import files
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search, copy_of

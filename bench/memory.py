@@ -34,12 +34,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardcore import files, report
+from shardcore import report
 from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.core.job import PAYLOADS, Job
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.export.torchrec import to_torchrec
+from shardcore.io import files
 from shardcore.step import memory
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))

@@ -25,13 +25,13 @@ from pathlib import Path
 import numpy as np
 
 from bench.peers.scaleup import STARTS, scaled_up
-from shardcore import files
 from shardcore.core.errors import Infeasible
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem
 from shardcore.cost import composite
 from shardcore.cost.model import CostModel
+from shardcore.io import files
 from shardcore.memory_tiers import largest_to_host, one_load_factor, tier_bytes, tiers_of
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide

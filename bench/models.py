@@ -44,7 +44,7 @@ import numpy as np
 import torch
 
 from bench import neuroshard_net
-from shardcore import files, report
+from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting, Table
 from shardcore.cost import accuracy, drift_correction, fit, study
@@ -52,8 +52,8 @@ from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.model import group_costs
 from shardcore.cost.neural import NeuralModel
 from shardcore.draws.groups import GroupConfig, compute_request
-from shardcore.measurements import ComputeRequest, ComputeSample
-from shardcore.samples import dataset
+from shardcore.io import dataset, files
+from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.tables.generate import generate_pool
 
 ADDITIONS = 10_000

@@ -22,7 +22,7 @@ from shardcore.core.types import Shard
 from shardcore.cost import features, fit
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.metrics import mape
-from shardcore.measurements import ComputeRequest, ComputeSample
+from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.step import access
 from shardcore.tables import streams
 

@@ -43,7 +43,6 @@ import torch
 from bench import replays as one_host
 from bench.learned import LINKS, halves, policy
 from bench.peers import PEERS
-from shardcore import files, model_files
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting, Shard, Table
@@ -51,9 +50,9 @@ from shardcore.cost import neural, replay_records
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.replay_metrics import OURS, ReplayRecord, bootstrap
 from shardcore.draws.problems import DIMS
+from shardcore.io import dataset, files, model_files, replays
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.report.text import markdown_table
-from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, sharder
 from shardcore.search.greedy import ORDERS
 from shardcore.step.memory_account import local_batch_bytes

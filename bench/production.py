@@ -25,13 +25,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.kept import count_processor_seconds, model_of, of_size
-from shardcore import files, report
+from shardcore import report
 from shardcore.core import progress
 from shardcore.core.errors import Infeasible
 from shardcore.core.topology import GIB
 from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.cost.model import price
 from shardcore.draws.placements import deal_columns
+from shardcore.io import files
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
 from shardcore.step import memory
 from shardcore.step.kinds import WHOLE_ROWS

@@ -25,10 +25,11 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from shardcore import files, report
+from shardcore import report
 from shardcore.core.types import Problem, Setting
 from shardcore.cost import neural
 from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.io import files
 from shardcore.publish import store
 from shardcore.tables.generate import generate_pool
 

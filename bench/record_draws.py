@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from shardcore import files
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.draws import placements
 from shardcore.draws.groups import GroupConfig
+from shardcore.io import files
 from shardcore.search import SHARDERS, Budget
 from shardcore.tables.held_out import kept_for_testing
 

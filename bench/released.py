@@ -49,7 +49,7 @@ from numba import float64, njit
 
 from bench.neuroshard_net import table_features
 from bench.search import problems, tightened
-from shardcore import files, report
+from shardcore import report
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Topology
 from shardcore.core.types import OUTPUT_BYTES, Problem, Setting, Shard
@@ -58,7 +58,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.collective_model import ALL_TO_ALL
 from shardcore.cost.model import CommCost, Compiled, price
 from shardcore.draws.collectives import comm_request
-from shardcore.samples import dataset
+from shardcore.io import dataset, files
 from shardcore.search import Budget, compare
 from shardcore.search.neuroshard import neuroshard
 from shardcore.search.portfolio import annealing as anneal

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 
 from bench.neuroshard_net import table_features
-from shardcore import files, report
+from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
@@ -48,6 +48,7 @@ from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost import neural
 from shardcore.cost.model import group_costs, price
 from shardcore.cost.neural import NeuralModel
+from shardcore.io import files
 from shardcore.search import SHARDERS, Budget, sharder
 from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.train import PolicyConfig, train

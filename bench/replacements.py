@@ -21,8 +21,8 @@ from bench import box_replays
 from shardcore import report
 from shardcore.cost import neural, step_factors
 from shardcore.cost.model import price_plan
+from shardcore.io import replays
 from shardcore.publish import gain
-from shardcore.samples import replays
 from shardcore.step.lower import lower
 
 BOX = Path("bench/emulated-hosts")

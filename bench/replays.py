@@ -29,15 +29,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardcore import files, report
+from shardcore import report
 from shardcore.core.job import Job
 from shardcore.core.types import Plan, Problem
 from shardcore.cost import neural, replay_metrics, replay_records
 from shardcore.cost.model import at_confidence, price
 from shardcore.draws.problems import ProblemConfig, draw_problem, sized
+from shardcore.io import dataset, files, replays
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.report import model_report
-from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS, greedy
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.step.lower import lower

@@ -22,8 +22,8 @@ import numpy as np
 from shardcore import report
 from shardcore.cost import accuracy, fit
 from shardcore.cost.metrics import mape
-from shardcore.measurements import ComputeSample
-from shardcore.samples import dataset
+from shardcore.io import dataset
+from shardcore.io.measurements import ComputeSample
 
 
 def is_sequence(sample: ComputeSample) -> bool:

@@ -44,15 +44,15 @@ from typing import Any
 
 import numpy as np
 
-from shardcore import files, report
+from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import OPTIMIZERS, PRECISION_BYTES, Setting
 from shardcore.cost import accuracy, drift_correction, fit, nets, study
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
+from shardcore.io import dataset, files
+from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.measure import fused_op, hardware
-from shardcore.measurements import ComputeRequest, ComputeSample
-from shardcore.samples import dataset
 
 ARMS = ("own", "1 factor", "2 factors", "fine-tuned", "base as it is")
 MEASURED_WITH = ("--device", "cpu", "--tolerance", "0.05", "--max-repeats", "8", "--arena-gib", "1")

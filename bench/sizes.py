@@ -24,8 +24,9 @@ import numpy as np
 import torch
 
 from bench.kept import of_size
-from shardcore import files, report
+from shardcore import report
 from shardcore.cost import neural
+from shardcore.io import files
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.bound import bound
 from shardcore.search.portfolio import annealing as anneal

@@ -32,8 +32,8 @@ from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting
 from shardcore.cost import replay_metrics
+from shardcore.io import replays
 from shardcore.measure import local_ranks, own_core
-from shardcore.samples import replays
 from shardcore.step.lower import lower
 
 PARTS = {"lookups and updates": ("codegen", "SplitLookup"),

@@ -43,15 +43,15 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from bench.steps_training import LARGE, TIMEOUT_S, TURN, Steps, combine, work
-from shardcore import files, report, schema
+from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting
 from shardcore.cost import neural, replay_metrics, replay_records
 from shardcore.export.torchrec import to_torchrec
+from shardcore.io import dataset, files, replays, schema
+from shardcore.io.dataset import ReferenceOp
+from shardcore.io.measurements import Spread
 from shardcore.measure import local_ranks
-from shardcore.measurements import Spread
-from shardcore.samples import dataset, replays
-from shardcore.samples.dataset import ReferenceOp
 from shardcore.step.lower import lower
 
 ALGORITHMS = (replay_metrics.OURS, "neuroshard", "torchrec", "best greedy", replay_metrics.RANDOM)

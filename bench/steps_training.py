@@ -23,11 +23,11 @@ from torch.overrides import TorchFunctionMode
 from shardcore.core.catalog import OPTIMIZERS, PRECISIONS
 from shardcore.core.types import Plan, Problem, Setting
 from shardcore.export.torchrec import to_torchrec
+from shardcore.io.dataset import ReferenceOp
+from shardcore.io.measurements import Spread
 from shardcore.measure import local_ranks, own_core
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import spread
-from shardcore.measurements import Spread
-from shardcore.samples.dataset import ReferenceOp
 from shardcore.tables import streams
 
 DENSE, HIDDEN = 13, 256

@@ -31,11 +31,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardcore import files, report, schema
+from shardcore import report
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.export.fbgemm_statistics import rows_by_count
+from shardcore.io import files, schema
 from shardcore.step import access
 from shardcore.tables import streams
 from shardcore.tables.generate import generate_pool

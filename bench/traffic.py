@@ -31,12 +31,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardcore import files, report
+from shardcore import report
 from shardcore.core.catalog import PRECISIONS
 from shardcore.core.job import PAYLOADS, Job
 from shardcore.core.topology import Topology
 from shardcore.core.types import OUTPUT_BYTES, Table
 from shardcore.export.torchrec import to_torchrec
+from shardcore.io import files
 from shardcore.step.kinds import Channel
 from shardcore.step.scopes import SCOPES
 

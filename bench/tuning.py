@@ -19,8 +19,8 @@ from shardcore.core.types import Setting
 from shardcore.cost import accuracy, drift_correction, fit
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
-from shardcore.measurements import ComputeSample
-from shardcore.samples import dataset
+from shardcore.io import dataset
+from shardcore.io.measurements import ComputeSample
 
 SIZES = (60, 120, 240, 480)
 SEEDS = 3

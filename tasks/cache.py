@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardcore import schema
 from shardcore.core.errors import ShardCoreError
+from shardcore.io import schema
 from tasks.paths import LOCK
 
 _BLOCK_BYTES = 1 << 24

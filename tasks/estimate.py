@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shardcore import files
 from shardcore.core.types import OUTPUT_BYTES
-from shardcore.measurements import CollectiveRequest, ComputeRequest
-from shardcore.samples import dataset, replays
+from shardcore.io import dataset, files, replays
+from shardcore.io.measurements import CollectiveRequest, ComputeRequest
 from shardcore.step.access import access_share, lookups
 from shardcore.step.lower import Workload, lower
 from tasks import console

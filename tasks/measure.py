@@ -17,18 +17,17 @@ from pathlib import Path
 import ray
 from prefect import get_run_logger, task
 
-from shardcore import files
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting, Table
 from shardcore.core.validation import MOST_COUNT, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
 from shardcore.draws import MOST_DRAWS, MOST_RANKS
 from shardcore.draws.groups import GroupConfig, reference_request
+from shardcore.io import dataset, files
+from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeRequest
 from shardcore.measure import collectives, hardware, kernels, run
 from shardcore.measure.device_bench import BenchSpec
 from shardcore.measure.replay import STEP_REPEATS, ReplayConfig, of_samples
 from shardcore.measure.supervise import PART_S, Finished, Supervisor
-from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest
-from shardcore.samples import dataset
 from tasks import actors
 from tasks.progress import Progress
 from tasks.setting import SettingConfig

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.schema import build, read_yaml, show
+from shardcore.io.schema import build, read_yaml, show
 from tasks import paths
 
 T = TypeVar("T")

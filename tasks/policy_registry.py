@@ -7,8 +7,8 @@ from pathlib import Path
 import mlflow
 from mlflow.entities.model_registry import ModelVersion
 
-from shardcore import model_files
 from shardcore.core.errors import ShardCoreError
+from shardcore.io import model_files
 from shardcore.search.learned.policy import POLICY_JSON, Policy, read_policy
 from tasks import paths, registry
 from tasks.registry import CHAMPION, DIGEST_TAG

@@ -12,7 +12,7 @@ from mlflow.entities import Metric
 from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
-from shardcore import files, load_model, model_files
+from shardcore import load_model
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_COUNT, require_within
 from shardcore.cost import (
@@ -23,8 +23,8 @@ from shardcore.cost import (
     replay_records,
     training,
 )
+from shardcore.io import files, model_files, replays
 from shardcore.report import model_report
-from shardcore.samples import replays
 from shardcore.search.learned.policy import POLICY_JSON
 from tasks import console, model_history, paths, policy_registry, publish_claim, registry
 

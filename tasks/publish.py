@@ -13,11 +13,12 @@ import mlflow
 from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
-from shardcore import files, report
+from shardcore import report
 from shardcore.core.errors import ShardCoreError, Unreachable, redacted
 from shardcore.core.progress import listening
 from shardcore.cost import known_errors
 from shardcore.cost.model import CostModel
+from shardcore.io import files
 from shardcore.publish import store
 from shardcore.publish.decisions import Decision
 from shardcore.publish.publisher import HEADERS, PublishConfig, Published, Publisher

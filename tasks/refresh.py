@@ -19,8 +19,8 @@ from typing import Any, Literal, get_args
 import psutil
 from prefect import get_run_logger, task
 
-from shardcore import files, schema
 from shardcore.core.errors import ShardCoreError
+from shardcore.io import files, schema
 from tasks import cache, console, owned, params, paths
 from tasks.artifacts import create_progress_artifact, update_progress_artifact
 

@@ -24,10 +24,11 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from requests import RequestException
 
-from shardcore import files, load_model, model_files, schema
+from shardcore import load_model
 from shardcore.core.errors import ShardCoreError, shortened
 from shardcore.cost import neural
 from shardcore.cost.model import CostModel
+from shardcore.io import files, model_files, schema
 from tasks import services
 
 T = TypeVar("T")
@@ -149,7 +150,7 @@ def _upload(client: mlflow.MlflowClient, folders: Sequence[str | Path], name: st
             name=_ARTIFACT,
             python_model=str(Path(__file__).with_name("served_model.py")),
             artifacts={"model": str(whole)},
-            code_paths=[str(Path(files.__file__).parent)],
+            code_paths=[str(Path(files.__file__).parents[1])],
             pip_requirements=["torch", "numpy", "pyarrow", "safetensors", "PyYAML"],
         )
         if not run_id:  # it was trained where another registry is

@@ -21,12 +21,13 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.pyfunc import PythonModel
 from pydantic import BaseModel, SkipValidation
 
-from shardcore import files, load_model, schema
+from shardcore import load_model
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting, Shard
 from shardcore.core.validation import MOST_BATCH
 from shardcore.cost.model import ProbabilisticCostModel
+from shardcore.io import files, schema
 from shardcore.step.kinds import CHANNELS, WHOLE_ROWS
 from shardcore.step.lower import Op, Workload, is_sequence
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
+from shardcore.io import dataset
 from shardcore.measure import hardware
-from shardcore.samples import dataset
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from shardcore import schema
 from shardcore.core.errors import ShardCoreError
+from shardcore.io import schema
 from tasks import owned
 from tasks.daemons import ALLOWED_HOSTS, Daemon
 from tasks.lost_runs import AT_ONCE, POOL, WORKER, Api

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from prefect import task
 
-from shardcore import files
 from shardcore.core.types import Table
-from shardcore.tables.dlrm_datasets import dlrm_datasets_pool
+from shardcore.io import files
+from shardcore.io.dlrm_datasets import dlrm_datasets_pool
 from shardcore.tables.generate import PoolConfig, generate_pool
 from shardcore.tables.public import public_pool
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import ray
 from prefect import task
 
-from shardcore import files
+from shardcore.io import files
 from shardcore.measure import pairs
 from shardcore.measure.pairs import Found, PairConfig
 from shardcore.report import topology_report

@@ -16,14 +16,13 @@ import pandas as pd
 from mlflow.entities import Metric
 from prefect import get_run_logger, task
 
-from shardcore import files, model_files, schema
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.cost import accuracy, drift_correction, fit, known_errors, neural, pace, study, training
 from shardcore.cost.metrics import coverage
-from shardcore.measurements import ComputeSample
+from shardcore.io import dataset, files, model_files, replays, schema
+from shardcore.io.measurements import ComputeSample
 from shardcore.report import model_report
-from shardcore.samples import dataset, replays
 from tasks import console, paths, registry
 from tasks.commit import git_commit
 from tasks.setting import SettingConfig

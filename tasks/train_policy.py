@@ -10,9 +10,9 @@ import mlflow
 from mlflow.entities import Metric
 from prefect import get_run_logger, task
 
-from shardcore import files, model_files
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost import neural
+from shardcore.io import files, model_files
 from shardcore.search.learned.learner import PolicyConfig
 from shardcore.search.learned.policy import NETS, POLICY_JSON, write_policy
 from shardcore.search.learned.problems import PolicyProblems, make_policy

@@ -16,12 +16,12 @@ import ray
 import torch
 
 from shardcore.core.types import Setting
+from shardcore.io import dataset
+from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure import collectives, local_ranks
 from shardcore.measure.device_bench import BenchSpec, Counts, DeviceBench
 from shardcore.measure.replay import ReplayConfig, replay_rank
 from shardcore.measure.supervise import Ended, Refused
-from shardcore.measurements import CollectiveRequest
-from shardcore.samples import dataset
 from shardcore.step.lower import Workload
 from tasks import actors, services
 

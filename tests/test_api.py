@@ -23,7 +23,6 @@ from shardcore import (
     Table,
     Topology,
     Zipf,
-    files,
     load_model,
     lower,
     price,
@@ -32,6 +31,7 @@ from shardcore import (
 from shardcore.core.job import Job
 from shardcore.core.links import links_of
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.io import files
 from shardcore.publish.replan import ReplanConfig, Start
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.groups import Groups

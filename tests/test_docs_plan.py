@@ -11,10 +11,10 @@ import pytest
 import yaml
 from laws import comm_samples, compute_samples, linear_law
 
-from shardcore import files
 from shardcore.cli import main
 from shardcore.core.types import Setting
 from shardcore.cost import fit, neural
+from shardcore.io import files
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/plan.md").read_text()

@@ -9,13 +9,12 @@ import subprocess
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 
-from shardcore import files
 from shardcore.cli import main
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
 from shardcore.cost import fit, neural
-from shardcore.samples import dataset
+from shardcore.io import dataset, files
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardcore.samples import dataset
+from shardcore.io import dataset
 
 ROOT = Path(__file__).parents[1]
 

@@ -25,7 +25,7 @@ BELOW = {"core/errors.py": (), "core/validation.py": ("errors",),
          "core/access_statistics.py": ("limits",), "core/step_cost.py": (),
          "core/types.py": ("errors", "limits", "topology", "constraints", "fused", "job", "access_statistics",
                       "step.tiers"),
-         "measurements.py": ("errors", "limits", "types", "step_cost", "step.collectives",
+         "io/measurements.py": ("errors", "limits", "types", "step_cost", "step.collectives",
                              "step.scopes")}
 """What the nouns see of ours: nothing but other nouns, and the errors and limits of them all."""
 

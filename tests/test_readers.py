@@ -18,10 +18,11 @@ RAW = {"open", "ParquetFile", "read_table", "read_csv", "safe_open", "memmap", "
 
 NO_FORMAT = {
     # The door itself, and what is shared by all that goes through it.
-    "shardcore/schema.py", "shardcore/documents.py",
+    "shardcore/io/schema.py", "shardcore/io/envelope.py",
     # They only write.
-    "shardcore/files.py:_held", "shardcore/files.py:remove_unfinished", "shardcore/files.py:_no_link",
-    "shardcore/files.py:require_writable",
+    "shardcore/io/files.py:_held", "shardcore/io/files.py:remove_unfinished",
+    "shardcore/io/files.py:_no_link",
+    "shardcore/io/files.py:require_writable",
     "shardcore/cli/__init__.py:main", "shardcore/publish/store.py:turn", "tasks/console.py:_redirect",
     # ShardCore's own files, as they were installed.
     "shardcore/core/jit.py:cache_folder", "shardcore/draws/placements.py:recorded_plans",

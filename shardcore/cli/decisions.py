@@ -97,12 +97,12 @@ def with_host_memory(problem: Problem, args: argparse.Namespace) -> Problem:
 
 def decisions(args: argparse.Namespace, problem: Problem, stored: Problem) -> Iterator[Decision]:
     """The decisions that options ask for. stored: the problem as its file has it."""
+    from shardcore.io.towers import read_towers
     from shardcore.search.decisions.groups import Groups
     from shardcore.search.decisions.hot_rows import HotRows
     from shardcore.search.decisions.provision import Provision, Target, read_offers
     from shardcore.search.decisions.tiers import Tiers
     from shardcore.search.decisions.towers import OnTowers
-    from shardcore.towers import read_towers
 
     if args.offers:
         offers = read_offers(args.offers)
@@ -133,7 +133,7 @@ def _models(args: argparse.Namespace, names: list[str]) -> dict[str, CostModel]:
 
 
 def _start(args: argparse.Namespace, problem: Problem, stored: Problem) -> Start:
-    from shardcore import files, grouped_plans
+    from shardcore.io import files, grouped_plans
     from shardcore.publish.replan import ReplanConfig, Start
     from shardcore.step.lower import require_plan
     from shardcore.step.sharding_groups import problem_of_group
@@ -211,8 +211,8 @@ def extrapolated(found: Found, model: CostModel) -> list[str]:
 
 def write(args: argparse.Namespace, found: Found) -> None:
     """Write the plan, and the problem that it is of, where paths are given."""
-    from shardcore import files
-    from shardcore.grouped_plans import write_grouped
+    from shardcore.io import files
+    from shardcore.io.grouped_plans import write_grouped
     from shardcore.search.decisions.groups import FoundGroups
 
     grouped = found if isinstance(found, FoundGroups) else None

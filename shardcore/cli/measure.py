@@ -18,10 +18,10 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import OPTIMIZERS, PRECISION_BYTES, Problem, Setting
 
 if TYPE_CHECKING:
+    from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeRequest
     from shardcore.measure.hosts import Box
     from shardcore.measure.replay import ReplayConfig
     from shardcore.measure.supervise import Finished, Supervisor
-    from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest
 
 _ESTIMATE_S = 5.0
 """Seconds of measuring from which a dry run estimates."""
@@ -82,18 +82,17 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--seed", type=natural, default=0)
 
 def measure(args: argparse.Namespace) -> None:
-    from shardcore import files
     from shardcore.core.validation import WAITS_S, require_within
     from shardcore.draws import MOST_DRAWS, MOST_RANKS
     from shardcore.draws.groups import GroupConfig, compute_request, reference_request
     from shardcore.draws.steps import first_step_plans
+    from shardcore.io import dataset, files, replays
     from shardcore.measure import hardware, kernels, run
     from shardcore.measure.device_bench import BenchSpec
     from shardcore.measure.devices import device_of
     from shardcore.measure.local_workers import LocalTransport
     from shardcore.measure.replay import of_samples
     from shardcore.measure.supervise import Supervisor
-    from shardcore.samples import dataset, replays
     from shardcore.tables.generate import PoolConfig, generate_pool
     from shardcore.tables.held_out import kept_for_testing
 
@@ -263,9 +262,9 @@ def _measure_exchanges(args: argparse.Namespace, missing: Sequence[CollectiveReq
 
 def _measure_steps(args: argparse.Namespace, missing: Sequence[tuple[Problem, list]], setting: Setting,
                    device: str, config: ReplayConfig) -> None:
+    from shardcore.io import dataset
     from shardcore.measure import run
     from shardcore.measure.replay import replay_all
-    from shardcore.samples import dataset
 
     reference, began = dataset.reference_op(args.out, setting), time.monotonic()
     done, total = 0, sum(len(made) for _, made in missing)

@@ -12,7 +12,7 @@ from shardcore.cli.progress_line import shown
 from shardcore.core import progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import OPTIMIZERS, PRECISION_BYTES, Setting
-from shardcore.model_files import MODEL_JSON, MODEL_WEIGHTS
+from shardcore.io.model_files import MODEL_JSON, MODEL_WEIGHTS
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -39,8 +39,8 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    from shardcore import schema
     from shardcore.cost import fit, known_errors, neural, training
+    from shardcore.io import schema
 
     # Samples of different settings must not train one model.
     found = sorted({s for folder in args.datasets for s in _settings_in(folder)}, key=str)
@@ -68,7 +68,7 @@ def train(args: argparse.Namespace) -> None:
 
 def _settings_in(folder: Path) -> list[Setting]:
     """Settings of a dataset's samples. Raises ShardCoreError if there are none."""
-    from shardcore.samples import dataset
+    from shardcore.io import dataset
 
     if not folder.is_dir():
         raise ShardCoreError(f"{folder} is no folder; it needs to be one of measurements, as measure makes")
@@ -94,9 +94,8 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
 
 
 def report(args: argparse.Namespace) -> None:
-    from shardcore import files
+    from shardcore.io import dataset, files, replays
     from shardcore.report import dataset_report, figures, text_table
-    from shardcore.samples import dataset, replays
 
     found = _settings_in(args.dataset)
     for setting in found:

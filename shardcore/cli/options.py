@@ -12,7 +12,7 @@ from typing import Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_BYTES
-from shardcore.schema import MOST_INT
+from shardcore.io.schema import MOST_INT
 
 MOST_GIB = MOST_BYTES >> 30
 
@@ -58,7 +58,7 @@ def require_outputs(args: argparse.Namespace, also_read: Iterable[Path] = ()) ->
 
     Called before the work, which would be lost. also_read: paths that its arguments only imply.
     """
-    from shardcore.files import require_writable
+    from shardcore.io.files import require_writable
 
     given = [(name, found) for name, value in vars(args).items()
              for one in (value if isinstance(value, list) else [value]) if (found := _local(one))]

@@ -80,9 +80,9 @@ def plan_arguments(**given: Any) -> argparse.Namespace:
 
 def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda outcome: None) -> Found:
     """Search a plan. heard: is called with each outcome of the outermost decision."""
-    from shardcore import files
     from shardcore.cost import composite
     from shardcore.cost.model import at_confidence
+    from shardcore.io import files
     from shardcore.search import DEFAULT_SHARDER, known, sharder
     from shardcore.search.decisions.driver import decide
     from shardcore.search.learned.policy import read_policy
@@ -154,7 +154,7 @@ def _say_planned(args: argparse.Namespace, found: Found, decisions: Sequence[Dec
 
 
 def _provenance(args: argparse.Namespace, folders: Sequence[Path]) -> dict[str, Any]:
-    from shardcore import model_files
+    from shardcore.io import model_files
 
     return ({"model_digest": "+".join(map(model_files.model_digest, folders))}
             | ({"policy_digest": model_files.model_digest(args.policy, "policy")} if args.policy else {})
@@ -199,10 +199,10 @@ def _add_price(commands: argparse._SubParsersAction) -> None:
 
 
 def price(args: argparse.Namespace) -> None:
-    from shardcore import files, grouped_plans
     from shardcore.cost import composite
     from shardcore.cost.model import at_confidence
     from shardcore.cost.model import price as predicted
+    from shardcore.io import files, grouped_plans
     from shardcore.report import decisions_report
     from shardcore.search.decisions.ledger import ledger_of
     from shardcore.search.decisions.tower_plans import as_planned
@@ -257,10 +257,10 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    from shardcore import files
     from shardcore.export.torchrec import to_torchrec
     from shardcore.export.torchrec_json import write_torchrec
-    from shardcore.grouped_plans import is_grouped
+    from shardcore.io import files
+    from shardcore.io.grouped_plans import is_grouped
     from shardcore.search import torchrec
     from shardcore.step.lower import require_plan
 

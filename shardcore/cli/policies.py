@@ -10,7 +10,7 @@ from pathlib import Path
 from shardcore.cli.options import command, natural, positive
 from shardcore.cli.progress_line import shown
 from shardcore.core.progress import report
-from shardcore.model_files import MODEL_WEIGHTS
+from shardcore.io.model_files import MODEL_WEIGHTS
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -37,8 +37,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def train_policy(args: argparse.Namespace) -> None:
-    from shardcore import files, model_files
     from shardcore.cost import neural
+    from shardcore.io import files, model_files
     from shardcore.search.learned.learner import PolicyConfig
     from shardcore.search.learned.policy import write_policy
     from shardcore.search.learned.problems import PolicyProblems, make_policy

@@ -47,15 +47,15 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def heat(args: argparse.Namespace) -> None:
-    from shardcore import files
+    from shardcore.io import files
     from shardcore.report.heat_report import heat_table
 
     print(heat_table(files.read_problem(args.problem), args.held))
 
 
 def problem(args: argparse.Namespace) -> None:
-    from shardcore import files
     from shardcore.draws.problems import ProblemConfig, draw_problem
+    from shardcore.io import files
     from shardcore.tables.public import public_pool
 
     require_within(args, "problem", devices=(1, MOST_DEVICES))

@@ -76,8 +76,9 @@ def diff(args: argparse.Namespace) -> None:
 
 def _write_comparison(args: argparse.Namespace, old: Plan, new: Plan, problem: Problem) -> None:
     """Both plans under the problem of the new one."""
-    from shardcore import files, load_model
+    from shardcore import load_model
     from shardcore.cost.model import price
+    from shardcore.io import files
     from shardcore.report import plan_page
     from shardcore.report.plan_explorer import Version
     from shardcore.search.anneal.reshard import rebind_tables
@@ -95,7 +96,8 @@ def _write_comparison(args: argparse.Namespace, old: Plan, new: Plan, problem: P
 
 
 def drift(args: argparse.Namespace) -> None:
-    from shardcore import files, load_model
+    from shardcore import load_model
+    from shardcore.io import files
     from shardcore.publish import store
     from shardcore.publish.drift import drift as drift_of
     from shardcore.publish.replan import ReplanConfig
@@ -120,7 +122,7 @@ def drift(args: argparse.Namespace) -> None:
 
 def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:
     """A valid plan with its problem: the given one, or problem.json beside it."""
-    from shardcore import files
+    from shardcore.io import files
     from shardcore.step.lower import require_plan
 
     beside = path.with_name("problem.json")
@@ -136,8 +138,8 @@ def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:
 
 def _with_statistics_of(path: Path, problem: Problem) -> Problem:
     """The problem with fresh shapes and statistics from a problem file or a pool."""
-    from shardcore import files
-    from shardcore.documents import is_document
+    from shardcore.io import files
+    from shardcore.io.envelope import is_document
     from shardcore.publish.drift import refreshed, refreshed_by
 
     if is_document(path, "pool"):

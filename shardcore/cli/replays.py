@@ -15,7 +15,7 @@ from shardcore.core.progress import report
 from shardcore.core.types import Setting
 
 if TYPE_CHECKING:
-    from shardcore.measurements import StepSample
+    from shardcore.io.measurements import StepSample
     from shardcore.step.lower import Workload
 
 
@@ -41,13 +41,12 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def replay(args: argparse.Namespace) -> None:
-    from shardcore import files
     from shardcore.cost import composite
     from shardcore.cost.model import price
+    from shardcore.io import dataset, files, replays
     from shardcore.measure import hardware
     from shardcore.measure.replay import ReplayConfig, replay_all
     from shardcore.report.replay_report import replay_text
-    from shardcore.samples import dataset, replays
     from shardcore.step.lower import lower
 
     # Fail before reading files if the device is missing.

@@ -81,11 +81,11 @@ def hot_rows(args: argparse.Namespace) -> None:
 
 
 def hot_drift(args: argparse.Namespace) -> None:
-    from shardcore import files
+    from shardcore.io import files
+    from shardcore.io.hot_ids import read_hot_ids, write_hot_ids
+    from shardcore.io.row_counts import read_row_counts
     from shardcore.report.decisions_report import drift_table
     from shardcore.tables.hot_drift import hot_drift as drift_of
-    from shardcore.tables.hot_ids import read_hot_ids, write_hot_ids
-    from shardcore.tables.row_counts import read_row_counts
 
     found = drift_of(files.read_problem(args.problem), read_hot_ids(args.hot_ids),
                      read_row_counts(args.row_counts))
@@ -95,7 +95,7 @@ def hot_drift(args: argparse.Namespace) -> None:
 
 
 def tiers(args: argparse.Namespace) -> None:
-    from shardcore import files
+    from shardcore.io import files
     from shardcore.memory_tiers import decide
     from shardcore.report.decisions_report import tiers_report
 
@@ -135,7 +135,7 @@ def provision(args: argparse.Namespace) -> None:
 
 
 def _write_clusters(outcomes: Sequence[Outcome], chosen: Outcome | None, out: Path) -> None:
-    from shardcore import files
+    from shardcore.io import files
     from shardcore.report import decisions_report, figures
 
     files.write_json(out / "clusters.json", [

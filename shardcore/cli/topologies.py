@@ -39,7 +39,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
-    from shardcore import files
+    from shardcore.io import files
     from shardcore.measure import pairs
     from shardcore.report import topology_report
 

@@ -37,7 +37,7 @@ class Job:
     id_bytes: bytes of an id: 8 for int64, 4 for int32.
     length_bytes: bytes of a length: how many ids a sample has for a feature.
     forward_payload, backward_payload: as what outputs and gradients travel.
-    tower_ratio: how many times smaller a tower module makes outputs before they cross hosts (towers.py).
+    tower_ratio: how many times smaller a tower module makes outputs before they cross hosts (io/towers.py).
         None: there are no towers.
     replica_optimizer: what updates replicas, a name of DENSE_OPTIMIZERS. TorchRec gives them to DDP, and to a
         dense optimizer of the job. None: the one that is most like the problem's optimizer.

@@ -2,7 +2,7 @@
 
 Everything here is a value: equal by content, hashable, and free of behaviour beyond what follows from its own
 fields. Devices are in topology.py, which rows lookups hit in access_statistics.py, what a user asks of a plan
-in constraints.py, what a step costs in step_cost.py, and what was measured in measurements.py. Messages of
+in constraints.py, what a step costs in step_cost.py, and what was measured in io/measurements.py. Messages of
 what is refused come from validation.py.
 """
 

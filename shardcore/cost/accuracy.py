@@ -14,7 +14,7 @@ import numpy as np
 from shardcore.cost import collective_fit, features, nets
 from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
-from shardcore.measurements import CollectiveSample, ComputeSample
+from shardcore.io.measurements import CollectiveSample, ComputeSample
 
 Sample = TypeVar("Sample", ComputeSample, CollectiveSample)
 COVERAGES = (50, 80, 90, 95)

@@ -30,7 +30,7 @@ from shardcore.cost.collective_model import (
 )
 from shardcore.cost.metrics import mape
 from shardcore.cost.nnls import fit_law
-from shardcore.measurements import CollectiveSample
+from shardcore.io.measurements import CollectiveSample
 from shardcore.step.collectives import COLLECTIVES, Collective
 from shardcore.step.kinds import Channel
 from shardcore.step.scopes import SCOPES, WORLD

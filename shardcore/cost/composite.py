@@ -26,7 +26,7 @@ from shardcore.core.validation import require, require_type
 from shardcore.cost.collective_model import ALL_TO_ALL, is_measured
 from shardcore.cost.model import CommCost, Compiled, CostModel
 from shardcore.cost.ranges import and_more
-from shardcore.model_files import model_folders
+from shardcore.io.model_files import model_folders
 from shardcore.step.lower import Workload
 from shardcore.tables.host_rows import link_bytes_of
 

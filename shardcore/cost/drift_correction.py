@@ -25,8 +25,8 @@ from shardcore.core.types import Setting
 from shardcore.cost import collective_fit, features
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.nnls import fit_law
-from shardcore.measurements import CollectiveSample, ComputeSample, Spread
-from shardcore.samples import dataset
+from shardcore.io import dataset
+from shardcore.io.measurements import CollectiveSample, ComputeSample, Spread
 from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.scopes import WORLD
 

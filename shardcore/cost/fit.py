@@ -28,7 +28,7 @@ from shardcore.cost.accuracy import Sample, evaluate, split_of
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
-from shardcore.measurements import CollectiveSample, ComputeSample
+from shardcore.io.measurements import CollectiveSample, ComputeSample
 
 Progress = Callable[[str, int, dict[str, float]], None]
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from shardcore import files, model_files, schema
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.links import LEVELS
@@ -25,6 +24,7 @@ from shardcore.cost import collective_model, features, nets, quantiles, ranges
 from shardcore.cost import weights as required
 from shardcore.cost.composite import Composite, composed
 from shardcore.cost.model import CommCost, Compiled
+from shardcore.io import files, model_files, schema
 from shardcore.step.kinds import ID_CHANNELS, Channel
 from shardcore.step.lower import Workload
 from shardcore.step.traffic import channels_of

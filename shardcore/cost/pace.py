@@ -11,7 +11,7 @@ import numpy as np
 
 from shardcore.cost import features
 from shardcore.cost.nnls import fit_law
-from shardcore.measurements import ComputeSample
+from shardcore.io.measurements import ComputeSample
 
 FEWEST = 20
 """With fewer timed samples nothing is known."""

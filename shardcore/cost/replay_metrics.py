@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore.cost.metrics import kendall_tau, mape, spearman
-from shardcore.measurements import Spread
+from shardcore.io.measurements import Spread
 
 OURS, RANDOM = "portfolio", "random"
 FEWEST = 5

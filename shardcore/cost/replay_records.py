@@ -11,7 +11,7 @@ import numpy as np
 from shardcore.core.step_cost import PARTS, StepCost
 from shardcore.cost.model import CostModel, price
 from shardcore.cost.replay_metrics import ReplayRecord, noise_ms
-from shardcore.samples.replays import ReplaySet
+from shardcore.io.replays import ReplaySet
 from shardcore.step.lower import lower
 
 

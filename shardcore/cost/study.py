@@ -15,7 +15,7 @@ from shardcore.core.types import Setting
 from shardcore.cost import accuracy, fit
 from shardcore.cost.metrics import mape
 from shardcore.cost.nnls import fit_law
-from shardcore.measurements import ComputeSample
+from shardcore.io.measurements import ComputeSample
 from shardcore.tables.held_out import kept_for_testing
 
 CONTROL = 8

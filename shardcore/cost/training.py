@@ -12,7 +12,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.cost import accuracy, drift_correction, fit, step_factors
 from shardcore.cost.neural import NeuralModel
-from shardcore.samples import replays
+from shardcore.io import replays
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from shardcore.measurements import CollectiveRequest, ComputeRequest
+from shardcore.io.measurements import CollectiveRequest, ComputeRequest
 
 Request = TypeVar("Request", ComputeRequest, CollectiveRequest)
 MOST_DRAWS, MOST_RANKS = 1_000_000, 1 << 10

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardcore.core.types import PAYLOADS
 from shardcore.draws.problems import DIMS
-from shardcore.measurements import CollectiveRequest, EmulatedLinks
+from shardcore.io.measurements import CollectiveRequest, EmulatedLinks
 from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.scopes import SCOPES, even_hosts
 

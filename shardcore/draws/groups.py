@@ -13,7 +13,7 @@ from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard, Tab
 from shardcore.core.validation import MOST_BYTES, MOST_DIM, require_within
 from shardcore.draws import placements
 from shardcore.draws.problems import DEVICES, DIMS
-from shardcore.measurements import ComputeRequest
+from shardcore.io.measurements import ComputeRequest
 from shardcore.step.output_bytes import output_bytes
 
 REPLICATED_BYTES = 64 << 20

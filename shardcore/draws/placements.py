@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shardcore import files
 from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Problem, Setting, Shard, Table
 from shardcore.draws.problems import DEVICES, ProblemConfig, draw_problem, drawn_bytes, sized
+from shardcore.io import files
 
 NEUROSHARD = "neuroshard"
 PLANNERS = ("random", "size_greedy", "dim_greedy", "lookup_greedy", "size_lookup_greedy", NEUROSHARD)

@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardcore import files, schema
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
 from shardcore.core.validation import MOST_DEVICES, require, require_within
 from shardcore.export import torchrec_fields
 from shardcore.export.torchrec import to_torchrec
 from shardcore.export.torchrec_json import from_json, to_json
+from shardcore.io import files, schema
 from shardcore.step.sharding_groups import CONTIGUOUS, MOST_SYNC_EVERY, GroupedPlan, per_host
 
 if TYPE_CHECKING:

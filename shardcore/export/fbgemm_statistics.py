@@ -33,12 +33,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardcore import files, schema
 from shardcore.core.access_statistics import REUSE_BINS, Reuse
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
 from shardcore.core.validation import MOST_BATCH, MOST_POOLING
 from shardcore.export.torchrec_modules import path_in_model
+from shardcore.io import files, schema
 from shardcore.step.access import BIN_HIGH
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.tables.hot_ids import HotIds
+from shardcore.io.hot_ids import HotIds
 from shardcore.tables.hot_rows import COLD
 
 if TYPE_CHECKING:

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import nn
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.documents import document, open_document, opened, seal, unseal
 from shardcore.export.hot_cold import HotColdEmbeddingCollection, hot_cold_modules
 from shardcore.export.torchrec_modules import path_in_model
-from shardcore.files import write_atomic, write_json
-from shardcore.model_files import UNREADABLE
-from shardcore.schema import build, parse_json, require_file, show
+from shardcore.io.envelope import document, open_document, opened, seal, unseal
+from shardcore.io.files import write_atomic, write_json
+from shardcore.io.model_files import UNREADABLE
+from shardcore.io.schema import build, parse_json, require_file, show
 from shardcore.tables.hot_rows import COLD
 
 _ROWS, _COMPLETE, _META = "rows", "rows-complete", "shardcore"

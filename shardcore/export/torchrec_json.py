@@ -15,9 +15,9 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
-from shardcore import files, schema
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_DEVICES
+from shardcore.io import files, schema
 
 if TYPE_CHECKING:
     from torch import nn

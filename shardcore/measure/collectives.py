@@ -35,13 +35,13 @@ import torch.distributed as dist
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.core.validation import MOST_REPEATS, WAITS_S, require, require_within
+from shardcore.io import dataset
+from shardcore.io.measurements import CollectiveRequest, CollectiveSample
 from shardcore.measure import hosts, local_ranks, own_core
 from shardcore.measure.devices import device_of
 from shardcore.measure.id_transfer import IdTransfer
 from shardcore.measure.timing import spread
 from shardcore.measure.transfers import Transfer, transfers
-from shardcore.measurements import CollectiveRequest, CollectiveSample
-from shardcore.samples import dataset
 from shardcore.step.scopes import WORLD
 
 _SCRATCH_BYTES = 16 << 20

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from shardcore.core.types import Setting
+from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.measure import hardware
 from shardcore.measure.kernels import KernelBench, KernelConfig
-from shardcore.measurements import ComputeRequest, ComputeSample
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import LINK_GBIT_S, require_within
-from shardcore.measurements import EmulatedLinks
+from shardcore.io.measurements import EmulatedLinks
 
 HOST_VARIABLE = "SHARDCORE_BOX_HOST"
 """Set for processes in a box: the number of their host."""

@@ -21,8 +21,8 @@ import torch
 
 from shardcore.core.job import Job
 from shardcore.core.types import OUTPUT_BYTES
+from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure import all_to_all
-from shardcore.measurements import CollectiveRequest
 from shardcore.step.collectives import Work
 from shardcore.step.id_bytes import received_bytes
 from shardcore.step.lower import Workload

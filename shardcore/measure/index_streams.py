@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shardcore.core.types import MIN_WIDTH, Shard, Table
-from shardcore.measurements import ComputeRequest
+from shardcore.io.measurements import ComputeRequest
 from shardcore.tables import streams
 
 Stream = tuple[torch.Tensor, torch.Tensor]

@@ -36,11 +36,11 @@ from shardcore.core.catalog import OPTIMIZERS, PRECISIONS
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard
 from shardcore.core.validation import MOST_BYTES, MOST_REPEATS, MOST_ROWS, require_within
+from shardcore.io import dataset
+from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.measure import devices, fused_op, hardware, timing
 from shardcore.measure.index_streams import IndexStreams
 from shardcore.measure.op_shape import OpShape, op_shape
-from shardcore.measurements import ComputeRequest, ComputeSample
-from shardcore.samples import dataset
 from shardcore.step import memory
 
 _REFERENCE_RUNS = 48

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import OUTPUT_BYTES
+from shardcore.io.measurements import ComputeRequest
 from shardcore.measure.fused_op import even_parts
-from shardcore.measurements import ComputeRequest
 from shardcore.step import access
 from shardcore.step.lower import is_sequence
 

@@ -53,6 +53,8 @@ from shardcore.core.validation import (
     require_type,
     require_within,
 )
+from shardcore.io.dataset import ReferenceOp
+from shardcore.io.measurements import StepSample
 from shardcore.measure import exchanges, id_transfer, local_ranks
 from shardcore.measure.collectives import CollectiveConfig, Rank, wait_and_transfer, wait_until
 from shardcore.measure.devices import device_of
@@ -68,8 +70,6 @@ from shardcore.measure.step_compute import (
     require_room,
 )
 from shardcore.measure.timing import Caches, spread
-from shardcore.measurements import StepSample
-from shardcore.samples.dataset import ReferenceOp
 from shardcore.step.lower import Workload
 
 

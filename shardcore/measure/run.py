@@ -19,10 +19,10 @@ from shardcore.core.types import Problem, Setting, Table
 from shardcore.draws import Request, different
 from shardcore.draws.collectives import comm_request, emulated_request
 from shardcore.draws.groups import GroupConfig, compute_request
+from shardcore.io import dataset, replays
+from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, EmulatedLinks
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measure.supervise import Finished, Supervisor
-from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, EmulatedLinks
-from shardcore.samples import dataset, replays
 
 KEEP_EVERY_S = 5.0
 """Between two writes, whatever the chunk: at most so much that has finished is lost at a kill."""

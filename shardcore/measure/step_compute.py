@@ -17,11 +17,11 @@ import torch
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import OUTPUT_BYTES, PRECISION_BYTES, Setting, Shard
+from shardcore.io.dataset import ReferenceOp
+from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import own_core
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import Caches
-from shardcore.measurements import ComputeRequest
-from shardcore.samples.dataset import ReferenceOp
 from shardcore.step.lower import Op, Workload
 from shardcore.step.memory import gib
 from shardcore.step.output_bytes import output_bytes

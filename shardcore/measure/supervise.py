@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import WAITS_S, require_within
+from shardcore.io import dataset
+from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.measure.device_bench import BenchSpec, Counts
-from shardcore.measurements import ComputeRequest, ComputeSample
-from shardcore.samples import dataset
 
 _logger = logging.getLogger(__name__)
 START_S = 300.0

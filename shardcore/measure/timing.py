@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 import torch
 
-from shardcore.measurements import Spread
+from shardcore.io.measurements import Spread
 
 
 def spread(values_ms: Sequence[float]) -> Spread:

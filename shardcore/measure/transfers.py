@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from shardcore.core.catalog import PRECISIONS
+from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure import all_to_all
 from shardcore.measure.id_transfer import IdTransfer, features_and_ids
-from shardcore.measurements import CollectiveRequest
 
 Collective = Callable[[torch.Tensor, torch.Tensor], Any]
 """Called with the tensor to fill and the one to send."""

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardcore import files, schema
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_UNIX_S, is_path_name
+from shardcore.io import files, schema
 
 OUTCOMES = ("first", "better", "kept", "no longer fits", "restored")
 _SCHEMA, _SCHEMA_VERSION = "shardcore/decision", 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost.model import CostModel, PricedPlan, price_plan
-from shardcore.problem_parts import parts_of, refusal
+from shardcore.io.problem_parts import parts_of, refusal
 from shardcore.publish.diff import Diff, diff
 from shardcore.publish.gain import Gain, gain
 from shardcore.publish.replan import ReplanConfig, forced_moves, replan

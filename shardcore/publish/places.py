@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardcore import files, schema
 from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.validation import require_type
-from shardcore.schema import ABSENT
+from shardcore.io import files, schema
+from shardcore.io.schema import ABSENT
 
 
 @dataclass(frozen=True)

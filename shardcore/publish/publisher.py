@@ -11,12 +11,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from shardcore import files
 from shardcore.core.errors import Infeasible, ShardCoreError, Unreachable
 from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import MOST_COUNT, MOST_MS, MOST_SEED, require_within
 from shardcore.cost.model import CostModel, PricedPlan, price_plan
+from shardcore.io import files
 from shardcore.publish import store
 from shardcore.publish.decisions import Decision
 from shardcore.publish.diff import Diff, diff, relabel_devices

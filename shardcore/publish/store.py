@@ -30,11 +30,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardcore import files, schema
 from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import is_path_name
-from shardcore.documents import seal, unseal
+from shardcore.io import files, schema
+from shardcore.io.envelope import seal, unseal
 from shardcore.publish import decisions, places
 from shardcore.publish.decisions import Decision, require_id
 from shardcore.publish.places import Place

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeSample
-from shardcore.samples.dataset import has_reference_op
+from shardcore.io.dataset import has_reference_op
+from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeSample
 from shardcore.step.memory import gib
 from shardcore.step.scopes import WORLD
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from shardcore.samples.replays import ReplaySet
+    from shardcore.io.replays import ReplaySet
 
 
 def dataset_summary(samples: Sequence[ComputeSample],

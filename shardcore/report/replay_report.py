@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardcore.core.step_cost import StepCost
-from shardcore.measurements import StepSample
+from shardcore.io.measurements import StepSample
 from shardcore.report.text import percent_change, text_table
 
 MOST_DEVICES = 16

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardcore import files
+from shardcore.io import files
 from shardcore.rank_order import order, problem_of
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ import numpy as np
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import PAYLOADS
 from shardcore.core.types import PRECISION_BYTES, Problem
+from shardcore.io.hot_ids import HotIds
+from shardcore.io.row_counts import RowCounts
 from shardcore.step.id_bytes import lookup_bytes
-from shardcore.tables.hot_ids import HotIds
 from shardcore.tables.hot_rows import COLD, HOT
-from shardcore.tables.row_counts import RowCounts
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from shardcore.core.types import Setting, Shard, Table
 from shardcore.cost import features
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.metrics import mape
-from shardcore.measurements import ComputeRequest, ComputeSample, Spread
+from shardcore.io.measurements import ComputeRequest, ComputeSample, Spread
 
 SETTING = Setting("made-up", 64)
 PUBLISHED, OUR_LOSS, OUR_FEATURES = RECIPES.values()

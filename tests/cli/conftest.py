@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 
-from shardcore import files
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
 from shardcore.cost import fit, neural
+from shardcore.io import files
 
 MIB = 1 << 20
 

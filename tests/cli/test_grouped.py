@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from shardcore import files
 from shardcore.cli import main
-from shardcore.grouped_plans import read_grouped
+from shardcore.io import files
+from shardcore.io.grouped_plans import read_grouped
 
 
 @pytest.fixture

@@ -15,15 +15,14 @@ import pytest
 import torch
 from boxes import boxed
 
-from shardcore import files
 from shardcore.cli import main
 from shardcore.cli import measure as measuring
 from shardcore.core.types import Setting
 from shardcore.draws import different
 from shardcore.draws.collectives import comm_request, emulated_request
 from shardcore.draws.groups import GroupConfig, compute_request, reference_request
-from shardcore.measurements import CollectiveSample, ComputeSample, EmulatedLinks, Spread
-from shardcore.samples import dataset, replays
+from shardcore.io import dataset, files, replays
+from shardcore.io.measurements import CollectiveSample, ComputeSample, EmulatedLinks, Spread
 
 ROOT = Path(__file__).parents[2]
 SETTING = Setting("law", 64)

@@ -9,7 +9,7 @@ from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 from shardcore.cli import main, measurements
 from shardcore.core import progress
 from shardcore.cost import known_errors, neural
-from shardcore.samples import dataset, replays
+from shardcore.io import dataset, replays
 
 
 @pytest.fixture

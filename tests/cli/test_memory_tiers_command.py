@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from shardcore import files
 from shardcore.cli import main
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Table
+from shardcore.io import files
 from shardcore.step.lower import lower
 
 

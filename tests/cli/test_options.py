@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shardcore import files
 from shardcore.cli import main, parser_of_all
 from shardcore.core.types import Placement, Plan, Shard
+from shardcore.io import files
 from shardcore.publish import store
 from shardcore.publish.decisions import Decision
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from shardcore import files
 from shardcore.cli import main
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.links import links_of
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Table
-from shardcore.grouped_plans import read_grouped
+from shardcore.io import files
+from shardcore.io.grouped_plans import read_grouped
 from shardcore.search.decisions.tower_plans import as_planned
 from shardcore.step.lower import lower
 

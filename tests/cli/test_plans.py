@@ -8,12 +8,12 @@ import pytest
 from laws import SETTING
 from shapes import column
 
-from shardcore import files
 from shardcore.cli import main
 from shardcore.core.job import Job
 from shardcore.core.topology import Device
 from shardcore.core.types import Plan
-from shardcore.model_files import model_digest
+from shardcore.io import files
+from shardcore.io.model_files import model_digest
 from shardcore.step import memory
 from shardcore.step.memory import used_bytes
 

@@ -6,10 +6,10 @@ import pytest
 from laws import SETTING
 from policies import untrained
 
-from shardcore import files, model_files
 from shardcore.cli import main
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.types import Table
+from shardcore.io import files, model_files
 from shardcore.search.learned.policy import read_policy, write_policy
 
 QUICK = ["--devices", "2", "--min-tables", "4", "--max-tables", "6", "--max-dim", "16", "--problems", "3",

@@ -2,8 +2,8 @@
 
 import json
 
-from shardcore import files
 from shardcore.cli import main
+from shardcore.io import files
 
 OFFER = {"name": "box", "devices": 2, "memory_bytes": 1 << 30, "price_per_hour": 3.0, "model": "model",
          "most_hosts": 2, "links": [

@@ -3,9 +3,9 @@
 import shutil
 from dataclasses import replace
 
-from shardcore import files
 from shardcore.cli import main
 from shardcore.core.types import Placement, Plan, Shard
+from shardcore.io import files
 from shardcore.publish import store
 from shardcore.publish.decisions import Decision
 from shardcore.step.lower import lower

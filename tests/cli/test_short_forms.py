@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardcore import files
 from shardcore.cli import main
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.links import links_of
+from shardcore.io import files
+from shardcore.io.hot_ids import HotIds, read_hot_ids, write_hot_ids
+from shardcore.io.row_counts import RowCounts, write_row_counts
 from shardcore.step.lower import lower
-from shardcore.tables.hot_ids import HotIds, read_hot_ids, write_hot_ids
 from shardcore.tables.hot_rows import with_hot_rows
-from shardcore.tables.row_counts import RowCounts, write_row_counts
 
 
 def asked(folder, model) -> list[str]:

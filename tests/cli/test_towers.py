@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from shardcore import files
 from shardcore.cli import main
 from shardcore.core.links import links_of
 from shardcore.core.topology import Topology
+from shardcore.io import files
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import pickle
 import numpy as np
 import pytest
 
-from shardcore import measurements
 from shardcore.core import constraints, topology, types
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.constraints import Constraints
@@ -12,6 +11,7 @@ from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.step_cost import StepCost
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Problem, Setting, Shard, Table
+from shardcore.io import measurements
 from shardcore.step import lower
 
 HOSTS = Topology((Device(1, host="a"), Device(1, host="a"), Device(1, host="b"), Device(1, host="b")))
@@ -157,6 +157,6 @@ def test_a_table_stays_a_key_across_processes(tables):
 
 
 def test_equal_tables_have_equal_files():
-    from shardcore import files
+    from shardcore.io import files
 
     assert files.table_to_json(Table("t", 3, 4, 1)) == files.table_to_json(Table("t", 3, 4, 1.0))

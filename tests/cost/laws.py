@@ -9,8 +9,14 @@ from shardcore.core.types import Setting, Shard, Table
 from shardcore.cost import features
 from shardcore.cost.collective_model import EXCHANGE_TERMS
 from shardcore.cost.neural import NeuralModel
-from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample, Spread
-from shardcore.samples import dataset
+from shardcore.io import dataset
+from shardcore.io.measurements import (
+    CollectiveRequest,
+    CollectiveSample,
+    ComputeRequest,
+    ComputeSample,
+    Spread,
+)
 from shardcore.step import access
 from shardcore.step.collectives import COLLECTIVES
 

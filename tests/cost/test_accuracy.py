@@ -8,7 +8,7 @@ from laws import SETTING, by_hand, comm_samples, spread
 
 from shardcore.core.types import Shard, Table
 from shardcore.cost import accuracy, collective_fit
-from shardcore.measurements import ComputeRequest, ComputeSample
+from shardcore.io.measurements import ComputeRequest, ComputeSample
 
 SHARD = Shard.whole(Table("t", 1000, 32, 1.0))
 ONE, TWO = (1.4 + 0.256, 2.1 + 0.768), (2.4 + 0.512, 4.1 + 1.536)

@@ -10,7 +10,7 @@ from test_collective_model import QUICK, columns, fitted, on_hosts
 
 from shardcore.core.links import links_of
 from shardcore.cost import accuracy, collective_fit, collective_model, fit
-from shardcore.measurements import CollectiveRequest, CollectiveSample, EmulatedLinks
+from shardcore.io.measurements import CollectiveRequest, CollectiveSample, EmulatedLinks
 from shardcore.step.kinds import BUCKETIZED_IDS, IDS, Channel
 
 OF_IDS = IDS.collective, BUCKETIZED_IDS.collective

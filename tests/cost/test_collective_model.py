@@ -16,7 +16,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import collective_fit, collective_model, fit, neural, ranges
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.measurements import CollectiveRequest, CollectiveSample
+from shardcore.io.measurements import CollectiveRequest, CollectiveSample
 from shardcore.step import traffic
 from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.kinds import CHANNELS, IDS, LAYOUTS, Channel

@@ -8,13 +8,13 @@ from laws import by_hand, pool
 from shapes import column
 
 import shardcore
-from shardcore import model_files
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost import composite, neural
 from shardcore.cost.composite import Composite
 from shardcore.cost.model import QuantileCostModel, group_costs, price, price_plan
+from shardcore.io import model_files
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.explain import explain
 from shardcore.step.lower import lower

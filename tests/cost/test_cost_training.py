@@ -8,7 +8,7 @@ from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost import accuracy, fit, training
-from shardcore.samples import dataset, replays
+from shardcore.io import dataset, replays
 
 CONFIG = fit.FitConfig(epochs=1, hidden=(4,))
 

@@ -19,8 +19,8 @@ from shardcore.cost.drift_correction import (
     corrected,
     read,
 )
-from shardcore.measurements import EmulatedLinks
-from shardcore.samples import dataset
+from shardcore.io import dataset
+from shardcore.io.measurements import EmulatedLinks
 
 
 def in_turn(samples, slowdown_of, seconds: float = 0.3):

@@ -8,13 +8,13 @@ import pytest
 from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law, spread
 from shapes import sends
 
-from shardcore import schema
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting, Shard, Table
 from shardcore.cost import accuracy, collective_model, fit, quantiles
-from shardcore.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample
+from shardcore.io import schema
+from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, ComputeSample
 from shardcore.step.access import access_share
 
 QUICK = fit.FitConfig(epochs=3)

@@ -12,7 +12,6 @@ import pytest
 from laws import SETTING, by_hand, pool
 from shapes import ALL_TO_ALL, REDUCE_SCATTER, WITHIN, host_row, on_hosts, row, sends
 
-from shardcore import files, model_files, schema
 from shardcore.core.access_statistics import REUSE_BINS, Reuse, Zipf
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.links import links_of
@@ -20,6 +19,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.cost import collective_model, features, neural
 from shardcore.cost.model import QuantileCostModel, at_confidence, group_costs, price
+from shardcore.io import files, model_files, schema
 from shardcore.step.kinds import CHANNELS
 from shardcore.step.lower import lower
 

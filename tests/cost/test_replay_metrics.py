@@ -8,7 +8,7 @@ import pytest
 
 from shardcore.cost import replay_metrics
 from shardcore.cost.replay_metrics import ReplayRecord
-from shardcore.measurements import Spread
+from shardcore.io.measurements import Spread
 
 
 def problem(name, ms, predicted=None, noise_ms=0.0):

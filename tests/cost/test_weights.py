@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 
-from shardcore import model_files
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost import collective_model, fit, neural, weights
+from shardcore.io import model_files
 
 
 @pytest.fixture(scope="module")

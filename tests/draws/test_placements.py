@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from bench import record_draws
-from shardcore import files
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Setting, Table
 from shardcore.draws import placements
 from shardcore.draws.groups import GroupConfig, compute_request
 from shardcore.draws.problems import ProblemConfig, draw_problem, drawn_bytes
-from shardcore.samples import dataset
+from shardcore.io import dataset, files
 from shardcore.step.lower import lower
 
 SHIPPED = Path(__file__).parents[2] / "datasets/cpu-amd-epyc"

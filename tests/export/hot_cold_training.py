@@ -32,7 +32,7 @@ from shardcore.export import hot_cold_rows
 from shardcore.export.hot_cold import HotColdEmbeddingCollection
 from shardcore.export.hot_cold_rows import load_rows, save_rows
 from shardcore.export.torchrec import to_torchrec
-from shardcore.tables.hot_ids import HotIds
+from shardcore.io.hot_ids import HotIds
 from shardcore.tables.hot_rows import with_hot_rows
 
 SHAPES = {"a": (60, 16, ["f0", "f1"]), "b": (41, 16, ["f2"]), "c": (30, 16, ["f3"])}

@@ -31,7 +31,6 @@ from torchrec.distributed.sharding_plan import (  # noqa: E402
 from torchrec.distributed.types import EnumerableShardingSpec, ShardingPlan  # noqa: E402
 from training import in_processes  # noqa: E402
 
-from shardcore import files  # noqa: E402
 from shardcore.cli import main  # noqa: E402
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.errors import ShardCoreError
@@ -48,6 +47,7 @@ from shardcore.export.fbgemm_statistics import (  # noqa: E402
 )
 from shardcore.export.torchrec import to_torchrec  # noqa: E402
 from shardcore.export.torchrec_planner import problem_for  # noqa: E402
+from shardcore.io import files  # noqa: E402
 from shardcore.step import access  # noqa: E402
 from shardcore.tables import streams  # noqa: E402
 

@@ -14,7 +14,6 @@ from shapes import replica, row
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType
 
-from shardcore import documents, files
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Setting, Table
@@ -24,8 +23,9 @@ from shardcore.export.hot_cold_rows import load_rows, save_rows
 from shardcore.export.torchrec import from_torchrec, to_torchrec
 from shardcore.export.torchrec_modules import tables_of
 from shardcore.export.torchrec_planner import problem_for
+from shardcore.io import envelope, files
+from shardcore.io.hot_ids import HotIds
 from shardcore.search import SHARDERS, Budget
-from shardcore.tables.hot_ids import HotIds
 from shardcore.tables.hot_rows import with_hot_rows
 
 CONFIGS = [EmbeddingConfig(name="h", num_embeddings=50, embedding_dim=8, feature_names=["f", "g"]),
@@ -238,7 +238,7 @@ def test_rows_whose_digests_are_right_but_cannot_be_are_refused(tmp_path, change
     body = json.loads(complete.read_text())
     body["files"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
     del body["digest"], body["schema"], body["version"]
-    files.write_json(complete, documents.document("rows-complete", documents.seal(body)))
+    files.write_json(complete, envelope.document("rows-complete", envelope.seal(body)))
     with pytest.raises(ShardCoreError, match=said):
         load_rows(HotColdEmbeddingCollection(CONFIGS, {"h": HOT}), tmp_path / "rows")
 

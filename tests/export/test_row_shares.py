@@ -17,12 +17,12 @@ from torchrec import (  # noqa: E402
     KeyedJaggedTensor,
 )
 
-from shardcore import files  # noqa: E402
 from shardcore.core.topology import Device, Topology  # noqa: E402
 from shardcore.core.types import Plan, Setting  # noqa: E402
 from shardcore.cost.analytic import AnalyticModel  # noqa: E402
 from shardcore.cost.model import price  # noqa: E402
 from shardcore.export.torchrec_planner import plan_for, problem_for  # noqa: E402
+from shardcore.io import files  # noqa: E402
 from shardcore.step import memory  # noqa: E402
 from shardcore.step.id_bytes import input_bytes  # noqa: E402
 from shardcore.step.kinds import BUCKETIZED_IDS, layout_of, run_of  # noqa: E402

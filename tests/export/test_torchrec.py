@@ -13,13 +13,13 @@ sys.path.append(str(Path(__file__).parent))
 import training  # noqa: E402  (beside this file)
 from shapes import column, host_row, on_hosts, replica, row  # noqa: E402
 
-from shardcore import files  # noqa: E402
 from shardcore.cli import main  # noqa: E402
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Placement, Plan, Shard, Table
 from shardcore.export.torchrec import from_torchrec, sharded, to_torchrec  # noqa: E402
 from shardcore.export.torchrec_json import from_json, read_torchrec, to_json, write_torchrec  # noqa: E402
 from shardcore.export.torchrec_modules import tables_of  # noqa: E402
+from shardcore.io import files  # noqa: E402
 from shardcore.search.shards import consolidate  # noqa: E402
 
 MODULE = training.Model(sequence=True)

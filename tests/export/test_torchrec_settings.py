@@ -19,7 +19,6 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # n
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry  # noqa: E402
 from torchrec.distributed.types import CacheParams, CacheStatistics, DataType, KeyValueParams, ShardingPlan  # noqa: E402
 
-from shardcore import files  # noqa: E402
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.tiers import Memory
@@ -29,6 +28,7 @@ from shardcore.export.torchrec import from_torchrec, to_torchrec  # noqa: E402
 from shardcore.export.torchrec_json import read_qcomms, read_torchrec, to_json, write_torchrec  # noqa: E402
 from shardcore.export.torchrec_planner import ShardCorePlanner  # noqa: E402
 from shardcore.export.torchrec_settings import job_of, payloads_of, settings_of, unpriced  # noqa: E402
+from shardcore.io import files  # noqa: E402
 from shardcore.search import Budget  # noqa: E402
 
 MODULE = training.Model()

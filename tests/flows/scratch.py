@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from shardcore.core.jit import copy_compiled
-from shardcore.samples import dataset
+from shardcore.io import dataset
 from tasks import services
 
 ROOT = Path(__file__).parents[2]

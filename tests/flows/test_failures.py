@@ -26,12 +26,11 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 from scratch import Project, Server, copy_project, kill_group, timings, until, with_logs
 
-from shardcore import files, model_files, schema
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.cost import fit, neural
+from shardcore.io import dataset, files, model_files, schema
 from shardcore.publish import store
-from shardcore.samples import dataset
 from tasks import publish_claim, registry
 
 

@@ -18,11 +18,10 @@ from ray_fixtures import raylet
 from scratch import copy_project, timings, until
 
 import flows.measure
-from shardcore import files
 from shardcore.core.topology import Device, Topology
 from shardcore.draws.groups import reference_request
-from shardcore.measurements import ComputeSample
-from shardcore.samples import dataset
+from shardcore.io import dataset, files
+from shardcore.io.measurements import ComputeSample
 from tasks import console, services
 from tasks.measure import MeasureConfig
 from tasks.setting import SettingConfig

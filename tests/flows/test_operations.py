@@ -37,13 +37,12 @@ from scratch import kill_group, until
 from flows.promote import promote
 from flows.publish import publish
 from flows.refresh import refresh
-from shardcore import files
 from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.cost import fit, neural
+from shardcore.io import dataset, files
 from shardcore.publish import store
-from shardcore.samples import dataset
 from shardcore.search import Budget
 from shardcore.search.explain import explain
 from tasks import publish_claim, registry, watch

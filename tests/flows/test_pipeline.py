@@ -10,11 +10,10 @@ import pytest
 import yaml
 from scratch import TOY, with_logs
 
-from shardcore import files
 from shardcore.core.types import Setting
 from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.io import dataset, files, replays
 from shardcore.publish import store
-from shardcore.samples import dataset, replays
 from tasks.tables import TablesConfig, make_pool
 
 

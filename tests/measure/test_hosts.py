@@ -19,11 +19,11 @@ from test_local_ranks import wait_forever
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
+from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure import all_to_all, local_ranks
 from shardcore.measure.collectives import CollectiveConfig, Rank, measure_all
 from shardcore.measure.hosts import Box, box_of
 from shardcore.measure.transfers import transfers
-from shardcore.measurements import CollectiveRequest
 
 ROOT = Path(__file__).parents[2]
 SENT_BYTES = 1 << 20

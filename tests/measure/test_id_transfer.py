@@ -8,8 +8,8 @@ from shapes import column, host_row, on_hosts, replica, row
 
 from shardcore.core.job import Job
 from shardcore.core.types import Plan, Problem, Table
+from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure import id_transfer, local_ranks
-from shardcore.measurements import CollectiveRequest
 from shardcore.step.collectives import collective_of
 from shardcore.step.lower import lower
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from shardcore.core.types import Shard, Table
+from shardcore.io.measurements import ComputeRequest
 from shardcore.measure.index_streams import IndexStreams
-from shardcore.measurements import ComputeRequest
 from shardcore.tables import streams
 
 TABLES = [Table(f"t{i}", 1000, 8, 4.0) for i in range(4)]

@@ -13,12 +13,12 @@ import pytest
 import torch
 from shapes import on_hosts
 
-from shardcore import files
 from shardcore.cli import main
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.types import Problem, Table
+from shardcore.io import files
 from shardcore.measure import local_ranks, pairs
 
 QUICK = pairs.PairConfig(message_kib=16, sweeps=2, repeats=1, load_kib=64)

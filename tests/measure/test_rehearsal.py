@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardcore.core.types import Setting
-from shardcore.samples import dataset
+from shardcore.io import dataset
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from shapes import ACROSS, column, host_row, on_hosts, replica, row
 
 import shardcore.measure.replay as module
-from shardcore import files
 from shardcore.cli import main
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.errors import SettingMismatch, ShardCoreError
@@ -22,12 +21,13 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.io import files
+from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import exchanges, local_ranks, own_core
 from shardcore.measure.collectives import CollectiveConfig, Rank
 from shardcore.measure.kernels import KernelBench
 from shardcore.measure.replay import ReplayConfig, combine, combine_all, replay, replay_all
 from shardcore.measure.timing import Caches
-from shardcore.measurements import ComputeRequest
 from shardcore.step.kinds import LAYOUTS
 from shardcore.step.lower import lower
 

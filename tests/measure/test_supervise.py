@@ -12,12 +12,12 @@ import pytest
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting, Shard, Table
+from shardcore.io import dataset
+from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.measure.device_bench import BenchSpec, Counts
 from shardcore.measure.kernels import KernelConfig
 from shardcore.measure.local_workers import LocalTransport, LocalWorker
 from shardcore.measure.supervise import Ended, Supervisor, chunk_size
-from shardcore.measurements import ComputeRequest, ComputeSample
-from shardcore.samples import dataset
 
 SETTING = Setting("test", 256)
 HUGE = ComputeRequest((Shard.whole(Table("huge", 10_000_000, 64, 1.0, Zipf(1.0))),), 256)

@@ -1,7 +1,7 @@
 """Plans published by hand, for the tests of the store."""
 
-from shardcore import files
 from shardcore.core.types import Placement, Plan, Shard
+from shardcore.io import files
 from shardcore.publish import store
 from shardcore.publish.decisions import Decision
 

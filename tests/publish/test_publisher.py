@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 
-from shardcore import files
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost import fit
 from shardcore.cost.model import price
+from shardcore.io import files
 from shardcore.publish import publisher, store
 from shardcore.publish.diff import diff
 from shardcore.publish.publisher import PublishConfig, Publisher

@@ -18,8 +18,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from publishing import plan
 
-from shardcore import files
 from shardcore.core.errors import ShardCoreError
+from shardcore.io import files
 from shardcore.publish import places, store
 from shardcore.publish.decisions import Decision
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from publishing import plan, publish
 
-from shardcore import files
 from shardcore.core.errors import ShardCoreError
+from shardcore.io import files
 from shardcore.publish import store
 
 PUBLISHER = """
@@ -22,7 +22,7 @@ import sys
 sys.path[:0] = sys.argv[3:]
 from pathlib import Path
 from publishing import publish
-from shardcore import files
+from shardcore.io import files
 problem = files.read_problem(sys.argv[1])
 for i in range(int(sys.argv[2])):
     decided = publish(Path(sys.argv[1]).parent, problem, i % 4, decided_at=float(i), reason=sys.argv[2])

@@ -4,9 +4,9 @@ from shardcore import report
 from shardcore.core.types import Setting
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import compute_request
-from shardcore.measurements import CollectiveSample, ComputeSample, EmulatedLinks, Spread
+from shardcore.io import dataset
+from shardcore.io.measurements import CollectiveSample, ComputeSample, EmulatedLinks, Spread
 from shardcore.report import dataset_report
-from shardcore.samples import dataset
 
 SETTING = Setting("test", 256)
 

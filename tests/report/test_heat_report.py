@@ -1,7 +1,7 @@
 import re
 
-from shardcore import files
 from shardcore.cli import main
+from shardcore.io import files
 from shardcore.report.heat_report import heat_table
 
 

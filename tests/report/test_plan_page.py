@@ -15,11 +15,11 @@ from http.server import BaseHTTPRequestHandler
 import numpy as np
 import pytest
 
-from shardcore import files
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price_plan
+from shardcore.io import files
 from shardcore.publish import store
 from shardcore.publish.decisions import Decision
 from shardcore.publish.diff import diff

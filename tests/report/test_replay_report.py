@@ -3,7 +3,7 @@
 import pytest
 
 from shardcore.core.step_cost import StepCost
-from shardcore.measurements import Spread, StepSample
+from shardcore.io.measurements import Spread, StepSample
 from shardcore.report.replay_report import MOST_DEVICES, replay_text
 
 MEASURED = StepSample((1.0, 2.0), (1.0, 2.0), (0.5, 0.5), (0.5, 0.5), (2.0, 0.0),

@@ -10,11 +10,11 @@ import pytest
 from conformance import model_for
 from shapes import column, on_hosts, replica, row
 
-from shardcore import files
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
+from shardcore.io import files
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.packing import lacking, repaired, roomiest
 from shardcore.search.shards import halve_columns

@@ -4,7 +4,7 @@ import pytest
 from shapes import on_hosts
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.measurements import CollectiveRequest
+from shardcore.io.measurements import CollectiveRequest
 from shardcore.step.kinds import LAYOUTS, Channel
 from shardcore.step.scopes import SCOPES, WORLD, even_hosts, groups_of
 

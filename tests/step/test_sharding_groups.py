@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 from shapes import column, replica, row
 
-from shardcore import files
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.links import links_of
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
-from shardcore.grouped_plans import read_grouped, write_grouped
+from shardcore.io import files
+from shardcore.io.grouped_plans import read_grouped, write_grouped
 from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.step.sharding_groups import (
     GroupedPlan,

@@ -10,9 +10,9 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
+from shardcore.io.hot_ids import HotIds, read_hot_ids, write_hot_ids
 from shardcore.step import access
 from shardcore.tables.heat import heat_of
-from shardcore.tables.hot_ids import HotIds, read_hot_ids, write_hot_ids
 from shardcore.tables.hot_rows import divided, hot_counts, with_hot_rows
 from shardcore.tables.streams import stream
 

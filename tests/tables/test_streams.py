@@ -161,8 +161,8 @@ def test_streams_follow_from_table_batch_and_seed(table):
 
 
 def test_streams_are_those_of_earlier_versions(tables):
-    """Or timings would mean something else than before: raise parts.MEASUREMENT_VERSIONS where this should
-    fail."""
+    """Or timings would mean something else than before: raise dataset_parts.MEASUREMENT_VERSIONS where this
+    should fail."""
     found = {}
     for table in tables[:4]:
         content = hashlib.sha256()

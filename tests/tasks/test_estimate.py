@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 
-from shardcore import files
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.measurements import CollectiveRequest, ComputeRequest
-from shardcore.samples import dataset
+from shardcore.io import dataset, files
+from shardcore.io.measurements import CollectiveRequest, ComputeRequest
 from shardcore.step.lower import lower
 from tasks import estimate
 from tasks.estimate import Estimate

@@ -10,16 +10,15 @@ import re
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 
-from shardcore import files
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Table
 from shardcore.cost import fit, neural
 from shardcore.cost.model import price
+from shardcore.io import files, replays
+from shardcore.io.measurements import Spread, StepSample
 from shardcore.measure import hardware
 from shardcore.measure.replay import ReplayConfig
-from shardcore.measurements import Spread, StepSample
-from shardcore.samples import replays
 from shardcore.search import compare
 from shardcore.search.budget import Budget
 from tasks import evaluate

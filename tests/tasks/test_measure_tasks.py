@@ -7,11 +7,10 @@ from collections import Counter
 import pytest
 from laws import pool, spread
 
-from shardcore import files
 from shardcore.core.types import Setting
 from shardcore.draws.groups import reference_request
-from shardcore.measurements import ComputeSample
-from shardcore.samples import dataset
+from shardcore.io import dataset, files
+from shardcore.io.measurements import ComputeSample
 from tasks import measure, replay
 from tasks.measure import MeasureConfig, measure_comm, measure_compute, wanted_comm, wanted_compute
 

@@ -12,7 +12,7 @@ from prefect.logging import disable_run_logger
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost import fit, neural
-from shardcore.samples import dataset
+from shardcore.io import dataset
 from tasks import registry
 from tasks.promote import PromoteConfig, promote_model
 from tasks.publish import PublishConfig, publish_plans

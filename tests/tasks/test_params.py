@@ -7,7 +7,7 @@ import math
 import pytest
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.schema import MOST_INT
+from shardcore.io.schema import MOST_INT
 from tasks import params
 from tasks.evaluate import EvaluateConfig
 from tasks.measure import MeasureConfig

@@ -10,15 +10,14 @@ from laws import SETTING, comm_samples, compute_samples, linear_law, pool, sprea
 from prefect.logging import disable_run_logger
 from tracking import tracked
 
-from shardcore import model_files
 from shardcore.core.step_cost import PARTS
 from shardcore.cost import collective_fit, fit, neural
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.model import price
 from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.io import dataset, model_files, replays
+from shardcore.io.measurements import Spread, StepSample
 from shardcore.measure.replay import ReplayConfig
-from shardcore.measurements import Spread, StepSample
-from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
 from tasks import publish_claim, registry
 from tasks.promote import PromoteConfig, promote_model, score

@@ -10,16 +10,16 @@ from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from tracking import tracked
 
-from shardcore import files, load_model
+from shardcore import load_model
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.cost import fit, neural
 from shardcore.cost.model import price
+from shardcore.io import dataset, files
 from shardcore.publish import store
 from shardcore.publish.publisher import PublishConfig
-from shardcore.samples import dataset
 from shardcore.search import DEFAULT_SHARDER
 from shardcore.step.lower import lower
 from tasks.promote import PromoteConfig, promote_model

@@ -18,7 +18,7 @@ import json, sys
 import ray
 from shardcore.measure.collectives import combine
 from shardcore.measure.pairs import PairConfig
-from shardcore.measurements import CollectiveRequest
+from shardcore.io.measurements import CollectiveRequest
 from shardcore.core.types import Setting
 from tasks import actors
 from tasks.measure import MeasureConfig

@@ -11,9 +11,9 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 from tracking import tracked
 
-from shardcore import model_files
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost import fit, neural
+from shardcore.io import model_files
 from tasks import registry
 
 

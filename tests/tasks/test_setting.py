@@ -8,8 +8,8 @@ from laws import SETTING, compute_samples, linear_law, pool
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
+from shardcore.io import dataset
 from shardcore.measure import hardware
-from shardcore.samples import dataset
 from tasks.setting import SettingConfig
 
 HERE = Setting(hardware.hardware_name(hardware.detect_device()), SETTING.batch)

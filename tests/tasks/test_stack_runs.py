@@ -22,9 +22,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import until
 
-from shardcore import files
 from shardcore.core.access_statistics import Reuse
 from shardcore.core.types import Table
+from shardcore.io import files
 from tasks import services
 from tasks.stack_services import ray_folder
 

@@ -13,16 +13,15 @@ from laws import SETTING, cache_law, comm_samples, compute_samples, pool
 from prefect.logging import disable_run_logger
 from tracking import tracked
 
-from shardcore import files, model_files, schema
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Setting
 from shardcore.cost import accuracy, collective_model, fit, neural
 from shardcore.cost.model import price
 from shardcore.cost.step_factors import FEWEST_STEPS
+from shardcore.io import dataset, files, model_files, replays, schema
+from shardcore.io.measurements import Spread, StepSample
 from shardcore.measure.replay import ReplayConfig
-from shardcore.measurements import Spread, StepSample
-from shardcore.samples import dataset, replays
 from shardcore.search import SHARDERS
 from tasks import registry
 from tasks.evaluate import evaluate_model

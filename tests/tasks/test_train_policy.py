@@ -8,12 +8,12 @@ from laws import SETTING, comm_samples, compute_samples, linear_law
 from prefect.logging import disable_run_logger
 from tracking import tracked
 
-from shardcore import files, model_files
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
 from shardcore.cost import fit, neural
+from shardcore.io import files, model_files
 from shardcore.publish.publisher import PublishConfig, Publisher
 from shardcore.search.learned.policy import read_policy, write_policy
 from tasks import params, paths, policy_registry, registry

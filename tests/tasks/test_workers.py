@@ -11,12 +11,12 @@ from waiting import until
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.draws.groups import GroupConfig, compute_request
+from shardcore.io import dataset
+from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import supervise
 from shardcore.measure.device_bench import BenchSpec
 from shardcore.measure.kernels import KernelConfig
 from shardcore.measure.supervise import Supervisor
-from shardcore.measurements import ComputeRequest
-from shardcore.samples import dataset
 from tasks.workers import RayTransport
 
 SETTING = Setting("test", 64)

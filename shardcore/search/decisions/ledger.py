@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardcore.core.validation import require
-from shardcore.schema import build
+from shardcore.io.schema import build
 
 ENTRY = "decisions"
 """The ledger's name in a plan's provenance."""

@@ -28,8 +28,8 @@ from shardcore.core.validation import (
     require_within,
 )
 from shardcore.cost.model import CostModel
-from shardcore.documents import open_document
-from shardcore.schema import build
+from shardcore.io.envelope import open_document
+from shardcore.io.schema import build
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.shards import priced
 from shardcore.step import memory

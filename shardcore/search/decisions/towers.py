@@ -1,4 +1,4 @@
-"""Towers: hosts of tables, so that those that belong together meet on one (shardcore/towers.py).
+"""Towers: hosts of tables, so that those that belong together meet on one (shardcore/io/towers.py).
 
 The partition is found by local search: the moves of Fiduccia and Mattheyses (1982) and the exchanges of
 Kernighan and Lin (1970), from a greedy start and from random ones. It looks for, in this order:
@@ -27,6 +27,7 @@ from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.core.validation import require, require_types, require_within
 from shardcore.cost.model import CostModel
+from shardcore.io.towers import Towers
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.decisions.tower_plans import as_towers
@@ -34,7 +35,6 @@ from shardcore.search.feasible import shown
 from shardcore.step.memory import gib, held_bytes
 from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.hot_rows import as_cold, cold_names
-from shardcore.towers import Towers
 
 MOST_UNITS = 4096
 """A search compares all pairs of units."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from shardcore import files, model_files, schema
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.types import Setting
+from shardcore.io import files, model_files, schema
 from shardcore.search.learned.features import FEATURES
 from shardcore.search.learned.nets import AutoShard, DreamShard, Net
 

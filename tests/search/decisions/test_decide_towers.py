@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from shapes import ACROSS, ALL_TO_ALL, TO_TOWER, WITHIN, column, entering, host_row, on_hosts, with_room
 
-from shardcore import files
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.links import links_of
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.io import files
+from shardcore.io.towers import Towers, read_towers
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.bound import bound
 from shardcore.search.decisions.tower_plans import as_planned, as_towers, tower_traffic
@@ -24,7 +25,6 @@ from shardcore.search.shard_cost_cache import ShardCostCache
 from shardcore.step.kinds import CHANNELS
 from shardcore.step.lower import lower
 from shardcore.step.memory_account import table_bytes
-from shardcore.towers import Towers, read_towers
 
 B = 64
 MODEL = AnalyticModel(Setting("made-up", B), launch_us=2, table_us=1, lookup_ns=10, exchange_latency_ms=0.001,

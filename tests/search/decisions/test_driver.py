@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from shardcore import files
 from shardcore.core import progress
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import Infeasible, SettingMismatch, ShardCoreError
@@ -15,6 +14,8 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.io import files
+from shardcore.io.towers import Towers
 from shardcore.publish.replan import ReplanConfig, Start
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions import provision
@@ -28,7 +29,6 @@ from shardcore.search.decisions.towers import OnTowers
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import problem_of_group
 from shardcore.tables.hot_rows import COLD, HOT
-from shardcore.towers import Towers
 
 MIB = 1 << 20
 MODEL = AnalyticModel(Setting("any", 512), exchange_gbps=0.5, exchange_latency_ms=0.01)

@@ -8,8 +8,8 @@ import pytest
 from conformance import CASES, model_for
 from policies import untrained
 
-from shardcore import model_files
 from shardcore.core.errors import SettingMismatch, ShardCoreError
+from shardcore.io import model_files
 from shardcore.search import LEARNED, SHARDERS, known, sharder
 from shardcore.search.learned.policy import NETS, read_policy, write_policy
 

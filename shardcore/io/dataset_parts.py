@@ -21,10 +21,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from shardcore import files
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.schema import MOST_FILE_BYTES, names_in, read_bytes, show
+from shardcore.io import files
+from shardcore.io.schema import MOST_FILE_BYTES, names_in, read_bytes, show
 
 MEASUREMENT_VERSIONS = {"compute": 2, "comm": 3}
 """By kind. Raised by hand when the meaning of a timing changes. Older samples then no longer count.

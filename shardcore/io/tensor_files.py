@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.documents import document, opened, seal, unseal
-from shardcore.files import write_atomic
-from shardcore.model_files import UNREADABLE
-from shardcore.schema import parse_json, read, require_file
+from shardcore.io.envelope import document, opened, seal, unseal
+from shardcore.io.files import write_atomic
+from shardcore.io.model_files import UNREADABLE
+from shardcore.io.schema import parse_json, read, require_file
 
 _META, _DIGESTS = "shardcore", "tensors_sha256"
 

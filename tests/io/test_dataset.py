@@ -13,7 +13,8 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting, Shard
 from shardcore.draws.collectives import comm_request
 from shardcore.draws.groups import compute_request
-from shardcore.measurements import (
+from shardcore.io import dataset, dataset_parts
+from shardcore.io.measurements import (
     CollectiveRequest,
     CollectiveSample,
     ComputeRequest,
@@ -21,7 +22,6 @@ from shardcore.measurements import (
     EmulatedLinks,
     Spread,
 )
-from shardcore.samples import dataset, parts
 from shardcore.step.collectives import COLLECTIVES
 
 SETTING = Setting("cpu-test", 256)
@@ -145,8 +145,8 @@ def test_an_exchange_of_ids_says_what_devices_do_with_them(tmp_path):
 
 def test_an_emulated_rate_without_the_other_is_refused(tmp_path):
     path = dataset.write_comm(tmp_path, [over_links(EmulatedLinks(0.4, 2.0))])
-    at = parts.COMM.names.index("emulated_between_gbit_s")
-    renamed(path, lambda table: table.set_column(at, parts.COMM.field(at), pa.nulls(1, pa.float64())))
+    at = dataset_parts.COMM.names.index("emulated_between_gbit_s")
+    renamed(path, lambda table: table.set_column(at, dataset_parts.COMM.field(at), pa.nulls(1, pa.float64())))
     with pytest.raises(ShardCoreError, match="emulated_within_gbit_s 2.0 only; it needs emulated_between"):
         dataset.read_comm(tmp_path)
 
@@ -269,14 +269,14 @@ def test_disturbed_samples_are_named_until_they_are_measured_again(tables, tmp_p
 
 
 def test_parts_whose_timings_meant_something_else_are_left_alone(tables, tmp_path, monkeypatch):
-    monkeypatch.setitem(parts.MEASUREMENT_VERSIONS, "compute", 1)
+    monkeypatch.setitem(dataset_parts.MEASUREMENT_VERSIONS, "compute", 1)
     old = dataset.write_compute(tmp_path, [compute_sample(tables, 0)], dataset.write_pool(tmp_path, tables))
     monkeypatch.undo()
     assert dataset.read_compute(tmp_path) == [] and dataset.read_ids(tmp_path, "compute") == set()
     dataset.merge_parts(tmp_path)
     assert old.exists()
     rows, new = pq.read_table(old).to_pylist(), compute_sample(tables, 0).id
-    parts.write_part(tmp_path, "compute", rows + [{**rows[0], "id": new, "measurement_version": 2}])
+    dataset_parts.write_part(tmp_path, "compute", rows + [{**rows[0], "id": new, "measurement_version": 2}])
     assert [s.id for s in dataset.read_compute(tmp_path)] == [new]
     assert dataset.read_ids(tmp_path, "compute") == {new}
 
@@ -299,7 +299,7 @@ def rewritten(folder, **columns):
     [path] = folder.glob("compute-*.parquet")
     rows = [{**row, **columns} for row in pq.read_table(path).to_pylist()]
     path.unlink()
-    return parts.write_part(folder, "compute", rows)
+    return dataset_parts.write_part(folder, "compute", rows)
 
 
 TIMING = {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0, "repeats": 3}
@@ -398,7 +398,7 @@ def test_merging_leaves_what_a_link_leads_to(tables, tmp_path):
 
 
 def test_many_samples_are_merged_into_several_parts_that_can_be_read(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "_PART_ROWS", 2)
+    monkeypatch.setattr(dataset_parts, "_PART_ROWS", 2)
     pool = dataset.write_pool(tmp_path, tables)
     for i in range(5):
         dataset.write_compute(tmp_path, [compute_sample(tables, i)], pool)
@@ -418,7 +418,7 @@ def test_a_small_part_that_unpacks_to_much_is_refused(tables, tmp_path, error, r
     one = dataset.write_compute(tmp_path, [dataclasses.replace(sample, error=error[:1])], pool)
     row = pq.read_table(one).to_pylist()[0] | {"error": error}
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist([row] * rows, schema=parts.COMPUTE), sink, compression="zstd")
+    pq.write_table(pa.Table.from_pylist([row] * rows, schema=dataset_parts.COMPUTE), sink, compression="zstd")
     content = sink.getvalue().to_pybytes()
     assert len(content) < 100_000
     one.unlink()
@@ -434,7 +434,7 @@ def test_parts_that_would_be_none_together_stay_as_they_are(tables, tmp_path, mo
     before = sorted(tmp_path.iterdir())
     groups = [pq.ParquetFile(p).metadata.row_group(0) for p in tmp_path.glob("compute-*")]
     most = max(sum(g.column(i).num_values for i in range(g.num_columns)) for g in groups)
-    monkeypatch.setattr(parts, "_MOST_VALUES", (most, 0))
+    monkeypatch.setattr(dataset_parts, "_MOST_VALUES", (most, 0))
     assert len(dataset.read_compute(tmp_path)) == 3
     dataset.merge_parts(tmp_path)
     assert sorted(tmp_path.iterdir()) == before and len(dataset.read_compute(tmp_path)) == 3
@@ -463,7 +463,7 @@ def test_an_op_takes_time_at_a_slowdown_that_machines_have(tables, wrong):
 
 THREADS = """
 import os, sys
-from shardcore.samples import dataset
+from shardcore.io import dataset
 def threads():
     return len(os.listdir("/proc/self/task"))
 before = threads()

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardcore import problem_parts
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Overfull, ShardCoreError
@@ -29,8 +28,9 @@ from shardcore.core.tiers import BELOW
 from shardcore.core.topology import Device, Topology, default_reserve
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.core.validation import MOST_DEVICES, require, require_type
-from shardcore.documents import digest, document, open_document, seal, unseal
-from shardcore.schema import build, read, show
+from shardcore.io import problem_parts
+from shardcore.io.envelope import digest, document, open_document, seal, unseal
+from shardcore.io.schema import build, read, show
 from shardcore.step.kinds import LAYOUTS, layout_of
 
 DIGEST = re.compile(r"[0-9a-f]{16}")

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from shardcore import files
 from shardcore.core.errors import ShardCoreError
-from shardcore.documents import digest, document, open_document, seal, unseal
-from shardcore.schema import read_bytes
+from shardcore.io import files
+from shardcore.io.envelope import digest, document, open_document, seal, unseal
+from shardcore.io.schema import read_bytes
 
 MODEL_JSON, MODEL_WEIGHTS = "model.json", "weights.safetensors"
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)

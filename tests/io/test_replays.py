@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 
-from shardcore import files
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PARTS
 from shardcore.core.topology import Device, Topology
@@ -15,9 +14,9 @@ from shardcore.core.types import Plan, Problem, Setting
 from shardcore.cost import replay_metrics, replay_records
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.io import files, replays
+from shardcore.io.measurements import Spread, StepSample
 from shardcore.measure.replay import ReplayConfig
-from shardcore.measurements import Spread, StepSample
-from shardcore.samples import replays
 from shardcore.search import Budget, compare
 
 MIB = 1 << 20

@@ -11,8 +11,8 @@ import torch
 
 from shardcore.core.access_statistics import Reuse
 from shardcore.core.errors import ShardCoreError
+from shardcore.io.dlrm_datasets import dlrm_datasets_pool
 from shardcore.tables import streams
-from shardcore.tables.dlrm_datasets import dlrm_datasets_pool
 from shardcore.tables.generate import PoolConfig, generate_pool
 
 BATCH = 65536

@@ -19,14 +19,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardcore import files, schema
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Plan, Problem, Setting
 from shardcore.core.validation import MOST_MS, MOST_SPEED
-from shardcore.documents import is_document
-from shardcore.measurements import Spread, StepSample
-from shardcore.samples import dataset
+from shardcore.io import dataset, files, schema
+from shardcore.io.envelope import is_document
+from shardcore.io.measurements import Spread, StepSample
 from shardcore.step.lower import Workload, lower
 
 SCHEMA, VERSION = "shardcore/replays", 3

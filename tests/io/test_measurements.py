@@ -2,7 +2,7 @@ import pytest
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.measurements import (
+from shardcore.io.measurements import (
     CollectiveRequest,
     ComputeRequest,
     ComputeSample,

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from shapes import column
 
-from shardcore import files
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
@@ -13,7 +12,8 @@ from shardcore.core.job import Job
 from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
-from shardcore.grouped_plans import read_grouped, write_grouped
+from shardcore.io import files
+from shardcore.io.grouped_plans import read_grouped, write_grouped
 from shardcore.step.sharding_groups import GroupedPlan, Grouping, problem_of_group
 
 TABLES = tuple(Table(name, 100, 16, 2.0) for name in ("b", "a", "c"))

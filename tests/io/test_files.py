@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from shapes import column, host_row, on_hosts, replica, row
 
-from shardcore import files, model_files
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
+from shardcore.io import files, model_files
 from shardcore.step.lower import lower
 
 
@@ -355,7 +355,7 @@ def test_writing_leaves_what_a_link_of_its_temporary_name_leads_to(tmp_path):
 
 SLOW_WRITER = """
 import os, sys, time
-from shardcore import files
+from shardcore.io import files
 real = os.fsync
 def slow(fd):
     print("writing", flush=True)

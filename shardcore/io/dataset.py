@@ -1,7 +1,7 @@
 """Datasets: a folder of measured samples that only grows.
 
   pool-<digest>.json            the tables in the samples of some parts
-  compute-*, comm-*.parquet     samples of ops and of collectives, see parts.py
+  compute-*, comm-*.parquet     samples of ops and of collectives, see dataset_parts.py
   replays/<name>/               steps of a problem's plans, see replays.py
 
 A sample's id is the digest of its setting, its request and its kind's version. So a request has the same id
@@ -18,11 +18,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardcore import files
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting, Shard, Table
 from shardcore.core.validation import require
-from shardcore.measurements import (
+from shardcore.io import dataset_parts, files
+from shardcore.io.dataset_parts import Row
+from shardcore.io.measurements import (
     CollectiveRequest,
     CollectiveSample,
     ComputeRequest,
@@ -30,9 +31,7 @@ from shardcore.measurements import (
     EmulatedLinks,
     Spread,
 )
-from shardcore.samples import parts
-from shardcore.samples.parts import Row
-from shardcore.schema import show
+from shardcore.io.schema import show
 
 REPLAYS = "replays"
 _USUAL = {"busy_ms": 0.0, "group": "world", "emulated": None}
@@ -60,7 +59,7 @@ def _setting_json(setting: Setting) -> dict[str, Any]:
 
 def compute_id(setting: Setting, request: ComputeRequest) -> str:
     shards = [[_table_digest(s.table), s.row_lo, s.row_hi, s.col_lo, s.col_hi] for s in request.shards]
-    version = parts.MEASUREMENT_VERSIONS["compute"]
+    version = dataset_parts.MEASUREMENT_VERSIONS["compute"]
     return files.digest(["compute", version, _setting_json(setting), request.batch, shards])
 
 
@@ -71,7 +70,7 @@ def comm_id(setting: Setting, request: CollectiveRequest) -> str:
         described["emulated"] = dataclasses.asdict(request.emulated)
     if request.hosts > 1:
         described["method"] = _OVER_HOSTS
-    version = parts.MEASUREMENT_VERSIONS["comm"]
+    version = dataset_parts.MEASUREMENT_VERSIONS["comm"]
     return files.digest(["comm", version, _setting_json(setting), described])
 
 
@@ -98,7 +97,7 @@ def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: st
              "forward": _spread_row(s.forward), "backward": _spread_row(s.backward), "slowdown": s.slowdown,
              "relative_ci": s.relative_ci, "order": s.order, "software": s.software,
              "sequence": all(x.table.sequence for x in s.request.shards)} for s in samples]
-    return parts.write_part(folder, "compute", rows)
+    return dataset_parts.write_part(folder, "compute", rows)
 
 
 def write_comm(folder: str | Path, samples: Sequence[CollectiveSample]) -> Path:
@@ -112,13 +111,13 @@ def write_comm(folder: str | Path, samples: Sequence[CollectiveSample]) -> Path:
              "backward": s.backward and [_spread_row(x) for x in s.backward],
              "waiting_ms": s.waiting_ms and list(s.waiting_ms), "order": s.order,
              "oversubscribed": s.oversubscribed, "work_ms": s.work_ms and list(s.work_ms)} for s in samples]
-    return parts.write_part(folder, "comm", rows)
+    return dataset_parts.write_part(folder, "comm", rows)
 
 
 def _common(sample: ComputeSample | CollectiveSample, kind: str) -> Row:
     s = sample.setting
     return {"id": sample.id, "hardware": s.hardware, "setting_batch": s.batch, "precision": s.precision,
-            "optimizer": s.optimizer, "measurement_version": parts.MEASUREMENT_VERSIONS[kind],
+            "optimizer": s.optimizer, "measurement_version": dataset_parts.MEASUREMENT_VERSIONS[kind],
             "measured_at": sample.measured_at, "error": sample.error, "batch": sample.request.batch}
 
 
@@ -242,7 +241,7 @@ def _samples(folder: str | Path, kind: str, setting: Setting | None,
     Raises ShardCoreError naming an invalid sample.
     """
     samples = {}
-    for row in parts.read_rows(folder, kind, setting):
+    for row in dataset_parts.read_rows(folder, kind, setting):
         try:
             # After an interrupted merge a timing may be in two parts.
             samples[row["id"], row["measured_at"]] = make(row)
@@ -254,8 +253,9 @@ def _samples(folder: str | Path, kind: str, setting: Setting | None,
 
 
 def merge_parts(folder: str | Path) -> None:
-    """Merge parts, see parts.merge. Raises ShardCoreError naming an invalid sample."""
-    parts.merge(folder, lambda kind: read_timings(folder) if kind == "compute" else _comm(folder, None))
+    """Merge parts, see dataset_parts.merge. Raises ShardCoreError naming an invalid sample."""
+    dataset_parts.merge(folder,
+                        lambda kind: read_timings(folder) if kind == "compute" else _comm(folder, None))
 
 
 def _require_own_id(found: str, right: str) -> None:
@@ -281,12 +281,13 @@ def _spread(row: Row | None) -> Spread | None:
 def settings(folder: str | Path) -> list[Setting]:
     """Settings of the compute samples in a folder."""
     columns = ["hardware", "setting_batch", "precision", "optimizer", "measurement_version"]
-    return sorted({row["setting"] for row in parts.read_rows(folder, "compute", None, columns)}, key=str)
+    return sorted({row["setting"] for row in dataset_parts.read_rows(folder, "compute", None, columns)},
+                  key=str)
 
 
 def read_ids(folder: str | Path, kind: str) -> set[str]:
     """Ids of the samples that were timed ("compute" or "comm"). Failed samples are measured again."""
-    rows = parts.read_rows(folder, kind, None, columns=["id", "error", "measurement_version"])
+    rows = dataset_parts.read_rows(folder, kind, None, columns=["id", "error", "measurement_version"])
     return {row["id"] for row in rows if row["error"] is None}
 
 
@@ -297,7 +298,7 @@ def disturbed_ids(folder: str | Path, tolerance: float) -> set[str]:
     than six repeats give no interval, so such samples are left alone.
     """
     columns, found = ["id", "error", "relative_ci", "measurement_version"], {}
-    for row in parts.read_rows(folder, "compute", None, columns):
+    for row in dataset_parts.read_rows(folder, "compute", None, columns):
         if row["error"] is None:
             found.setdefault(row["id"], []).append(
                 math.inf if row["relative_ci"] is None else row["relative_ci"])

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.schema import build, show
-from shardcore.tensor_files import read_tensors, write_tensors
+from shardcore.io.schema import build, show
+from shardcore.io.tensor_files import read_tensors, write_tensors
 
 _SCHEMA = "hot-ids"
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_RATIO, require
-from shardcore.documents import open_document
-from shardcore.schema import build, show
+from shardcore.io.envelope import open_document
+from shardcore.io.schema import build, show
 
 MOST_AFFINITY = (1e-100, 1e100)
 """The ends of an affinity that is not 0: sums and shares of many stay finite."""

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardcore import files, problem_parts
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
-from shardcore.documents import document, is_document, open_document, seal, unseal
-from shardcore.schema import build, show
+from shardcore.io import files, problem_parts
+from shardcore.io.envelope import document, is_document, open_document, seal, unseal
+from shardcore.io.schema import build, show
 from shardcore.step.lower import require_plan
 from shardcore.step.sharding_groups import GroupedPlan, Grouping, problem_of_group
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.schema import read_json, show
+from shardcore.io.schema import read_json, show
 
 VERSIONS = {"problem": 1, "pool": 1, "plan": 2, "grouped-plan": 1, "model": 1, "policy": 1, "towers": 1,
             "offers": 1, "hot-ids": 1, "row-counts": 1, "rows": 1, "rows-complete": 1}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardcore.samples import dataset
+from shardcore.io import dataset
 
 FOLDERS = sorted(p for p in (Path(__file__).parents[2] / "datasets").iterdir() if p.is_dir())
 

@@ -16,7 +16,7 @@ import torch
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
-from shardcore.schema import require_file
+from shardcore.io.schema import require_file
 from shardcore.step.access import reuse_of
 
 _MOST_RATIO, _LEAST_UNPACKED = 50, 1 << 24

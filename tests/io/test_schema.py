@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import pytest
 
-from shardcore import schema
 from shardcore.core.errors import MOST_CHARACTERS, ShardCoreError, escaped, shortened
+from shardcore.io import schema
 
 
 @dataclass(frozen=True)
