@@ -23,9 +23,9 @@ import numpy as np
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost import accuracy, drift_correction, fit
-from shardcore.draws.groups import REPLICATED_BYTES
 from shardcore.io import dataset, files
 from shardcore.io.measurements import ComputeSample
+from shardcore.measure.sampling.groups import REPLICATED_BYTES
 
 FOLDS = 5
 

@@ -27,7 +27,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, OUTPUT_BYTES, Placement, Problem, Shard, Table
 from shardcore.cost import neural
 from shardcore.cost.model import CostModel, step_ms
-from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS
 from shardcore.search.bound import bound
 from shardcore.step import kinds

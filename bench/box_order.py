@@ -23,8 +23,8 @@ from bench import box_replays
 from shardcore.core.types import Table
 from shardcore.cost import neural, replay_metrics
 from shardcore.measure import hosts, pairs
+from shardcore.measure.rank_order import order
 from shardcore.measure.replay import ReplayConfig, replay_all
-from shardcore.rank_order import order
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.step.lower import lower
 

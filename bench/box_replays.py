@@ -36,10 +36,10 @@ from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import collective_fit, neural, replay_metrics, replay_records, step_factors
 from shardcore.cost.collective_model import OWN_WORK
 from shardcore.cost.model import price
-from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.io import dataset, files, replays
 from shardcore.measure import hosts
 from shardcore.measure.replay import ReplayConfig, replay_all
+from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS, greedy
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.step.lower import lower

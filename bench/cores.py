@@ -22,9 +22,9 @@ import torch
 
 from shardcore import report
 from shardcore.core.types import Setting
-from shardcore.draws.groups import compute_request, reference_request
 from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import hardware, kernels
+from shardcore.measure.sampling.groups import compute_request, reference_request
 from shardcore.tables.generate import generate_pool
 
 Medians = dict[ComputeRequest, tuple[float, float]]

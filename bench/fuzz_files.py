@@ -20,13 +20,13 @@ from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard
 from shardcore.cost import fit, neural
 from shardcore.cost.model import CostModel, price
-from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.export import dmp_collection, torchrec_json
 from shardcore.io import dataset, files, grouped_plans, replays
 from shardcore.io.hot_ids import HotIds, write_hot_ids
 from shardcore.io.measurements import Spread, StepSample
 from shardcore.io.row_counts import RowCounts, write_row_counts
 from shardcore.measure.replay import ReplayConfig
+from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.publish import store
 from shardcore.search.learned.policy import NETS, Policy, write_policy
 from shardcore.step.lower import lower

@@ -38,11 +38,11 @@ import torch
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.draws.groups import GroupConfig, compute_request
 from shardcore.io import dataset, files
 from shardcore.measure import hardware
 from shardcore.measure.devices import device_of
 from shardcore.measure.kernels import KernelBench, KernelConfig
+from shardcore.measure.sampling.groups import GroupConfig, compute_request
 from shardcore.tables.generate import PoolConfig, generate_pool
 
 ROOT = Path(__file__).parents[1]

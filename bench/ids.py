@@ -22,7 +22,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem
 from shardcore.cost import neural
 from shardcore.cost.model import CostModel, price
-from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search.budget import Budget
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.step.id_bytes import expected_bytes

@@ -50,8 +50,8 @@ from shardcore.core.topology import GIB, Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel, price
-from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.io import files
+from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search, copy_of

@@ -50,8 +50,8 @@ import yaml
 from bench.processes import MARK, Run, draw_victim, name_of, open_to_others
 from shardcore import report
 from shardcore.core.types import Setting
-from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.io import files
+from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from tasks import services
 from tasks.tables import TablesConfig, make_pool
 

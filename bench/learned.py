@@ -40,7 +40,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import neural
 from shardcore.cost.neural import NeuralModel
-from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS, Budget, compare, sharder
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.greedy import ORDERS

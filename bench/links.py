@@ -44,9 +44,9 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import OUTPUT_BYTES, Setting
 from shardcore.cost import accuracy, collective_fit, collective_model, drift_correction
 from shardcore.cost.metrics import mape
-from shardcore.draws.collectives import comm_request
 from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveRequest, CollectiveSample, Spread
+from shardcore.measure.sampling.collectives import comm_request
 from shardcore.step.collectives import COLLECTIVES
 
 # --- measured -----------------------------------------------------------------------------------------------

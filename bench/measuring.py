@@ -21,9 +21,9 @@ import torch
 
 from shardcore import report
 from shardcore.core.types import Setting
-from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import devices, hardware, kernels, timing
+from shardcore.measure.sampling.groups import GroupConfig, compute_request, reference_request
 from shardcore.step import memory
 from shardcore.tables import streams
 from shardcore.tables.generate import generate_pool

@@ -51,9 +51,9 @@ from shardcore.cost import accuracy, drift_correction, fit, study
 from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.model import group_costs
 from shardcore.cost.neural import NeuralModel
-from shardcore.draws.groups import GroupConfig, compute_request
 from shardcore.io import dataset, files
 from shardcore.io.measurements import ComputeRequest, ComputeSample
+from shardcore.measure.sampling.groups import GroupConfig, compute_request
 from shardcore.tables.generate import generate_pool
 
 ADDITIONS = 10_000

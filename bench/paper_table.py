@@ -49,9 +49,9 @@ from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting, Shard,
 from shardcore.cost import neural, replay_records
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.replay_metrics import OURS, ReplayRecord, bootstrap
-from shardcore.draws.problems import DIMS
 from shardcore.io import dataset, files, model_files, replays
 from shardcore.measure.replay import ReplayConfig, replay_all
+from shardcore.measure.sampling.problems import DIMS
 from shardcore.report.text import markdown_table
 from shardcore.search import SHARDERS, sharder
 from shardcore.search.greedy import ORDERS

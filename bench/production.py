@@ -31,8 +31,8 @@ from shardcore.core.errors import Infeasible
 from shardcore.core.topology import GIB
 from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.cost.model import price
-from shardcore.draws.placements import deal_columns
 from shardcore.io import files
+from shardcore.measure.sampling.placements import deal_columns
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
 from shardcore.step import memory
 from shardcore.step.kinds import WHOLE_ROWS

@@ -28,8 +28,8 @@ import yaml
 from shardcore import report
 from shardcore.core.types import Problem, Setting
 from shardcore.cost import neural
-from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.io import files
+from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.publish import store
 from shardcore.tables.generate import generate_pool
 

@@ -1,5 +1,5 @@
 """Record the plans whose groups `measure` draws, so that draws need no sharder
-(shardcore/draws/placements.py).
+(shardcore/measure/sampling/placements.py).
 
   python -m bench.record_draws POOL.json --seeds 0 1 --draws 5300 [--held-out] [--batch 2048 ...]
 
@@ -18,9 +18,9 @@ import numpy as np
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.draws import placements
-from shardcore.draws.groups import GroupConfig
 from shardcore.io import files
+from shardcore.measure.sampling import placements
+from shardcore.measure.sampling.groups import GroupConfig
 from shardcore.search import SHARDERS, Budget
 from shardcore.tables.held_out import kept_for_testing
 

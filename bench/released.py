@@ -57,8 +57,8 @@ from shardcore.cost import drift_correction
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.collective_model import ALL_TO_ALL
 from shardcore.cost.model import CommCost, Compiled, price
-from shardcore.draws.collectives import comm_request
 from shardcore.io import dataset, files
+from shardcore.measure.sampling.collectives import comm_request
 from shardcore.search import Budget, compare
 from shardcore.search.neuroshard import neuroshard
 from shardcore.search.portfolio import annealing as anneal

@@ -34,9 +34,9 @@ from shardcore.core.job import Job
 from shardcore.core.types import Plan, Problem
 from shardcore.cost import neural, replay_metrics, replay_records
 from shardcore.cost.model import at_confidence, price
-from shardcore.draws.problems import ProblemConfig, draw_problem, sized
 from shardcore.io import dataset, files, replays
 from shardcore.measure.replay import ReplayConfig, replay_all
+from shardcore.measure.sampling.problems import ProblemConfig, draw_problem, sized
 from shardcore.report import model_report
 from shardcore.search import SHARDERS, greedy
 from shardcore.search.portfolio import annealing as anneal

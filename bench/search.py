@@ -42,7 +42,7 @@ from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import neural
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
-from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS, Budget, compare, greedy
 from shardcore.search.bound import bound
 from shardcore.search.portfolio import annealing as anneal

@@ -15,10 +15,10 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem, Setting, Table
 from shardcore.core.validation import MOST_COUNT, MOST_REPEATS, MOST_SEED, require_within
 from shardcore.cost import accuracy, neural, replay_metrics, replay_records, training
-from shardcore.draws import MOST_DRAWS
-from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.io import dataset, files, replays
 from shardcore.measure.replay import ReplayConfig
+from shardcore.measure.sampling import MOST_DRAWS
+from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.report import figures, model_report
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, compare
 from shardcore.search.budget import Budget

@@ -20,13 +20,13 @@ from prefect import get_run_logger, task
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting, Table
 from shardcore.core.validation import MOST_COUNT, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
-from shardcore.draws import MOST_DRAWS, MOST_RANKS
-from shardcore.draws.groups import GroupConfig, reference_request
 from shardcore.io import dataset, files
 from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeRequest
 from shardcore.measure import collectives, hardware, kernels, run
 from shardcore.measure.device_bench import BenchSpec
 from shardcore.measure.replay import STEP_REPEATS, ReplayConfig, of_samples
+from shardcore.measure.sampling import MOST_DRAWS, MOST_RANKS
+from shardcore.measure.sampling.groups import GroupConfig, reference_request
 from shardcore.measure.supervise import PART_S, Finished, Supervisor
 from tasks import actors
 from tasks.progress import Progress

@@ -15,11 +15,11 @@ from prefect import get_run_logger, task
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import MIN_WIDTH, Plan, Problem, Setting, Table
-from shardcore.draws.steps import first_step_plans, step_tables
 from shardcore.io import dataset, files, replays
 from shardcore.io.measurements import StepSample
 from shardcore.measure.replay import ReplayConfig, combine_all, require_replayable
 from shardcore.measure.run import measure_steps as measure_lacking
+from shardcore.measure.sampling.steps import first_step_plans, step_tables
 from shardcore.step.lower import Workload
 from tasks import actors
 from tasks.measure import MeasureConfig, cluster_device, rank_count, with_room

@@ -83,15 +83,15 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 def measure(args: argparse.Namespace) -> None:
     from shardcore.core.validation import WAITS_S, require_within
-    from shardcore.draws import MOST_DRAWS, MOST_RANKS
-    from shardcore.draws.groups import GroupConfig, compute_request, reference_request
-    from shardcore.draws.steps import first_step_plans
     from shardcore.io import dataset, files, replays
     from shardcore.measure import hardware, kernels, run
     from shardcore.measure.device_bench import BenchSpec
     from shardcore.measure.devices import device_of
     from shardcore.measure.local_workers import LocalTransport
     from shardcore.measure.replay import of_samples
+    from shardcore.measure.sampling import MOST_DRAWS, MOST_RANKS
+    from shardcore.measure.sampling.groups import GroupConfig, compute_request, reference_request
+    from shardcore.measure.sampling.steps import first_step_plans
     from shardcore.measure.supervise import Supervisor
     from shardcore.tables.generate import PoolConfig, generate_pool
     from shardcore.tables.held_out import kept_for_testing

@@ -54,8 +54,8 @@ def heat(args: argparse.Namespace) -> None:
 
 
 def problem(args: argparse.Namespace) -> None:
-    from shardcore.draws.problems import ProblemConfig, draw_problem
     from shardcore.io import files
+    from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
     from shardcore.tables.public import public_pool
 
     require_within(args, "problem", devices=(1, MOST_DEVICES))

@@ -23,7 +23,7 @@ from shardcore.core.types import Problem
 from shardcore.core.validation import MOST_REPEATS, WAITS_S, require, require_within
 from shardcore.measure import collectives, hardware, local_ranks
 from shardcore.measure.hosts import Place
-from shardcore.rank_order import Groups, Links, levels
+from shardcore.measure.rank_order import Groups, Links, levels
 
 MOST_IN_TURN = 64
 """Ranks whose pairs talk one after another: 2,016 pairs take a minute."""

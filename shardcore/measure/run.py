@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem, Setting, Table
-from shardcore.draws import Request, different
-from shardcore.draws.collectives import comm_request, emulated_request
-from shardcore.draws.groups import GroupConfig, compute_request
 from shardcore.io import dataset, replays
 from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, EmulatedLinks
 from shardcore.measure.replay import ReplayConfig
+from shardcore.measure.sampling import Request, different
+from shardcore.measure.sampling.collectives import comm_request, emulated_request
+from shardcore.measure.sampling.groups import GroupConfig, compute_request
 from shardcore.measure.supervise import Finished, Supervisor
 
 KEEP_EVERY_S = 5.0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcore.io import files
-from shardcore.rank_order import order, problem_of
+from shardcore.measure.rank_order import order, problem_of
 
 if TYPE_CHECKING:
     from shardcore.core.types import Problem

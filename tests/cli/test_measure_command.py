@@ -18,11 +18,11 @@ from boxes import boxed
 from shardcore.cli import main
 from shardcore.cli import measure as measuring
 from shardcore.core.types import Setting
-from shardcore.draws import different
-from shardcore.draws.collectives import comm_request, emulated_request
-from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.io import dataset, files, replays
 from shardcore.io.measurements import CollectiveSample, ComputeSample, EmulatedLinks, Spread
+from shardcore.measure.sampling import different
+from shardcore.measure.sampling.collectives import comm_request, emulated_request
+from shardcore.measure.sampling.groups import GroupConfig, compute_request, reference_request
 
 ROOT = Path(__file__).parents[2]
 SETTING = Setting("law", 64)

@@ -19,9 +19,9 @@ from scratch import copy_project, timings, until
 
 import flows.measure
 from shardcore.core.topology import Device, Topology
-from shardcore.draws.groups import reference_request
 from shardcore.io import dataset, files
 from shardcore.io.measurements import ComputeSample
+from shardcore.measure.sampling.groups import reference_request
 from tasks import console, services
 from tasks.measure import MeasureConfig
 from tasks.setting import SettingConfig

@@ -11,8 +11,8 @@ import yaml
 from scratch import TOY, with_logs
 
 from shardcore.core.types import Setting
-from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.io import dataset, files, replays
+from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.publish import store
 from tasks.tables import TablesConfig, make_pool
 

@@ -11,8 +11,6 @@ import pytest
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting, Shard
-from shardcore.draws.collectives import comm_request
-from shardcore.draws.groups import compute_request
 from shardcore.io import dataset, dataset_parts
 from shardcore.io.measurements import (
     CollectiveRequest,
@@ -22,6 +20,8 @@ from shardcore.io.measurements import (
     EmulatedLinks,
     Spread,
 )
+from shardcore.measure.sampling.collectives import comm_request
+from shardcore.measure.sampling.groups import compute_request
 from shardcore.step.collectives import COLLECTIVES
 
 SETTING = Setting("cpu-test", 256)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.draws.collectives import comm_request
 from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure import collectives, local_ranks
+from shardcore.measure.sampling.collectives import comm_request
 from shardcore.measure.transfers import transfers
 from shardcore.step.collectives import COLLECTIVES
 

@@ -10,10 +10,10 @@ from shardcore.core.access_statistics import Zipf
 from shardcore.core.catalog import OPTIMIZERS, Optimizer
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import PRECISION_BYTES, Setting, Shard, Table
-from shardcore.draws.groups import GroupConfig, compute_request, reference_request
 from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import timing
 from shardcore.measure.kernels import KernelBench, KernelConfig
+from shardcore.measure.sampling.groups import GroupConfig, compute_request, reference_request
 from shardcore.tables import streams
 
 CONFIG = KernelConfig(arena_bytes=8 << 20, tolerance=0.2, min_repeats=3, max_repeats=5, interleave=4)

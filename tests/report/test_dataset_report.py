@@ -2,10 +2,10 @@ import dataclasses
 
 from shardcore import report
 from shardcore.core.types import Setting
-from shardcore.draws.collectives import comm_request
-from shardcore.draws.groups import compute_request
 from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveSample, ComputeSample, EmulatedLinks, Spread
+from shardcore.measure.sampling.collectives import comm_request
+from shardcore.measure.sampling.groups import compute_request
 from shardcore.report import dataset_report
 
 SETTING = Setting("test", 256)

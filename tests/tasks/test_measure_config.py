@@ -6,10 +6,10 @@ from laws import pool
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.draws.groups import GroupConfig
 from shardcore.io import dataset
 from shardcore.measure.collectives import CollectiveConfig
 from shardcore.measure.kernels import KernelConfig
+from shardcore.measure.sampling.groups import GroupConfig
 from tasks.measure import (
     PART_S,
     MeasureConfig,

@@ -8,9 +8,9 @@ import pytest
 from laws import pool, spread
 
 from shardcore.core.types import Setting
-from shardcore.draws.groups import reference_request
 from shardcore.io import dataset, files
 from shardcore.io.measurements import ComputeSample
+from shardcore.measure.sampling.groups import reference_request
 from tasks import measure, replay
 from tasks.measure import MeasureConfig, measure_comm, measure_compute, wanted_comm, wanted_compute
 

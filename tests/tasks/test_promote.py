@@ -14,10 +14,10 @@ from shardcore.core.step_cost import PARTS
 from shardcore.cost import collective_fit, fit, neural
 from shardcore.cost.accuracy import split_of
 from shardcore.cost.model import price
-from shardcore.draws.problems import ProblemConfig, draw_problem
 from shardcore.io import dataset, model_files, replays
 from shardcore.io.measurements import Spread, StepSample
 from shardcore.measure.replay import ReplayConfig
+from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS
 from tasks import publish_claim, registry
 from tasks.promote import PromoteConfig, promote_model, score

@@ -10,12 +10,12 @@ from waiting import until
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.draws.groups import GroupConfig, compute_request
 from shardcore.io import dataset
 from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import supervise
 from shardcore.measure.device_bench import BenchSpec
 from shardcore.measure.kernels import KernelConfig
+from shardcore.measure.sampling.groups import GroupConfig, compute_request
 from shardcore.measure.supervise import Supervisor
 from tasks.workers import RayTransport
 

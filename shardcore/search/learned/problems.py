@@ -16,7 +16,7 @@ from shardcore.core.topology import Topology
 from shardcore.core.types import Problem, Setting, Table
 from shardcore.core.validation import MOST_COUNT, require, require_within
 from shardcore.cost.model import CostModel
-from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search.learned.learner import PolicyConfig
 from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.sharder import place

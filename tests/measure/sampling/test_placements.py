@@ -11,13 +11,13 @@ from bench import record_draws
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Setting, Table
-from shardcore.draws import placements
-from shardcore.draws.groups import GroupConfig, compute_request
-from shardcore.draws.problems import ProblemConfig, draw_problem, drawn_bytes
 from shardcore.io import dataset, files
+from shardcore.measure.sampling import placements
+from shardcore.measure.sampling.groups import GroupConfig, compute_request
+from shardcore.measure.sampling.problems import ProblemConfig, draw_problem, drawn_bytes
 from shardcore.step.lower import lower
 
-SHIPPED = Path(__file__).parents[2] / "datasets/cpu-amd-epyc"
+SHIPPED = Path(__file__).parents[3] / "datasets/cpu-amd-epyc"
 SETTING = Setting("test", 2048)
 
 

@@ -11,9 +11,9 @@ import numpy as np
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard, Table
 from shardcore.core.validation import MOST_BYTES, MOST_DIM, require_within
-from shardcore.draws import placements
-from shardcore.draws.problems import DEVICES, DIMS
 from shardcore.io.measurements import ComputeRequest
+from shardcore.measure.sampling import placements
+from shardcore.measure.sampling.problems import DEVICES, DIMS
 from shardcore.step.output_bytes import output_bytes
 
 REPLICATED_BYTES = 64 << 20

@@ -8,13 +8,18 @@ from shapes import entering
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.draws import different
-from shardcore.draws.collectives import comm_request, emulated_request
-from shardcore.draws.groups import REPLICATED_BYTES, GroupConfig, compute_request, reference_request
-from shardcore.draws.problems import DIMS, ProblemConfig, draw_problem, drawn_bytes, sized
-from shardcore.draws.steps import first_step_plans, step_plans
 from shardcore.io import dataset, files
 from shardcore.io.measurements import EmulatedLinks
+from shardcore.measure.sampling import different
+from shardcore.measure.sampling.collectives import comm_request, emulated_request
+from shardcore.measure.sampling.groups import (
+    REPLICATED_BYTES,
+    GroupConfig,
+    compute_request,
+    reference_request,
+)
+from shardcore.measure.sampling.problems import DIMS, ProblemConfig, draw_problem, drawn_bytes, sized
+from shardcore.measure.sampling.steps import first_step_plans, step_plans
 from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.kinds import shards_on
 from shardcore.step.lower import lower

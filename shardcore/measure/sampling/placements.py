@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Problem, Setting, Shard, Table
-from shardcore.draws.problems import DEVICES, ProblemConfig, draw_problem, drawn_bytes, sized
 from shardcore.io import files
+from shardcore.measure.sampling.problems import DEVICES, ProblemConfig, draw_problem, drawn_bytes, sized
 
 NEUROSHARD = "neuroshard"
 PLANNERS = ("random", "size_greedy", "dim_greedy", "lookup_greedy", "size_lookup_greedy", NEUROSHARD)

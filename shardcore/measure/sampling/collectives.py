@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from shardcore.core.types import PAYLOADS
-from shardcore.draws.problems import DIMS
 from shardcore.io.measurements import CollectiveRequest, EmulatedLinks
+from shardcore.measure.sampling.problems import DIMS
 from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.scopes import SCOPES, even_hosts
 

@@ -11,8 +11,8 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.core.validation import MOST_BYTES
-from shardcore.draws.placements import deal_columns
-from shardcore.draws.problems import ProblemConfig, draw_problem
+from shardcore.measure.sampling.placements import deal_columns
+from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.step.kinds import WHOLE_ROWS, Layout, even_share, ways
 
 _SHARED = ((False, False), (True, False), (False, True), (False, False), (True, False), (True, True))

@@ -10,7 +10,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import Link
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
-from shardcore.rank_order import Links, levels, order, problem_of, topology_of
+from shardcore.measure.rank_order import Links, levels, order, problem_of, topology_of
 
 LINKS = Links(5.0, 0.5, None, 0.1)
 
