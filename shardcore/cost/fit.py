@@ -47,7 +47,7 @@ _CONTENTIONS = 8
 
 
 _MOST_LAYERS, _MOST_UNITS = 7, 4096
-"""Limits of the correction network. Beyond these it may predict infinite times (see weights.py)."""
+"""Limits of the correction network. Beyond these it may predict infinite times (see weight_checks.py)."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from shardcore.core.topology import Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.core.validation import require_type
 from shardcore.cost import collective_model, features, nets, quantiles, ranges
-from shardcore.cost import weights as required
+from shardcore.cost import weight_checks as required
 from shardcore.cost.composite import Composite, composed
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.io import files, model_files, schema

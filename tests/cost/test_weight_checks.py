@@ -5,7 +5,7 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.cost import collective_model, fit, neural, weights
+from shardcore.cost import collective_model, fit, neural, weight_checks
 from shardcore.io import model_files
 
 
@@ -23,7 +23,7 @@ def with_value(w, name, value):
 
 
 def test_what_training_makes_is_right(trained, tmp_path):
-    weights.require(trained.weights)
+    weight_checks.require(trained.weights)
     neural.save(trained, tmp_path)
     assert neural.load(tmp_path).weights.keys() == trained.weights.keys()
 
@@ -45,7 +45,7 @@ def test_what_training_makes_is_right(trained, tmp_path):
 ])
 def test_a_number_out_of_its_range_is_named(trained, name, value, said):
     with pytest.raises(ShardCoreError, match=said):
-        weights.require(with_value(trained.weights, name, value))
+        weight_checks.require(with_value(trained.weights, name, value))
 
 
 @pytest.mark.parametrize("change, said", [
@@ -71,7 +71,7 @@ def test_a_number_out_of_its_range_is_named(trained, name, value, said):
 ])
 def test_a_weight_that_is_missing_unknown_or_of_another_shape_is_named(trained, change, said):
     with pytest.raises(ShardCoreError, match=said):
-        weights.require(change(trained.weights))
+        weight_checks.require(change(trained.weights))
 
 
 def test_a_model_is_checked_when_it_is_read(trained, tmp_path):
@@ -90,4 +90,4 @@ def test_a_network_of_many_layers_is_refused(trained):
               for what, shape in (("weight", (2, 2)), ("bias", (2,)))}
     w = {**{k: v for k, v in trained.weights.items() if not k.startswith("network.")}, **layers}
     with pytest.raises(ShardCoreError, match="9 layers"):
-        weights.require(w)
+        weight_checks.require(w)
