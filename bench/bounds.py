@@ -1,5 +1,5 @@
-"""Lower bounds and estimates (search/bound.py) against optima found by enumeration, and against plans of
-drawn problems.
+"""Lower bounds and estimates (search/bound/lower_bound.py) against optima found by enumeration, and against
+plans of drawn problems.
 
     python -m bench.bounds MODEL --tiny 40 --problems 10 --devices 4
 
@@ -29,7 +29,7 @@ from shardcore.cost import neural
 from shardcore.cost.model import CostModel, step_ms
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS
-from shardcore.search.bound import bound
+from shardcore.search.bound.lower_bound import bound
 from shardcore.step import kinds
 from shardcore.step.id_bytes import received_bytes
 from shardcore.step.kinds import CHANNELS, LAYOUTS, WHOLE_ROWS, possible_groups, shards_on

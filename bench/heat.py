@@ -21,7 +21,7 @@ from shardcore.core.access_statistics import Zipf
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
-from shardcore.memory_tiers import decide, largest_to_host, one_load_factor, tier_bytes
+from shardcore.search.decisions.memory_tiers import decide, largest_to_host, one_load_factor, tier_bytes
 from shardcore.step.access import reuse_of
 from shardcore.tables import streams
 from shardcore.tables.generate import generate_pool

@@ -56,8 +56,8 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search, copy_of
 from shardcore.search.anneal.starts import Start, Starts
-from shardcore.search.placement_state import PlacementState
-from shardcore.search.shards import fixed_placements
+from shardcore.search.state.placement_state import PlacementState
+from shardcore.search.state.shards import fixed_placements
 from shardcore.step import memory
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, even_share, run_of
 from shardcore.step.lower import lower

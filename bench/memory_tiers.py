@@ -32,11 +32,11 @@ from shardcore.core.types import Plan, Problem
 from shardcore.cost import composite
 from shardcore.cost.model import CostModel
 from shardcore.io import files
-from shardcore.memory_tiers import largest_to_host, one_load_factor, tier_bytes, tiers_of
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
+from shardcore.search.decisions.memory_tiers import largest_to_host, one_load_factor, tier_bytes, tiers_of
 from shardcore.search.decisions.tiers import Tiers
-from shardcore.search.shards import priced
+from shardcore.search.state.shards import priced
 from shardcore.tables.generate import generate_pool
 
 SHARES = (0.05, 0.15, 0.3, 0.6)

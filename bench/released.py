@@ -62,7 +62,7 @@ from shardcore.measure.sampling.collectives import comm_request
 from shardcore.search import Budget, compare
 from shardcore.search.neuroshard import neuroshard
 from shardcore.search.portfolio import annealing as anneal
-from shardcore.search.shards import to_plan
+from shardcore.search.state.shards import to_plan
 from shardcore.step.kinds import CHANNELS
 from shardcore.step.lower import Workload, lower
 

@@ -13,7 +13,8 @@ takes, annealing in several spaces and lengths; with it all searches have as lon
 first run). Costs are relative to neuroshard's, the mean over the problems that all solved; so are the
 seconds. Nothing is compiled or imported while a clock runs: all sharders run once before. `best greedy` is
 the cheapest of the greedy orders, with the seconds of all.
-`halves` is annealing in NeuroShard's own space: columns, halved. The bound is that of search/bound.py.
+`halves` is annealing in NeuroShard's own space: columns, halved. The bound is that of
+search/bound/lower_bound.py.
 `torchrec, from 16 columns` is TorchRec's planner swept without cuts to 4 and 8 columns, as before 24 November
 2026: what those cuts are worth to it. --two-ranks plans what bench.replays replays, with the links of MODEL.
 """
@@ -44,7 +45,7 @@ from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS, Budget, compare, greedy
-from shardcore.search.bound import bound
+from shardcore.search.bound.lower_bound import bound
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.search.torchrec import TorchRecConfig
 from shardcore.step.lower import lower

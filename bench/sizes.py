@@ -28,7 +28,7 @@ from shardcore import report
 from shardcore.cost import neural
 from shardcore.io import files
 from shardcore.search import BASELINES, SHARDERS, Budget
-from shardcore.search.bound import bound
+from shardcore.search.bound.lower_bound import bound
 from shardcore.search.portfolio import annealing as anneal
 
 SIZES = {(40, 4): (0.5, 5.0), (160, 16): (1.0, 10.0), (856, 128): (4.0, 40.0), (10_000, 1024): (100.0, None)}

@@ -5,8 +5,8 @@ conftest.py runs this while workers collect.
 """
 
 from shardcore.cost import compiled
-from shardcore.search import bound_compiled
 from shardcore.search.anneal import compiled as annealing
+from shardcore.search.bound import compiled as bound_compiled
 
 
 def warm_up() -> list[str]:

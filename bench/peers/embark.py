@@ -50,10 +50,10 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget, Meter
-from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.greedy import looked_up
 from shardcore.search.rates import exchange_ms, lookup_ms
-from shardcore.search.shards import (
+from shardcore.search.state.feasible import feasible_shards, fitting
+from shardcore.search.state.shards import (
     Bundle,
     bundles,
     cheapest,

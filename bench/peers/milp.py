@@ -42,9 +42,9 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget
-from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.rates import exchange_ms
-from shardcore.search.shards import (
+from shardcore.search.state.feasible import feasible_shards, fitting
+from shardcore.search.state.shards import (
     Bundle,
     bundles,
     cheapest,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardcore.core.types import Problem
-from shardcore.search.shards import (
+from shardcore.search.state.shards import (
     Bundle,
     devices_of,
     fixed_placements,

@@ -16,8 +16,8 @@ from torchrec.distributed.types import CacheStatistics
 
 from bench.peers.room import free_bytes
 from shardcore.core.types import Placement, Problem, Shard, Table
-from shardcore.memory_tiers import with_load_factors
-from shardcore.search.shards import consolidate
+from shardcore.search.decisions.memory_tiers import with_load_factors
+from shardcore.search.state.shards import consolidate
 from shardcore.search.torchrec_pieces import quiet
 from shardcore.search.torchrec_placements import placements_of
 from shardcore.step import access

@@ -96,8 +96,8 @@ def hot_drift(args: argparse.Namespace) -> None:
 
 def tiers(args: argparse.Namespace) -> None:
     from shardcore.io import files
-    from shardcore.memory_tiers import decide
     from shardcore.report.decisions_report import tiers_report
+    from shardcore.search.decisions.memory_tiers import decide
 
     for name in ("algorithm", "budget_s", "budget_evals", "plan"):
         if getattr(args, name) is not None and not args.model:

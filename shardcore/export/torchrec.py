@@ -33,7 +33,7 @@ from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.export.torchrec_modules import ModelTable, tables_of
 from shardcore.export.torchrec_settings import PLAIN_KERNELS, settings_of, with_settings
-from shardcore.search.shards import consolidate
+from shardcore.search.state.shards import consolidate
 from shardcore.search.torchrec_placements import placements_of
 from shardcore.step.kinds import Layout, layout_of, layout_of_torchrec, shards_on
 from shardcore.step.lower import require_cover

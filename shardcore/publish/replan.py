@@ -25,7 +25,7 @@ from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.portfolio import annealing
 from shardcore.search.sharders import DEFAULT_SHARDER, SPACE_OF
-from shardcore.search.shards import on_all_devices, priced
+from shardcore.search.state.shards import on_all_devices, priced
 from shardcore.step.kinds import WHOLE_ROWS, device_names, shards_on
 from shardcore.step.lower import require_plan
 from shardcore.step.memory import fits, held_bytes, require_fits, used_bytes

@@ -23,9 +23,16 @@ from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget, Meter
-from shardcore.search.feasible import feasible_shards, fitting
-from shardcore.search.shard_cost_cache import ShardCostCache, ShardKey
-from shardcore.search.shards import bundles, divided_otherwise, division, fixed_placements, placed, priced
+from shardcore.search.state.feasible import feasible_shards, fitting
+from shardcore.search.state.shard_cost_cache import ShardCostCache, ShardKey
+from shardcore.search.state.shards import (
+    bundles,
+    divided_otherwise,
+    division,
+    fixed_placements,
+    placed,
+    priced,
+)
 from shardcore.step.kinds import shards_on
 
 State = tuple[ShardKey, ...]

@@ -21,7 +21,7 @@ from shardcore.core.types import Problem
 from shardcore.core.validation import MOST_BYTES
 from shardcore.cost.model import CostModel, PricedPlan
 from shardcore.search import compare
-from shardcore.search.bound import Bound, bound
+from shardcore.search.bound.lower_bound import Bound, bound
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.tower_plans import TowerTraffic, tower_traffic
 from shardcore.search.sharders import BASELINES, SHARDERS, SPACE_OF

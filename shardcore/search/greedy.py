@@ -22,10 +22,10 @@ from shardcore.core.progress import ticking
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget
-from shardcore.search.feasible import feasible_shards, fitting
-from shardcore.search.placement_state import PlacementState
-from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.search.shards import bundles, divided_otherwise, divides_rows, priced
+from shardcore.search.state.feasible import feasible_shards, fitting
+from shardcore.search.state.placement_state import PlacementState
+from shardcore.search.state.shard_cost_cache import ShardCostCache
+from shardcore.search.state.shards import bundles, divided_otherwise, divides_rows, priced
 
 Choose = Callable[[float, np.ndarray, np.ndarray], int]
 """(load, fits [D] bool, bytes left [D]) -> the device for a bundle."""

@@ -30,8 +30,8 @@ from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import CostModel
 from shardcore.search.beam import Beam, BeamConfig, Placed
 from shardcore.search.budget import Budget
-from shardcore.search.placement_state import PlacementState
-from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.search.state.placement_state import PlacementState
+from shardcore.search.state.shard_cost_cache import ShardCostCache
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search
 from shardcore.search.beam import Beam
 from shardcore.search.budget import Budget, Meter
-from shardcore.search.feasible import fitting
 from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig
-from shardcore.search.packing import repaired
-from shardcore.search.shards import priced, searched_tables
+from shardcore.search.state.feasible import fitting
+from shardcore.search.state.packing import repaired
+from shardcore.search.state.shards import priced, searched_tables
 
 DEFAULT = Budget(evals=1_000_000)
 """The budget where none is given."""

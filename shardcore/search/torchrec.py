@@ -45,13 +45,13 @@ from shardcore.core.links import LEVELS
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget, Meter
-from shardcore.search.feasible import feasible_shards, fitting
 from shardcore.search.greedy import looked_up
-from shardcore.search.packing import equally_wide, lacking
-from shardcore.search.placement_state import PlacementState
 from shardcore.search.rates import column_bytes, exchange_ms, lookup_ms
-from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.search.shards import (
+from shardcore.search.state.feasible import feasible_shards, fitting
+from shardcore.search.state.packing import equally_wide, lacking
+from shardcore.search.state.placement_state import PlacementState
+from shardcore.search.state.shard_cost_cache import ShardCostCache
+from shardcore.search.state.shards import (
     Bundle,
     bundles,
     cheapest,

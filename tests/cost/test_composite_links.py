@@ -13,8 +13,8 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.composite import Composite, LinkHead
 from shardcore.cost.model import QuantileCostModel, price
-from shardcore.memory_tiers import tiers_of, with_load_factors
-from shardcore.search.bound import bound
+from shardcore.search.bound.lower_bound import bound
+from shardcore.search.decisions.memory_tiers import tiers_of, with_load_factors
 from shardcore.step.lower import lower
 
 MODEL = AnalyticModel(Setting("made-up", 512))

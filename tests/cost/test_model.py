@@ -16,7 +16,7 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost import nets
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import at_confidence, group_costs, price
-from shardcore.search.shards import to_plan
+from shardcore.search.state.shards import to_plan
 from shardcore.step.kinds import ID_CHANNELS
 from shardcore.step.lower import lower
 

@@ -20,7 +20,7 @@ from shardcore.export.torchrec import from_torchrec, sharded, to_torchrec  # noq
 from shardcore.export.torchrec_json import from_json, read_torchrec, to_json, write_torchrec  # noqa: E402
 from shardcore.export.torchrec_modules import tables_of  # noqa: E402
 from shardcore.io import files  # noqa: E402
-from shardcore.search.shards import consolidate  # noqa: E402
+from shardcore.search.state.shards import consolidate  # noqa: E402
 
 MODULE = training.Model(sequence=True)
 TABLE = Table("t", 24, 16, 2.0)

@@ -34,7 +34,7 @@ from shardcore.core.types import Placement, Plan, Problem, Table
 from shardcore.export.torchrec import from_torchrec, to_torchrec
 from shardcore.export.torchrec_json import from_json, to_json
 from shardcore.export.torchrec_modules import tables_of
-from shardcore.search.shards import consolidate
+from shardcore.search.state.shards import consolidate
 from shardcore.step.kinds import LAYOUTS, even_rows, shards_on
 from shardcore.step.lower import lower
 

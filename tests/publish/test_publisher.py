@@ -307,7 +307,7 @@ def test_a_plan_is_lowered_and_priced_once_on_its_way_to_the_store(problem, mode
 
     def counted(name, original):
         def call(*args, **kwargs):
-            counts[name] += sys._getframe(1).f_globals["__name__"] != "shardcore.search.shards"
+            counts[name] += sys._getframe(1).f_globals["__name__"] != "shardcore.search.state.shards"
             return original(*args, **kwargs)
         return call
 

@@ -31,7 +31,7 @@ from shardcore.export.torchrec import sharded
 from shardcore.search import LEARNED, SHARDERS, Budget, greedy
 from shardcore.search import sharder as sharder_of
 from shardcore.search import torchrec as torchrec_peer
-from shardcore.search.shards import consolidate
+from shardcore.search.state.shards import consolidate
 from shardcore.step import memory, memory_account
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, possible_groups
 from shardcore.step.lower import lower

@@ -14,7 +14,7 @@ from shardcore.core.topology import Device, Memory, Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.search.shards import (
+from shardcore.search.state.shards import (
     consolidate,
     devices_of,
     division,

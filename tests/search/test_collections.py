@@ -12,7 +12,7 @@ from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.bound import bound
+from shardcore.search.bound.lower_bound import bound
 from shardcore.step.lower import lower
 
 

@@ -33,7 +33,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, Plan, Problem, Shard
 from shardcore.search import LEARNED, SHARDERS, Budget, compare
 from shardcore.search.learned.policy import NETS
-from shardcore.search.shards import consolidate
+from shardcore.search.state.shards import consolidate
 from shardcore.step.kinds import shards_on
 
 

@@ -11,8 +11,8 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS
-from shardcore.search.feasible import feasible_shards
 from shardcore.search.greedy import looked_up
+from shardcore.search.state.feasible import feasible_shards
 from shardcore.step.kinds import shards_on
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes

@@ -17,8 +17,8 @@ from shardcore.core.types import Problem, Shard, Table
 from shardcore.cost.model import group_costs
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.neuroshard import NeuroShardConfig, greedy_grid, neuroshard
-from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.search.shards import devices_of
+from shardcore.search.state.shard_cost_cache import ShardCostCache
+from shardcore.search.state.shards import devices_of
 from shardcore.step.lower import lower
 from shardcore.step.memory import fits, held_bytes
 from shardcore.step.memory_account import table_bytes

@@ -10,7 +10,7 @@ from shapes import on_hosts
 from shardcore.core.types import Problem
 from shardcore.cost.model import price
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.bound import bound
+from shardcore.search.bound.lower_bound import bound
 from shardcore.step.lower import lower
 
 

@@ -15,7 +15,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.search.shards import consolidate
+from shardcore.search.state.shards import consolidate
 from shardcore.step import memory
 from shardcore.step.id_bytes import count_bytes
 from shardcore.step.kinds import CHANNELS, IDS, LAYOUTS

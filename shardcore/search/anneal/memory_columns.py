@@ -15,8 +15,8 @@ import numpy as np
 from shardcore.core.progress import ticking
 from shardcore.core.types import OUTPUT_BYTES, PRECISION_BYTES, Problem, Shard
 from shardcore.search.anneal.compiled import SUMS
-from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.search.shards import fixed_placements
+from shardcore.search.state.shard_cost_cache import ShardCostCache
+from shardcore.search.state.shards import fixed_placements
 from shardcore.step.kinds import Group, Layout, run_of, shards_on
 from shardcore.step.memory import CACHED_ROW_BYTES, Caches
 from shardcore.step.memory_account import sums_of

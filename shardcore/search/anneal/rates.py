@@ -21,7 +21,7 @@ from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.output_bytes import output_bytes
 
 _TERMS = ("own", "busiest", "host_busiest", "total", "once")
-"""As in records.SearchProblem."""
+"""As in arrays.SearchProblem."""
 _WORK = ("busiest", "total", "once")
 """Terms of the work that devices have with ids: "work_busiest" and so on."""
 _PROBES = 64
@@ -31,7 +31,7 @@ _PROBES = 64
 def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, float]:
     """ms per byte of outputs of a kind, for both exchanges of a step.
 
-    Keys are own, busiest, host_busiest, total and once (see records.SearchProblem), and those of work, all 0.
+    Keys are own, busiest, host_busiest, total and once (see arrays.SearchProblem), and those of work, all 0.
     They are fitted to the model's costs of some divisions of the outputs, by least squares, none below 0.
     """
     topology, n = problem.topology, len(problem.topology)
@@ -108,7 +108,7 @@ def _fitted(loads: np.ndarray, ms: np.ndarray, topology: Topology, names: Sequen
 def shared_rates(problem: Problem, model: CostModel, layout: Layout, size: int) -> dict[str, float]:
     """ms of a layout's exchanges per byte that its groups of `size` devices share.
 
-    Keys are those of records.SearchProblem, without "shared_".
+    Keys are those of arrays.SearchProblem, without "shared_".
     """
     n = len(problem.topology)
     if layout.dense_gradient:

@@ -3,7 +3,7 @@
 A strip's columns are divided over devices, or a group of devices shares the whole strip.
 The latter needs a kind whose groups have several devices: all of them, or those of a host.
 
-Strips and units are defined in shard_cost_cache.py.
+Strips and units are defined in search/state/shard_cost_cache.py.
 
 Shapes: S strips, D devices, F features.
 K kinds of what single devices hold (cache.kinds). Y layouts of what groups share, G groups.
@@ -23,8 +23,8 @@ from shardcore.search.anneal.compiled import SearchProblem
 from shardcore.search.anneal.memory_columns import Columns, batch_memory, given, shards_memory
 from shardcore.search.anneal.rates import exchange_rates, id_rates, shared_rates
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.shard_cost_cache import ShardCostCache, encoded
-from shardcore.search.shards import division, placed
+from shardcore.search.state.shard_cost_cache import ShardCostCache, encoded
+from shardcore.search.state.shards import division, placed
 from shardcore.step.kinds import Group, Layout, even_share, run_of, runs_of
 from shardcore.step.memory import held_bytes
 from shardcore.step.memory_account import Turns
@@ -259,7 +259,7 @@ def keeping(of: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[T
 def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]],
             wanted: bool, divided: Collection[str],
             of_ids: Sequence[Layout]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The fields of records.SearchProblem about groups, and what devices of a group have of a strip.
+    """The fields of arrays.SearchProblem about groups, and what devices of a group have of a strip.
 
     The latter are shards [2, Y, S]: of each device but the last, and of the last.
 

@@ -14,7 +14,7 @@ The compiled search takes the cost of an exchange as linear in its bytes.
 These are the bytes of each device, of the busiest device and of the busiest host.
 The model itself decides which plan is best.
 
-Shapes: S strips, D devices. Strips and units are defined in shard_cost_cache.py.
+Shapes: S strips, D devices. Strips and units are defined in search/state/shard_cost_cache.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardcore.cost.model import CostModel, step_ms
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Meter
-from shardcore.search.feasible import feasible_shards, fitting
+from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.step.lower import traffic_of_outputs
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Plans that annealing starts from: greedy ones of several ways to cut and share tables, or an existing plan.
 
-Shapes: S strips, D devices. Strips and units are defined in shard_cost_cache.py.
+Shapes: S strips, D devices. Strips and units are defined in search/state/shard_cost_cache.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from shardcore.cost.model import CostModel
 from shardcore.search import greedy
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.budget import Meter
-from shardcore.search.feasible import fitting, shown
-from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.search.shards import division, fixed_placements
+from shardcore.search.state.feasible import fitting, shown
+from shardcore.search.state.shard_cost_cache import ShardCostCache
+from shardcore.search.state.shards import division, fixed_placements
 from shardcore.step.kinds import shards_on
 from shardcore.step.memory import held_bytes
 

@@ -31,7 +31,7 @@ from shardcore.cost.model import CostModel
 from shardcore.io.envelope import open_document
 from shardcore.io.schema import build
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
-from shardcore.search.shards import priced
+from shardcore.search.state.shards import priced
 from shardcore.step import memory
 
 MOST_PRICE = 1e9

@@ -1,7 +1,8 @@
 """Memory tiers: load factors of tables, for problems that do not fit in device memory.
 
 Less of the memory is shared out at first than there is, which leaves searches room to even out devices. What
-is then left on each device goes to its own tables (see shardcore/memory_tiers.py for the law).
+is then left on each device goes to its own tables (see shardcore/search/decisions/memory_tiers.py for the
+law).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any, ClassVar
 from shardcore.core.errors import Infeasible
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost.model import CostModel
-from shardcore.memory_tiers import (
+from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
+from shardcore.search.decisions.memory_tiers import (
     choices_of,
     decide,
     in_device_memory,
@@ -23,9 +25,8 @@ from shardcore.memory_tiers import (
     water_filled,
     with_load_factors,
 )
-from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.decisions.tower_plans import as_planned
-from shardcore.search.shards import priced
+from shardcore.search.state.shards import priced
 from shardcore.step.kinds import WHOLE_ROWS
 from shardcore.step.memory import held_bytes, require_fits, resident_bytes, used_bytes
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.core.validation import require
-from shardcore.search.shards import on_all_devices
+from shardcore.search.state.shards import on_all_devices
 from shardcore.step.kinds import ID_CHANNELS
 from shardcore.step.lower import Workload, lower
 from shardcore.step.scopes import groups_of

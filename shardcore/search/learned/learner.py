@@ -15,12 +15,12 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
 from shardcore.core.validation import MOST_COUNT, MOST_SEED, require_within
 from shardcore.cost.model import CostModel
-from shardcore.search.feasible import feasible_shards
 from shardcore.search.learned.features import features
 from shardcore.search.learned.nets import Seen
 from shardcore.search.learned.policy import NETS
 from shardcore.search.learned.rollout import Rollout, Rollouts
-from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.search.state.feasible import feasible_shards
+from shardcore.search.state.shard_cost_cache import ShardCostCache
 
 
 @dataclass(frozen=True)

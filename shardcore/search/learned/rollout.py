@@ -16,8 +16,8 @@ import numpy as np
 from shardcore.search.beam import Placed
 from shardcore.search.learned.features import features
 from shardcore.search.learned.nets import PARTS, Net, Seen, Weights
-from shardcore.search.placement_state import PlacementState
-from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.search.state.placement_state import PlacementState
+from shardcore.search.state.shard_cost_cache import ShardCostCache
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,8 @@ from shardcore.search.anneal.compiled import SUMS
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search, copy_of
 from shardcore.search.budget import Budget
-from shardcore.search.packing import roomiest
-from shardcore.search.shards import priced
+from shardcore.search.state.packing import roomiest
+from shardcore.search.state.shards import priced
 from shardcore.step.kinds import merged, run_of, shards_on
 from shardcore.step.memory import fits, host_bytes, used_bytes
 from shardcore.step.op_limits import may_bind, most_features, op_ids, require_ops

@@ -12,9 +12,15 @@ from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.memory_tiers import decide, largest_to_host, one_load_factor, tiers_of, with_load_factors
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide as decided
+from shardcore.search.decisions.memory_tiers import (
+    decide,
+    largest_to_host,
+    one_load_factor,
+    tiers_of,
+    with_load_factors,
+)
 from shardcore.search.decisions.tiers import Tiers, filled
 from shardcore.step.lower import lower
 from shardcore.step.memory import require_fits

@@ -17,11 +17,11 @@ from shardcore.cost.model import price
 from shardcore.io import files
 from shardcore.io.towers import Towers, read_towers
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.bound import bound
+from shardcore.search.bound.lower_bound import bound
 from shardcore.search.decisions.tower_plans import as_planned, as_towers, tower_traffic
 from shardcore.search.decisions.towers import Division, TowerConfig, tower_hosts
-from shardcore.search.placement_state import PlacementState
-from shardcore.search.shard_cost_cache import ShardCostCache
+from shardcore.search.state.placement_state import PlacementState
+from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.step.kinds import CHANNELS
 from shardcore.step.lower import lower
 from shardcore.step.memory_account import table_bytes

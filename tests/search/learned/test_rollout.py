@@ -22,7 +22,7 @@ from shardcore.search.learned.nets import Seen
 from shardcore.search.learned.policy import NETS
 from shardcore.search.learned.priced_plans import PricedPlan
 from shardcore.search.learned.rollout import Rollouts
-from shardcore.search.shards import placed
+from shardcore.search.state.shards import placed
 from shardcore.step import access
 from shardcore.step.lower import lower
 from shardcore.tables import streams

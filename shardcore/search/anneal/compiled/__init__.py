@@ -1,7 +1,7 @@
 """The compiled core of annealing: greedy construction and simulated annealing.
 
-It works on arrays. `records.SearchProblem` holds the problem; search_space.py makes it.
-`records.State` holds one plan, with everything that follows from it. Moves update it in place.
+It works on arrays. `arrays.SearchProblem` holds the problem; search_space.py makes it.
+`arrays.State` holds one plan, with everything that follows from it. Moves update it in place.
 The best plan is not copied. A log of the changes made since then leads back to it.
 
 Nothing in these functions may allocate. They are compiled without numba's reference counts
@@ -13,18 +13,18 @@ s and r are strips; a, b, c and d devices; h a host; g a group; y a layout.
 k is a kind, f a feature. `was` is before a change, `then` after it.
 """
 
-from shardcore.search.anneal.compiled.greedy import greedy
-from shardcore.search.anneal.compiled.records import (
-           BEST,
-           ENERGY,
-           LOG,
-           OVER,
-           SUMS,
-           WORST,
-           SearchProblem,
-           State,
-           empty,
+from shardcore.search.anneal.compiled.arrays import (
+    BEST,
+    ENERGY,
+    LOG,
+    OVER,
+    SUMS,
+    WORST,
+    SearchProblem,
+    State,
+    empty,
 )
+from shardcore.search.anneal.compiled.greedy import greedy
 from shardcore.search.anneal.compiled.run import anneal
 from shardcore.search.anneal.compiled.state import place, refresh, rewind, share
 

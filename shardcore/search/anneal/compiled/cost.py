@@ -10,7 +10,7 @@ All costs are in ms. Exchanges carry bytes.
 import math
 
 from shardcore.core.jit import inner
-from shardcore.search.anneal.compiled.records import WIDEST, WORST
+from shardcore.search.anneal.compiled.arrays import WIDEST, WORST
 
 POWERS = 5
 """log2 of the norm's exponent p. Here p = 32, as in `power`."""

@@ -4,6 +4,7 @@ import numpy as np
 from numba import boolean, int64
 
 from shardcore.core.jit import inner
+from shardcore.search.anneal.compiled.arrays import HEAD, problem_at, state_at
 from shardcore.search.anneal.compiled.cost import total_of
 from shardcore.search.anneal.compiled.memory import (
     add_change,
@@ -14,7 +15,6 @@ from shardcore.search.anneal.compiled.memory import (
     left_of,
 )
 from shardcore.search.anneal.compiled.pointers import WORDS, entry
-from shardcore.search.anneal.compiled.records import HEAD, problem_at, state_at
 from shardcore.search.anneal.compiled.state import hold
 
 

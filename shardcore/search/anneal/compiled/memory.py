@@ -17,7 +17,7 @@ import math
 import numpy as np
 
 from shardcore.core.jit import inner
-from shardcore.search.anneal.compiled.records import (
+from shardcore.search.anneal.compiled.arrays import (
     ARRIVED,
     DENSE_PART,
     EVERY,

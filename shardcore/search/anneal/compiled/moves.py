@@ -7,6 +7,15 @@ import numpy as np
 from numba import int64
 
 from shardcore.core.jit import inner
+from shardcore.search.anneal.compiled.arrays import (
+    BYTES_MOVED,
+    EVERY,
+    MOST_EDITS,
+    N_MOVED,
+    ON_HOST,
+    WIDEST,
+    WORST,
+)
 from shardcore.search.anneal.compiled.cost import copy_norm, energy_of, load_of, power, total_of
 from shardcore.search.anneal.compiled.memory import (
     add_change,
@@ -15,15 +24,6 @@ from shardcore.search.anneal.compiled.memory import (
     frame,
     host_fits,
     left_of,
-)
-from shardcore.search.anneal.compiled.records import (
-    BYTES_MOVED,
-    EVERY,
-    MOST_EDITS,
-    N_MOVED,
-    ON_HOST,
-    WIDEST,
-    WORST,
 )
 from shardcore.search.anneal.compiled.state import hold, moved_of, note
 

@@ -4,18 +4,10 @@ import math
 
 from numba import float64, int64
 
+from shardcore.search.anneal.compiled.arrays import BEST, ENERGY, HEAD, LOG, MOST_EDITS, problem_at, state_at
 from shardcore.search.anneal.compiled.cost import cost_of
 from shardcore.search.anneal.compiled.moves import accept, propose, try_edits, uniform
 from shardcore.search.anneal.compiled.pointers import WORDS, entry
-from shardcore.search.anneal.compiled.records import (
-    BEST,
-    ENERGY,
-    HEAD,
-    LOG,
-    MOST_EDITS,
-    problem_at,
-    state_at,
-)
 from shardcore.search.anneal.compiled.shared_moves import change_shared
 from shardcore.search.anneal.compiled.state import recompute, undo
 

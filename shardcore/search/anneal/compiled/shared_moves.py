@@ -6,9 +6,9 @@ Each changes every device of a group. So they cost more than other moves and are
 from numba import int64
 
 from shardcore.core.jit import inner
+from shardcore.search.anneal.compiled.arrays import LOG, N_SHARED, OVER, WORST
 from shardcore.search.anneal.compiled.cost import copy_norm, energy_of, load_of, power, total_of
 from shardcore.search.anneal.compiled.moves import below, uniform
-from shardcore.search.anneal.compiled.records import LOG, N_SHARED, OVER, WORST
 from shardcore.search.anneal.compiled.state import hold, note, recompute, set_group, undo
 
 

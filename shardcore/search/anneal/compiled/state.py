@@ -3,10 +3,7 @@
 from numba import float64, int64, void
 
 from shardcore.core.jit import inner
-from shardcore.search.anneal.compiled.cost import cost_of, energy_of, load_of, power, total_of
-from shardcore.search.anneal.compiled.memory import add, all_left, expect, frame, shared_row
-from shardcore.search.anneal.compiled.pointers import WORDS, entry
-from shardcore.search.anneal.compiled.records import (
+from shardcore.search.anneal.compiled.arrays import (
     BEST,
     BYTES_MOVED,
     ENERGY,
@@ -19,6 +16,9 @@ from shardcore.search.anneal.compiled.records import (
     problem_at,
     state_at,
 )
+from shardcore.search.anneal.compiled.cost import cost_of, energy_of, load_of, power, total_of
+from shardcore.search.anneal.compiled.memory import add, all_left, expect, frame, shared_row
+from shardcore.search.anneal.compiled.pointers import WORDS, entry
 
 
 @inner

@@ -1,4 +1,4 @@
-"""The inner loops of bound_packing.py, compiled.
+"""The inner loops of packing.py, compiled.
 
 Shapes: T tables, N shards, C + 1 capacities, M steps of time, S speeds, P prices.
 """

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardcore.core.types import Problem, Shard
-from shardcore.search.shards import on_all_devices
+from shardcore.search.state.shards import on_all_devices
 from shardcore.step.memory import host_bytes
 
 

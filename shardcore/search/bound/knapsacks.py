@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shardcore.search import bound_compiled
-from shardcore.search.bound_ops import Curve
-from shardcore.search.bound_shards import BoundShards
+from shardcore.search.bound import compiled
+from shardcore.search.bound.ops import Curve
+from shardcore.search.bound.shards import BoundShards
 
 STEPS = 400
 """Of time, up to the longest that may be proved."""
@@ -56,7 +56,7 @@ class Bag:
         prices = np.unique(np.quantile(np.maximum.reduceat(np.maximum(worth, 0.0) / self.load, self.first),
                                        np.linspace(0, 1, _SLOPES)))
         lines = np.empty((len(prices), STEPS))
-        bound_compiled.divided(self.ends, self.fits, self.load, worth, prices, lines)
+        compiled.divided(self.ends, self.fits, self.load, worth, prices, lines)
         lines += prices[:, None] * self.most
         divided = lines.min(0)
         every = np.where(none, 0.0, np.vstack([wholes, divided]))
@@ -110,7 +110,7 @@ class _Knapsack:
 
     def fill(self, worth: np.ndarray) -> np.ndarray:
         """[M] the most worth by step."""
-        bound_compiled.knapsack(self.ends, self.weight, worth, self.best, self.chosen)
+        compiled.knapsack(self.ends, self.weight, worth, self.best, self.chosen)
         return self.best[-1][self.capacity]
 
     def taken(self, step: int) -> list[int]:

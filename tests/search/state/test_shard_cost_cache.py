@@ -9,8 +9,8 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.tiers import Memory
 from shardcore.core.types import Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.search.shards import IMPOSSIBLE
+from shardcore.search.state.shard_cost_cache import ShardCostCache
+from shardcore.search.state.shards import IMPOSSIBLE
 from shardcore.step.memory_account import sums_of
 
 TABLES = (Table("pooled", 1001, 32, 7.3), Table("half", 777, 48, 2.5, precision="fp16"),

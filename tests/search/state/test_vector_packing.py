@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 
-from shardcore.search.vector_packing import VectorPacking
+from shardcore.search.state.vector_packing import VectorPacking
 
 
 def test_a_packing_is_found_wherever_there_is_one_and_what_is_lacking_is_the_least():

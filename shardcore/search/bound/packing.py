@@ -22,10 +22,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore.search import bound_compiled
-from shardcore.search.bound_knapsacks import STEPS, Bag
-from shardcore.search.bound_ops import Ops
-from shardcore.search.bound_shards import BoundShards
+from shardcore.search.bound import compiled
+from shardcore.search.bound.knapsacks import STEPS, Bag
+from shardcore.search.bound.ops import Ops
+from shardcore.search.bound.shards import BoundShards
 
 _FIRST, _AGAIN = (40, 40), (15, 10)
 """Subgradient steps, and linear programs, that look for worths: from nothing, and from those of a proof."""
@@ -247,7 +247,7 @@ class _Mix:
             shared = np.append(0.0, np.full(STEPS - 1, -np.inf))
         count = np.array([each], dtype=float) if len(self.count) == 1 else self.count.astype(float)
         within, shared_at = np.empty(STEPS), np.empty(STEPS, dtype=int)
-        bound_compiled.beside(shared, own, self.left, count, within, shared_at)
+        compiled.beside(shared, own, self.left, count, within, shared_at)
         waiting = rate * (np.arange(STEPS) + 1) * self.step / self.fastest
         most, waited = _together(waiting, within)
 
@@ -300,7 +300,7 @@ def _lowest(cuts: np.ndarray, near: np.ndarray, reach: float) -> tuple[np.ndarra
 
 
 def _together(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """See bound_compiled.together."""
+    """See compiled.together."""
     most, at = np.empty(STEPS), np.empty(STEPS, dtype=int)
-    bound_compiled.together(np.ascontiguousarray(one), np.ascontiguousarray(other), most, at)
+    compiled.together(np.ascontiguousarray(one), np.ascontiguousarray(other), most, at)
     return most, at

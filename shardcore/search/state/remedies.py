@@ -8,7 +8,7 @@ from dataclasses import replace
 from shardcore.core.constraints import Constraints
 from shardcore.core.topology import DEFAULT_RESERVE, default_reserve
 from shardcore.core.types import Problem
-from shardcore.search.packing import roomiest
+from shardcore.search.state.packing import roomiest
 from shardcore.step.memory import gib
 
 MOST_DEVICES = 256

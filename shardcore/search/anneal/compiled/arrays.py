@@ -8,7 +8,7 @@ M columns of State.memory.
 X exchanges: one of outputs for each kind, then one of ids for each kind and layout.
 Y layouts of what groups of devices share, G groups.
 
-Strips and units are defined in search/shard_cost_cache.py.
+Strips and units are defined in search/state/shard_cost_cache.py.
 """
 
 from typing import NamedTuple

@@ -22,8 +22,8 @@ import numpy as np
 
 from shardcore.core.progress import ticking
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.search.shards import Bundle, bundles, fixed_placements, shared_groups, why_not
-from shardcore.search.vector_packing import VectorPacking
+from shardcore.search.state.shards import Bundle, bundles, fixed_placements, shared_groups, why_not
+from shardcore.search.state.vector_packing import VectorPacking
 from shardcore.step import memory
 from shardcore.step.id_bytes import sample_bytes
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Group, Layout, run_of, shards_on

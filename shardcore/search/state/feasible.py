@@ -16,10 +16,10 @@ import numpy as np
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.progress import ticking
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.search.host_room import dealt
-from shardcore.search.packing import roomiest
-from shardcore.search.remedies import remedy
-from shardcore.search.shards import (
+from shardcore.search.state.host_room import dealt
+from shardcore.search.state.packing import roomiest
+from shardcore.search.state.remedies import remedy
+from shardcore.search.state.shards import (
     Bundle,
     bundles,
     division,

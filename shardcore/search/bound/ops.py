@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore.search.bound_contention import least_rates, least_sums
-from shardcore.search.bound_shards import BoundShards
+from shardcore.search.bound.contention import least_rates, least_sums
+from shardcore.search.bound.shards import BoundShards
 
 _INTERVALS = 80
 _FROM, _TO = 0.02, 3.0

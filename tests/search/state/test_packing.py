@@ -16,8 +16,8 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io import files
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.packing import lacking, repaired, roomiest
-from shardcore.search.shards import halve_columns
+from shardcore.search.state.packing import lacking, repaired, roomiest
+from shardcore.search.state.shards import halve_columns
 from shardcore.step import memory
 from shardcore.step.lower import lower
 

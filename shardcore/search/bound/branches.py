@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore.search.bound_ops import Ops
-from shardcore.search.bound_packing import Packing, Proof
-from shardcore.search.bound_shards import BoundShards
+from shardcore.search.bound.ops import Ops
+from shardcore.search.bound.packing import Packing, Proof
+from shardcore.search.bound.shards import BoundShards
 
 CASES = 60
 """Cases to prove at most, with few tables. With many tables they are fewer, as each takes longer."""

@@ -12,7 +12,7 @@ from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS
 from shardcore.search.budget import Budget
-from shardcore.search.feasible import feasible_shards, fitting
+from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.step.memory import fits, used_bytes
 from shardcore.step.memory_account import table_bytes
 

@@ -27,9 +27,9 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.search.placement_state import PlacementState
-from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.search.shards import bundles, devices_of
+from shardcore.search.state.placement_state import PlacementState
+from shardcore.search.state.shard_cost_cache import ShardCostCache
+from shardcore.search.state.shards import bundles, devices_of
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
 

@@ -11,8 +11,8 @@ when no shard takes longer than T.
 
 The proof counts a shard at its cost alone, less the launch that fusing saves (model.BoundableCostModel). For
 plans of one kind it counts more: the rate of an op with the mean load. Some device has at least that.
-Contention in mixes of kinds, and shards that fit only by themselves, raise it further: bound_packing.py and
-bound_branches.py.
+Contention in mixes of kinds, and shards that fit only by themselves, raise it further: packing.py and
+branches.py.
 
 The estimate prices all tables as one op, divided evenly over the devices. It is higher where shards contend.
 It is no bound: a device may hold tables that contend less than the mean.
@@ -32,9 +32,9 @@ import numpy as np
 
 from shardcore.core.types import Problem
 from shardcore.cost.model import CostModel
-from shardcore.search import bound_branches
-from shardcore.search.bound_ops import Ops
-from shardcore.search.bound_shards import BoundShards, shared_layouts
+from shardcore.search.bound import branches
+from shardcore.search.bound.ops import Ops
+from shardcore.search.bound.shards import BoundShards, shared_layouts
 from shardcore.step.kinds import Layout
 
 _NOTHING_MS = 1e-9
@@ -78,7 +78,7 @@ def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = 
             # Subtract a trace for rounding errors.
             alike, ops = lower.takes_all_alike(topology), [Ops(least, k) for k in range(len(least.kinds))]
             by_mix = _by_mix(least, _proved(least, ops), alike)
-            least_ms = bound_branches.least_ms(least, ops, by_mix, alike)
+            least_ms = branches.least_ms(least, ops, by_mix, alike)
             proved_ms = least_ms * (1 - 1e-9) + more_ms
         estimate_ms, limit = min(_by_mix(shards, _estimated(shards), True).values())
         found.append(Bound(proved_ms, max(estimate_ms + more_ms, proved_ms or 0.0), limit, shards.space()))

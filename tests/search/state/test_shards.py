@@ -15,7 +15,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.publish.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.shards import (
+from shardcore.search.state.shards import (
     consolidate,
     devices_of,
     divided_otherwise,

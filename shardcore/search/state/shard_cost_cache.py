@@ -28,7 +28,7 @@ import numpy as np
 from shardcore.core.progress import tick, ticking
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.cost.model import CommCost, CostModel, step_ms
-from shardcore.search.shards import (
+from shardcore.search.state.shards import (
     IMPOSSIBLE,
     Bundle,
     RowRange,

@@ -21,7 +21,10 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.collective_model import EXCHANGE_TERMS, FAR
 from shardcore.cost.model import QuantileCostModel, price
 from shardcore.cost.neural import NeuralModel
-from shardcore.search import SHARDERS, Budget, bound, bound_ops, bound_packing, bound_shards
+from shardcore.search import SHARDERS, Budget
+from shardcore.search.bound import lower_bound, ops
+from shardcore.search.bound import packing as bound_packing
+from shardcore.search.bound import shards as bound_shards
 from shardcore.step.kinds import LAYOUTS
 from shardcore.step.lower import Workload, lower
 
@@ -69,9 +72,9 @@ def test_no_plan_is_cheaper_than_the_proved_bound_and_it_is_near(made):
         hosts = {"links": links_of(within_host=2.0, latency_ms=0.001)} if seed % 3 == 2 else {}
         problem = tiny(seed, 4 if seed % 4 == 3 else 2, **hosts)
         model = made(problem, seed)
-        found = bound.bound(problem, model)
+        found = lower_bound.bound(problem, model)
         ratios.append(found.proved_ms / optimum_ms(problem, model))
-        columns = bound.bound(problem, model, shared=())
+        columns = lower_bound.bound(problem, model, shared=())
         ratios.append(columns.proved_ms / optimum_ms(problem, model, columns_alone=True))
         assert found.proved_ms <= min(found.estimate_ms, columns.proved_ms)
     assert max(ratios) <= 1 and np.mean(ratios) > 0.75, ratios
@@ -86,7 +89,7 @@ def test_no_plan_on_two_hosts_is_cheaper_than_the_proved_bound(made):
         where = on_hosts("aabb", MIB, links=links_of(0.001, within_host=2.0, between_hosts=0.5))
         problem = Problem("hosts", draw_tables(np.random.default_rng(seed), 2, dims=(4, 8)), where, BATCH)
         model = made(problem, seed)
-        found = bound.bound(problem, model)
+        found = lower_bound.bound(problem, model)
         ratios.append(found.proved_ms / optimum_ms(problem, model))
         assert found.proved_ms <= found.estimate_ms and "rows divided over one host" in found.space
     assert max(ratios) <= 1 and np.mean(ratios) > 0.5, ratios
@@ -96,7 +99,7 @@ def test_the_bound_is_near_good_plans_of_many_tables():
     problem = Problem("many", draw_tables(np.random.default_rng(1), 60),
                       Topology((Device(64 * MIB),) * 4), BATCH)
     ms = SHARDERS["neuroshard"](problem, model_for(problem)).provenance["predicted_ms"]
-    found = bound.bound(problem, model_for(problem), shared=())
+    found = lower_bound.bound(problem, model_for(problem), shared=())
     assert 0.95 < found.proved_ms / ms <= 1 and found.limit == "the work of all tables, divided evenly"
     assert found.space == "each table whole or cut by columns (multiples of 4)"
 
@@ -119,7 +122,7 @@ def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape):
                                                  for d in where.devices))
         problem = Problem("p", draw_tables(rng, 2 if "hosts" in shape else 3, dims=(4, 8)), where, BATCH)
         for model in (model_for(problem), contended(seed)):
-            proved_ms = bound.bound(problem, model).proved_ms
+            proved_ms = lower_bound.bound(problem, model).proved_ms
             if proved_ms is not None:
                 ratios.append(proved_ms / optimum_ms(problem, model))
     assert len(ratios) >= 3 and max(ratios) <= 1 and np.mean(ratios) > 0.8, ratios
@@ -133,7 +136,7 @@ def test_hot_tables_that_do_not_fit_side_by_side_raise_the_bound():
                       constraints=Constraints(unsplit=tuple(t.name for t in hot)))
     model = model_for(problem)
     ms = SHARDERS["anneal_columns"](problem, model, budget=Budget(evals=20_000)).provenance["predicted_ms"]
-    assert 0.97 < bound.bound(problem, model, shared=()).proved_ms / ms <= 1
+    assert 0.97 < lower_bound.bound(problem, model, shared=()).proved_ms / ms <= 1
 
 
 @pytest.mark.parametrize("share", [0.5, 0.8, 0.97])
@@ -148,7 +151,7 @@ def test_worths_of_shards_that_fit_within_a_time_prove_no_more_than_that(share):
     model = AnalyticModel(Setting("made-up", BATCH), lookup_ns=10, gather_gbps=2, update_gbps=1000)
     best_ms = optimum_ms(problem, model, columns_alone=True)
     shards = bound_shards.BoundShards(problem, model, (), False)
-    packing, every = bound_packing.Packing(shards, [bound_ops.Ops(shards, 0)], True), shards.kind == 0
+    packing, every = bound_packing.Packing(shards, [ops.Ops(shards, 0)], True), shards.kind == 0
     mix = bound_packing._Mix(packing, [0], every, ~every, 2 * best_ms)
     assert 0.97 < mix._by_price(share * best_ms) / best_ms <= 1
 
@@ -158,7 +161,7 @@ def test_a_mix_of_kinds_contends_too():
     problem = Problem("many", draw_tables(np.random.default_rng(1), 30),
                       Topology((Device(64 * MIB),) * 4, links=links_of(0.0001, within_host=30.0)), BATCH)
     model = contended(3)
-    every, columns = bound.bound(problem, model), bound.bound(problem, model, shared=())
+    every, columns = lower_bound.bound(problem, model), lower_bound.bound(problem, model, shared=())
     assert 0.96 < every.proved_ms / columns.proved_ms <= 1, (every, columns)
 
 
@@ -169,11 +172,11 @@ def test_a_table_that_must_stay_whole_or_tables_kept_together_are_in_the_way():
     largest = max(free.tables, key=lambda t: model.head(model.encode([Shard.whole(t)]))[0])
     whole = replace(free, tables=(replace(largest, pooling=50.0), *(t for t in free.tables if t != largest)),
                     constraints=Constraints(unsplit=names))
-    limit = bound.bound(whole, model, shared=[LAYOUTS["row"]]).limit
+    limit = lower_bound.bound(whole, model, shared=[LAYOUTS["row"]]).limit
     assert limit == (f"table {largest.name!r}: whole it is too much for one device, and its parts together "
                      "cost more")
     together = replace(free, constraints=Constraints(together=(names,)))
-    found = bound.bound(together, model, shared=[LAYOUTS["row"]])
+    found = lower_bound.bound(together, model, shared=[LAYOUTS["row"]])
     assert "kept together on one device" in found.limit
     shards = [Shard.whole(t) for t in free.tables]
     assert found.proved_ms >= model.head(model.encode(shards).sum(0, keepdims=True))[0] * (1 - 1e-9)
@@ -182,16 +185,18 @@ def test_a_table_that_must_stay_whole_or_tables_kept_together_are_in_the_way():
 def test_where_nothing_can_be_proved_there_is_an_estimate():
     problem = tiny(1)
     unequal = replace(problem, topology=Topology((Device(MIB), Device(MIB), Device(MIB, host="b"))))
-    found = bound.bound(unequal, model_for(unequal))
+    found = lower_bound.bound(unequal, model_for(unequal))
     assert found.proved_ms is None and found.estimate_ms > 0
     model = contended(0)
     band = {"band.log_ms": np.zeros(1), "band.width": np.full(1, 0.1), "band.level": np.arange(2.0),
             "band.error": np.array([-1.0, 1.0])}
     below, above = (QuantileCostModel(replace(model, weights={**model.weights, **band}), level)
                     for level in (0.2, 0.9))
-    assert bound.bound(problem, below).proved_ms is None and bound.bound(problem, below).estimate_ms > 0
-    found = bound.bound(problem, above)  # what its model proves of itself holds for what is never cheaper
-    assert found.proved_ms == bound.bound(problem, model).proved_ms < min(found.estimate_ms,
+    assert lower_bound.bound(problem, below).proved_ms is None and lower_bound.bound(problem,
+                                                                                     below).estimate_ms > 0
+    # what its model proves of itself holds for what is never cheaper
+    found = lower_bound.bound(problem, above)
+    assert found.proved_ms == lower_bound.bound(problem, model).proved_ms < min(found.estimate_ms,
                                                                           optimum_ms(problem, above))
 
 
@@ -201,7 +206,7 @@ def test_the_last_rows_may_be_few_and_their_device_slow():
     model = AnalyticModel(Setting("made-up", BATCH), launch_us=0.001, table_us=0.001, lookup_ns=10,
                           exchange_latency_ms=1e-6, exchange_gbps=1000)
     plan = SHARDERS["anneal"](problem, model, budget=Budget(evals=5000))
-    assert bound.bound(problem, model).proved_ms <= plan.provenance["predicted_ms"]
+    assert lower_bound.bound(problem, model).proved_ms <= plan.provenance["predicted_ms"]
 
 
 def test_a_large_problem_is_bounded_in_a_smaller_space_and_says_so(monkeypatch):
@@ -210,13 +215,13 @@ def test_a_large_problem_is_bounded_in_a_smaller_space_and_says_so(monkeypatch):
     spaces = []
     for most in (10_000, 20):
         monkeypatch.setattr(bound_shards, "MOST_SHARDS", most)
-        spaces.append(bound.bound(problem, model_for(problem)).space)
+        spaces.append(lower_bound.bound(problem, model_for(problem)).space)
     assert "multiples of 4" in spaces[0] and "powers of two" in spaces[1]
 
 
 def test_a_model_for_another_setting_is_refused():
     with pytest.raises(SettingMismatch):
-        bound.bound(tiny(0), AnalyticModel(Setting("made-up", 2 * BATCH)))
+        lower_bound.bound(tiny(0), AnalyticModel(Setting("made-up", 2 * BATCH)))
 
 
 @pytest.mark.parametrize("made", [lambda seed: model_for(tiny(0)), contended], ids=["linear", "contended"])
@@ -257,10 +262,11 @@ def test_ids_that_the_dense_part_hides_raise_no_bound(dense_ms):
     drawn = Problem("p", draw_tables(np.random.default_rng(5), 6), on_hosts("aaa"), BATCH)
     given = replace(drawn, job=Job(dense_forward_ms=dense_ms, dense_backward_ms=0.0))
     model = model_for(given)
-    found, plan = bound.bound(given, model), SHARDERS["anneal"](given, model, budget=Budget(evals=5_000))
+    found, plan = lower_bound.bound(given, model), SHARDERS["anneal"](given, model,
+                                                                      budget=Budget(evals=5_000))
     step_ms = plan.provenance["predicted_ms"]
     assert dense_ms < found.proved_ms <= step_ms
-    without = bound.bound(drawn, model).proved_ms
+    without = lower_bound.bound(drawn, model).proved_ms
     assert found.proved_ms <= without + dense_ms
 
 
@@ -298,7 +304,7 @@ def test_what_one_host_shares_does_not_contend_on_others():
     plans = [Plan(some) for some in product(*ways)]
     best = min(plans, key=lambda plan: price(lower(plan, given), model).total_ms)
     assert sorted(p.devices for p in best.placements if p.kind == shared.name) == [(0, 1), (2, 3)]
-    proved = bound.bound(given, model, shared=(shared,)).proved_ms
+    proved = lower_bound.bound(given, model, shared=(shared,)).proved_ms
     assert 0.5 < proved / price(lower(best, given), model).total_ms <= 1
 
 
@@ -310,7 +316,7 @@ def test_no_op_has_more_load_than_its_ms_allow(made):
         rng, model = np.random.default_rng(seed), made(seed)
         given = Problem("ops", draw_tables(rng, 8, dims=(4, 8, 12)), Topology((Device(MIB),) * 2), BATCH)
         shards = bound_shards.BoundShards(given, model, (), False)
-        found = bound_ops.Ops(shards, 0).every
+        found = ops.Ops(shards, 0).every
         for _ in range(300):
             tables = rng.permutation(8)[:rng.integers(1, 9)]
             op = [int(rng.choice(np.flatnonzero(shards.table == t))) for t in tables]
@@ -329,7 +335,7 @@ def test_links_with_a_head_start_are_bounded():
     model.weights.update({f"exchange_{c}_{way}": exchange for c, way in (
         ("all_to_all", "forward"), ("all_to_all", "backward"), ("reduce_scatter", "forward"),
         ("reduce_scatter", "backward"), ("all_reduce", "backward"), ("all_to_all_ids", "forward"))})
-    found = bound.bound(problem, model)
+    found = lower_bound.bound(problem, model)
     assert 0 < found.estimate_ms
     assert found.proved_ms is None or found.proved_ms <= optimum_ms(problem, model)
 
@@ -343,7 +349,8 @@ def test_worths_that_fall_to_nothing_prove_nothing(rows, dim, pooling, speeds, l
                         links=links_of(latency_ms, within_host=1.0))
     given = Problem("p", (Table("t", rows, dim, pooling, Zipf(0.0)),), topology, 240,
                     job=Job(dense_forward_ms=1.0, dense_backward_ms=0.0))
-    found = [bound.bound(given, model := AnalyticModel(Setting("made-up", 240), lookup_ns=ns).for_problem(
+    found = [lower_bound.bound(given,
+                               model := AnalyticModel(Setting("made-up", 240), lookup_ns=ns).for_problem(
         given)).proved_ms <= price(lower(SHARDERS["anneal"](given, model, budget=Budget(evals=500)), given),
                                    model).total_ms for ns in (1.0, 20.0)]
     assert all(found)

@@ -10,7 +10,7 @@ from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
-from shardcore.memory_tiers import (
+from shardcore.search.decisions.memory_tiers import (
     Tier,
     decide,
     gains_ms,

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.types import Plan, Problem, Shard
-from shardcore.search.shard_cost_cache import ShardCostCache
-from shardcore.search.shards import fixed_placements, placed, priced
+from shardcore.search.state.shard_cost_cache import ShardCostCache
+from shardcore.search.state.shards import fixed_placements, placed, priced
 from shardcore.step.kinds import Layout, run_of, shards_on
 from shardcore.step.memory import held_bytes
 from shardcore.step.memory_account import sums_of
