@@ -2,7 +2,7 @@
 seeds of its own.
 
 Real processes get SIGKILL, a real file system is full, real files are damaged (tests/flows/test_failures.py,
-test_measure.py, tests/publish/test_store_shared.py say how). The table has, for each: how often, how often
+test_measure.py, tests/plans/test_store_shared.py say how). The table has, for each: how often, how often
 the work still ran when it struck, how often it ended in a state that one line tells, what was lost (samples,
 versions, plans, models), and how often the next run completed. What was done is kept in --out, so a bench
 that was stopped goes on. Exit code 1 where anything failed.
@@ -26,7 +26,7 @@ import pytest
 from shardcore import report
 
 ROOT = Path(__file__).parents[1]
-FILES = ("tests/publish/test_store_shared.py", "tests/flows/test_measure.py", "tests/flows/test_failures.py")
+FILES = ("tests/plans/test_store_shared.py", "tests/flows/test_measure.py", "tests/flows/test_failures.py")
 HEADERS = ("failure", "times", "struck while it ran", "clear state", "lost", "next run completed")
 
 

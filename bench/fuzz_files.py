@@ -27,7 +27,7 @@ from shardcore.io.measurements import Spread, StepSample
 from shardcore.io.row_counts import RowCounts, write_row_counts
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
-from shardcore.publish import store
+from shardcore.plans import store
 from shardcore.search.learned.policy import NETS, Policy, write_policy
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import CONTIGUOUS, GroupedPlan, Grouping, problem_of_group

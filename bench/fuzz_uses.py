@@ -26,7 +26,7 @@ from shardcore.io.dlrm_datasets import dlrm_datasets_pool
 from shardcore.io.hot_ids import read_hot_ids
 from shardcore.io.row_counts import read_row_counts
 from shardcore.io.towers import read_towers
-from shardcore.publish import store
+from shardcore.plans import store
 from shardcore.search import SHARDERS
 from shardcore.search.decisions.provision import clusters, read_offers
 from shardcore.search.decisions.towers import tower_hosts

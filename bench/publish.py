@@ -30,7 +30,7 @@ from shardcore.core.types import Problem, Setting
 from shardcore.cost import neural
 from shardcore.io import files
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
-from shardcore.publish import store
+from shardcore.plans import store
 from shardcore.tables.generate import generate_pool
 
 ROOT = Path(__file__).parents[1]

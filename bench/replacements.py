@@ -1,4 +1,4 @@
-"""Is a plan that replaces another really faster? The rule of publish/gain.py, on pairs of replayed plans.
+"""Is a plan that replaces another really faster? The rule of plans/gain.py, on pairs of replayed plans.
 
     python -m shardcore train datasets/cpu-amd-epyc --out MODEL
     python -m bench.replacements MODEL
@@ -22,7 +22,7 @@ from shardcore import report
 from shardcore.cost import neural, step_factors
 from shardcore.cost.model import price_plan
 from shardcore.io import replays
-from shardcore.publish import gain
+from shardcore.plans import gain
 from shardcore.step.lower import lower
 
 BOX = Path("bench/emulated-hosts")

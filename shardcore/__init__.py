@@ -8,7 +8,7 @@ The nouns are here; the verbs live in their modules and load when asked for:
   SHARDERS                   name -> function(problem, model, seed=, budget=) -> Plan    shardcore.search
   Budget(evals=, seconds=)   how long a search may run                       shardcore.search
   replay(workload, setting)  what it costs, measured on real processes      shardcore.measure.replay
-  load_plan(root, name)      a published plan and its problem               shardcore.publish.store
+  load_plan(root, name)      a published plan and its problem               shardcore.plans.store
 """
 
 from importlib import import_module
@@ -28,7 +28,7 @@ _VERBS = {
     "Budget": ("shardcore.search", "Budget"),
     "SHARDERS": ("shardcore.search", "SHARDERS"),
     "replay": ("shardcore.measure.replay", "replay"),
-    "load_plan": ("shardcore.publish.store", "load_plan"),
+    "load_plan": ("shardcore.plans.store", "load_plan"),
 }
 
 __all__ = [

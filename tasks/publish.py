@@ -19,9 +19,9 @@ from shardcore.core.progress import listening
 from shardcore.cost import known_errors
 from shardcore.cost.model import CostModel
 from shardcore.io import files
-from shardcore.publish import store
-from shardcore.publish.decisions import Decision
-from shardcore.publish.publisher import HEADERS, PublishConfig, Published, Publisher
+from shardcore.plans import store
+from shardcore.plans.decisions import Decision
+from shardcore.plans.publisher import HEADERS, PublishConfig, Published, Publisher
 from shardcore.report import index_page, models_page
 from shardcore.search import LEARNED
 from tasks import console, links, model_history, paths, policy_registry, publish_claim, registry
@@ -38,7 +38,7 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
 
     Returns a table of the published plans.
 
-    plans: a folder or URL (see publish.store).
+    plans: a folder or URL (see plans.store).
     everything: these are all problems, so the champion then counts as published (see publish_claim).
 
     Raises ShardCoreError at the end if a problem could not be planned. The others are published. Raises

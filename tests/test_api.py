@@ -32,7 +32,7 @@ from shardcore.core.job import Job
 from shardcore.core.links import links_of
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.io import files
-from shardcore.publish.replan import ReplanConfig, Start
+from shardcore.plans.replan import ReplanConfig, Start
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.groups import Groups
 from shardcore.search.decisions.towers import OnTowers

@@ -23,7 +23,7 @@ NO_FORMAT = {
     "shardcore/io/files.py:_held", "shardcore/io/files.py:remove_unfinished",
     "shardcore/io/files.py:_no_link",
     "shardcore/io/files.py:require_writable",
-    "shardcore/cli/__init__.py:main", "shardcore/publish/store.py:turn", "tasks/console.py:_redirect",
+    "shardcore/cli/__init__.py:main", "shardcore/plans/store.py:turn", "tasks/console.py:_redirect",
     # ShardCore's own files, as they were installed.
     "shardcore/core/jit.py:cache_folder", "shardcore/measure/sampling/placements.py:recorded_plans",
     "shardcore/report/plan_explorer.py:script", "shardcore/tables/public.py:_lists",

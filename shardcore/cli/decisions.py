@@ -18,7 +18,7 @@ from shardcore.core.types import Problem
 
 if TYPE_CHECKING:
     from shardcore.cost.model import CostModel
-    from shardcore.publish.replan import Start
+    from shardcore.plans.replan import Start
     from shardcore.search.decisions.driver import Decision, Found
 
 _NEEDS = {"sync_every": "groups, whose replicas it is for", "host_gib": "tiers, of which it is the memory",
@@ -134,7 +134,7 @@ def _models(args: argparse.Namespace, names: list[str]) -> dict[str, CostModel]:
 
 def _start(args: argparse.Namespace, problem: Problem, stored: Problem) -> Start:
     from shardcore.io import files, grouped_plans
-    from shardcore.publish.replan import ReplanConfig, Start
+    from shardcore.plans.replan import ReplanConfig, Start
     from shardcore.step.lower import require_plan
     from shardcore.step.sharding_groups import problem_of_group
 

@@ -50,7 +50,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def history(args: argparse.Namespace) -> None:
-    from shardcore.publish import store
+    from shardcore.plans import store
     from shardcore.report import plan_report
 
     found = list(islice(store.history(args.plans, args.name), args.last))
@@ -60,7 +60,7 @@ def history(args: argparse.Namespace) -> None:
 
 
 def diff(args: argparse.Namespace) -> None:
-    from shardcore.publish.diff import diff as moves_of
+    from shardcore.plans.diff import diff as moves_of
     from shardcore.report import plan_report
 
     if bool(args.page) != bool(args.model):
@@ -98,9 +98,9 @@ def _write_comparison(args: argparse.Namespace, old: Plan, new: Plan, problem: P
 def drift(args: argparse.Namespace) -> None:
     from shardcore import load_model
     from shardcore.io import files
-    from shardcore.publish import store
-    from shardcore.publish.drift import drift as drift_of
-    from shardcore.publish.replan import ReplanConfig
+    from shardcore.plans import store
+    from shardcore.plans.drift import drift as drift_of
+    from shardcore.plans.replan import ReplanConfig
     from shardcore.report import plan_report
     from shardcore.search.budget import Budget
 
@@ -140,7 +140,7 @@ def _with_statistics_of(path: Path, problem: Problem) -> Problem:
     """The problem with fresh shapes and statistics from a problem file or a pool."""
     from shardcore.io import files
     from shardcore.io.envelope import is_document
-    from shardcore.publish.drift import refreshed, refreshed_by
+    from shardcore.plans.drift import refreshed, refreshed_by
 
     if is_document(path, "pool"):
         return refreshed(problem, files.read_pool(path))

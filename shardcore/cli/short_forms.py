@@ -84,8 +84,8 @@ def hot_drift(args: argparse.Namespace) -> None:
     from shardcore.io import files
     from shardcore.io.hot_ids import read_hot_ids, write_hot_ids
     from shardcore.io.row_counts import read_row_counts
+    from shardcore.plans.hot_drift import hot_drift as drift_of
     from shardcore.report.decisions_report import drift_table
-    from shardcore.tables.hot_drift import hot_drift as drift_of
 
     found = drift_of(files.read_problem(args.problem), read_hot_ids(args.hot_ids),
                      read_row_counts(args.row_counts))

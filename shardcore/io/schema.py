@@ -43,7 +43,7 @@ _YAML_NUMBERS, _MOST_DIGITS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float
 
 
 class Readable(Protocol):
-    """A file that is not on a local disk (see publish/places.py)."""
+    """A file that is not on a local disk (see plans/places.py)."""
 
     def read_bytes(self) -> bytes: ...
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardcore.core.types import Problem
+from shardcore.plans.hot_drift import HotDrift
 from shardcore.report.text import text_table
 from shardcore.search.decisions.driver import Found, Outcome
 from shardcore.search.decisions.ledger import Ledger
 from shardcore.search.decisions.memory_tiers import gains_ms, tiers_of
 from shardcore.search.decisions.provision import Provision, best_of_each, frontier
 from shardcore.step.memory import gib
-from shardcore.tables.hot_drift import HotDrift
 from shardcore.tables.hot_rows import HOT
 
 if TYPE_CHECKING:

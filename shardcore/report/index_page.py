@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from html import escape
 from urllib.parse import quote
 
-from shardcore.publish import store
-from shardcore.publish.decisions import Decision
+from shardcore.plans import store
+from shardcore.plans.decisions import Decision
 from shardcore.report import plan_report
 
 _STYLE = """

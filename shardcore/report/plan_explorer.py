@@ -17,7 +17,7 @@ from typing import Any
 
 from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Placement, Plan, Problem
-from shardcore.publish.diff import diff
+from shardcore.plans.diff import diff
 from shardcore.step.memory import held_bytes
 
 PARTS = (("forward compute", "forward_compute_ms", "#4477aa"),

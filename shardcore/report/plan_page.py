@@ -10,8 +10,8 @@ import numpy as np
 
 from shardcore.core.step_cost import StepCost
 from shardcore.core.types import Problem
-from shardcore.publish.decisions import Decision
-from shardcore.publish.diff import Diff, diff
+from shardcore.plans.decisions import Decision
+from shardcore.plans.diff import Diff, diff
 from shardcore.report import plan_report
 from shardcore.report.figures import svg
 from shardcore.report.plan_explorer import PARTS, STYLE, Version, explorer, policy, version_name

@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 
 from shardcore.core.step_cost import StepCost
 from shardcore.core.types import Placement
-from shardcore.publish.decisions import Decision
-from shardcore.publish.diff import Diff
-from shardcore.publish.drift import Drift
-from shardcore.publish.replan import ReplanConfig
+from shardcore.plans.decisions import Decision
+from shardcore.plans.diff import Diff
+from shardcore.plans.drift import Drift
+from shardcore.plans.replan import ReplanConfig
 from shardcore.report.text import percent_change, text_table
 from shardcore.search.decisions.tower_plans import TowerTraffic
 from shardcore.search.explain import Alternative, Explanation

@@ -10,8 +10,8 @@ import pytest
 from shardcore.cli import main, parser_of_all
 from shardcore.core.types import Placement, Plan, Shard
 from shardcore.io import files
-from shardcore.publish import store
-from shardcore.publish.decisions import Decision
+from shardcore.plans import store
+from shardcore.plans.decisions import Decision
 
 
 @pytest.fixture

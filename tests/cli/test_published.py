@@ -6,8 +6,8 @@ from dataclasses import replace
 from shardcore.cli import main
 from shardcore.core.types import Placement, Plan, Shard
 from shardcore.io import files
-from shardcore.publish import store
-from shardcore.publish.decisions import Decision
+from shardcore.plans import store
+from shardcore.plans.decisions import Decision
 from shardcore.step.lower import lower
 
 

@@ -30,7 +30,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.cost import fit, neural
 from shardcore.io import dataset, files, model_files, schema
-from shardcore.publish import store
+from shardcore.plans import store
 from tasks import publish_claim, registry
 
 

@@ -42,7 +42,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.cost import fit, neural
 from shardcore.io import dataset, files
-from shardcore.publish import store
+from shardcore.plans import store
 from shardcore.search import Budget
 from shardcore.search.explain import explain
 from tasks import publish_claim, registry, watch
@@ -91,7 +91,7 @@ def inside(project, api):
     """This process runs flows and looks, in the project's folder, as a command there would, but explains
     plans in short; a client of its registry."""
     with (contextlib.chdir(project.folder), mock.patch.dict(os.environ, project.env),
-          mock.patch("shardcore.publish.publisher._EXPLAIN", Budget(evals=100))):
+          mock.patch("shardcore.plans.publisher._EXPLAIN", Budget(evals=100))):
         watch._model.cache_clear()
         yield registry.connect()
 
@@ -306,7 +306,7 @@ def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(
             raise ZeroDivisionError("of a defect in the code")
         return explain(priced, problem, *rest)
 
-    monkeypatch.setattr("shardcore.publish.publisher.explain", explained)
+    monkeypatch.setattr("shardcore.plans.publisher.explain", explained)
     made = []
     for file, (name, fields) in enumerate(bad.items()):
         made.append(project.folder / f"problems/z{file}.json")
@@ -338,7 +338,7 @@ def test_plans_that_a_store_did_not_take_do_not_count_as_published(project, insi
 
     name = registry.model_name(SETTING.hardware)
     inside.delete_registered_model_tag(name, publish_claim.PUBLISHED)
-    monkeypatch.setattr("shardcore.publish.publisher.Publisher.publish", not_taken)
+    monkeypatch.setattr("shardcore.plans.publisher.Publisher.publish", not_taken)
     with pytest.raises(ShardCoreError, match="problems/one.json: s3://plans did not answer"):
         publish()
     found = publish_claim.read(inside, name)

@@ -13,7 +13,7 @@ from scratch import TOY, with_logs
 from shardcore.core.types import Setting
 from shardcore.io import dataset, files, replays
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
-from shardcore.publish import store
+from shardcore.plans import store
 from tasks.tables import TablesConfig, make_pool
 
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from shardcore.publish import store
-from shardcore.publish.decisions import Decision
+from shardcore.plans import store
+from shardcore.plans.decisions import Decision
 from shardcore.report.index_page import page
 
 DECISION = Decision(problem="p", outcome="first", reason="the first", current="c" * 16, candidate="c" * 16,

@@ -20,9 +20,9 @@ from shardcore.core.types import Setting
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price_plan
 from shardcore.io import files
-from shardcore.publish import store
-from shardcore.publish.decisions import Decision
-from shardcore.publish.diff import diff
+from shardcore.plans import store
+from shardcore.plans.decisions import Decision
+from shardcore.plans.diff import diff
 from shardcore.report import plan_explorer, plan_page
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.explain import explain

@@ -18,8 +18,8 @@ from shardcore.core.types import Problem
 from shardcore.cost import fit, neural
 from shardcore.cost.model import price
 from shardcore.io import dataset, files
-from shardcore.publish import store
-from shardcore.publish.publisher import PublishConfig
+from shardcore.plans import store
+from shardcore.plans.publisher import PublishConfig
 from shardcore.search import DEFAULT_SHARDER
 from shardcore.step.lower import lower
 from tasks.promote import PromoteConfig, promote_model

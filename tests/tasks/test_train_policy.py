@@ -14,7 +14,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
 from shardcore.cost import fit, neural
 from shardcore.io import files, model_files
-from shardcore.publish.publisher import PublishConfig, Publisher
+from shardcore.plans.publisher import PublishConfig, Publisher
 from shardcore.search.learned.policy import read_policy, write_policy
 from tasks import params, paths, policy_registry, registry
 from tasks.promote import promote_policy

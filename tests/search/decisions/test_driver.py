@@ -16,7 +16,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.io import files
 from shardcore.io.towers import Towers
-from shardcore.publish.replan import ReplanConfig, Start
+from shardcore.plans.replan import ReplanConfig, Start
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions import provision
 from shardcore.search.decisions.driver import Decision, Proposal, decide

@@ -10,7 +10,7 @@ from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.publish.replan import ReplanConfig, replan
+from shardcore.plans.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget
 from shardcore.step.lower import lower
 

@@ -13,7 +13,7 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.publish.replan import ReplanConfig, replan
+from shardcore.plans.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.state.shards import (
     consolidate,

@@ -9,9 +9,9 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost.model import CostModel, PricedPlan, price_plan
 from shardcore.io.problem_parts import parts_of, refusal
-from shardcore.publish.diff import Diff, diff
-from shardcore.publish.gain import Gain, gain
-from shardcore.publish.replan import ReplanConfig, forced_moves, replan
+from shardcore.plans.diff import Diff, diff
+from shardcore.plans.gain import Gain, gain
+from shardcore.plans.replan import ReplanConfig, forced_moves, replan
 from shardcore.search.anneal.reshard import rebind_tables
 
 _FRESH = ("rows", "dim", "features", "pooling", "access")

@@ -11,7 +11,7 @@ PLANS is a folder or a URL such as s3://bucket/plans (see `places`).
 
 Only the pointer is ever overwritten, and always last. So a killed publisher leaves the old state or the new
 one. At worst it leaves files that nothing names. A reader sees either state, whole.
-tests/publish/test_store_operations.py checks this at every single operation.
+tests/plans/test_store_operations.py checks this at every single operation.
 
 Publishers that share a folder take turns (`turn`). An object store has no locks: run one publisher at a time
 there.
@@ -35,9 +35,9 @@ from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import is_path_name
 from shardcore.io import files, schema
 from shardcore.io.envelope import seal, unseal
-from shardcore.publish import decisions, places
-from shardcore.publish.decisions import Decision, require_id
-from shardcore.publish.places import Place
+from shardcore.plans import decisions, places
+from shardcore.plans.decisions import Decision, require_id
+from shardcore.plans.places import Place
 from shardcore.step.lower import require_plan
 
 FEWEST_KEPT = 2

@@ -13,9 +13,9 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.publish.diff import diff
-from shardcore.publish.drift import drift, refreshed
-from shardcore.publish.replan import ReplanConfig
+from shardcore.plans.diff import diff
+from shardcore.plans.drift import drift, refreshed
+from shardcore.plans.replan import ReplanConfig
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
 from shardcore.step.lower import lower

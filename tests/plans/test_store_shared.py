@@ -15,7 +15,7 @@ from publishing import plan, publish
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.io import files
-from shardcore.publish import store
+from shardcore.plans import store
 
 PUBLISHER = """
 import sys
@@ -48,7 +48,7 @@ def test_two_publishers_at_once_lose_no_decision(problem, tmp_path):
 
 HOLDER = """
 import sys, time
-from shardcore.publish import store
+from shardcore.plans import store
 with store.turn(sys.argv[1], "small"):
     print("mine", flush=True)
     time.sleep(600)

@@ -1,6 +1,6 @@
 """Two gloo ranks train a table, save it, and load it under each other kind of sharding. A line of JSON each.
 
-    python tests/publish/changed_kinds.py sgd rowwise_adagrad adagrad
+    python tests/plans/changed_kinds.py sgd rowwise_adagrad adagrad
 
 weights: whether torch.distributed.checkpoint and load_state_dict bring back the same.
 state: "loads", "fails", or "lost" where the loaded optimizer has none.

@@ -19,7 +19,7 @@ from shardcore.core.validation import (
     require_within,
 )
 from shardcore.cost.model import CostModel
-from shardcore.publish.diff import Diff, diff, relabel_devices, reorder_columns
+from shardcore.plans.diff import Diff, diff, relabel_devices, reorder_columns
 from shardcore.search.anneal.reshard import Reshard, rebind_tables
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal

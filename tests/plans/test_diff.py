@@ -14,7 +14,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.publish.diff import diff, relabel_devices, reorder_columns
+from shardcore.plans.diff import diff, relabel_devices, reorder_columns
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import rebind_tables

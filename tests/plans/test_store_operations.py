@@ -20,8 +20,8 @@ from publishing import plan
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.io import files
-from shardcore.publish import places, store
-from shardcore.publish.decisions import Decision
+from shardcore.plans import places, store
+from shardcore.plans.decisions import Decision
 
 FOLDER = [(builtins, "open"), (io, "open"), (fcntl, "flock"), *((os, name) for name in (
     "fsync", "link", "listdir", "mkdir", "remove", "rename", "replace", "rmdir", "scandir", "stat",

@@ -12,7 +12,7 @@ from shardcore.core.types import Problem, Table
 from shardcore.io.hot_ids import HotIds
 from shardcore.io.row_counts import RowCounts, read_row_counts, write_row_counts
 from shardcore.io.tensor_files import write_tensors
-from shardcore.tables.hot_drift import hot_drift
+from shardcore.plans.hot_drift import hot_drift
 from shardcore.tables.hot_rows import with_hot_rows
 
 PLAIN = Problem("p", (Table("a", 8, 4, 2.0, Zipf(1.0), sequence=True), Table("b", 6, 8, 1.0, sequence=True)),

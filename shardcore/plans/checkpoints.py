@@ -1,7 +1,7 @@
 """Losses of a TorchRec checkpoint where a table changes its kind of sharding.
 
 Found by saving with torch.distributed.checkpoint and loading under another plan, on two gloo ranks
-(TorchRec 1.8; tests/publish/test_checkpoints.py does it again):
+(TorchRec 1.8; tests/plans/test_checkpoints.py does it again):
 
 - Weights load from any kind into any other. `load_state_dict` alone loads them from replicas only, or into
   the same shards.

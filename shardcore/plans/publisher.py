@@ -17,11 +17,11 @@ from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import MOST_COUNT, MOST_MS, MOST_SEED, require_within
 from shardcore.cost.model import CostModel, PricedPlan, price_plan
 from shardcore.io import files
-from shardcore.publish import store
-from shardcore.publish.decisions import Decision
-from shardcore.publish.diff import Diff, diff, relabel_devices
-from shardcore.publish.gain import CONFIDENCE, Gain, gain
-from shardcore.publish.replan import ReplanConfig, forced_moves, replan
+from shardcore.plans import store
+from shardcore.plans.decisions import Decision
+from shardcore.plans.diff import Diff, diff, relabel_devices
+from shardcore.plans.gain import CONFIDENCE, Gain, gain
+from shardcore.plans.replan import ReplanConfig, forced_moves, replan
 from shardcore.report import plan_page, plan_report
 from shardcore.report.plan_explorer import Version, version_name
 from shardcore.report.text import percent_change

@@ -6,8 +6,8 @@ import pytest
 from publishing import publish, sealed_decision
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.publish import store
-from shardcore.publish.decisions import Decision
+from shardcore.plans import store
+from shardcore.plans.decisions import Decision
 from shardcore.report import plan_report
 
 

@@ -11,8 +11,8 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.publish.diff import diff
-from shardcore.publish.replan import ReplanConfig, forced_moves, replan, without_devices
+from shardcore.plans.diff import diff
+from shardcore.plans.replan import ReplanConfig, forced_moves, replan, without_devices
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
 from shardcore.step.lower import lower
@@ -180,7 +180,7 @@ def test_a_plan_stays_if_no_cheaper_one_is_found(problem, old, config, monkeypat
         raise Infeasible("no plan")
 
     for search in (none, lambda *args, **given: dear):
-        monkeypatch.setattr("shardcore.publish.replan.annealing", search)
+        monkeypatch.setattr("shardcore.plans.replan.annealing", search)
         found = replan(old, problem, MODEL, config)
         assert found.placements == old.placements
         assert found.provenance["predicted_ms"] == cost(old, problem)

@@ -18,9 +18,9 @@ from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost import fit
 from shardcore.cost.model import price
 from shardcore.io import files
-from shardcore.publish import publisher, store
-from shardcore.publish.diff import diff
-from shardcore.publish.publisher import PublishConfig, Publisher
+from shardcore.plans import publisher, store
+from shardcore.plans.diff import diff
+from shardcore.plans.publisher import PublishConfig, Publisher
 from shardcore.search import BASELINES, SHARDERS, Budget, compare, torchrec
 from shardcore.step import lower as workload
 from shardcore.step.lower import lower

@@ -9,7 +9,7 @@ import pytest
 from publishing import plan, publish, sealed_decision
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.publish import places, store
+from shardcore.plans import places, store
 
 
 def read_cost(root, version):

@@ -2,8 +2,8 @@
 
 from shardcore.core.types import Placement, Plan, Shard
 from shardcore.io import files
-from shardcore.publish import store
-from shardcore.publish.decisions import Decision
+from shardcore.plans import store
+from shardcore.plans.decisions import Decision
 
 
 def plan(problem, device, **provenance):

@@ -11,8 +11,8 @@ from shapes import column, on_hosts, replica, row
 
 from shardcore.core.job import Job
 from shardcore.core.types import Plan, Problem, Table
-from shardcore.publish import checkpoints
-from shardcore.publish.diff import diff
+from shardcore.plans import checkpoints
+from shardcore.plans.diff import diff
 from shardcore.report import plan_report
 
 TWO = on_hosts("xx", 1 << 30)

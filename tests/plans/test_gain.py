@@ -11,7 +11,7 @@ from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.known_errors import USUAL_ERRORS, errors_of
 from shardcore.cost.model import price_plan
-from shardcore.publish import gain
+from shardcore.plans import gain
 
 MODEL = AnalyticModel(Setting("made-up", 256))
 

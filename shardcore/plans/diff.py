@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.types import PRECISION_BYTES, Placement, Plan, Problem, Shard, Table
-from shardcore.publish import checkpoints
+from shardcore.plans import checkpoints
 from shardcore.step.kinds import WHOLE_ROWS, layout_of, shards_on
 
 
