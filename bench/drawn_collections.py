@@ -23,7 +23,7 @@ from shardcore.step.lower import lower
 from shardcore.step.output_bytes import payload_bytes
 from shardcore.step.scopes import SCOPES
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "torchrec"))
 
 import training  # noqa: E402  (the tests' own)
 

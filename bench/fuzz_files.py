@@ -20,7 +20,6 @@ from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard
 from shardcore.cost import fit, neural
 from shardcore.cost.model import CostModel, price
-from shardcore.export import dmp_collection, torchrec_json
 from shardcore.io import dataset, files, grouped_plans, replays
 from shardcore.io.hot_ids import HotIds, write_hot_ids
 from shardcore.io.measurements import Spread, StepSample
@@ -31,11 +30,12 @@ from shardcore.plans import store
 from shardcore.search.learned.policy import NETS, Policy, write_policy
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import CONTIGUOUS, GroupedPlan, Grouping, problem_of_group
+from shardcore.torchrec import dmp_collection, plan_files
 
 HAS_TORCHREC = importlib.util.find_spec("torchrec") is not None
 if HAS_TORCHREC:
-    from shardcore.export import hot_cold_rows
-    from shardcore.export.torchrec import to_torchrec
+    from shardcore.torchrec import hot_cold_rows
+    from shardcore.torchrec.sharding_plan import to_torchrec
 
 ROOT = Path(__file__).parents[1]
 REPORT, TABLES = "tbe-0-config-estimation-1.json", "tbe-0-tables.json"
@@ -140,7 +140,7 @@ def make(folder: Path) -> None:
     one = GroupedPlan(grouping, plan, problem_of_group(problem, grouping))
     grouped_plans.write_grouped(folder / "grouped.json", one, problem)
     if HAS_TORCHREC:
-        torchrec_json.write_torchrec(folder / "torchrec.json",
+        plan_files.write_torchrec(folder / "torchrec.json",
                                      to_torchrec(plan, problem, "model.bags", "cpu"))
         dmp_collection.write_dmp_collection(
             folder / "dmp.json", dmp_collection.to_dmp_collection(one, problem, "model.bags", "cpu"), 5)
@@ -163,7 +163,7 @@ def hot_collection() -> Any:
     """A collection of two small tables, one with hot rows."""
     from torchrec import EmbeddingConfig
 
-    from shardcore.export.hot_cold import HotColdEmbeddingCollection
+    from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection
 
     return HotColdEmbeddingCollection(
         [EmbeddingConfig(name="h", num_embeddings=50, embedding_dim=8, feature_names=["f"]),

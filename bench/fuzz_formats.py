@@ -102,7 +102,7 @@ FORMATS = {
                      "shardcore/io/dlrm_datasets.py:_unpacked",
                      "shardcore/io/dlrm_datasets.py:_require_stored")),
     "fbgemm": Format(("fbgemm",), _any(_json(f"fbgemm/{uses.REPORT}"), _json(f"fbgemm/{uses.TABLES}")),
-                     uses.use_fbgemm, ("shardcore/export/fbgemm_statistics.py:read_statistics",)),
+                     uses.use_fbgemm, ("shardcore/torchrec/fbgemm_statistics.py:read_statistics",)),
     "params": Format(("params.yaml",), _yaml("params.yaml"), uses.use_params,
                      ("tasks/params.py:section", "tasks/params.py:require_section",
                       "tasks/refresh.py:override_params")),
@@ -117,9 +117,9 @@ FORMATS = {
 if HAS_TORCHREC:
     FORMATS |= {
         "torchrec": Format(("torchrec.json",), _json("torchrec.json", sealed), uses.use_torchrec,
-                           ("shardcore/export/torchrec_json.py:_read",)),
+                           ("shardcore/torchrec/plan_files.py:_read",)),
         "dmp": Format(("dmp.json",), _json("dmp.json", sealed), uses.use_dmp,
-                      ("shardcore/export/dmp_collection.py:read_dmp_collection",)),
+                      ("shardcore/torchrec/dmp_collection.py:read_dmp_collection",)),
         "rows": Format(("rows",), damage_rows, uses.use_rows,
-                       ("shardcore/export/hot_cold_rows.py:_complete",
-                        "shardcore/export/hot_cold_rows.py:_read"))}
+                       ("shardcore/torchrec/hot_cold_rows.py:_complete",
+                        "shardcore/torchrec/hot_cold_rows.py:_read"))}

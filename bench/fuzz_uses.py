@@ -20,7 +20,6 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost import accuracy, neural, ranges, replay_records
 from shardcore.cost.model import CostModel, group_costs, price
-from shardcore.export import dmp_collection, fbgemm_statistics, torchrec_json
 from shardcore.io import dataset, files, grouped_plans, model_files, replays, schema
 from shardcore.io.dlrm_datasets import dlrm_datasets_pool
 from shardcore.io.hot_ids import read_hot_ids
@@ -34,10 +33,11 @@ from shardcore.search.learned import sharder
 from shardcore.search.learned.policy import read_policy
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import members
+from shardcore.torchrec import dmp_collection, fbgemm_statistics, plan_files
 from tasks import cache, params, refresh, served_model
 
 if HAS_TORCHREC:
-    from shardcore.export import hot_cold_rows
+    from shardcore.torchrec import hot_cold_rows
 
 __all__ = ["ENTRY", "REPORT", "TABLES"]
 
@@ -145,9 +145,9 @@ def use_measurements(folder: Path, sound: Sound) -> None:
 
 
 def use_torchrec(folder: Path, sound: Sound) -> None:
-    plan = torchrec_json.read_torchrec(folder / "torchrec.json")
-    torchrec_json.read_qcomms(folder / "torchrec.json")
-    _require(torchrec_json.from_json(torchrec_json.to_json(plan)) == plan, "written and read again it is "
+    plan = plan_files.read_torchrec(folder / "torchrec.json")
+    plan_files.read_qcomms(folder / "torchrec.json")
+    _require(plan_files.from_json(plan_files.to_json(plan)) == plan, "written and read again it is "
              "another")
 
 

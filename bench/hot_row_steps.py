@@ -42,8 +42,6 @@ from shardcore.core.types import Plan, Problem
 from shardcore.cost import composite
 from shardcore.cost.model import CostModel
 from shardcore.cost.replay_metrics import bootstrap
-from shardcore.export.hot_cold import HotColdEmbeddingCollection
-from shardcore.export.torchrec import from_torchrec, to_torchrec
 from shardcore.io import files
 from shardcore.io.hot_ids import HotIds
 from shardcore.measure import local_ranks
@@ -52,9 +50,11 @@ from shardcore.report.text import markdown_table
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.hot_rows import HotRows
-from shardcore.search.torchrec_pieces import quiet
 from shardcore.tables.heat import row_counts
 from shardcore.tables.streams import stream
+from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection
+from shardcore.torchrec.planner_pieces import quiet
+from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 
 SWEEP = (["table_wise", "column_wise", "row_wise"], ["table_wise"], ["column_wise"], ["row_wise"])
 WITHIN_GBPS, LATENCY_MS = 1.0, 0.3

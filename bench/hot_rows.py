@@ -34,8 +34,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.export.hot_cold import HotColdEmbeddingCollection
-from shardcore.export.torchrec import to_torchrec
 from shardcore.io import files
 from shardcore.io.hot_ids import HotIds
 from shardcore.report.text import markdown_table
@@ -45,8 +43,10 @@ from shardcore.tables.generate import generate_pool
 from shardcore.tables.heat import row_counts
 from shardcore.tables.hot_rows import hot_counts, with_hot_rows
 from shardcore.tables.streams import stream
+from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection
+from shardcore.torchrec.sharding_plan import to_torchrec
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "torchrec"))
 
 import training  # noqa: E402  (the tests' own)
 

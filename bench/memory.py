@@ -39,11 +39,11 @@ from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.core.job import PAYLOADS, Job
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
-from shardcore.export.torchrec import to_torchrec
 from shardcore.io import files
 from shardcore.step import memory
+from shardcore.torchrec.sharding_plan import to_torchrec
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "torchrec"))
 
 import training  # noqa: E402  (the tests' own)
 

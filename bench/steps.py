@@ -47,12 +47,12 @@ from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting
 from shardcore.cost import neural, replay_metrics, replay_records
-from shardcore.export.torchrec import to_torchrec
 from shardcore.io import dataset, files, replays, schema
 from shardcore.io.dataset import ReferenceOp
 from shardcore.io.measurements import Spread
 from shardcore.measure import local_ranks
 from shardcore.step.lower import lower
+from shardcore.torchrec.sharding_plan import to_torchrec
 
 ALGORITHMS = (replay_metrics.OURS, "neuroshard", "torchrec", "best greedy", replay_metrics.RANDOM)
 RANKING = {"kendall_tau": "{:.3f}", "tau_beyond_noise": "{:.3f}", "spearman": "{:.3f}", "regret": "{:.1f}%"}

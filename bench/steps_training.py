@@ -22,13 +22,13 @@ from torch.overrides import TorchFunctionMode
 
 from shardcore.core.catalog import OPTIMIZERS, PRECISIONS
 from shardcore.core.types import Plan, Problem, Setting
-from shardcore.export.torchrec import to_torchrec
 from shardcore.io.dataset import ReferenceOp
 from shardcore.io.measurements import Spread
 from shardcore.measure import local_ranks, own_core
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import spread
 from shardcore.tables import streams
+from shardcore.torchrec.sharding_plan import to_torchrec
 
 DENSE, HIDDEN = 13, 256
 """Features of a sample beside the ids, and the width of the dense part's hidden layer."""

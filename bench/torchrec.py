@@ -35,13 +35,13 @@ from shardcore import report
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Table
-from shardcore.export.fbgemm_statistics import rows_by_count
 from shardcore.io import files, schema
 from shardcore.step import access
 from shardcore.tables import streams
 from shardcore.tables.generate import generate_pool
+from shardcore.torchrec.fbgemm_statistics import rows_by_count
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "torchrec"))
 
 import training  # noqa: E402  (the tests' own)
 

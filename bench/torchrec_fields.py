@@ -4,7 +4,7 @@
 
 For each version, pip puts TorchRec's wheel into a folder of its own under the user's cache. It runs
 there with the torch and FBGEMM that are installed: planning runs no op, and CPU builds of other versions of
-torch are not on PyPI. tests/export/field_checks.py then sets each field to another value than its default,
+torch are not on PyPI. tests/torchrec/field_checks.py then sets each field to another value than its default,
 plans with it, and checks its class. Prints a Markdown table. Exits 1 if a class is wrong.
 """
 
@@ -47,7 +47,8 @@ def installed(version: str) -> Path:
 def classes(version: str) -> dict[str, dict[str, str]]:
     """{record: {field: class}} under a version; what is no class says what is wrong."""
     env = os.environ | {"PYTHONPATH": f"{installed(version)}{os.pathsep}{HERE}"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "tests/export/field_checks.py"], cwd=HERE, env=env,
+    done = subprocess.run([sys.executable, "-W", "ignore", "tests/torchrec/field_checks.py"], cwd=HERE,
+                          env=env,
                           text=True, capture_output=True, check=False)
     if done.returncode:
         raise RuntimeError(f"torchrec {version}: {done.stderr.strip()[-500:]}")

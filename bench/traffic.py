@@ -36,12 +36,12 @@ from shardcore.core.catalog import PRECISIONS
 from shardcore.core.job import PAYLOADS, Job
 from shardcore.core.topology import Topology
 from shardcore.core.types import OUTPUT_BYTES, Table
-from shardcore.export.torchrec import to_torchrec
 from shardcore.io import files
 from shardcore.step.kinds import Channel
 from shardcore.step.scopes import SCOPES
+from shardcore.torchrec.sharding_plan import to_torchrec
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "export"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "torchrec"))
 
 import training  # noqa: E402  (the tests' own)
 

@@ -103,7 +103,7 @@ RAY = ("flows/test_measure.py", "tasks/test_actors.py", "tasks/test_measure_pair
        "tasks/test_workers.py")
 """These use one Ray cluster. All other flows use one Prefect server."""
 FIRST = ("flows/test_pipeline.py", "flows/test_failures.py", "tasks/test_stack_runs.py", *RAY, "measure",
-         "export", "flows", "tasks")
+         "torchrec", "flows", "tasks")
 """The longest begin first, so that the workers end together."""
 
 
@@ -119,7 +119,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return "ray"
             if file.startswith("flows/") and file != "flows/test_failures.py":  # which kills its own servers
                 return "prefect"
-            return "export" if file.startswith("export/") or file == "step/test_memory.py" else file
+            return "torchrec" if file.startswith("torchrec/") or file == "step/test_memory.py" else file
 
     return ByGroup(config, log)
 

@@ -51,7 +51,6 @@ from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Tab
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.greedy import looked_up
-from shardcore.search.rates import exchange_ms, lookup_ms
 from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.shards import (
     Bundle,
@@ -66,6 +65,7 @@ from shardcore.search.state.shards import (
 from shardcore.step.kinds import Layout, even_rows, run_of, ways
 from shardcore.step.memory import fits
 from shardcore.step.memory_account import own_peaks
+from shardcore.torchrec.rates import exchange_ms, lookup_ms
 
 _MOST_SHARDS = 1 << 20
 Grid = tuple[int, int]

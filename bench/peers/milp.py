@@ -42,7 +42,6 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget
-from shardcore.search.rates import exchange_ms
 from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.shards import (
     Bundle,
@@ -55,6 +54,7 @@ from shardcore.search.state.shards import (
     priced,
 )
 from shardcore.step.memory import fits
+from shardcore.torchrec.rates import exchange_ms
 
 GROUP = 8
 """The most devices of a program."""

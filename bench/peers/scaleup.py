@@ -18,12 +18,12 @@ from bench.peers.room import free_bytes
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.search.decisions.memory_tiers import with_load_factors
 from shardcore.search.state.shards import consolidate
-from shardcore.search.torchrec_pieces import quiet
-from shardcore.search.torchrec_placements import placements_of
 from shardcore.step import access
 from shardcore.step.kinds import WHOLE_ROWS, run_of
 from shardcore.step.memory_account import own_peaks
 from shardcore.tables.heat import Heat, heat_of
+from shardcore.torchrec.placements import placements_of
+from shardcore.torchrec.planner_pieces import quiet
 
 STARTS = (0.001, 0.01, 0.05, 0.2)
 """Load factors of all caches from which it scales up. The best plan of all counts."""

@@ -30,11 +30,11 @@ from torchrec.models.dlrm import DLRM_DCN
 import shardcore
 from shardcore import Setting
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.export.torchrec_json import write_torchrec
-from shardcore.export.torchrec_planner import ShardCorePlanner
 from shardcore.search import Budget
 from shardcore.tables import streams
 from shardcore.tables.public import public_pool
+from shardcore.torchrec.plan_files import write_torchrec
+from shardcore.torchrec.planner import ShardCorePlanner
 
 ROWS_SCALE, DIM, BATCH, LEARNING_RATE = 400, 32, 512, 1.0
 """batch: samples of a rank, without --model. rate: of the tables."""

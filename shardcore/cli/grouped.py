@@ -46,8 +46,8 @@ def extrapolated(grouped: GroupedPlan, problem: Problem, model: CostModel) -> li
 
 def export(args: argparse.Namespace, problem: Problem) -> None:
     """Write a grouped plan as DMPCollection's arguments."""
-    from shardcore.export.dmp_collection import to_dmp_collection, write_dmp_collection
     from shardcore.io.grouped_plans import read_grouped
+    from shardcore.torchrec.dmp_collection import to_dmp_collection, write_dmp_collection
 
     grouped = read_grouped(args.plan, problem)
     write_dmp_collection(args.out, to_dmp_collection(grouped, problem, args.module, args.compute_device),

@@ -246,7 +246,7 @@ def price(args: argparse.Namespace) -> None:
 
 def _add_export(commands: argparse._SubParsersAction) -> None:
     p = command(commands, export, "Write a plan as TorchRec's: what "
-                "shardcore.export.torchrec_json.read_torchrec reads, DistributedModelParallel takes. One "
+                "shardcore.torchrec.plan_files.read_torchrec reads, DistributedModelParallel takes. One "
                 "of groups: what export.dmp_collection.read_dmp_collection reads, DMPCollection takes.")
     p.add_argument("plan", type=Path, metavar="PLAN.json")
     p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
@@ -257,12 +257,12 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    from shardcore.export.torchrec import to_torchrec
-    from shardcore.export.torchrec_json import write_torchrec
     from shardcore.io import files
     from shardcore.io.grouped_plans import is_grouped
-    from shardcore.search import torchrec
     from shardcore.step.lower import require_plan
+    from shardcore.torchrec import sharder as torchrec
+    from shardcore.torchrec.plan_files import write_torchrec
+    from shardcore.torchrec.sharding_plan import to_torchrec
 
     torchrec.require_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)

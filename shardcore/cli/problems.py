@@ -72,7 +72,7 @@ def problem(args: argparse.Namespace) -> None:
     else:
         devices, name = (Device(int(args.memory_gib * 2**30)),) * args.devices, args.tables
         if Path(args.tables).is_dir():
-            from shardcore.export.fbgemm_statistics import reported_tables
+            from shardcore.torchrec.fbgemm_statistics import reported_tables
 
             found, name = reported_tables(args.tables), Path(args.tables).resolve().name
         else:

@@ -25,11 +25,12 @@ from shardcore.plans.replan import ReplanConfig, forced_moves, replan
 from shardcore.report import plan_page, plan_report
 from shardcore.report.plan_explorer import Version, version_name
 from shardcore.report.text import percent_change
-from shardcore.search import BASELINES, DEFAULT_SHARDER, SPACE_OF, compare, known, sharder, torchrec
+from shardcore.search import BASELINES, DEFAULT_SHARDER, SPACE_OF, compare, known, sharder
 from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.budget import Budget
 from shardcore.search.explain import explain
 from shardcore.search.learned.policy import Policy
+from shardcore.torchrec import sharder as torchrec
 
 _logger = logging.getLogger(__name__)
 

@@ -15,13 +15,14 @@ from shardcore.core.gc_pause import rare_collections
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import MOST_SEED, require, require_type
 from shardcore.cost.model import CostModel, require_model
-from shardcore.search import greedy, neuroshard, torchrec
+from shardcore.search import greedy, neuroshard
 from shardcore.search.beam import BeamConfig
 from shardcore.search.budget import Budget
 from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.sharder import TABLE_WISE, place
 from shardcore.search.named_sharders import NamedSharders
 from shardcore.search.portfolio import annealing, portfolio
+from shardcore.torchrec import sharder as torchrec
 
 
 class Sharder(Protocol):

@@ -103,8 +103,8 @@ def test_a_wrong_option_is_one_line(asked, stored, capsys, options, says):
 def test_a_plan_of_groups_is_exported_for_dmp_collection(grouped, stored, capsys):
     pytest.importorskip("torchrec")
     from shardcore.core.errors import ShardCoreError
-    from shardcore.export.dmp_collection import read_dmp_collection
-    from shardcore.export.torchrec_json import read_torchrec
+    from shardcore.torchrec.dmp_collection import read_dmp_collection
+    from shardcore.torchrec.plan_files import read_torchrec
 
     out = stored / "torchrec.json"
     assert main(["export", str(grouped), "--problem", str(stored / "problem.json"), "--module", "ebc",

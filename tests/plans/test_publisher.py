@@ -21,9 +21,10 @@ from shardcore.io import files
 from shardcore.plans import publisher, store
 from shardcore.plans.diff import diff
 from shardcore.plans.publisher import PublishConfig, Publisher
-from shardcore.search import BASELINES, SHARDERS, Budget, compare, torchrec
+from shardcore.search import BASELINES, SHARDERS, Budget, compare
 from shardcore.step import lower as workload
 from shardcore.step.lower import lower
+from shardcore.torchrec import sharder
 
 CONFIG = PublishConfig("anneal", budget_evals=1_000, torchrec_s=0)
 
@@ -115,7 +116,7 @@ def test_a_first_plan_names_what_it_comes_from_and_has_a_page(problem, model, tm
     assert published.row()[4] == f"{cost['baselines'][best]:.2f} {best}"
 
 
-@pytest.mark.skipif(not torchrec.installed(), reason="TorchRec is not installed")
+@pytest.mark.skipif(not sharder.installed(), reason="TorchRec is not installed")
 def test_torchrecs_planner_is_compared_with_where_problems_are_small(problem, model, tmp_path):
     asked = replace(CONFIG, torchrec_s=5.0)
     ms = publish(tmp_path, problem, model, config=asked).baselines["torchrec"]

@@ -27,15 +27,15 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.export.torchrec import sharded
 from shardcore.search import LEARNED, SHARDERS, Budget, greedy
 from shardcore.search import sharder as sharder_of
-from shardcore.search import torchrec as torchrec_peer
 from shardcore.search.state.shards import consolidate
 from shardcore.step import memory, memory_account
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, possible_groups
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
+from shardcore.torchrec import sharder as torchrec_peer
+from shardcore.torchrec.sharding_plan import sharded
 
 BATCH = 48  # 1, 2, 3 and 4 devices divide it
 FILES = {"sharders": ("random", *greedy.ORDERS, "neuroshard", "anneal", "anneal_columns", "portfolio",

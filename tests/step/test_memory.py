@@ -224,7 +224,7 @@ def test_searches_count_what_whole_tables_take(job, hardware, sequence):
 @pytest.mark.parametrize("seed", range(40))
 def test_sums_over_shards_are_what_a_plan_takes(seed):
     """To the byte, of all kinds, on two devices and on two hosts of two, with sequences and features."""
-    sys.path.append(str(Path(__file__).parents[1] / "export"))
+    sys.path.append(str(Path(__file__).parents[1] / "torchrec"))
     pytest.importorskip("torchrec")
     import training
 

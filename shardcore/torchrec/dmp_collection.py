@@ -1,0 +1,121 @@
+"""A grouped plan as TorchRec's DMPCollection takes it, and files of that.
+
+    arguments, sync_every = read_dmp_collection("grouped.json")
+    model = DMPCollection(model, device, global_pg=dist.group.WORLD, sharders=sharders, **arguments)
+    ...
+    if step % sync_every == 0:
+        model.sync()
+
+Each process reads the file itself: DMPCollection moves the plan's ranks to the process's own group, in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Problem
+from shardcore.core.validation import MOST_DEVICES, require, require_within
+from shardcore.io import files, schema
+from shardcore.step.sharding_groups import CONTIGUOUS, MOST_SYNC_EVERY, GroupedPlan, per_host
+from shardcore.torchrec import fields
+from shardcore.torchrec.plan_files import from_json, to_json
+from shardcore.torchrec.sharding_plan import to_torchrec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SCHEMA, VERSION = "shardcore/dmp-collection", 1
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of DMPCollection that follow from a grouping.
+
+    world_size: devices.
+    sharding_group_size: devices of a group.
+    node_group_size: consecutive ranks of a group that count as a host, for rows divided over one.
+    use_inter_host_allreduce: whether groups are contiguous.
+    """
+
+    world_size: int
+    sharding_group_size: int
+    node_group_size: int
+    use_inter_host_allreduce: bool
+
+    def __post_init__(self) -> None:
+        require_within(self, "arguments", world_size=(1, MOST_DEVICES))
+        for part, whole in (("sharding_group_size", "world_size"),
+                            ("node_group_size", "sharding_group_size")):
+            n, of = getattr(self, part), getattr(self, whole)
+            require(1 <= n <= of and of % n == 0,
+                    f"arguments have {part} {n}; it needs to divide {whole} {of} evenly")
+
+
+def arguments_of(grouped: GroupedPlan, problem: Problem) -> Arguments:
+    """problem: the whole."""
+    return Arguments(len(problem.topology), grouped.grouping.size, per_host(grouped.problem),
+                     grouped.grouping.layout == CONTIGUOUS)
+
+
+def to_dmp_collection(grouped: GroupedPlan, problem: Problem, module: nn.Module | str,
+                      compute_device: str | None = None, **others: Any) -> dict[str, Any]:
+    """Keyword arguments of DMPCollection: `plan`, of one group, those of Arguments, and others.
+
+    The parameters are those of `to_torchrec`, which raises the same. problem: the whole.
+    others: further arguments of DMPCollection.
+
+    Raises ShardCoreError for one of the others that follows from the plan, or under which its price does not
+    hold (see `torchrec_fields`).
+    """
+    own = {"plan": to_torchrec(grouped.plan, grouped.problem, module, compute_device),
+           **asdict(arguments_of(grouped, problem))}
+    if twice := sorted({"module", *own} & set(others)):
+        raise ShardCoreError(f"DMPCollection's {twice[0]} follows from the plan; leave it out")
+    if others:
+        fields.check(fields.records()["DMPCollection"], others, "DMPCollection")
+    return own | others
+
+
+def write_dmp_collection(path: str | Path, arguments: Mapping[str, Any], sync_every: int) -> None:
+    """Write keyword arguments of DMPCollection, and how often replicas synchronise."""
+    numbers = {name: value for name, value in arguments.items() if name != "plan"}
+    body = {"arguments": asdict(schema.build(Arguments, numbers, "arguments")), "sync_every": sync_every,
+            "modules": to_json(arguments["plan"])}
+    files.write_json(path, {"schema": SCHEMA, "version": VERSION, "digest": files.digest(body), **body})
+
+
+def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:
+    """Keyword arguments of DMPCollection, and after how many steps to call its `sync`.
+
+    Raises ShardCoreError for a file that is foreign, damaged or edited.
+    """
+    data = schema.read_json(path)
+    found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    if found != SCHEMA:
+        raise ShardCoreError(f"{path} has schema {schema.show(found)}; expected {SCHEMA!r}")
+    if data.get("version") != VERSION:
+        raise ShardCoreError(f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this "
+                             f"ShardCore reads {VERSION}")
+    body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
+    if data.get("digest") != files.digest(body):
+        raise ShardCoreError(f"{path} does not match its digest {schema.show(data.get('digest'))}; it was "
+                             "edited after ShardCore wrote it")
+    made = schema.build(_File, body, str(path))
+    arguments = schema.build(Arguments, made.arguments, f"{path}: arguments")
+    return {"plan": from_json(made.modules, str(path)), **asdict(arguments)}, made.sync_every
+
+
+@dataclass(frozen=True)
+class _File:
+    """What a file has beside schema, version and digest."""
+
+    arguments: Mapping[str, Any]
+    sync_every: int
+    modules: Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+    def __post_init__(self) -> None:
+        require_within(self, "groups", sync_every=(1, MOST_SYNC_EVERY))

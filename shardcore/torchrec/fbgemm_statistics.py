@@ -1,0 +1,299 @@
+"""Pooling and reuse of tables, from FBGEMM's reports of a running job.
+
+TBEBenchmarkParamsReporter of FBGEMM 1.8 writes them:
+
+    FBGEMM_TBE_REPORT_INPUT_PARAMS=1 FBGEMM_REPORT_INPUT_PARAMS_BUCKET=DIR python job.py
+
+Such a job writes DIR/tbe-OP-config-estimation-STEP.json for each table batched embedding op (TBE) and step. A
+file describes an op, not a table. It has rows, dim and mean lookups of each feature, in the op's order, but
+no names. `write_tables_of_ops`, called in the job, writes the names beside them. Without names, a table is
+known by its shape, if no other table has the same.
+
+FBGEMM estimates reuse. It gives the shares of the 20 most frequent ids. To the other ids it fits a power law
+of counts by rank, but does not say how many ids there are. `rows_by_count` finds the number for which the law
+ends at ids seen once. It is some 10% off a batch's true number of unique rows. It is far off if one id is
+seen often and no other is seen less often. `problem_for` with batches of data is more accurate.
+
+FBGEMM counts steps only for optimizers that need the count. Under others (EXACT_SGD) it reports step 0 again
+at the second step. The job then fails, because the file exists. It also fails at a feature with a handful of
+different ids in a batch.
+
+Shapes: K = REUSE_BINS.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardcore.core.access_statistics import REUSE_BINS, Reuse
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Table
+from shardcore.core.validation import MOST_BATCH, MOST_POOLING
+from shardcore.io import files, schema
+from shardcore.step.access import BIN_HIGH
+from shardcore.torchrec.modules import path_in_model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+REPORT, TABLES = re.compile(r"tbe-(?P<op>.+)-config-estimation-\d+\.json"), "tbe-{op}-tables.json"
+NO_FIT = (1.0, 2.0)
+"""(q, s) that FBGEMM reports if it fitted no power law."""
+LAST_COUNT = 0.7
+"""Count at which the fitted law ends. It passes through the middle of the ids seen once, then below 1."""
+STEEPEST = 5.0
+"""FBGEMM only accepts laws that begin at 1 / STEEPEST of the last frequent id's count, or above."""
+
+
+@dataclass(frozen=True)
+class TablePart:
+    """The part of a model's table in an op.
+
+    module: path of its collection in the model.
+    table: its name there.
+    row_lo, row_hi: rows [row_lo, row_hi).
+    col_lo, col_hi: columns [col_lo, col_hi).
+    """
+
+    module: str
+    table: str
+    row_lo: int
+    row_hi: int
+    col_lo: int
+    col_hi: int
+
+
+@dataclass(frozen=True)
+class PartLookups:
+    """Lookups of one table of an op, summed over its features, in the mean of the reported steps.
+
+    rows: of the op's table.
+    dim: of the op's table.
+    part: which part of the model's table it is. None: unknown.
+    pooling: lookups per sample.
+    seen: [K] unique ids by how often a batch looks them up.
+    batch: samples of that batch.
+    features: of the table.
+    weighted: whether lookups have weights.
+    """
+
+    rows: int
+    dim: int
+    part: TablePart | None
+    pooling: float
+    seen: np.ndarray
+    batch: int
+    features: int = 1
+    weighted: bool = False
+
+
+def write_tables_of_ops(model: nn.Module, folder: str | Path) -> None:
+    """Write which tables each op on this rank holds, beside FBGEMM's reports.
+
+    model: a DistributedModelParallel.
+    folder: the folder of the reports.
+    """
+    for path, module in model.named_modules():
+        for lookup in getattr(module, "_lookups", ()):
+            # Data-parallel lookups are wrapped in DDP, hence `module`.
+            for kernel in getattr(getattr(lookup, "module", lookup), "_emb_modules", ()):
+                if uuid := getattr(getattr(kernel, "emb_module", None), "uuid", None):
+                    files.write_json(Path(folder) / TABLES.format(op=uuid), [
+                        asdict(_part(path_in_model(path, model), table))
+                        for table in kernel._config.embedding_tables])
+
+
+def _part(path: str, table: Any) -> TablePart:
+    row, column = table.local_metadata.shard_offsets if table.local_metadata else (0, 0)
+    return TablePart(path, table.name, row, row + table.local_rows, column, column + table.local_cols)
+
+
+def read_statistics(path: str | Path) -> list[PartLookups]:
+    """Lookups of all tables of all ops in a folder of reports, or in one report.
+
+    Raises ShardCoreError for a folder without reports, and for a damaged report.
+    """
+    path = Path(path)
+    reports = ([path / name for name in schema.names_in(path) if REPORT.fullmatch(name)] if path.is_dir()
+               else [path])
+    if not reports:
+        raise ShardCoreError(f"folder {str(path)!r} has no reports of FBGEMM "
+                             "(tbe-OP-config-estimation-STEP.json); run the job with "
+                             "FBGEMM_TBE_REPORT_INPUT_PARAMS=1, and FBGEMM_REPORT_INPUT_PARAMS_BUCKET "
+                             "naming it")
+    steps: dict[tuple[str, int], list[PartLookups]] = defaultdict(list)
+    for report in reports:
+        named = REPORT.fullmatch(report.name)
+        op = named["op"] if named else report.name
+        names = report.with_name(TABLES.format(op=op))
+        parts = (schema.read(schema.read_json(names), tuple[TablePart, ...], str(names))
+                 if names.exists() else None)
+        # Several steps of an op are averaged.
+        for i, found in _tables_of(schema.read_json(report), f"FBGEMM report {str(report)!r}", parts).items():
+            steps[op, i].append(found)
+    return [_mean(found) for found in steps.values()]
+
+
+def reported_tables(path: str | Path) -> tuple[Table, ...]:
+    """The tables of a job, without its model. Precision is FP32.
+
+    Tables have their names in the job, if those were written. Otherwise each table of an op counts as a table
+    of its own: t0, t1, ... Each rank's reports are needed.
+
+    Raises as `read_statistics` and `matched` do.
+    """
+    found = read_statistics(path)
+    parts: dict[tuple[str, str], list[TablePart]] = defaultdict(list)
+    for part in (f.part for f in found if f.part):
+        parts[part.module, part.table].append(part)
+    having = Counter(table for _, table in parts)
+    shapes = {table if having[table] == 1 else f"{module}.{table}":
+              (module, table, max(p.row_hi for p in held), max(p.col_hi for p in held))
+              for (module, table), held in sorted(parts.items())}
+    named = {(f.part.module, f.part.table): f for f in found if f.part}
+    tables = []
+    for name, statistics in matched(found, shapes).items():
+        module, table, rows, dim = shapes[name]
+        of = named[module, table]
+        tables.append(Table(name, rows, dim, *statistics, features=of.features, weighted=of.weighted))
+    unnamed = [f for f in found if not f.part]
+    return tuple(tables + [Table(f"t{i}", f.rows, f.dim, f.pooling, _reuse([f]), features=f.features,
+                                 weighted=f.weighted) for i, f in enumerate(unnamed)])
+
+
+def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dict[int, PartLookups]:
+    """Lookups by the op's table index."""
+    try:
+        specs = schema.read(report["embedding_specs"], tuple[tuple[int, int], ...], "embedding_specs")
+        table_of = schema.read(report["feature_table_map"], tuple[int, ...], "feature_table_map")
+        pooling, seen, batches = defaultdict(float), defaultdict(lambda: np.zeros(REUSE_BINS)), {}
+        for table, mean, batch, law in zip(table_of, report["pooling_params"]["Ls"],
+                                           report["batch_params"]["Bs"],
+                                           report["indices_params_list"], strict=True):
+            hitters = schema.read(law["heavy_hitters"], tuple[float, ...], "heavy_hitters")
+            if not all(0 <= share <= 1 for share in hitters):
+                raise ValueError(f"heavy_hitters are {schema.show(hitters)}, not shares within 0 and 1")
+            q, s = schema.read(law["zipf_q"], float, "zipf_q"), schema.read(law["zipf_s"], float, "zipf_s")
+            mean, batch = schema.read(mean, float, "Ls"), schema.read(batch, int, "Bs")
+            if not (0 <= mean <= MOST_POOLING and 1 <= batch <= MOST_BATCH):
+                raise ValueError(f"Ls has {mean:g} and Bs {batch}; they need 0 to {MOST_POOLING:g} and "
+                                 f"1 to {MOST_BATCH}")
+            batches[table] = batch
+            pooling[table] += mean
+            # Features of a table are assumed to look up different ids.
+            with np.errstate(all="ignore"):  # what is not finite is refused below
+                seen[table] += rows_by_count(hitters, q, s, mean * batch, specs[table][0])
+        if not all(0 <= i < len(specs) for i in table_of):
+            raise ValueError(f"feature_table_map is {schema.show(table_of)}, for {len(specs)} tables")
+        features, weighted = Counter(table_of), schema.read(report.get("weighted", False), bool, "weighted")
+        found = {i: PartLookups(*specs[i], parts[i] if parts else None, pooling[i], seen[i], batches[i],
+                                features[i], weighted)
+                 for i in pooling}
+        if not all(np.isfinite(f.seen).all() and 0 <= f.pooling < math.inf and f.batch >= 1
+                   for f in found.values()):
+            raise ValueError("lookups are not finite, or less than none")
+        return found
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
+        said = error if isinstance(error, ShardCoreError) else f"{type(error).__name__}: {error}"
+        raise ShardCoreError(f"{what} is not what FBGEMM 1.8 writes ({said}); it needs embedding_specs, "
+                             "feature_table_map, and for each feature Ls, Bs and "
+                             "indices_params_list") from None
+
+
+def _mean(steps: list[PartLookups]) -> PartLookups:
+    first, n = steps[0], len(steps)
+    if differs := next((s for s in steps if (s.rows, s.dim) != (first.rows, first.dim)), None):
+        raise ShardCoreError(f"FBGEMM's reports of one op have a table of {first.rows} x {first.dim} and, at "
+                             f"another step, of {differs.rows} x {differs.dim}; they need to be of one job")
+    return replace(first, pooling=sum(s.pooling for s in steps) / n, seen=sum(s.seen for s in steps) / n)
+
+
+def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, rows: int) -> np.ndarray:
+    """[K] unique ids of a batch by reuse bin.
+
+    hitters: shares of lookups of the most frequent ids.
+    q, s: other ids at rank r (from 0) have counts in proportion to (r + q)^-s.
+    lookups: of the batch.
+    rows: of the table.
+    """
+    counts = np.rint(np.asarray(hitters, dtype=float) * lookups)
+    seen = np.bincount(np.searchsorted(BIN_HIGH, counts), minlength=REUSE_BINS).astype(float)
+    first, left = len(counts), lookups - counts.sum()
+    # Nothing is left to distribute.
+    if left < 0.5 or rows <= first or not first:
+        return seen
+    most = counts[-1]
+    if (q, s) == NO_FIT:
+        # As if all were seen as often.
+        q, s, least = 1.0, 0.01, (1 + (most if most < STEEPEST else most / STEEPEST)) / 2
+    else:
+        least = max(1.0, most / STEEPEST)
+
+    # Integral of the law over ranks [first - 0.5, end - 0.5]. It is a logarithm at s = 1.
+    def mass(end: float) -> float:
+        lo, hi = first + q - 0.5, end + q - 0.5
+        return math.log(hi / lo) if abs(s - 1) < 1e-9 else (hi ** (1 - s) - lo ** (1 - s)) / (1 - s)
+
+    def count(rank: float, end: float) -> float:
+        return left * (rank + q - 0.5) ** -s / mass(end)
+
+    low, high = first + 1e-6, first + min(rows - first, left)
+    # Bisection over the number of ids: both counts fall as it grows.
+    for _ in range(60):
+        middle = (low + high) / 2
+        more = (count(middle, middle) > LAST_COUNT and count(first + 0.5, middle) > least
+                or count(first + 0.5, middle) > most)
+        low, high = (middle, high) if more else (low, middle)
+    scale = left / mass(high)
+    edges = np.clip([(scale / (c + 0.5)) ** (1 / s) - q + 0.5 for c in BIN_HIGH], first, high)
+    return seen - np.diff(edges, prepend=high)
+
+
+def matched(found: list[PartLookups],
+            shapes: Mapping[str, tuple[str, str, int, int]]) -> dict[str, tuple[float, Reuse]]:
+    """Pooling and reuse of tables, by our names.
+
+    found: what was reported.
+    shapes: by our name: module, name there, rows and dim.
+
+    Column parts of a table look up the same ids, so one part per row range counts. Row parts add up.
+    Raises ShardCoreError for a table that was not reported, or that shares its shape with others and has no
+    name.
+    """
+    named = [f for f in found if f.part]
+    by_shape = defaultdict(list)
+    for f in found:
+        if not f.part:
+            by_shape[f.rows, f.dim].append(f)
+    result = {}
+    for name, (module, table, rows, dim) in shapes.items():
+        ranges = {(f.part.row_lo, f.part.row_hi): f
+                  for f in named if (f.part.module, f.part.table) == (module, table)}
+        parts = list(ranges.values()) or by_shape[rows, dim]
+        same = [n for n, shape in shapes.items() if shape[2:] == (rows, dim)]
+        if not ranges and parts and (len(parts) > 1 or len(same) > 1):
+            raise ShardCoreError(f"FBGEMM reported {len(parts)} tables of {rows} rows and dim {dim}, and "
+                                 f"does not say which is table {name!r} (there are {', '.join(same[:5])}); "
+                                 "call write_tables_of_ops in the job")
+        reported = sum(high - low for low, high in ranges) if ranges else rows
+        if not parts or reported != rows:
+            lacks = (f"reported {reported} of the {rows} rows" if parts
+                     else f"did not report a table of {rows} rows and dim {dim}")
+            raise ShardCoreError(f"FBGEMM {lacks}, as table {name!r} has; each rank reports its fused ops "
+                                 "alone (data_parallel tables none), and a job that cuts tables needs to "
+                                 "call write_tables_of_ops")
+        result[name] = (sum(p.pooling for p in parts), _reuse(parts))
+    return result
+
+
+def _reuse(parts: list[PartLookups]) -> Reuse:
+    seen = sum(p.seen for p in parts)
+    return Reuse(tuple(float(b) for b in (seen / seen.sum() if seen.sum() else seen)), parts[0].batch)

@@ -1,0 +1,257 @@
+"""The tables of a TorchRec model, by the modules that sharders take.
+
+A module that wraps a collection (feature processors, managed collision) is sharded in its place. Plans name
+the wrapper, and its sharder hands the tables on to the collection within. A plan of what is within would
+leave out the wrapper: each rank would then map ids to rows by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardcore.core.access_statistics import ManagedCollision
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import require, require_type, shown
+from shardcore.tables.hot_rows import COLD, HOT, INSIDE
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torchrec.distributed.types import ModuleSharder, ShardingPlan
+
+
+_HISTORY = 1.25
+"""Ids that managed collision keeps until it evicts, over those of its steps (MCHManagedCollisionModule)."""
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """A table of a model.
+
+    path: the path in the module tree of what is sharded: its collection, or what wraps that.
+    name: its name in the collection.
+    config: its TorchRec config: rows, dim, features, data type.
+    pooled: whether the collection pools, as an EmbeddingBagCollection does.
+    weighted: whether lookups have weights.
+    replica: whether the model itself has it on every rank, so that no TorchRec plan names it.
+    within: the type of what wraps its collection. "": nothing does.
+    sharding_types: those that TorchRec has for what wraps its collection. (): all.
+    managed_collision: memory of what maps its raw ids to rows. None: nothing does.
+    """
+
+    path: str
+    name: str
+    config: Any
+    pooled: bool
+    weighted: bool = False
+    replica: bool = False
+    within: str = ""
+    sharding_types: tuple[str, ...] = ()
+    managed_collision: ManagedCollision | None = None
+
+
+def tables_of(module: nn.Module, whole: bool = False) -> dict[str, ModelTable]:
+    """The tables of all collections in a module, wrapped ones too, by our names.
+
+    Our name is the table's own, or path.name if another collection has that name too. Hot rows of a
+    HotColdEmbeddingCollection are tables, named as `with_hot_rows` does; not so if `whole`: then its tables
+    count as they are without hot rows.
+
+    Raises ShardCoreError for modules with tables that ShardCore cannot plan: embedding towers, those that
+    prune or evict rows, and collections of a class of the user's own.
+    """
+    from torch import nn
+
+    require_type(module, nn.Module, "module", "a torch.nn.Module, the model")
+    found = list(_tables(module, "", set(), whole))
+    having = Counter(t.name for t in found)
+    # Both parts of a table go by one path, that of the module that divides it, if the table does.
+    of_whole = Counter(t.name for t in _tables(module, "", set(), True))
+    divided = {t.path + INSIDE: t.path for t in found if t.replica}
+    hot = {(t.path, t.name.removesuffix(HOT)) for t in found if t.replica}
+
+    def name_of(table: ModelTable) -> str:
+        path = divided.get(table.path, table.path)
+        base = table.name.removesuffix(HOT if table.replica else COLD)
+        alone = having[table.name] == of_whole[base if (path, base) in hot else table.name] == 1
+        return table.name if alone else f"{path}.{table.name}"
+
+    return {name_of(t): t for t in found}
+
+
+def _tables(module: nn.Module, path: str, seen: set[int], whole: bool) -> Iterator[ModelTable]:
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+    from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection
+
+    # A module that is used twice has one set of tables.
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if inner := _inner().get(type(module)):
+        yield from _of_collection(getattr(module, inner), path, module)
+        return
+    if type(module) in (EmbeddingBagCollection, EmbeddingCollection):
+        yield from _of_collection(module, path)
+        return
+    if isinstance(module, (*_refused(), EmbeddingBagCollection, EmbeddingCollection)):
+        raise ShardCoreError(f"module {path!r} is a {type(module).__name__}; ShardCore plans "
+                             f"{', '.join(_planned())}, and no subclasses of these")
+    if isinstance(module, HotColdEmbeddingCollection):
+        if whole:
+            yield from (ModelTable(path, name, c, False) for name, c in module.whole_tables().items())
+            return
+        yield from (ModelTable(path, name + HOT, c, False, replica=True)
+                    for name, c in module.hot_tables().items())
+    for name, child in module.named_children():
+        yield from _tables(child, f"{path}.{name}" if path else name, seen, whole)
+
+
+def _of_collection(collection: nn.Module, path: str, wrapper: nn.Module | None = None) -> list[ModelTable]:
+    pooled = hasattr(collection, "embedding_bag_configs")
+    configs = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
+    weighted = pooled and collection.is_weighted()
+    within, types = "", ()
+    if wrapper is not None:
+        within, types = type(wrapper).__name__, tuple(sorted(_sharder_of(wrapper).sharding_types("cuda")))
+    return [ModelTable(path, c.name, c, pooled, weighted, within=within, sharding_types=types,
+                       managed_collision=_managed_collision(wrapper, c))
+            for c in configs]
+
+
+def _managed_collision(wrapper: nn.Module | None, config: Any) -> ManagedCollision | None:
+    """Memory of the module that maps raw ids of a table to rows. None: the wrapper has no such."""
+    if (collection := getattr(wrapper, "_managed_collision_collection", None)) is None:
+        return None
+    from torchrec.modules.mc_modules import MCHManagedCollisionModule
+
+    module = collection._managed_collision_modules[config.name]
+    rows = config.num_embeddings
+    of_rows = sum(x.element_size() * x.numel() for x in (*module.buffers(), *module.parameters())
+                  if len(x.shape) and x.shape[0] == rows)
+    if not isinstance(module, MCHManagedCollisionModule):  # a hash table, which keeps no history
+        return ManagedCollision(-(-of_rows // rows))
+    kept = 1 + sum(of_history for _, _, of_history in module._eviction_policy.metadata_info)
+    return ManagedCollision(-(-of_rows // rows), math.ceil(_HISTORY * module._eviction_interval * kept * 8))
+
+
+def _inner() -> dict[type, str]:
+    """TorchRec's modules that wrap a collection, and their attribute that has it."""
+    from torchrec.modules import fp_embedding_modules, mc_embedding_modules
+
+    return {fp_embedding_modules.FeatureProcessedEmbeddingBagCollection: "_embedding_bag_collection",
+            mc_embedding_modules.ManagedCollisionEmbeddingBagCollection: "_embedding_module",
+            mc_embedding_modules.ManagedCollisionEmbeddingCollection: "_embedding_module"}
+
+
+def _refused() -> tuple[type, ...]:
+    """TorchRec's modules with tables that are sharded by rules of their own."""
+    from torchrec.modules import embedding_tower, itep_embedding_modules
+
+    try:
+        from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection
+    except ImportError:  # before TorchRec 1.7
+        pec = ()
+    else:
+        pec = (PECEmbeddingCollection,)
+    return (embedding_tower.EmbeddingTower, embedding_tower.EmbeddingTowerCollection,
+            itep_embedding_modules.ITEPEmbeddingBagCollection,
+            itep_embedding_modules.ITEPEmbeddingCollection, *pec, *_inner())
+
+
+def _planned() -> list[str]:
+    return ["EmbeddingBagCollection", "EmbeddingCollection", *(t.__name__ for t in _inner())]
+
+
+def _sharder_of(module: nn.Module) -> ModuleSharder[Any]:
+    from torchrec.distributed.sharding_plan import get_module_to_default_sharders
+
+    return get_module_to_default_sharders()[type(module)]
+
+
+def path_in_model(path: str, job: nn.Module) -> str:
+    """The path of what is sharded, in the model, from that of a collection in a job.
+
+    That is without what the job puts around the model, and without the attribute of a wrapper.
+    job: a DistributedModelParallel.
+    """
+    module, own = job, []
+    for part in filter(None, path.split(".")):
+        if part not in (name for of, name in _attributes().items() if isinstance(module, of)):
+            own.append(part)
+        module = getattr(module, part)
+    return ".".join(own)
+
+
+def _attributes() -> dict[type, str]:
+    """TorchRec's and torch's modules of a job that have another within, and their attribute of it."""
+    from torch.nn.parallel import DistributedDataParallel
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
+    from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisionEmbeddingCollection
+
+    return {DistributedModelParallel: "_dmp_wrapped_module", DistributedDataParallel: "module",
+            ShardedFeatureProcessedEmbeddingBagCollection: "_embedding_bag_collection",
+            BaseShardedManagedCollisionEmbeddingCollection: "_embedding_module"}
+
+
+def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
+    """Raise ShardCoreError for a module with tables that none of the sharders takes."""
+    require_type(sharders, Iterable, "sharders", "a list of TorchRec's sharders, or None")
+    for sharder in sharders:
+        require(hasattr(sharder, "module_type"), f"sharders has {shown(sharder)}; it needs TorchRec's "
+                "sharders, such as EmbeddingBagCollectionSharder()")
+    taken = {sharder.module_type for sharder in sharders}
+    children = dict(module.named_modules())
+    for table in (t for t in tables_of(module).values() if not t.replica):
+        kind = type(children[table.path])
+        if kind not in taken:
+            raise ShardCoreError(f"module {table.path!r} is an {kind.__name__}, which no sharder takes; "
+                                 f"there are {sorted(type(s).__name__ for s in sharders)}: add "
+                                 f"{kind.__name__}Sharder()")
+
+
+def sharders_of(module: nn.Module, tables: Mapping[str, ModelTable],
+                sharders: Sequence[ModuleSharder[Any]]) -> list[ModuleSharder[Any]]:
+    """Those of the sharders that take a module with tables."""
+    types = {type(module.get_submodule(t.path)) for t in tables.values() if not t.replica}
+    return [sharder for sharder in sharders if sharder.module_type in types]
+
+
+def require_all(plan: ShardingPlan, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
+    """Raise ShardCoreError for a module that a sharder takes and the plan leaves out.
+
+    TorchRec checks the same, in `validate_modules_inclusion_in_sharding_plan` of 1.7 and later.
+
+    sharders: those of DistributedModelParallel. Empty: its defaults.
+    """
+    from torchrec.distributed.sharding_plan import get_default_sharders
+
+    taken = {sharder.module_type: sharder for sharder in sharders or get_default_sharders()}
+    if missing := [path for path in _sharded_paths(module, "", taken, set()) if path not in plan.plan]:
+        raise ShardCoreError(f"modules {missing[:5]} are not present in the sharding plan; ShardCore plans "
+                             f"{', '.join(_planned())}")
+
+
+def _sharded_paths(module: nn.Module, path: str, taken: Mapping[type, ModuleSharder[Any]],
+                   seen: set[int]) -> Iterator[str]:
+    """Paths of the modules that sharders take. A module that is used twice has its first path only."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    sharder = taken.get(type(module))
+    if sharder and sharder.shardable_parameters(module):
+        yield path
+        return
+    for name, child in module.named_children():
+        yield from _sharded_paths(child, f"{path}.{name}" if path else name, taken, seen)
+
+
+def unpriced_wrappers(tables: Mapping[str, ModelTable]) -> list[str]:
+    """Effects of modules that wrap collections which a price leaves out, a line each."""
+    wrappers = {t.path: t.within for t in tables.values() if t.within}
+    return [f"module {path!r} is priced as the collection within; what its {kind} does to ids and weights "
+            "besides is not" for path, kind in wrappers.items()]

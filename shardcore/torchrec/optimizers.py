@@ -1,0 +1,123 @@
+"""The optimizer that a model's tables train under, whichever way a job set it.
+
+TorchRec takes, for each table: what `apply_optimizer_in_backward` set on its weights, or else the `optimizer`
+of its sharder's fused_params, or else FBGEMM's default, EXACT_SGD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardcore.core.catalog import OPTIMIZERS, named
+from shardcore.core.errors import ShardCoreError
+from shardcore.cost.composite import Composite
+from shardcore.cost.model import CostModel, QuantileCostModel
+from shardcore.torchrec.modules import ModelTable
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torchrec.distributed.types import ModuleSharder
+
+PLAIN_PARAMS = frozenset({
+    "optimizer", "learning_rate", "lr", "eps", "beta1", "beta2", "betas", "weight_decay", "momentum", "eta",
+    "gradient_clipping", "max_gradient", "max_norm", "enforce_hbm", "stochastic_rounding",
+    "bounds_check_mode", "prefetch_pipeline"})
+"""fused_params that change neither bytes nor, by much, time."""
+
+
+def optimizer_of(module: nn.Module, tables: Mapping[str, ModelTable],
+                 sharders: Iterable[ModuleSharder[Any]] = ()) -> str | None:
+    """Our name of the optimizer of a module's tables. None: the job sets none.
+
+    Raises ShardCoreError for one that is not in the catalog, several on one table, and tables that differ.
+    """
+    of_table = optimizers_of(module, tables, sharders)
+    stated = {name: theirs for name, theirs in of_table.items() if theirs}
+    if not stated:
+        return None
+    # FBGEMM's own default runs where others have none.
+    by_name = {name: theirs or OPTIMIZERS["exact_sgd"].theirs for name, theirs in of_table.items()}
+    for name, theirs in by_name.items():
+        if named(theirs, OPTIMIZERS) is None:
+            raise ShardCoreError(f"table {name!r} trains under {theirs}; known are "
+                                 f"{', '.join(o.theirs for o in OPTIMIZERS.values())}")
+    first, *others = dict.fromkeys(by_name.values())
+    if others:
+        pairs = [(next(n for n, t in by_name.items() if t == kind), kind) for kind in (first, others[0])]
+        of = " and ".join(f"table {name!r} under {theirs}" + " (FBGEMM's default)" * (of_table[name] is None)
+                          for name, theirs in pairs)
+        raise ShardCoreError(f"the model trains {of}; ShardCore counts and prices one optimizer for all "
+                             "tables: set the same on each")
+    return named(first, OPTIMIZERS)
+
+
+def optimizers_of(module: nn.Module, tables: Mapping[str, ModelTable],
+                  sharders: Iterable[ModuleSharder[Any]] = ()) -> dict[str, str | None]:
+    """FBGEMM's name of the optimizer of each table that TorchRec shards. None: the job sets none."""
+    by_type = {sharder.module_type: getattr(sharder, "fused_params", None) or {} for sharder in sharders}
+    weights = dict(module.named_parameters())
+    found: dict[str, str | None] = {}
+    for name, table in tables.items():
+        if table.replica:
+            continue
+        fused = by_type.get(type(module.get_submodule(table.path)), {}).get("optimizer")
+        found[name] = _in_backward(name, _weight_of(table, weights)) or (
+            None if fused is None else str(getattr(fused, "name", fused)))
+    return found
+
+
+def _weight_of(table: ModelTable, weights: Mapping[str, Any]) -> Any:
+    """A table's weights: of its collection, or of the one within what wraps it."""
+    prefix = f"{table.path}." * bool(table.path)
+    names = tuple(f"{bags}.{table.name}.weight" for bags in ("embedding_bags", "embeddings"))
+    return next((w for path, w in weights.items() if path.startswith(prefix) and path.endswith(names)), None)
+
+
+def _in_backward(name: str, weight: Any) -> str | None:
+    from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+
+    kinds = getattr(weight, "_optimizer_classes", ())
+    if len(kinds) > 1:
+        raise ShardCoreError(f"table {name!r} has optimizers {', '.join(k.__name__ for k in kinds)} in "
+                             "backward; TorchRec takes one")
+    for kind, given in zip(kinds, getattr(weight, "_optimizer_kwargs", ({},)), strict=False):
+        try:
+            theirs = given.get("optimizer") or optimizer_type_to_emb_opt_type(kind)
+        except ValueError:  # TorchRec has none of that type
+            theirs = None
+        return getattr(theirs, "name", kind.__name__)
+    return None
+
+
+def under(model: CostModel, optimizer: str) -> CostModel:
+    """The model, taken for one of an optimizer that it was not measured with."""
+    if model.setting.optimizer == optimizer:
+        return model
+    if isinstance(model, QuantileCostModel):
+        return replace(model, model=under(model.model, optimizer))
+    if isinstance(model, Composite):
+        return replace(model, models=tuple(under(m, optimizer) for m in model.models))
+    return replace(model, setting=replace(model.setting, optimizer=optimizer))
+
+
+def notes(model: CostModel, own: str | None, counted: str,
+          sharders: Sequence[ModuleSharder[Any]]) -> list[str]:
+    """Lines that say which optimizer counts, and which of its settings do not.
+
+    own: the job's. None: it sets none.
+    counted: what memory counts.
+    """
+    lines = []
+    if own is None:
+        lines.append(f"no optimizer is set on the tables' weights or in fused_params; their state counts as "
+                     f"under {counted}, the cost model's")
+    elif own != model.setting.optimizer:
+        lines.append(f"tables are priced as under {model.setting.optimizer}, for which the cost model is; "
+                     f"they train under {own}, whose state memory counts")
+    for sharder in sharders:
+        other = sorted(set(getattr(sharder, "fused_params", None) or {}) - PLAIN_PARAMS)
+        lines += [f"fused_params of {type(sharder).__name__} have {', '.join(other)}, which neither price "
+                  "nor memory counts"] * bool(other)
+    return lines

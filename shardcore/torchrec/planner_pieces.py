@@ -1,0 +1,130 @@
+"""Our pieces of TorchRec's planner: what its extension points take (see sharder.py)."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from shardcore.core.types import Problem, Shard, Table
+from shardcore.search.budget import Meter
+from shardcore.step.kinds import WHOLE_ROWS, layout_of_torchrec, run_of
+from shardcore.step.memory_account import own_peaks
+
+COLUMN_TYPES = ("table_wise", "column_wise")
+ALL_TYPES = (*COLUMN_TYPES, "row_wise", "data_parallel")
+HOST_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")
+"""For several hosts. On one host they equal row- and column-wise sharding."""
+
+
+@dataclass(frozen=True)
+class Busy:
+    """The work of a device, in ms. It replaces a planner's Perf, which has no speed."""
+
+    speed: float
+    total: float
+
+    def __add__(self, other: Any) -> Busy:
+        # Speed divides compute, not communication.
+        return Busy(self.speed, self.total + (other.fwd_compute + other.bwd_compute) / self.speed
+                     + other.fwd_comms + other.bwd_comms)
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """A PerfModel: the work of the busiest device."""
+
+    topology: Any
+
+    def rate(self, plan: Sequence[Any]) -> float:
+        """ms of the busiest device under a plan; lower is better."""
+        busy = [device.perf for device in self.topology.devices]
+        for option in plan:
+            for shard in option.shards:
+                busy[shard.rank] = busy[shard.rank] + shard.perf
+        return max(b.total for b in busy)
+
+
+@dataclass(frozen=True)
+class OurBytes:
+    """A ShardEstimator that counts each shard's own largest phase as its storage.
+
+    It also sorts the options. TorchRec takes them from sets of strings, whose order varies by process.
+    """
+
+    problem: Problem
+    tables: Mapping[str, Table]
+
+    def estimate(self, sharding_options: list[Any], sharder_data_map: Any = None) -> None:
+        from torchrec.distributed.planner.types import Storage
+
+        sharding_options.sort(key=lambda o: (int(o.name[1:]),
+                                             (*ALL_TYPES, *HOST_TYPES).index(o.sharding_type)))
+        bytes_of = own_peaks(self.problem)
+        for option in sharding_options:
+            layout = WHOLE_ROWS if option.num_shards == 1 else layout_of_torchrec(option.sharding_type)
+            for theirs in option.shards:
+                (row, column), (rows, columns) = theirs.offset, theirs.size
+                n_bytes = 0
+                if rows and columns:
+                    ours = Shard(self.tables[option.name], row, row + rows, column, column + columns)
+                    n_bytes = bytes_of(run_of(layout.name, ours.table), ours)
+                theirs.storage = Storage(hbm=n_bytes, ddr=0)
+
+
+@dataclass
+class Metered:
+    """Several proposers as one, in turn, until the budget is used up.
+
+    It continues beyond the budget until some proposal can be placed.
+    """
+
+    waiting: list[Any]
+    meter: Meter
+    placeable: bool = False
+
+    def load(self, **search_space: Any) -> None:
+        for proposer in self.waiting:
+            proposer.load(**search_space)
+
+    def propose(self) -> Any:
+        while self.waiting and (self.meter.left() or not self.placeable):
+            proposal = self.waiting[0].propose()
+            if proposal:
+                self.meter.evals += 1
+                return proposal
+            # This proposer is exhausted.
+            self.waiting.pop(0)
+        return None
+
+    def feedback(self, partitionable: bool, **found: Any) -> None:
+        self.placeable |= partitionable
+        self.waiting[0].feedback(partitionable=partitionable, **found)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence TorchRec: it logs every call, and warns of each table that it replicates or does not cut."""
+    from torchrec.distributed.logger import method_logger
+
+    root, levels = logging.getLogger(), {name: logging.getLogger(name).level
+                                         for name in ("torchrec", method_logger.name)}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    root.addFilter(_not_of_replicas)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        root.removeFilter(_not_of_replicas)
+
+
+def _not_of_replicas(record: logging.LogRecord) -> bool:
+    """A log filter that drops the warning about replicated tables."""
+    return not str(record.msg).startswith("Sharding spec not found")

@@ -1,0 +1,285 @@
+"""A Plan to and from a ShardingPlan of TorchRec 1.8.
+
+Every rule here was tried with DistributedModelParallel.
+
+Each kind of sharding is one or two sharding types of TorchRec:
+
+- Whole rows on a device are table_wise, or column_wise if columns are cut. Widths are any multiples of 4.
+- Rows divided over all devices are row_wise. TorchRec sends id i to rank i // ceil(rows / devices), whatever
+the plan says.
+- Rows divided over one host are table_row_wise, likewise. They are grid_shard if several hosts hold columns.
+- A replica on every device is data_parallel. Its kernel is dense. Its optimizer is the user's own.
+
+TorchRec runs one op and one exchange per sharding type. Once a collection has one table cut by columns, its
+whole tables are written as column_wise too. They then join that op, as `lower` prices them. table_row_wise
+and grid_shard work alike.
+
+Columns are interchangeable. A device gets only one shard of a table, because TorchRec fails on shards of
+unequal widths. So a plan that comes back is consolidated, with as many columns on each device.
+
+Ranks are TorchRec's numbers of devices, host by host (Topology.ranks).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.topology import Topology
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
+from shardcore.search.state.shards import consolidate
+from shardcore.step.kinds import Layout, layout_of, layout_of_torchrec, shards_on
+from shardcore.step.lower import require_cover
+from shardcore.tables.hot_rows import INSIDE, REPLICA, is_hot
+from shardcore.torchrec.modules import ModelTable, tables_of
+from shardcore.torchrec.placements import placements_of
+from shardcore.torchrec.settings import PLAIN_KERNELS, settings_of, with_settings
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingPlan
+
+
+_PATH = re.compile(r"[\w-]+(\.[\w-]+)*")
+"""Names of modules, joined by dots. Those of a list are numbers."""
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """How TorchRec shards a table.
+
+    layout: our kind of sharding.
+    sharding_type: TorchRec's.
+    shards: pairs of rank and shard. Empty for replicas.
+    """
+
+    layout: Layout
+    sharding_type: str
+    shards: tuple[tuple[int, Shard], ...] = ()
+
+
+# --- to TorchRec --------------------------------------------------------------------------------------------
+
+
+def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_device: str | None = None,
+                like: ShardingPlan | None = None) -> ShardingPlan:
+    """The plan as DistributedModelParallel(module, plan=...) takes it, with fused kernels.
+
+    Tables whose load factor is not 1 get TorchRec's kernels with rows in host memory, and its cache.
+
+    module: the model, or the path of the collection of those tables that name none.
+    compute_device: "cuda" or "cpu". Default: that of `like`, or else "cuda".
+    like: a TorchRec plan of the same model. Its kernels, cache settings and output types are kept. Default:
+      those in the provenance of a plan from `from_torchrec`.
+
+    Raises ShardCoreError for a plan that TorchRec cannot run, and if problem and model differ in tables.
+    """
+    from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
+
+    require_cover(plan, problem)
+    compute_device = compute_device or _device_of(like) or "cuda"
+    theirs = (_as_named(problem, module) if isinstance(module, str)
+              else _matched(problem, tables_of(module)))
+    placed: dict[str, list[Placement]] = defaultdict(list)
+    for placement in plan.placements:
+        placed[placement.shard.table.name].append(placement)
+    shardings = {name: sharded(placed[name], problem.topology) for name in theirs}
+    kept = {} if like else {name: with_settings(settings, f"table {name!r} of the plan's provenance")
+                            for name, settings in plan.provenance.get("torchrec", {}).items()}
+    if unknown := sorted(set(kept) - set(theirs)):
+        raise ShardCoreError(f"the plan's provenance has settings of table {unknown[0]!r}; the model has "
+                             f"{sorted(theirs)[:5]}")
+    cut = {(theirs[name].path, found.sharding_type)
+           for name, found in shardings.items() if theirs[name].pooled}
+    modules: dict[str, Any] = {}
+    for name in [name for name, table in theirs.items() if table.replica]:
+        if not shardings.pop(name).layout.dense_gradient:
+            raise ShardCoreError(f"plan places table {name!r} by {placed[name][0].kind}; its rows are hot, "
+                                 "so the model has them on every rank: plan them so (constraints.kinds)")
+    for name, found in shardings.items():
+        table = theirs[name]
+        if_cut = found.layout.torchrec_cut
+        # Another table of the collection is cut: join its op.
+        if (table.path, if_cut) in cut:
+            found = replace(found, sharding_type=if_cut)
+        if table.sharding_types and found.sharding_type not in table.sharding_types:
+            raise ShardCoreError(f"plan shards table {name!r} {found.sharding_type}; TorchRec shards module "
+                                 f"{table.path!r}, {table.within}, {' or '.join(table.sharding_types)} only: "
+                                 "plan it so (constraints.kinds)")
+        old = like.plan.get(table.path, {}).get(table.name) if like else kept.get(name)
+        _require_replicable(found, old, name)
+        modules.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = _sharding(
+            found, problem.topology, compute_device, old)
+    _require_sequences(shardings, theirs, compute_device)
+    return ShardingPlan(modules)
+
+
+def _as_named(problem: Problem, path: str) -> dict[str, ModelTable]:
+    """The tables of a model that is not here. path: the collection of those that name none.
+
+    Raises ShardCoreError for a path that no module of a model has, or that no table is in.
+    """
+    if not _PATH.fullmatch(path):
+        raise ShardCoreError(f"module is {path!r}; it needs the path of the collection in the model, such as "
+                             "sparse_arch.embedding_bag_collection")
+    named = list(dict.fromkeys(t.collection for t in problem.tables))
+    if "" not in named and path not in named:
+        raise ShardCoreError(f"module is {path!r}; all tables of problem {problem.name!r} name their "
+                             f"collections, which are {', '.join(map(repr, named[:5]))}: give one of them")
+    hot = {t.name: t.collection or path for t in problem.tables if is_hot(t, problem)}
+    divided = set(hot.values())
+    found = {}
+    for table in problem.tables:
+        own = table.collection or path
+        # Names have the path of the module that divides tables, not that of what is within.
+        named = own.removesuffix(INSIDE) if own.removesuffix(INSIDE) in divided else own
+        # Without a collection of its own, what is not hot lies in that of the hot rows.
+        if own in divided and table.sequence and table.name not in hot:
+            own += INSIDE
+        name = table.name.removeprefix(f"{named}.")
+        found[table.name] = ModelTable(own, name, None, not table.sequence, table.weighted,
+                                       replica=table.name in hot)
+    return found
+
+
+def _device_of(plan: ShardingPlan | None) -> str | None:
+    """The type of device that a TorchRec plan is for. None: it does not say."""
+    specs = [sharding.sharding_spec for module in (plan.plan.values() if plan else ())
+             for sharding in module.values()]
+    return next((spec.shards[0].placement.device().type for spec in specs if spec and spec.shards), None)
+
+
+def sharded(placements: Sequence[Placement], topology: Topology) -> Sharded:
+    """How TorchRec shards a table with these placements, which cover it once.
+
+    Raises ShardCoreError if it cannot.
+    """
+    table, kinds = placements[0].shard.table, sorted({p.kind for p in placements})
+    if len(kinds) > 1:
+        raise ShardCoreError(f"plan places table {table.name!r} by {' and '.join(kinds)}; TorchRec shards a "
+                             "table by one of them")
+    layout, rank_of = layout_of(kinds[0]), {d: rank for rank, d in enumerate(topology.ranks)}
+    if layout.dense_gradient:
+        return Sharded(layout, layout.torchrec_whole)
+    # TorchRec fails on several shards of a table on one rank.
+    placements = consolidate(placements)
+    shards = tuple((rank_of[d], shard) for p in placements for d, shard in shards_on(p))
+    return Sharded(layout, layout.torchrec_whole if len(placements) == 1 else layout.torchrec_cut, shards)
+
+
+def _require_sequences(shardings: Mapping[str, Sharded], theirs: Mapping[str, ModelTable],
+                       compute_device: str) -> None:
+    """Raise ShardCoreError for what TorchRec supports only for EmbeddingBagCollections."""
+    width: dict[str, int] = {}
+    for name, table in theirs.items():
+        if table.pooled or table.replica:
+            continue
+        found, what = shardings[name], f"table {name!r} of the EmbeddingCollection {table.path!r}"
+        if found.layout.sequence_channels is None:
+            raise ShardCoreError(f"plan cuts {what} by rows over one host; TorchRec does so for "
+                                 "EmbeddingBagCollections alone")
+        if found.layout.dense_gradient and compute_device == "cpu":
+            raise ShardCoreError(f"plan replicates {what}; on a CPU TorchRec cannot, for its dense kernel "
+                                 "pools there")
+        for _, shard in found.shards if len(found.shards) > 1 and found.layout.cuts_columns else ():
+            if width.setdefault(table.path, shard.width) != shard.width:
+                raise ShardCoreError(f"plan cuts {what} into shards {shard.width} wide, and one "
+                                     f"{width[table.path]}; TorchRec there needs all shards of tables cut by "
+                                     "columns equally wide")
+
+
+def _require_replicable(found: Sharded, old: ParameterSharding | None, name: str) -> None:
+    if found.layout.dense_gradient and old is not None and old.compute_kernel not in PLAIN_KERNELS:
+        raise ShardCoreError(f"plan replicates table {name!r}, which has kernel {old.compute_kernel}; "
+                             "TorchRec replicates with its dense kernel alone, in device memory: change the "
+                             "kernel to 'fused', or the plan")
+
+
+def _matched(problem: Problem, theirs: Mapping[str, ModelTable]) -> dict[str, ModelTable]:
+    """The model's tables, in its order. Raises ShardCoreError unless the problem has the same, in the same
+    shapes."""
+    ours = {t.name: t for t in problem.tables}
+    if missing := sorted(set(theirs) ^ set(ours)):
+        where = "the model lacks" if missing[0] in ours else "the problem lacks"
+        raise ShardCoreError(f"problem {problem.name!r} has tables {sorted(ours)[:5]}, the model "
+                             f"{sorted(theirs)[:5]}; {where} {missing[0]!r}")
+    for name, table in theirs.items():
+        shape, found = ((ours[name].rows, ours[name].dim),
+                        (table.config.num_embeddings, table.config.embedding_dim))
+        if shape != found:
+            raise ShardCoreError(f"table {name!r} has (rows, dim) {shape} in problem {problem.name!r} and "
+                                 f"{found} in the model")
+        if ours[name].collection not in ("", table.path):
+            raise ShardCoreError(f"table {name!r} has collection {ours[name].collection!r} in problem "
+                                 f"{problem.name!r} and {table.path!r} in the model")
+    return dict(theirs)
+
+
+def _sharding(found: Sharded, on: Topology, compute_device: str,
+              old: ParameterSharding | None) -> ParameterSharding:
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torchrec.distributed.sharding_plan import placement
+    from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
+
+    per_host = len(on.on_hosts[0]) if on.equal_hosts else len(on)
+    if found.layout.dense_gradient:
+        ranks, spec, kernel = list(range(len(on))), None, "dense"
+    else:
+        ranks = [rank for rank, _ in found.shards]
+        spec = EnumerableShardingSpec([ShardMetadata([s.row_lo, s.col_lo], [s.rows, s.width],
+                                                     placement(compute_device, rank, per_host))
+                                       for rank, s in found.shards])
+        # A table that was replicated has a dense kernel. It needs a fused one now.
+        was = None if old is None else layout_of_torchrec(old.sharding_type)
+        kernel = "fused" if old is None or (was and was.dense_gradient) else old.compute_kernel
+    base = old or ParameterSharding(found.sharding_type, kernel)
+    table = next((shard.table for _, shard in found.shards), None)
+    if table and table.in_host_memory:
+        kernel = table.kernel
+        base = replace(base, cache_params=_cache_of(table, base.cache_params) if table.load_factor else None)
+    return replace(base, sharding_type=found.sharding_type, compute_kernel=kernel, ranks=ranks,
+                   sharding_spec=spec)
+
+
+def _cache_of(table: Table, old: CacheParams | None) -> CacheParams:
+    """Its cache, with the load factor of the table. The rest is as it was."""
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
+    from torchrec.distributed.types import CacheParams
+
+    return replace(old or CacheParams(CacheAlgorithm.LRU), load_factor=table.load_factor)
+
+
+# --- from TorchRec ------------------------------------------------------------------------------------------
+
+
+def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Module) -> Plan:
+    """A TorchRec plan of a model as ours, consolidated: to price, replay or improve.
+
+    provenance["torchrec"] has the tables' other settings, by our names. `to_torchrec` writes them again.
+
+    Raises ShardCoreError if plan, problem and model differ in tables, and as `placements_of` does.
+    """
+    theirs = _matched(problem, tables_of(module))
+    ours = {t.name: t for t in problem.tables}
+    by_path: dict[str, dict[str, Table]] = defaultdict(dict)
+    for name, table in theirs.items():
+        if table.replica:
+            continue
+        by_path[table.path][table.name] = ours[name]
+    # The model has hot rows on every rank, whatever the TorchRec plan is.
+    replicas = [ours[name] for name, table in theirs.items() if table.replica]
+    found = [Placement(REPLICA.name, Shard.whole(t), problem.topology.ranks) for t in replicas]
+    for path, tables in by_path.items():
+        if path not in sharding_plan.plan:
+            raise ShardCoreError(f"the TorchRec plan has no module {path!r}; it has "
+                                 f"{sorted(sharding_plan.plan)[:5]}")
+        found += placements_of(sharding_plan.plan[path], tables, problem.topology)
+    kept = {name: settings for name, table in theirs.items() if not table.replica
+            if (settings := settings_of(sharding_plan.plan[table.path][table.name], f"table {name!r}"))}
+    plan = Plan(consolidate(found), {"algorithm": "torchrec plan"} | ({"torchrec": kept} if kept else {}))
+    require_cover(plan, problem)
+    return plan

@@ -1,0 +1,123 @@
+"""TorchRec's planner Topology as ours."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import LEVELS, links_of
+from shardcore.core.tiers import BELOW, TIERS, Memory, MemoryTier
+from shardcore.core.topology import Device, Topology
+from shardcore.core.validation import require, require_type
+from shardcore.torchrec import fields
+
+if TYPE_CHECKING:
+    from torchrec.distributed.planner import Topology as TheirTopology
+
+BYTES_PER_MS_PER_GBPS = 1e6
+POD_SIZE = "TORCHREC_RESOLVED_POD_SIZE"
+"""Environment variable from which TorchRec's jobs read how many hosts a pod has."""
+
+
+def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bool = False) -> Topology:
+    """TorchRec's devices and hosts as ours. On a CPU, DDR counts as memory of devices.
+
+    reserved: share of a device's memory that stays free of embeddings.
+    host_memory: whether tables have rows in host memory. The topology then has DDR, and the link to it.
+
+    Bandwidths between devices that differ from TorchRec's defaults are the topology's. For others the cost
+    model has its measured ones.
+
+    Raises ShardCoreError naming a setting that is refused, for pods of several hosts, and where no memory is
+    left.
+    """
+    from torchrec.distributed.planner import Topology as TheirTopology
+
+    require_type(topology, TheirTopology, "topology", "TorchRec's planner Topology, or ShardCore's Topology")
+    require_type(reserved, float, "reserved", "a number")
+    require(0 <= reserved < 1, f"reserved is {reserved}; it needs to be a share of memory, 0 to below 1")
+    _treated(topology)
+    require_no_pods(topology.local_world_size)
+    on_cpu = topology.compute_device == "cpu"
+    for d in topology.devices:
+        held = d.storage.ddr if on_cpu else d.storage.hbm
+        require(held * (1 - reserved) >= 1, f"topology has {'ddr_cap' if on_cpu else 'hbm_cap'} {held} on "
+                f"rank {d.rank}; it needs bytes, of which some are left with {reserved:.0%} reserved")
+    devices = tuple(Device(int((d.storage.ddr if on_cpu else d.storage.hbm) * (1 - reserved)),
+                           host=f"host-{d.rank // topology.local_world_size}") for d in topology.devices)
+    ddr = host_memory and not on_cpu
+    return Topology(
+        devices, links=links_of(**given_bandwidths(topology)),
+        memory=tuple(_memory(topology, TIERS[tier]) for tier in BELOW if ddr and TIERS[tier].torchrec))
+
+
+def _memory(topology: TheirTopology, tier: MemoryTier) -> Memory:
+    storage, bandwidth = tier.torchrec
+    return Memory(tier.name, min(getattr(d.storage, storage) for d in topology.devices)
+                  * topology.local_world_size, getattr(topology, bandwidth) / BYTES_PER_MS_PER_GBPS)
+
+
+def _treated(topology: TheirTopology) -> list[str]:
+    """Effects of its arguments that a price leaves out, a line each. Raises as `our_topology`."""
+    pod, hosts = getattr(topology, "_pod_size", None), topology.world_size // topology.local_world_size
+    values = fields.values_of(topology)
+    if pod == 1:  # one host is what we know
+        values.pop("pod_size")
+    elif pod is not None:
+        raise ShardCoreError(f"topology has pod_size {pod}: {hosts} hosts of {topology.local_world_size} "
+                             f"devices, {pod} hosts a pod; ShardCore knows links within a host and between "
+                             "hosts, and none between hosts of a pod: leave it out, or have 1")
+    return fields.check(type(topology), values, "topology")
+
+
+def require_no_pods(per_host: int) -> None:
+    """Raise ShardCoreError if the environment makes TorchRec divide rows over several hosts."""
+    if (pod := os.environ.get(POD_SIZE)) not in (None, "1"):
+        raise ShardCoreError(f"the environment has {POD_SIZE}={pod}: TorchRec would divide rows over {pod} "
+                             f"hosts of {per_host} devices; ShardCore plans them over one host: unset it, or "
+                             "have 1")
+
+
+def given_bandwidths(topology: TheirTopology) -> dict[str, float | None]:
+    """GB/s of a device by level of links. None: TorchRec's default, so nobody gave it."""
+    from torchrec.distributed.planner import constants
+    from torchrec.distributed.planner.types import BasicCommsBandwidths
+
+    theirs = topology.comms_bandwidths
+    if type(theirs) is not BasicCommsBandwidths:
+        raise ShardCoreError(f"topology has generalized_comms_bandwidths {type(theirs).__name__}; ShardCore "
+                             "prices BasicCommsBandwidths, or intra_host_bw and inter_host_bw")
+    found = {}
+    for level in (row for row in LEVELS.values() if row.torchrec):
+        value, default = getattr(theirs, level.torchrec[0]), getattr(constants, level.torchrec[1])
+        found[level.name] = None if value == default else value / BYTES_PER_MS_PER_GBPS
+    return found
+
+
+def default_memory(topology: TheirTopology) -> str:
+    """Capacity that nobody may have given, for messages. "": it differs from TorchRec's default."""
+    from torchrec.distributed.planner import constants
+
+    on_cpu = topology.compute_device == "cpu"
+    name, default = ("ddr_cap", constants.DDR_CAP) if on_cpu else ("hbm_cap", constants.HBM_CAP)
+    if any((d.storage.ddr if on_cpu else d.storage.hbm) != default for d in topology.devices):
+        return ""
+    return (f"devices count as {default / 2**30:g} GiB, TorchRec's default, which holds where {name} is not "
+            f"given: Topology({name}=bytes of a device)")
+
+
+def notes(topology: TheirTopology, host_memory: bool) -> list[str]:
+    """Defaults of a topology that were taken or left, a line each."""
+    inner = next(iter(LEVELS))
+    several = topology.world_size > topology.local_world_size
+    unused = [LEVELS[name].torchrec[0] for name, gbps in given_bandwidths(topology).items()
+              if gbps is None and (several or name == inner)]
+    lines = [default_memory(topology)]
+    if unused:
+        lines.append(f"{' and '.join(unused)} of the topology {'is' if len(unused) == 1 else 'are'} "
+                     "TorchRec's default and not used: exchanges are priced as the cost model knows them")
+    if host_memory:
+        lines.append(f"host memory is TorchRec's ddr_cap of each device, its link "
+                     f"{topology.hbm_to_ddr_mem_bw / 1e6:g} GB/s (hbm_to_ddr_mem_bw)")
+    return [line for line in lines if line] + _treated(topology)

@@ -1,0 +1,106 @@
+"""Each field of TorchRec's planning records is honoured, priced or refused by name, on each TorchRec."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchrec")
+sys.path.append(str(Path(__file__).parent))
+
+import field_checks  # noqa: E402  (beside this file)
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig  # noqa: E402
+from torchrec.distributed.planner import ParameterConstraints  # noqa: E402
+from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
+
+from bench import torchrec_fields as matrix  # noqa: E402
+from shardcore.core.errors import ShardCoreError  # noqa: E402
+from shardcore.torchrec.dmp_collection import to_dmp_collection  # noqa: E402
+from shardcore.torchrec.fields import FIELDS, check, defaults_of, require_treated  # noqa: E402
+
+
+@pytest.mark.parametrize(("record", "field"), field_checks.fields())
+def test_a_field_is_treated_as_the_table_says(record, field):
+    field_checks.check(record, field)
+
+
+@dataclasses.dataclass
+class NewerConstraints(ParameterConstraints):
+    """Constraints of a TorchRec to come."""
+
+    row_shards: int | None = None
+
+
+class NewerTopology(TheirTopology):
+    """A topology of a TorchRec to come."""
+
+    def __init__(self, *args: Any, rack_size: int | None = None, unkept: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._rack_size = rack_size
+
+
+@dataclasses.dataclass
+class NewerConfig(EmbeddingBagConfig):
+    """A config of a TorchRec to come."""
+
+    shadow_rows: int = 0
+
+
+def newer_model(**given: Any) -> Any:
+    from torch import device, nn
+
+    config = NewerConfig(name="a", num_embeddings=100, embedding_dim=8, feature_names=["f0", "f1"], **given)
+    other = NewerConfig(name="b", num_embeddings=100, embedding_dim=8, feature_names=["f2"])
+    return nn.ModuleDict({"m": EmbeddingBagCollection(device=device("meta"), tables=[config, other])})
+
+
+def test_an_unknown_field_is_refused_where_it_is_set():
+    field_checks.planned(asked=NewerConstraints())
+    with pytest.raises(ShardCoreError, match="ParameterConstraints of table 'a' has row_shards 3, which this "
+                                             "ShardCore does not know; leave it at its default, None"):
+        field_checks.planned(asked=NewerConstraints(row_shards=3))
+    field_checks.planned(newer_model())
+    with pytest.raises(ShardCoreError, match="config of table 'a' has shadow_rows 7, which this ShardCore"):
+        field_checks.planned(newer_model(shadow_rows=7))
+    sizes = {"world_size": 2, "compute_device": "cuda"}
+    planner = field_checks.planned(on=NewerTopology(**sizes)).planner
+    assert "topology may have unkept, which ShardCore does not know and cannot read" in planner.unpriced
+    with pytest.raises(ShardCoreError, match="topology has rack_size 4, which this ShardCore does"):
+        field_checks.planned(on=NewerTopology(**sizes, rack_size=4))
+
+
+def test_a_field_at_its_default_is_never_refused():
+    """Old code sets defaults by hand."""
+    usual = {name: default for name, default in defaults_of(ParameterConstraints).items()}
+    assert require_treated(ParameterConstraints(**usual), "constraints") == []
+    with pytest.raises(ShardCoreError, match="DMPCollection has use_sharded_relay True; replicas are priced"):
+        check(field_checks.records()["DMPCollection"], {"use_sharded_relay": True}, "DMPCollection")
+
+
+def test_arguments_that_follow_from_a_plan_of_groups_are_refused():
+    grouped, problem = field_checks.grouped()
+    with pytest.raises(ShardCoreError, match="DMPCollection.s world_size follows from the plan; leave it"):
+        to_dmp_collection(grouped, problem, field_checks.model(), world_size=8)
+
+
+def test_the_table_has_no_field_that_no_version_has():
+    """A field that TorchRec took back would never be tried."""
+    known = {"use_sharded_relay", "ssd_cap", "ssd_mem_bw", "pod_size", "created_by_factory", "stash_weights"}
+    for record, kind in field_checks.records().items():
+        assert set(FIELDS[record]) - set(defaults_of(kind)) <= known
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", matrix.VERSIONS)
+def test_each_version_treats_its_fields_as_the_table_says(version):
+    try:
+        matrix.installed(version)
+    except RuntimeError as error:
+        pytest.skip(str(error))  # PyPI is elsewhere
+    found = matrix.classes(version)
+    wrong = {f"{record}.{field}": how for record, fields in found.items() for field, how in fields.items()
+             if how not in ("honoured", "priced", "refused")}
+    assert not wrong
+    assert sum(map(len, found.values())) >= 90

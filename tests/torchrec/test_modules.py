@@ -1,0 +1,63 @@
+"""Reading of a TorchRec model's modules."""
+
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("torchrec")
+
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor  # noqa: E402
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule  # noqa: E402
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection  # noqa: E402
+from torchrec.modules.mc_modules import (  # noqa: E402
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+
+from shardcore.core.topology import Device, Topology  # noqa: E402
+from shardcore.core.types import Placement, Plan, Shard  # noqa: E402
+from shardcore.step import memory  # noqa: E402
+from shardcore.torchrec.planner import problem_for  # noqa: E402
+
+ROWS, LOOKUPS, CPU = 10_000, 640, torch.device("cpu")
+
+
+def evicting(policy, interval):
+    return MCHManagedCollisionModule(zch_size=ROWS, device=CPU, eviction_policy=policy,
+                                     eviction_interval=interval, input_hash_size=1 << 40)
+
+
+@pytest.mark.parametrize("made", [
+    lambda: evicting(DistanceLFU_EvictionPolicy(), 2), lambda: evicting(LFU_EvictionPolicy(), 5),
+    lambda: evicting(LRU_EvictionPolicy(), 1),
+    lambda: HashZchManagedCollisionModule(zch_size=ROWS, device=CPU, total_num_buckets=2)])
+def test_managed_collision_takes_what_its_modules_hold(made):
+    """By hand 32 bytes a row under DistanceLFU. A rank's own module has its rows, and ids of its lookups."""
+    bags = EmbeddingBagCollection(device=CPU, tables=[
+        EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=8, feature_names=["f"])])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = made()
+    wrapped = ManagedCollisionEmbeddingBagCollection(
+        bags, ManagedCollisionCollection({"t": module}, bags.embedding_bag_configs()))
+    problem = problem_for(wrapped, Topology((Device(1 << 30),) * 2), 64, {"f": LOOKUPS / 64})
+    [table] = problem.tables
+    of_rank = module.rebuild_with_output_id_range((0, ROWS // 2), [0, ROWS // 2, ROWS], CPU)
+    if isinstance(module, MCHManagedCollisionModule):
+        own = torch.arange(LOOKUPS // 2)  # what arrives at a rank
+        of_rank.train()
+        of_rank.profile({"f": JaggedTensor(own, lengths=torch.ones(len(own), dtype=torch.int64))})
+    tensors = [*of_rank.buffers(), *of_rank.parameters(), *filter(
+        torch.is_tensor, [getattr(of_rank, "_history_accumulator", None)])]
+    real = sum(x.numel() * x.element_size() for x in tensors)
+    plan = Plan((Placement("row", Shard.whole(table), (0, 1)),))
+    counted = memory.by_part(plan, problem)[0].parts["weights"] - ROWS // 2 * 8 * 4
+    # Beside rows and lookups it has a tensor of 1,025 numbers.
+    assert counted == pytest.approx(real, abs=1100 * 8)
+    assert counted > real * 0.9
+    if isinstance(getattr(module, "_eviction_policy", None), DistanceLFU_EvictionPolicy):
+        assert table.managed_collision.row_bytes == 32

@@ -1,0 +1,83 @@
+"""TorchRec's own planner under our prices."""
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchrec")
+sys.path.append(str(Path(__file__).parent))
+
+import training  # noqa: E402  (beside this file)
+from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: E402
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
+from torchrec.distributed.planner import EmbeddingShardingPlanner  # noqa: E402
+from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
+from torchrec.distributed.planner.types import PerfModel  # noqa: E402
+
+from shardcore.core.constraints import Constraints  # noqa: E402
+from shardcore.core.errors import SettingMismatch, ShardCoreError
+from shardcore.core.types import Setting
+from shardcore.cost.analytic import AnalyticModel  # noqa: E402
+from shardcore.cost.model import price  # noqa: E402
+from shardcore.step.lower import lower  # noqa: E402
+from shardcore.step.memory import require_fits  # noqa: E402
+from shardcore.torchrec.perf_model import ShardCorePerfModel  # noqa: E402
+from shardcore.torchrec.planner import problem_for  # noqa: E402
+from shardcore.torchrec.sharding_plan import from_torchrec  # noqa: E402
+
+MODULE = training.Model()
+LOOKUPS = {"f0": 10.0, "f1": 2.0, "f2": 1.5, "f3": 4.0, "f4": 1.0}
+WHERE = TheirTopology(4, "cuda", hbm_cap=10**9, local_world_size=2)
+PROBLEM = problem_for(MODULE, WHERE, 64, LOOKUPS)
+SHARDERS = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+
+
+def planned(rated):
+    planner = EmbeddingShardingPlanner(WHERE, 16, performance_model=rated, debug=False, stats=[])
+    return from_torchrec(planner.plan(MODULE, SHARDERS), PROBLEM, MODULE)
+
+
+def test_torchrecs_planner_takes_the_plan_that_our_model_prefers():
+    # Exchanges that cost nothing, or all: another plan is the best.
+    for gbps in (1e-3, 1e6):
+        model = AnalyticModel(Setting("cpu", 64), exchange_gbps=gbps)
+        rated = ShardCorePerfModel(PROBLEM, MODULE, model)
+        assert isinstance(rated, PerfModel)
+        found, theirs = (price(lower(plan, PROBLEM), model).total_ms
+                         for plan in (planned(rated), planned(None)))
+        assert found <= theirs and rated.rated > 1
+
+
+def test_a_plan_that_we_do_not_know_is_rated_last_and_named():
+    options = []
+
+    class Keeping(ShardCorePerfModel):
+        def rate(self, plan):
+            options.append(plan)
+            return super().rate(plan)
+
+    planned(Keeping(PROBLEM, MODULE, AnalyticModel(Setting("cpu", 64))))
+    rated = ShardCorePerfModel(PROBLEM, MODULE, AnalyticModel(Setting("cpu", 64)))
+    assert rated.rate(options[0]) < math.inf and not rated.refused
+    assert rated.rate(options[0][:-1]) == math.inf
+    assert len(rated.refused) == 1 and options[0][-1].name in rated.refused[0]
+
+
+def test_a_plan_that_is_too_large_as_we_count_leaves_the_choice_to_the_others():
+    devices = tuple(dataclasses.replace(d, memory_bytes=100_000) for d in PROBLEM.topology.devices)
+    small = dataclasses.replace(PROBLEM, topology=dataclasses.replace(PROBLEM.topology, devices=devices),
+                                constraints=Constraints(reserved_bytes=0))
+    rated = ShardCorePerfModel(small, MODULE, AnalyticModel(Setting("cpu", 64)))
+    require_fits(planned(rated), small)
+    assert rated.rated and "device 0 of problem 'model' would hold" in rated.refused[0]
+
+
+def test_a_problem_or_model_of_something_else_is_refused():
+    other = dataclasses.replace(PROBLEM, tables=PROBLEM.tables[1:])
+    with pytest.raises(ShardCoreError, match="differ in tables .'a'"):
+        ShardCorePerfModel(other, MODULE, AnalyticModel(Setting("cpu", 64)))
+    with pytest.raises(SettingMismatch):
+        ShardCorePerfModel(PROBLEM, MODULE, AnalyticModel(Setting("cpu", 64, precision="fp16")))

@@ -1,0 +1,227 @@
+"""Kernels, memory tiers and quantised collectives of a TorchRec plan: kept through ours, named where a price
+leaves them out."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("torchrec")
+sys.path.append(str(Path(__file__).parent))
+
+import training  # noqa: E402  (beside this file)
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm  # noqa: E402
+from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: E402
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry  # noqa: E402
+from torchrec.distributed.types import CacheParams, CacheStatistics, DataType, KeyValueParams, ShardingPlan  # noqa: E402
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import Job
+from shardcore.core.tiers import Memory
+from shardcore.core.types import Placement, Plan, Setting, Shard
+from shardcore.cost.analytic import AnalyticModel  # noqa: E402
+from shardcore.io import files  # noqa: E402
+from shardcore.search import Budget  # noqa: E402
+from shardcore.torchrec.plan_files import read_qcomms, read_torchrec, to_json, write_torchrec  # noqa: E402
+from shardcore.torchrec.planner import ShardCorePlanner  # noqa: E402
+from shardcore.torchrec.settings import job_of, payloads_of, settings_of, unpriced  # noqa: E402
+from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec  # noqa: E402
+
+MODULE = training.Model()
+GIVEN = training.problem(1, 2)
+QCOMMS = QCommsConfig(CommType.FP16, CommType.BF16, backward_loss_scale=0.5)
+
+
+def whole(device: int = 0) -> Plan:
+    return Plan(tuple(Placement("column", Shard.whole(t), (device,)) for t in GIVEN.tables))
+
+
+def tiered(**cache) -> ShardingPlan:
+    """Table a cached in UVM, d on SSD, left.c with outputs of its own type; b replicated."""
+    tables = {t.name: t for t in GIVEN.tables}
+    plan = to_torchrec(Plan((*(p for p in whole().placements if p.shard.table.name != "b"),
+                             Placement("data_parallel", Shard.whole(tables["b"]), (0, 1)))), GIVEN, MODULE)
+    left = plan.plan["left"]
+    cache = CacheParams(**{"algorithm": CacheAlgorithm.LFU, "load_factor": 0.2, "precision": DataType.FP16}
+                        | cache)
+    left["a"] = replace(left["a"], compute_kernel="fused_uvm_caching", cache_params=cache, enforce_hbm=False)
+    left["c"] = replace(left["c"], output_dtype=DataType.BF16)
+    left["d"] = replace(left["d"], compute_kernel="key_value", key_value_params=KeyValueParams(
+        ssd_storage_directory="/x", ps_hosts=(("::1", 2000), ("::1", 2001))))
+    return plan
+
+
+def test_a_plan_that_was_read_is_written_again_as_it_was(tmp_path):
+    theirs, path = tiered(), tmp_path / "plan.json"
+    ours = from_torchrec(theirs, GIVEN, MODULE)
+    assert set(ours.provenance["torchrec"]) == {"a", "left.c", "d"}
+    assert to_torchrec(ours, GIVEN, MODULE) == theirs
+    files.write_plan(path, ours, GIVEN)
+    assert to_torchrec(files.read_plan(path, GIVEN), GIVEN, MODULE) == theirs
+
+
+def test_settings_go_with_their_tables():
+    moved = Plan(whole(1).placements, from_torchrec(tiered(), GIVEN, MODULE).provenance)
+    found, old = to_torchrec(moved, GIVEN, MODULE).plan["left"], tiered().plan["left"]
+    assert {n: s.ranks for n, s in found.items()} == {n: [1] for n in "abcd"}
+    assert all(settings_of(found[n], n) == settings_of(old[n], n) != {} for n in "acd")
+    assert (to_torchrec(moved, GIVEN, MODULE, like=to_torchrec(whole(), GIVEN, MODULE)).plan["left"]["a"]
+            .compute_kernel == "fused")
+
+
+def test_a_plan_of_plain_kernels_has_no_settings():
+    assert (from_torchrec(to_torchrec(whole(), GIVEN, MODULE), GIVEN, MODULE).provenance
+            == {"algorithm": "torchrec plan"})
+
+
+def test_no_kernel_is_lost_in_a_replica():
+    replicated = Plan(tuple(Placement("data_parallel", Shard.whole(t), (0, 1)) for t in GIVEN.tables))
+    with pytest.raises(ShardCoreError, match="replicates table 'a', which has kernel fused_uvm_caching"):
+        to_torchrec(replicated, GIVEN, MODULE, like=tiered())
+
+
+class Statistics(CacheStatistics):
+    expected_lookups, cacheability = 1.0, 0.5
+
+    def expected_miss_rate(self, clf: float) -> float:
+        return 1 - clf
+
+
+def test_load_factors_reach_torchrec():
+    tables = tuple(replace(t, load_factor={"a": 0.25, "d": 0.0}.get(t.name, 1.0)) for t in GIVEN.tables)
+    given = replace(GIVEN, tables=tables, topology=replace(
+        GIVEN.topology, memory=(Memory("host", 1 << 30, 25.0),)))
+    plan = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in tables))
+    made = to_torchrec(plan, given, MODULE)
+    found = {name: sharding for module in made.plan.values() for name, sharding in module.items()}
+    assert (found["a"].compute_kernel, found["d"].compute_kernel) == ("fused_uvm_caching", "fused_uvm")
+    assert found["a"].cache_params == CacheParams(CacheAlgorithm.LRU, load_factor=0.25)
+    assert found["d"].cache_params is None
+    assert {found[name].compute_kernel for name in found.keys() - {"a", "d"}} == {"fused"}
+    # What else a TorchRec plan says of a cache stays.
+    again = to_torchrec(plan, given, MODULE, like=tiered())
+    kept = next(module["a"] for module in again.plan.values() if "a" in module).cache_params
+    assert (kept.algorithm, kept.precision, kept.load_factor) == (CacheAlgorithm.LFU, DataType.FP16, 0.25)
+
+
+def test_what_no_file_can_hold_is_read_and_not_dropped():
+    theirs = tiered(stats=Statistics())
+    ours = from_torchrec(theirs, GIVEN, MODULE)
+    with pytest.raises(ShardCoreError, match="table 'a', cache_params, stats is a Statistics; .* as `like`"):
+        to_torchrec(ours, GIVEN, MODULE)
+    assert to_torchrec(ours, GIVEN, MODULE, like=theirs) == theirs
+
+
+@pytest.mark.parametrize("settings, said", [
+    ({"nowhere": {"compute_kernel": "fused"}}, "settings of table 'nowhere'"),
+    ({"a": {"compute_kernel": "fused", "ranks": [1]}}, "table 'a' of the plan's provenance has 'ranks'"),
+    ({"a": {"cache_params": {"load_factor": 0.2}}}, "and no compute_kernel"),
+    ({"a": {"compute_kernel": "fused", "colour": "blue"}}, "'colour'"),
+    ({"a": {"compute_kernel": "fused", "output_dtype": "FP3"}}, "'FP3'; known are"),
+])
+def test_settings_are_checked(settings, said):
+    with pytest.raises(ShardCoreError, match=said):
+        to_torchrec(Plan(whole().placements, {"torchrec": settings}), GIVEN, MODULE)
+
+
+def test_quantised_collectives_are_kept_in_the_file(tmp_path):
+    path, plan = tmp_path / "plan.json", tiered()
+    for qcomms in (QCOMMS, QCommsConfig(CommType.FP8, CommType.FP8, fp8_quantize_dim=32), None):
+        write_torchrec(path, plan, qcomms)
+        assert read_torchrec(path) == plan
+        assert read_qcomms(path) == qcomms
+    write_torchrec(path, plan, QCOMMS)
+    path.write_text(path.read_text().replace("FP16", "FP32"))
+    with pytest.raises(ShardCoreError, match="edited"):
+        read_qcomms(path)
+
+
+def test_files_of_version_1_are_read(tmp_path):
+    path, body = tmp_path / "plan.json", to_json(tiered())
+    written = {"schema": "shardcore/torchrec-plan", "version": 1, "digest": files.digest(body),
+               "modules": body}
+    path.write_text(json.dumps(written))
+    assert read_torchrec(path) == tiered()
+    assert read_qcomms(path) is None
+
+
+def test_what_a_price_leaves_out_is_named():
+    sharder = EmbeddingBagCollectionSharder(
+        qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda")))
+    assert unpriced(to_torchrec(whole(), GIVEN, MODULE), [EmbeddingBagCollectionSharder()]) == []
+    said = unpriced(tiered(), [sharder])
+    assert len(said) == 7
+    assert said[0] == ("replicas of 'b' are priced as if updated in backward; a dense optimizer "
+                       "steps over all of their weights later, which is not timed")
+    said = said[1:]
+    assert said[0].startswith("table 'a' of module 'left' is priced as fused, in device memory; "
+                              "it has kernel fused_uvm_caching, cache_params=")
+    assert said[3] == ("pooled_embeddings_all_to_all of EmbeddingBagCollectionSharder is priced with fp32 "
+                       "forward, fp32 backward; it sends fp16 forward, bf16 backward")
+    adam = replace(GIVEN, optimizer="adam", job=Job(replica_optimizer="adagrad"))
+    assert "in backward, under adam; a dense optimizer, adagrad, steps" in unpriced(tiered(), [], adam)[0]
+    assert "optimizer, adam, steps" in unpriced(tiered(), [], replace(adam, job=Job()))[0]
+    of_plan = said[:3]
+    plain = to_torchrec(whole(), GIVEN, MODULE)
+    as_sent = Job(forward_payload="fp16", backward_payload="bf16")
+    sending = replace(GIVEN, job=as_sent)
+    assert unpriced(tiered(), [sharder], sending)[1:] == of_plan
+    assert len(unpriced(tiered(), [sharder], replace(GIVEN, job=Job(forward_payload="fp16")))) == 7
+    assert unpriced(plain, [EmbeddingBagCollectionSharder()], sending) == [
+        "output of EmbeddingBagCollectionSharder is priced with fp16 forward, bf16 backward; it sends "
+        "fp32 forward, fp32 backward"]
+
+
+def test_the_payloads_of_sharders_are_priced():
+    sharder = EmbeddingBagCollectionSharder(
+        qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda")))
+
+    def planned(sharders, job=None):
+        planner = ShardCorePlanner(GIVEN.topology, 4, model=AnalyticModel(Setting("cpu", 8)), job=job,
+                                   budget=Budget(evals=200),
+                                   lookups=dict.fromkeys(("f0", "f1", "f2", "f3", "f4"), 2.0))
+        planner.plan(MODULE, sharders)
+        return planner
+
+    assert planned([sharder]).problem.job == job_of(QCOMMS) == Job(forward_payload="fp16",
+                                                                   backward_payload="bf16")
+    # Sharders that take no module of the model do not count.
+    assert planned([EmbeddingCollectionSharder(), sharder]).problem.job == job_of(QCOMMS)
+    # A job that is given counts as given. Sharders that differ are told apart.
+    for said in (planned([sharder], Job()).unpriced,
+                 planned([sharder, EmbeddingBagCollectionSharder()]).unpriced):
+        assert [line.split()[0] for line in said if "it sends" in line] == [
+            "pooled_embeddings_all_to_all", "pooled_embeddings_reduce_scatter",
+            "sequence_embeddings_all_to_all"]
+
+
+def test_the_sharder_of_a_wrapper_sends_as_the_one_within():
+    from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+
+    within = EmbeddingBagCollectionSharder(
+        qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda")))
+    assert payloads_of([FeatureProcessedEmbeddingBagCollectionSharder(within)]) == ("fp16", "bf16")
+    assert payloads_of([FeatureProcessedEmbeddingBagCollectionSharder()]) == ("fp32", "fp32")
+
+
+def test_payloads_that_no_price_has_are_refused_by_name():
+    narrow = QCommsConfig(CommType.INT8, CommType.FP16)
+    sharder = EmbeddingBagCollectionSharder(
+        qcomm_codecs_registry=get_qcomm_codecs_registry(narrow, device=torch.device("cuda")))
+    with pytest.raises(ShardCoreError, match="EmbeddingBagCollectionSharder has forward_precision INT8; "
+                                             "priced are fp32, fp16, bf16"):
+        payloads_of([sharder])
+    with pytest.raises(ShardCoreError, match="QCommsConfig has forward_precision int8; priced are fp32"):
+        job_of(narrow)
+
+
+def test_index_deduplication_of_sharders_is_told():
+    plain = to_torchrec(whole(), GIVEN, MODULE)
+    assert unpriced(plain, [EmbeddingCollectionSharder()]) == []
+    assert unpriced(plain, [EmbeddingCollectionSharder(use_index_dedup=True)]) == [
+        "EmbeddingCollectionSharder has use_index_dedup, which sends each id once; ids are priced as if it "
+        "sent all"]

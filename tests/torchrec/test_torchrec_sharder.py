@@ -1,0 +1,124 @@
+"""TorchRec's planner as a sharder."""
+
+from dataclasses import replace
+
+import pytest
+from shapes import row, with_room
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Setting, Shard, Table
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.search import SHARDERS, Budget
+from shardcore.step.lower import lower
+from shardcore.step.memory import held_bytes
+from shardcore.step.memory_account import table_bytes
+from shardcore.torchrec import sharder as peer
+from shardcore.torchrec.sharder import TorchRecConfig
+
+BATCH, MIB = 64, 2**20
+WIDE, TINY = Table("a.wide", 1000, 64, 40.0), Table("b", 3, 8, 2.0)
+MODEL = AnalyticModel(Setting("made-up", BATCH))
+installed = pytest.mark.skipif(not peer.installed(), reason=f"TorchRec is not installed: {peer.INSTALL}")
+
+
+FOUR = (Device(MIB),) * 4
+
+
+def problem_of(*tables, devices=FOUR, **links) -> Problem:
+    return Problem("p", tables, Topology(devices, **links), BATCH)
+
+
+def test_it_is_listed_where_it_is_installed_and_says_how_to_install_it(monkeypatch):
+    assert ("torchrec" in SHARDERS) == peer.installed()
+    monkeypatch.setattr(peer, "find_spec", lambda name: None)
+    with pytest.raises(ShardCoreError,
+                       match="pip install --no-deps torchrec==1.8.0 && pip install tensordict"):
+        peer.torchrec(problem_of(WIDE), MODEL)
+
+
+@installed
+def test_it_cuts_columns_where_min_partition_lets_it():
+    problem = problem_of(WIDE, devices=(Device(MIB),) * 2, links=links_of(within_host=100.0))
+    widths = {m: sorted(p.shard.width for p in peer.torchrec(problem, MODEL,
+                                                             config=TorchRecConfig((m,),
+                                                                                   (False,))).placements)
+              for m in (None, 32)}
+    assert widths == {None: [64], 32: [32, 32]}
+
+
+@installed
+def test_hosts_that_are_not_in_order_and_all_types():
+    devices = tuple(Device(MIB, host=h) for h in ("x", "y", "x", "y"))
+    problem = problem_of(WIDE, TINY, *(Table(f"t{i}", 900, 16, 5.0) for i in range(6)), devices=devices,
+                         links=links_of(between_hosts=1.0))
+    plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((16,), (True,)))
+    lower(plan, problem)
+    assert not plan.provenance["packed"]
+
+
+@installed
+def test_it_is_told_of_devices_host_by_host_and_of_the_models_rates():
+    devices = tuple(Device(MIB + i, host=h) for i, h in enumerate("xyxy"))
+    tables = WIDE, TINY, Table("t", 900, 16, 5.0)
+    problem = problem_of(*tables, devices=devices, links=links_of(within_host=3.0))
+    theirs = peer._Theirs(problem, MODEL, tables, peer._constrained_first(problem, MODEL))
+    assert theirs.ranks == (0, 2, 1, 3) and theirs.per_host == 2
+    topology = theirs.topology(theirs.bandwidths)
+    assert [d.storage.hbm for d in topology.devices] == [held_bytes(problem)[d] for d in (0, 2, 1, 3)]
+    assert topology.intra_host_bw == 3e6  # bytes per ms
+    options = theirs.enumerator(topology, theirs.constraints(False,
+                                                             None)).enumerate(theirs.module, theirs.sharders)
+    whole = [o for o in options if o.sharding_type == "table_wise"]
+    ours_ms = MODEL.head(MODEL.encode(list(map(Shard.whole, tables))).sum(0, keepdims=True))[0]
+    assert sum(s.perf.fwd_compute + s.perf.bwd_compute for o in whole
+               for s in o.shards) == pytest.approx(ours_ms)
+    bytes_of = {o.name: o.shards[0].storage.hbm for o in whole}
+    assert bytes_of == {f"t{i}": table_bytes(t, problem) for i, t in enumerate(tables)}
+
+
+@installed
+def test_a_faster_device_gets_more_and_a_full_one_less():
+    same = tuple(Table(f"t{i}", 500, 16, 10.0) for i in range(12))
+    fast = problem_of(*same, devices=(*FOUR[:3], Device(MIB, 3.0)), links=links_of(within_host=1000.0))
+    small = replace(fast, topology=Topology((*FOUR[:3], Device(50_000))))
+    for problem, more in ((fast, True), (small, False)):
+        plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (False,)))
+        held = [sum(p.devices == (d,) for p in plan.placements) for d in range(4)]
+        assert (held[3] > max(held[:3])) == more, held
+
+
+@installed
+def test_rows_are_cut_as_torchrec_trains_them_on_devices_of_unequal_memory():
+    deep, flat = Table("deep", 200_001, 8, 300.0), Table("flat", 9, 8, 30.0)
+    # Each takes a range of the rows, but not four columns of all.
+    devices = (Device(MIB * 3 // 2), Device(MIB * 5 // 4)) * 4
+    problem = with_room(problem_of(deep, flat, TINY, devices=devices))
+    plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (True,)))
+    lower(plan, problem)
+    assert [p for p in plan.placements if p.shard.table == deep] == [row(deep, problem.topology)]
+    assert not plan.provenance["packed"]
+
+
+@installed
+@pytest.mark.parametrize("budget, most", [(Budget(evals=3), 3), (Budget(seconds=1e-9), 1)])
+def test_a_budget_ends_the_sweep_with_a_plan(budget, most):
+    plan = peer.torchrec(problem_of(WIDE, TINY), MODEL, budget=budget)
+    assert 1 <= plan.provenance["evals"] <= most
+
+
+@pytest.mark.parametrize("fields", [{"min_partition": ()}, {"all_types": ()}, {"grid": -1}])
+def test_a_config_that_runs_nothing_is_refused(fields):
+    with pytest.raises(ShardCoreError, match="swept"):
+        TorchRecConfig(**fields)
+
+
+@installed
+@pytest.mark.parametrize("hosts, sequence", [("xy", False), ("xxyy", True)])
+def test_types_over_a_host_are_for_several_devices_and_pooled_tables(hosts, sequence):
+    tables = (replace(WIDE, sequence=sequence), *(Table(f"t{i}", 900, 16, 5.0, sequence=sequence)
+                                                  for i in range(3)))
+    problem = problem_of(*tables, devices=tuple(Device(4 * MIB, host=h) for h in hosts),
+                         links=links_of(between_hosts=1.0))
+    lower(peer.torchrec(problem, MODEL, config=TorchRecConfig((16,), (True,))), problem)

@@ -1,0 +1,101 @@
+"""TorchRec's topology as ours: memory, hosts, links, pods, and defaults that are told."""
+
+import pytest
+
+pytest.importorskip("torchrec")
+
+from torch import device, nn  # noqa: E402
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig  # noqa: E402
+from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
+
+from shardcore.core.errors import Infeasible, ShardCoreError  # noqa: E402
+from shardcore.core.links import links_of
+from shardcore.core.topology import Device, Topology  # noqa: E402
+from shardcore.core.types import Setting  # noqa: E402
+from shardcore.cost.analytic import AnalyticModel  # noqa: E402
+from shardcore.torchrec.planner import ShardCorePlanner  # noqa: E402
+from shardcore.torchrec.topology import POD_SIZE, our_topology  # noqa: E402
+
+GIB = 2**30
+
+
+def planner(on, rows: int = 1000) -> ShardCorePlanner:
+    module = nn.ModuleDict({"m": EmbeddingBagCollection(device=device("meta"), tables=[
+        EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=64, feature_names=["f"])])})
+    made = ShardCorePlanner(on, 32, model=AnalyticModel(Setting("gpu", 64)), lookups={"f": 2.0},
+                            algorithm="size_greedy")
+    made.plan(module)
+    return made
+
+
+def theirs(**given) -> TheirTopology:
+    return TheirTopology(**{"world_size": 4, "local_world_size": 2, "compute_device": "cuda"} | given)
+
+
+def test_bandwidths_that_are_given_are_those_of_the_links():
+    # bytes a millisecond: 1e6 are a GB/s
+    given = our_topology(theirs(intra_host_bw=300e6, inter_host_bw=25e6))
+    assert given.links == links_of(within_host=300, between_hosts=25)
+    usual = our_topology(theirs())
+    assert usual.links == ()
+    assert [line for line in planner(theirs(intra_host_bw=300e6)).unpriced if "_bw" in line] == [
+        "inter_host_bw of the topology is TorchRec's default and not used: exchanges are priced as the cost "
+        "model knows them"]
+
+
+def test_bandwidths_by_collective_are_refused():
+    from torchrec.distributed.planner.types import BasicCommsBandwidths
+
+    class PerCollective(BasicCommsBandwidths):
+        pass
+
+    with pytest.raises(ShardCoreError, match="topology has generalized_comms_bandwidths PerCollective; "):
+        our_topology(theirs(generalized_comms_bandwidths=PerCollective()))
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mtia"])
+def test_memory_of_an_accelerator_is_its_own(kind):
+    on = theirs(compute_device=kind, hbm_cap=3 * GIB, ddr_cap=100 * GIB)
+    assert {d.memory_bytes for d in our_topology(on).devices} == {3 * GIB}
+
+
+def test_a_model_of_another_type_of_device_is_told():
+    line = "devices are of type mtia; the cost model was measured on gpu"
+    assert line in planner(theirs(compute_device="mtia", hbm_cap=GIB)).unpriced
+    assert line not in planner(theirs(hbm_cap=GIB)).unpriced
+
+
+def test_a_capacity_that_nobody_gave_is_told():
+    line = "devices count as 32 GiB, TorchRec's default, which holds where hbm_cap is not given"
+    assert any(line in said for said in planner(theirs()).unpriced)
+    assert not any(line in said for said in planner(theirs(hbm_cap=80 * GIB)).unpriced)
+    with pytest.raises(Infeasible, match="devices count as 32 GiB, TorchRec's default, which holds where "
+                                         "hbm_cap is not given: .*; of a device's memory, 15% stays free"):
+        planner(theirs(), rows=1_000_000_000)
+    with pytest.raises(Infeasible, match="tiers.; of a device's memory, 15% stays free .reserved.$"):
+        planner(theirs(hbm_cap=GIB), rows=1_000_000_000)
+
+
+def test_a_pod_of_one_host_is_a_host():
+    assert our_topology(theirs(pod_size=1)) == our_topology(theirs())
+
+
+@pytest.mark.parametrize(("hosts", "pod"), [(2, 2), (8, 4)])
+def test_pods_of_several_hosts_are_refused_with_their_numbers(hosts, pod):
+    on = theirs(world_size=2 * hosts, pod_size=pod)
+    with pytest.raises(ShardCoreError, match=f"topology has pod_size {pod}: {hosts} hosts of 2 devices, "
+                                             f"{pod} hosts a pod; .* leave it out, or have 1"):
+        our_topology(on)
+
+
+def test_pods_of_the_environment_are_refused(monkeypatch):
+    """Both topologies: TorchRec's groups follow the environment alone."""
+    ours = Topology(tuple(Device(GIB, host=f"h{d // 2}") for d in range(4)))
+    monkeypatch.setenv(POD_SIZE, "1")
+    for on in (ours, theirs()):
+        planner(on)
+    monkeypatch.setenv(POD_SIZE, "2")
+    for on in (ours, theirs()):
+        with pytest.raises(ShardCoreError, match="environment has TORCHREC_RESOLVED_POD_SIZE=2: TorchRec "
+                                                 "would divide rows over 2 hosts of 2 devices"):
+            planner(on)
