@@ -21,8 +21,8 @@ from shardcore.cost.model import CostModel
 from shardcore.io import files
 from shardcore.plans import store
 from shardcore.plans.decisions import Decision
-from shardcore.plans.publisher import HEADERS, PublishConfig, Published, Publisher
-from shardcore.report import index_page, models_page
+from shardcore.plans.publisher import PublishConfig, Published, Publisher
+from shardcore.report import index_page, models_page, plan_page, published_report
 from shardcore.search import LEARNED
 from tasks import console, links, model_history, paths, policy_registry, publish_claim, registry
 from tasks.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
@@ -55,7 +55,7 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
         if of_policy.tags.get("cost_model_version") != str(version.version):
             logger.warning("policy version %s was trained against cost model version %s; the champion is %s",
                            of_policy.version, of_policy.tags.get("cost_model_version"), version.version)
-    publisher = Publisher(model, plans, config, provenance, policy)
+    publisher = Publisher(model, plans, config, provenance, plan_page.page, policy)
     progress = create_progress_artifact(0.0, key="publish-progress", description=f"{len(problems)} problems")
     rows, failures, failed, names, unreached = [], [], [], [], None
     work = console.Work("problems", len(problems))
@@ -66,7 +66,7 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
             try:
                 with listening(work.heard):
                     published = _publish(publisher, path, names)
-                rows.append(published.row())
+                rows.append(published_report.row(published))
             # One problem's error must not stop the others.
             except Exception as error:
                 plain = isinstance(error, ShardCoreError)
@@ -89,7 +89,7 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     models_html = models_page.page(version.name, models, first)
     store.write(plans, store.MODELS, models_html.encode())
     title = f"Plans under {version.name} version {version.version}"
-    table = report.markdown_table(HEADERS, rows)
+    table = report.markdown_table(published_report.HEADERS, rows)
     lines = [f"# {title}", "", *(f"**{x}.**\n" for x in first), f"Model: {known_errors.label(model)}", "",
              table, "", *(f"- no new plan: {f}" for f in failures)]
     store.write(plans, store.REPORT, "\n".join(lines).encode(errors="replace"))
@@ -103,7 +103,7 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     create_markdown_artifact(f"Under {model_link}, in {where}; pages in MLflow's {run_link}\n\n{table}",
                              key="published-plans", description=title)
     if failures:
-        logger.info("published:\n%s", report.text_table(HEADERS, rows))
+        logger.info("published:\n%s", report.text_table(published_report.HEADERS, rows))
         named = f"{', '.join(failed[1:4])}{' ...' * (len(failed) > 4)}"
         others = f"; {store.REPORT} and the log say why also of {named}" if len(failed) > 1 else ""
         raise ShardCoreError(f"{len(failures)} of {len(problems)} problems have no new plan: {failures[0]}"
@@ -113,7 +113,7 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
                 ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items()), extra=console.RESULT)
     head = [*(f"{x}." for x in first), f"Model: {version.name} version {version.version}, "
             f"{known_errors.label(model)}"]
-    return "\n".join([*head, "", report.text_table(HEADERS, rows)])
+    return "\n".join([*head, "", report.text_table(published_report.HEADERS, rows)])
 
 
 def _last_decisions(plans: str | Path) -> dict[str, Decision | None]:

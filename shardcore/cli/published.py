@@ -79,8 +79,8 @@ def _write_comparison(args: argparse.Namespace, old: Plan, new: Plan, problem: P
     from shardcore import load_model
     from shardcore.cost.model import price
     from shardcore.io import files
+    from shardcore.plans.decisions import Version
     from shardcore.report import plan_page
-    from shardcore.report.plan_explorer import Version
     from shardcore.search.anneal.reshard import rebind_tables
     from shardcore.search.decisions.tower_plans import as_planned
     from shardcore.step.lower import lower

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.step_cost import PredictedCost
+from shardcore.core.types import Plan
 from shardcore.core.validation import MOST_UNIX_S, is_path_name
 from shardcore.io import files, schema
 
@@ -115,3 +117,21 @@ def require_id(found: str, what: str) -> str:
     if not files.DIGEST.fullmatch(found):
         raise ShardCoreError(f"{what} {schema.show(found)}; it needs 16 hex digits")
     return found
+
+
+@dataclass(frozen=True)
+class Version:
+    """A plan, and what it takes.
+
+    name: for people.
+    """
+
+    name: str
+    plan: Plan
+    cost: PredictedCost
+    memory_bytes: Sequence[int]
+
+
+def version_name(version: str) -> str:
+    """The name of a published version, for people."""
+    return f"version {version}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,29 +18,28 @@ from shardcore.core.validation import MOST_COUNT, MOST_MS, MOST_SEED, require_wi
 from shardcore.cost.model import CostModel, PricedPlan, price_plan
 from shardcore.io import files
 from shardcore.plans import store
-from shardcore.plans.decisions import Decision
+from shardcore.plans.decisions import Decision, Version, version_name
 from shardcore.plans.diff import Diff, diff, relabel_devices
 from shardcore.plans.gain import CONFIDENCE, Gain, gain
 from shardcore.plans.replan import ReplanConfig, forced_moves, replan
-from shardcore.report import plan_page, plan_report
-from shardcore.report.plan_explorer import Version, version_name
-from shardcore.report.text import percent_change
-from shardcore.search import BASELINES, DEFAULT_SHARDER, SPACE_OF, compare, known, sharder
+from shardcore.plans.words import moves_text, threshold_words, when
+from shardcore.search import BASELINES, DEFAULT_SHARDER, SHARDERS, SPACE_OF, compare, known, sharder
 from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.budget import Budget
-from shardcore.search.explain import explain
+from shardcore.search.explain import Explanation, explain
 from shardcore.search.learned.policy import Policy
-from shardcore.torchrec import sharder as torchrec
 
 _logger = logging.getLogger(__name__)
 
-HEADERS = ("problem", "tables", "devices", "published ms", "best baseline", "against it", "against random",
-           "balance", "extrapolated", "decision")
-"""Headers of a table of `Published.row`s."""
 _FOR_TORCHREC = 4_096
 """The most tables times devices for which TorchRec's planner runs: it takes about a second for these."""
 _EXPLAIN = Budget(evals=10_000)
 """Budget of each search for the alternatives on a report page."""
+_EARLIER = 12
+"""Earlier decisions that a page is handed."""
+
+Page = Callable[[Version, Problem, Explanation, Sequence[Decision], Diff | None, Version | None], str]
+"""Renderer of a plan's page: report.plan_page.page."""
 
 
 @dataclass(frozen=True)
@@ -100,17 +99,6 @@ class Published:
     cost: PredictedCost
     baselines: Mapping[str, float | str]
 
-    def row(self) -> tuple[Any, ...]:
-        """A row under HEADERS."""
-        total, found = self.cost.total_ms, {k: v for k, v in self.baselines.items() if isinstance(v, float)}
-        best = min(found, key=found.get, default=None)
-        return (self.problem.name, len(self.problem.tables), len(self.problem.topology), f"{total:.2f}",
-                f"{found[best]:.2f} {best}" if best else "none found one",
-                percent_change(total, found[best]) if best else "-",
-                percent_change(total, found["random"]) if "random" in found else "-",
-                f"{100 * compare.balance(self.cost):.0f}%", "yes" if self.cost.extrapolated else "no",
-                self.decision.outcome)
-
 
 @dataclass(frozen=True)
 class Before:
@@ -148,6 +136,7 @@ class Publisher:
     plans: the folder or URL to publish in.
     config: see PublishConfig.
     provenance: where model and plans come from. It is written into every decision.
+    page: renderer of the report page.
     policy: what a learned algorithm places with.
     """
 
@@ -155,6 +144,7 @@ class Publisher:
     plans: str | Path
     config: PublishConfig
     provenance: Mapping[str, Any]
+    page: Page
     policy: Policy | None = None
 
     def __post_init__(self) -> None:
@@ -223,7 +213,7 @@ class Publisher:
         except ShardCoreError:
             return None
         reason = (f"the model is version {mine[1]} again, under which this plan was current on "
-                  f"{plan_report.when(then.decided_at)}")
+                  f"{when(then.decided_at)}")
         decision = self._decision(problem, before, outcome="restored", reason=reason, current=then.current,
                                   candidate=then.current, candidate_ms=cost.total_ms)
         return Published(problem, decision, cost, _totals(self._others(problem)))
@@ -250,7 +240,7 @@ class Publisher:
         """Plans to compare with: by BASELINES, NeuroShard's beam, and TorchRec's planner if it may run."""
         budget = Budget(evals=self.config.budget_evals)
         asked: dict[str, Budget | None] = {**dict.fromkeys(BASELINES), "neuroshard": budget}
-        if (torchrec.installed() and self.config.torchrec_s
+        if ("torchrec" in SHARDERS and self.config.torchrec_s
                 and len(problem.tables) * len(problem.topology) <= _FOR_TORCHREC):
             asked["torchrec"] = Budget(seconds=self.config.torchrec_s)
         return {name: self._compared(name, problem, budget) for name, budget in asked.items()
@@ -309,9 +299,9 @@ class Publisher:
             return "kept", "the search finds no other plan"
         better, threshold = gained.worth_it(self.config.threshold), self.config.threshold
         return "better" if better else "kept", (
-            f"{gained} at {CONFIDENCE:.0%} confidence{plan_report.threshold_words(threshold)}: "
+            f"{gained} at {CONFIDENCE:.0%} confidence{threshold_words(threshold)}: "
             f"{'replaced' if better else 'kept'}; {gained.before_ms - gained.ms:.3f} ms instead of "
-            f"{gained.before_ms:.3f} ms; {plan_report.moves_text(before.moves(plan, problem))}")
+            f"{gained.before_ms:.3f} ms; {moves_text(before.moves(plan, problem))}")
 
     def _add(self, problem: Problem, priced: PricedPlan, version: str, decision: Decision,
              before: Before | None, others: Mapping[str, compare.Outcome]) -> None:
@@ -319,10 +309,10 @@ class Publisher:
         if store.is_whole(self.plans, problem.name, version):
             return
         plan, cost, memory_bytes = priced.plan, priced.cost, priced.workload.memory_bytes
-        decisions = [decision, *islice(store.history(self.plans, problem.name), plan_page.MOST_ROWS)]
+        decisions = [decision, *islice(store.history(self.plans, problem.name), _EARLIER)]
         # Explaining searches alternatives, so it runs only for a new version.
         explained = explain(priced, problem, self.model, _EXPLAIN, others)
-        page = plan_page.page(Version(version_name(version), plan, cost, memory_bytes), problem, explained,
+        page = self.page(Version(version_name(version), plan, cost, memory_bytes), problem, explained,
                               decisions, before and before.moves(plan, problem), _version(before))
         store.add(self.plans, problem, plan, {
             "predicted": dataclasses.asdict(cost), "total_ms": cost.total_ms,

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from shardcore.plans import store
 from shardcore.plans.decisions import Decision
-from shardcore.report import plan_report
+from shardcore.plans.words import when
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222;
@@ -42,6 +42,6 @@ def _row(name: str, decision: Decision | None) -> str:
     link = f"{quote(name)}/versions/{quote(decision.current)}/{store.PAGE}"
     model = decision.provenance.get("model_version")
     cells = ("-" if decision.total_ms is None else f"{decision.total_ms:.2f}",
-             f"version {model}" if model else "-", plan_report.when(decision.decided_at), decision.outcome)
+             f"version {model}" if model else "-", when(decision.decided_at), decision.outcome)
     return (f'<tr><td><a href="{link}">{escape(name)}</a></td>'
             + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>\n")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from shardcore.report import plan_report
+from shardcore.plans.words import when
 from shardcore.report.figures import svg
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class ModelRecord:
 
 def rows(records: Sequence[ModelRecord]) -> list[tuple[str, ...]]:
     """Rows under HEADERS, the last version first."""
-    return [(x.version, plan_report.when(x.registered_at), _percent(x.error), _percent(x.noise),
+    return [(x.version, when(x.registered_at), _percent(x.error), _percent(x.noise),
              _percent(x.replay_error), _percent(x.replay_noise),
              "; ".join(_reign(*reign) for reign in x.reigns) or "never", x.gate or "-", x.setting,
              x.data[:8] or "unknown")
@@ -114,7 +114,7 @@ def figure(records: Sequence[ModelRecord]) -> Figure:
 
 
 def _reign(begin: float, end: float | None) -> str:
-    return f"{plan_report.when(begin)} to {'now' if end is None else plan_report.when(end)}"
+    return f"{when(begin)} to {'now' if end is None else when(end)}"
 
 
 def _percent(x: float | None) -> str:

@@ -10,13 +10,12 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from typing import Any
 
-from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Placement, Plan, Problem
+from shardcore.plans.decisions import Version
 from shardcore.plans.diff import diff
 from shardcore.step.memory import held_bytes
 
@@ -37,24 +36,6 @@ STYLE = """
 .legend span { margin-right: 1rem; white-space: nowrap; }
 .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .3em; }
 """
-
-
-@dataclass(frozen=True)
-class Version:
-    """A plan, and what it takes.
-
-    name: for people.
-    """
-
-    name: str
-    plan: Plan
-    cost: PredictedCost
-    memory_bytes: Sequence[int]
-
-
-def version_name(version: str) -> str:
-    """The name of a published version, for people."""
-    return f"version {version}"
 
 
 def script() -> str:

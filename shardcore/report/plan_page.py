@@ -10,11 +10,12 @@ import numpy as np
 
 from shardcore.core.step_cost import StepCost
 from shardcore.core.types import Problem
-from shardcore.plans.decisions import Decision
+from shardcore.plans.decisions import Decision, Version, version_name
 from shardcore.plans.diff import Diff, diff
+from shardcore.plans.words import moves_text, when
 from shardcore.report import plan_report
 from shardcore.report.figures import svg
-from shardcore.report.plan_explorer import PARTS, STYLE, Version, explorer, policy, version_name
+from shardcore.report.plan_explorer import PARTS, STYLE, explorer, policy
 from shardcore.report.text import percent_change
 from shardcore.search.explain import Alternative, Explanation
 from shardcore.step.memory import gib
@@ -68,7 +69,7 @@ def page(now: Version, problem: Problem, explained: Explanation, decisions: Sequ
 
 def comparison(problem: Problem, now: Version, before: Version) -> str:
     """A page of two plans of a problem. Versions name them."""
-    said = plan_report.moves_text(diff(before.plan, now.plan, problem))
+    said = moves_text(diff(before.plan, now.plan, problem))
     title = f"{problem.name}: {now.name} against {before.name}"
     ms, was = now.cost.total_ms, before.cost.total_ms
     totals = f"<b>{ms:.2f} ms</b> predicted for a step, {percent_change(ms, was)} against {was:.2f} ms"
@@ -88,7 +89,7 @@ def _head(problem: Problem, now: Version, decision: Decision) -> str:
     taken = "" if now.name == version_name(decision.current) else refused
     return (
         f"{_opened(f'{problem.name}, {now.name}')}\n<h1>{escape(problem.name)}</h1>\n"
-        f'<p class="note">{now.name}{taken}, {plan_report.when(decision.decided_at)}</p>')
+        f'<p class="note">{now.name}{taken}, {when(decision.decided_at)}</p>')
 
 
 def _opened(title: str) -> str:
@@ -191,7 +192,7 @@ def _against(a: Alternative, total_ms: float) -> tuple[str, str]:
 def _moves(moves: Diff) -> str:
     rows = plan_report.moves_rows(moves)[:MOST_ROWS]
     listed = _table(plan_report.MOVES_HEADERS, rows, words=(2, 3, 4)) if rows else ""
-    said = plan_report.moves_text(moves)
+    said = moves_text(moves)
     return f"<p>{escape(said[0].upper() + said[1:])}.</p>{listed}{_rest(len(moves.moves))}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import UTC, datetime
 
 from shardcore.core.step_cost import StepCost
 from shardcore.core.types import Placement
@@ -11,6 +10,7 @@ from shardcore.plans.decisions import Decision
 from shardcore.plans.diff import Diff
 from shardcore.plans.drift import Drift
 from shardcore.plans.replan import ReplanConfig
+from shardcore.plans.words import count, moves_text, moves_words, threshold_words, when
 from shardcore.report.text import percent_change, text_table
 from shardcore.search.decisions.tower_plans import TowerTraffic
 from shardcore.search.explain import Alternative, Explanation
@@ -134,45 +134,11 @@ def _rows(alternatives: Sequence[Alternative], total_ms: float) -> list[tuple[st
 # --- moves, drift ----------------------------------------------------------------------------------------
 
 
-def moves_text(found: Diff) -> str:
-    """Tables that move, grow, are new or are gone, in a few words, and what a checkpoint loses."""
-    return "; ".join(_moves_words(found))
-
-
-def _moves_words(found: Diff) -> list[str]:
-    forced, chosen = found.forced, found.chosen
-    said = [f"{moved_words(found)} to move" if found.moves else "nothing moves"]
-    if forced.moves:
-        said.append(f"{moved_words(forced)} had to ({_few(m.table for m in forced.moves)}), "
-                    f"{moved_words(chosen)} by choice")
-    if found.resized:
-        said.append(f"{_count(len(found.resized), 'table')} of another shape "
-                    f"({_few(r.new.name for r in found.resized)}), {gib(found.new_bytes)} of new weights; a "
-                    "checkpoint of the old shape does not load")
-    said += [f"{_count(len(names), 'table')} {words}: {_few(names)}"
-             for names, words in ((found.added, "new"), (found.removed, "gone")) if names]
-    for loses in dict.fromkeys(m.loses for m in found.moves if m.loses):
-        names = [m.table for m in found.moves if m.loses == loses]
-        said.append(f"{_count(len(names), 'table')} by another kind of sharding or in other parts "
-                    f"({_few(names)}): a checkpoint loses {loses}")
-    return said
-
-
 def replan_text(found: Diff, config: ReplanConfig) -> str:
     """The moves in words. They say if moves that could not be avoided exceed the limits."""
     beyond = max(config.exceeded_by(found)) > 0
     return moves_text(found) + (f"; more than the limit of {config.limits}, which does not count what had to "
                                 "move") * beyond
-
-
-def _few(names: Iterable[str]) -> str:
-    found = list(names)
-    return ", ".join(found[:3]) + ", ..." * (len(found) > 3)
-
-
-def moved_words(found: Diff) -> str:
-    """How many tables and bytes move."""
-    return f"{_count(len(found.moves), 'table')}, {gib(found.bytes)} of weights" if found.moves else "nothing"
 
 
 MOVES_HEADERS = ("table", "moves", "had to", "was", "is")
@@ -204,7 +170,7 @@ def _where(p: Placement) -> str:
 
 def drift_text(x: Drift) -> str:
     """Drift in a few lines, for a terminal."""
-    moved = _count(len(x.moves.moves), "table")
+    moved = count(len(x.moves.moves), "table")
     limit = "" if x.most_tables is None else f", of {x.most_tables} that may"
     lines = [f"The plan costs {x.now_ms:.3f} ms now, {percent_change(x.now_ms, x.planned_ms)} against the "
              f"{x.planned_ms:.3f} ms "
@@ -217,16 +183,11 @@ def drift_text(x: Drift) -> str:
     else:
         within = " within that limit" * (x.most_tables is not None)
         lines.append(f"No better plan was found{within}: keep it.")
-    lines += [f"{said[0].upper()}{said[1:]}." for said in _moves_words(x.moves)[1:]]
+    lines += [f"{said[0].upper()}{said[1:]}." for said in moves_words(x.moves)[1:]]
     return "\n".join(lines)
 
 
 # --- decisions -------------------------------------------------------------------------------------------
-
-def threshold_words(threshold: float) -> str:
-    """The least gain that was asked for, if any."""
-    return f" (at least {threshold:.1%} asked)" if threshold else ""
-
 
 DECISION_HEADERS = ("decided", "outcome", "version", "ms", "considered, ms", "model", "reason")
 
@@ -245,15 +206,6 @@ def history_text(decisions: Iterable[Decision]) -> str:
     return text_table(headers, rows)
 
 
-def when(unix_s: float) -> str:
-    if not unix_s:
-        return "at a time not known"
-    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
 def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'s' * (n != 1)}"

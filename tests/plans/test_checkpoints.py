@@ -13,7 +13,7 @@ from shardcore.core.job import Job
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.plans import checkpoints
 from shardcore.plans.diff import diff
-from shardcore.report import plan_report
+from shardcore.plans.words import moves_text
 
 TWO = on_hosts("xx", 1 << 30)
 TABLE = Table("t", 10, 8, 2.0)
@@ -41,7 +41,7 @@ def test_what_is_lost_is_said_with_the_moves(optimizer, before, after, loses):
     found = diff(Plan(tuple(OF[before])), Plan(tuple(OF[after])), problem(optimizer))
     assert [m.loses for m in found.moves] == [loses] * (before != after)
     said = f"(t): a checkpoint loses {loses}"
-    assert (said in plan_report.moves_text(found)) == bool(loses)
+    assert (said in moves_text(found)) == bool(loses)
     assert found.document()["checkpoint_loses"] == ({"t": loses} if loses else {})
 
 

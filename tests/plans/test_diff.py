@@ -15,6 +15,7 @@ from shardcore.core.types import Placement, Plan, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.plans.diff import diff, relabel_devices, reorder_columns
+from shardcore.plans.words import moves_text
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import rebind_tables
@@ -110,7 +111,7 @@ def test_statistics_do_not_move_tables(problem):
     other = replace(problem, tables=(*problem.tables[1:], Table("new", 10, 4, 1.0)))
     found = diff(old, random_plan(other, 1))
     assert found.added == ("new",) and found.removed == (problem.tables[0].name,)
-    assert f"1 table new: new; 1 table gone: {problem.tables[0].name}" in plan_report.moves_text(found)
+    assert f"1 table new: new; 1 table gone: {problem.tables[0].name}" in moves_text(found)
     with pytest.raises(ShardCoreError, match="problem 'small' does not have"):
         lower(rebind_tables(old, other), other)
 
@@ -138,7 +139,7 @@ def test_rows_and_columns_that_were_there_move_and_new_ones_are_told_apart(old, 
     assert added is None or (found.bytes, found.new_bytes) == (4 * moved, 4 * added)
     [resized] = found.resized
     assert (resized.old, resized.new) == (was, now) and not found.added and not found.removed
-    assert "1 table of another shape (t)" in plan_report.moves_text(found)
+    assert "1 table of another shape (t)" in moves_text(found)
 
 
 def test_a_plan_goes_on_with_tables_of_another_shape(problem):

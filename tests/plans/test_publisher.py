@@ -21,6 +21,8 @@ from shardcore.io import files
 from shardcore.plans import publisher, store
 from shardcore.plans.diff import diff
 from shardcore.plans.publisher import PublishConfig, Publisher
+from shardcore.report import plan_page
+from shardcore.report.published_report import row
 from shardcore.search import BASELINES, SHARDERS, Budget, compare
 from shardcore.step import lower as workload
 from shardcore.step.lower import lower
@@ -56,7 +58,7 @@ def drawn() -> Problem:
 def publish(root, problem, model, version=1, config=CONFIG):
     provenance = {"model": "shardcore-cost-law", "model_version": str(version), "setting": str(model.setting),
                   "algorithm": config.algorithm, "seed": config.seed, "git_commit": "c1"}
-    return Publisher(model, root, config, provenance).publish(problem)
+    return Publisher(model, root, config, provenance, plan_page.page).publish(problem)
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +113,9 @@ def test_a_first_plan_names_what_it_comes_from_and_has_a_page(problem, model, tm
     cost = json.loads((tmp_path / "published/versions" / published.decision.current / "cost.json")
                       .read_bytes())
     assert cost["total_ms"] == published.cost.total_ms == price(lower(plan, problem), model).total_ms
-    assert set(cost["baselines"]) == {*BASELINES, "neuroshard"} and published.row()[0] == "published"
+    assert set(cost["baselines"]) == {*BASELINES, "neuroshard"} and row(published)[0] == "published"
     best = min(cost["baselines"], key=cost["baselines"].get)
-    assert published.row()[4] == f"{cost['baselines'][best]:.2f} {best}"
+    assert row(published)[4] == f"{cost['baselines'][best]:.2f} {best}"
 
 
 @pytest.mark.skipif(not sharder.installed(), reason="TorchRec is not installed")
@@ -122,7 +124,7 @@ def test_torchrecs_planner_is_compared_with_where_problems_are_small(problem, mo
     ms = publish(tmp_path, problem, model, config=asked).baselines["torchrec"]
     assert ms == SHARDERS["torchrec"](problem, model).provenance["predicted_ms"]
     many = replace(problem, topology=Topology((Device(8 << 20),) * 1024), global_batch=1024)
-    others = Publisher(model, tmp_path, asked, {})._others(many)
+    others = Publisher(model, tmp_path, asked, {}, plan_page.page)._others(many)
     assert "torchrec" not in others and "neuroshard" in others
 
 
@@ -258,7 +260,7 @@ def test_setting_the_champion_back_restores_its_plan(problem, model, tmp_path, f
     put(tmp_path, problem, worse(problem), 2)
     back = publish(tmp_path, problem, model, 1)
     assert back.decision.outcome == "restored" and back.decision.current == first.current
-    assert back.row()[4:] == publish(tmp_path / "other", problem, model, 1).row()[4:9] + ("restored",)
+    assert row(back)[4:] == row(publish(tmp_path / "other", problem, model, 1))[4:9] + ("restored",)
     assert (store.load_plan(tmp_path, "published")[0]
             == store.load_plan(tmp_path, "published", first.current)[0])
     livelier = replace(problem, tables=tuple(replace(t, pooling=2 * t.pooling) for t in problem.tables))

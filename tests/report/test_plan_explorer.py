@@ -13,8 +13,9 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.plans.decisions import Version
 from shardcore.report import plan_explorer, plan_page
-from shardcore.report.plan_explorer import Version, explorer, policy
+from shardcore.report.plan_explorer import explorer, policy
 from shardcore.step.lower import lower
 
 TABLES = tuple(Table(f"t{i}", 1000 * (i + 1), 8, float(10 - i)) for i in range(6))

@@ -21,7 +21,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price_plan
 from shardcore.io import files
 from shardcore.plans import store
-from shardcore.plans.decisions import Decision
+from shardcore.plans.decisions import Decision, Version, version_name
 from shardcore.plans.diff import diff
 from shardcore.report import plan_explorer, plan_page
 from shardcore.search import SHARDERS, Budget
@@ -43,7 +43,7 @@ def made(problem, **fields) -> str:
                      provenance={"model_version": "7", "git_commit": "abc"})
     explained = explain(price_plan(new, problem, MODEL), problem, MODEL, BUDGET, {})
     beyond = ("a table is <huge>", "2 is much", "3 is more", "4 is most")
-    now = plan_explorer.Version(plan_explorer.version_name(version), new,
+    now = Version(version_name(version), new,
                                 replace(explained.cost, extrapolated=beyond), explained.memory_bytes)
     return plan_page.page(now, problem, explained, [second, first], diff(old, new))
 

@@ -15,6 +15,7 @@ from shardcore.core.types import Problem, Table
 from shardcore.cost import fit, neural
 from shardcore.io import files, model_files
 from shardcore.plans.publisher import PublishConfig, Publisher
+from shardcore.report import plan_page
 from shardcore.search.learned.policy import read_policy, write_policy
 from tasks import params, paths, policy_registry, registry
 from tasks.promote import promote_policy
@@ -63,7 +64,8 @@ def test_without_a_policy_it_cannot_be_published_by(place):
                                              "rithm in params.yaml to it.*flows.promote"):
         policy_registry.champion_policy(registry.connect(), "autoshard", "law")
     with pytest.raises(ShardCoreError, match="'dreamshard' needs a policy 'dreamshard', and none was given"):
-        Publisher(neural.load(paths.MODEL), "plans", PublishConfig(algorithm="dreamshard"), {})
+        Publisher(neural.load(paths.MODEL), "plans", PublishConfig(algorithm="dreamshard"), {},
+                  plan_page.page)
 
 
 def test_it_is_registered_once_its_cost_model_is_and_plans_are_published_by_it(metrics):
@@ -77,7 +79,7 @@ def test_it_is_registered_once_its_cost_model_is_and_plans_are_published_by_it(m
     problem = Problem("few", TABLES[:8], Topology((Device(1 << 24),) * 2), SETTING.batch)
     config = PublishConfig(algorithm="dreamshard_direct_columns", budget_evals=20)
     provenance = {"model": cost.name, "model_version": "1"}
-    made = Publisher(neural.load(paths.MODEL), "plans", config, provenance, policy)
+    made = Publisher(neural.load(paths.MODEL), "plans", config, provenance, plan_page.page, policy)
     assert made.publish(problem).decision.outcome == "first"
 
 

@@ -1,0 +1,27 @@
+"""Published plans as rows of a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardcore.plans.publisher import Published
+from shardcore.report.text import percent_change
+from shardcore.search import compare
+
+HEADERS = ("problem", "tables", "devices", "published ms", "best baseline", "against it", "against random",
+           "balance", "extrapolated", "decision")
+"""Headers of a table of published plans."""
+
+
+def row(published: Published) -> tuple[Any, ...]:
+    """A row under HEADERS."""
+    total = published.cost.total_ms
+    found = {k: v for k, v in published.baselines.items() if isinstance(v, float)}
+    best = min(found, key=found.get, default=None)
+    return (published.problem.name, len(published.problem.tables), len(published.problem.topology),
+            f"{total:.2f}",
+            f"{found[best]:.2f} {best}" if best else "none found one",
+            percent_change(total, found[best]) if best else "-",
+            percent_change(total, found["random"]) if "random" in found else "-",
+            f"{100 * compare.balance(published.cost):.0f}%", "yes" if published.cost.extrapolated else "no",
+            published.decision.outcome)
