@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
+from importlib import import_module
+from importlib.util import find_spec
 from types import NoneType
 from typing import Any, Protocol
 
@@ -22,7 +24,6 @@ from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.sharder import TABLE_WISE, place
 from shardcore.search.named_sharders import NamedSharders
 from shardcore.search.portfolio import annealing, portfolio
-from shardcore.torchrec import sharder as torchrec
 
 
 class Sharder(Protocol):
@@ -35,6 +36,8 @@ class Sharder(Protocol):
 DEFAULT_SHARDER = "portfolio"
 SPACE_OF = {"portfolio": "all", "anneal": "all", "anneal_columns": "columns"}
 """The space of each sharder that anneals (see anneal.sharder.SPACES)."""
+_TORCHREC = "shardcore.torchrec.sharder"
+"""TorchRec's own planner. It knows TorchRec's formats, so it lives above, and is imported when it runs."""
 BASELINES = ("random", *greedy.ORDERS)
 """Sharders without a search. Published plans are shown against these."""
 
@@ -55,9 +58,18 @@ def _checked(search: Callable[..., Plan]) -> Sharder:
     return checked
 
 
+def _is_installed(package: str) -> bool:
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None  # a folder of the same name has no origin
+
+
+def _torchrec(problem: Problem, model: CostModel, **given: Any) -> Plan:
+    return import_module(_TORCHREC).torchrec(problem, model, **given)
+
+
 _others = {"random": greedy.random, **greedy.ORDERS, "neuroshard": neuroshard.neuroshard}
-if torchrec.installed():
-    _others["torchrec"] = torchrec.torchrec
+if _is_installed("torchrec") and _is_installed("fbgemm_gpu"):
+    _others["torchrec"] = _torchrec
 _all = {"portfolio": portfolio, "anneal": annealing, "anneal_columns": partial(annealing, space="columns"),
         **_others}
 SHARDERS: dict[str, Sharder] = NamedSharders({name: _checked(of) for name, of in _all.items()},
@@ -75,7 +87,8 @@ def known(name: str) -> str:
     if name in SHARDERS or name in LEARNED:
         return name
     if name == "torchrec":
-        raise ShardCoreError(f"algorithm {name!r} needs TorchRec, which is not installed: {torchrec.INSTALL}")
+        raise ShardCoreError(f"algorithm {name!r} needs TorchRec, which is not installed: "
+                             f"{import_module(_TORCHREC).INSTALL}")
     raise ShardCoreError(f"algorithm {name!r} is not known; there are "
                          f"{', '.join(SHARDERS)}; and with a policy {', '.join(LEARNED)}")
 

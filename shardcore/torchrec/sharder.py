@@ -106,7 +106,8 @@ class TorchRecConfig:
 
 def installed() -> bool:
     """Whether TorchRec and FBGEMM can be imported."""
-    return find_spec("torchrec") is not None and find_spec("fbgemm_gpu") is not None
+    # A folder of the same name has no origin.
+    return all((spec := find_spec(name)) and spec.origin for name in ("torchrec", "fbgemm_gpu"))
 
 
 def require_installed(what: str) -> None:
