@@ -30,12 +30,27 @@ HEADER = """\
 """
 # By extra, what stages and what they start import. Importing it once compiles it, as pip and uv are told not
 # to compile the rest.
-PROGRAMS = {"pipeline": ("flows.refresh", "flows.measure", "flows.train", "flows.evaluate", "torch._dynamo",
-                         "dvc.commands.repro", "prefect.server.api.server"),
-            "cpu": ("fbgemm_gpu",), "gpu": ("fbgemm_gpu",), TORCHREC: ("torchrec.distributed",)}
+PROGRAMS = {
+    "pipeline": (
+        "flows.refresh",
+        "flows.measure",
+        "flows.train",
+        "flows.evaluate",
+        "torch._dynamo",
+        "dvc.commands.repro",
+        "prefect.server.api.server",
+    ),
+    "cpu": ("fbgemm_gpu",),
+    "gpu": ("fbgemm_gpu",),
+    TORCHREC: ("torchrec.distributed",),
+}
 PIP = (sys.executable, "-m", "pip", "-qq", "--disable-pip-version-check")
-UV_OPTIONS = {"index-url": "--default-index", "extra-index-url": "--index", "find-links": "--find-links",
-              "trusted-host": "--allow-insecure-host"}
+UV_OPTIONS = {
+    "index-url": "--default-index",
+    "extra-index-url": "--index",
+    "find-links": "--find-links",
+    "trusted-host": "--allow-insecure-host",
+}
 """Of pip's settings that hold addresses, what uv calls them."""
 
 
@@ -68,19 +83,34 @@ def install(what: list[str], installer: str) -> None:
         if not why:
             return
         print(f"uv cannot install this, so pip does, which takes longer: {why}", flush=True)
-    done = subprocess.run([*PIP, "install", "--progress-bar", "off", "--root-user-action", "ignore",
-                           "--no-compile", *pinned], check=False)
+    done = subprocess.run(
+        [*PIP, "install", "--progress-bar", "off", "--root-user-action", "ignore", "--no-compile", *pinned],
+        check=False,
+    )
     if done.returncode:
         raise SystemExit(done.returncode)
 
 
 def _uv(arguments: list[str]) -> str:
     """Install with uv. Returns "", or the first line of why not."""
-    for command in ([*PIP, "install", "--constraint", str(CONSTRAINTS), "uv"],
-                    [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable,
-                     *uv_options(pip_settings()), *arguments]):
-        done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              check=False)
+    for command in (
+        [*PIP, "install", "--constraint", str(CONSTRAINTS), "uv"],
+        [
+            sys.executable,
+            "-m",
+            "uv",
+            "pip",
+            "install",
+            "--quiet",
+            "--python",
+            sys.executable,
+            *uv_options(pip_settings()),
+            *arguments,
+        ],
+    ):
+        done = subprocess.run(
+            command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+        )
         if done.returncode:
             said = [line for line in map(str.strip, done.stdout.splitlines()) if line]
             return " ".join(said[:2]) or f"exit code {done.returncode}"
@@ -89,22 +119,35 @@ def _uv(arguments: list[str]) -> str:
 
 def pip_settings() -> dict[str, str]:
     """pip's settings for an installation, from its files and the environment."""
-    done = subprocess.run([sys.executable, "-m", "pip", "config", "list"], text=True, check=False,
-                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"],
+        text=True,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
     return settings_of(done.stdout)
 
 
 def settings_of(listed: str) -> dict[str, str]:
     """{name: value} of the lines of `pip config list`. pip's own order: the environment before its files."""
     found = [re.fullmatch(r"(global|install|:env:)\.([\w-]+)=(.*)", line) for line in listed.splitlines()]
-    return {m[2]: ast.literal_eval(m[3]) for section in ("global", "install", ":env:")
-            for m in found if m and m[1] == section}
+    return {
+        m[2]: ast.literal_eval(m[3])
+        for section in ("global", "install", ":env:")
+        for m in found
+        if m and m[1] == section
+    }
 
 
 def uv_options(settings: Mapping[str, str]) -> list[str]:
     """pip's settings as options of uv. Like pip, it then takes the best version of all indexes."""
-    options = [part for name, option in UV_OPTIONS.items() for value in settings.get(name, "").split()
-               for part in (option, value)]
+    options = [
+        part
+        for name, option in UV_OPTIONS.items()
+        for value in settings.get(name, "").split()
+        for part in (option, value)
+    ]
     if settings.get("no-index", "").lower() in ("1", "true", "yes", "on"):
         options.append("--no-index")
     return ["--index-strategy", "unsafe-best-match", *options]
@@ -122,8 +165,9 @@ def compile_programs(names: Iterable[str]) -> None:
 def locked(installed: Iterable[tuple[str, str]]) -> str:
     """Lines "name==version" of installed packages: no addresses, no local versions such as 2.13.0+cpu."""
     versions = {canonical(name): version.partition("+")[0] for name, version in installed}
-    return "".join(f"{name}=={version}\n" for name, version in sorted(versions.items())
-                   if name not in NOT_LOCKED)
+    return "".join(
+        f"{name}=={version}\n" for name, version in sorted(versions.items()) if name not in NOT_LOCKED
+    )
 
 
 def canonical(name: str) -> str:

@@ -46,8 +46,9 @@ def by_batch(samples: Sequence[ComputeSample]) -> dict[int, tuple[list[float], l
         rest = [s for s in samples if s.id not in held]
         for batch in batches:
             test = [s for s in samples if s.id in held and s.request.batch == batch and _is_large(s)]
-            for into, train in zip(found[batch], (rest, [s for s in rest if s.request.batch != batch]),
-                                   strict=True):
+            for into, train in zip(
+                found[batch], (rest, [s for s in rest if s.request.batch != batch]), strict=True
+            ):
                 into += errors(train, test).tolist() if test else []
         print(f"fold {fold + 1} of {FOLDS}", file=sys.stderr, flush=True)
     return found
@@ -58,8 +59,9 @@ def _is_large(sample: ComputeSample) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", type=Path, nargs="+", help="folders of one setting's samples")
     args = parser.parse_args()
     settings = {setting for folder in args.data for setting in dataset.settings(folder)}
@@ -67,8 +69,10 @@ def main() -> None:
         raise ShardCoreError(f"the folders hold samples of {len(settings)} settings; give those of one")
     # Without drift, as models are trained.
     samples = [s for s in drift_correction.read(args.data, settings.pop()).compute if s.error is None]
-    rows = [(str(batch), len(known), *(f"{100 * np.mean(x):.1f}%" for x in (known, asked)))
-            for batch, (known, asked) in by_batch(samples).items()]
+    rows = [
+        (str(batch), len(known), *(f"{100 * np.mean(x):.1f}%" for x in (known, asked)))
+        for batch, (known, asked) in by_batch(samples).items()
+    ]
     print(report.markdown_table(("batch", "groups", "all batches", "without it"), rows))
 
 

@@ -53,16 +53,19 @@ def tiny_problem(pool: list[Table], model: neural.NeuralModel, seed: int) -> Pro
 
 def dealt(units: int, n_devices: int) -> list[np.ndarray]:
     """All ways to deal so many units to devices: how many each has [D]."""
-    return [np.bincount(way, minlength=n_devices)
-            for way in combinations_with_replacement(range(n_devices), units)]
+    return [
+        np.bincount(way, minlength=n_devices)
+        for way in combinations_with_replacement(range(n_devices), units)
+    ]
 
 
 def ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.ndarray, np.ndarray]:
     """What each way to place a table on one host adds: codes [W, D, K, F] by kind of sharding, bytes [W, C,
     D] by channel."""
     n, topology = len(problem.topology), problem.topology
-    of_columns = model.encode([Shard(table, 0, table.rows, 0, w)
-                               for w in range(MIN_WIDTH, table.dim + 1, MIN_WIDTH)])
+    of_columns = model.encode(
+        [Shard(table, 0, table.rows, 0, w) for w in range(MIN_WIDTH, table.dim + 1, MIN_WIDTH)]
+    )
     codes, sent, of_unit = [], [], problem.global_batch * OUTPUT_BYTES * MIN_WIDTH * table.features
     for held in dealt(len(of_columns), n):
         codes.append(np.zeros((n, len(LAYOUTS), of_columns.shape[1])))
@@ -95,8 +98,9 @@ def optimum_ms(problem: Problem, model: CostModel) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="folder of a trained model")
     parser.add_argument("--tiny", type=int, default=40)
     parser.add_argument("--skip", type=int, default=0, help="tiny problems to leave out first (0)")
@@ -113,14 +117,24 @@ def main() -> None:
         b = bound(problem, model)
         searched = [SHARDERS[name](problem, model).provenance["predicted_ms"] for name in SHARDERS_SHOWN]
         found.append([ms / optimum for ms in (b.proved_ms, b.estimate_ms, *searched)])
-        print(f"tiny {seed}: {n} plans, optimum {optimum:.3f} ms, bound {b.proved_ms:.3f}, "
-              f"estimate {b.estimate_ms:.3f}, {b.limit}", file=sys.stderr, flush=True)
+        print(
+            f"tiny {seed}: {n} plans, optimum {optimum:.3f} ms, bound {b.proved_ms:.3f}, "
+            f"estimate {b.estimate_ms:.3f}, {b.limit}",
+            file=sys.stderr,
+            flush=True,
+        )
     print(f"{model.setting}; {args.tiny} problems of 2 to 5 tables, all plans priced\n")
     if found:
-        rows = [(name, f"{np.median(v):.3f}", f"{v.min():.3f} to {v.max():.3f}",
-                 f"{np.mean(v > 1 + 1e-9):.1%}", f"{np.mean(np.abs(v - 1) <= 0.01):.1%}")
-                for name, v in zip(("proved bound", "estimate", *SHARDERS_SHOWN), np.array(found).T,
-                                   strict=True)]
+        rows = [
+            (
+                name,
+                f"{np.median(v):.3f}",
+                f"{v.min():.3f} to {v.max():.3f}",
+                f"{np.mean(v > 1 + 1e-9):.1%}",
+                f"{np.mean(np.abs(v - 1) <= 0.01):.1%}",
+            )
+            for name, v in zip(("proved bound", "estimate", *SHARDERS_SHOWN), np.array(found).T, strict=True)
+        ]
         print(report.text_table(("over the optimum", "median", "range", "above", "within 1%"), rows))
     gaps, seconds = {name: [] for name in SHARDERS_SHOWN}, []
     for problem in problems(model, args.problems, args.devices, args.seed):
@@ -131,17 +145,36 @@ def main() -> None:
             ms = SHARDERS[name](problem, model).provenance["predicted_ms"]
             gaps[name].append((ms / b.proved_ms - 1, ms / b.estimate_ms - 1))
             if name == SHARDERS_SHOWN[-1]:
-                print(f"{problem.name}: {len(problem.tables)} tables, {name} {ms:.2f} ms, "
-                      f"bound {b.proved_ms:.2f}", file=sys.stderr, flush=True)
+                print(
+                    f"{problem.name}: {len(problem.tables)} tables, {name} {ms:.2f} ms, "
+                    f"bound {b.proved_ms:.2f}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     if seconds:
-        print(f"\n{args.problems} problems as in bench.search, {args.devices} devices; "
-              f"a bound takes {np.mean(seconds):.2f} s of the processor, {max(seconds):.2f} at most\n")
+        print(
+            f"\n{args.problems} problems as in bench.search, {args.devices} devices; "
+            f"a bound takes {np.mean(seconds):.2f} s of the processor, {max(seconds):.2f} at most\n"
+        )
         gaps["best of these"] = np.min(list(gaps.values()), axis=0)
-        rows = [(name, *(f"{x:+.1%}" for of in np.transpose(v)
-                         for x in (np.median(of), np.min(of), np.max(of))))
-                for name, v in gaps.items()]
-        print(report.text_table(("sharder", "over the bound: median", "least", "most",
-                                 "over the estimate: median", "least", "most"), rows))
+        rows = [
+            (name, *(f"{x:+.1%}" for of in np.transpose(v) for x in (np.median(of), np.min(of), np.max(of))))
+            for name, v in gaps.items()
+        ]
+        print(
+            report.text_table(
+                (
+                    "sharder",
+                    "over the bound: median",
+                    "least",
+                    "most",
+                    "over the estimate: median",
+                    "least",
+                    "most",
+                ),
+                rows,
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -64,16 +64,23 @@ def topologies(shape: Shape, latency_ms: float) -> tuple[Topology, Topology]:
     n_hosts, ranks, gbit_s = shape
     each, gbps = ranks // n_hosts, gbit_s / 8
     devices = tuple(Device(1 << 30, host=f"host-{rank // each}") for rank in range(ranks))
-    own, shared = (links_of(latency_ms, is_shared, within_host=WITHIN_GBPS, between_hosts=each_gbps)
-                   for is_shared, each_gbps in ((False, gbps / each), (True, gbps)))
+    own, shared = (
+        links_of(latency_ms, is_shared, within_host=WITHIN_GBPS, between_hosts=each_gbps)
+        for is_shared, each_gbps in ((False, gbps / each), (True, gbps))
+    )
     return Topology(devices, links=own), Topology(devices, links=shared)
 
 
 def explicit_ms(samples: Sequence[CollectiveSample], topology: Topology, way: str) -> np.ndarray:
     """What the explicit link model expects of the last rank of each exchange. Nothing was fitted."""
-    return np.array([
-        collective_model.collective_ms({}, Channel(s.request.collective), collective_fit.owned_bytes(s),
-                                       topology)[way == "backward"].max() for s in samples])
+    return np.array(
+        [
+            collective_model.collective_ms(
+                {}, Channel(s.request.collective), collective_fit.owned_bytes(s), topology
+            )[way == "backward"].max()
+            for s in samples
+        ]
+    )
 
 
 def measured_ms(samples: Sequence[CollectiveSample], way: str) -> np.ndarray:
@@ -96,23 +103,45 @@ def judge(folder: Path, again: Path | None, latency_ms: float) -> None:
             of = [s for s in samples if s.request.collective == c]
             for way in row.ways if of else ():
                 predicted, took = collective_fit.predicted(own, of, way)
-                errors = (mape(predicted, took), *(mape(explicit_ms(of, on, way), took)
-                                                   for on in topologies(shape, latency_ms)))
+                errors = (
+                    mape(predicted, took),
+                    *(mape(explicit_ms(of, on, way), took) for on in topologies(shape, latency_ms)),
+                )
                 of_kind[where, c, way].append((*errors, len(of)))
-                rows.append((f"{shape[0]} x {shape[1] // shape[0]}, {shape[2]:g} Gbit/s", where, f"{c} {way}",
-                             len(of), *(f"{x:.1f}" for x in errors)))
+                rows.append(
+                    (
+                        f"{shape[0]} x {shape[1] // shape[0]}, {shape[2]:g} Gbit/s",
+                        where,
+                        f"{c} {way}",
+                        len(of),
+                        *(f"{x:.1f}" for x in errors),
+                    )
+                )
     heads = ("law, error %", "shares of links given, error %", "shared links given, error %")
     print(report.text_table(("hosts x ranks", "shape", "collective", "exchanges", *heads), rows))
     print()
-    print(report.text_table(("shapes", "collective", "exchanges", *heads, "twice, %"), [
-        (where, f"{c} {way}", sum(n for *_, n in found), *(f"{_mean(found, k):.1f}" for k in range(3)),
-         f"{twice[c, way]:.1f}" if (c, way) in twice else "-")
-        for (where, c, way), found in sorted(of_kind.items())]))
+    print(
+        report.text_table(
+            ("shapes", "collective", "exchanges", *heads, "twice, %"),
+            [
+                (
+                    where,
+                    f"{c} {way}",
+                    sum(n for *_, n in found),
+                    *(f"{_mean(found, k):.1f}" for k in range(3)),
+                    f"{twice[c, way]:.1f}" if (c, way) in twice else "-",
+                )
+                for (where, c, way), found in sorted(of_kind.items())
+            ],
+        )
+    )
     for where in ("fitted", "asked"):
         found = [x for (of, *_), some in of_kind.items() if of == where for x in some]
         if found:
-            print(f"\n{where}, all: law {_mean(found, 0):.1f}%, shares of links given "
-                  f"{_mean(found, 1):.1f}%, shared links given {_mean(found, 2):.1f}%")
+            print(
+                f"\n{where}, all: law {_mean(found, 0):.1f}%, shares of links given "
+                f"{_mean(found, 1):.1f}%, shared links given {_mean(found, 2):.1f}%"
+            )
 
 
 def _mean(found: Sequence[tuple[float, ...]], k: int) -> float:
@@ -120,8 +149,9 @@ def _mean(found: Sequence[tuple[float, ...]], k: int) -> float:
     return float(np.average([x[k] for x in found], weights=[x[-1] for x in found]))
 
 
-def repeatability(first: dict[Shape, list[CollectiveSample]],
-                  second: dict[Shape, list[CollectiveSample]]) -> dict[tuple[str, str], float]:
+def repeatability(
+    first: dict[Shape, list[CollectiveSample]], second: dict[Shape, list[CollectiveSample]]
+) -> dict[tuple[str, str], float]:
     """Median of how far two measurements of an exchange differ, in percent of their mean, by collective."""
     again = {s.id: s for samples in second.values() for s in samples}
     apart: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -148,15 +178,19 @@ def shuffles(times: int, seed: int) -> None:
         right = near.levels == [tuple(map(tuple, truth.values()))]
         found += right
         outcome = "found" if right else f"{near.levels} instead of {list(truth.values())}"
-        print(f"{k}: {box.hosts} x {box.ranks_per_host}, {box.between_gbit_s:g} Gbit/s: {outcome}; "
-              f"{near.links.within_gbps or 0:.3f} and {near.links.between_gbps or 0:.4f} GB/s a rank, "
-              f"{near.links.latency_ms:.1f} ms", flush=True)
+        print(
+            f"{k}: {box.hosts} x {box.ranks_per_host}, {box.between_gbit_s:g} Gbit/s: {outcome}; "
+            f"{near.links.within_gbps or 0:.3f} and {near.links.between_gbps or 0:.4f} GB/s a rank, "
+            f"{near.links.latency_ms:.1f} ms",
+            flush=True,
+        )
     print(f"hosts found in {found} of {times} shuffles")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.box", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.box", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True, dest="what")
     p = commands.add_parser("judge")
     p.add_argument("folder", type=Path, help="dataset of emulated exchanges")

@@ -53,8 +53,13 @@ BOXES = ((4, 2), (2, 4))
 _TIMEOUT_S = 300.0
 
 
-def step_ms(found: FoundGroups, problem: Problem, setting: Setting, config: replay.ReplayConfig,
-            places: Sequence[hosts.Place]) -> float:
+def step_ms(
+    found: FoundGroups,
+    problem: Problem,
+    setting: Setting,
+    config: replay.ReplayConfig,
+    places: Sequence[hosts.Place],
+) -> float:
     """Median ms of a step of all groups side by side."""
     grouped, of_group = found.grouped, members(problem.topology, found.grouping)
     work = lower(grouped.plan, grouped.problem)
@@ -66,8 +71,9 @@ def step_ms(found: FoundGroups, problem: Problem, setting: Setting, config: repl
 
     def run(devices: Sequence[int]) -> float:
         n, on = len(devices), [places[d] for d in devices]
-        said = dict(local_ranks.run("replay", _replay, n, (work, own, config, alone, all_there), _TIMEOUT_S,
-                                    on))
+        said = dict(
+            local_ranks.run("replay", _replay, n, (work, own, config, alone, all_there), _TIMEOUT_S, on)
+        )
         [sample] = replay.combine_all([said[rank] for rank in range(n)], None, work.job)
         return sample.total_ms
 
@@ -82,10 +88,28 @@ def step_ms(found: FoundGroups, problem: Problem, setting: Setting, config: repl
         return float(np.median(list(side_by_side.map(run_or_end_all, of_group))))
 
 
-def _replay(rank: int, init_method: str, say: Callable[[Any], None], work: Workload, own: Setting,
-            config: replay.ReplayConfig, alone: Any, all_there: Any) -> None:
-    say(replay.replay_rank(rank, init_method, [work], own, config, progress=lambda: say(None), alone=alone,
-                           meet=all_there.wait))
+def _replay(
+    rank: int,
+    init_method: str,
+    say: Callable[[Any], None],
+    work: Workload,
+    own: Setting,
+    config: replay.ReplayConfig,
+    alone: Any,
+    all_there: Any,
+) -> None:
+    say(
+        replay.replay_rank(
+            rank,
+            init_method,
+            [work],
+            own,
+            config,
+            progress=lambda: say(None),
+            alone=alone,
+            meet=all_there.wait,
+        )
+    )
 
 
 def sync_ms(found: FoundGroups, problem: Problem, places: Sequence[hosts.Place]) -> float:
@@ -98,8 +122,14 @@ def sync_ms(found: FoundGroups, problem: Problem, places: Sequence[hosts.Place])
     return max(ms for _, ms in told)
 
 
-def _reduce(rank: int, init_method: str, say: Callable[[float], None], ranks: int,
-            among: Sequence[Sequence[int]], n_bytes: Sequence[int]) -> None:
+def _reduce(
+    rank: int,
+    init_method: str,
+    say: Callable[[float], None],
+    ranks: int,
+    among: Sequence[Sequence[int]],
+    n_bytes: Sequence[int],
+) -> None:
     torch.set_num_threads(1)
     with local_ranks.exchanging():
         collectives.connect(rank, ranks, init_method, "cpu", _TIMEOUT_S)
@@ -116,28 +146,47 @@ def _reduce(rank: int, init_method: str, say: Callable[[float], None], ranks: in
         dist.destroy_process_group()
 
 
-def judged(tables: Sequence[Table], model: AnalyticModel, index: int,
-           args: argparse.Namespace) -> dict[str, Any]:
+def judged(
+    tables: Sequence[Table], model: AnalyticModel, index: int, args: argparse.Namespace
+) -> dict[str, Any]:
     """What each way to divide a problem's devices costs, predicted and run."""
     every = SYNC_EVERY[index % len(SYNC_EVERY)]
     problem, box = box_replays.problem_of(tables, model, index, args.seed, False, BOXES)
     devices = tuple(replace(d, memory_bytes=ROOM_BYTES) for d in problem.topology.devices)
     problem = replace(problem, topology=replace(problem.topology, devices=devices))
     config = replay.ReplayConfig(args.repeats, 2, arena_bytes=4 << 30)
-    best = decide(problem, model.for_problem(problem), [Groups(sync_every=every)],
-                  SHARDERS["anneal_columns"], budget=Budget(evals=20_000))
+    best = decide(
+        problem,
+        model.for_problem(problem),
+        [Groups(sync_every=every)],
+        SHARDERS["anneal_columns"],
+        budget=Budget(evals=20_000),
+    )
     rows = []
     with hosts.box_of(box) as places:
         for found in (x.found for x in best.outcomes if x.found):
             ran = step_ms(found, problem, model.setting, config, places), sync_ms(found, problem, places)
-            rows.append({"size": found.grouping.size, "layout": found.grouping.layout,
-                         "step_ms": found.cost.step_ms, "sync_ms": found.cost.sync_ms, "ran_step_ms": ran[0],
-                         "ran_sync_ms": ran[1], "total_ms": found.cost.total_ms,
-                         "ran_total_ms": ran[0] + ran[1] / every})
+            rows.append(
+                {
+                    "size": found.grouping.size,
+                    "layout": found.grouping.layout,
+                    "step_ms": found.cost.step_ms,
+                    "sync_ms": found.cost.sync_ms,
+                    "ran_step_ms": ran[0],
+                    "ran_sync_ms": ran[1],
+                    "total_ms": found.cost.total_ms,
+                    "ran_total_ms": ran[0] + ran[1] / every,
+                }
+            )
             print(rows[-1], flush=True)
     chosen = best.grouping
-    return {"problem": problem.name, "box": [box.hosts, box.ranks_per_host], "every": every,
-            "chosen": [chosen.size, chosen.layout], "rows": rows}
+    return {
+        "problem": problem.name,
+        "box": [box.hosts, box.ranks_per_host],
+        "every": every,
+        "chosen": [chosen.size, chosen.layout],
+        "rows": rows,
+    }
 
 
 def said(done: Sequence[dict[str, Any]]) -> str:
@@ -151,14 +200,19 @@ def said(done: Sequence[dict[str, Any]]) -> str:
         predicted += [r["total_ms"] for r in of["rows"]]
         ran += [r["ran_total_ms"] for r in of["rows"]]
     error = mape(np.array(predicted), np.array(ran))
-    return (f"{len(done)} problems: the chosen division ran best in {hits}; it took {np.mean(regrets):.1%} "
-            f"longer than the best on average, {max(regrets):.1%} at most; {len(ran)} predictions are off by "
-            f"{error:.0f}%")
+    return (
+        f"{len(done)} problems: the chosen division ran best in {hits}; it took {np.mean(regrets):.1%} "
+        f"longer than the best on average, {max(regrets):.1%} at most; {len(ran)} predictions are off by "
+        f"{error:.0f}%"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.box_groups", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.box_groups",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--problems", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=9, help="steps of each (9)")
     parser.add_argument("--seed", type=int, default=41)

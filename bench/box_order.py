@@ -32,8 +32,9 @@ QUICK = pairs.PairConfig(message_kib=128, load_kib=512)
 """On links so slow, 1 MiB between all pairs of 16 ranks would take ten minutes."""
 
 
-def both_ms(tables: Sequence[Table], model: neural.NeuralModel, index: int,
-            args: argparse.Namespace) -> dict[str, Any]:
+def both_ms(
+    tables: Sequence[Table], model: neural.NeuralModel, index: int, args: argparse.Namespace
+) -> dict[str, Any]:
     """Replayed ms of a step, ranks as dealt and in the order found."""
     problem, box = box_replays.problem_of(tables, model, index, args.seed, args.exchanges is not None)
     own = model.for_problem(problem)
@@ -49,19 +50,29 @@ def both_ms(tables: Sequence[Table], model: neural.NeuralModel, index: int,
             taken = [replace(place, host=rank // box.ranks_per_host) for rank, place in enumerate(where)]
             [sample] = replay_all([lower(plan, problem)], own.setting, config, on=taken)
             took[name] = sample.total_ms
-    return {"problem": problem.name, "box": [box.hosts, box.ranks_per_host], "found": len(found.levels) == 1,
-            "kinds": sorted({p.kind for p in plan.placements}), **took}
+    return {
+        "problem": problem.name,
+        "box": [box.hosts, box.ranks_per_host],
+        "found": len(found.levels) == 1,
+        "kinds": sorted({p.kind for p in plan.placements}),
+        **took,
+    }
 
 
 def said(rows: Sequence[dict[str, Any]]) -> str:
     gain = replay_metrics.bootstrap(np.array([row["ordered"] / row["dealt"] for row in rows]))
-    return (f"{len(rows)} problems: a step in the order found takes {gain.mean:.3f} ({gain.low:.3f} to "
-            f"{gain.high:.3f}) of that as dealt")
+    return (
+        f"{len(rows)} problems: a step in the order found takes {gain.mean:.3f} ({gain.low:.3f} to "
+        f"{gain.high:.3f}) of that as dealt"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.box_order", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.box_order",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("model", help="folder of a model of this machine")
     parser.add_argument("--exchanges", type=Path, metavar="BOX", help="dataset of emulated exchanges")
     parser.add_argument("--problems", type=int, default=10)

@@ -55,21 +55,32 @@ RIVALS = ("torchrec", "neuroshard", "best greedy")
 MAX_DIM, MOST_BYTES = 32, 512 << 20
 
 
-def of_box(model: neural.NeuralModel, exchanges: Path | None,
-           steps: Path | None = None) -> neural.NeuralModel:
+def of_box(
+    model: neural.NeuralModel, exchanges: Path | None, steps: Path | None = None
+) -> neural.NeuralModel:
     """The model with rates of exchanges fitted to those of boxes.
 
     steps: a FOLDER of this bench, whose replays tell what exchanges take in a step. None: as alone.
     """
     compute = {name: w for name, w in model.weights.items() if not name.startswith(("exchange_", *OWN_WORK))}
-    measured = [] if exchanges is None else [
-        s for (_, _, gbit_s), samples in box.read(exchanges, SCOPES).items() for s in samples
-        if gbit_s == BETWEEN_GBIT_S and (s.request.hosts, len(s.request.widths)) in box.KNOWN]
+    measured = (
+        []
+        if exchanges is None
+        else [
+            s
+            for (_, _, gbit_s), samples in box.read(exchanges, SCOPES).items()
+            for s in samples
+            if gbit_s == BETWEEN_GBIT_S and (s.request.hosts, len(s.request.widths)) in box.KNOWN
+        ]
+    )
     alone = dataclasses.replace(model, weights=compute | collective_fit.fit(measured, [], lambda *_: None))
     if steps is None:
         return alone
-    told = [(lower(one.plans[name], one.problem, fits=False), cost.at_usual_speed())
-            for one in replays.read_all(steps, model.setting) for name, cost in one.costs.items()]
+    told = [
+        (lower(one.plans[name], one.problem, fits=False), cost.at_usual_speed())
+        for one in replays.read_all(steps, model.setting)
+        for name, cost in one.costs.items()
+    ]
     fitted = step_factors.fit(alone, told)
     print(step_factors.said(alone, fitted, len(told)), file=sys.stderr)
     return fitted
@@ -91,8 +102,14 @@ def pool() -> list[Table]:
     return [t for t in widest if t.bytes <= MOST_BYTES]
 
 
-def problem_of(tables: Sequence[Table], model: neural.NeuralModel, index: int, seed: int,
-               fitted: bool, boxes: Sequence[tuple[int, int]] = BOXES) -> tuple[Problem, hosts.Box]:
+def problem_of(
+    tables: Sequence[Table],
+    model: neural.NeuralModel,
+    index: int,
+    seed: int,
+    fitted: bool,
+    boxes: Sequence[tuple[int, int]] = BOXES,
+) -> tuple[Problem, hosts.Box]:
     where = hosts.Box(*boxes[index % len(boxes)], BETWEEN_GBIT_S)
     shape = ProblemConfig(where.ranks, 10, 30, MAX_DIM)
     drawn = draw_problem(tables, index, model.setting, seed, shape)
@@ -100,15 +117,20 @@ def problem_of(tables: Sequence[Table], model: neural.NeuralModel, index: int, s
     devices = (Device(memory, host=f"host-{rank // where.ranks_per_host}") for rank in range(where.ranks))
     topology = Topology(tuple(devices), links=links_of(within_host=WITHIN_GBPS))
     if not fitted:
-        topology = dataclasses.replace(topology, links=links_of(
-            LATENCY_MS, shared=True, within_host=WITHIN_GBPS, between_hosts=where.between_gbit_s / 8))
+        topology = dataclasses.replace(
+            topology,
+            links=links_of(
+                LATENCY_MS, shared=True, within_host=WITHIN_GBPS, between_hosts=where.between_gbit_s / 8
+            ),
+        )
     return dataclasses.replace(drawn, topology=topology, job=Job("none")), where
 
 
 def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]:
     found = {"anneal": anneal(problem, model), "anneal_columns": anneal(problem, model, space="columns")}
-    found |= {n: SHARDERS[n](problem, model) for n in ("neuroshard", "torchrec", *greedy.ORDERS)
-              if n in SHARDERS}
+    found |= {
+        n: SHARDERS[n](problem, model) for n in ("neuroshard", "torchrec", *greedy.ORDERS) if n in SHARDERS
+    }
     best = min((found.pop(n) for n in greedy.ORDERS), key=lambda p: price(lower(p, problem), model).total_ms)
     return [*found.items(), ("best greedy", best), ("random", SHARDERS["random"](problem, model, seed=0))]
 
@@ -132,17 +154,28 @@ def _said(ratios: Sequence[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.box_replays", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.box_replays",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("model", help="folder of a model of this machine")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--exchanges", type=Path, metavar="BOX", help="dataset of emulated exchanges")
-    parser.add_argument("--measurements", type=Path, help="the dataset of MODEL, whose reference op tells "
-                        "the machine's slowdown")
-    parser.add_argument("--known", action="store_true",
-                        help="only shapes of boxes that exchanges are fitted to")
-    parser.add_argument("--steps", type=Path, metavar="FOLDER", help="replays of other problems, which tell "
-                        "what exchanges take in a step")
+    parser.add_argument(
+        "--measurements",
+        type=Path,
+        help="the dataset of MODEL, whose reference op tells the machine's slowdown",
+    )
+    parser.add_argument(
+        "--known", action="store_true", help="only shapes of boxes that exchanges are fitted to"
+    )
+    parser.add_argument(
+        "--steps",
+        type=Path,
+        metavar="FOLDER",
+        help="replays of other problems, which tell what exchanges take in a step",
+    )
     parser.add_argument("--problems", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=9, help="steps of each plan (9)")
     parser.add_argument("--seed", type=int, default=77, help="of the problems (77)")
@@ -153,24 +186,51 @@ def main() -> None:
     reference = dataset.reference_op(args.measurements, model.setting) if args.measurements else None
     tables = pool()
     for i in range(args.problems):
-        problem, where = problem_of(tables, model, i, args.seed, args.exchanges is not None,
-                                    [b for b in BOXES if not args.known or (b[0], b[0] * b[1]) in box.KNOWN])
+        problem, where = problem_of(
+            tables,
+            model,
+            i,
+            args.seed,
+            args.exchanges is not None,
+            [b for b in BOXES if not args.known or (b[0], b[0] * b[1]) in box.KNOWN],
+        )
         own = model.for_problem(problem)
         made = plans(problem, own)
         with hosts.box_of(where) as places:
-            kept.append(replays.keep(
-                args.out / problem.name, problem, made, own.setting, config,
-                lambda w: replay_all(w, own.setting, config, "cpu", reference, places)))  # noqa: B023
+            kept.append(
+                replays.keep(
+                    args.out / problem.name,
+                    problem,
+                    made,
+                    own.setting,
+                    config,
+                    lambda w, own=own, places=places: replay_all(
+                        w, own.setting, config, "cpu", reference, places
+                    ),
+                )
+            )
         rows = replay_records.judge(kept[-1:], own)
         said = ", ".join(f"{r.algorithm} {r.replayed_ms:.1f} ({r.predicted_ms:.1f})" for r in rows)
-        print(f"problem {i + 1} of {args.problems}, {where.hosts} x {where.ranks_per_host}: "
-              f"{len(problem.tables)} tables: {said}", file=sys.stderr, flush=True)
+        print(
+            f"problem {i + 1} of {args.problems}, {where.hosts} x {where.ranks_per_host}: "
+            f"{len(problem.tables)} tables: {said}",
+            file=sys.stderr,
+            flush=True,
+        )
     rows = replay_records.judge(kept, model)
     noise = np.median([r.noise_ms / r.replayed_ms for r in rows])
-    print(one_host.write(args.out, kept, model, (
-        f"Emulated hosts; exchanges real, compute measured before and slept for. {len(kept)} problems, "
-        f"{args.repeats} steps of each plan in alternation, seed {args.seed}; a replay is known to "
-        f"±{noise:.1%} (median, 95%).")))
+    print(
+        one_host.write(
+            args.out,
+            kept,
+            model,
+            (
+                f"Emulated hosts; exchanges real, compute measured before and slept for. {len(kept)} problems, "
+                f"{args.repeats} steps of each plan in alternation, seed {args.seed}; a replay is known to "
+                f"±{noise:.1%} (median, 95%)."
+            ),
+        )
+    )
     print(summary(rows))
 
 

@@ -53,54 +53,90 @@ def outputs_ms(cost: StepCost) -> float:
     return max(cost.forward_comm_ms) + max(cost.backward_comm_ms)
 
 
-def judged(tables: Sequence[Table], model: neural.NeuralModel, index: int,
-           args: argparse.Namespace) -> dict[str, Any]:
+def judged(
+    tables: Sequence[Table], model: neural.NeuralModel, index: int, args: argparse.Namespace
+) -> dict[str, Any]:
     """What the exchanges of a problem's plan take with towers and without, predicted and replayed."""
     problem, box = box_replays.problem_of(tables, model, index, args.seed, True, BOXES)
     devices = tuple(replace(d, memory_bytes=ROOM_BYTES) for d in problem.topology.devices)
     problem = replace(problem, topology=replace(problem.topology, devices=devices))
     names = [t.name for t in problem.tables]
     ratio = RATIOS[index // len(BOXES) % len(RATIOS)]
-    pairs = tuple(tuple(names[i:i + 2]) for i in range(0, len(names), 2))
+    pairs = tuple(tuple(names[i : i + 2]) for i in range(0, len(names), 2))
     towered = tower_hosts(problem, Towers(ratio, pairs), model.for_problem(problem)).problem
     own, config = model.for_problem(towered), ReplayConfig(args.repeats, 2, arena_bytes=4 << 30)
     plan = anneal(towered, own, space="columns")
-    row = {"problem": problem.name, "box": [box.hosts, box.ranks_per_host], "tables": len(names),
-           "ratio": ratio, "bytes": asdict(tower_traffic(plan, towered))}
+    row = {
+        "problem": problem.name,
+        "box": [box.hosts, box.ranks_per_host],
+        "tables": len(names),
+        "ratio": ratio,
+        "bytes": asdict(tower_traffic(plan, towered)),
+    }
     for way, of in zip(WAYS, (towered, replace(towered, job=problem.job)), strict=True):
         work = lower(plan, of)
         predicted = price(work, own)
         with hosts.box_of(box) as places:
             [ran] = replay_all([work], own.setting, config, on=places)
-        row[way] = {"predicted_ms": outputs_ms(predicted), "ran_ms": outputs_ms(ran),
-                    "step_ms": predicted.total_ms, "ran_step_ms": ran.total_ms}
+        row[way] = {
+            "predicted_ms": outputs_ms(predicted),
+            "ran_ms": outputs_ms(ran),
+            "step_ms": predicted.total_ms,
+            "ran_step_ms": ran.total_ms,
+        }
     return row
 
 
 def said(rows: Sequence[dict[str, Any]]) -> str:
     """The exchanges by problem, what towers take of those without, and how far predictions are off."""
+
     def share(row: dict[str, Any], of: str) -> float:
         return row["with"][of] / row["without"][of]
 
-    predicted, ran = (np.array([row[way][of] for row in rows for way in WAYS]) for of in
-                      ("predicted_ms", "ran_ms"))
+    predicted, ran = (
+        np.array([row[way][of] for row in rows for way in WAYS]) for of in ("predicted_ms", "ran_ms")
+    )
     shares, found = (np.array([share(row, of) for row in rows]) for of in ("predicted_ms", "ran_ms"))
     table = report.text_table(
-        ("hosts x ranks", "tables", "ratio", "without, ms", "predicted", "with, ms", "predicted",
-         "with / without", "predicted"),
-        [("{} x {}".format(*row["box"]), row["tables"], f"{row['ratio']:g}",
-          *(f"{row[way][of]:.0f}" for way in reversed(WAYS) for of in ("ran_ms", "predicted_ms")),
-          f"{share(row, 'ran_ms'):.2f}", f"{share(row, 'predicted_ms'):.2f}") for row in rows])
-    return (f"{table}\n\n{len(rows)} problems: exchanges are predicted to {mape(predicted, ran):.1f}%, what "
-            f"towers leave of them to {mape(shares, found):.1f}%")
+        (
+            "hosts x ranks",
+            "tables",
+            "ratio",
+            "without, ms",
+            "predicted",
+            "with, ms",
+            "predicted",
+            "with / without",
+            "predicted",
+        ),
+        [
+            (
+                "{} x {}".format(*row["box"]),
+                row["tables"],
+                f"{row['ratio']:g}",
+                *(f"{row[way][of]:.0f}" for way in reversed(WAYS) for of in ("ran_ms", "predicted_ms")),
+                f"{share(row, 'ran_ms'):.2f}",
+                f"{share(row, 'predicted_ms'):.2f}",
+            )
+            for row in rows
+        ],
+    )
+    return (
+        f"{table}\n\n{len(rows)} problems: exchanges are predicted to {mape(predicted, ran):.1f}%, what "
+        f"towers leave of them to {mape(shares, found):.1f}%"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.box_towers", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.box_towers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("model", help="folder of a model of this machine")
-    parser.add_argument("--exchanges", type=Path, required=True, metavar="BOX",
-                        help="dataset of emulated exchanges")
+    parser.add_argument(
+        "--exchanges", type=Path, required=True, metavar="BOX", help="dataset of emulated exchanges"
+    )
     parser.add_argument("--problems", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=9, help="steps of each (9)")
     parser.add_argument("--seed", type=int, default=57)

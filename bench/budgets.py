@@ -97,13 +97,21 @@ def first_plans(model: str) -> Iterator[list[float]]:
     """Seconds of the processor, and those of compiling, of the first plan with a fresh copy of the library,
     and of the second."""
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(ROOT / "shardcore", Path(folder) / "shardcore",
-                        ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / "shardcore", Path(folder) / "shardcore", ignore=shutil.ignore_patterns("__pycache__")
+        )
         env = {**os.environ, "PYTHONPATH": folder, "NUMBA_CACHE_DIR": f"{folder}/compiled"}
         for _ in range(2):
-            yield json.loads(subprocess.run(
-                [sys.executable, "-c", FIRST_PLAN, model and str(Path(model).resolve())], cwd=folder, env=env,
-                check=True, text=True, stdout=subprocess.PIPE).stdout)
+            yield json.loads(
+                subprocess.run(
+                    [sys.executable, "-c", FIRST_PLAN, model and str(Path(model).resolve())],
+                    cwd=folder,
+                    env=env,
+                    check=True,
+                    text=True,
+                    stdout=subprocess.PIPE,
+                ).stdout
+            )
 
 
 def sizes() -> Iterator[tuple[str, Problem, float]]:
@@ -116,25 +124,37 @@ def sizes() -> Iterator[tuple[str, Problem, float]]:
         first, *others = problem.tables
         rows = int(1.1 * problem.topology.devices[0].memory_bytes / (first.dim * 4))
         whole = Constraints(unsplit=(first.name,))
-        yield f"{n_tables:,} x {n_devices:,}, the largest stays whole", replace(
-            problem, tables=(replace(first, rows=rows), *others), constraints=whole), 5.0
+        yield (
+            f"{n_tables:,} x {n_devices:,}, the largest stays whole",
+            replace(problem, tables=(replace(first, rows=rows), *others), constraints=whole),
+            5.0,
+        )
 
 
 @contextmanager
 def unpacked(commit: str) -> Iterator[Path]:
     """A folder with an earlier commit's files."""
     with tempfile.TemporaryDirectory(prefix="earlier-") as folder:
-        archive = subprocess.run(["git", "archive", commit, "shardcore"], cwd=ROOT, check=True,
-                                 stdout=subprocess.PIPE).stdout
+        archive = subprocess.run(
+            ["git", "archive", commit, "shardcore"], cwd=ROOT, check=True, stdout=subprocess.PIPE
+        ).stdout
         subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
         yield Path(folder)
 
 
 def rates(folders: list[Path]) -> Iterator[tuple[tuple[int, int], list[float]]]:
     """For each of RATES the trials a second with the code of each folder, which take turns."""
-    workers = [subprocess.Popen([sys.executable, "-c", RATE], cwd=folder, text=True, stdin=subprocess.PIPE,
-                                stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(folder)})
-               for folder in folders]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", RATE],
+            cwd=folder,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(folder)},
+        )
+        for folder in folders
+    ]
 
     def rate(worker: subprocess.Popen, n_tables: int, n_devices: int, evals: int) -> float:
         worker.stdin.write(json.dumps([n_tables, n_devices, evals]) + "\n")
@@ -152,25 +172,40 @@ def rates(folders: list[Path]) -> Iterator[tuple[tuple[int, int], list[float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.budgets", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.budgets",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--processor", action="store_true", help="count the processor's seconds")
-    parser.add_argument("--most", type=int, default=max(n for n, _ in SIZES), metavar="TABLES",
-                        help="leave out problems of more tables (100,000)")
+    parser.add_argument(
+        "--most",
+        type=int,
+        default=max(n for n, _ in SIZES),
+        metavar="TABLES",
+        help="leave out problems of more tables (100,000)",
+    )
     parser.add_argument("--first-plan", nargs="?", const="", metavar="MODEL")
     parser.add_argument("--against", metavar="COMMIT", help="an earlier commit")
     args = parser.parse_args()
     if args.first_plan is not None:
         plans = zip(("first", "second"), first_plans(args.first_plan), strict=True)
-        rows = [(name, *(f"{s:.1f}" for s in (total, compiling, total - compiling)))
-                for name, (total, compiling) in plans]
+        rows = [
+            (name, *(f"{s:.1f}" for s in (total, compiling, total - compiling)))
+            for name, (total, compiling) in plans
+        ]
         print(report.text_table(("plan", "processor s", "compiling s", "without"), rows))
     elif args.against:
         rows = []
         with unpacked(args.against) as earlier:
             for (n_tables, n_devices), (before, now) in rates([earlier, ROOT]):
-                rows.append((f"{n_tables:,} x {n_devices:,}", *(f"{r / 1e6:.2f} M" for r in (before, now)),
-                             f"{before / now:.2f}"))
+                rows.append(
+                    (
+                        f"{n_tables:,} x {n_devices:,}",
+                        *(f"{r / 1e6:.2f} M" for r in (before, now)),
+                        f"{before / now:.2f}",
+                    )
+                )
                 print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
         headers = ("tables x devices", f"trials a second at {args.against}", "now", "time")
         print(report.text_table(headers, rows))

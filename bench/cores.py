@@ -31,8 +31,9 @@ Medians = dict[ComputeRequest, tuple[float, float]]
 """Forward + backward ms of each group: at the clock's slowdown, and at the usual one."""
 
 
-def serve(pipe: Connection, core: int, setting: Setting, config: kernels.KernelConfig,
-          reference: ComputeRequest) -> None:
+def serve(
+    pipe: Connection, core: int, setting: Setting, config: kernels.KernelConfig, reference: ComputeRequest
+) -> None:
     """A bench on one core: for the requests that it is sent, their medians and its seconds."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
@@ -41,8 +42,9 @@ def serve(pipe: Connection, core: int, setting: Setting, config: kernels.KernelC
         bench.reference_ms = bench.reference_ms or bench.calibrate(requests[:16])
         began = time.perf_counter()
         samples = [s for s in bench.measure(requests) if s.request != reference]
-        pipe.send(({s.request: (s.total_ms * s.slowdown, s.total_ms) for s in samples},
-                   time.perf_counter() - began))
+        pipe.send(
+            ({s.request: (s.total_ms * s.slowdown, s.total_ms) for s in samples}, time.perf_counter() - began)
+        )
 
 
 def measure(pipes: Sequence[Connection], requests: Sequence[ComputeRequest]) -> tuple[list[Medians], float]:
@@ -54,8 +56,9 @@ def measure(pipes: Sequence[Connection], requests: Sequence[ComputeRequest]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--groups", type=int, default=100, help="groups to measure (100)")
     parser.add_argument("--passes", type=int, default=2, help="of each kind (2)")
     parser.add_argument("--batch", type=int, default=2048, help="global batch (2048)")
@@ -69,8 +72,9 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     for core in cores:
         pipe, theirs = context.Pipe()
-        context.Process(target=serve, args=(theirs, core, setting, config, reference_request(pool, setting)),
-                        daemon=True).start()
+        context.Process(
+            target=serve, args=(theirs, core, setting, config, reference_request(pool, setting)), daemon=True
+        ).start()
         pipes.append(pipe)
     measure(pipes, requests[:16])  # every process has its arena, its streams and its reference
     alone, company, seconds = [], [], {"alone": 0.0, "company": 0.0}
@@ -83,21 +87,39 @@ def main() -> None:
         seconds["company"] += took
     for pipe in pipes:
         pipe.send(None)
-    rows = [("samples a minute", f"{60 * args.passes * len(requests) / seconds['alone']:.0f}",
-             f"{60 * args.passes * len(requests) * len(cores) / seconds['company']:.0f}")]
+    rows = [
+        (
+            "samples a minute",
+            f"{60 * args.passes * len(requests) / seconds['alone']:.0f}",
+            f"{60 * args.passes * len(requests) * len(cores) / seconds['company']:.0f}",
+        )
+    ]
     for k, slowdown in enumerate(("clock's slowdown", "usual speed")):
+
         def differ(pairs: list[tuple[Medians, Medians]], slowdown: int = k) -> np.ndarray:
             return np.array([abs(b[r][slowdown] / a[r][slowdown] - 1) for a, b in pairs for r in requests])
 
-        one, many = differ(list(itertools.pairwise(alone))), differ([p for ms in zip(*company, strict=True)
-                                                                     for p in itertools.pairwise(ms)])
-        shift = np.median([c[r][k] / a[r][k] for a, both in zip(alone, company, strict=True) for c in both[:1]
-                           for r in requests])
-        rows += [(f"two medians differ by, {slowdown}: median", f"{np.median(one):.1%}",
-                  f"{np.median(many):.1%}"),
-                 (f"two medians differ by, {slowdown}: 90%", f"{np.quantile(one, 0.9):.1%}",
-                  f"{np.quantile(many, 0.9):.1%}"),
-                 (f"median over that of the same core alone, {slowdown}", "1", f"{shift:.3f}")]
+        one, many = (
+            differ(list(itertools.pairwise(alone))),
+            differ([p for ms in zip(*company, strict=True) for p in itertools.pairwise(ms)]),
+        )
+        shift = np.median(
+            [
+                c[r][k] / a[r][k]
+                for a, both in zip(alone, company, strict=True)
+                for c in both[:1]
+                for r in requests
+            ]
+        )
+        rows += [
+            (f"two medians differ by, {slowdown}: median", f"{np.median(one):.1%}", f"{np.median(many):.1%}"),
+            (
+                f"two medians differ by, {slowdown}: 90%",
+                f"{np.quantile(one, 0.9):.1%}",
+                f"{np.quantile(many, 0.9):.1%}",
+            ),
+            (f"median over that of the same core alone, {slowdown}", "1", f"{shift:.3f}"),
+        ]
     print(f"{setting}; {len(requests)} groups, 12 repeats, {args.passes} passes of each kind\n")
     print(report.text_table(("", "one core", f"{len(cores)} cores at once"), rows))
 

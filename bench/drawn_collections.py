@@ -70,37 +70,63 @@ def drawn(seed: int, shape: tuple[int, int] | None = None) -> Drawn:
             names = list(dict.fromkeys([*names, *own]))
             # An EmbeddingCollection has one dim.
             dim = dim if sequence else 4 * int(rng.integers(1, 9))
-            tables.append(Table(f"c{c}_t{i}", int(rng.integers(4, 60)), dim, 2.0 * len(own),
-                                features=len(own), weighted=weighted, sequence=sequence, collection=f"c{c}"))
+            tables.append(
+                Table(
+                    f"c{c}_t{i}",
+                    int(rng.integers(4, 60)),
+                    dim,
+                    2.0 * len(own),
+                    features=len(own),
+                    weighted=weighted,
+                    sequence=sequence,
+                    collection=f"c{c}",
+                )
+            )
             features[tables[-1].name] = own
     given = Problem("drawn", tuple(tables), Topology(devices), len(devices) * int(rng.integers(1, 9)))
     plan, (id_bytes, length_bytes) = training.draw(given, rng), map(int, rng.choice([4, 8], 2))
     # Drawn apart, so that the models are those of earlier versions.
     payloads = map(str, np.random.default_rng([seed, 1]).choice(list(PAYLOADS), 2, p=[0.5, 0.3, 0.2]))
-    job = Job(id_bytes=id_bytes, length_bytes=length_bytes,
-              **dict(zip(("forward_payload", "backward_payload"), payloads, strict=True)))
+    job = Job(
+        id_bytes=id_bytes,
+        length_bytes=length_bytes,
+        **dict(zip(("forward_payload", "backward_payload"), payloads, strict=True)),
+    )
     half = np.random.default_rng([seed, 2]).random(len(tables)) < 0.3
     mixed = {t.name: replace(t, precision="fp16") for t, short in zip(tables, half, strict=True) if short}
     given = replace(given, job=job, tables=tuple(mixed.get(t.name, t) for t in tables))
-    return Drawn(given, features, Plan(tuple(
-        replace(p, shard=replace(p.shard, table=mixed.get(p.shard.table.name, p.shard.table)))
-        for p in plan.placements)))
+    return Drawn(
+        given,
+        features,
+        Plan(
+            tuple(
+                replace(p, shard=replace(p.shard, table=mixed.get(p.shard.table.name, p.shard.table)))
+                for p in plan.placements
+            )
+        ),
+    )
 
 
 def lengths_of(model: Drawn, seed: int, rank: int) -> dict[str, np.ndarray]:
     """For each feature how many ids each sample of a rank has."""
     rng = np.random.default_rng([seed, rank])
-    return {feature: rng.integers(0, 5, model.problem.local_batch)
-            for feature in sorted({f for own in model.features.values() for f in own})}
+    return {
+        feature: rng.integers(0, 5, model.problem.local_batch)
+        for feature in sorted({f for own in model.features.values() for f in own})
+    }
 
 
 def ids_of(model: Drawn, seed: int, rank: int) -> dict[str, np.ndarray]:
     """For each feature the ids that a rank's samples look up: within the rows of every table that has it."""
     rng = np.random.default_rng([seed, rank, 1])
-    rows = {f: min(t.rows for t in model.problem.tables if f in model.features[t.name])
-            for own in model.features.values() for f in own}
-    return {f: rng.integers(0, rows[f], lengths.sum())
-            for f, lengths in lengths_of(model, seed, rank).items()}
+    rows = {
+        f: min(t.rows for t in model.problem.tables if f in model.features[t.name])
+        for own in model.features.values()
+        for f in own
+    }
+    return {
+        f: rng.integers(0, rows[f], lengths.sum()) for f, lengths in lengths_of(model, seed, rank).items()
+    }
 
 
 def given_lookups(model: Drawn, seed: int) -> Lookups:
@@ -110,6 +136,7 @@ def given_lookups(model: Drawn, seed: int) -> Lookups:
     def of(shard: Shard) -> np.ndarray:
         mine = [np.concatenate([of_rank[f] for f in model.features[shard.table.name]]) for of_rank in ids]
         return np.array([np.count_nonzero((i >= shard.row_lo) & (i < shard.row_hi)) for i in mine])
+
     return of
 
 
@@ -137,7 +164,8 @@ def expected(model: Drawn, seed: int) -> list[Calls]:
             for way in channel.row.ways:
                 cast = getattr(job, f"{way}_payload") if channel.row.cast else "fp32"
                 mine.setdefault(f"{way} {channel.words}", []).append(
-                    [payload_bytes(n_bytes, cast) for n_bytes in ways[way]])
+                    [payload_bytes(n_bytes, cast) for n_bytes in ways[way]]
+                )
         found.append(in_order(mine))
     return found
 
@@ -151,8 +179,10 @@ def pooled_exchanges(model: Drawn) -> Iterator[Exchange]:
     pooled = tuple(t for t in model.problem.tables if not t.sequence)
     if not pooled:
         return
-    work = lower(Plan(tuple(p for p in model.plan.placements if not p.shard.table.sequence)),
-                 replace(model.problem, tables=pooled))
+    work = lower(
+        Plan(tuple(p for p in model.plan.placements if not p.shard.table.sequence)),
+        replace(model.problem, tables=pooled),
+    )
     groups = {name: row.groups(model.problem.topology.on_hosts) for name, row in SCOPES.items()}
     for channel, there in zip(work.channels, work.traffic, strict=True):
         # The workload's ids are those that statistics make us expect.

@@ -37,11 +37,18 @@ def requests(ranks: int, batch: int) -> list[CollectiveRequest]:
     return [CollectiveRequest((width,) * ranks, rows, start, kind) for kind, width, rows in pooled + dense]
 
 
-def measured(asked: Sequence[CollectiveRequest], busy_ms: Sequence[float], ranks: int, setting: Setting,
-             rounds: int, repeats: int) -> dict[CollectiveRequest, list[float]]:
+def measured(
+    asked: Sequence[CollectiveRequest],
+    busy_ms: Sequence[float],
+    ranks: int,
+    setting: Setting,
+    rounds: int,
+    repeats: int,
+) -> dict[CollectiveRequest, list[float]]:
     """ms one way of each request at each busy_ms, of each round."""
-    found: dict[CollectiveRequest, list[float]] = {dataclasses.replace(r, busy_ms=ms): [] for r in asked
-                                                   for ms in busy_ms}
+    found: dict[CollectiveRequest, list[float]] = {
+        dataclasses.replace(r, busy_ms=ms): [] for r in asked for ms in busy_ms
+    }
     config = collectives.CollectiveConfig(repeats=repeats)
     for sample in collectives.measure_all(list(found) * rounds, ranks, setting, config):
         ways = [way for way in (sample.forward, sample.backward) if way]
@@ -49,25 +56,33 @@ def measured(asked: Sequence[CollectiveRequest], busy_ms: Sequence[float], ranks
     return found
 
 
-def text(asked: Sequence[CollectiveRequest], busy_ms: Sequence[float],
-         found: dict[CollectiveRequest, list[float]]) -> str:
+def text(
+    asked: Sequence[CollectiveRequest], busy_ms: Sequence[float], found: dict[CollectiveRequest, list[float]]
+) -> str:
     rows, ratios = [], []
     for request in asked:
         ms = [statistics.median(found[dataclasses.replace(request, busy_ms=busy)]) for busy in busy_ms]
         ratios.append([x / ms[0] for x in ms[1:]])
         sent_kib = request.widths[0] * request.batch * OUTPUT_BYTES / 1024
-        rows.append((request.collective, f"{sent_kib:,.0f}", f"{ms[0]:.2f}",
-                     *(f"{x:.2f}" for x in ratios[-1])))
-    rows.append(("median", "", "",
-                 *(f"{statistics.median(column):.2f}" for column in zip(*ratios, strict=True))))
-    head = ("collective", "KiB of a rank", f"ms after {busy_ms[0]:g} ms of work",
-            *(f"after {busy:g} ms" for busy in busy_ms[1:]))
+        rows.append(
+            (request.collective, f"{sent_kib:,.0f}", f"{ms[0]:.2f}", *(f"{x:.2f}" for x in ratios[-1]))
+        )
+    rows.append(
+        ("median", "", "", *(f"{statistics.median(column):.2f}" for column in zip(*ratios, strict=True)))
+    )
+    head = (
+        "collective",
+        "KiB of a rank",
+        f"ms after {busy_ms[0]:g} ms of work",
+        *(f"after {busy:g} ms" for busy in busy_ms[1:]),
+    )
     return report.text_table(head, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=2048, help="global (2048)")
     parser.add_argument("--busy-ms", type=float, nargs="+", default=[0.0, 5.0, 20.0, 30.0])

@@ -52,9 +52,16 @@ class Repeat:
         if call.excinfo and call.excinfo.errisinstance(SystemExit):  # Ray's answer to SIGTERM
             pytest.exit("stopped")
         if call.when == "call" or found.failed:
-            row = {"test": item.originalname, "seed": item.callspec.params["seed"], "result": found.outcome,
-                   "seconds": round(call.duration, 1), "hit": False, "said": "", "lost": None,
-                   "completed": False}
+            row = {
+                "test": item.originalname,
+                "seed": item.callspec.params["seed"],
+                "result": found.outcome,
+                "seconds": round(call.duration, 1),
+                "hit": False,
+                "said": "",
+                "lost": None,
+                "completed": False,
+            }
             if found.failed:
                 row["why"] = str(getattr(found.longrepr, "reprcrash", None) or found.longrepr)[-600:]
             if "outcome" in item.funcargs:
@@ -75,16 +82,26 @@ def table(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     for test in tests:
         mine = [r for r in rows if r["test"] == test and r["result"] != "skipped"]
         lost = "unknown" if any(r["lost"] is None for r in mine) else sum(r["lost"] for r in mine)
-        found.append((test.removeprefix("test_").replace("_", " "), len(mine), sum(r["hit"] for r in mine),
-                      sum(bool(r["said"]) for r in mine), lost, sum(r["completed"] for r in mine)))
+        found.append(
+            (
+                test.removeprefix("test_").replace("_", " "),
+                len(mine),
+                sum(r["hit"] for r in mine),
+                sum(bool(r["said"]) for r in mine),
+                lost,
+                sum(r["completed"] for r in mine),
+            )
+        )
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True,
-                        help="a line of JSON for each repeat; those there are not repeated")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="a line of JSON for each repeat; those there are not repeated"
+    )
     parser.add_argument("--times", type=int, default=10, help="(10)")
     parser.add_argument("--seed", type=int, default=0, help="the first of the seeds (0)")
     parser.add_argument("-k", default="", help="which, as pytest's -k")
@@ -93,8 +110,10 @@ def main() -> int:
     began = time.monotonic()
     plugin = Repeat(range(args.seed, args.seed + args.times), args.out)
     files = [str(ROOT / name) for name in FILES]
-    pytest.main(["-n", "0", "-m", "", "-q", "--no-header", "-k", args.k, "--rootdir", str(ROOT), *files],
-                plugins=[plugin])
+    pytest.main(
+        ["-n", "0", "-m", "", "-q", "--no-header", "-k", args.k, "--rootdir", str(ROOT), *files],
+        plugins=[plugin],
+    )
     rows = read(args.out)
     print(report.text_table(HEADERS, table(rows)))
     bad = [r for r in rows if r["result"] == "failed"]

@@ -63,7 +63,7 @@ class Figure:
     @property
     def given(self) -> set[str]:
         """What --with has to name."""
-        return {field[len("with["):-1] for field in self.named - self.after}
+        return {field[len("with[") : -1] for field in self.named - self.after}
 
 
 def read(path: Path) -> list[Figure]:
@@ -143,21 +143,34 @@ def _taken(figure: Figure, out: Path, given: Mapping[str, str], commit: str) -> 
             printed.write(f"    {command}\n\n")
             printed.flush()
             run = command.format(out=folder, **places, **{"with": given})
-            code = subprocess.run(["bash", "-c", run], stdout=printed, stderr=errors,
-                                  env={**os.environ, "PATH": f"{Path(sys.executable).parent}:"
-                                       f"{os.environ['PATH']}"}).returncode
+            code = subprocess.run(
+                ["bash", "-c", run],
+                stdout=printed,
+                stderr=errors,
+                env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+            ).returncode
             if code:
                 return f"failed with code {code}: {folder}/errors.log"
             printed.write("\n")
-    files.write_json(folder / DONE, {**now, "hardware": hardware.hardware_name("cpu"),
-                                     "cores": os.cpu_count(), "began_unix_s": round(began),
-                                     "seconds": round(time.time() - began, 1)})
+    files.write_json(
+        folder / DONE,
+        {
+            **now,
+            "hardware": hardware.hardware_name("cpu"),
+            "cores": os.cpu_count(),
+            "began_unix_s": round(began),
+            "seconds": round(time.time() - began, 1),
+        },
+    )
     return f"done in {(time.time() - began) / 60:.1f} min"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.figures", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.figures",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--out", type=Path, default=Path(".figures"), help="default: %(default)s")
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--with", dest="given", action="append", default=[], metavar="NAME=FOLDER")
@@ -169,8 +182,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures = with_needed(figures, args.only) if args.only else figures
         given = dict(_pair(text) for text in args.given)
         if args.list:
-            print(text_table(("figure", "minutes", "page"),
-                             [(f.name, f"{f.minutes:g}", f.page) for f in figures]))
+            print(
+                text_table(
+                    ("figure", "minutes", "page"), [(f.name, f"{f.minutes:g}", f.page) for f in figures]
+                )
+            )
             return 0
         became = take(figures, args.out, given)
     except ShardCoreError as error:

@@ -52,8 +52,9 @@ def judge(name: str, number: int, sound: Sound, folder: Path, damage: bool = Tru
     """One case: its outcome, and what was said."""
     one, rng = FORMATS[name], random.Random(f"{name} {number}")
     for part in one.parts:
-        (shutil.copytree if (sound.folder / part).is_dir() else shutil.copy)(sound.folder / part,
-                                                                             folder / part)
+        (shutil.copytree if (sound.folder / part).is_dir() else shutil.copy)(
+            sound.folder / part, folder / part
+        )
     if damage:
         one.damage(folder, rng)
     return {"format": name, "number": number, **used(one, sound, folder)}
@@ -120,24 +121,40 @@ def run(name: str, numbers: Sequence[int], sound: Path) -> Iterator[dict[str, An
     """Judge cases in a process of their own, in another one after each that ends it."""
     left = list(numbers)
     while left:
-        command = [sys.executable, "-m", "bench.fuzz", "--work", str(sound), "--only", name, "--numbers",
-                   json.dumps(left)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
-                              env={**os.environ, "PYTHONPATH": str(ROOT)})
+        command = [
+            sys.executable,
+            "-m",
+            "bench.fuzz",
+            "--work",
+            str(sound),
+            "--only",
+            name,
+            "--numbers",
+            json.dumps(left),
+        ]
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
         rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         yield from rows
-        left = left[len(rows):]
+        left = left[len(rows) :]
         if left:
             said = (done.stderr.strip().splitlines() or [""])[-1][:200]
-            yield {"format": name, "number": left.pop(0), "outcome": "crash", "said": f"exit code "
-                   f"{done.returncode}: {said}"}
+            yield {
+                "format": name,
+                "number": left.pop(0),
+                "outcome": "crash",
+                "said": f"exit code {done.returncode}: {said}",
+            }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.fuzz", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="a line of JSON for each case; what is there is not done "
-                        "again")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, help="a line of JSON for each case; what is there is not done again"
+    )
     parser.add_argument("--only", choices=FORMATS, help="one format (all)")
     parser.add_argument("--first", type=int, default=0, help="number of the first case of each format (0)")
     parser.add_argument("--count", type=int, default=100, help="cases of each format (100)")
@@ -147,8 +164,11 @@ def main() -> int:
     if args.work:
         work(args.only, args.numbers, args.work)
         return 0
-    rows = ([json.loads(line) for line in args.out.read_text().splitlines()] if args.out
-            and args.out.exists() else [])
+    rows = (
+        [json.loads(line) for line in args.out.read_text().splitlines()]
+        if args.out and args.out.exists()
+        else []
+    )
     known = {(r["format"], r["number"]) for r in rows}
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as sound, open(args.out or os.devnull, "a") as out:
@@ -156,12 +176,14 @@ def main() -> int:
         for name in [args.only] if args.only else FORMATS:
             wanted = [n for n in range(args.first, args.first + args.count) if (name, n) not in known]
             for i in range(0, len(wanted), 500):
-                for row in run(name, wanted[i:i + 500], Path(sound)):
+                for row in run(name, wanted[i : i + 500], Path(sound)):
                     rows.append(row)
                     out.write(json.dumps(row) + "\n")
                     out.flush()
-                print(f"{name}: {min(i + 500, len(wanted))} of {len(wanted)}, {time.monotonic() - began:.0f} "
-                      "s", flush=True)
+                print(
+                    f"{name}: {min(i + 500, len(wanted))} of {len(wanted)}, {time.monotonic() - began:.0f} s",
+                    flush=True,
+                )
     counts = Counter((r["format"], r["outcome"]) for r in rows)
     table = [(name, *(counts[name, o] for o in OUTCOMES)) for name in FORMATS]
     total = ("all", *(sum(row[i + 1] for row in table) for i in range(len(OUTCOMES))))

@@ -24,11 +24,51 @@ from safetensors.numpy import save
 from shardcore.io import files
 from shardcore.io.tensor_files import tensor_sha256
 
-ODD = (None, True, False, 0, 1, -1, 2, 3, 0.5, -0.5, 1e308, -1e308, 1e-320, float("nan"), float("inf"),
-       10**17, 2**53, 2**63,
-       -(2**63), 10**40, "", "x", "x" * 100_000, "../../x", "/etc/passwd", "..", ".", "report.md", "a\nb",
-       "\x1b[31m", "\x00",
-       "\ud800", "名", "1", [], [[]], {}, {"a": {}}, [None], [1, "x"], ["x"] * 50, list(range(1000)), "deep")
+ODD = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    3,
+    0.5,
+    -0.5,
+    1e308,
+    -1e308,
+    1e-320,
+    float("nan"),
+    float("inf"),
+    10**17,
+    2**53,
+    2**63,
+    -(2**63),
+    10**40,
+    "",
+    "x",
+    "x" * 100_000,
+    "../../x",
+    "/etc/passwd",
+    "..",
+    ".",
+    "report.md",
+    "a\nb",
+    "\x1b[31m",
+    "\x00",
+    "\ud800",
+    "名",
+    "1",
+    [],
+    [[]],
+    {},
+    {"a": {}},
+    [None],
+    [1, "x"],
+    ["x"] * 50,
+    list(range(1000)),
+    "deep",
+)
 
 
 def odd(rng: random.Random) -> Any:
@@ -87,14 +127,24 @@ def cut(content: bytes, rng: random.Random) -> bytes:
             flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
         return bytes(flipped)
     if what == 2:
-        return content[:at] + content[at + rng.randrange(1, 200):]
+        return content[:at] + content[at + rng.randrange(1, 200) :]
     if what == 3:
-        repeated = content[max(0, at - rng.randrange(1, 200)):at]
+        repeated = content[max(0, at - rng.randrange(1, 200)) : at]
         return content[:at] + repeated * rng.choice([1, 3, 100]) + content[at:]
     if what == 4:
         return content[:at] + rng.randbytes(rng.choice([1, 4, 100])) + content[at:]
-    return rng.choice([b"", b"\x00" * 100, b"[" * 5000, b'{"a":' * 5000, b"\xff\xfe", b"null", b"1" * 5000,
-                       b"\xef\xbb\xbf" + content])
+    return rng.choice(
+        [
+            b"",
+            b"\x00" * 100,
+            b"[" * 5000,
+            b'{"a":' * 5000,
+            b"\xff\xfe",
+            b"null",
+            b"1" * 5000,
+            b"\xef\xbb\xbf" + content,
+        ]
+    )
 
 
 def damage_json(path: Path, rng: random.Random, seal: Callable[[dict], dict] | None = None) -> None:
@@ -124,9 +174,19 @@ def damage_decision(folder: Path, rng: random.Random) -> None:
             path.rename(path.with_name(f"{name}.json"))
             (home / "current").write_text(f"{name}\n")
     elif what < 0.75:
-        (home / "current").write_bytes(rng.choice([b"../../x", b"", b"\xff\xfe", b"x" * 100_000, b"0" * 16,
-                                                   b"../decisions/x",
-                                                   cut((home / "current").read_bytes(), rng)]))
+        (home / "current").write_bytes(
+            rng.choice(
+                [
+                    b"../../x",
+                    b"",
+                    b"\xff\xfe",
+                    b"x" * 100_000,
+                    b"0" * 16,
+                    b"../decisions/x",
+                    cut((home / "current").read_bytes(), rng),
+                ]
+            )
+        )
     elif what < 0.9:
         path = rng.choice(sorted((home / "versions").glob("*/*.json")))
         damage_json(path, rng, sealed if path.name == "plan.json" else None)
@@ -139,8 +199,9 @@ def damage_part(folder: Path, rng: random.Random) -> None:
     """A part of a dataset, named after its content again; sometimes its pool, or a link."""
     what = rng.random()
     if what < 0.05:
-        (folder / "measurements" / rng.choice([f"compute-{'0' * 24}.parquet",
-                                               "compute-x.parquet"])).symlink_to("nowhere")
+        (
+            folder / "measurements" / rng.choice([f"compute-{'0' * 24}.parquet", "compute-x.parquet"])
+        ).symlink_to("nowhere")
         return
     path = rng.choice(sorted((folder / "measurements").glob("*.parquet")))
     content = path.read_bytes()
@@ -149,8 +210,9 @@ def damage_part(folder: Path, rng: random.Random) -> None:
     else:
         content = _damaged_table(pq.read_table(pa.BufferReader(content)), rng)
     path.unlink()
-    (path.parent
-     / f"{path.name.split('-')[0]}-{hashlib.sha256(content).hexdigest()[:24]}.parquet").write_bytes(content)
+    (
+        path.parent / f"{path.name.split('-')[0]}-{hashlib.sha256(content).hexdigest()[:24]}.parquet"
+    ).write_bytes(content)
 
 
 def _damaged_table(table: pa.Table, rng: random.Random) -> bytes:
@@ -164,8 +226,9 @@ def _damaged_table(table: pa.Table, rng: random.Random) -> bytes:
         elif what < 0.3:
             table = table.append_column(rng.choice(["x", field.name]), table.column(i))
         elif what < 0.4:
-            table = table.set_column(i, field.name, pa.array([rng.choice(["x", 1, 0.5, None, []])]
-                                                             * len(table)))
+            table = table.set_column(
+                i, field.name, pa.array([rng.choice(["x", 1, 0.5, None, []])] * len(table))
+            )
         else:
             rows = table.column(i).to_pylist()
             at = rng.randrange(len(rows))
@@ -187,9 +250,25 @@ def _damaged_cell(value: Any, rng: random.Random) -> Any:
     if isinstance(value, dict) and rng.random() < 0.9:
         key = rng.choice(list(value))
         return {**value, key: _damaged_cell(value[key], rng)}
-    return rng.choice([None, 0, -1, 1, 2**31 - 1, 2**62, float("nan"), float("inf"), -0.5, 1e300, "", "x",
-                       "../x", "t" * 10_000,
-                       []])
+    return rng.choice(
+        [
+            None,
+            0,
+            -1,
+            1,
+            2**31 - 1,
+            2**62,
+            float("nan"),
+            float("inf"),
+            -0.5,
+            1e300,
+            "",
+            "x",
+            "../x",
+            "t" * 10_000,
+            [],
+        ]
+    )
 
 
 def damage_model(folder: Path, rng: random.Random, name: str = "model") -> None:
@@ -217,14 +296,16 @@ def _damaged_weights(content: bytes, rng: random.Random) -> bytes:
     elif what == 2:
         weights[name] = weights[name].astype(rng.choice([np.float32, np.int64, np.float16, np.uint8]))
     elif what == 3:
-        weights[name] = weights[name][..., :-1] if rng.random() < 0.5 else np.concatenate([weights[name],
-                                                                                           weights[name]])
+        weights[name] = (
+            weights[name][..., :-1] if rng.random() < 0.5 else np.concatenate([weights[name], weights[name]])
+        )
     elif what == 4:
         weights[name] = weights[name][None] if rng.random() < 0.5 else weights[name].ravel()
     else:
         flat = weights[name].reshape(-1)
-        flat[rng.randrange(flat.size)] = rng.choice([float("nan"), float("inf"), -1.0, -1e-9, 1e300, -1e300,
-                                                     0.0, 1e9, 1e-300])
+        flat[rng.randrange(flat.size)] = rng.choice(
+            [float("nan"), float("inf"), -1.0, -1e-9, 1e300, -1e300, 0.0, 1e9, 1e-300]
+        )
     return save({k: np.ascontiguousarray(v) for k, v in weights.items()})
 
 
@@ -235,12 +316,24 @@ def damage_yaml(path: Path, rng: random.Random) -> None:
         path.write_bytes(cut(text, rng))
     elif what < 0.35:
         bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
-            f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
-        odd_text = rng.choice([
-            bomb, "<<<<<<< HEAD\na: 1\n=======\n", "&x [*x]\n", "? {a: 1}\n: 2\n", "a: "
-            "!!python/object:os.system x\n",
-            "a: 2024-13-45\n", "<<: 3\n", "? [1]\n: 2\n", "1: 2\n", "a: 1e999\n", "--- 1\n--- 2\n",
-            "a: 0x" + "f" * 400])
+            f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
+        )
+        odd_text = rng.choice(
+            [
+                bomb,
+                "<<<<<<< HEAD\na: 1\n=======\n",
+                "&x [*x]\n",
+                "? {a: 1}\n: 2\n",
+                "a: !!python/object:os.system x\n",
+                "a: 2024-13-45\n",
+                "<<: 3\n",
+                "? [1]\n: 2\n",
+                "1: 2\n",
+                "a: 1e999\n",
+                "--- 1\n--- 2\n",
+                "a: 0x" + "f" * 400,
+            ]
+        )
         path.write_text(odd_text if rng.random() < 0.7 else text.decode() + odd_text)
     else:
         with contextlib.suppress(yaml.YAMLError, UnicodeError, ValueError, RecursionError):
@@ -263,8 +356,12 @@ def damage_tensors(path: Path, rng: random.Random) -> None:
         meta["tensors_sha256"] = {name: tensor_sha256(tensor) for name, tensor in tensors.items()}
     with contextlib.suppress(ValueError, TypeError, RecursionError, AttributeError):
         meta = sealed(meta)
-    path.write_bytes(save({k: np.ascontiguousarray(v) for k, v in tensors.items()},
-                          {"shardcore": json.dumps(meta)} if rng.random() < 0.95 else None))
+    path.write_bytes(
+        save(
+            {k: np.ascontiguousarray(v) for k, v in tensors.items()},
+            {"shardcore": json.dumps(meta)} if rng.random() < 0.95 else None,
+        )
+    )
 
 
 def damage_rows(folder: Path, rng: random.Random) -> None:
@@ -286,8 +383,9 @@ def damage_rows(folder: Path, rng: random.Random) -> None:
             meta = damaged(meta, rng)
         else:  # what loads must still be the same weights
             _damage_tensor(tensors, rng, values=False)
-        content = save({k: np.ascontiguousarray(v) for k, v in tensors.items()},
-                       {"shardcore": json.dumps(meta)})
+        content = save(
+            {k: np.ascontiguousarray(v) for k, v in tensors.items()}, {"shardcore": json.dumps(meta)}
+        )
         path.write_bytes(content)
         said = json.loads(complete.read_bytes())
         said["files"][path.name] = hashlib.sha256(content).hexdigest()
@@ -324,17 +422,28 @@ def damage_batch(folder: Path, rng: random.Random) -> None:
     if what < 0.5:
         tensors[i] = rng.choice([None, 1, "x", [], {}, torch.Size([3]), torch.zeros(0)])
     elif what < 0.7:
-        tensors[i] = rng.choice([
-            tensors[i].float(), tensors[i].int(), tensors[i].to("meta"), tensors[i].to_sparse(),
-            tensors[i][None], tensors[i][:1].expand(3 << 30, *tensors[i].shape[1:]), tensors[i] > 0,
-            tensors[i].flip(0)])
+        tensors[i] = rng.choice(
+            [
+                tensors[i].float(),
+                tensors[i].int(),
+                tensors[i].to("meta"),
+                tensors[i].to_sparse(),
+                tensors[i][None],
+                tensors[i][:1].expand(3 << 30, *tensors[i].shape[1:]),
+                tensors[i] > 0,
+                tensors[i].flip(0),
+            ]
+        )
     else:
         flat = tensors[i].reshape(-1).clone()
         flat[rng.randrange(len(flat))] = rng.choice([-1, 2**62, -(2**63), 2**63 - 1, 2**40, 7])
         tensors[i] = flat.reshape(tensors[i].shape)
     sink = io.BytesIO()
-    torch.save(tuple(tensors) if rng.random() < 0.9 else tensors, sink,
-               _use_new_zipfile_serialization=rng.random() < 0.9)
+    torch.save(
+        tuple(tensors) if rng.random() < 0.9 else tensors,
+        sink,
+        _use_new_zipfile_serialization=rng.random() < 0.9,
+    )
     content = sink.getvalue()
     if rng.random() < 0.15:
         content = cut(content, rng)

@@ -73,77 +73,148 @@ def make(folder: Path) -> None:
     model = fit.train(known, exchanges, setting, fit.FitConfig(epochs=1, hidden=(4,))).model
     neural.save(model, folder / "model")
     write_policy(folder / "policy", _untrained("dreamshard", setting))
-    _write(folder / "offers.json", {"schema": "shardcore/offers", "version": 1, "offers": [
-        {"name": "small", "devices": 2, "memory_bytes": 1 << 34, "price_per_hour": 1.5, "most_hosts": 3,
-         "model": "model", "watts": 300.0},
-        {"name": "large", "devices": 8, "memory_bytes": 1 << 36, "price_per_hour": 20.0, "model": "model",
-         "speed": 1.5, "links": [{"level": "within_host", "gbps": 100.0},
-                                {"level": "between_hosts", "gbps": 10.0, "latency_ms": 0.05}]}]})
+    _write(
+        folder / "offers.json",
+        {
+            "schema": "shardcore/offers",
+            "version": 1,
+            "offers": [
+                {
+                    "name": "small",
+                    "devices": 2,
+                    "memory_bytes": 1 << 34,
+                    "price_per_hour": 1.5,
+                    "most_hosts": 3,
+                    "model": "model",
+                    "watts": 300.0,
+                },
+                {
+                    "name": "large",
+                    "devices": 8,
+                    "memory_bytes": 1 << 36,
+                    "price_per_hour": 20.0,
+                    "model": "model",
+                    "speed": 1.5,
+                    "links": [
+                        {"level": "within_host", "gbps": 100.0},
+                        {"level": "between_hosts", "gbps": 10.0, "latency_ms": 0.05},
+                    ],
+                },
+            ],
+        },
+    )
     pool = tuple({s.table.name: s.table for sample in known for s in sample.request.shards}.values())
     files.write_pool(folder / "pool.json", pool)
     measurements = folder / "measurements"
     dataset.write_compute(measurements, known[:6], dataset.write_pool(measurements, pool))
     dataset.write_comm(measurements, exchanges[:6])
 
-    problem = draw_problem(pool, 0, setting, 0, ProblemConfig(devices=2, min_tables=4, max_tables=6,
-                                                              max_dim=32))
-    plan = Plan(tuple(Placement("column", Shard.whole(t), (i % 2,)) for i, t in enumerate(problem.tables)),
-                {"algorithm": "dealt"})
+    problem = draw_problem(
+        pool, 0, setting, 0, ProblemConfig(devices=2, min_tables=4, max_tables=6, max_dim=32)
+    )
+    plan = Plan(
+        tuple(Placement("column", Shard.whole(t), (i % 2,)) for i, t in enumerate(problem.tables)),
+        {"algorithm": "dealt"},
+    )
     cost = price(lower(plan, problem), model)
     files.write_problem(folder / "problem.json", problem)
     files.write_plan(folder / "plan.json", plan, problem)
     version = store.add(folder / "plans", problem, plan, {"total_ms": cost.total_ms}, "<html></html>")
-    store.record(folder / "plans", store.Decision(
-        problem.name, "first", "nothing was published", version, version, files.problem_digest(problem),
-        cost.total_ms,
-        provenance={"model": "m", "model_version": "1"}))
-    took = StepSample(**{part: getattr(cost, part) for part in PARTS}, oversubscribed=False,
-                      step=Spread(cost.total_ms, cost.total_ms, cost.total_ms, 3))
+    store.record(
+        folder / "plans",
+        store.Decision(
+            problem.name,
+            "first",
+            "nothing was published",
+            version,
+            version,
+            files.problem_digest(problem),
+            cost.total_ms,
+            provenance={"model": "m", "model_version": "1"},
+        ),
+    )
+    took = StepSample(
+        **{part: getattr(cost, part) for part in PARTS},
+        oversubscribed=False,
+        step=Spread(cost.total_ms, cost.total_ms, cost.total_ms, 3),
+    )
     replays.keep(folder / "replays", problem, [("dealt", plan)], setting, ReplayConfig(), lambda _: [took])
 
     shutil.copy(ROOT / "params.yaml", folder)
     out = {"path": "data/measurements", "hash": "md5", "md5": f"{'ab' * 16}.dir", "size": 10, "nfiles": 2}
-    (folder / "dvc.lock").write_text(yaml.safe_dump({"schema": "2.0", "stages": {
-        "measure": {"cmd": "python -m flows.measure", "outs": [out]}}}))
-    _write(folder / "request.json", [{"shards": [{"table": files.table_to_json(t)}
-                                                 for t in problem.tables[:2]]},
-                                     {"shards": [], "batch": 64}])
+    (folder / "dvc.lock").write_text(
+        yaml.safe_dump(
+            {"schema": "2.0", "stages": {"measure": {"cmd": "python -m flows.measure", "outs": [out]}}}
+        )
+    )
+    _write(
+        folder / "request.json",
+        [
+            {"shards": [{"table": files.table_to_json(t)} for t in problem.tables[:2]]},
+            {"shards": [], "batch": 64},
+        ],
+    )
     law = {"heavy_hitters": [0.2, 0.1, 0.05], "zipf_q": 2.0, "zipf_s": 1.1}
-    _write(folder / "fbgemm" / REPORT, {
-        "embedding_specs": [[20000, 8], [300, 12]], "feature_table_map": [0, 0, 1],
-        "pooling_params": {"Ls": [8.0, 9.0, 8.0]},
-        "batch_params": {"Bs": [256, 256, 256]}, "indices_params_list": [law, law, law]})
-    _write(folder / "fbgemm" / TABLES, [
-        {"module": "bags", "table": name, "row_lo": 0, "row_hi": rows, "col_lo": 0, "col_hi": dim}
-        for name, rows, dim in (("large", 20000, 8), ("small", 300, 12))])
-    _write(folder / "towers.json", {
-        "schema": "shardcore/towers", "version": 1, "compression_ratio": 4.0,
-        "towers": [[problem.tables[0].name, problem.tables[1].name]],
-        "tables": [t.name for t in problem.tables[:3]],
-        "affinity": [[0.0, 1.0, 2.0], [1.0, 0.0, 0.5], [2.0, 0.5, 0.0]]})
-    write_hot_ids(folder / "hot.safetensors", [HotIds("t0", 500, np.arange(0, 60, 2)),
-                                               HotIds("t1", 90, np.array([7]))])
-    write_row_counts(folder / "counts.safetensors", RowCounts(
-        64, {"t0": np.arange(500)[::-1].copy(), "t1": np.ones(90, np.int64)}))
+    _write(
+        folder / "fbgemm" / REPORT,
+        {
+            "embedding_specs": [[20000, 8], [300, 12]],
+            "feature_table_map": [0, 0, 1],
+            "pooling_params": {"Ls": [8.0, 9.0, 8.0]},
+            "batch_params": {"Bs": [256, 256, 256]},
+            "indices_params_list": [law, law, law],
+        },
+    )
+    _write(
+        folder / "fbgemm" / TABLES,
+        [
+            {"module": "bags", "table": name, "row_lo": 0, "row_hi": rows, "col_lo": 0, "col_hi": dim}
+            for name, rows, dim in (("large", 20000, 8), ("small", 300, 12))
+        ],
+    )
+    _write(
+        folder / "towers.json",
+        {
+            "schema": "shardcore/towers",
+            "version": 1,
+            "compression_ratio": 4.0,
+            "towers": [[problem.tables[0].name, problem.tables[1].name]],
+            "tables": [t.name for t in problem.tables[:3]],
+            "affinity": [[0.0, 1.0, 2.0], [1.0, 0.0, 0.5], [2.0, 0.5, 0.0]],
+        },
+    )
+    write_hot_ids(
+        folder / "hot.safetensors", [HotIds("t0", 500, np.arange(0, 60, 2)), HotIds("t1", 90, np.array([7]))]
+    )
+    write_row_counts(
+        folder / "counts.safetensors",
+        RowCounts(64, {"t0": np.arange(500)[::-1].copy(), "t1": np.ones(90, np.int64)}),
+    )
     lengths = torch.tensor([[2, 0, 3, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
-    batch = (torch.arange(10), torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)]),
-             lengths)
+    batch = (
+        torch.arange(10),
+        torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)]),
+        lengths,
+    )
     torch.save(batch, folder / "batch.pt")
     (folder / "batch.pt.gz").write_bytes(gzip.compress((folder / "batch.pt").read_bytes()))
-    _write(folder / "cache" / ENTRY, [{"md5": "ab" * 16, "relpath": "a.csv"},
-                                      {"md5": "cd" * 16, "relpath": "b"}])
-    _write(folder / ".dvc/tmp/rwlock", {
-        "write": {"data": {"pid": 1, "cmd": "dvc"}}, "read": {"x": [{"pid": 2**22 + 1, "cmd": "dvc"}]}})
+    _write(
+        folder / "cache" / ENTRY, [{"md5": "ab" * 16, "relpath": "a.csv"}, {"md5": "cd" * 16, "relpath": "b"}]
+    )
+    _write(
+        folder / ".dvc/tmp/rwlock",
+        {"write": {"data": {"pid": 1, "cmd": "dvc"}}, "read": {"x": [{"pid": 2**22 + 1, "cmd": "dvc"}]}},
+    )
     (folder / ".dvc/tmp/lock").write_text(" 123")
     # One device could not hold all tables.
     grouping = Grouping(2, CONTIGUOUS, 5)
     one = GroupedPlan(grouping, plan, problem_of_group(problem, grouping))
     grouped_plans.write_grouped(folder / "grouped.json", one, problem)
     if HAS_TORCHREC:
-        plan_files.write_torchrec(folder / "torchrec.json",
-                                     to_torchrec(plan, problem, "model.bags", "cpu"))
+        plan_files.write_torchrec(folder / "torchrec.json", to_torchrec(plan, problem, "model.bags", "cpu"))
         dmp_collection.write_dmp_collection(
-            folder / "dmp.json", dmp_collection.to_dmp_collection(one, problem, "model.bags", "cpu"), 5)
+            folder / "dmp.json", dmp_collection.to_dmp_collection(one, problem, "model.bags", "cpu"), 5
+        )
         hot_cold_rows.save_rows(hot_collection(), folder / "rows")
 
 
@@ -166,9 +237,12 @@ def hot_collection() -> Any:
     from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection
 
     return HotColdEmbeddingCollection(
-        [EmbeddingConfig(name="h", num_embeddings=50, embedding_dim=8, feature_names=["f"]),
-         EmbeddingConfig(name="k", num_embeddings=20, embedding_dim=8, feature_names=["q"])],
-        {"h": HotIds("h", 50, np.array([0, 3, 17]))})
+        [
+            EmbeddingConfig(name="h", num_embeddings=50, embedding_dim=8, feature_names=["f"]),
+            EmbeddingConfig(name="k", num_embeddings=20, embedding_dim=8, feature_names=["q"]),
+        ],
+        {"h": HotIds("h", 50, np.array([0, 3, 17]))},
+    )
 
 
 def _untrained(name: str, setting: Setting) -> Policy:

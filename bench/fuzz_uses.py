@@ -67,8 +67,9 @@ def use_problem(folder: Path, sound: Sound) -> None:
 
 def use_pool(folder: Path, sound: Sound) -> None:
     tables = files.read_pool(folder / "pool.json")
-    _require(_is_cost(group_costs([[Shard.whole(t)] for t in tables], sound.model)), "a table's cost is no "
-             "cost")
+    _require(
+        _is_cost(group_costs([[Shard.whole(t)] for t in tables], sound.model)), "a table's cost is no cost"
+    )
     with contextlib.suppress(ShardCoreError):  # its tables have other widths
         published._with_statistics_of(folder / "pool.json", sound.problem)
 
@@ -131,9 +132,10 @@ def use_measurements(folder: Path, sound: Sound) -> None:
     where = folder / "measurements"
     for setting in dataset.settings(where):
         samples = [s for s in dataset.read_compute(where, setting) if s.error is None]
-        _require(_is_cost([(s.total_ms, s.forward.q1_ms, s.backward.q3_ms, s.slowdown) for s in samples]
-                          or 0.0),
-                 "a timing is none")
+        _require(
+            _is_cost([(s.total_ms, s.forward.q1_ms, s.backward.q3_ms, s.slowdown) for s in samples] or 0.0),
+            "a timing is none",
+        )
         if samples:
             _require(_is_cost(accuracy.predict(sound.model, samples)), "what was measured cannot be priced")
         for s in dataset.read_comm(where, setting):
@@ -147,14 +149,14 @@ def use_measurements(folder: Path, sound: Sound) -> None:
 def use_torchrec(folder: Path, sound: Sound) -> None:
     plan = plan_files.read_torchrec(folder / "torchrec.json")
     plan_files.read_qcomms(folder / "torchrec.json")
-    _require(plan_files.from_json(plan_files.to_json(plan)) == plan, "written and read again it is "
-             "another")
+    _require(plan_files.from_json(plan_files.to_json(plan)) == plan, "written and read again it is another")
 
 
 def use_fbgemm(folder: Path, sound: Sound) -> None:
     tables = fbgemm_statistics.reported_tables(folder / "fbgemm")
-    _require(_is_cost(group_costs([[Shard.whole(t)] for t in tables], sound.model)), "a table's cost is no "
-             "cost")
+    _require(
+        _is_cost(group_costs([[Shard.whole(t)] for t in tables], sound.model)), "a table's cost is no cost"
+    )
 
 
 def use_params(folder: Path, sound: Sound) -> None:
@@ -232,8 +234,9 @@ def use_rows(folder: Path, sound: Sound) -> None:
     hot_cold_rows.load_rows(found, folder / "rows")
     of_wanted = wanted.state_dict()
     # Rows may have been kept as FP16.
-    same = all(torch.allclose(tensor, of_wanted[name], atol=1e-3)
-               for name, tensor in found.state_dict().items())
+    same = all(
+        torch.allclose(tensor, of_wanted[name], atol=1e-3) for name, tensor in found.state_dict().items()
+    )
     _require(same, "it loads other weights")
 
 
@@ -246,8 +249,10 @@ def use_request(folder: Path, sound: Sound) -> None:
     except MlflowException as error:
         _require(error.error_code == "INVALID_PARAMETER_VALUE", f"it is answered as {error.error_code}")
         raise ShardCoreError(error.message) from None
-    _require(_is_cost([(a["ms"], a["forward_ms"], a["low_ms"], a["high_ms"]) for a in answers] or 0.0),
-             "an answer is no cost")
+    _require(
+        _is_cost([(a["ms"], a["forward_ms"], a["low_ms"], a["high_ms"]) for a in answers] or 0.0),
+        "an answer is no cost",
+    )
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:

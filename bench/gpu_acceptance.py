@@ -79,12 +79,17 @@ def events(args: argparse.Namespace) -> Verdict:
             for _ in range(5):
                 run.forward().backward(run.gradient)
             device_of("cuda").synchronize()
-        us = sum(event.self_device_time_total if place == "cuda" else event.self_cpu_time_total
-                 for event in found.key_averages())
+        us = sum(
+            event.self_device_time_total if place == "cuda" else event.self_cpu_time_total
+            for event in found.key_averages()
+        )
         ratios.append(float(by_events / (us / 5e3)))
     apart = float(np.median(np.abs(np.array(ratios) - 1))) if ratios else float("inf")
-    return apart <= 0.05, {"groups": len(ratios), "median_apart": apart,
-                           "median_ratio": float(np.median(ratios or [np.inf]))}
+    return apart <= 0.05, {
+        "groups": len(ratios),
+        "median_apart": apart,
+        "median_ratio": float(np.median(ratios or [np.inf])),
+    }
 
 
 def groups(args: argparse.Namespace) -> Verdict:
@@ -94,8 +99,13 @@ def groups(args: argparse.Namespace) -> Verdict:
     found = _samples(args)
     failed = sum(s.error is not None for s in found) / max(1, len(found))
     in_kernels = [int(share) for share in re.findall(r"(\d+)% of the time in kernels", said)][-1:]
-    figures = {"groups": len(found), "failed": failed, "in_kernels": (in_kernels or [0])[0] / 100,
-               "seconds": time.monotonic() - began, "peak_memory": used.peak}
+    figures = {
+        "groups": len(found),
+        "failed": failed,
+        "in_kernels": (in_kernels or [0])[0] / 100,
+        "seconds": time.monotonic() - began,
+        "peak_memory": used.peak,
+    }
     return len(found) >= args.groups and failed < 0.01 and figures["in_kernels"] >= 0.8, figures
 
 
@@ -105,8 +115,15 @@ def memory(args: argparse.Namespace) -> Verdict:
 
 
 def repeats(args: argparse.Namespace) -> Verdict:
-    _measure(args, "--samples", str(args.again), "--again", str(args.again),
-             "--minutes", f"{max(0.5, args.minutes / 4):g}")
+    _measure(
+        args,
+        "--samples",
+        str(args.again),
+        "--again",
+        str(args.again),
+        "--minutes",
+        f"{max(0.5, args.minutes / 4):g}",
+    )
     apart = [abs(a.total_ms / b.total_ms - 1) for a, b, *_ in dataset.read_repeats(args.out / "data")]
     median = float(np.median(apart)) if apart else float("inf")
     return median <= 0.02, {"groups": len(apart), "median_apart": median}
@@ -136,8 +153,12 @@ def uvm(args: argparse.Namespace) -> Verdict:
     offsets = torch.arange(0, args.batch * pooling + 1, pooling, device="cuda")
     for share in SHARES:
         op = SplitTableBatchedEmbeddingBagsCodegen(
-            [(rows, dim, EmbeddingLocation.MANAGED_CACHING, ComputeDevice.CUDA)], cache_load_factor=share,
-            optimizer=EmbOptimType.EXACT_SGD, gather_uvm_cache_stats=True, device=torch.device("cuda"))
+            [(rows, dim, EmbeddingLocation.MANAGED_CACHING, ComputeDevice.CUDA)],
+            cache_load_factor=share,
+            optimizer=EmbOptimType.EXACT_SGD,
+            gather_uvm_cache_stats=True,
+            device=torch.device("cuda"),
+        )
         gradient, times = torch.ones(args.batch, dim, device="cuda"), []
         for _ in range(10):
             device.keep_busy(10.0)
@@ -154,13 +175,25 @@ def uvm(args: argparse.Namespace) -> Verdict:
 def tests(_: argparse.Namespace) -> Verdict:
     if importlib.util.find_spec("pytest") is None:
         return True, {"skipped": "pytest is not installed"}
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/measure/test_kernels.py"],
-                          cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/measure/test_kernels.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     return done.returncode == 0, {"said": done.stdout.strip().splitlines()[-1:]}
 
 
 QUESTIONS: tuple[Callable[[argparse.Namespace], Verdict], ...] = (
-    card, events, groups, memory, repeats, widths, uvm, tests)
+    card,
+    events,
+    groups,
+    memory,
+    repeats,
+    widths,
+    uvm,
+    tests,
+)
 
 
 class _Memory:
@@ -186,8 +219,20 @@ class _Memory:
 
 def _measure(args: argparse.Namespace, *more: str) -> str:
     """What `python -m shardcore measure` prints. Raises ShardCoreError where it fails."""
-    command = [sys.executable, "-m", "shardcore", "measure", "--device", "cuda", "--batch", str(args.batch),
-               "--out", str(args.out / "data"), *more, *args.options]
+    command = [
+        sys.executable,
+        "-m",
+        "shardcore",
+        "measure",
+        "--device",
+        "cuda",
+        "--batch",
+        str(args.batch),
+        "--out",
+        str(args.out / "data"),
+        *more,
+        *args.options,
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = []
     for line in process.stdout:
@@ -203,16 +248,25 @@ def _samples(args: argparse.Namespace) -> list[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu_acceptance", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu_acceptance",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--minutes", type=float, default=8.0, help="for groups (8)")
     parser.add_argument("--batch", type=int, default=device_of("cuda").batch, help="global batch (65536)")
     parser.add_argument("--groups", type=int, default=GROUPS, help="that there have to be (2000)")
     parser.add_argument("--again", type=int, default=AGAIN, help="groups to measure again (64)")
     parser.add_argument("--arena-gib", type=float, default=8.0, help="where events are compared (8)")
-    parser.add_argument("--only", nargs="+", choices=[q.__name__ for q in QUESTIONS], metavar="QUESTION",
-                        default=[q.__name__ for q in QUESTIONS], help="default: all")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[q.__name__ for q in QUESTIONS],
+        metavar="QUESTION",
+        default=[q.__name__ for q in QUESTIONS],
+        help="default: all",
+    )
     parser.add_argument("options", nargs="*", metavar="-- OPTION", help="more for `shardcore measure`")
     args = parser.parse_args()
     args.out, args.arena_bytes = args.out.resolve(), int(args.arena_gib * 2**30)

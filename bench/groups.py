@@ -31,11 +31,22 @@ def main() -> None:
     args = parser.parse_args()
     devices = tuple(Device(80 * GB, host=f"host-{h}") for h in range(4) for _ in range(8))
     links = Topology(devices, links=links_of(within_host=150.0, between_hosts=25.0, latency_ms=0.05))
-    problem = Problem("dcnv2", public_pool("mlperf-dlrm-dcnv2"), links, 65536, "rowwise_adagrad",
-                      Constraints(reserved_bytes=12 * GB))
+    problem = Problem(
+        "dcnv2",
+        public_pool("mlperf-dlrm-dcnv2"),
+        links,
+        65536,
+        "rowwise_adagrad",
+        Constraints(reserved_bytes=12 * GB),
+    )
     model = AnalyticModel(Setting("given", problem.global_batch, optimizer=problem.optimizer))
-    best = decide(problem, model, [Groups(sync_every=args.sync_every)], SHARDERS["anneal_columns"],
-                  budget=Budget(evals=args.budget_evals))
+    best = decide(
+        problem,
+        model,
+        [Groups(sync_every=args.sync_every)],
+        SHARDERS["anneal_columns"],
+        budget=Budget(evals=args.budget_evals),
+    )
     print(decisions_report.ledger_text(best.ledger))
 
 

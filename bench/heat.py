@@ -42,8 +42,16 @@ def tables(n: int) -> list[Table]:
     live = [t for t in generate_pool() if t.pooling >= 0.5 and t.rows >= 20_000]
     small = sorted(live, key=lambda t: t.rows)[:100]
     drawn = [small[i] for i in rng.choice(len(small), n // 2, replace=False)]
-    laws = [Table(f"zipf-{i}", int(rng.integers(20_000, 100_000)), 64, float(rng.integers(2, 30)),
-                  Zipf(float(rng.uniform(0.6, 1.4)))) for i in range(n - len(drawn))]
+    laws = [
+        Table(
+            f"zipf-{i}",
+            int(rng.integers(20_000, 100_000)),
+            64,
+            float(rng.integers(2, 30)),
+            Zipf(float(rng.uniform(0.6, 1.4))),
+        )
+        for i in range(n - len(drawn))
+    ]
     return drawn + laws
 
 
@@ -57,15 +65,24 @@ def misses(n: int, batches: int) -> None:
         known = int(heat.rows[heat.lookups > 0].sum())
         for rows in sorted({max(4 * WAYS, int(share * known)) for share in SHARES}):
             predicted = float(heat.miss_ratio(rows))
-            one, sets = (missed / seen for seen, missed in (
-                lru_misses(drawn, table.rows, rows, batches // 2, ways) for ways in (None, WAYS)))
+            one, sets = (
+                missed / seen
+                for seen, missed in (
+                    lru_misses(drawn, table.rows, rows, batches // 2, ways) for ways in (None, WAYS)
+                )
+            )
             errors.append((predicted - one, predicted - sets))
-            print(f"| {table.name} | {table.rows} | {rows} | {predicted:.3f} | {one:.3f} | {sets:.3f} | "
-                  f"{100 * (predicted - one):+.1f}, {100 * (predicted - sets):+.1f} |", flush=True)
+            print(
+                f"| {table.name} | {table.rows} | {rows} | {predicted:.3f} | {one:.3f} | {sets:.3f} | "
+                f"{100 * (predicted - one):+.1f}, {100 * (predicted - sets):+.1f} |",
+                flush=True,
+            )
     off = 100 * np.abs(errors)
     for name, of in zip(("one set", f"{WAYS} ways"), off.T, strict=True):
-        print(f"\n{name}: mean {of.mean():.2f} points off, worst {of.max():.2f}, within 2 points "
-              f"{np.count_nonzero(of <= 2)} of {len(of)}")
+        print(
+            f"\n{name}: mean {of.mean():.2f} points off, worst {of.max():.2f}, within 2 points "
+            f"{np.count_nonzero(of <= 2)} of {len(of)}"
+        )
 
 
 def unseen(n: int, batches: int) -> None:
@@ -83,11 +100,16 @@ def unseen(n: int, batches: int) -> None:
                 ids = np.concatenate([streams.stream(law, BATCH, 10**6 + i)[0] for i in range(k)])
                 [heat] = heat_of([replace(law, access=reuse_of(ids, k * BATCH))], BATCH, unseen=True)
                 off.setdefault((share, k), []).append(
-                    100 * abs(float(heat.miss_ratio(int(share * law.rows))) - missed / seen))
+                    100 * abs(float(heat.miss_ratio(int(share * law.rows))) - missed / seen)
+                )
     for share, found in ratios.items():
         of = (off[share, k] for k in HISTOGRAMS)
-        print(f"| {share:.0%} | {np.mean(found):.2f} | "
-              + " | ".join(f"{np.mean(x):.1f} ({max(x):.1f})" for x in of) + " |", flush=True)
+        print(
+            f"| {share:.0%} | {np.mean(found):.2f} | "
+            + " | ".join(f"{np.mean(x):.1f} ({max(x):.1f})" for x in of)
+            + " |",
+            flush=True,
+        )
 
 
 def tiers(n: int) -> None:

@@ -67,11 +67,18 @@ def collection(problem: Problem, hot: dict[str, HotIds]) -> torch.nn.Module:
     """A model of one collection, with hot rows if there are any."""
     from torchrec import EmbeddingCollection, EmbeddingConfig
 
-    configs = [EmbeddingConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
-                               feature_names=[f"f_{t.name}"]) for t in problem.tables]
+    configs = [
+        EmbeddingConfig(
+            name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[f"f_{t.name}"]
+        )
+        for t in problem.tables
+    ]
     model, meta = torch.nn.Module(), torch.device("meta")
-    model.ec = (HotColdEmbeddingCollection(configs, hot, device=meta) if hot
-                else EmbeddingCollection(configs, device=meta))
+    model.ec = (
+        HotColdEmbeddingCollection(configs, hot, device=meta)
+        if hot
+        else EmbeddingCollection(configs, device=meta)
+    )
     model.forward = lambda batch: model.ec(batch)
     return model
 
@@ -83,11 +90,18 @@ def theirs(problem: Problem, types: list[str]) -> Plan:
     from torchrec.distributed.planner import Topology as TheirTopology
 
     ours = problem.topology
-    topology = TheirTopology(N, "cpu", ddr_cap=1 << 40, local_world_size=PER_HOST,
-                             intra_host_bw=ours.link("within_host").gbps * 1e6,
-                             inter_host_bw=ours.link("between_hosts").gbps / PER_HOST * 1e6)
-    constraints = {t.name: ParameterConstraints(sharding_types=types, pooling_factors=[t.pooling])
-                   for t in problem.tables}
+    topology = TheirTopology(
+        N,
+        "cpu",
+        ddr_cap=1 << 40,
+        local_world_size=PER_HOST,
+        intra_host_bw=ours.link("within_host").gbps * 1e6,
+        inter_host_bw=ours.link("between_hosts").gbps / PER_HOST * 1e6,
+    )
+    constraints = {
+        t.name: ParameterConstraints(sharding_types=types, pooling_factors=[t.pooling])
+        for t in problem.tables
+    }
     model = collection(problem, {})
     planner = EmbeddingShardingPlanner(topology, problem.local_batch, constraints=constraints, stats=[])
     return from_torchrec(planner.plan(model, [EmbeddingCollectionSharder()]), problem, model)
@@ -107,8 +121,16 @@ def arms_of(problem: Problem, model: CostModel, budget: Budget) -> dict[str, Arm
     return found
 
 
-def steps(rank: int, init_method: str, say: Callable[[Any], None], problem: Problem, arms: dict[str, Arm],
-          hot: dict[str, dict[str, HotIds]], repeats: int, seed: int) -> None:
+def steps(
+    rank: int,
+    init_method: str,
+    say: Callable[[Any], None],
+    problem: Problem,
+    arms: dict[str, Arm],
+    hot: dict[str, dict[str, HotIds]],
+    repeats: int,
+    seed: int,
+) -> None:
     """Run the steps of all arms, in turn; says ms of each."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -116,20 +138,24 @@ def steps(rank: int, init_method: str, say: Callable[[Any], None], problem: Prob
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
 
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(N), LOCAL_WORLD_SIZE=str(PER_HOST),
-                      LOCAL_RANK=str(rank % PER_HOST))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(N), LOCAL_WORLD_SIZE=str(PER_HOST), LOCAL_RANK=str(rank % PER_HOST)
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=N)
-    sharder = EmbeddingCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD,
-                                                       "learning_rate": 0.01})
+    sharder = EmbeddingCollectionSharder(
+        fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.01}
+    )
     made = {}
     for name, (own, plan) in arms.items():
         model = collection(problem, hot[name])
         made[name] = DistributedModelParallel(
-            model, device=torch.device("cpu"), sharders=[sharder],
-            plan=to_torchrec(plan, own, model, "cpu"))
-    dense = {name: torch.optim.SGD(list(model.module.ec.hot.parameters()), 0.01) if hot[name] else None
-             for name, model in made.items()}
+            model, device=torch.device("cpu"), sharders=[sharder], plan=to_torchrec(plan, own, model, "cpu")
+        )
+    dense = {
+        name: torch.optim.SGD(list(model.module.ec.hot.parameters()), 0.01) if hot[name] else None
+        for name, model in made.items()
+    }
     batches = [_batch(problem, rank, seed + k) for k in range(BATCHES)]
     for step in range(WARM + repeats):
         for name, model in made.items():
@@ -147,17 +173,32 @@ def steps(rank: int, init_method: str, say: Callable[[Any], None], problem: Prob
 def measured(problem: Problem, arms: dict[str, Arm], box: Box, repeats: int, seed: int) -> dict[str, float]:
     """ms of a step of each arm."""
     tables = {t.name: t for t in problem.tables}
-    hot = {name: {table: HotIds.of_counts(table, sum(
-        row_counts(tables[table], stream(tables[table], problem.global_batch, 10_000 + seed + k)[0])
-        for k in range(OTHER_BATCHES)), n) for table, n in hot_rows(own).items()}
-        for name, (own, _) in arms.items()}
+    hot = {
+        name: {
+            table: HotIds.of_counts(
+                table,
+                sum(
+                    row_counts(
+                        tables[table], stream(tables[table], problem.global_batch, 10_000 + seed + k)[0]
+                    )
+                    for k in range(OTHER_BATCHES)
+                ),
+                n,
+            )
+            for table, n in hot_rows(own).items()
+        }
+        for name, (own, _) in arms.items()
+    }
     slowest: dict[tuple[str, int], float] = defaultdict(float)
     with box_of(box) as places:
         for _, (name, step, ms) in local_ranks.run(
-                "steps", steps, N, (problem, arms, hot, repeats, seed), SECONDS, places):
+            "steps", steps, N, (problem, arms, hot, repeats, seed), SECONDS, places
+        ):
             slowest[name, step] = max(slowest[name, step], ms)
-    return {name: float(np.median([ms for (of, step), ms in slowest.items() if of == name and step >= WARM]))
-            for name in arms}
+    return {
+        name: float(np.median([ms for (of, step), ms in slowest.items() if of == name and step >= WARM]))
+        for name in arms
+    }
 
 
 def hot_rows(problem: Problem) -> dict[str, int]:
@@ -175,9 +216,10 @@ def main() -> None:
     p.add_argument("--gbit", type=float, default=0.1, help="Gbit/s of a host's link")
     args = p.parse_args()
     model, box = composite.load([args.model]), Box(2, PER_HOST, args.gbit)
-    topology = Topology(tuple(Device(1 << 36, host=f"h{i // PER_HOST}") for i in range(N)),
-                        links=links_of(LATENCY_MS, shared=True, within_host=WITHIN_GBPS,
-                                       between_hosts=args.gbit / 8))
+    topology = Topology(
+        tuple(Device(1 << 36, host=f"h{i // PER_HOST}") for i in range(N)),
+        links=links_of(LATENCY_MS, shared=True, within_host=WITHIN_GBPS, between_hosts=args.gbit / 8),
+    )
     lines = args.out.read_text().splitlines() if args.out.exists() else ()
     done = {(x["model"], x["seed"]): x for x in map(json.loads, lines)}
     for seed in range(args.seeds):
@@ -188,8 +230,13 @@ def main() -> None:
             problem = replace(problem, job=replace(problem.job, pipeline="none"))
             arms = arms_of(problem, model, Budget(5000))
             predicted = {k: plan.provenance.get("predicted_ms") for k, (_, plan) in arms.items()}
-            done[name, seed] = {"model": name, "seed": seed, "gbit": args.gbit, "predicted": predicted,
-                                "ms": measured(problem, arms, box, args.repeats, seed)}
+            done[name, seed] = {
+                "model": name,
+                "seed": seed,
+                "gbit": args.gbit,
+                "predicted": predicted,
+                "ms": measured(problem, arms, box, args.repeats, seed),
+            }
             print(json.dumps(done[name, seed]), file=sys.stderr, flush=True)
             files.write_atomic(args.out, "".join(json.dumps(x) + "\n" for x in done.values()).encode())
     print(table(list(done.values())))
@@ -198,15 +245,33 @@ def main() -> None:
 def table(rows: list[dict[str, Any]]) -> str:
     """ms of each model, and how much longer the steps of other arms are."""
     swept = [min(ms for arm, ms in x["ms"].items() if not arm.startswith("ours")) for x in rows]
-    ours = [min(ms for arm, ms in x["ms"].items() if arm.startswith("ours, h") or arm.startswith("ours, n")
-                and "ours, hot rows" not in x["ms"]) for x in rows]
+    ours = [
+        min(
+            ms
+            for arm, ms in x["ms"].items()
+            if arm.startswith("ours, h") or arm.startswith("ours, n") and "ours, hot rows" not in x["ms"]
+        )
+        for x in rows
+    ]
     shown = ("row-wise", "ours, no hot rows", "ours, hot rows")
-    found = markdown_table(["model", "seed", "row-wise", "best of TorchRec's", *shown[1:]], [
-        [x["model"], str(x["seed"]), f"{x['ms']['row-wise']:.0f}", f"{best:.0f}",
-         *(f"{x['ms'][arm]:.0f}" if arm in x["ms"] else "-" for arm in shown[1:])]
-        for x, best in zip(rows, swept, strict=True)])
-    for what, their in (("row-wise", [x["ms"]["row-wise"] for x in rows]), ("the best of TorchRec's", swept),
-                        ("ours without hot rows", [x["ms"]["ours, no hot rows"] for x in rows])):
+    found = markdown_table(
+        ["model", "seed", "row-wise", "best of TorchRec's", *shown[1:]],
+        [
+            [
+                x["model"],
+                str(x["seed"]),
+                f"{x['ms']['row-wise']:.0f}",
+                f"{best:.0f}",
+                *(f"{x['ms'][arm]:.0f}" if arm in x["ms"] else "-" for arm in shown[1:]),
+            ]
+            for x, best in zip(rows, swept, strict=True)
+        ],
+    )
+    for what, their in (
+        ("row-wise", [x["ms"]["row-wise"] for x in rows]),
+        ("the best of TorchRec's", swept),
+        ("ours without hot rows", [x["ms"]["ours, no hot rows"] for x in rows]),
+    ):
         ratios = bootstrap(np.array(their) / np.array(ours))
         found += f"\n\n{what}, over ours: {ratios.mean:.2f} ({ratios.low:.2f} to {ratios.high:.2f})"
     return found

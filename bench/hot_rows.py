@@ -61,24 +61,43 @@ def models(n_tables: int, seed: int) -> dict[str, tuple[Table, ...]]:
     for alpha in (0.9, 1.05, 1.2):
         made[f"power law {alpha}"] = [
             Table(f"z{i}", int(rng.integers(50_000, 1_000_000)), DIM, float(rng.integers(5, 30)), Zipf(alpha))
-            for i in range(n_tables)]
-    return {name: tuple(replace(t, name=f"t{i}", dim=DIM, precision="fp32", features=1, weighted=False,
-                                sequence=True, collection="ec") for i, t in enumerate(tables))
-            for name, tables in made.items()}
+            for i in range(n_tables)
+        ]
+    return {
+        name: tuple(
+            replace(
+                t,
+                name=f"t{i}",
+                dim=DIM,
+                precision="fp32",
+                features=1,
+                weighted=False,
+                sequence=True,
+                collection="ec",
+            )
+            for i, t in enumerate(tables)
+        )
+        for name, tables in made.items()
+    }
 
 
 def planned(problem: Problem) -> Plan:
     """Hot rows everywhere, others divided by rows."""
     row = next(k for k in ways(problem.topology) if k.divides_rows)
-    return Plan(tuple(Placement(problem.kinds_of.get(t.name, (row.name,))[0], Shard.whole(t),
-                                problem.topology.ranks)
-                      for t in problem.tables))
+    return Plan(
+        tuple(
+            Placement(problem.kinds_of.get(t.name, (row.name,))[0], Shard.whole(t), problem.topology.ranks)
+            for t in problem.tables
+        )
+    )
 
 
 def best_threshold(problem: Problem) -> float:
     """Lookups from which rows are hot, such that fewest bytes leave a device."""
-    return min((len(problem.topology) * 2.0**k for k in range(-1, 6)), key=lambda least: predicted(
-        with_hot_rows(problem, hot_counts(problem, least)))["bytes"])
+    return min(
+        (len(problem.topology) * 2.0**k for k in range(-1, 6)),
+        key=lambda least: predicted(with_hot_rows(problem, hot_counts(problem, least)))["bytes"],
+    )
 
 
 def leave(collective: str, topology: Topology) -> np.ndarray:
@@ -143,7 +162,7 @@ def deduplicated(problem: Problem, seed: int) -> list[float]:
     found, local, job, n = 0.0, problem.local_batch, problem.job, len(problem.topology)
     for table in problem.tables:
         ids, offsets = stream(table, problem.global_batch, seed)
-        unique = sum(len(np.unique(ids[offsets[r * local]:offsets[(r + 1) * local]])) for r in range(n))
+        unique = sum(len(np.unique(ids[offsets[r * local] : offsets[(r + 1) * local]])) for r in range(n))
         # Rows go one way, and their gradients the other.
         found += unique / n * (job.id_bytes + 2 * 4 * table.dim) + local * job.length_bytes
     return (found * leave("all_to_all", problem.topology)).tolist()
@@ -157,26 +176,43 @@ def _step(rank: int, problem: Problem, hot: dict[str, int], seed: int, folder: s
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
 
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(N), LOCAL_WORLD_SIZE=str(PER_HOST),
-                      LOCAL_RANK=str(rank % PER_HOST))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(N), LOCAL_WORLD_SIZE=str(PER_HOST), LOCAL_RANK=str(rank % PER_HOST)
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=N)
-    configs = [EmbeddingConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
-                               feature_names=[f"f_{t.name}"]) for t in problem.tables]
+    configs = [
+        EmbeddingConfig(
+            name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[f"f_{t.name}"]
+        )
+        for t in problem.tables
+    ]
     model = torch.nn.Module()
     if hot:
         tables = {t.name: t for t in problem.tables}
-        ids = {name: HotIds.of_counts(name, sum(
-            row_counts(tables[name], stream(tables[name], problem.global_batch, seed + 1 + k)[0])
-            for k in range(OTHER_BATCHES)), n) for name, n in hot.items()}
+        ids = {
+            name: HotIds.of_counts(
+                name,
+                sum(
+                    row_counts(tables[name], stream(tables[name], problem.global_batch, seed + 1 + k)[0])
+                    for k in range(OTHER_BATCHES)
+                ),
+                n,
+            )
+            for name, n in hot.items()
+        }
         model.ec = HotColdEmbeddingCollection(configs, ids)
     else:
         model.ec = EmbeddingCollection(configs, device=torch.device("cpu"))
     model.forward = lambda batch: model.ec(batch)
     given = with_hot_rows(problem, hot)
     sharder = EmbeddingCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD})
-    sharded = DistributedModelParallel(model, device=torch.device("cpu"), sharders=[sharder],
-                                       plan=to_torchrec(planned(given), given, model, "cpu"))
+    sharded = DistributedModelParallel(
+        model,
+        device=torch.device("cpu"),
+        sharders=[sharder],
+        plan=to_torchrec(planned(given), given, model, "cpu"),
+    )
     batch = _batch(problem, rank, seed)
     for counting in (False, True):  # DDP's first step also exchanges what it needs to know
         with Leaving(rank) if counting else warnings.catch_warnings() as count:
@@ -193,12 +229,14 @@ def _batch(problem: Problem, rank: int, seed: int) -> Any:
     local, values, lengths = problem.local_batch, [], []
     for table in problem.tables:
         ids, offsets = stream(table, problem.global_batch, seed)
-        own = offsets[rank * local:(rank + 1) * local + 1]
-        values.append(ids[own[0]:own[-1]])
+        own = offsets[rank * local : (rank + 1) * local + 1]
+        values.append(ids[own[0] : own[-1]])
         lengths.append(np.diff(own))
-    return KeyedJaggedTensor(keys=[f"f_{t.name}" for t in problem.tables],
-                             values=torch.from_numpy(np.concatenate(values)),
-                             lengths=torch.from_numpy(np.concatenate(lengths).astype(np.int32)))
+    return KeyedJaggedTensor(
+        keys=[f"f_{t.name}" for t in problem.tables],
+        values=torch.from_numpy(np.concatenate(values)),
+        lengths=torch.from_numpy(np.concatenate(lengths).astype(np.int32)),
+    )
 
 
 def main() -> None:
@@ -207,12 +245,19 @@ def main() -> None:
     p.add_argument("--tables", type=int, default=5, help="of a model")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--out", type=Path, required=True, help="a line for each model; run again, it goes on")
-    p.add_argument("--per-host", type=int, default=PER_HOST, help="devices of each of the two hosts; other "
-                   f"than {PER_HOST}, nothing is counted and all arms are computed")
+    p.add_argument(
+        "--per-host",
+        type=int,
+        default=PER_HOST,
+        help="devices of each of the two hosts; other "
+        f"than {PER_HOST}, nothing is counted and all arms are computed",
+    )
     args = p.parse_args()
     topology = Topology(tuple(Device(1 << 36, host=f"h{i}") for i in range(2) for _ in range(args.per_host)))
-    done = {json.loads(line)["model"]: json.loads(line) for line in
-            (args.out.read_text().splitlines() if args.out.exists() else ())}
+    done = {
+        json.loads(line)["model"]: json.loads(line)
+        for line in (args.out.read_text().splitlines() if args.out.exists() else ())
+    }
 
     def own(problem: Problem, hot: dict[str, int], computed: dict[str, float]) -> list[float]:
         if args.per_host != PER_HOST:
@@ -226,25 +271,50 @@ def main() -> None:
         least = best_threshold(problem)
         hot = hot_counts(problem, least)
         ours, theirs = predicted(with_hot_rows(problem, hot)), predicted(problem)
-        done[name] = {"model": name, "batch": args.batch, "seed": args.seed, "least": least,
-                      "hot_rows": sum(hot.values()) / sum(t.rows for t in tables),
-                      "row_wise": own(problem, {}, theirs), "dedup": deduplicated(problem, args.seed),
-                      "hot": own(problem, hot, ours),
-                      "predicted": ours, "predicted_row_wise": theirs}
+        done[name] = {
+            "model": name,
+            "batch": args.batch,
+            "seed": args.seed,
+            "least": least,
+            "hot_rows": sum(hot.values()) / sum(t.rows for t in tables),
+            "row_wise": own(problem, {}, theirs),
+            "dedup": deduplicated(problem, args.seed),
+            "hot": own(problem, hot, ours),
+            "predicted": ours,
+            "predicted_row_wise": theirs,
+        }
         files.write_atomic(args.out, "".join(json.dumps(x) + "\n" for x in done.values()).encode())
     for at, what in enumerate(("device", "host")):
         key = ("bytes", "host_bytes")[at]
         print(f"\nMiB that leave a {what}:\n")
-        print(markdown_table(
-            ["model", "hot from", "rows hot", "row-wise", "deduplicated", "hot rows", "fewer",
-             "predicted / counted", "memory"],
-            [[x["model"], f"{x['least']:g}", f"{x['hot_rows']:.2%}",
-              *(f"{x[arm][at] / 2**20:.1f}" for arm in ("row_wise", "dedup", "hot")),
-              f"{1 - x['hot'][at] / x['row_wise'][at]:.0%}",
-              f"{x['predicted'][key] / x['hot'][at]:.3f}, "
-              f"{x['predicted_row_wise'][key] / x['row_wise'][at]:.3f}",
-              f"{x['predicted']['memory'] / x['predicted_row_wise']['memory']:.2f}"]
-             for x in done.values()]))
+        print(
+            markdown_table(
+                [
+                    "model",
+                    "hot from",
+                    "rows hot",
+                    "row-wise",
+                    "deduplicated",
+                    "hot rows",
+                    "fewer",
+                    "predicted / counted",
+                    "memory",
+                ],
+                [
+                    [
+                        x["model"],
+                        f"{x['least']:g}",
+                        f"{x['hot_rows']:.2%}",
+                        *(f"{x[arm][at] / 2**20:.1f}" for arm in ("row_wise", "dedup", "hot")),
+                        f"{1 - x['hot'][at] / x['row_wise'][at]:.0%}",
+                        f"{x['predicted'][key] / x['hot'][at]:.3f}, "
+                        f"{x['predicted_row_wise'][key] / x['row_wise'][at]:.3f}",
+                        f"{x['predicted']['memory'] / x['predicted_row_wise']['memory']:.2f}",
+                    ]
+                    for x in done.values()
+                ],
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -33,8 +33,17 @@ PER_HOST = 4
 BUDGET = Budget(evals=200_000)
 _HIDDEN = Job(dense_forward_ms=1e6, dense_backward_ms=1e6)
 """A dense part that hides all ids."""
-HEADERS = ("hosts", "GB/s between them", "dense part, ms", "ids in a step", "blind plan's cost over ours",
-           "worst", "ids that it sends over ours", "shards over tables, blind", "ours")
+HEADERS = (
+    "hosts",
+    "GB/s between them",
+    "dense part, ms",
+    "ids in a step",
+    "blind plan's cost over ours",
+    "worst",
+    "ids that it sends over ours",
+    "shards over tables, blind",
+    "ours",
+)
 
 
 def problems(model: CostModel, n: int, hosts: int, gbps: float, job: Job) -> list[Problem]:
@@ -43,8 +52,10 @@ def problems(model: CostModel, n: int, hosts: int, gbps: float, job: Job) -> lis
     shape = ProblemConfig(hosts * PER_HOST, 20, 80, 128)
     for i in range(n):
         drawn = draw_problem(pool, i, model.setting, 41, shape)
-        devices = tuple(Device(d.memory_bytes, d.speed, f"host-{k // PER_HOST}")
-                        for k, d in enumerate(drawn.topology.devices))
+        devices = tuple(
+            Device(d.memory_bytes, d.speed, f"host-{k // PER_HOST}")
+            for k, d in enumerate(drawn.topology.devices)
+        )
         links = Topology(devices, links=links_of(between_hosts=gbps)) if hosts > 1 else Topology(devices)
         found.append(replace(drawn, topology=links, job=job))
     return found
@@ -62,9 +73,17 @@ def row(model: CostModel, n: int, hosts: int, gbps: float, dense_ms: float) -> t
         sent.append(np.divide(*(sum(expected_bytes(plan, given).values()).sum() for plan in plans)))
         cuts.append([_shards(plan) / len(given.tables) for plan in plans])
     blind_cuts, own_cuts = np.mean(cuts, axis=0)
-    return (str(hosts), f"{gbps:g}" if hosts > 1 else "-", f"{dense_ms:g}", f"{np.mean(share):.0%}",
-            f"{np.mean(cost):.3f}", f"{max(cost):.3f}", f"{np.mean(sent):.2f}", f"{blind_cuts:.2f}",
-            f"{own_cuts:.2f}")
+    return (
+        str(hosts),
+        f"{gbps:g}" if hosts > 1 else "-",
+        f"{dense_ms:g}",
+        f"{np.mean(share):.0%}",
+        f"{np.mean(cost):.3f}",
+        f"{max(cost):.3f}",
+        f"{np.mean(sent):.2f}",
+        f"{blind_cuts:.2f}",
+        f"{own_cuts:.2f}",
+    )
 
 
 def _shards(plan: Plan) -> int:
@@ -72,8 +91,9 @@ def _shards(plan: Plan) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.ids", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.ids", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="folder of a trained model")
     parser.add_argument("--problems", type=int, default=20)
     parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4])
@@ -81,8 +101,12 @@ def main() -> None:
     parser.add_argument("--dense-ms", type=float, nargs="+", default=[0.0, 3.0])
     args = parser.parse_args()
     model = neural.load(args.model)
-    rows = [row(model, args.problems, hosts, gbps, dense_ms) for hosts in args.hosts
-            for gbps in (args.gbps if hosts > 1 else [0.0]) for dense_ms in args.dense_ms]
+    rows = [
+        row(model, args.problems, hosts, gbps, dense_ms)
+        for hosts in args.hosts
+        for gbps in (args.gbps if hosts > 1 else [0.0])
+        for dense_ms in args.dense_ms
+    ]
     print(f"{model.setting}; {args.problems} problems a row, {PER_HOST} devices a host\n")
     print(report.markdown_table(HEADERS, rows))
 

@@ -65,8 +65,12 @@ from shardcore.tables.generate import generate_pool
 
 DEARER = 1e-3
 KINDS = ("pooled", "sequences", "both")
-MOSTLY = {"weights": ((4, 6.5), (1, 10), 2048), "ids": ((2, 4), (20, 60), 8192),
-          "outputs": ((2, 4), (1, 2), 8192), "all": ((3.5, 5.5), (5, 20), 8192)}
+MOSTLY = {
+    "weights": ((4, 6.5), (1, 10), 2048),
+    "ids": ((2, 4), (20, 60), 8192),
+    "outputs": ((2, 4), (1, 2), 8192),
+    "all": ((3.5, 5.5), (5, 20), 8192),
+}
 """Powers of 10 of rows, pooling, and the batch, by the data that takes most memory."""
 SLACK = {"tight": (1.02, 1.2), "ordinary": (1.5, 4.0)}
 SMALL = 6, 3
@@ -89,11 +93,18 @@ def drawn(suite: str, i: int, memory_bytes: int | None = None) -> Problem:
         # A collection of sequences has one dim.
         number = int(rng.integers(collections))
         dim = 16 << (number if sequence else int(rng.integers(4)))
-        table = Table(f"t{j}", int(10 ** rng.uniform(low, high)), dim, float(rng.integers(*pooling)),
-                      features=1 + int(rng.random() < 0.2), sequence=sequence, collection=f"c{number}",
-                      precision=str(rng.choice(precisions)),
-                      load_factor=float(rng.choice([0, 0.1, 0.3])) if tiers and rng.random() < 0.4 else 1.0,
-                      managed_collision=ManagedCollision(32, 8) if rng.random() < 0.05 else None)
+        table = Table(
+            f"t{j}",
+            int(10 ** rng.uniform(low, high)),
+            dim,
+            float(rng.integers(*pooling)),
+            features=1 + int(rng.random() < 0.2),
+            sequence=sequence,
+            collection=f"c{number}",
+            precision=str(rng.choice(precisions)),
+            load_factor=float(rng.choice([0, 0.1, 0.3])) if tiers and rng.random() < 0.4 else 1.0,
+            managed_collision=ManagedCollision(32, 8) if rng.random() < 0.05 else None,
+        )
         fixed = rng.random()
         if fixed < 0.1 and even_share(table.rows, n):
             kinds.append((table.name, ("row",)))
@@ -103,21 +114,36 @@ def drawn(suite: str, i: int, memory_bytes: int | None = None) -> Problem:
     two, gpu = n > 2 and n % 2 == 0 and rng.random() < 0.3, rng.random() < 0.8
     hosts = [f"host-{2 * d // n if two else 0}" for d in range(n)]
     devices = tuple(Device(memory_bytes or 1 << 50, host=host) for host in hosts)
-    topology = Topology(devices, None if gpu else "cpu",
-                        links=links_of(within_host=200.0, between_hosts=25.0 if two else None),
-                        **({"memory": (Memory("host", 1 << 44, 25.0),)} if tiers else {}))
+    topology = Topology(
+        devices,
+        None if gpu else "cpu",
+        links=links_of(within_host=200.0, between_hosts=25.0 if two else None),
+        **({"memory": (Memory("host", 1 << 44, 25.0),)} if tiers else {}),
+    )
     payloads = [str(p) for p in rng.choice(["fp32", "fp16", "bf16"], 2, p=[0.6, 0.2, 0.2])]
     constraints = Constraints(kinds=tuple(kinds))
     if suite == "ordinary":
         free = [t.name for t in tables if t.name not in dict(kinds)]
         pooled = [t.name for t in tables if t.name in free and not t.sequence][:2]
-        more = ({}, {"unsplit": free[:2]}, {"pinned": [(name, (0, 1)) for name in free[:1]]},
-                {"together": [pooled] if pooled[1:] else []}, {})[i % 5]
+        more = (
+            {},
+            {"unsplit": free[:2]},
+            {"pinned": [(name, (0, 1)) for name in free[:1]]},
+            {"together": [pooled] if pooled[1:] else []},
+            {},
+        )[i % 5]
         constraints = replace(constraints, **more)
         fast = tuple(replace(d, speed=1.5) if i % 5 == 4 and k % 2 else d for k, d in enumerate(devices))
         topology = replace(topology, devices=fast)
-    problem = Problem(f"{suite}-{i:03}-{kind}-{mostly}", tuple(tables), topology, batch * n, optimizer,
-                      constraints, Job(forward_payload=payloads[0], backward_payload=payloads[1]))
+    problem = Problem(
+        f"{suite}-{i:03}-{kind}-{mostly}",
+        tuple(tables),
+        topology,
+        batch * n,
+        optimizer,
+        constraints,
+        Job(forward_payload=payloads[0], backward_payload=payloads[1]),
+    )
     return problem if memory_bytes else with_memory(problem, rng.uniform(*SLACK[suite]))
 
 
@@ -140,24 +166,35 @@ def even_share_of(problem: Problem) -> float:
 
 
 def model_of(problem: Problem) -> CostModel:
-    return AnalyticModel(Setting(problem.topology.hardware or "gpu", problem.global_batch, problem.precision,
-                                 problem.optimizer, problem.job.forward_payload, problem.job.backward_payload)
-                         ).for_problem(problem)
+    return AnalyticModel(
+        Setting(
+            problem.topology.hardware or "gpu",
+            problem.global_batch,
+            problem.precision,
+            problem.optimizer,
+            problem.job.forward_payload,
+            problem.job.backward_payload,
+        )
+    ).for_problem(problem)
 
 
 def of_size(n_tables: int, n_devices: int, batch: int) -> Problem:
     """Tables of the pool at dims 16 to 128, on hosts of 8 with given links, with 1.5 times their memory."""
     live, rng = [t for t in generate_pool() if t.pooling > 0], np.random.default_rng(n_tables)
-    tables = tuple(replace(live[i % len(live)], name=f"t{i}", dim=int(rng.choice([16, 32, 64, 128])))
-                   for i in range(n_tables))
+    tables = tuple(
+        replace(live[i % len(live)], name=f"t{i}", dim=int(rng.choice([16, 32, 64, 128])))
+        for i in range(n_tables)
+    )
     devices = tuple(Device(1 << 50, host=f"host-{d // 8}") for d in range(n_devices))
     links = links_of(within_host=1.0, between_hosts=0.5, latency_ms=0.2)
-    return with_memory(Problem(f"size-{n_tables}-{n_devices}", tables, Topology(devices, links=links),
-                               batch), 1.5)
+    return with_memory(
+        Problem(f"size-{n_tables}-{n_devices}", tables, Topology(devices, links=links), batch), 1.5
+    )
 
 
 def findings() -> Iterator[Problem]:
     """Problems on which a default search once ended dearer than others of ours, by up to ten times."""
+
     def on(name: str, tables: Sequence[Table], n: int, gib: float, batch: int) -> Problem:
         devices = tuple(Device(int(gib * GIB), host=f"host-{d // 8}") for d in range(n))
         return Problem(name, tuple(tables), Topology(devices), batch)
@@ -269,8 +306,9 @@ def ways_of(table: Table, problem: Problem) -> Iterator[tuple[Placement, ...]]:
                 width = table.dim // parts
                 shards = [Shard(table, 0, table.rows, lo, lo + width) for lo in range(0, table.dim, width)]
                 for first in range(n if parts < n else 1):
-                    yield tuple(Placement(layout.name, shard, ((first + k) % n,))
-                                for k, shard in enumerate(shards))
+                    yield tuple(
+                        Placement(layout.name, shard, ((first + k) % n,)) for k, shard in enumerate(shards)
+                    )
 
 
 # --- all of it --------------------------------------------------------------------------------------------
@@ -289,8 +327,12 @@ def searched(problem: Problem, names: Sequence[str], budget: Budget) -> dict[str
             else:
                 memory.require_fits(plan, problem)
                 each = {"ms": price(lower(plan, problem), model).total_ms}
-        found[name] = each | {"seconds": round(time.process_time() - began, 3), "counts": len(off),
-                              "exact": off.count(0), "off_bytes": [min(off), max(off)] if off else []}
+        found[name] = each | {
+            "seconds": round(time.process_time() - began, 3),
+            "counts": len(off),
+            "exact": off.count(0),
+            "off_bytes": [min(off), max(off)] if off else [],
+        }
     return found
 
 
@@ -298,8 +340,11 @@ def against(rows: Sequence[dict], old: dict[str, dict], names: Sequence[str]) ->
     """Costs beside those of another run, and what is worse."""
     shown, worse = [], []
     for name in names:
-        pairs = [(r, old[r["problem"]]["found"][name], r["found"][name]) for r in rows
-                 if name in r["found"] and name in old.get(r["problem"], {}).get("found", ())]
+        pairs = [
+            (r, old[r["problem"]]["found"][name], r["found"][name])
+            for r in rows
+            if name in r["found"] and name in old.get(r["problem"], {}).get("found", ())
+        ]
         ratios = []
         for row, before, now in pairs:
             if "ms" in before and "ms" in now:
@@ -310,11 +355,21 @@ def against(rows: Sequence[dict], old: dict[str, dict], names: Sequence[str]) ->
                 worse.append(f"{row['problem']}, {name}: {before['ms']:.6g} ms, now {now['refused']}")
         seconds = [sum(x[k]["seconds"] for x in pairs) for k in (1, 2)]
         ratio = np.array(ratios or [np.nan])
-        shown.append((name, str(len(ratios)), str(int((ratio > 1 + DEARER).sum())), f"{1 - ratio.mean():.2%}",
-                      f"{ratio.max() - 1:+.2%}", *(str(sum("ms" not in x[k] for x in pairs)) for k in (1, 2)),
-                      f"{seconds[1] / max(seconds[0], 1e-9):.2f}"))
-    return report.text_table(("search", "both found", "dearer", "mean gain", "most", "refused before",
-                              "now", "processor time"), shown), worse
+        shown.append(
+            (
+                name,
+                str(len(ratios)),
+                str(int((ratio > 1 + DEARER).sum())),
+                f"{1 - ratio.mean():.2%}",
+                f"{ratio.max() - 1:+.2%}",
+                *(str(sum("ms" not in x[k] for x in pairs)) for k in (1, 2)),
+                f"{seconds[1] / max(seconds[0], 1e-9):.2f}",
+            )
+        )
+    return report.text_table(
+        ("search", "both found", "dearer", "mean gain", "most", "refused before", "now", "processor time"),
+        shown,
+    ), worse
 
 
 def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
@@ -326,12 +381,33 @@ def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
         over = [f["ms"] / ms for (_, f), ms in zip([x for x in of if "ms" in x[1]], least, strict=True)]
         off = [n / r["memory_bytes"] for r, f in of for n in f["off_bytes"]] or [np.nan]
         fits = [r["fits"] or any("ms" in f for f in r["found"].values()) for r, f in of if "ms" not in f]
-        shown.append((name, f"{len(over)} of {len(of)}", str(sum(fits)), f"{np.mean(over or [np.nan]):.4f}",
-                      f"{max(over, default=np.nan):.3f}", f"{sum(f['seconds'] for _, f in of):.0f}",
-                      f"{sum(f['exact'] for _, f in of)} of {sum(f['counts'] for _, f in of)}",
-                      f"{min(off):+.1%}", f"{max(off):+.1%}"))
-    return report.text_table(("search", "found", "refused, fits", "cost", "most", "processor s",
-                              "counts exact", "least off", "most off"), shown)
+        shown.append(
+            (
+                name,
+                f"{len(over)} of {len(of)}",
+                str(sum(fits)),
+                f"{np.mean(over or [np.nan]):.4f}",
+                f"{max(over, default=np.nan):.3f}",
+                f"{sum(f['seconds'] for _, f in of):.0f}",
+                f"{sum(f['exact'] for _, f in of)} of {sum(f['counts'] for _, f in of)}",
+                f"{min(off):+.1%}",
+                f"{max(off):+.1%}",
+            )
+        )
+    return report.text_table(
+        (
+            "search",
+            "found",
+            "refused, fits",
+            "cost",
+            "most",
+            "processor s",
+            "counts exact",
+            "least off",
+            "most off",
+        ),
+        shown,
+    )
 
 
 def count_processor_seconds() -> None:
@@ -350,8 +426,9 @@ def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.kept", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kept", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("suite", choices=(*SLACK, "findings", "plans"))
     parser.add_argument("--problems", type=int, default=100)
     parser.add_argument("--evals", type=int, default=20_000)
@@ -364,14 +441,22 @@ def main() -> int:
         count_processor_seconds()
         searched(next(findings()), args.sharders, Budget(evals=1))  # to compile
         each = {p.name: searched(p, args.sharders, Budget(seconds=args.seconds)) for p in findings()}
-        print(report.text_table(("problem", *args.sharders), [
-            (name, *(f"{f['ms']:.4g}" if "ms" in f else "refused" for f in found.values()))
-            for name, found in each.items()]))
+        print(
+            report.text_table(
+                ("problem", *args.sharders),
+                [
+                    (name, *(f"{f['ms']:.4g}" if "ms" in f else "refused" for f in found.values()))
+                    for name, found in each.items()
+                ],
+            )
+        )
         return 0
     if args.suite == "plans":
         off = np.array(off_of_plans(args.problems))
-        print(f"{args.problems} plans: {(off == 0).sum()} of {len(off)} devices exact, {off.min()} to "
-              f"{off.max()} bytes off")
+        print(
+            f"{args.problems} plans: {(off == 0).sum()} of {len(off)} devices exact, {off.min()} to "
+            f"{off.max()} bytes off"
+        )
         return int(off.any())
     if args.out is None:
         parser.error("--out is needed: a file for the results, such as tight.jsonl")
@@ -383,13 +468,24 @@ def main() -> int:
         found = searched(problem, args.sharders, Budget(evals=args.evals))
         small = len(problem.tables) <= SMALL[0] and len(problem.topology) <= SMALL[1]
         refused = all("ms" not in f for f in found.values())
-        rows.append({"problem": problem.name, "tables": len(problem.tables), "devices": len(problem.topology),
-                     "memory_bytes": problem.topology.devices[0].memory_bytes, "found": found,
-                     "fits": packed(problem) is not None if small and refused else None})
+        rows.append(
+            {
+                "problem": problem.name,
+                "tables": len(problem.tables),
+                "devices": len(problem.topology),
+                "memory_bytes": problem.topology.devices[0].memory_bytes,
+                "found": found,
+                "fits": packed(problem) is not None if small and refused else None,
+            }
+        )
         write_lines(args.out, rows)
-        print(problem.name, *(f"{n} {f.get('ms', np.nan):.4g}" for n, f in found.items()), file=sys.stderr,
-              flush=True)
-    rows = rows[:args.problems]
+        print(
+            problem.name,
+            *(f"{n} {f.get('ms', np.nan):.4g}" for n, f in found.items()),
+            file=sys.stderr,
+            flush=True,
+        )
+    rows = rows[: args.problems]
     print(summary(rows, args.sharders))
     if not old:
         return 0

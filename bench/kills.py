@@ -64,11 +64,25 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 PATIENCE_S = 15.0
 LONGEST_S = 600.0
 """Of a run that goes on after a kill, and of one that is not killed."""
-SMALLER = {"measure": {"compute_samples": 60, "comm_samples": 24, "step_samples": 1}, "train": {"epochs": 4},
-           "evaluate": {"problems": 1, "replay_problems": 1}}
+SMALLER = {
+    "measure": {"compute_samples": 60, "comm_samples": 24, "step_samples": 1},
+    "train": {"epochs": 4},
+    "evaluate": {"problems": 1, "replay_problems": 1},
+}
 """Than the toy sizes of the tests."""
-HEADERS = ("killed", "kills", "ended in 15 s", "slowest end s", "went on", "failed late", "processes left",
-           "folders left", "locks held", "open to others", "next run went on")
+HEADERS = (
+    "killed",
+    "kills",
+    "ended in 15 s",
+    "slowest end s",
+    "went on",
+    "failed late",
+    "processes left",
+    "folders left",
+    "locks held",
+    "open to others",
+    "next run went on",
+)
 
 
 @dataclass
@@ -89,9 +103,14 @@ class Bench:
     def start(self, *command: str) -> Run:
         mark = f"{os.getpid()}-{time.monotonic_ns()}"
         with open(self.folder / "said.log", "w") as said:
-            process = subprocess.Popen([sys.executable, "-m", *command], cwd=self.folder,
-                                       env={**self.env, MARK: mark}, stdout=said, stderr=subprocess.STDOUT,
-                                       start_new_session=True)
+            process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                cwd=self.folder,
+                env={**self.env, MARK: mark},
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         return Run(process, mark)
 
     def to_the_end(self, *command: str) -> float:
@@ -121,8 +140,10 @@ class Bench:
                     holders.append(lock.read().strip())
         if (path / "rwlock").exists():
             kept = json.loads((path / "rwlock").read_text() or "{}")
-            found = [*kept.get("write", {}).values(),
-                     *(info for infos in kept.get("read", {}).values() for info in infos)]
+            found = [
+                *kept.get("write", {}).values(),
+                *(info for infos in kept.get("read", {}).values() for info in infos),
+            ]
             holders += [str(info["pid"]) for info in found if psutil.pid_exists(info["pid"])]
         return ", ".join(sorted(set(holders))) or "free"
 
@@ -162,14 +183,29 @@ class Bench:
                 late = sorted(map(name_of, alive))
             time.sleep(0.2)
         ended_s = time.monotonic() - struck
-        gone_s = self.wait_until_gone(run,
-                                      max(0.0, PATIENCE_S - ended_s) if ended_s < PATIENCE_S else PATIENCE_S)
+        gone_s = self.wait_until_gone(
+            run, max(0.0, PATIENCE_S - ended_s) if ended_s < PATIENCE_S else PATIENCE_S
+        )
         alive = [name_of(p) for p in run.look()]
-        self.keep({"kind": kind, "seed": seed, "at_s": round(at_s, 1), "victim": name,
-                   "signal": signal.Signals(number).name,
-                   "code": run.process.poll(), "ended_s": round(ended_s, 1), "gone_s": round(gone_s, 1),
-                   "late": late, "processes": alive, "folders": self.left(), "lock": self.lock(),
-                   "open": listening, "next": None, "said": self.said().strip().splitlines()[-1:]})
+        self.keep(
+            {
+                "kind": kind,
+                "seed": seed,
+                "at_s": round(at_s, 1),
+                "victim": name,
+                "signal": signal.Signals(number).name,
+                "code": run.process.poll(),
+                "ended_s": round(ended_s, 1),
+                "gone_s": round(gone_s, 1),
+                "late": late,
+                "processes": alive,
+                "folders": self.left(),
+                "lock": self.lock(),
+                "open": listening,
+                "next": None,
+                "said": self.said().strip().splitlines()[-1:],
+            }
+        )
         for process in run.look():
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -185,7 +221,7 @@ class Bench:
 
     def went_on(self, kind: str, well: bool) -> None:
         """What the run after a kill came to, for the row of the kill."""
-        before = [row for row in self.rows[self.of_before:] if row["kind"] == kind]
+        before = [row for row in self.rows[self.of_before :] if row["kind"] == kind]
         if before and before[-1]["next"] is None:
             before[-1]["next"] = well
             self.write_all()
@@ -207,11 +243,16 @@ class Bench:
     def kills_of(self, kind: str, count: int, seed: int) -> None:
         """Kills of a kind until there are `count`; what a run finished is forgotten where there is nothing
         left to do."""
-        command = {"run": ("tasks.services", sys.executable, "-m", "flows.refresh"),
-                   "measure": ("flows.measure",), "publish": ("flows.publish",)}[kind]
-        everything = {"run": ("data/pool.json", "data/measurements", "data/model", "dvc.lock", "plans",
-                              ".dvc/cache"),
-                      "measure": ("data/measurements",), "publish": ("plans",)}[kind]
+        command = {
+            "run": ("tasks.services", sys.executable, "-m", "flows.refresh"),
+            "measure": ("flows.measure",),
+            "publish": ("flows.publish",),
+        }[kind]
+        everything = {
+            "run": ("data/pool.json", "data/measurements", "data/model", "dvc.lock", "plans", ".dvc/cache"),
+            "measure": ("data/measurements",),
+            "publish": ("plans",),
+        }[kind]
         before = [row for row in self.rows if row["kind"] == kind]
         if len(before) >= count:
             return
@@ -262,13 +303,26 @@ class Bench:
                 alive += [name_of(p) for p in psutil.process_iter() if self.is_of_the_stack(p)]
                 if number < count - 1:
                     self.to_the_end("tasks.stack", "up")
-            self.keep({"kind": kind, "seed": f"{kind}-{seed}-{number}", "at_s": round(at_s, 1),
-                       "victim": name,
-                       "signal": signal.Signals(signal_).name, "code": plans.process.poll(),
-                       "ended_s": round(ended_s, 1),
-                       "gone_s": round(gone_s, 1), "processes": alive, "folders": self.left(),
-                       "lock": self.lock(), "open": listening, "next": up == 0 and again == 0, "up": up,
-                       "again": again, "said": [*said.strip().splitlines()[-1:], *last]})
+            self.keep(
+                {
+                    "kind": kind,
+                    "seed": f"{kind}-{seed}-{number}",
+                    "at_s": round(at_s, 1),
+                    "victim": name,
+                    "signal": signal.Signals(signal_).name,
+                    "code": plans.process.poll(),
+                    "ended_s": round(ended_s, 1),
+                    "gone_s": round(gone_s, 1),
+                    "processes": alive,
+                    "folders": self.left(),
+                    "lock": self.lock(),
+                    "open": listening,
+                    "next": up == 0 and again == 0,
+                    "up": up,
+                    "again": again,
+                    "said": [*said.strip().splitlines()[-1:], *last],
+                }
+            )
         for name in client:
             self.env.pop(name)
 
@@ -279,8 +333,9 @@ class Bench:
             return False
 
     def client_env(self) -> dict[str, str]:
-        said = subprocess.check_output(["sh", "-c", ". .stack/env.sh; env -0"], cwd=self.folder,
-                                       env=self.env, text=True)
+        said = subprocess.check_output(
+            ["sh", "-c", ". .stack/env.sh; env -0"], cwd=self.folder, env=self.env, text=True
+        )
         found = dict(entry.split("=", 1) for entry in said.split("\0") if "=" in entry)
         return {k: v for k, v in found.items() if self.env.get(k) != v}
 
@@ -290,31 +345,53 @@ def scratch_bench(out: Path) -> Iterator[Bench]:
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     with contextlib.ExitStack() as stack:
         folder, temporary, home = (
-            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"k{c}", dir="/tmp"))) for c in "pth")
+            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"k{c}", dir="/tmp"))) for c in "pth"
+        )
         made = copy_project(folder, "", home)
-        env = {k: v for k, v in made.env.items()
-               if k not in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "MAKELEVEL")}
-        env |= {"TMPDIR": str(temporary), "GIT_CONFIG_GLOBAL": str(home / "gitconfig"), "DO_NOT_TRACK": "1",
-                "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DVC_NO_ANALYTICS": "1",
-                "MLFLOW_DISABLE_TELEMETRY": "true", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1",
-                "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        env = {
+            k: v
+            for k, v in made.env.items()
+            if k not in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "MAKELEVEL")
+        }
+        env |= {
+            "TMPDIR": str(temporary),
+            "GIT_CONFIG_GLOBAL": str(home / "gitconfig"),
+            "DO_NOT_TRACK": "1",
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "DVC_NO_ANALYTICS": "1",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        }
         held = [stack.enter_context(services.reserve_port()) for _ in range(6)]
-        names = ("prefect_port", "mlflow_port", "ray_port", "ray_client_port", "dashboard_port",
-                 "metrics_port")
+        names = (
+            "prefect_port",
+            "mlflow_port",
+            "ray_port",
+            "ray_client_port",
+            "dashboard_port",
+            "metrics_port",
+        )
         params = yaml.safe_load((folder / "params.yaml").read_text())
         for section, values in SMALLER.items():
             params[section] |= values
         params["stack"] = {name: taken.getsockname()[1] for name, taken in zip(names, held, strict=True)}
         (folder / "params.yaml").write_text(yaml.safe_dump(params))
-        commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT,
-                                         text=True).strip()
+        commit = subprocess.check_output(
+            ["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True
+        ).strip()
         bench = Bench(folder, temporary, out, env, rows, commit, len(rows))
         try:
             yield bench
         finally:
             if (folder / ".stack").exists():
-                subprocess.run([sys.executable, "-m", "tasks.stack", "down"], cwd=folder, env=env,
-                               stdout=subprocess.DEVNULL)
+                subprocess.run(
+                    [sys.executable, "-m", "tasks.stack", "down"],
+                    cwd=folder,
+                    env=env,
+                    stdout=subprocess.DEVNULL,
+                )
 
 
 def table(rows: list[dict[str, Any]], by: str = "kind") -> list[tuple[Any, ...]]:
@@ -322,20 +399,35 @@ def table(rows: list[dict[str, Any]], by: str = "kind") -> list[tuple[Any, ...]]
     found = []
     for kind in dict.fromkeys(row[by] for row in rows):
         mine = [row for row in rows if row[by] == kind]
-        ended, known = ([row for row in mine if row["ended_s"] <= PATIENCE_S],
-                        [row for row in mine if row["next"] is not None])
+        ended, known = (
+            [row for row in mine if row["ended_s"] <= PATIENCE_S],
+            [row for row in mine if row["next"] is not None],
+        )
         wrong = [sum(is_wrong(row) for row in mine) for is_wrong in WRONG.values()]
         slowest_s = max((row["ended_s"] + row["gone_s"] for row in ended), default=0)
-        found.append((kind, len(mine), len(ended), f"{slowest_s:.1f}", len(mine) - len(ended) - wrong[0],
-                      *wrong, f"{sum(row['next'] for row in known)} of {len(known)}"))
+        found.append(
+            (
+                kind,
+                len(mine),
+                len(ended),
+                f"{slowest_s:.1f}",
+                len(mine) - len(ended) - wrong[0],
+                *wrong,
+                f"{sum(row['next'] for row in known)} of {len(known)}",
+            )
+        )
     return found
 
 
 WRONG: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "late": lambda row: row["kind"] not in ("stack", "watch") and row["ended_s"] > PATIENCE_S
-    and row["code"] != 0,
-    "processes": lambda row: bool(row["processes"]), "folders": lambda row: bool(row["folders"]),
-    "lock": lambda row: row["lock"] != "free", "open": lambda row: bool(row["open"])}
+    "late": lambda row: (
+        row["kind"] not in ("stack", "watch") and row["ended_s"] > PATIENCE_S and row["code"] != 0
+    ),
+    "processes": lambda row: bool(row["processes"]),
+    "folders": lambda row: bool(row["folders"]),
+    "lock": lambda row: row["lock"] != "free",
+    "open": lambda row: bool(row["open"]),
+}
 
 
 def say(rows: list[dict[str, Any]]) -> int:
@@ -350,18 +442,21 @@ def say(rows: list[dict[str, Any]]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, help="a line of JSON for each kill; those there are not repeated")
     what.add_argument("--say", type=Path, nargs="+", metavar="OUT", help="only print the tables of all these")
-    parser.add_argument("--kills", nargs="*", default=[f"{k}={n}" for k, n in KILLS.items()],
-                        metavar="KIND=COUNT")
+    parser.add_argument(
+        "--kills", nargs="*", default=[f"{k}={n}" for k, n in KILLS.items()], metavar="KIND=COUNT"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of instants, processes and signals (0)")
     args = parser.parse_args()
     if args.say:
-        return (1 if say([json.loads(line) for path in args.say for line in path.read_text().splitlines()])
-                else 0)
+        return (
+            1 if say([json.loads(line) for path in args.say for line in path.read_text().splitlines()]) else 0
+        )
     # what a shell runs beside itself ignores SIGINT, and so would all it starts
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
@@ -374,8 +469,9 @@ def main() -> int:
             files.write_problem(bench.folder / f"problems/draw-{number}.json", problem)
         bench.run_s = bench.to_the_end("tasks.services", sys.executable, "-m", "flows.refresh")
         for kind, count in wanted.items():
-            (bench.kills_of_the_stack if kind in ("stack", "watch") else bench.kills_of)(kind,
-                                                                                         count, args.seed)
+            (bench.kills_of_the_stack if kind in ("stack", "watch") else bench.kills_of)(
+                kind, count, args.seed
+            )
     print(f"seed {args.seed}; {time.monotonic() - began:.0f} s now")
     return 1 if say(bench.rows) else 0
 

@@ -66,24 +66,30 @@ def halves() -> tuple[list[Table], list[Table]]:
     return tuple([t for t in pool if kept_for_testing(t, one_of=2) == testing] for testing in (False, True))
 
 
-def sized(model: NeuralModel, tables: Sequence[Table], size: tuple[int, int], n: int,
-          seed: int) -> list[Problem]:
+def sized(
+    model: NeuralModel, tables: Sequence[Table], size: tuple[int, int], n: int, seed: int
+) -> list[Problem]:
     """Problems of as many tables and devices as `size` says, dims up to 128."""
     shape = ProblemConfig(size[1], size[0], size[0], slack=2.0)
     drawn = [draw_problem(tables, i, model.setting, seed, shape) for i in range(n)]
     return [replace(p, topology=Topology(p.topology.devices, **LINKS)) for p in drawn]
 
 
-def policy(name: str, kind: str, out: Path, draw: Callable[[int, int], list[Problem]],
-           model: NeuralModel) -> Policy:
+def policy(
+    name: str, kind: str, out: Path, draw: Callable[[int, int], list[Problem]], model: NeuralModel
+) -> Policy:
     """A trained policy: from OUT, or trained and kept there. draw(n, seed) makes problems to learn from."""
     folder = out / f"{name}, {kind}"
     if not (folder / "policy.json").exists():
         began = time.process_time()
         trained = train(name, draw(TRAIN, SEED + 1), draw(VALIDATION, SEED + 2), model, PolicyConfig()).policy
         seconds = time.process_time() - began
-        write_policy(folder, replace(trained, meta={**trained.meta, "metrics": {
-            **trained.meta["metrics"], "seconds": seconds}}))
+        write_policy(
+            folder,
+            replace(
+                trained, meta={**trained.meta, "metrics": {**trained.meta["metrics"], "seconds": seconds}}
+            ),
+        )
     found = read_policy(folder)
     print(f"{folder.name}: {found.meta['metrics']}", file=sys.stderr, flush=True)
     return found
@@ -101,12 +107,22 @@ def ms_of(arm: Callable[[Problem], Plan], problem: Problem) -> tuple[float, floa
 
 def compared(args: argparse.Namespace, model: NeuralModel) -> None:
     to_learn, testing = halves()
-    trained = [policy(name, f"{args.trained_on} devices", args.out, lambda n, seed: problems(
-        model, n, args.trained_on, seed, pool=to_learn), model) for name in NETS]
+    trained = [
+        policy(
+            name,
+            f"{args.trained_on} devices",
+            args.out,
+            lambda n, seed: problems(model, n, args.trained_on, seed, pool=to_learn),
+            model,
+        )
+        for name in NETS
+    ]
     arms: dict[str, Callable[[Problem], Plan]] = {
         "random": lambda p: SHARDERS["random"](p, model),
-        "greedy": lambda p: min((SHARDERS[n](p, model) for n in ORDERS),
-                                key=lambda plan: plan.provenance["predicted_ms"])}
+        "greedy": lambda p: min(
+            (SHARDERS[n](p, model) for n in ORDERS), key=lambda plan: plan.provenance["predicted_ms"]
+        ),
+    }
     for one in trained:
         for cut in ("", "_columns"):
             if cut and args.devices > FEW and one.name != CUTS_MANY:
@@ -118,8 +134,10 @@ def compared(args: argparse.Namespace, model: NeuralModel) -> None:
     arms["neuroshard"] = lambda p: SHARDERS["neuroshard"](p, model)
     arms["milp"] = lambda p: PEERS["milp"](p, model)
     annealing = SHARDERS["anneal_columns"]
-    arms |= {f"anneal_columns, {n:,}": lambda p, n=n: annealing(p, model, budget=Budget(evals=n))
-             for n in (2_000, 20_000)}
+    arms |= {
+        f"anneal_columns, {n:,}": lambda p, n=n: annealing(p, model, budget=Budget(evals=n))
+        for n in (2_000, 20_000)
+    }
     arms["anneal_columns"] = lambda p: annealing(p, model)
     drawn = problems(model, args.problems, args.devices, SEED, pool=testing)
     for arm in arms.values():  # compiled and imported before the clock starts
@@ -131,28 +149,50 @@ def compared(args: argparse.Namespace, model: NeuralModel) -> None:
                 kept[name].append(found)
         print(f"problem {i + 1} of {len(drawn)}: {len(problem.tables)} tables", file=sys.stderr, flush=True)
     found = compare.standings(cost, seconds, "anneal_columns")
-    print(f"{model.setting}; {len(drawn)} unseen problems of {args.devices} devices; policies of "
-          f"{args.trained_on} devices\n")
-    print(report.text_table(("sharder", "solved", "cost", "worst", "seconds"), [
-        (name, f"{s.solved:.0%}", f"{s.cost:.3f}", f"{s.worst:.2f}", f"{s.seconds:.3f}")
-        for name, s in found.items()]))
+    print(
+        f"{model.setting}; {len(drawn)} unseen problems of {args.devices} devices; policies of "
+        f"{args.trained_on} devices\n"
+    )
+    print(
+        report.text_table(
+            ("sharder", "solved", "cost", "worst", "seconds"),
+            [
+                (name, f"{s.solved:.0%}", f"{s.cost:.3f}", f"{s.worst:.2f}", f"{s.seconds:.3f}")
+                for name, s in found.items()
+            ],
+        )
+    )
 
 
 def transferred(args: argparse.Namespace, model: NeuralModel) -> None:
     to_learn, testing = halves()
     rows = []
     for name in args.policies:
-        own = {kind: policy(name, kind, args.out, lambda n, seed, size=size: sized(
-            model, to_learn, size, n, seed), model) for kind, size in SIZES.items()}
+        own = {
+            kind: policy(
+                name, kind, args.out, lambda n, seed, size=size: sized(model, to_learn, size, n, seed), model
+            )
+            for kind, size in SIZES.items()
+        }
         for kind in list(SIZES)[1:]:
             drawn = sized(model, testing, SIZES[kind], args.problems, SEED)
-            greedy = np.array([min(SHARDERS[n](p, model).provenance["predicted_ms"] for n in ORDERS)
-                               for p in drawn])
-            ms = {of: np.array([sharder(name, own[of])(p, model).provenance["predicted_ms"] for p in drawn])
-                  for of in ("20 x 4", kind)}
+            greedy = np.array(
+                [min(SHARDERS[n](p, model).provenance["predicted_ms"] for n in ORDERS) for p in drawn]
+            )
+            ms = {
+                of: np.array([sharder(name, own[of])(p, model).provenance["predicted_ms"] for p in drawn])
+                for of in ("20 x 4", kind)
+            }
             moved, home = (float(np.mean(ms[of] / greedy)) for of in ("20 x 4", kind))
-            rows.append((name, kind, f"{moved:.3f}", f"{home:.3f}",
-                         f"{100 * float(np.mean(ms['20 x 4'] / ms[kind]) - 1):+.1f}%"))
+            rows.append(
+                (
+                    name,
+                    kind,
+                    f"{moved:.3f}",
+                    f"{home:.3f}",
+                    f"{100 * float(np.mean(ms['20 x 4'] / ms[kind]) - 1):+.1f}%",
+                )
+            )
     print(f"{model.setting}; {args.problems} unseen problems a row; cost over the best greedy order's\n")
     print(report.text_table(("policy", "asked for", "trained on 20 x 4", "trained on that", "drop"), rows))
 
@@ -160,32 +200,47 @@ def transferred(args: argparse.Namespace, model: NeuralModel) -> None:
 def large(args: argparse.Namespace, model: NeuralModel) -> None:
     to_learn, _ = halves()
     tables = tuple(replace(t, precision=model.setting.precision) for t in generate_pool())
-    topology = Topology(tuple(Device(1, host=f"host-{d // 8}") for d in range(128)),
-                        links=links_of(within_host=1.0, between_hosts=0.5, latency_ms=0.2))
+    topology = Topology(
+        tuple(Device(1, host=f"host-{d // 8}") for d in range(128)),
+        links=links_of(within_host=1.0, between_hosts=0.5, latency_ms=0.2),
+    )
     problem = Problem("pool", tables, topology, model.setting.batch, model.setting.optimizer)
     memory = int(3 * sum(table_bytes(t, problem) for t in tables) / 128)
     devices = tuple(replace(d, memory_bytes=memory) for d in topology.devices)
     problem = replace(problem, topology=replace(topology, devices=devices))
-    trained = [policy(name, "4 devices", args.out, lambda n, seed: problems(model, n, 4, seed, pool=to_learn),
-                      model) for name in NETS]
+    trained = [
+        policy(name, "4 devices", args.out, lambda n, seed: problems(model, n, 4, seed, pool=to_learn), model)
+        for name in NETS
+    ]
     arms: dict[str, Callable[[Problem], Plan]] = {}
     for one in trained:
         search = sharder(one.name, one)
         arms[one.name] = lambda p, search=search: search(p, model)
         arms[f"{one.name}, best of 32"] = lambda p, search=search: search(p, model, budget=MANY)
-    arms |= {n: lambda p, n=n: SHARDERS[n](p, model)
-             for n in ("size_lookup_greedy", "neuroshard", "anneal_columns")}
+    arms |= {
+        n: lambda p, n=n: SHARDERS[n](p, model)
+        for n in ("size_lookup_greedy", "neuroshard", "anneal_columns")
+    }
     for arm in arms.values():
         arm(problems(model, 1, 2, 0)[0])
     print(f"{model.setting}; {len(tables)} tables, 128 devices\n")
-    print(report.text_table(("sharder", "predicted ms", "seconds"), [
-        (name, *(f"{x:.2f}" for x in ms_of(arm, problem))) for name, arm in arms.items()]))
+    print(
+        report.text_table(
+            ("sharder", "predicted ms", "seconds"),
+            [(name, *(f"{x:.2f}" for x in ms_of(arm, problem))) for name, arm in arms.items()],
+        )
+    )
 
 
 def started(args: argparse.Namespace, model: NeuralModel) -> None:
     to_learn, testing = halves()
-    one = policy("dreamshard_direct", "4 devices", args.out, lambda n, seed: problems(
-        model, n, 4, seed, pool=to_learn), model)
+    one = policy(
+        "dreamshard_direct",
+        "4 devices",
+        args.out,
+        lambda n, seed: problems(model, n, 4, seed, pool=to_learn),
+        model,
+    )
     drawn, rows = problems(model, args.problems, args.devices, SEED, pool=testing), []
     anneal(drawn[0], model, budget=Budget(evals=100), space="columns")
     for budget_s in (0.2, 1.0, 5.0):
@@ -194,20 +249,34 @@ def started(args: argparse.Namespace, model: NeuralModel) -> None:
             began = time.perf_counter()
             first = sharder(one.name, one)(problem, model)
             left_s = max(budget_s - (time.perf_counter() - began), 1e-3)
-            with_it.append(anneal(problem, model, budget=Budget(seconds=left_s), space="columns",
-                                  reshard=Reshard(first)).provenance["predicted_ms"])
-            without.append(anneal(problem, model, budget=Budget(seconds=budget_s),
-                                  space="columns").provenance["predicted_ms"])
+            with_it.append(
+                anneal(
+                    problem, model, budget=Budget(seconds=left_s), space="columns", reshard=Reshard(first)
+                ).provenance["predicted_ms"]
+            )
+            without.append(
+                anneal(problem, model, budget=Budget(seconds=budget_s), space="columns").provenance[
+                    "predicted_ms"
+                ]
+            )
         ratio = np.array(with_it) / without
-        rows.append((f"{budget_s:g}", f"{ratio.mean():.4f}", f"{ratio.min():.3f}", f"{ratio.max():.3f}",
-                     f"{(ratio < 1 - 1e-6).mean():.0%}"))
+        rows.append(
+            (
+                f"{budget_s:g}",
+                f"{ratio.mean():.4f}",
+                f"{ratio.min():.3f}",
+                f"{ratio.max():.3f}",
+                f"{(ratio < 1 - 1e-6).mean():.0%}",
+            )
+        )
     print(f"{model.setting}; {len(drawn)} unseen problems of {args.devices} devices\n")
     print(report.text_table(("seconds", "cost with the start over without", "least", "most", "better"), rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="folder of a trained model")
     parser.add_argument("--out", type=Path, required=True, help="folder that keeps trained policies")
     parser.add_argument("--problems", type=int, default=50)

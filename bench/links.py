@@ -54,32 +54,49 @@ from shardcore.step.collectives import COLLECTIVES
 NEIGHBOURS, FOLDS = 8, 5
 
 
-def measured_rows(comm: Sequence[CollectiveSample],
-                  repeats: Sequence[Sequence[CollectiveSample]]) -> list[tuple[str, ...]]:
+def measured_rows(
+    comm: Sequence[CollectiveSample], repeats: Sequence[Sequence[CollectiveSample]]
+) -> list[tuple[str, ...]]:
     """One row a collective and way."""
     comm = [s for s in collective_fit.priced(comm) if s.error is None]
-    train, validation, test = ([s for s in comm if accuracy.split_of(s.id) == side]
-                               for side in ("train", "validation", "test"))
+    train, validation, test = (
+        [s for s in comm if accuracy.split_of(s.id) == side] for side in ("train", "validation", "test")
+    )
     rates = collective_fit.fit(train, validation, lambda *_: None)
-    as_all_to_all = {k: v for k, v in rates.items()
-                     if k.startswith(collective_model.weight(collective_model.ALL_TO_ALL, ""))}
+    as_all_to_all = {
+        k: v
+        for k, v in rates.items()
+        if k.startswith(collective_model.weight(collective_model.ALL_TO_ALL, ""))
+    }
     slowdown, folds = _slowdown(train, rates), _fold_errors(comm)
     rows = []
     for collective, row in COLLECTIVES.items():
         held_out = [s for s in test if s.request.collective == collective]
-        again = [g for g in repeats if g[0].request.collective == collective
-                 and len(collective_fit.priced(g)) == len(g)]
+        again = [
+            g
+            for g in repeats
+            if g[0].request.collective == collective and len(collective_fit.priced(g)) == len(g)
+        ]
         for way in row.ways if held_out else ():
             predicted, found = collective_fit.predicted(rates, held_out, way)
             proxy, _ = collective_fit.predicted(as_all_to_all, held_out, way)
-            usual = np.concatenate([[slowdown(s)] * len(collective_fit.observed([s], way)[1])
-                                    for s in held_out])
+            usual = np.concatenate(
+                [[slowdown(s)] * len(collective_fit.observed([s], way)[1]) for s in held_out]
+            )
             spread = np.median([(x.q3_ms - x.q1_ms) / x.median_ms for s in held_out for x in getattr(s, way)])
-            rows.append((collective, way, str(len(held_out)), f"{mape(predicted, found):.1f}",
-                         folds[collective, way],
-                         f"{mape(proxy, found):.1f}" if collective != "all_to_all" else "",
-                         f"{mape(predicted, found / usual):.1f}", f"{100 * spread:.0f}",
-                         _repeatability(again, way)))
+            rows.append(
+                (
+                    collective,
+                    way,
+                    str(len(held_out)),
+                    f"{mape(predicted, found):.1f}",
+                    folds[collective, way],
+                    f"{mape(proxy, found):.1f}" if collective != "all_to_all" else "",
+                    f"{mape(predicted, found / usual):.1f}",
+                    f"{100 * spread:.0f}",
+                    _repeatability(again, way),
+                )
+            )
     return rows
 
 
@@ -89,41 +106,69 @@ def _fold_errors(comm: Sequence[CollectiveSample]) -> dict[tuple[str, str], str]
     for k in range(FOLDS):
         rates = collective_fit.fit([s for i, s in enumerate(comm) if i % FOLDS != k], [], lambda *_: None)
         for collective, row in COLLECTIVES.items():
-            for way, left_out in ((way, [s for s in comm[k::FOLDS] if s.request.collective == collective])
-                                  for way in row.ways):
+            for way, left_out in (
+                (way, [s for s in comm[k::FOLDS] if s.request.collective == collective]) for way in row.ways
+            ):
                 if left_out:
-                    both.setdefault((collective, way),
-                                    []).append(collective_fit.predicted(rates, left_out, way))
-    return {kind: f"{mape(*map(np.concatenate, zip(*parts, strict=True))):.1f}"
-            for kind, parts in both.items()}
+                    both.setdefault((collective, way), []).append(
+                        collective_fit.predicted(rates, left_out, way)
+                    )
+    return {
+        kind: f"{mape(*map(np.concatenate, zip(*parts, strict=True))):.1f}" for kind, parts in both.items()
+    }
 
 
-def _slowdown(train: Sequence[CollectiveSample],
-              rates: Mapping[str, np.ndarray]) -> Callable[[CollectiveSample], float]:
+def _slowdown(
+    train: Sequence[CollectiveSample], rates: Mapping[str, np.ndarray]
+) -> Callable[[CollectiveSample], float]:
     """A function: how many times as long as usual the training exchanges took that were measured nearest to a
     sample."""
+
     def slower(sample: CollectiveSample) -> float:
-        ratios = [math.log(b / a) for way in sample.request.row.ways
-                  for a, b in zip(*collective_fit.predicted(rates, [sample], way), strict=True)]
+        ratios = [
+            math.log(b / a)
+            for way in sample.request.row.ways
+            for a, b in zip(*collective_fit.predicted(rates, [sample], way), strict=True)
+        ]
         return float(np.mean(ratios))
 
     at, by = np.array([s.measured_at for s in train]), np.array([slower(s) for s in train])
     return lambda sample: math.exp(
-        float(np.median(by[np.argsort(abs(at - sample.measured_at))[:NEIGHBOURS]])))
+        float(np.median(by[np.argsort(abs(at - sample.measured_at))[:NEIGHBOURS]]))
+    )
 
 
 def _repeatability(repeats: Sequence[Sequence[CollectiveSample]], way: str) -> str:
-    pairs = [(a.median_ms, b.median_ms) for first, second, *_ in repeats
-             for a, b in zip(getattr(first, way), getattr(second, way), strict=True)]
-    return (f"{100 * np.mean([abs(b / a - 1) for a, b in pairs]) / math.sqrt(2):.1f}"
-            if pairs else "none measured twice")
+    pairs = [
+        (a.median_ms, b.median_ms)
+        for first, second, *_ in repeats
+        for a, b in zip(getattr(first, way), getattr(second, way), strict=True)
+    ]
+    return (
+        f"{100 * np.mean([abs(b / a - 1) for a, b in pairs]) / math.sqrt(2):.1f}"
+        if pairs
+        else "none measured twice"
+    )
 
 
 # --- simulated ----------------------------------------------------------------------------------------------
 
 KNOWN = ((2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (8, 2))
-UNKNOWN = ((3, 1), (6, 1), (12, 1), (16, 1), (32, 1), (6, 2), (12, 2), (16, 2), (6, 3), (12, 3), (16, 4),
-           (32, 4), (32, 8))
+UNKNOWN = (
+    (3, 1),
+    (6, 1),
+    (12, 1),
+    (16, 1),
+    (32, 1),
+    (6, 2),
+    (12, 2),
+    (16, 2),
+    (6, 3),
+    (12, 3),
+    (16, 4),
+    (32, 4),
+    (32, 8),
+)
 """(ranks, hosts) to train on, and to test on: numbers of ranks that training does not have."""
 BATCH = 96 * 16
 SIMULATED = Setting("simulated", BATCH)
@@ -157,8 +202,10 @@ def simulate(cluster: Cluster, request: CollectiveRequest, rng: np.random.Genera
     wake_ms = cluster.wake_ms * (1 - math.exp(-(max(request.start_ms) - min(request.start_ms)) / 3))
     if request.collective == "all_to_all":
         sizes = np.tile(owned[:, None] / n, (1, n))
-        forward, backward = (_all_to_all_ms(cluster, sizes, host) + wake_ms,
-                             _all_to_all_ms(cluster, sizes.T, host))
+        forward, backward = (
+            _all_to_all_ms(cluster, sizes, host) + wake_ms,
+            _all_to_all_ms(cluster, sizes.T, host),
+        )
     elif request.row.ids:
         # How much will be sent, lengths, and ids. An eighth of the bytes are lengths.
         received = np.tile(owned[None] / n, (n, 1))
@@ -169,15 +216,28 @@ def simulate(cluster: Cluster, request: CollectiveRequest, rng: np.random.Genera
     else:
         scatter, gather = (_ring_ms(cluster, owned.max() / n, host, adds) for adds in (True, False))
         both = request.collective == "all_reduce"
-        forward, backward = (None, np.full(n, scatter + gather + wake_ms)) if both else (
-            np.full(n, scatter + wake_ms), np.full(n, gather))
+        forward, backward = (
+            (None, np.full(n, scatter + gather + wake_ms))
+            if both
+            else (np.full(n, scatter + wake_ms), np.full(n, gather))
+        )
 
     def spreads(ms: np.ndarray | None) -> tuple[Spread, ...] | None:
-        return None if ms is None else tuple(
-            Spread(x, x, x, 1) for x in (ms * np.exp(cluster.noise * rng.normal(size=n))).tolist())
+        return (
+            None
+            if ms is None
+            else tuple(Spread(x, x, x, 1) for x in (ms * np.exp(cluster.noise * rng.normal(size=n))).tolist())
+        )
 
-    return CollectiveSample(dataset.comm_id(SIMULATED, request), SIMULATED, request, spreads(forward),
-                            spreads(backward), (0.0,) * n, 0.0)
+    return CollectiveSample(
+        dataset.comm_id(SIMULATED, request),
+        SIMULATED,
+        request,
+        spreads(forward),
+        spreads(backward),
+        (0.0,) * n,
+        0.0,
+    )
 
 
 def _all_to_all_ms(cluster: Cluster, sizes: np.ndarray, host: np.ndarray) -> np.ndarray:
@@ -197,8 +257,9 @@ def _ring_ms(cluster: Cluster, chunk: float, host: np.ndarray, adds: bool) -> fl
     """ms of a ring's D - 1 rounds, in each of which all ranks pass on a chunk at once."""
     source = np.arange(len(host))
     target, size = np.roll(source, -1), np.full(len(host), chunk)
-    moved = _latency_ms(cluster, size, host[source] != host[target]) + _flow_ms(cluster, size, source,
-                                                                                target, host)
+    moved = _latency_ms(cluster, size, host[source] != host[target]) + _flow_ms(
+        cluster, size, source, target, host
+    )
     return (len(host) - 1) * float(moved.max() + cluster.post_ms + adds * chunk / (cluster.reduce_gbps * 1e6))
 
 
@@ -207,16 +268,26 @@ def _latency_ms(cluster: Cluster, size: np.ndarray, far: np.ndarray) -> np.ndarr
     return np.where(size > cluster.eager_bytes, 3 * once, once)
 
 
-def _flow_ms(cluster: Cluster, size: np.ndarray, source: np.ndarray, target: np.ndarray,
-             host: np.ndarray) -> np.ndarray:
+def _flow_ms(
+    cluster: Cluster, size: np.ndarray, source: np.ndarray, target: np.ndarray, host: np.ndarray
+) -> np.ndarray:
     """[M] ms until each message has passed, all starting together at max-min fair rates."""
     ranks, hosts = np.arange(len(host)), np.unique(host)
     far = (host[source] != host[target])[:, None]
-    uses = np.concatenate([source[:, None] == ranks, target[:, None] == ranks,
-                           far & (host[source][:, None] == hosts),
-                           far & (host[target][:, None] == hosts)], 1).astype(float)  # [M, L]
-    capacity = (np.repeat([cluster.port_gbps, cluster.uplink_gbps], [2 * len(ranks), 2 * len(hosts)])
-                * cluster.payload * 1e6)
+    uses = np.concatenate(
+        [
+            source[:, None] == ranks,
+            target[:, None] == ranks,
+            far & (host[source][:, None] == hosts),
+            far & (host[target][:, None] == hosts),
+        ],
+        1,
+    ).astype(float)  # [M, L]
+    capacity = (
+        np.repeat([cluster.port_gbps, cluster.uplink_gbps], [2 * len(ranks), 2 * len(hosts)])
+        * cluster.payload
+        * 1e6
+    )
     left, done, now = size.astype(float), np.zeros(len(size)), 0.0
     while (going := left > 1e-6 * size.max()).any():
         rates = _max_min(uses[going], capacity)
@@ -240,8 +311,13 @@ def _max_min(uses: np.ndarray, capacity: np.ndarray) -> np.ndarray:
     return rates
 
 
-def simulated(cluster: Cluster, shapes: Iterable[tuple[int, int]], n: int, seed: int,
-              collectives: Sequence[str] = tuple(COLLECTIVES)) -> list[CollectiveSample]:
+def simulated(
+    cluster: Cluster,
+    shapes: Iterable[tuple[int, int]],
+    n: int,
+    seed: int,
+    collectives: Sequence[str] = tuple(COLLECTIVES),
+) -> list[CollectiveSample]:
     """n exchanges of each (ranks, hosts), of the collectives in turn, at batches of different sizes."""
     found = []
     for ranks, hosts in shapes:
@@ -251,8 +327,13 @@ def simulated(cluster: Cluster, shapes: Iterable[tuple[int, int]], n: int, seed:
             widths = drawn.widths if collective != "all_reduce" else (max(drawn.widths),) * ranks
             if (work := COLLECTIVES[collective].work) and work.buckets:
                 widths = tuple(max(1, w) for w in widths)
-            request = dataclasses.replace(drawn, widths=widths, batch=BATCH // int(rng.choice([1, 1, 4])),
-                                          collective=collective, payload="fp32")
+            request = dataclasses.replace(
+                drawn,
+                widths=widths,
+                batch=BATCH // int(rng.choice([1, 1, 4])),
+                collective=collective,
+                payload="fp32",
+            )
             found.append(simulate(cluster, request, rng))
     return found
 
@@ -262,11 +343,18 @@ def simulated_rows(cluster: Cluster, n: int, seed: int) -> list[tuple[str, ...]]
     known = simulated(cluster, KNOWN, n, seed)
     rates = collective_fit.fit(known, known, lambda *_: None)
     tests = {shape: simulated(cluster, [shape], n // 2, seed + 1) for shape in (*KNOWN, *UNKNOWN)}
-    rows = [(*map(str, shape), "trained on" if shape in KNOWN else "never trained on",
-             *(f"{error:.1f}" for error in collective_fit.errors(rates, samples).values()))
-            for shape, samples in tests.items()]
-    means = [np.mean([float(row[k]) for row in rows if row[2] == "never trained on"])
-             for k in range(3, len(rows[0]))]
+    rows = [
+        (
+            *map(str, shape),
+            "trained on" if shape in KNOWN else "never trained on",
+            *(f"{error:.1f}" for error in collective_fit.errors(rates, samples).values()),
+        )
+        for shape, samples in tests.items()
+    ]
+    means = [
+        np.mean([float(row[k]) for row in rows if row[2] == "never trained on"])
+        for k in range(3, len(rows[0]))
+    ]
     return [*rows, ("mean", "", "never trained on", *(f"{mean:.1f}" for mean in means))]
 
 
@@ -274,16 +362,20 @@ def simulated_rows(cluster: Cluster, n: int, seed: int) -> list[tuple[str, ...]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dataset", nargs="?", help="folder of measurements of one setting")
     parser.add_argument("--simulate", action="store_true", help="simulated exchanges (as well)")
-    parser.add_argument("--samples", type=int, default=90,
-                        help="simulated exchanges of each number of ranks and hosts (90)")
-    parser.add_argument("--uplink-gbps", type=float, default=5,
-                        help="simulated: of a host (5; a rank's port has 8)")
-    parser.add_argument("--eager-bytes", type=int, default=8192,
-                        help="simulated: longer messages shake hands first (8192)")
+    parser.add_argument(
+        "--samples", type=int, default=90, help="simulated exchanges of each number of ranks and hosts (90)"
+    )
+    parser.add_argument(
+        "--uplink-gbps", type=float, default=5, help="simulated: of a host (5; a rank's port has 8)"
+    )
+    parser.add_argument(
+        "--eager-bytes", type=int, default=8192, help="simulated: longer messages shake hands first (8192)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the simulation (0)")
     args = parser.parse_args()
     if not (args.dataset or args.simulate):
@@ -292,17 +384,33 @@ def main() -> None:
         comm = drift_correction.as_in_a_step(dataset.read_comm(args.dataset))
         settings = list({s.setting for s in comm})
         if len(settings) != 1:
-            raise ShardCoreError(f"{args.dataset} holds exchanges of [{'; '.join(map(str, settings))}]; "
-                                 "this needs one setting")
+            raise ShardCoreError(
+                f"{args.dataset} holds exchanges of [{'; '.join(map(str, settings))}]; this needs one setting"
+            )
         rows = measured_rows(comm, dataset.read_comm_repeats(args.dataset))
         print(f"{settings[0]}: error in percent on the test split\n")
-        print(report.text_table(("collective", "way", "held out", "error", "5 folds", "at all-to-all rates",
-                                 "neighbours' slowdown", "repeats", "repeatability"), rows))
+        print(
+            report.text_table(
+                (
+                    "collective",
+                    "way",
+                    "held out",
+                    "error",
+                    "5 folds",
+                    "at all-to-all rates",
+                    "neighbours' slowdown",
+                    "repeats",
+                    "repeatability",
+                ),
+                rows,
+            )
+        )
     if args.simulate:
         cluster = Cluster(uplink_gbps=args.uplink_gbps, eager_bytes=args.eager_bytes)
         ways = [f"{collective} {way}" for collective, row in COLLECTIVES.items() for way in row.ways]
-        table = report.text_table(("ranks", "hosts", "", *ways),
-                                  simulated_rows(cluster, args.samples, args.seed))
+        table = report.text_table(
+            ("ranks", "hosts", "", *ways), simulated_rows(cluster, args.samples, args.seed)
+        )
         lines = ["no measurements, known laws: error in percent", str(cluster), *table.splitlines()]
         print("\n".join(f"SIMULATED  {line}" for line in lines))
 

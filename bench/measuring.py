@@ -39,14 +39,21 @@ def plain(request: ComputeRequest, device: str) -> tuple[list[float], float]:
         SplitTableBatchedEmbeddingBagsCodegen,
     )
 
-    place = ((EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
-             if device == "cuda" else (EmbeddingLocation.HOST, ComputeDevice.CPU))
-    op = SplitTableBatchedEmbeddingBagsCodegen([(s.rows, s.width, *place) for s in request.shards],
-                                               optimizer=EmbOptimType.EXACT_SGD, device=torch.device(device))
+    place = (
+        (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+        if device == "cuda"
+        else (EmbeddingLocation.HOST, ComputeDevice.CPU)
+    )
+    op = SplitTableBatchedEmbeddingBagsCodegen(
+        [(s.rows, s.width, *place) for s in request.shards],
+        optimizer=EmbOptimType.EXACT_SGD,
+        device=torch.device(device),
+    )
     parts = [streams.shard_stream(s, request.batch) for s in request.shards]
     starts = np.cumsum([0] + [len(i) for i, _ in parts])
-    offsets = np.concatenate([o[:-1] + a for (_, o), a in zip(parts, starts[:-1], strict=True)]
-                             + [starts[-1:]])
+    offsets = np.concatenate(
+        [o[:-1] + a for (_, o), a in zip(parts, starts[:-1], strict=True)] + [starts[-1:]]
+    )
     ids = torch.from_numpy(np.concatenate([i for i, _ in parts])).to(device)
     ends = torch.from_numpy(offsets).to(device)
     gradient = torch.randn(request.batch, sum(s.width for s in request.shards), device=device)
@@ -60,31 +67,43 @@ def plain(request: ComputeRequest, device: str) -> tuple[list[float], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--groups", type=int, default=100, help="groups to measure both ways (100)")
     parser.add_argument("--passes", type=int, default=2, help="times that each way measures all groups (2)")
     parser.add_argument("--repeats", type=int, default=6, help="of ShardCore's (6)")
     parser.add_argument("--batch", type=int, default=2048, help="global batch (2048)")
-    parser.add_argument("--max-bytes", type=int, default=1 << 32,
-                        help="weights of a group (4 GiB, NeuroShard's limit)")
+    parser.add_argument(
+        "--max-bytes", type=int, default=1 << 32, help="weights of a group (4 GiB, NeuroShard's limit)"
+    )
     parser.add_argument("--seed", type=int, default=11)
     args = parser.parse_args()
     torch.set_num_threads(1)
     device = hardware.detect_device()
     setting = Setting(hardware.hardware_name(device), args.batch)
     pool = [t for t in generate_pool() if t.pooling > 0]
-    shape = GroupConfig(max_shards=15, max_width=128, row_ranges=0.0, any_width=0.0, duplicates=0.0,
-                        planned=0.0,
-                                 replicated=0.0)
+    shape = GroupConfig(
+        max_shards=15,
+        max_width=128,
+        row_ranges=0.0,
+        any_width=0.0,
+        duplicates=0.0,
+        planned=0.0,
+        replicated=0.0,
+    )
     drawn = (compute_request(pool, i, setting, args.seed, shape) for i in range(100 * args.groups))
-    requests = list(itertools.islice((r for r in drawn if sum(s.bytes for s in r.shards) <= args.max_bytes),
-                                     args.groups))
+    requests = list(
+        itertools.islice((r for r in drawn if sum(s.bytes for s in r.shards) <= args.max_bytes), args.groups)
+    )
     before = _resident_bytes()
     began = time.perf_counter()
-    bench = kernels.KernelBench(setting, device,
-                                kernels.KernelConfig(min_repeats=args.repeats, max_repeats=args.repeats),
-                                reference_request(pool, setting, shape))
+    bench = kernels.KernelBench(
+        setting,
+        device,
+        kernels.KernelConfig(min_repeats=args.repeats, max_repeats=args.repeats),
+        reference_request(pool, setting, shape),
+    )
     bench.reference_ms = bench.calibrate(requests[:16])
     ours_s, plain_s, plain_kernel_s, resident = time.perf_counter() - began, 0.0, 0.0, 0
     plain_ms, ours_ms = ({r: [] for r in requests} for _ in range(2))
@@ -103,24 +122,44 @@ def main() -> None:
         plain_s += time.perf_counter() - began
     measured = args.passes * len(requests)
     largest = max(sum(s.bytes for s in r.shards) for r in requests)
-    print(f"{setting}; {len(requests)} groups of 1 to 15 tables, up to {memory.gib(largest)}, "
-          f"{args.passes} passes\n")
-    print(report.text_table(("", "plain loop", "ShardCore"), [
-        ("samples a minute", f"{60 * measured / plain_s:.0f}", f"{60 * measured / ours_s:.0f}"),
-        ("timed repeats a sample", "10", str(args.repeats)),
-        ("share of time in kernels", f"{plain_kernel_s / plain_s:.0%}", f"{bench.kernel_s / ours_s:.0%}"),
-        ("share of time in runs that enter a median", f"{plain_kernel_s * 10 / 15 / plain_s:.0%}",
-         f"{bench.kept_s / ours_s:.0%}"),
-        ("two medians of a group differ by: median",
-         *(f"{np.median(_differences(ms)):.1%}" for ms in (plain_ms, ours_ms))),
-        ("two medians of a group differ by: 90%",
-         *(f"{np.quantile(_differences(ms), 0.9):.1%}" for ms in (plain_ms, ours_ms))),
-    ]))
+    print(
+        f"{setting}; {len(requests)} groups of 1 to 15 tables, up to {memory.gib(largest)}, "
+        f"{args.passes} passes\n"
+    )
+    print(
+        report.text_table(
+            ("", "plain loop", "ShardCore"),
+            [
+                ("samples a minute", f"{60 * measured / plain_s:.0f}", f"{60 * measured / ours_s:.0f}"),
+                ("timed repeats a sample", "10", str(args.repeats)),
+                (
+                    "share of time in kernels",
+                    f"{plain_kernel_s / plain_s:.0%}",
+                    f"{bench.kernel_s / ours_s:.0%}",
+                ),
+                (
+                    "share of time in runs that enter a median",
+                    f"{plain_kernel_s * 10 / 15 / plain_s:.0%}",
+                    f"{bench.kept_s / ours_s:.0%}",
+                ),
+                (
+                    "two medians of a group differ by: median",
+                    *(f"{np.median(_differences(ms)):.1%}" for ms in (plain_ms, ours_ms)),
+                ),
+                (
+                    "two medians of a group differ by: 90%",
+                    *(f"{np.quantile(_differences(ms), 0.9):.1%}" for ms in (plain_ms, ours_ms)),
+                ),
+            ],
+        )
+    )
     ratio = [np.median(plain_ms[r]) / np.median(ours_ms[r]) for r in requests]
-    print(f"\nrate: {plain_s / ours_s:.1f} times the plain loop's. A plain median is {np.median(ratio):.2f} "
-          "of ShardCore's (its "
-          f"caches are warm from the run before).\nmemory: {memory.gib(resident - before)} more than before, "
-          f"of them {memory.gib(bench.config.arena_bytes)} arena; largest group {memory.gib(largest)}.")
+    print(
+        f"\nrate: {plain_s / ours_s:.1f} times the plain loop's. A plain median is {np.median(ratio):.2f} "
+        "of ShardCore's (its "
+        f"caches are warm from the run before).\nmemory: {memory.gib(resident - before)} more than before, "
+        f"of them {memory.gib(bench.config.arena_bytes)} arena; largest group {memory.gib(largest)}."
+    )
 
 
 def _differences(medians_ms: dict[ComputeRequest, list[float]]) -> np.ndarray:

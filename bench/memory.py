@@ -49,10 +49,12 @@ import training  # noqa: E402  (the tests' own)
 
 ABOVE, BELOW = 0.10, 0.05
 """How far a count may be from the peak, as shares of it."""
-MOSTLY = {"weights": ((20_000, 100_000), (16, 64), (1, 3), 2048),
-          "ids": ((500, 3000), (4, 8), (20, 60), 8192),
-          "outputs": ((500, 3000), (32, 128), (1, 2), 8192),
-          "all": ((5_000, 40_000), (8, 64), (5, 20), 8192)}
+MOSTLY = {
+    "weights": ((20_000, 100_000), (16, 64), (1, 3), 2048),
+    "ids": ((500, 3000), (4, 8), (20, 60), 8192),
+    "outputs": ((500, 3000), (32, 128), (1, 2), 8192),
+    "all": ((5_000, 40_000), (8, 64), (5, 20), 8192),
+}
 """What takes most memory: least and most rows, dim and pooling of tables, and the batch of two devices."""
 SHAPES = ((1, 2), (1, 2), (1, 2), (1, 2), (2, 2))
 """Hosts, and devices on each. A fifth of the plans have two hosts."""
@@ -65,21 +67,34 @@ def drawn(seed: int) -> tuple[Problem, Plan]:
     rng = np.random.default_rng([seed, 19])
     (hosts, per_host), mostly = SHAPES[seed % len(SHAPES)], list(MOSTLY)[seed % len(MOSTLY)]
     rows, dims, pooling, batch = MOSTLY[mostly]
-    tables = tuple(Table(f"t{i}", int(rng.integers(*rows)),
-                         4 * int(rng.integers(dims[0] // 4, dims[1] // 4, endpoint=True)),
-                         float(rng.integers(*pooling, endpoint=True))) for i in range(rng.integers(6, 12)))
+    tables = tuple(
+        Table(
+            f"t{i}",
+            int(rng.integers(*rows)),
+            4 * int(rng.integers(dims[0] // 4, dims[1] // 4, endpoint=True)),
+            float(rng.integers(*pooling, endpoint=True)),
+        )
+        for i in range(rng.integers(6, 12))
+    )
     devices = tuple(Device(2**34, host=f"host-{h}") for h in range(hosts) for _ in range(per_host))
     tables = (*with_features(tables, seed), *sequences(seed))
-    given = Problem(f"{mostly}-{seed}", tables, Topology(devices, "cpu"), batch,
-                    str(rng.choice(["exact_sgd", "rowwise_adagrad"])))
+    given = Problem(
+        f"{mostly}-{seed}",
+        tables,
+        Topology(devices, "cpu"),
+        batch,
+        str(rng.choice(["exact_sgd", "rowwise_adagrad"])),
+    )
     return replace(given, job=drawn_job(seed)), training.draw(given, rng)
 
 
 def with_features(tables: tuple[Table, ...], seed: int) -> tuple[Table, ...]:
     """The tables, of which about a third have two features."""
     rng = np.random.default_rng([seed, 21])
-    return tuple(replace(t, features=1 + int(rng.random() < 1 / 3),
-                         collection="sequences" if t.sequence else "tables") for t in tables)
+    return tuple(
+        replace(t, features=1 + int(rng.random() < 1 / 3), collection="sequences" if t.sequence else "tables")
+        for t in tables
+    )
 
 
 def sequences(seed: int) -> tuple[Table, ...]:
@@ -89,9 +104,19 @@ def sequences(seed: int) -> tuple[Table, ...]:
     rng = np.random.default_rng([seed, 22])
     rows, dims, pooling, _ = MOSTLY[list(MOSTLY)[seed % len(MOSTLY)]]
     dim = 8 * int(rng.integers(1, max(1, dims[1] // 16), endpoint=True))
-    return with_features(tuple(
-        Table(f"s{i}", int(rng.integers(*rows)), dim, float(rng.integers(1, pooling[1] // 2, endpoint=True)),
-              sequence=True) for i in range(rng.integers(2, 4))), seed)
+    return with_features(
+        tuple(
+            Table(
+                f"s{i}",
+                int(rng.integers(*rows)),
+                dim,
+                float(rng.integers(1, pooling[1] // 2, endpoint=True)),
+                sequence=True,
+            )
+            for i in range(rng.integers(2, 4))
+        ),
+        seed,
+    )
 
 
 def features_of(table: Table) -> list[str]:
@@ -116,8 +141,10 @@ class Model(nn.Module):
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 
         def configs(kind: type, tables: list[Table]) -> list[Any]:
-            return [kind(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
-                         feature_names=features_of(t)) for t in tables]
+            return [
+                kind(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=features_of(t))
+                for t in tables
+            ]
 
         super().__init__()
         pooled, others = ([t for t in problem.tables if t.sequence == s] for s in (False, True))
@@ -150,6 +177,7 @@ def batch_of(problem: Problem, rank: int):
     def batches() -> Iterator[KeyedJaggedTensor]:
         while True:  # by torch's allocator, which the profiler sees
             yield KeyedJaggedTensor(keys=list(keys), values=given.clone(), lengths=counts.to(torch.int32))
+
     return batches()
 
 
@@ -163,8 +191,10 @@ def measured(given: Sequence[tuple[Problem, Plan]], limit_s: float = 180) -> lis
         codes = training.in_processes(n, _train, (given, folder), limit_s * len(given))
         if any(codes):
             raise SystemExit(f"processes of {given[0][0].name} ended with {codes}")
-        return [[json.loads(Path(f"{folder}/{i}-{rank}.json").read_text()) for rank in range(n)]
-                for i in range(len(given))]
+        return [
+            [json.loads(Path(f"{folder}/{i}-{rank}.json").read_text()) for rank in range(n)]
+            for i in range(len(given))
+        ]
 
 
 def _train(rank: int, given: Sequence[tuple[Problem, Plan]], folder: str) -> None:
@@ -172,16 +202,18 @@ def _train(rank: int, given: Sequence[tuple[Problem, Plan]], folder: str) -> Non
     logging.disable(logging.WARNING)
     topology = given[0][0].topology
     n, local = len(topology), len(topology) // len(topology.hosts)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local),
-                      LOCAL_RANK=str(rank % local))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local)
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
     count_in_all_threads()
     for i, (problem, plan) in enumerate(given):
         trace = f"{folder}/trace-{rank}.json"
         # From the start, so that weights and optimizer state count as what they really are.
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
-                                    profile_memory=True) as profiler:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profiler:
             _steps(problem, plan, batch_of(problem, rank))
         profiler.export_chrome_trace(trace)
         gc.collect()  # the next plan starts with nothing
@@ -202,18 +234,29 @@ def _steps(problem: Problem, plan: Plan, batches: Iterator[Any]) -> None:
 
     theirs = {name: EmbOptimType[optimizer.theirs] for name, optimizer in OPTIMIZERS.items()}
     of_replicas = _optimizer_class(problem)
-    codecs = get_qcomm_codecs_registry(QCommsConfig(CommType(problem.job.forward_payload),
-                                                    CommType(problem.job.backward_payload)),
-                                       device=torch.device("cpu"))
+    codecs = get_qcomm_codecs_registry(
+        QCommsConfig(CommType(problem.job.forward_payload), CommType(problem.job.backward_payload)),
+        device=torch.device("cpu"),
+    )
     model = DistributedModelParallel(
-        Model(problem), device=torch.device("cpu"), plan=to_torchrec(plan, problem, Model(problem), "cpu"),
-        sharders=[sharder(fused_params={"optimizer": theirs[problem.optimizer], "learning_rate": 0.01},
-                          qcomm_codecs_registry=codecs)
-                  for sharder in (EmbeddingBagCollectionSharder, EmbeddingCollectionSharder)])
-    dense = KeyedOptimizerWrapper(dict(in_backward_optimizer_filter(model.named_parameters())),
-                                  lambda parameters: of_replicas(parameters, lr=0.01))
-    pipeline = TrainPipelineSparseDist(model, CombinedOptimizer([model.fused_optimizer, dense]),
-                                       torch.device("cpu"))
+        Model(problem),
+        device=torch.device("cpu"),
+        plan=to_torchrec(plan, problem, Model(problem), "cpu"),
+        sharders=[
+            sharder(
+                fused_params={"optimizer": theirs[problem.optimizer], "learning_rate": 0.01},
+                qcomm_codecs_registry=codecs,
+            )
+            for sharder in (EmbeddingBagCollectionSharder, EmbeddingCollectionSharder)
+        ],
+    )
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())),
+        lambda parameters: of_replicas(parameters, lr=0.01),
+    )
+    pipeline = TrainPipelineSparseDist(
+        model, CombinedOptimizer([model.fused_optimizer, dense]), torch.device("cpu")
+    )
     for step in range(WARM + STEPS):
         with torch.profiler.record_function(f"step {step}"):
             pipeline.progress(batches)
@@ -237,10 +280,14 @@ def count_in_all_threads() -> None:
 def peaks(trace: Path) -> list[int]:
     """The peak of each warm step."""
     events = json.loads(trace.read_text())["traceEvents"]
-    totals = np.array(sorted((e["ts"], e["args"]["Total Allocated"]) for e in events
-                             if e.get("name") == "[memory]"))
-    steps = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events
-             if e.get("ph") == "X" and str(e["name"]).startswith("step ")}
+    totals = np.array(
+        sorted((e["ts"], e["args"]["Total Allocated"]) for e in events if e.get("name") == "[memory]")
+    )
+    steps = {
+        e["name"]: (e["ts"], e["ts"] + e["dur"])
+        for e in events
+        if e.get("ph") == "X" and str(e["name"]).startswith("step ")
+    }
     bounds = [np.searchsorted(totals[:, 0], steps[f"step {s}"]) for s in range(WARM, WARM + STEPS)]
     return [int(totals[first:last, 1].max()) for first, last in bounds]
 
@@ -271,21 +318,35 @@ def estimated(problem: Problem, plan: Plan) -> list[int]:
         path = "sequences" if table.sequence else "tables"
         module, sharding = getattr(model, path), sharded[path][table.name]
         spec = getattr(sharding.sharding_spec, "shards", None)
-        shards = ([TheirShard(list(s.shard_sizes), list(s.shard_offsets), rank=s.placement.rank())
-                   for s in spec]
-                  if spec else [TheirShard([table.rows, table.dim], [0, 0], rank=r) for r in range(n)])
+        shards = (
+            [TheirShard(list(s.shard_sizes), list(s.shard_offsets), rank=s.placement.rank()) for s in spec]
+            if spec
+            else [TheirShard([table.rows, table.dim], [0, 0], rank=r) for r in range(n)]
+        )
         [parameter] = (x for name, x in module.named_parameters() if name.split(".")[-2] == table.name)
         # By this it knows the optimizer's state. Only replicas have one by name.
         parameter._optimizer_classes = [_optimizer_class(problem if not spec else fused)]
-        options.append(ShardingOption(
-            name=table.name, tensor=parameter, module=(path, module), input_lengths=pooling[table.name],
-            batch_size=problem.local_batch, sharding_type=sharding.sharding_type, partition_by="device",
-            compute_kernel=sharding.compute_kernel, shards=shards))
-    theirs = TheirTopology(world_size=n, compute_device="cuda",
-                           local_world_size=n // len(problem.topology.hosts))
+        options.append(
+            ShardingOption(
+                name=table.name,
+                tensor=parameter,
+                module=(path, module),
+                input_lengths=pooling[table.name],
+                batch_size=problem.local_batch,
+                sharding_type=sharding.sharding_type,
+                partition_by="device",
+                compute_kernel=sharding.compute_kernel,
+                shards=shards,
+            )
+        )
+    theirs = TheirTopology(
+        world_size=n, compute_device="cuda", local_world_size=n // len(problem.topology.hosts)
+    )
     EmbeddingStorageEstimator(
-        theirs, {name: ParameterConstraints(pooling_factors=p) for name, p in pooling.items()},
-        pipeline_type=PipelineType.TRAIN_SPARSE_DIST, run_embedding_at_peak_memory=True,
+        theirs,
+        {name: ParameterConstraints(pooling_factors=p) for name, p in pooling.items()},
+        pipeline_type=PipelineType.TRAIN_SPARSE_DIST,
+        run_embedding_at_peak_memory=True,
     ).estimate(options, build_sharder_data_map({sharder_name(x.module_type): x for x in sharders}))
     found = [0] * n
     for option in options:
@@ -300,8 +361,10 @@ def estimated(problem: Problem, plan: Plan) -> list[int]:
 def compared(seeds: Sequence[int]) -> list[dict[str, Any]]:
     """For each plan the peak, and the counts, of every device. All of the same shape."""
     given = [drawn(seed) for seed in seeds]
-    return [{"seed": seed, "steps_bytes": found, **counted(seed, found)}
-            for seed, found in zip(seeds, measured(given), strict=True)]
+    return [
+        {"seed": seed, "steps_bytes": found, **counted(seed, found)}
+        for seed, found in zip(seeds, measured(given), strict=True)
+    ]
 
 
 def counted(seed: int, steps_bytes: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -311,11 +374,15 @@ def counted(seed: int, steps_bytes: Sequence[Sequence[int]]) -> dict[str, Any]:
     free their buffers sooner or later.
     """
     problem, plan = drawn(seed)
-    return {"problem": problem.name, "kinds": sorted({p.kind for p in plan.placements}),
-            "sequences": any(t.sequence for t in problem.tables),
-            "peak_bytes": [max(each) for each in steps_bytes], "used_bytes": memory.used_bytes(plan, problem),
-            "phases": [device.phase for device in memory.by_part(plan, problem)],
-            "torchrec_bytes": estimated(problem, plan)}
+    return {
+        "problem": problem.name,
+        "kinds": sorted({p.kind for p in plan.placements}),
+        "sequences": any(t.sequence for t in problem.tables),
+        "peak_bytes": [max(each) for each in steps_bytes],
+        "used_bytes": memory.used_bytes(plan, problem),
+        "phases": [device.phase for device in memory.by_part(plan, problem)],
+        "torchrec_bytes": estimated(problem, plan),
+    }
 
 
 def off(row: dict[str, Any], count: str) -> list[float]:
@@ -327,8 +394,11 @@ COUNTS = {"counted": "used_bytes", "TorchRec": "torchrec_bytes"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.memory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--plans", type=int, default=20, help="to draw (20)")
     parser.add_argument("--first", type=int, default=0, help="number of the first plan (0)")
     parser.add_argument("--out", type=Path, default=Path("memory.jsonl"), help="a line of JSON for each plan")
@@ -348,20 +418,31 @@ def main() -> None:
     for row in rows:
         fullest = int(np.argmax(row["peak_bytes"]))
         kinds = ", ".join(row["kinds"]) + ("; sequences" if row["sequences"] else "")
-        shown.append((row["problem"], kinds, row["phases"][fullest],
-                      memory.gib(row["peak_bytes"][fullest]),
-                      *(f"{off(row, count)[fullest]:+.1%}" for count in COUNTS.values())))
+        shown.append(
+            (
+                row["problem"],
+                kinds,
+                row["phases"][fullest],
+                memory.gib(row["peak_bytes"][fullest]),
+                *(f"{off(row, count)[fullest]:+.1%}" for count in COUNTS.values()),
+            )
+        )
     print(report.text_table(("plan", "kinds", "phase", "peak of the fullest", *COUNTS), shown))
     for name, count in COUNTS.items():
         each = [share for row in rows for share in off(row, count)]
         within = sum(-BELOW <= share <= ABOVE for share in each)
-        print(f"{name}: {min(each):+.1%} to {max(each):+.1%}, {np.median(each):+.1%} in the median; "
-              f"{within} of {len(each)} devices within limits")
+        print(
+            f"{name}: {min(each):+.1%} to {max(each):+.1%}, {np.median(each):+.1%} in the median; "
+            f"{within} of {len(each)} devices within limits"
+        )
     apart = [max(each) / min(each) - 1 for row in rows for each in row["steps_bytes"]]
     print(f"steps of a device differ by {np.median(apart):.1%} in the median, {max(apart):.1%} at most")
     for name, of in (("least", min), ("median", np.median)):
-        each = [n / of(steps) - 1 for row in rows
-                for n, steps in zip(row["used_bytes"], row["steps_bytes"], strict=True)]
+        each = [
+            n / of(steps) - 1
+            for row in rows
+            for n, steps in zip(row["used_bytes"], row["steps_bytes"], strict=True)
+        ]
         print(f"counted, against the {name} of the steps: {min(each):+.1%} to {max(each):+.1%}")
     sys.exit(any(not -BELOW <= share <= ABOVE for row in rows for share in off(row, "used_bytes")))
 

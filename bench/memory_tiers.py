@@ -49,8 +49,12 @@ def drawn(index: int, batch: int, gbps: float) -> Problem:
     """A problem of 60 tables."""
     pool, rng = [t for t in generate_pool() if t.pooling > 0.01], np.random.default_rng([index, 23])
     some = tuple(pool[k] for k in rng.choice(len(pool), 60, replace=False))
-    rich = Problem(f"tiers-{index}", some, Topology(
-        (Device(1 << 40),) * 4, memory=(Memory("host", 1 << 50, gbps),)), batch)
+    rich = Problem(
+        f"tiers-{index}",
+        some,
+        Topology((Device(1 << 40),) * 4, memory=(Memory("host", 1 << 50, gbps),)),
+        batch,
+    )
     beside = sum(d.memory_bytes for d in rich.topology.devices) - tier_bytes(rich)
     memory = int(beside + SHARES[index % len(SHARES)] * sum(t.bytes for t in some)) // 4
     return replace(rich, topology=replace(rich.topology, devices=(Device(memory),) * 4))
@@ -95,10 +99,13 @@ def _best(found: list[Found]) -> Found:
 def arms(problem: Problem, model: CostModel) -> dict[str, Found]:
     best = decide(problem, model, [Tiers()], SHARDERS["anneal_columns"], budget=Budget(EVALS))
     theirs, with_ours = torchrec(problem, model)
-    return {"ours": (best.problem, best.plan),
-            "largest to host": with_room(lambda p: largest_to_host(p).problem, problem, model),
-            "one load factor": with_room(lambda p: one_load_factor(p).problem, problem, model),
-            "TorchRec scale-up": theirs, "its load factors, our places": with_ours}
+    return {
+        "ours": (best.problem, best.plan),
+        "largest to host": with_room(lambda p: largest_to_host(p).problem, problem, model),
+        "one load factor": with_room(lambda p: one_load_factor(p).problem, problem, model),
+        "TorchRec scale-up": theirs,
+        "its load factors, our places": with_ours,
+    }
 
 
 def main() -> None:
@@ -109,16 +116,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="keep each problem's figures there, and resume")
     args = parser.parse_args()
     model = composite.load([args.model])
-    done = {x["problem"]: x for x in map(json.loads, args.out.read_text().splitlines())
-            } if args.out and args.out.exists() else {}
+    done = (
+        {x["problem"]: x for x in map(json.loads, args.out.read_text().splitlines())}
+        if args.out and args.out.exists()
+        else {}
+    )
     for index in range(args.problems):
         problem = drawn(index, model.setting.batch, args.link_gbps)
         if problem.name not in done:
             began = time.monotonic()
-            found = {name: x and {"ms": x[1].provenance["predicted_ms"], "link_ms": tiers_of(x[0]).link_ms}
-                     for name, x in arms(problem, model).items()}
-            done[problem.name] = {"problem": problem.name, "share": SHARES[index % len(SHARES)],
-                                  "arms": found}
+            found = {
+                name: x and {"ms": x[1].provenance["predicted_ms"], "link_ms": tiers_of(x[0]).link_ms}
+                for name, x in arms(problem, model).items()
+            }
+            done[problem.name] = {
+                "problem": problem.name,
+                "share": SHARES[index % len(SHARES)],
+                "arms": found,
+            }
             print(f"{problem.name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
             if args.out:
                 files.write_atomic(args.out, "".join(json.dumps(x) + "\n" for x in done.values()).encode())
@@ -129,8 +144,10 @@ def main() -> None:
         print(f"| {one['share']:.0%} | {' | '.join(cells)} |")
     for name in names[1:]:
         ratios = [x["arms"][name]["ms"] / x["arms"]["ours"]["ms"] for x in done.values() if x["arms"][name]]
-        print(f"\n{name}, over ours: median {np.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}, "
-              f"{len(ratios)} of {len(done)} problems")
+        print(
+            f"\n{name}, over ours: median {np.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}, "
+            f"{len(ratios)} of {len(done)} problems"
+        )
 
 
 if __name__ == "__main__":

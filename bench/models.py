@@ -90,8 +90,11 @@ class Data:
 def ours(groups: Sequence[ComputeSample], config: fit.FitConfig) -> Trained:
     trained = fit.train(groups, [], groups[0].setting, config)
     model = trained.model
-    return Trained(lambda requests: np.array([group_costs([r.shards], model, r.batch)[0] for r in requests]),
-                   [r["validation_mape"] for r in trained.curves if r["epoch"]], model)
+    return Trained(
+        lambda requests: np.array([group_costs([r.shards], model, r.batch)[0] for r in requests]),
+        [r["validation_mape"] for r in trained.curves if r["epoch"]],
+        model,
+    )
 
 
 # --- figures ------------------------------------------------------------------------------------------------
@@ -109,8 +112,10 @@ def coverages(model: Trained, **samples: Sequence[ComputeSample]) -> dict[str, f
     """In percent, of each of the samples given; nothing for a model without intervals."""
     if model.model is None:
         return {}
-    return {f"coverage {name}": coverage(*accuracy.intervals(model.model, found, 0.9), total_ms(found))
-            for name, found in samples.items()}
+    return {
+        f"coverage {name}": coverage(*accuracy.intervals(model.model, found, 0.9), total_ms(found))
+        for name, found in samples.items()
+    }
 
 
 def rate(model: Trained, test: Sequence[ComputeSample]) -> dict[str, float]:
@@ -118,8 +123,10 @@ def rate(model: Trained, test: Sequence[ComputeSample]) -> dict[str, float]:
         return {}
     codes = [model.model.encode(s.request.shards, s.request.batch) for s in test]
     rng = np.random.default_rng(0)
-    sums, more = (np.stack([f(codes[i]) for i in rng.integers(len(codes), size=1024)])
-                  for f in (lambda c: c.sum(0), lambda c: c[0]))
+    sums, more = (
+        np.stack([f(codes[i]) for i in rng.integers(len(codes), size=1024)])
+        for f in (lambda c: c.sum(0), lambda c: c[0])
+    )
     seconds = min(timeit.repeat(lambda: model.model.head(sums + more), number=200, repeat=5)) / 200
     return {"costs a µs": len(sums) / seconds / 1e6}
 
@@ -135,51 +142,69 @@ def lowered(model: Trained, test: Sequence[ComputeSample], seed: int) -> float:
 def by_sample(model: Trained, data: Data, seed: int) -> dict[str, float]:
     found = model.predict([s.request for s in data.test])
     whole = mape(found, total_ms(data.test))
-    return {"error": whole, "as measured": mape(found, np.array([data.as_measured[s.id] for s in data.test])),
-            "tau": kendall_tau(found, total_ms(data.test)),
-            "beyond floor": math.sqrt(max(0.0, whole**2 - data.floor**2)),
-            "planned": error(model, data.planned), "random": error(model, data.random),
-            "lowered": lowered(model, data.test, seed),
-            **coverages(model, test=data.test, planned=data.planned), **rate(model, data.test)}
+    return {
+        "error": whole,
+        "as measured": mape(found, np.array([data.as_measured[s.id] for s in data.test])),
+        "tau": kendall_tau(found, total_ms(data.test)),
+        "beyond floor": math.sqrt(max(0.0, whole**2 - data.floor**2)),
+        "planned": error(model, data.planned),
+        "random": error(model, data.random),
+        "lowered": lowered(model, data.test, seed),
+        **coverages(model, test=data.test, planned=data.planned),
+        **rate(model, data.test),
+    }
 
 
 def by_table(model: Trained, data: Data, seed: int) -> dict[str, float]:
     return {"unseen tables": error(model, data.unseen), **coverages(model, unseen=data.unseen)}
 
 
-def planned_ids(pool: Sequence[Table], setting: Setting, draws: int, seeds: Sequence[int],
-                arena_bytes: int) -> set[str]:
+def planned_ids(
+    pool: Sequence[Table], setting: Setting, draws: int, seeds: Sequence[int], arena_bytes: int
+) -> set[str]:
     """Ids of the draws that are a device's op in a sharder's plan."""
     # As drawn when the shipped dataset was measured: one batch, and all lookups pooled.
     config = GroupConfig(max_shard_bytes=arena_bytes, smaller_batches=0.0, sequences=0.0)
     live = [t for t in pool if t.pooling > 0]
-    return {dataset.compute_id(setting, compute_request(live, i, setting, seed, config)) for seed in seeds
-            for i in range(draws) if np.random.default_rng([1, seed, i]).random() < config.planned}
+    return {
+        dataset.compute_id(setting, compute_request(live, i, setting, seed, config))
+        for seed in seeds
+        for i in range(draws)
+        if np.random.default_rng([1, seed, i]).random() < config.planned
+    }
 
 
 def read(args: argparse.Namespace) -> Data:
     settings = dataset.settings(args.dataset)
     if len(settings) != 1:
-        raise ShardCoreError(f"{args.dataset} holds samples of [{'; '.join(map(str, settings))}]; "
-                             "this bench needs one setting")
+        raise ShardCoreError(
+            f"{args.dataset} holds samples of [{'; '.join(map(str, settings))}]; this bench needs one setting"
+        )
     known = drift_correction.read([args.dataset], settings[0])
     groups = [s for s in known.compute if s.error is None and s.request.batch == settings[0].batch]
-    from_plans = planned_ids(generate_pool(), settings[0], args.draws, args.draw_seeds,
-                             int(args.arena_gib * 2**30))
+    from_plans = planned_ids(
+        generate_pool(), settings[0], args.draws, args.draw_seeds, int(args.arena_gib * 2**30)
+    )
     test = accuracy.held_out(groups)
     planned, random = ([s for s in test if (s.id in from_plans) == side] for side in (True, False))
     seen, unseen = study.split_by_table(groups)
     measured = {s.id: s.total_ms for s in dataset.read_compute(args.dataset, settings[0]) if s.error is None}
-    data = Data(groups, test, planned, random, unseen, seen, measured,
-                study.repeatability(known.repeats) or 0.0)
+    data = Data(
+        groups, test, planned, random, unseen, seen, measured, study.repeatability(known.repeats) or 0.0
+    )
     if not (planned and random and unseen and len(seen) >= fit.MIN_COMPUTE):
-        raise ShardCoreError(f"{args.dataset} has {len(planned)} planned and {len(random)} other groups in "
-                             f"its test split, {len(unseen)} of unseen tables and {len(seen)} without any; "
-                             "each is needed (see --draws)")
+        raise ShardCoreError(
+            f"{args.dataset} has {len(planned)} planned and {len(random)} other groups in "
+            f"its test split, {len(unseen)} of unseen tables and {len(seen)} without any; "
+            "each is needed (see --draws)"
+        )
     unsettled = study.repeatability(dataset.read_repeats(args.dataset, settings[0])) or 0.0
-    print(f"{settings[0]}: {len(groups)} groups, {len(test)} of them held out, {len(planned)} of those from "
-          f"plans; unseen tables: {len(unseen)} groups, by models of {len(seen)}; repeatability (floor): "
-          f"{data.floor:.2f}% (as measured {unsettled:.2f}%)\n", flush=True)
+    print(
+        f"{settings[0]}: {len(groups)} groups, {len(test)} of them held out, {len(planned)} of those from "
+        f"plans; unseen tables: {len(unseen)} groups, by models of {len(seen)}; repeatability (floor): "
+        f"{data.floor:.2f}% (as measured {unsettled:.2f}%)\n",
+        flush=True,
+    )
     return data
 
 
@@ -192,63 +217,97 @@ def curves_figure(rows: Sequence[dict[str, Any]]) -> Any:
         for row in (r for r in rows if r["model"] == name):
             axes.plot(range(1, len(row["curve"]) + 1), row["curve"], linewidth=0.8, color=f"C{i}", alpha=0.6)
         axes.plot([], [], color=f"C{i}", label=f"{name}, {sum(r['model'] == name for r in rows)} seeds")
-    axes.set(xlabel="epoch", ylabel="validation error, %", xscale="log", yscale="log",
-             title="training, split by sample")
+    axes.set(
+        xlabel="epoch",
+        ylabel="validation error, %",
+        xscale="log",
+        yscale="log",
+        title="training, split by sample",
+    )
     axes.legend()
     return figure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dataset", help="folder of measurements of one setting")
     parser.add_argument("--seeds", type=int, default=1, help="seeds of initial weights and order (1)")
     parser.add_argument("--epochs", type=int, default=1000, help="of NeuroShard's network (1000)")
     parser.add_argument("--only", help="train only models whose name holds this")
     parser.add_argument("--out", type=Path, required=True, help="folder that keeps what was trained")
-    parser.add_argument("--draws", type=int, default=5100,
-                        help="of each seed that the dataset measured (5100)")
-    parser.add_argument("--draw-seeds", type=int, nargs="*", default=[0, 1],
-                        help="that the dataset measured (0 1)")
+    parser.add_argument(
+        "--draws", type=int, default=5100, help="of each seed that the dataset measured (5100)"
+    )
+    parser.add_argument(
+        "--draw-seeds", type=int, nargs="*", default=[0, 1], help="that the dataset measured (0 1)"
+    )
     parser.add_argument("--arena-gib", type=float, default=4, help="with which it was measured (4)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     data = read(args)
     models: dict[str, Callable[[Sequence[ComputeSample], int], Trained]] = {
-        **{name: lambda known, seed, recipe=recipe: Trained(*neuroshard_net.train(known, recipe, seed,
-                                                                                  args.epochs))
-           for name, recipe in neuroshard_net.RECIPES.items()},
-        "physical rates": lambda known, seed: ours(known,
-                                                   fit.FitConfig(seed=seed, epochs=1, learning_rate=1e-12)),
+        **{
+            name: lambda known, seed, recipe=recipe: Trained(
+                *neuroshard_net.train(known, recipe, seed, args.epochs)
+            )
+            for name, recipe in neuroshard_net.RECIPES.items()
+        },
+        "physical rates": lambda known, seed: ours(
+            known, fit.FitConfig(seed=seed, epochs=1, learning_rate=1e-12)
+        ),
         "ShardCore": lambda known, seed: ours(known, fit.FitConfig(seed=seed)),
     }
     splits = {"by sample": (data.groups, by_sample), "by table": (data.seen, by_table)}
     made_of = {"dataset": str(args.dataset), "groups": len(data.groups), "epochs": args.epochs}
     rows = []
-    for seed, (name, train), (split, (known, judge)) in itertools.product(range(args.seeds), models.items(),
-                                                                          splits.items()):
+    for seed, (name, train), (split, (known, judge)) in itertools.product(
+        range(args.seeds), models.items(), splits.items()
+    ):
         path = args.out / f"{name}-{split}-{seed}.json".replace(" ", "-").replace("'", "")
         if not path.exists() and (args.only or "") in name:
             began = time.perf_counter()
             model, seconds = train(known, seed), time.perf_counter() - began
-            files.write_json(path, {"made_of": made_of, "model": name, "split": split, "seed": seed,
-                                    "train s": seconds,
-                                    "curve": model.curve, "figures": judge(model, data, seed)})
+            files.write_json(
+                path,
+                {
+                    "made_of": made_of,
+                    "model": name,
+                    "split": split,
+                    "seed": seed,
+                    "train s": seconds,
+                    "curve": model.curve,
+                    "figures": judge(model, data, seed),
+                },
+            )
         if path.exists():
             rows.append(json.loads(path.read_text()))
             if rows[-1].get("made_of") != made_of:
-                raise ShardCoreError(f"{path} is of {rows[-1].get('made_of')}, this run of {made_of}; "
-                                     "give another --out")
-            print(f"seed {seed}, {name}, {split}: {rows[-1]['train s']:.0f} s, "
-                  f"{next(iter(rows[-1]['figures'].values())):.2f}%", file=sys.stderr, flush=True)
+                raise ShardCoreError(
+                    f"{path} is of {rows[-1].get('made_of')}, this run of {made_of}; give another --out"
+                )
+            print(
+                f"seed {seed}, {name}, {split}: {rows[-1]['train s']:.0f} s, "
+                f"{next(iter(rows[-1]['figures'].values())):.2f}%",
+                file=sys.stderr,
+                flush=True,
+            )
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         trained = {"train s": row["train s"]} if row["split"] == "by sample" else {}
         for figure, value in {**row["figures"], **trained}.items():
             found.setdefault(figure, {}).setdefault(row["model"], []).append(value)
-    cells = [(figure, *(f"{np.mean(v):.3f} ± {np.std(v):.3f} ({len(v)})" if (v := of.get(name)) else ""
-                        for name in models))
-             for figure, of in found.items()]
+    cells = [
+        (
+            figure,
+            *(
+                f"{np.mean(v):.3f} ± {np.std(v):.3f} ({len(v)})" if (v := of.get(name)) else ""
+                for name in models
+            ),
+        )
+        for figure, of in found.items()
+    ]
     print(report.text_table(("mean ± sd (seeds)", *models), cells))
     curves_figure([r for r in rows if r["split"] == "by sample"]).savefig(args.out / "curves.png", dpi=110)
 

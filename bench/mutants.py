@@ -88,8 +88,7 @@ class Defect:
 
 def listed() -> list[Defect]:
     """The defects of bench/defects/, as they are written there."""
-    entries = [e for path in sorted(LISTED.glob("*.toml"))
-               for e in tomllib.loads(path.read_text())["defect"]]
+    entries = [e for path in sorted(LISTED.glob("*.toml")) for e in tomllib.loads(path.read_text())["defect"]]
     return [Defect(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
 
 
@@ -101,8 +100,9 @@ def refused(defects: Sequence[Defect]) -> list[str]:
             defect.applied()
         except (OSError, ValueError) as error:
             found.append(str(error))
-        found += [f"{defect.file}: {defect.says}: there is no {test}"
-                  for test in defect.tests if not _is_test(test)]
+        found += [
+            f"{defect.file}: {defect.says}: there is no {test}" for test in defect.tests if not _is_test(test)
+        ]
     return found
 
 
@@ -110,22 +110,40 @@ def _is_test(test: str) -> bool:
     """Whether there is a file, or a function of a file, that pytest is given."""
     file, _, name = test.partition("::")
     return (ROOT / file).exists() and (
-        not name or f"def {name.partition('[')[0]}(" in (ROOT / file).read_text())
+        not name or f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()
+    )
 
 
 # --- drawn from the code ------------------------------------------------------------------------------------
 
-_TURNED = {ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt, ast.Eq: ast.NotEq,
-           ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
-           ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
-           ast.And: ast.Or, ast.Or: ast.And}
+_TURNED = {
+    ast.Lt: ast.GtE,
+    ast.LtE: ast.Gt,
+    ast.Gt: ast.LtE,
+    ast.GtE: ast.Lt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     """What may be wrong with an expression or statement: words, and the node that stands there instead."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _TURNED:
-        yield "a comparison is turned", ast.Compare(node.left, [_TURNED[type(node.ops[0])]()],
-                                                    node.comparators)
+        yield (
+            "a comparison is turned",
+            ast.Compare(node.left, [_TURNED[type(node.ops[0])]()], node.comparators),
+        )
     elif isinstance(node, ast.BinOp) and type(node.op) in _TURNED:
         yield "another operator", ast.BinOp(node.left, _TURNED[type(node.op)](), node.right)
         yield "a term is left out", node.left
@@ -135,29 +153,38 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
         yield "a not or a sign is left out", node.operand
     elif isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
-        yield ("another constant",
-               ast.Constant(not node.value if isinstance(node.value, bool) else 2 * node.value + 1))
+        yield (
+            "another constant",
+            ast.Constant(not node.value if isinstance(node.value, bool) else 2 * node.value + 1),
+        )
     elif isinstance(node, ast.IfExp):
         yield "the branches are exchanged", ast.IfExp(node.test, node.orelse, node.body)
     elif isinstance(node, ast.Call) and len(node.args) > 1:
-        yield "two arguments are exchanged", ast.Call(node.func, [*node.args[1::-1], *node.args[2:]],
-                                                      node.keywords)
+        yield (
+            "two arguments are exchanged",
+            ast.Call(node.func, [*node.args[1::-1], *node.args[2:]], node.keywords),
+        )
     elif isinstance(node, ast.Call) and node.keywords and node.keywords[-1].arg:
         yield "an argument is left out", ast.Call(node.func, node.args, node.keywords[:-1])
-    elif (isinstance(node, ast.AugAssign | ast.Raise)
-          or isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+    elif (
+        isinstance(node, ast.AugAssign | ast.Raise)
+        or isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+    ):
         yield "a statement is left out", ast.Pass()
 
 
 _WORDS = re.compile(
-    r"logger|log\(|print\(|add_argument|ArgumentParser|help=|describe|description|_artifact|Error\(")
+    r"logger|log\(|print\(|add_argument|ArgumentParser|help=|describe|description|_artifact|Error\("
+)
 """What only people read: a defect there is no test's to notice."""
 
 
 def drawn(rng: random.Random, count: int) -> list[Defect]:
     """Defects of random nodes of random lines, over all packages alike."""
-    files = [p for top in ("shardcore", "tasks") for p in (ROOT / top).rglob("*.py")
-             if p.name != "__init__.py"]
+    files = [
+        p for top in ("shardcore", "tasks") for p in (ROOT / top).rglob("*.py") if p.name != "__init__.py"
+    ]
     by_package = defaultdict(list)
     for path in files:
         by_package[path.parent].append(path)
@@ -174,9 +201,12 @@ def drawn(rng: random.Random, count: int) -> list[Defect]:
             continue
         words, other = rng.choice(options)
         raw = line.encode()
-        mended = (raw[:node.col_offset]
-                  + f"({ast.unparse(other)})".encode() * (not isinstance(other, ast.Pass))
-                  + b"pass" * isinstance(other, ast.Pass) + raw[node.end_col_offset:]).decode()
+        mended = (
+            raw[: node.col_offset]
+            + f"({ast.unparse(other)})".encode() * (not isinstance(other, ast.Pass))
+            + b"pass" * isinstance(other, ast.Pass)
+            + raw[node.end_col_offset :]
+        ).decode()
         name = str(path.relative_to(ROOT))
         tests = tests_of(name)
         try:
@@ -193,8 +223,9 @@ def tests_of(file: str) -> tuple[str, ...]:
     """The test files that import a module, or one that imports it; its own first."""
     name = Path(file).stem
     near = {file, *importers(file, "shardcore"), *importers(file, "tasks")}
-    found = {test for module in near for test in importers(module, "tests")
-             if Path(test).name.startswith("test_")}
+    found = {
+        test for module in near for test in importers(module, "tests") if Path(test).name.startswith("test_")
+    }
     direct = set(importers(file, "tests"))
     return tuple(sorted(found, key=lambda test: (f"test_{name}.py" not in test, test not in direct, test)))
 
@@ -203,10 +234,13 @@ def importers(file: str, top: str) -> list[str]:
     """The files of a folder that import a module."""
     module = file.removesuffix(".py").replace("/", ".")
     package, _, name = module.rpartition(".")
-    imports = re.compile(rf"from {re.escape(module)} import|import {re.escape(module)}\b|"
-                         rf"from {re.escape(package)} import (?:\([^)]*?|[^(\n]*?)\b{name}\b")
-    return [str(p.relative_to(ROOT)) for p in sorted((ROOT / top).rglob("*.py"))
-            if imports.search(p.read_text())]
+    imports = re.compile(
+        rf"from {re.escape(module)} import|import {re.escape(module)}\b|"
+        rf"from {re.escape(package)} import (?:\([^)]*?|[^(\n]*?)\b{name}\b"
+    )
+    return [
+        str(p.relative_to(ROOT)) for p in sorted((ROOT / top).rglob("*.py")) if imports.search(p.read_text())
+    ]
 
 
 # --- running ------------------------------------------------------------------------------------------------
@@ -214,8 +248,9 @@ def importers(file: str, top: str) -> list[str]:
 
 def copy_project(folder: Path) -> None:
     """What git knows of the project, and what numba compiled."""
-    named = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT,
-                                    text=True).splitlines()
+    named = subprocess.check_output(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True
+    ).splitlines()
     for name in named:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -228,12 +263,31 @@ def copy_project(folder: Path) -> None:
 
 def run_tests(folder: Path, tests: Sequence[str], *options: str) -> tuple[bool, str]:
     """Whether they pass in a copy, and the line that says what failed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=",
-               "--tb=line", *options, *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+        "--tb=line",
+        *options,
+        *tests,
+    ]
     # Compiled files keep their source's time to the second, which no two defects share: a run takes longer.
     env = {**os.environ, "PYTHONPATH": str(folder)}
-    process = subprocess.Popen(command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
         said, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -245,12 +299,15 @@ def run_tests(folder: Path, tests: Sequence[str], *options: str) -> tuple[bool, 
             pass
     lines = [line for line in said.splitlines() if line.strip()]
     if process.returncode > 2:  # 2: a module does not import any more, or a test asked to stop
-        raise RuntimeError(f"pytest ended with exit code {process.returncode} for {' '.join(tests)}:\n"
-                           + "\n".join(lines[-15:]))
+        raise RuntimeError(
+            f"pytest ended with exit code {process.returncode} for {' '.join(tests)}:\n"
+            + "\n".join(lines[-15:])
+        )
     if process.returncode < 0:
         return False, f"ended by {signal.Signals(-process.returncode).name}"
-    failed = next((line for line in lines if line.startswith(("FAILED", "ERROR"))),
-                  lines[-1] if lines else "")
+    failed = next(
+        (line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1] if lines else ""
+    )
     return process.returncode == 0, failed[:300]
 
 
@@ -275,9 +332,17 @@ class Copies:
             path.write_bytes(before)
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # or numba compiles all of it again
             self._free.put(folder)
-        return {"key": defect.key(), "file": defect.file, "says": defect.says, "new": defect.new.strip(),
-                "drawn": defect.drawn, "package": defect.package, "survives": defect.survives,
-                "result": SURVIVED if passed else CAUGHT, "by": said}
+        return {
+            "key": defect.key(),
+            "file": defect.file,
+            "says": defect.says,
+            "new": defect.new.strip(),
+            "drawn": defect.drawn,
+            "package": defect.package,
+            "survives": defect.survives,
+            "result": SURVIVED if passed else CAUGHT,
+            "by": said,
+        }
 
 
 def table(rows: Sequence[dict]) -> list[tuple]:
@@ -286,23 +351,38 @@ def table(rows: Sequence[dict]) -> list[tuple]:
 
     def count(name: str, some: Sequence[dict]) -> tuple:
         left = [r for r in some if r["result"] == SURVIVED]
-        return name, len(some), len(some) - len(left), len(left), sum(bool(r["survives"]) for r in left), \
-            f"{100 * (1 - len(left) / len(some)):.0f}%"
+        return (
+            name,
+            len(some),
+            len(some) - len(left),
+            len(left),
+            sum(bool(r["survives"]) for r in left),
+            f"{100 * (1 - len(left) / len(some)):.0f}%",
+        )
 
     return [*(count(p, [r for r in rows if r["package"] == p]) for p in packages), count("all", rows)]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.mutants", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True,
-                        help="a line of JSON for each defect; what is there is not done again")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.mutants",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="a line of JSON for each defect; what is there is not done again",
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="defects whose file or words hold this")
-    parser.add_argument("--drawn", type=int, default=0, metavar="N",
-                        help="draw so many from the code as well (0)")
+    parser.add_argument(
+        "--drawn", type=int, default=0, metavar="N", help="draw so many from the code as well (0)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)),
-                        help="defects at a time (all cores)")
+    parser.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="defects at a time (all cores)"
+    )
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     defects = listed()
@@ -311,8 +391,9 @@ def main() -> int:
         return 2
     defects += drawn(random.Random(args.seed), args.drawn)
     defects = [d for d in defects if args.only in d.file or args.only in d.says]
-    done = ({r["key"]: r for r in map(json.loads, args.out.read_text().splitlines())}
-            if args.out.exists() else {})
+    done = (
+        {r["key"]: r for r in map(json.loads, args.out.read_text().splitlines())} if args.out.exists() else {}
+    )
     left = [d for d in defects if d.key() not in done]
     for defect in left:  # one that is not Python would be caught, whatever the tests are
         if defect.file.endswith(".py"):
@@ -328,8 +409,9 @@ def main() -> int:
                 print(f"error: the tests fail without a defect: {said}", file=sys.stderr)
                 return 2
         with open(args.out, "a") as out:
-            for i, judged in enumerate(as_completed([threads.submit(copies.judge, defect)
-                                                     for defect in left])):
+            for i, judged in enumerate(
+                as_completed([threads.submit(copies.judge, defect) for defect in left])
+            ):
                 row = judged.result()
                 done[row["key"]] = row
                 out.write(json.dumps(row) + "\n")
@@ -342,8 +424,10 @@ def main() -> int:
             print(f"\n{words}:\n{report.text_table(HEADERS, table(some))}")
     survivors = [r for r in rows if r["result"] == SURVIVED]
     for r in survivors:
-        print(f"survived: {r['file']}: {r['says']}: "
-              f"{r['new']!r}{' - ' + r['survives'] if r['survives'] else ''}")
+        print(
+            f"survived: {r['file']}: {r['says']}: "
+            f"{r['new']!r}{' - ' + r['survives'] if r['survives'] else ''}"
+        )
     bad = [r for r in given if r["result"] == SURVIVED]
     return 1 if any(not r["survives"] for r in bad) or len(bad) > MOST_SURVIVING * len(given) else 0
 

@@ -74,8 +74,9 @@ def relative_error(found: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
 
 _OURS = {"outputs": 2, "ms": torch.nn.functional.softplus, "loss": fit.ratio_loss, "kept_by": relative_error}
 RECIPES = {
-    "NeuroShard's network": Recipe(features=published_features, outputs=1, ms=lambda x: x, loss=squared_error,
-                                   kept_by=squared_error),
+    "NeuroShard's network": Recipe(
+        features=published_features, outputs=1, ms=lambda x: x, loss=squared_error, kept_by=squared_error
+    ),
     "the same, our loss": Recipe(features=published_features, **_OURS),
     "the same, our loss and features": Recipe(features=our_features, **_OURS),
 }
@@ -108,28 +109,35 @@ class _Groups:
             sizes = self.sizes[chosen]
             first = np.repeat(ends[chosen] - sizes, sizes)
             within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-            yield _Groups(self.tables[torch.from_numpy(first + within)], sizes,
-                          self.measured[torch.from_numpy(chosen)])
+            yield _Groups(
+                self.tables[torch.from_numpy(first + within)], sizes, self.measured[torch.from_numpy(chosen)]
+            )
 
 
-def train(groups: Sequence[ComputeSample], recipe: Recipe, seed: int,
-          epochs: int) -> tuple[Callable[[Sequence[ComputeRequest]], np.ndarray], list[float]]:
+def train(
+    groups: Sequence[ComputeSample], recipe: Recipe, seed: int, epochs: int
+) -> tuple[Callable[[Sequence[ComputeRequest]], np.ndarray], list[float]]:
     """What predicts [S] ms of groups, and the validation error in percent after each epoch."""
     torch.manual_seed(seed)
     rng, side = np.random.default_rng(seed), {}
     for name in ("train", "validation"):
         samples = [s for s in groups if split_of(s.id) == name]
-        side[name] = ([recipe.features(s.request) for s in samples],
-                      [[s.forward.median_ms, s.backward.median_ms] for s in samples])
+        side[name] = (
+            [recipe.features(s.request) for s in samples],
+            [[s.forward.median_ms, s.backward.median_ms] for s in samples],
+        )
     known = np.concatenate(side["train"][0])
     mean, spread = known.mean(0), np.where(known.std(0) > 1e-9, known.std(0), 1.0)
 
     def standardised(found: Sequence[np.ndarray]) -> tuple[torch.Tensor, np.ndarray]:
-        return (torch.tensor((np.concatenate(found) - mean) / spread, dtype=torch.float32),
-                np.array([len(x) for x in found]))
+        return (
+            torch.tensor((np.concatenate(found) - mean) / spread, dtype=torch.float32),
+            np.array([len(x) for x in found]),
+        )
 
-    trained, unseen = (_Groups(*standardised(found), torch.tensor(measured))
-                       for found, measured in side.values())
+    trained, unseen = (
+        _Groups(*standardised(found), torch.tensor(measured)) for found, measured in side.values()
+    )
     net = NeuroShardNet(known.shape[1], recipe.outputs)
     optimizer = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE)
     best, kept, curve = np.inf, net.state_dict(), []

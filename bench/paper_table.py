@@ -86,16 +86,24 @@ def task(pool: Sequence[Table], setting: Setting, index: int, cell: tuple[int, i
     live, dims = [t for t in pool if t.pooling > 0], np.array([d for d in DIMS if d <= max_dim])
     a_column = np.array([t.rows * PRECISION_BYTES[setting.precision] for t in live])
     chosen, widths = drawn(a_column, dims, devices, rng)
-    tables = tuple(replace(live[i], name=f"{live[i].name}-{k}", dim=int(dim), precision=setting.precision)
-                   for k, (i, dim) in enumerate(zip(chosen, widths, strict=True)))
-    problem = Problem(f"paper-{devices}x{max_dim}-{index:03d}", tables, Topology((Device(1),) * devices),
-                      setting.batch, setting.optimizer)
+    tables = tuple(
+        replace(live[i], name=f"{live[i].name}-{k}", dim=int(dim), precision=setting.precision)
+        for k, (i, dim) in enumerate(zip(chosen, widths, strict=True))
+    )
+    problem = Problem(
+        f"paper-{devices}x{max_dim}-{index:03d}",
+        tables,
+        Topology((Device(1),) * devices),
+        setting.batch,
+        setting.optimizer,
+    )
     device = Device(DEVICE_BYTES + local_batch_bytes(problem))
     return replace(problem, topology=Topology((device,) * devices))
 
 
-def drawn(a_column: np.ndarray, dims: np.ndarray, devices: int,
-          rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def drawn(
+    a_column: np.ndarray, dims: np.ndarray, devices: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     """[N] tables and [N] their dims, which leave SPARE_BYTES free. a_column: bytes of one column of each."""
     while True:
         n = int(rng.integers(FEWEST * devices // 4, MOST * devices // 4))
@@ -114,19 +122,22 @@ def linked(problem: Problem) -> Problem:
 def solved(name: str, plan: Plan) -> bool:
     """Whether the arm's own algorithm found the plan, with tables whole if it is published so."""
     packed = plan.provenance.get("packed", False)
-    return not packed and (name not in WHOLE or all(p.shard == Shard.whole(p.shard.table)
-                                                    for p in plan.placements))
+    return not packed and (
+        name not in WHOLE or all(p.shard == Shard.whole(p.shard.table) for p in plan.placements)
+    )
 
 
 def arms(model: NeuralModel, devices: int, pool: Sequence[Table], folder: Path) -> dict[str, Arm]:
     """All arms by name. pool: to train policies on; they are kept in `folder`."""
+
     def to_learn(n: int, seed: int) -> list[Problem]:
         cells = [(devices, DIMS[i % len(DIMS)]) for i in range(n)]
         return [linked(task(pool, model.setting, i, cell, seed)) for i, cell in enumerate(cells)]
 
     found = {name: sharder(name) for name in ("random", *ORDERS)}
-    found |= {name: sharder(name, policy(name, f"{devices} devices", folder, to_learn, model))
-              for name in POLICIES}
+    found |= {
+        name: sharder(name, policy(name, f"{devices} devices", folder, to_learn, model)) for name in POLICIES
+    }
     found |= {name: SHARDERS[name] for name in ("torchrec", "neuroshard") if name in SHARDERS}
     found |= {**PEERS, OURS: SHARDERS[OURS], "anneal": SHARDERS["anneal"]}
     return {name: lambda problem, of=of: of(problem, model) for name, of in found.items()}
@@ -143,8 +154,11 @@ def tried(arm: Arm, problem: Problem) -> tuple[Plan | None, float]:
 
 
 def outcome(name: str, plan: Plan | None, seconds: float) -> dict[str, Any]:
-    return {"ms": plan and plan.provenance["predicted_ms"], "seconds": seconds,
-            "solved": plan is not None and solved(name, plan)}
+    return {
+        "ms": plan and plan.provenance["predicted_ms"],
+        "seconds": seconds,
+        "solved": plan is not None and solved(name, plan),
+    }
 
 
 # --- tables of figures --------------------------------------------------------------------------------------
@@ -163,8 +177,13 @@ class Cell:
 
     @classmethod
     def of(cls, rows: Sequence[Row], name: str) -> Cell:
-        ms, ours_ms = (np.array([one["ms"] if (one := row["arms"].get(arm, {})).get("solved") else np.nan
-                                 for row in rows], dtype=float) for arm in (name, OURS))
+        ms, ours_ms = (
+            np.array(
+                [one["ms"] if (one := row["arms"].get(arm, {})).get("solved") else np.nan for row in rows],
+                dtype=float,
+            )
+            for arm in (name, OURS)
+        )
         return cls(ms, ours_ms)
 
     @property
@@ -203,21 +222,42 @@ def tables(rows: Sequence[Row], what: str) -> str:
     for row in rows:
         by_cell.setdefault((row["devices"], row["max_dim"]), []).append(row)
     of_devices = sorted({devices for devices, _ in by_cell})
-    found = [f"## {what} ms, mean over tasks", markdown_table(
-        ("arm", *(f"{d} devices, {dim}" for d, dim in by_cell)),
-        [*((name, *(Cell.of(own, name).spoken_ms() for own in by_cell.values())) for name in names),
-         *((f"{name} below the best baseline", *(gain(own, name) for own in by_cell.values()))
-           for name in ("neuroshard", OURS, "anneal"))])]
+    found = [
+        f"## {what} ms, mean over tasks",
+        markdown_table(
+            ("arm", *(f"{d} devices, {dim}" for d, dim in by_cell)),
+            [
+                *((name, *(Cell.of(own, name).spoken_ms() for own in by_cell.values())) for name in names),
+                *(
+                    (f"{name} below the best baseline", *(gain(own, name) for own in by_cell.values()))
+                    for name in ("neuroshard", OURS, "anneal")
+                ),
+            ],
+        ),
+    ]
     for devices in of_devices:
         cells = {dim: own for (d, dim), own in by_cell.items() if d == devices}
         every = [row for own in cells.values() for row in own]
-        seconds = {name: np.mean([row["arms"][name]["seconds"] for row in every if name in row["arms"]])
-                   for name in names}
-        found += [f"## {devices} devices: {what} ms over {OURS}'s", markdown_table(
-            ("arm", *(f"up to {dim}" for dim in cells), "all", "solved", "seconds"),
-            [(name, *(Cell.of(own, name).spoken_ratio() for own in cells.values()),
-              Cell.of(every, name).spoken_ratio(), f"{Cell.of(every, name).solved} of {len(every)}",
-              f"{seconds[name]:.3f}") for name in names])]
+        seconds = {
+            name: np.mean([row["arms"][name]["seconds"] for row in every if name in row["arms"]])
+            for name in names
+        }
+        found += [
+            f"## {devices} devices: {what} ms over {OURS}'s",
+            markdown_table(
+                ("arm", *(f"up to {dim}" for dim in cells), "all", "solved", "seconds"),
+                [
+                    (
+                        name,
+                        *(Cell.of(own, name).spoken_ratio() for own in cells.values()),
+                        Cell.of(every, name).spoken_ratio(),
+                        f"{Cell.of(every, name).solved} of {len(every)}",
+                        f"{seconds[name]:.3f}",
+                    )
+                    for name in names
+                ],
+            ),
+        ]
     return "\n\n".join(found)
 
 
@@ -229,8 +269,9 @@ def read(path: Path, made_with: Mapping[str, Any]) -> dict[tuple[int, int, int],
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     for row in rows:
         if (found := {name: row.get(name) for name in made_with}) != made_with:
-            raise ShardCoreError(f"{path} has tasks of {found}; this run is with {dict(made_with)}: "
-                                 "give another --out")
+            raise ShardCoreError(
+                f"{path} has tasks of {found}; this run is with {dict(made_with)}: give another --out"
+            )
     return {(row["devices"], row["max_dim"], row["task"]): row for row in rows}
 
 
@@ -238,8 +279,9 @@ def write(path: Path, rows: Mapping[tuple[int, int, int], Row]) -> None:
     files.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows.values()).encode())
 
 
-def complete(rows: Mapping[tuple[int, int, int], Row], cells: Sequence[tuple[int, int]],
-             most: int) -> list[Row]:
+def complete(
+    rows: Mapping[tuple[int, int, int], Row], cells: Sequence[tuple[int, int]], most: int
+) -> list[Row]:
     """The first tasks, as many of each of these cells, cell by cell."""
     n = next((i for i in range(most) if any((*cell, i) not in rows for cell in cells)), most)
     return [rows[*cell, i] for cell in cells for i in range(n)]
@@ -265,16 +307,29 @@ def predicted(args: argparse.Namespace, model: NeuralModel) -> str:
                 tried(arm, linked(task(testing, model.setting, 0, (2, DIMS[0]), args.seed + 1)))
         problem = linked(task(testing, model.setting, i, cell, args.seed))
         found = {name: outcome(name, *tried(arm, problem)) for name, arm in all_arms[cell[0]].items()}
-        rows[*cell, i] = {"devices": cell[0], "max_dim": cell[1], "task": i, **made_with,
-                          "tables": len(problem.tables), "arms": found}
+        rows[*cell, i] = {
+            "devices": cell[0],
+            "max_dim": cell[1],
+            "task": i,
+            **made_with,
+            "tables": len(problem.tables),
+            "arms": found,
+        }
         write(path, rows)
-        print(f"task {i + 1}: {cell[0]} devices, dims up to {cell[1]}, {len(problem.tables)} tables, "
-              f"{sum(one['seconds'] for one in found.values()):.1f} s", file=sys.stderr, flush=True)
-    done = {devices: complete(rows, [(devices, dim) for dim in args.dims], args.tasks)
-            for devices in args.devices}
+        print(
+            f"task {i + 1}: {cell[0]} devices, dims up to {cell[1]}, {len(problem.tables)} tables, "
+            f"{sum(one['seconds'] for one in found.values()):.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+    done = {
+        devices: complete(rows, [(devices, dim) for dim in args.dims], args.tasks) for devices in args.devices
+    }
     each = ", ".join(f"{len(own) // len(args.dims)} tasks a cell of {d} devices" for d, own in done.items())
-    return (f"{model.setting}; {each}, seed {args.seed}; predicted, links given.\n\n"
-            f"{tables([row for own in done.values() for row in own], 'Predicted')}\n")
+    return (
+        f"{model.setting}; {each}, seed {args.seed}; predicted, links given.\n\n"
+        f"{tables([row for own in done.values() for row in own], 'Predicted')}\n"
+    )
 
 
 def replayed(args: argparse.Namespace, model: NeuralModel) -> str:
@@ -291,50 +346,86 @@ def replayed(args: argparse.Namespace, model: NeuralModel) -> str:
         plans = {name: tried(arm, problem) for name, arm in all_arms.items()}
         seconds |= {(problem.name, name): took for name, (_, took) in plans.items()}
         made = [(name, plan) for name, (plan, _) in plans.items() if plan and solved(name, plan)]
-        kept.append(replays.keep(args.out / problem.name, problem, made, model.setting, config, lambda w: (
-            replay_all(w, model.setting, config, "cpu", reference))))
-        print(f"{problem.name}: {len(problem.tables)} tables, {len(made)} plans, "
-              f"{time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        kept.append(
+            replays.keep(
+                args.out / problem.name,
+                problem,
+                made,
+                model.setting,
+                config,
+                lambda w: replay_all(w, model.setting, config, "cpu", reference),
+            )
+        )
+        print(
+            f"{problem.name}: {len(problem.tables)} tables, {len(made)} plans, "
+            f"{time.monotonic() - began:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
     n = len(kept) // len(cells)
     if not n:
-        raise ShardCoreError(f"{len(kept)} of {len(cells)} cells were replayed in --minutes {args.minutes}; "
-                             "a table needs them all: the same command goes on")
-    kept = kept[:n * len(cells)]
+        raise ShardCoreError(
+            f"{len(kept)} of {len(cells)} cells were replayed in --minutes {args.minutes}; "
+            "a table needs them all: the same command goes on"
+        )
+    kept = kept[: n * len(cells)]
     records = replay_records.judge(kept, model)
     noise = np.median([r.noise_ms / r.replayed_ms for r in records])
-    head = (f"{model.setting}; 2 processes, {n} tasks a cell, seed {args.seed}, {args.repeats} "
-            f"steps of each plan in alternation; a replay is known to ±{noise:.1%} (median, 95%).")
+    head = (
+        f"{model.setting}; 2 processes, {n} tasks a cell, seed {args.seed}, {args.repeats} "
+        f"steps of each plan in alternation; a replay is known to ±{noise:.1%} (median, 95%)."
+    )
     one_host.write(args.out, kept, model, head)
     names = [(f"paper-2x{dim}-{i:03d}", dim, i) for _, dim in cells for i in range(n)]
-    rows = [{"devices": 2, "max_dim": dim, "task": i, "arms": of_replays(records, name, all_arms, seconds)}
-            for name, dim, i in names]
+    rows = [
+        {"devices": 2, "max_dim": dim, "task": i, "arms": of_replays(records, name, all_arms, seconds)}
+        for name, dim, i in names
+    ]
     return f"{head}\n\n{tables(rows, 'Replayed')}\n"
 
 
-def of_replays(records: Sequence[ReplayRecord], problem: str, names: Sequence[str],
-               seconds: Mapping[tuple[str, str], float]) -> dict[str, dict[str, Any]]:
+def of_replays(
+    records: Sequence[ReplayRecord],
+    problem: str,
+    names: Sequence[str],
+    seconds: Mapping[tuple[str, str], float],
+) -> dict[str, dict[str, Any]]:
     """The arms of a row, from a problem's replays. An arm without one has not solved it."""
     ms = {r.algorithm: r.replayed_ms for r in records if r.problem == problem}
-    return {name: {"ms": ms.get(name), "seconds": seconds[problem, name], "solved": name in ms}
-            for name in names}
+    return {
+        name: {"ms": ms.get(name), "seconds": seconds[problem, name], "solved": name in ms} for name in names
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.paper_table", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.paper_table",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("model", help="folder of a trained model")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--policies", type=Path, help="folder that keeps trained policies (OUT)")
     parser.add_argument("--tasks", type=int, default=100, help="of a cell (100)")
     parser.add_argument("--devices", type=int, nargs="+", default=DEVICES, help="(4 8)")
-    parser.add_argument("--dims", type=int, nargs="+", default=DIMS, choices=DIMS, metavar="DIM",
-                        help="largest of a cell (4 8 16 32 64 128)")
+    parser.add_argument(
+        "--dims",
+        type=int,
+        nargs="+",
+        default=DIMS,
+        choices=DIMS,
+        metavar="DIM",
+        help="largest of a cell (4 8 16 32 64 128)",
+    )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no task after (no limit)")
     parser.add_argument("--seed", type=int, default=_SEED, help="of the tasks (2026)")
     parser.add_argument("--replay", action="store_true", help="on 2 devices, by real processes")
     parser.add_argument("--repeats", type=int, default=15, help="replayed steps of each plan (15)")
-    parser.add_argument("--measurements", type=Path, help="the dataset of MODEL, whose reference op tells "
-                        "the machine's slowdown while it replays")
+    parser.add_argument(
+        "--measurements",
+        type=Path,
+        help="the dataset of MODEL, whose reference op tells the machine's slowdown while it replays",
+    )
     args = parser.parse_args()
     args.policies = args.policies or args.out
     torch.set_num_threads(1)

@@ -42,34 +42,45 @@ def spaced_by_unique_rows(tables: tuple[Table, ...], n: int) -> tuple[Table, ...
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tables", type=int, default=856, help="tables of the pool (default: 856)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the pool (default: 0)")
-    parser.add_argument("--sample", type=int, metavar="N",
-                        help="measure on streams of N tables only (default: all)")
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="measure on streams of N tables only (default: all)"
+    )
     args = parser.parse_args()
 
     start = time.perf_counter()
     pool = generate_pool(PoolConfig(tables=args.tables, seed=args.seed))
-    print(f"generated {len(pool)} tables in {time.perf_counter() - start:.1f} s, "
-          f"{sum(t.pooling == 0 for t in pool)} empty")
+    print(
+        f"generated {len(pool)} tables in {time.perf_counter() - start:.1f} s, "
+        f"{sum(t.pooling == 0 for t in pool)} empty"
+    )
     chosen = spaced_by_unique_rows(pool, args.sample) if args.sample else pool
     start = time.perf_counter()
     goal, spec, chosen_spec = published(), pool_statistics(pool), pool_statistics(chosen)
     measured = pool_statistics(chosen, counts := StreamCounts())
     print(f"measured the streams of {len(chosen)} tables in {time.perf_counter() - start:.1f} s")
-    print("largest difference between the bins of a stream and of its table: "
-          f"{counts.largest_difference:.2g}")
-    print(f"\n{'statistic':24} {'published':>14} {'specified':>14} {'deviation':>9}   {'streams':>14} "
-          f"{'from':>9}")
+    print(
+        f"largest difference between the bins of a stream and of its table: {counts.largest_difference:.2g}"
+    )
+    print(
+        f"\n{'statistic':24} {'published':>14} {'specified':>14} {'deviation':>9}   {'streams':>14} "
+        f"{'from':>9}"
+    )
     for name, value in goal.items():
         value *= args.tables / 856 if name in ("lookups", "unique rows") else 1
         baseline = chosen_spec[name] if args.sample else value
-        print(f"{name:24} {value:14,.6g} {spec[name]:14,.6g} {deviation(spec[name], value):>9}   "
-              f"{measured[name]:14,.6g} {deviation(measured[name], baseline):>9}")
-    print("\nlast column: deviation of the streams from " +
-          ("the same tables' specifications" if args.sample else "the published figures"))
+        print(
+            f"{name:24} {value:14,.6g} {spec[name]:14,.6g} {deviation(spec[name], value):>9}   "
+            f"{measured[name]:14,.6g} {deviation(measured[name], baseline):>9}"
+        )
+    print(
+        "\nlast column: deviation of the streams from "
+        + ("the same tables' specifications" if args.sample else "the published figures")
+    )
 
 
 def deviation(value: float, reference: float) -> str:

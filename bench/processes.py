@@ -32,8 +32,11 @@ class Run:
             with contextlib.suppress(psutil.Error):
                 if process in self.others or self.seen.get(process.pid) == process:
                     continue
-                if (process.pid == self.process.pid or process.ppid() in self.seen
-                    or process.environ().get(MARK) == self.mark):
+                if (
+                    process.pid == self.process.pid
+                    or process.ppid() in self.seen
+                    or process.environ().get(MARK) == self.mark
+                ):
                     self.seen[process.pid] = process
                 else:
                     self.others.add(process)
@@ -55,10 +58,12 @@ def open_to_others(processes: list[psutil.Process]) -> list[str]:
     found = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            found += [f"{name_of(process)} at {c.laddr.ip}:{c.laddr.port}"
-                      for c in process.net_connections("inet")
-                      if c.status == psutil.CONN_LISTEN
-                      and not c.laddr.ip.removeprefix("::ffff:").startswith("127.")]
+            found += [
+                f"{name_of(process)} at {c.laddr.ip}:{c.laddr.port}"
+                for c in process.net_connections("inet")
+                if c.status == psutil.CONN_LISTEN
+                and not c.laddr.ip.removeprefix("::ffff:").startswith("127.")
+            ]
     return found
 
 
@@ -69,19 +74,32 @@ def name_of(process: psutil.Process) -> str:
     except psutil.Error:
         return "?"
     said = " ".join(command)
-    for word, name in (("owned.py", "guardian"), ("tasks.services", "tasks.services"),
-                       ("prefect server", "prefect server"),
-                       ("mlflow", "mlflow"), ("tasks.watch", "watch"), ("worker start", "worker"),
-                       ("flow-run", "flow run"),
-                       ("-m dvc", "dvc"), ("gcs_server", "gcs_server"), ("raylet/raylet", "raylet"),
-                       ("Agent", "ray agent"),
-                       ("agent", "ray agent"), ("ray::", "ray worker"), ("default_worker.py", "ray worker"),
-                       ("dashboard", "ray dashboard"), ("ray.scripts", "ray start"), ("ray/", "ray process"),
-                       ("multiprocessing", "multiprocessing")):
+    for word, name in (
+        ("owned.py", "guardian"),
+        ("tasks.services", "tasks.services"),
+        ("prefect server", "prefect server"),
+        ("mlflow", "mlflow"),
+        ("tasks.watch", "watch"),
+        ("worker start", "worker"),
+        ("flow-run", "flow run"),
+        ("-m dvc", "dvc"),
+        ("gcs_server", "gcs_server"),
+        ("raylet/raylet", "raylet"),
+        ("Agent", "ray agent"),
+        ("agent", "ray agent"),
+        ("ray::", "ray worker"),
+        ("default_worker.py", "ray worker"),
+        ("dashboard", "ray dashboard"),
+        ("ray.scripts", "ray start"),
+        ("ray/", "ray process"),
+        ("multiprocessing", "multiprocessing"),
+    ):
         if word in said:
             return name
-    return next((part for part in command if part.startswith("flows.")),
-                os.path.basename(command[0]) if command else "?")
+    return next(
+        (part for part in command if part.startswith("flows.")),
+        os.path.basename(command[0]) if command else "?",
+    )
 
 
 def draw_victim(tree: list[psutil.Process], rows: list[dict[str, Any]], rng: random.Random) -> psutil.Process:

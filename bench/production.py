@@ -63,10 +63,15 @@ def published(folder: Path, problem: Problem) -> Plan:
 def jobs(folder: Path) -> Iterator[tuple[str, Problem, Plan | None, float]]:
     """Name, problem, published plan if there is one, and seconds to plan in."""
     given = files.read_problem(folder / PROBLEM)
-    for name, precision, reserved in (("r04, FP16, its reserve", "fp16", int(RESERVED_GIB * GIB)),
-                                      ("r04, FP32, no reserve", "fp32", 0)):
-        problem = replace(given, tables=tuple(replace(t, precision=precision) for t in given.tables),
-                          constraints=replace(given.constraints, reserved_bytes=reserved))
+    for name, precision, reserved in (
+        ("r04, FP16, its reserve", "fp16", int(RESERVED_GIB * GIB)),
+        ("r04, FP32, no reserve", "fp32", 0),
+    ):
+        problem = replace(
+            given,
+            tables=tuple(replace(t, precision=precision) for t in given.tables),
+            constraints=replace(given.constraints, reserved_bytes=reserved),
+        )
         yield name, problem, published(folder, problem), 60.0
     yield "5,384 tables x 1,024 devices", of_size(5384, 1024, 65_536), None, 20.0
 
@@ -91,8 +96,21 @@ def compiled() -> None:
     SHARDERS[DEFAULT_SHARDER](small, model_of(small), budget=Budget(evals=1000))
 
 
-HEADERS = ("job", "published ms", "GiB", "ours ms", "GiB", "may hold", "below published", "seconds",
-           "processor", "wall", "silence", "phases", "peak MiB")
+HEADERS = (
+    "job",
+    "published ms",
+    "GiB",
+    "ours ms",
+    "GiB",
+    "may hold",
+    "below published",
+    "seconds",
+    "processor",
+    "wall",
+    "silence",
+    "phases",
+    "peak MiB",
+)
 """Headings of `row`."""
 
 
@@ -106,9 +124,14 @@ def row(name: str, problem: Problem, theirs: Plan | None, seconds: float) -> tup
         except Infeasible as error:
             plan = error
     heard("", None, None)
-    took = (f"{progress.clock() - began:.1f} of {seconds:g}", f"{time.process_time() - processor:.1f}",
-            f"{time.perf_counter() - wall:.1f}", f"{heard.longest_s:.1f}", str(len(heard.phases) - 1),
-            f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f}")
+    took = (
+        f"{progress.clock() - began:.1f} of {seconds:g}",
+        f"{time.process_time() - processor:.1f}",
+        f"{time.perf_counter() - wall:.1f}",
+        f"{heard.longest_s:.1f}",
+        str(len(heard.phases) - 1),
+        f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f}",
+    )
     cells = [name]
     costs = []
     for each in (theirs, plan):
@@ -116,16 +139,21 @@ def row(name: str, problem: Problem, theirs: Plan | None, seconds: float) -> tup
             cells += ["-" if each is None else "refused", "-"]
             continue
         costs.append(price(lower(each, problem), model).total_ms)
-        cells += [f"{costs[-1]:,.0f}" if costs[-1] > 100 else f"{costs[-1]:.3f}",
-                  f"{max(memory.used_bytes(each, problem)) / GIB:.1f}"]
+        cells += [
+            f"{costs[-1]:,.0f}" if costs[-1] > 100 else f"{costs[-1]:.3f}",
+            f"{max(memory.used_bytes(each, problem)) / GIB:.1f}",
+        ]
     may_hold = f"{max(memory.held_bytes(problem)) / GIB:.1f}"
     gain = f"{1 - costs[1] / costs[0]:.1%}" if len(costs) == 2 else "-"
     return (*cells, may_hold, gain, *took)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.production", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.production",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("inputs", type=Path, help="folder of the public inputs")
     parser.add_argument("--processor", action="store_true", help="count the processor's seconds")
     parser.add_argument("--only", metavar="WORD", default="", help="jobs with this word in their name")

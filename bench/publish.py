@@ -53,13 +53,16 @@ def problems(setting: Setting, n: int, seed: int) -> list[Problem]:
 
 def shifted(problem: Problem, rng: np.random.Generator) -> Problem:
     """The same tables, looked up 0.5 to 2 times as much each."""
-    return replace(problem, tables=tuple(replace(t, pooling=t.pooling * float(rng.uniform(0.5, 2)))
-                                         for t in problem.tables))
+    return replace(
+        problem,
+        tables=tuple(replace(t, pooling=t.pooling * float(rng.uniform(0.5, 2))) for t in problem.tables),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, help="folder of a trained model")
     parser.add_argument("--problems", type=int, default=100)
     parser.add_argument("--runs", type=int, default=3, help="the first so many of them (3)")
@@ -71,29 +74,53 @@ def main() -> None:
         for name in ("shardcore", "tasks", "flows"):
             shutil.copytree(ROOT / name, folder / name)
         (folder / "params.yaml").write_text(
-            yaml.safe_dump({"setting": {"hardware": setting.hardware, "batch": setting.batch}}))
-        env = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
-               "PYTHONPATH": str(folder), "PREFECT_HOME": str(folder / "prefect"), "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, "-c", REGISTER, str(args.model.resolve())], cwd=folder,
-                       env=env, check=True, capture_output=True)
+            yaml.safe_dump({"setting": {"hardware": setting.hardware, "batch": setting.batch}})
+        )
+        env = {
+            **os.environ,
+            "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
+            "PYTHONPATH": str(folder),
+            "PREFECT_HOME": str(folder / "prefect"),
+            "OMP_NUM_THREADS": "1",
+        }
+        subprocess.run(
+            [sys.executable, "-c", REGISTER, str(args.model.resolve())],
+            cwd=folder,
+            env=env,
+            check=True,
+            capture_output=True,
+        )
         found, rng, rows = problems(setting, args.problems, args.seed), np.random.default_rng(args.seed), []
-        for what in RUNS[:args.runs]:
+        for what in RUNS[: args.runs]:
             if what == "other statistics":
                 found = [shifted(p, rng) for p in found]
             for problem in found:
                 files.write_problem(folder / "problems" / f"{problem.name}.json", problem)
             began, used = time.monotonic(), cpu_s()
-            subprocess.run([sys.executable, "-m", "tasks.services", sys.executable, "-m", "flows.publish"],
-                           cwd=folder, env=env, check=True, capture_output=True)
+            subprocess.run(
+                [sys.executable, "-m", "tasks.services", sys.executable, "-m", "flows.publish"],
+                cwd=folder,
+                env=env,
+                check=True,
+                capture_output=True,
+            )
             seconds = time.monotonic() - began
             last = [store.last(folder / "plans", p.name) for p in found]
             outcomes = Counter(d.outcome for d in last)
-            rows.append((what, f"{seconds:.0f}", f"{cpu_s() - used:.0f}",
-                         ", ".join(f"{n} {k}" for k, n in outcomes.items())))
+            rows.append(
+                (
+                    what,
+                    f"{seconds:.0f}",
+                    f"{cpu_s() - used:.0f}",
+                    ", ".join(f"{n} {k}" for k, n in outcomes.items()),
+                )
+            )
         size = sum(p.stat().st_size for p in (folder / "plans").rglob("*") if p.is_file())
         print(report.text_table(("run", "s", "CPU s", "outcomes"), rows))
-        print(f"{args.problems} problems, {sum(len(p.tables) for p in found)} tables; {os.cpu_count()} "
-              f"cores, load {os.getloadavg()[1]:.1f}; {size / 2**20:.1f} MiB of plans, decisions and pages")
+        print(
+            f"{args.problems} problems, {sum(len(p.tables) for p in found)} tables; {os.cpu_count()} "
+            f"cores, load {os.getloadavg()[1]:.1f}; {size / 2**20:.1f} MiB of plans, decisions and pages"
+        )
 
 
 def cpu_s() -> float:

@@ -28,8 +28,9 @@ EVALS = 300
 """Evaluations of a search: the datasets of before were drawn with as many."""
 
 
-def planned_draws(pool: Sequence[Table], seed: int, draws: int,
-                  setting: Setting) -> Iterator[tuple[Problem, str]]:
+def planned_draws(
+    pool: Sequence[Table], seed: int, draws: int, setting: Setting
+) -> Iterator[tuple[Problem, str]]:
     """The problems and planners of the first draws, as compute_request asks for them."""
     for index in range(draws):
         rng = np.random.default_rng([1, seed, index])
@@ -48,8 +49,9 @@ def columns_of(drawn: Problem, planner: str, setting: Setting) -> placements.Col
     for placement in plan.placements:
         shard, [device] = placement.shard, placement.devices
         if not shard.full_rows:
-            raise ShardCoreError(f"{planner} divides rows of table {shard.table.name!r}; recorded plans have "
-                                 "columns only")
+            raise ShardCoreError(
+                f"{planner} divides rows of table {shard.table.name!r}; recorded plans have columns only"
+            )
         i = place_of[shard.table.name]
         found[device][i] = found[device].get(i, 0) + shard.width
     return found
@@ -69,8 +71,9 @@ def record(pool: Sequence[Table], seed: int, draws: int, setting: Setting) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pool", help="a pool file; a dataset's folder has that of its samples")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--draws", type=int, default=1000)
@@ -80,8 +83,9 @@ def main() -> None:
     parser.add_argument("--optimizer", default="exact_sgd")
     args = parser.parse_args()
     setting = Setting("any", args.batch, args.precision, args.optimizer)
-    live = [t for t in files.read_pool(args.pool)
-            if t.pooling > 0 and (kept_for_testing(t) or not args.held_out)]
+    live = [
+        t for t in files.read_pool(args.pool) if t.pooling > 0 and (kept_for_testing(t) or not args.held_out)
+    ]
     plans = dict(placements.recorded_plans())
     before = len(plans)
     for seed in args.seeds:

@@ -79,20 +79,32 @@ MAX_START_MS = 100.0
 def released(folder: Path) -> SimpleNamespace:
     """What is used of a checkout."""
     if not (folder / "neuroshard" / "neurosharder.py").is_file():
-        raise ShardCoreError(f"{folder} holds no neuroshard/neurosharder.py; "
-                             "it needs to be a checkout of daochenzha/neuroshard")
+        raise ShardCoreError(
+            f"{folder} holds no neuroshard/neurosharder.py; "
+            "it needs to be a checkout of daochenzha/neuroshard"
+        )
     sys.path.insert(0, str(folder))
-    names = {"compute": "compute_cost_model", "comm": "comm_cost_model", "search": "neurosharder",
-             "simulator": "simulator", "sizes": "utils"}
-    return SimpleNamespace(**{name: importlib.import_module(f"neuroshard.{module}")
-                              for name, module in names.items()})
+    names = {
+        "compute": "compute_cost_model",
+        "comm": "comm_cost_model",
+        "search": "neurosharder",
+        "simulator": "simulator",
+        "sizes": "utils",
+    }
+    return SimpleNamespace(
+        **{name: importlib.import_module(f"neuroshard.{module}") for name, module in names.items()}
+    )
 
 
 def table_config(shard: Shard, batch: int) -> dict[str, float]:
     """A table as the released code describes it."""
     rows, dim, pooling, *bins = table_features(shard, batch)
-    return {"row": rows, "dim": dim, "pooling_factor": pooling,
-            **{f"bin_{i}": share for i, share in enumerate(bins)}}
+    return {
+        "row": rows,
+        "dim": dim,
+        "pooling_factor": pooling,
+        **{f"bin_{i}": share for i, share in enumerate(bins)},
+    }
 
 
 @dataclass(frozen=True)
@@ -117,8 +129,9 @@ def search(theirs: SimpleNamespace, networks: Sequence[Any], problem: Problem) -
             return sum(theirs.sizes.table_size(t["row"] + 2 * batch, t["dim"]) for t in tables)
 
     began = time.process_time()
-    cuts, found = NeurSharder(*networks, configs, DEVICES, memory_gib).shard(k=3, n=10, max_length=10,
-                                                                             search_steps=11)
+    cuts, found = NeurSharder(*networks, configs, DEVICES, memory_gib).shard(
+        k=3, n=10, max_length=10, search_steps=11
+    )
     seconds = time.process_time() - began
     if found is None:
         return Found([], [], math.inf, seconds)
@@ -137,8 +150,13 @@ def search(theirs: SimpleNamespace, networks: Sequence[Any], problem: Problem) -
     return Found(shards, devices, simulated(theirs, networks, shards, devices, batch), seconds)
 
 
-def simulated(theirs: SimpleNamespace, networks: Sequence[Any], shards: Sequence[Shard],
-              devices: Sequence[int], batch: int) -> float:
+def simulated(
+    theirs: SimpleNamespace,
+    networks: Sequence[Any],
+    shards: Sequence[Shard],
+    devices: Sequence[int],
+    batch: int,
+) -> float:
     """ms of a plan by the released simulator."""
     held = [[i for i, where in enumerate(devices) if where == d] for d in range(DEVICES)]
     configs = [table_config(s, batch) for s in shards]
@@ -206,7 +224,7 @@ def _head(sums: np.ndarray, p: np.ndarray) -> float:
     """p: weights [F, H] and biases [H] of the hidden layer, those [H] and [1] of the output."""
     f = len(sums)
     h = (len(p) - 1) // (f + 2)
-    hidden = p[f * h:(f + 1) * h].copy()
+    hidden = p[f * h : (f + 1) * h].copy()
     for i in range(f):
         for j in range(h):
             hidden[j] += sums[i] * p[i * h + j]
@@ -228,8 +246,9 @@ def _layers(layers: Sequence[torch.nn.Linear], x: np.ndarray) -> np.ndarray:
     return x
 
 
-def trained(theirs: SimpleNamespace, args: argparse.Namespace, setting: Setting,
-            topology: Topology) -> tuple[Any, Any, Any]:
+def trained(
+    theirs: SimpleNamespace, args: argparse.Namespace, setting: Setting, topology: Topology
+) -> tuple[Any, Any, Any]:
     """Compute, forward and backward networks: from OUT, or trained and kept there."""
     made = {"compute": theirs.compute.ComputeCostModel()}
     made |= {way: theirs.comm.CommCostModel(DEVICES) for way in ("forward", "backward")}
@@ -246,21 +265,28 @@ def trained(theirs: SimpleNamespace, args: argparse.Namespace, setting: Setting,
                 errors = network.train(*data, epochs=args.epochs)
             network.save(str(path.with_suffix(".part")))
             path.with_suffix(".part").rename(path)
-            print(f"{name} network: {time.perf_counter() - began:.0f} s, RMSE {errors['test'] ** 0.5:.3f} ms",
-                  file=sys.stderr)
+            print(
+                f"{name} network: {time.perf_counter() - began:.0f} s, RMSE {errors['test'] ** 0.5:.3f} ms",
+                file=sys.stderr,
+            )
         network.load(str(path))
     return tuple(made.values())
 
 
 def groups(folder: str, setting: Setting) -> tuple[list[list[int]], list[float], torch.Tensor]:
     """X, y and table features of the released compute model's train()."""
-    samples = [s for s in drift_correction.read([folder], setting).compute
-               if s.error is None and s.request.batch == setting.batch]
+    samples = [
+        s
+        for s in drift_correction.read([folder], setting).compute
+        if s.error is None and s.request.batch == setting.batch
+    ]
     x, features = [], []
     for s in samples:
         x.append(list(range(len(features), len(features) + len(s.request.shards))))
-        features += [[value for _, value in sorted(table_config(shard, setting.batch).items())]
-                     for shard in s.request.shards]
+        features += [
+            [value for _, value in sorted(table_config(shard, setting.batch).items())]
+            for shard in s.request.shards
+        ]
     return x, [s.total_ms for s in samples], torch.tensor(features, dtype=torch.float32)
 
 
@@ -268,8 +294,9 @@ def exchanges(setting: Setting, topology: Topology, way: str) -> tuple[np.ndarra
     """X and y of the released communication models' train(): columns and starts in ms, and ms from the own
     start to the end."""
     drawn = [comm_request(i, DEVICES, setting.batch, max_start_ms=MAX_START_MS) for i in range(EXCHANGES)]
-    columns, start_ms = (np.array([getattr(r, name) for r in drawn], dtype=float)
-                         for name in ("widths", "start_ms"))
+    columns, start_ms = (
+        np.array([getattr(r, name) for r in drawn], dtype=float) for name in ("widths", "start_ms")
+    )
     traffic = np.zeros((len(CHANNELS), *columns.shape))
     traffic[CHANNELS.index(ALL_TO_ALL)] = columns * setting.batch * OUTPUT_BYTES
     cost = AnalyticModel(setting).comm(traffic, start_ms, topology)
@@ -281,64 +308,95 @@ def exchanges(setting: Setting, topology: Topology, way: str) -> tuple[np.ndarra
 # --- the comparison -----------------------------------------------------------------------------------------
 
 
-def compared(theirs: SimpleNamespace, networks: Sequence[Any], model: Published,
-             problem: Problem) -> dict[str, Any]:
+def compared(
+    theirs: SimpleNamespace, networks: Sequence[Any], model: Published, problem: Problem
+) -> dict[str, Any]:
     """seconds of each sharder, ms of those that find a plan, what the released search counts, and how far
     prices differ."""
     found = search(theirs, networks, problem)
     plans = {"released": to_plan(found.shards, found.devices, problem, model)} if found.shards else {}
     seconds = {"released": found.seconds}
     budgets = {**{f"{n:,} evals": Budget(evals=n) for n in EVALS}, "as long": Budget(seconds=found.seconds)}
-    ours = {"neuroshard": lambda: neuroshard(problem, model), **{
-        f"anneal, {name}": lambda b=b: anneal(problem, model, budget=b, space="halves")
-        for name, b in budgets.items()}}
+    ours = {
+        "neuroshard": lambda: neuroshard(problem, model),
+        **{
+            f"anneal, {name}": lambda b=b: anneal(problem, model, budget=b, space="halves")
+            for name, b in budgets.items()
+        },
+    }
     for name, arm in ours.items():
         began = time.process_time()
         with contextlib.suppress(Infeasible):
             plans[name] = arm()
         seconds[name] = time.process_time() - began
     ms = {name: price(lower(plan, problem), model).total_ms for name, plan in plans.items()}
-    again = {name: simulated(theirs, networks, [p.shard for p in plan.placements],
-                             [p.devices[0] for p in plan.placements],
-                             problem.global_batch) for name, plan in plans.items()}
-    return {"ms": ms, "seconds": seconds, "as_searched_ms": found.ms if found.shards else None,
-            "differ": max((abs(again[name] / ms[name] - 1) for name in ms), default=0.0)}
+    again = {
+        name: simulated(
+            theirs,
+            networks,
+            [p.shard for p in plan.placements],
+            [p.devices[0] for p in plan.placements],
+            problem.global_batch,
+        )
+        for name, plan in plans.items()
+    }
+    return {
+        "ms": ms,
+        "seconds": seconds,
+        "as_searched_ms": found.ms if found.shards else None,
+        "differ": max((abs(again[name] / ms[name] - 1) for name in ms), default=0.0),
+    }
 
 
 def rows(memory: str, found: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Of the table, one a sharder."""
     names = list(found[0]["seconds"])
-    ms, seconds = ({name: [f[figure].get(name) for f in found] for name in names}
-                   for figure in ("ms", "seconds"))
+    ms, seconds = (
+        {name: [f[figure].get(name) for f in found] for name in names} for figure in ("ms", "seconds")
+    )
     standings = compare.standings(ms, seconds, "released")
     counted = [f for f in found if len(f["ms"]) == len(names)]
     searched = {name: [f["ms"][name] / f["as_searched_ms"] for f in counted] or [math.nan] for name in names}
-    return [(memory, name, f"{s.solved:.0%}", f"{s.cost:.4f}", f"{s.worst:.3f}",
-             f"{np.mean(searched[name]):.4f}",
-             f"{max(searched[name]):.3f}", f"{s.seconds:.3f}",
-             f"{s.seconds / standings['released'].seconds:.3f}")
-            for name, s in standings.items()]
+    return [
+        (
+            memory,
+            name,
+            f"{s.solved:.0%}",
+            f"{s.cost:.4f}",
+            f"{s.worst:.3f}",
+            f"{np.mean(searched[name]):.4f}",
+            f"{max(searched[name]):.3f}",
+            f"{s.seconds:.3f}",
+            f"{s.seconds / standings['released'].seconds:.3f}",
+        )
+        for name, s in standings.items()
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dataset", help="folder of measurements of one setting")
     parser.add_argument("--neuroshard", type=Path, required=True, help="checkout of the released code")
     parser.add_argument("--problems", type=int, default=20)
     parser.add_argument("--seed", type=int, default=2026, help="of the problems (2026)")
     parser.add_argument("--epochs", type=int, default=100, help="of the networks' training (100)")
-    parser.add_argument("--out", type=Path, required=True,
-                        help="folder that keeps what was trained and found")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder that keeps what was trained and found"
+    )
     args = parser.parse_args()
     settings = dataset.settings(args.dataset)
     if len(settings) != 1:
-        parser.error(f"{args.dataset} holds samples of [{'; '.join(map(str, settings))}]; "
-                     "this bench needs one setting")
+        parser.error(
+            f"{args.dataset} holds samples of [{'; '.join(map(str, settings))}]; this bench needs one setting"
+        )
     theirs = released(args.neuroshard)
     torch.set_num_threads(1)
-    made_of, note = ({"dataset": args.dataset, "setting": str(settings[0]), "epochs": args.epochs},
-                     args.out / "made_of.json")
+    made_of, note = (
+        {"dataset": args.dataset, "setting": str(settings[0]), "epochs": args.epochs},
+        args.out / "made_of.json",
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     if not note.exists():
         files.write_json(note, made_of)
@@ -358,9 +416,22 @@ def main() -> None:
         print(f"{problem.name}: {len(problem.tables)} tables", file=sys.stderr, flush=True)
     differ = max(f["differ"] for of in found.values() for f in of)
     print(f"{settings[0]}; {args.problems} problems of {DEVICES} devices; prices differ by {differ:.0e}\n")
-    print(report.text_table(("memory", "sharder", "solved", "cost", "worst", "as searched", "worst",
-                             "seconds", "of released"),
-                            [row for memory, of in found.items() for row in rows(memory, of)]))
+    print(
+        report.text_table(
+            (
+                "memory",
+                "sharder",
+                "solved",
+                "cost",
+                "worst",
+                "as searched",
+                "worst",
+                "seconds",
+                "of released",
+            ),
+            [row for memory, of in found.items() for row in rows(memory, of)],
+        )
+    )
 
 
 if __name__ == "__main__":

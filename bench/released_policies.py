@@ -67,20 +67,35 @@ def tasks(model: NeuralModel, tables: int) -> dict[str, list[Problem]]:
     pool = [t for t in generate_pool(PoolConfig(dim=DIM)) if t.pooling > 0]
     rng = np.random.default_rng(0)
     order = rng.permutation(len(pool))
-    halves = {"train": order[:len(pool) // 2], "validation": order[:len(pool) // 2],
-              "test": order[len(pool) // 2:]}
+    halves = {
+        "train": order[: len(pool) // 2],
+        "validation": order[: len(pool) // 2],
+        "test": order[len(pool) // 2 :],
+    }
     made = {}
     for side, half in halves.items():
-        drawn = [tuple(pool[i] for i in rng.choice(half, tables, replace=False))
-                 for _ in range(VALIDATION if side == "validation" else TASKS)]
-        made[side] = [Problem(f"{side}-{i}", of, Topology((Device(1),) * DEVICES, **LINKS),
-                              model.setting.batch, model.setting.optimizer) for i, of in enumerate(drawn)]
+        drawn = [
+            tuple(pool[i] for i in rng.choice(half, tables, replace=False))
+            for _ in range(VALIDATION if side == "validation" else TASKS)
+        ]
+        made[side] = [
+            Problem(
+                f"{side}-{i}",
+                of,
+                Topology((Device(1),) * DEVICES, **LINKS),
+                model.setting.batch,
+                model.setting.optimizer,
+            )
+            for i, of in enumerate(drawn)
+        ]
     every = [p for of in made.values() for p in of]
     needs = [sum(table_bytes(t, p) for t in p.tables) / DEVICES * SLACK for p in every]
     largest = max(table_bytes(t, p) for p in every for t in p.tables)
     device = Device(int(max(*needs, largest)) + max(map(local_batch_bytes, every)))
-    return {side: [replace(p, topology=replace(p.topology, devices=(device,) * DEVICES)) for p in of]
-            for side, of in made.items()}
+    return {
+        side: [replace(p, topology=replace(p.topology, devices=(device,) * DEVICES)) for p in of]
+        for side, of in made.items()
+    }
 
 
 def cpu_seconds() -> float:
@@ -89,8 +104,12 @@ def cpu_seconds() -> float:
 
 
 def plan_of(problem: Problem, devices: Sequence[int]) -> Plan:
-    return Plan(tuple(Placement(WHOLE_ROWS.name, Shard.whole(t), (int(d),))
-                      for t, d in zip(problem.tables, devices, strict=True)))
+    return Plan(
+        tuple(
+            Placement(WHOLE_ROWS.name, Shard.whole(t), (int(d),))
+            for t, d in zip(problem.tables, devices, strict=True)
+        )
+    )
 
 
 # --- the released codes -------------------------------------------------------------------------------------
@@ -115,24 +134,35 @@ def write_tasks(folder: Path, made: dict[str, list[Problem]], batch: int) -> dic
     configs = []
     for table, i in number.items():
         rows, dim, pooling, *bins = table_features(Shard.whole(table), batch)
-        configs.append({"index": i, "row": rows, "dim": dim, "pooling_factor": pooling,
-                        **{f"bin_{k}": share for k, share in enumerate(bins)}})
+        configs.append(
+            {
+                "index": i,
+                "row": rows,
+                "dim": dim,
+                "pooling_factor": pooling,
+                **{f"bin_{k}": share for k, share in enumerate(bins)},
+            }
+        )
     files.write_json(folder / "table_configs.json", {"tables": configs})
     for side in ("train", "test"):
         lines = [",".join(str(number[t]) for t in p.tables) for p in made[side]]
         files.write_atomic(folder / f"{side}.txt", ("\n".join(lines) + "\n").encode())
     # AutoShard hands these to its Env: a table's number tells single_step which it is.
-    torch.save({"lS_offsets": list(range(len(number))), "lS_indices": list(range(len(number)))},
-               folder / "data.pt")
+    torch.save(
+        {"lS_offsets": list(range(len(number))), "lS_indices": list(range(len(number)))}, folder / "data.pt"
+    )
     return number
 
 
-def released_dreamshard(checkout: Path, folder: Path, made: dict[str, list[Problem]], model: NeuralModel,
-                        seed: int) -> tuple[list[list[int]], float]:
+def released_dreamshard(
+    checkout: Path, folder: Path, made: dict[str, list[Problem]], model: NeuralModel, seed: int
+) -> tuple[list[list[int]], float]:
     """Devices of each test task's tables, and seconds of training."""
     sys.path.insert(0, str(checkout))
-    training, utils, env, models, sharders = (importlib.import_module(f"dreamshard.{name}") for name in
-                                              ("training", "utils", "env", "models", "sharders"))
+    training, utils, env, models, sharders = (
+        importlib.import_module(f"dreamshard.{name}")
+        for name in ("training", "utils", "env", "models", "sharders")
+    )
 
     class Evaluator:
         def __init__(self, data_dir: str, task_path: str, gpu_devices: str) -> None:
@@ -141,8 +171,9 @@ def released_dreamshard(checkout: Path, folder: Path, made: dict[str, list[Probl
         def evaluate(self, task: int, sharding: Sequence[int]) -> tuple[float, np.ndarray]:
             cost = price(lower(plan_of(made["train"][task], sharding), made["train"][task]), model)
             forward = np.sum([cost.forward_comm_ms, cost.waiting_ms, cost.input_ms], 0)
-            parts = np.stack([cost.forward_compute_ms, forward, cost.backward_comm_ms,
-                              cost.backward_compute_ms], 1)
+            parts = np.stack(
+                [cost.forward_compute_ms, forward, cost.backward_comm_ms, cost.backward_compute_ms], 1
+            )
             return float(parts.sum(1).max()), parts
 
         def terminate(self) -> None:
@@ -154,10 +185,21 @@ def released_dreamshard(checkout: Path, folder: Path, made: dict[str, list[Probl
     out = folder / f"dreamshard-{seed}"
     out.mkdir(exist_ok=True)
     memory_gib = made["train"][0].topology.devices[0].memory_bytes / 2**30
-    args = SimpleNamespace(num_iterations=10, bench_steps=10, rl_num_batches=10, rl_batch_size=10,
-                           ndevices=DEVICES, bench_training_steps=300, entropy_weight=0.001, batch_size=64,
-                           max_memory=memory_gib, data_dir=str(folder), task_path=str(folder / "train.txt"),
-                           gpu_devices="0,1,2,3", out_dir=str(out))
+    args = SimpleNamespace(
+        num_iterations=10,
+        bench_steps=10,
+        rl_num_batches=10,
+        rl_batch_size=10,
+        ndevices=DEVICES,
+        bench_training_steps=300,
+        entropy_weight=0.001,
+        batch_size=64,
+        max_memory=memory_gib,
+        data_dir=str(folder),
+        task_path=str(folder / "train.txt"),
+        gpu_devices="0,1,2,3",
+        out_dir=str(out),
+    )
     began = cpu_seconds()
     training.train(args)
     seconds = cpu_seconds() - began
@@ -171,12 +213,14 @@ def released_dreamshard(checkout: Path, folder: Path, made: dict[str, list[Probl
     return found, seconds
 
 
-def released_autoshard(checkout: Path, folder: Path, made: dict[str, list[Problem]], model: NeuralModel,
-                       seed: int, steps: int) -> tuple[list[list[int]], float]:
+def released_autoshard(
+    checkout: Path, folder: Path, made: dict[str, list[Problem]], model: NeuralModel, seed: int, steps: int
+) -> tuple[list[list[int]], float]:
     """As released_dreamshard."""
     sys.path.insert(0, str(checkout))
-    bench, training, sharders = (importlib.import_module(f"autoshard.{name}")
-                                 for name in ("bench", "training", "sharders"))
+    bench, training, sharders = (
+        importlib.import_module(f"autoshard.{name}") for name in ("bench", "training", "sharders")
+    )
     tables = {i: t for t, i in write_tasks(folder, made, model.setting.batch).items()}
 
     def single_step(self: Any, held: Sequence[int]) -> float:
@@ -187,13 +231,31 @@ def released_autoshard(checkout: Path, folder: Path, made: dict[str, list[Proble
     np.random.seed(seed)  # noqa: NPY002
     torch.manual_seed(seed)
     memory_gib = made["train"][0].topology.devices[0].memory_bytes / 2**30
-    flags = SimpleNamespace(data_dir=str(folder), ndevices=DEVICES, gpu_devices="0", max_memory=memory_gib,
-                            xpid=f"autoshard-{seed}", disable_cost_model=False, checkpoint_history=False,
-                            checkpoint_history_every=2400, disable_checkpoint=False, savedir=str(folder),
-                            total_steps=steps, batch_size=8, unroll_length=100, num_learner_threads=1,
-                            num_cost_updates=20, num_min_buf_size=0, entropy_cost=0.001, baseline_cost=0.5,
-                            discounting=1.0, reward_clipping="none", learning_rate=0.001,
-                            grad_norm_clipping=40.0, num_actors=1)
+    flags = SimpleNamespace(
+        data_dir=str(folder),
+        ndevices=DEVICES,
+        gpu_devices="0",
+        max_memory=memory_gib,
+        xpid=f"autoshard-{seed}",
+        disable_cost_model=False,
+        checkpoint_history=False,
+        checkpoint_history_every=2400,
+        disable_checkpoint=False,
+        savedir=str(folder),
+        total_steps=steps,
+        batch_size=8,
+        unroll_length=100,
+        num_learner_threads=1,
+        num_cost_updates=20,
+        num_min_buf_size=0,
+        entropy_cost=0.001,
+        baseline_cost=0.5,
+        discounting=1.0,
+        reward_clipping="none",
+        learning_rate=0.001,
+        grad_norm_clipping=40.0,
+        num_actors=1,
+    )
     began = cpu_seconds()
     training.train(flags)
     for actor in torch.multiprocessing.active_children():
@@ -221,13 +283,18 @@ def ours(name: str, made: dict[str, list[Problem]], model: NeuralModel, seed: in
     trained = train(name, made["train"], made["validation"], model, PolicyConfig(seed=seed))
     seconds = cpu_seconds() - began
     search = sharder(name, trained.policy)
-    return {"seconds": seconds, **{arm: [search(p, model, budget=budget).provenance["predicted_ms"]
-                                         for p in made["test"]]
-                                   for arm, budget in (("ms", None), ("best_of_32_ms", Budget(evals=32)))}}
+    return {
+        "seconds": seconds,
+        **{
+            arm: [search(p, model, budget=budget).provenance["predicted_ms"] for p in made["test"]]
+            for arm, budget in (("ms", None), ("best_of_32_ms", Budget(evals=32)))
+        },
+    }
 
 
-def theirs(found: tuple[list[list[int]], float], made: dict[str, list[Problem]],
-           model: NeuralModel) -> dict[str, Any]:
+def theirs(
+    found: tuple[list[list[int]], float], made: dict[str, list[Problem]], model: NeuralModel
+) -> dict[str, Any]:
     ms: list[float | None] = []
     for problem, devices in zip(made["test"], found[0], strict=True):
         try:
@@ -246,16 +313,18 @@ def kept(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="folder of a trained model")
     parser.add_argument("--dreamshard", type=Path, help="checkout of the released code")
     parser.add_argument("--autoshard", type=Path, help="checkout of the released code")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tables", type=int, default=50, help="of a task (50)")
     parser.add_argument("--autoshard-steps", type=int, default=100_000, help="of its training (100,000)")
-    parser.add_argument("--out", type=Path, required=True,
-                        help="folder that keeps what was trained and found")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder that keeps what was trained and found"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     stub_gym()
@@ -263,11 +332,15 @@ def main() -> None:
     model = neural.load(args.model)
     made = tasks(model, args.tables)
     write_tasks(args.out, made, model.setting.batch)
-    greedy = np.array([min(SHARDERS[n](p, model).provenance["predicted_ms"] for n in ORDERS)
-                       for p in made["test"]])
-    arms: dict[str, list[list[float | None]]] = {"random": [
-        [SHARDERS["random"](p, model, seed=s).provenance["predicted_ms"] for p in made["test"]]
-        for s in range(args.seeds)]}
+    greedy = np.array(
+        [min(SHARDERS[n](p, model).provenance["predicted_ms"] for n in ORDERS) for p in made["test"]]
+    )
+    arms: dict[str, list[list[float | None]]] = {
+        "random": [
+            [SHARDERS["random"](p, model, seed=s).provenance["predicted_ms"] for p in made["test"]]
+            for s in range(args.seeds)
+        ]
+    }
     seconds: dict[str, list[float]] = {}
 
     def add(arm: str, found: dict[str, Any], ms: str = "ms") -> None:
@@ -276,15 +349,27 @@ def main() -> None:
 
     for seed in range(args.seeds):
         if args.dreamshard:
-            add("dreamshard, released", kept(
-                args.out / f"released-dreamshard-{seed}.json",
-                lambda s=seed: theirs(released_dreamshard(args.dreamshard, args.out, made, model, s), made,
-                                      model)))
+            add(
+                "dreamshard, released",
+                kept(
+                    args.out / f"released-dreamshard-{seed}.json",
+                    lambda s=seed: theirs(
+                        released_dreamshard(args.dreamshard, args.out, made, model, s), made, model
+                    ),
+                ),
+            )
         if args.autoshard:
-            add("autoshard, released", kept(
-                args.out / f"released-autoshard-{seed}.json",
-                lambda s=seed: theirs(released_autoshard(args.autoshard, args.out, made, model, s,
-                                                         args.autoshard_steps), made, model)))
+            add(
+                "autoshard, released",
+                kept(
+                    args.out / f"released-autoshard-{seed}.json",
+                    lambda s=seed: theirs(
+                        released_autoshard(args.autoshard, args.out, made, model, s, args.autoshard_steps),
+                        made,
+                        model,
+                    ),
+                ),
+            )
         for name in OURS:
             found = kept(args.out / f"{name}-{seed}.json", lambda n=name, s=seed: ours(n, made, model, s))
             add(name, found)
@@ -292,15 +377,24 @@ def main() -> None:
     rows = []
     for arm, of_seeds in arms.items():
         ms = np.array([[np.nan if x is None else x for x in one] for one in of_seeds])
-        base = np.nanmean(np.array(arms.get(f"{arm.split(',')[0].split('_')[0]}, released", of_seeds),
-                                   dtype=float), 0)
-        rows.append((arm, f"{np.nanmean(ms / greedy):.4f}", f"{np.nanmax(ms / greedy):.3f}",
-                     f"{np.nanmean(ms / base):.4f}" if "shard" in arm else "",
-                     " ".join(f"{x:.4f}" for x in np.nanmean(ms / greedy, 1)), int(np.isnan(ms).sum()),
-                     f"{np.mean(seconds[arm]):.0f}" if arm in seconds else ""))
+        base = np.nanmean(
+            np.array(arms.get(f"{arm.split(',')[0].split('_')[0]}, released", of_seeds), dtype=float), 0
+        )
+        rows.append(
+            (
+                arm,
+                f"{np.nanmean(ms / greedy):.4f}",
+                f"{np.nanmax(ms / greedy):.3f}",
+                f"{np.nanmean(ms / base):.4f}" if "shard" in arm else "",
+                " ".join(f"{x:.4f}" for x in np.nanmean(ms / greedy, 1)),
+                int(np.isnan(ms).sum()),
+                f"{np.mean(seconds[arm]):.0f}" if arm in seconds else "",
+            )
+        )
     print(f"{model.setting}; {TASKS} test tasks of {args.tables} tables at dim {DIM} on {DEVICES} devices\n")
-    print(report.text_table(("arm", "cost", "worst", "of released", "cost by seed", "failed", "seconds"),
-                            rows))
+    print(
+        report.text_table(("arm", "cost", "worst", "of released", "cost by seed", "failed", "seconds"), rows)
+    )
 
 
 if __name__ == "__main__":

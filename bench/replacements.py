@@ -50,11 +50,17 @@ def pairs(model: neural.NeuralModel) -> list[Pair]:
     alone = box_replays.of_box(model, BOX)
     kept, found = replays.read_all(BOX / "steps", model.setting), []
     for one in kept:
-        others = [(lower(x.plans[name], x.problem, fits=False), cost.at_usual_speed())
-                  for x in kept if x is not one for name, cost in x.costs.items()]
+        others = [
+            (lower(x.plans[name], x.problem, fits=False), cost.at_usual_speed())
+            for x in kept
+            if x is not one
+            for name, cost in x.costs.items()
+        ]
         own = step_factors.fit(alone, others).for_problem(one.problem)
-        plans = [(price_plan(plan, one.problem, own, fits=False), one.costs[name].total_ms)
-                 for name, plan in one.plans.items()]
+        plans = [
+            (price_plan(plan, one.problem, own, fits=False), one.costs[name].total_ms)
+            for name, plan in one.plans.items()
+        ]
         plans.sort(key=lambda x: -x[0].cost.total_ms)
         for (a, a_ms), (b, b_ms) in itertools.combinations(plans, 2):
             found.append(Pair(one.problem.name, gain.gain(a, b, one.problem, own), a_ms - b_ms))
@@ -71,24 +77,32 @@ def accepted(of: Sequence[Pair], calibrated: float = gain.CALIBRATION) -> list[P
 
 def text(of: Sequence[Pair]) -> str:
     problems = dict.fromkeys(p.problem for p in of)
-    without = [([p for p in of if p.problem == name], calibration([p for p in of if p.problem != name]))
-               for name in problems]
+    without = [
+        ([p for p in of if p.problem == name], calibration([p for p in of if p.problem != name]))
+        for name in problems
+    ]
     held = [p for own, k in without for p in accepted(own, k)]
     inside = np.mean([p.score < k for own, k in without for p in own])
-    rows = [("a fixed 2%", _right([p for p in of
-                                   if p.gain.ms > 0.02 * p.gain.before_ms])),
-            ("the interval", _right(accepted(of))),
-            ("the interval, calibrated without the problem", _right(held))]
+    rows = [
+        ("a fixed 2%", _right([p for p in of if p.gain.ms > 0.02 * p.gain.before_ms])),
+        ("the interval", _right(accepted(of))),
+        ("the interval, calibrated without the problem", _right(held)),
+    ]
     small = [p for p in of if p.gain.ms < 0.1 * p.gain.before_ms]
-    rows += [("a fixed 2%, gains below 10%", _right([p for p in small
-                                                      if p.gain.ms > 0.02 * p.gain.before_ms])),
-             ("the interval, gains below 10%", _right(accepted(small)))]
-    return "\n\n".join([
-        f"{len(of)} pairs of {len(problems)} problems; errors: see cost/known_errors.py. The "
-        f"calibration is {calibration(of):.2f} (in use: {gain.CALIBRATION}); calibrated without the problem, "
-        f"{inside:.1%} of the differences are within their interval (nominal {gain.CONFIDENCE:.0%}).",
-        report.markdown_table(("rule", "replacements", "really faster", "share"),
-                              [(name, *found) for name, found in rows])])
+    rows += [
+        ("a fixed 2%, gains below 10%", _right([p for p in small if p.gain.ms > 0.02 * p.gain.before_ms])),
+        ("the interval, gains below 10%", _right(accepted(small))),
+    ]
+    return "\n\n".join(
+        [
+            f"{len(of)} pairs of {len(problems)} problems; errors: see cost/known_errors.py. The "
+            f"calibration is {calibration(of):.2f} (in use: {gain.CALIBRATION}); calibrated without the problem, "
+            f"{inside:.1%} of the differences are within their interval (nominal {gain.CONFIDENCE:.0%}).",
+            report.markdown_table(
+                ("rule", "replacements", "really faster", "share"), [(name, *found) for name, found in rows]
+            ),
+        ]
+    )
 
 
 def _right(of: Sequence[Pair]) -> tuple[int, int, str]:
@@ -97,8 +111,11 @@ def _right(of: Sequence[Pair]) -> tuple[int, int, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.replacements", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.replacements",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("model", type=Path, help="folder of a model of the shipped data")
     print(text(pairs(neural.load(parser.parse_args().model))))
 

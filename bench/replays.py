@@ -51,8 +51,14 @@ LOSS = 0.03
 """What ours may take longer on a problem without being called a loss that matters."""
 
 
-def problems(model: neural.NeuralModel, n: int, seed: int, max_dim: int = 16,
-             job: Job | None = None, sequences: float = 0.0) -> list[Problem]:
+def problems(
+    model: neural.NeuralModel,
+    n: int,
+    seed: int,
+    max_dim: int = 16,
+    job: Job | None = None,
+    sequences: float = 0.0,
+) -> list[Problem]:
     """sequences: share of the tables of each whose lookups are not pooled. They have one dim, as in an
     EmbeddingCollection."""
     pool = [dataclasses.replace(t, dim=max_dim) for t in generate_pool()]
@@ -66,65 +72,116 @@ def _with_sequences(drawn: Problem, share: float) -> Problem:
     if not n:
         return drawn
     dim = min(t.dim for t in drawn.tables[:n])
-    given = dataclasses.replace(drawn, tables=(
-        *(dataclasses.replace(t, sequence=True, dim=dim) for t in drawn.tables[:n]), *drawn.tables[n:]))
+    given = dataclasses.replace(
+        drawn,
+        tables=(
+            *(dataclasses.replace(t, sequence=True, dim=dim) for t in drawn.tables[:n]),
+            *drawn.tables[n:],
+        ),
+    )
     return sized(given, ProblemConfig().slack, table_bytes, local_batch_bytes(given))
 
 
 def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]:
     sure = at_confidence(model, 0.9)
-    found = {replay_metrics.OURS: SHARDERS[replay_metrics.OURS](problem, model),
-             "anneal": anneal(problem, model), "anneal, 90% confidence": anneal(problem, sure),
-             "anneal_columns": anneal(problem, model, space="columns")}
-    found["anneal_columns, ids for free"] = anneal(dataclasses.replace(problem, job=_HIDDEN), model,
-                                                   space="columns")
+    found = {
+        replay_metrics.OURS: SHARDERS[replay_metrics.OURS](problem, model),
+        "anneal": anneal(problem, model),
+        "anneal, 90% confidence": anneal(problem, sure),
+        "anneal_columns": anneal(problem, model, space="columns"),
+    }
+    found["anneal_columns, ids for free"] = anneal(
+        dataclasses.replace(problem, job=_HIDDEN), model, space="columns"
+    )
     pooled = not any(t.sequence for t in problem.tables)
-    found |= {n: SHARDERS[n](problem, model) for n in ("neuroshard", *["torchrec"] * pooled, *greedy.ORDERS)
-              if n in SHARDERS}
-    found["best greedy"] = min((found[n] for n in greedy.ORDERS),
-                               key=lambda p: price(lower(p, problem), model).total_ms)
+    found |= {
+        n: SHARDERS[n](problem, model)
+        for n in ("neuroshard", *["torchrec"] * pooled, *greedy.ORDERS)
+        if n in SHARDERS
+    }
+    found["best greedy"] = min(
+        (found[n] for n in greedy.ORDERS), key=lambda p: price(lower(p, problem), model).total_ms
+    )
     return [*found.items(), *(("random", SHARDERS["random"](problem, model, seed=seed)) for seed in range(3))]
 
 
 def text(rows: Sequence[replay_metrics.ReplayRecord], parts: Mapping[str, float], head: str) -> str:
     """The report: Markdown with two tables and the plots that lie beside it."""
     found = replay_metrics.by_problem(rows, replay_metrics.OURS)
-    kinds = [(name, [r for r in rows if r.algorithm == name])
-             for name in dict.fromkeys(r.algorithm for r in rows)]
-    held = [(name, len(own), *(form.format(x) for form, x in zip(("{:.1f}%", "{:+.1f}%"),
-                                                                 replay_metrics.errors(own), strict=True)))
-            for name, own in [("all plans", replay_metrics.distinct(rows)), *kinds]]
-    return "\n\n".join([
-        "# Replays", head,
-        "## Do predictions hold, and does the search exploit the model's errors?",
-        report.markdown_table(("plans of", "replays", "predicted against replayed", "bias"), held),
-        "![predicted against replayed](predicted.png)",
-        "Replayed over predicted, all steps together: " + ", ".join(
-            f"{name.removesuffix('_ms').replace('_', ' ')} {ratio:.2f}" for name, ratio in parts.items())
-        + ".",
-        "Among the plans of a problem (mean over problems, 95% interval): " + "; ".join(
-            f"{words} {_interval(replay_metrics.bootstrap(found[name]), form)}" for name, words, form in (
-                ("kendall_tau", "Kendall's tau", "{:.3f}"), ("spearman", "Spearman's rho", "{:.3f}"),
-                ("tau_beyond_noise", "tau of pairs that differ beyond noise", "{:.3f}"),
-                ("regret", "regret of the plan that the model prefers", "{:.1f}%"),
-                ("ours_regret", f"of {replay_metrics.OURS}'s", "{:.1f}%"))) + ".",
-        f"## Cost against {replay_metrics.OURS}'s", _rivals_table(replay_metrics.rivals(rows)),
-        "![replayed cost](cost.png)",
-        f"Losses: problems on which {replay_metrics.OURS}'s plan took longer, beyond the noise of the two "
-        f"replays (95%: one in 40 is by chance); of them, those by more than {LOSS:.0%}.\n"])
+    kinds = [
+        (name, [r for r in rows if r.algorithm == name]) for name in dict.fromkeys(r.algorithm for r in rows)
+    ]
+    held = [
+        (
+            name,
+            len(own),
+            *(
+                form.format(x)
+                for form, x in zip(("{:.1f}%", "{:+.1f}%"), replay_metrics.errors(own), strict=True)
+            ),
+        )
+        for name, own in [("all plans", replay_metrics.distinct(rows)), *kinds]
+    ]
+    return "\n\n".join(
+        [
+            "# Replays",
+            head,
+            "## Do predictions hold, and does the search exploit the model's errors?",
+            report.markdown_table(("plans of", "replays", "predicted against replayed", "bias"), held),
+            "![predicted against replayed](predicted.png)",
+            "Replayed over predicted, all steps together: "
+            + ", ".join(
+                f"{name.removesuffix('_ms').replace('_', ' ')} {ratio:.2f}" for name, ratio in parts.items()
+            )
+            + ".",
+            "Among the plans of a problem (mean over problems, 95% interval): "
+            + "; ".join(
+                f"{words} {_interval(replay_metrics.bootstrap(found[name]), form)}"
+                for name, words, form in (
+                    ("kendall_tau", "Kendall's tau", "{:.3f}"),
+                    ("spearman", "Spearman's rho", "{:.3f}"),
+                    ("tau_beyond_noise", "tau of pairs that differ beyond noise", "{:.3f}"),
+                    ("regret", "regret of the plan that the model prefers", "{:.1f}%"),
+                    ("ours_regret", f"of {replay_metrics.OURS}'s", "{:.1f}%"),
+                )
+            )
+            + ".",
+            f"## Cost against {replay_metrics.OURS}'s",
+            _rivals_table(replay_metrics.rivals(rows)),
+            "![replayed cost](cost.png)",
+            f"Losses: problems on which {replay_metrics.OURS}'s plan took longer, beyond the noise of the two "
+            f"replays (95%: one in 40 is by chance); of them, those by more than {LOSS:.0%}.\n",
+        ]
+    )
 
 
 def _rivals_table(rivals: dict[str, replay_metrics.SharderComparison]) -> str:
     rows = []
     for name, r in rivals.items():
         worst = max(r.losses.values(), default=0.0)
-        rows.append((name, f"{r.predicted:.3f}", _interval(r.cost, "{:.3f}"),
-                     _interval(r.gap_closed, "{:.0%}") if r.gap_closed else "-",
-                     f"{len(r.losses)} of {r.problems}", sum(loss > LOSS for loss in r.losses.values()),
-                     f"{worst:.1%}" if worst else "-"))
-    return report.markdown_table(("plans of", f"predicted cost over {replay_metrics.OURS}'s", "replayed",
-                                  "its gap to the best, closed",
-                                  "losses beyond noise", f"above {LOSS:.0%}", "worst"), rows)
+        rows.append(
+            (
+                name,
+                f"{r.predicted:.3f}",
+                _interval(r.cost, "{:.3f}"),
+                _interval(r.gap_closed, "{:.0%}") if r.gap_closed else "-",
+                f"{len(r.losses)} of {r.problems}",
+                sum(loss > LOSS for loss in r.losses.values()),
+                f"{worst:.1%}" if worst else "-",
+            )
+        )
+    return report.markdown_table(
+        (
+            "plans of",
+            f"predicted cost over {replay_metrics.OURS}'s",
+            "replayed",
+            "its gap to the best, closed",
+            "losses beyond noise",
+            f"above {LOSS:.0%}",
+            "worst",
+        ),
+        rows,
+    )
 
 
 def _interval(found: replay_metrics.Interval, form: str) -> str:
@@ -135,9 +192,13 @@ def write(folder: Path, kept: Sequence[replays.ReplaySet], model: neural.NeuralM
     """Everything that FOLDER holds beside the problems' own; the report."""
     rows = replay_records.judge(kept, model)
     files.write_csv(folder / "replays.csv", replay_records.csv_rows(rows))
-    for name, figure in (("predicted", model_report.predicted_against_replayed(rows, "Replayed plans")),
-                         ("cost", model_report.replayed_cost(replay_metrics.rivals(rows), replay_metrics.OURS,
-                                                             "Replayed cost"))):
+    for name, figure in (
+        ("predicted", model_report.predicted_against_replayed(rows, "Replayed plans")),
+        (
+            "cost",
+            model_report.replayed_cost(replay_metrics.rivals(rows), replay_metrics.OURS, "Replayed cost"),
+        ),
+    ):
         content = io.BytesIO()
         figure.savefig(content, format="png", dpi=120)
         files.write_atomic(folder / f"{name}.png", content.getvalue())
@@ -147,21 +208,32 @@ def write(folder: Path, kept: Sequence[replays.ReplaySet], model: neural.NeuralM
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="folder of a model of this machine")
     parser.add_argument("--out", type=Path, required=True, help="folder of the report and of what is done")
-    parser.add_argument("--measurements", type=Path, metavar="DIR",
-                        help="the dataset of MODEL: its reference "
-                        "group tells the machine's slowdown while it replays (without: "
-                        "as the clock shows it)")
+    parser.add_argument(
+        "--measurements",
+        type=Path,
+        metavar="DIR",
+        help="the dataset of MODEL: its reference "
+        "group tells the machine's slowdown while it replays (without: "
+        "as the clock shows it)",
+    )
     parser.add_argument("--problems", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=40, help="steps of each plan (40)")
     parser.add_argument("--max-dim", type=int, default=16, help="of the tables (16)")
-    parser.add_argument("--dense-ms", type=float, nargs=2, metavar=("FORWARD", "BACKWARD"),
-                        help="of a dense part, beside which ids travel; ranks sleep for it")
-    parser.add_argument("--sequences", type=float, default=0.0, metavar="SHARE",
-                        help="of the tables: not pooled (0)")
+    parser.add_argument(
+        "--dense-ms",
+        type=float,
+        nargs=2,
+        metavar=("FORWARD", "BACKWARD"),
+        help="of a dense part, beside which ids travel; ranks sleep for it",
+    )
+    parser.add_argument(
+        "--sequences", type=float, default=0.0, metavar="SHARE", help="of the tables: not pooled (0)"
+    )
     parser.add_argument("--seed", type=int, default=31, help="of the problems (31)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -169,15 +241,24 @@ def main() -> None:
     reference = dataset.reference_op(args.measurements, model.setting) if args.measurements else None
     job = Job("sparse_dist", *args.dense_ms) if args.dense_ms else None
     for i, problem in enumerate(problems(model, args.problems, args.seed, args.max_dim, job, args.sequences)):
-        kept.append(replays.keep(args.out / problem.name, problem, plans(problem, model), model.setting,
-                                 config,
-                                 lambda workloads: replay_all(workloads, model.setting, config, "cpu",
-                                                              reference)))
+        kept.append(
+            replays.keep(
+                args.out / problem.name,
+                problem,
+                plans(problem, model),
+                model.setting,
+                config,
+                lambda workloads: replay_all(workloads, model.setting, config, "cpu", reference),
+            )
+        )
         [mine] = (r for r in replay_records.judge(kept[-1:], model) if r.algorithm == replay_metrics.OURS)
-        print(f"problem {i + 1} of {args.problems}: {len(problem.tables)} tables, {replay_metrics.OURS} "
-              f"{mine.replayed_ms:.2f} ms replayed (± {mine.noise_ms:.2f}), "
-              f"{mine.predicted_ms:.2f} predicted",
-              file=sys.stderr, flush=True)
+        print(
+            f"problem {i + 1} of {args.problems}: {len(problem.tables)} tables, {replay_metrics.OURS} "
+            f"{mine.replayed_ms:.2f} ms replayed (± {mine.noise_ms:.2f}), "
+            f"{mine.predicted_ms:.2f} predicted",
+            file=sys.stderr,
+            flush=True,
+        )
     print(write(args.out, kept, model, _head(args, kept, model)))
 
 
@@ -186,9 +267,11 @@ def _head(args: argparse.Namespace, kept: Sequence[replays.ReplaySet], model: ne
     dense = f", a dense part of {sum(args.dense_ms):g} ms" if args.dense_ms else ""
     dense += f", {args.sequences:.0%} of the tables not pooled" if args.sequences else ""
     shared = any(cost.oversubscribed for one in kept for cost in one.costs.values())
-    return (f"{model.setting}; {len(kept)} problems, 2 processes{' on fewer cores' * shared}, {args.repeats} "
-            f"steps of each plan in alternation, seed {args.seed}, dims up to {args.max_dim}{dense}; a "
-            f"replay is known to ±{noise:.1%} (median, 95%).")
+    return (
+        f"{model.setting}; {len(kept)} problems, 2 processes{' on fewer cores' * shared}, {args.repeats} "
+        f"steps of each plan in alternation, seed {args.seed}, dims up to {args.max_dim}{dense}; a "
+        f"replay is known to ±{noise:.1%} (median, 95%)."
+    )
 
 
 if __name__ == "__main__":

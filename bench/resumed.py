@@ -27,14 +27,36 @@ import pyarrow.parquet as pq
 
 from shardcore import report
 
-TOY = ["--batch", "64", "--max-shards", "6", "--arena-gib", "0.03125", "--chunk", "8", "--minutes", "60",
-       "--tolerance", "0.9"]
+TOY = [
+    "--batch",
+    "64",
+    "--max-shards",
+    "6",
+    "--arena-gib",
+    "0.03125",
+    "--chunk",
+    "8",
+    "--minutes",
+    "60",
+    "--tolerance",
+    "0.9",
+]
 """A tolerance so wide that no sample counts as disturbed, which a rerun would measure once more."""
 
 
 def start(folder: Path, samples: int, options: list[str]) -> subprocess.Popen:
-    command = [sys.executable, "-m", "shardcore", "measure", "--samples", str(samples), "--out", str(folder),
-               *TOY, *options]
+    command = [
+        sys.executable,
+        "-m",
+        "shardcore",
+        "measure",
+        "--samples",
+        str(samples),
+        "--out",
+        str(folder),
+        *TOY,
+        *options,
+    ]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
@@ -90,24 +112,30 @@ def differences(undisturbed: Counter, killed: Counter) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="new folder for both datasets")
     parser.add_argument("--kills", type=int, default=20, help="(20)")
     parser.add_argument("--samples", type=int, default=4000, help="draws to measure, the N above (4000)")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6,
-                        help="of the moments (from the time)")
-    parser.add_argument("options", nargs="*",
-                        help="after --: options of measure, over this bench's toy sizes")
+    parser.add_argument(
+        "--seed", type=int, default=time.time_ns() % 10**6, help="of the moments (from the time)"
+    )
+    parser.add_argument(
+        "options", nargs="*", help="after --: options of measure, over this bench's toy sizes"
+    )
     args = parser.parse_args()
     if args.out.exists():
         sys.exit(f"{args.out} exists; give a new folder")
     undisturbed, killed = args.out / "undisturbed", args.out / "killed"
     first_s, whole_s = run(undisturbed, args.samples, args.options)
     until_s = 1.3 * first_s + (whole_s - first_s) / max(1, args.kills)
-    print(f"seed {args.seed}; undisturbed: {whole_s:.0f} s, the first part after {first_s:.0f} s; "
-          "kills within "
-          f"{until_s:.0f} s\n", flush=True)
+    print(
+        f"seed {args.seed}; undisturbed: {whole_s:.0f} s, the first part after {first_s:.0f} s; "
+        "kills within "
+        f"{until_s:.0f} s\n",
+        flush=True,
+    )
     rng, rows, wrong, hits = random.Random(args.seed), [], [], 0
     for number in range(1, args.kills + 1):
         after_s = rng.uniform(0, until_s)
@@ -119,12 +147,15 @@ def main() -> int:
         os.utime(path, (time.time() - 7200,) * 2)
     run(killed, args.samples, args.options)
     rows.append(("last", "", "", len(ids(killed)), len(unfinished(killed))))
-    print(report.text_table(("kill", "after s", "children gone s", "samples there", "half-written files"),
-                            rows))
+    print(
+        report.text_table(("kill", "after s", "children gone s", "samples there", "half-written files"), rows)
+    )
     wrong += differences(ids(undisturbed), ids(killed))
     wrong += [f"{len(unfinished(killed))} half-written files are left"] if unfinished(killed) else []
-    print(f"\nundisturbed: {len(ids(undisturbed))} samples; killed {args.kills} times, {hits} while it ran, "
-          f"and resumed: {len(ids(killed))}; {'; '.join(wrong) or 'the same, each once'}")
+    print(
+        f"\nundisturbed: {len(ids(undisturbed))} samples; killed {args.kills} times, {hits} while it ran, "
+        f"and resumed: {len(ids(killed))}; {'; '.join(wrong) or 'the same, each once'}"
+    )
     return 1 if wrong else 0
 
 

@@ -61,11 +61,22 @@ def drawn(i: int, seed: int) -> tuple[Problem, str]:
     tables = []
     for j, k in enumerate(rng.choice(len(live), n * int(rng.integers(1, 8)))):
         sequence = kind == "sequences" or (kind == "both" and rng.random() < 0.3)
-        pooling = (float(rng.choice([1, 10, 50, 200, 500], p=[0.4, 0.3, 0.15, 0.1, 0.05])) if sequence
-                   else live[k].pooling)
+        pooling = (
+            float(rng.choice([1, 10, 50, 200, 500], p=[0.4, 0.3, 0.15, 0.1, 0.05]))
+            if sequence
+            else live[k].pooling
+        )
         rows = int(rng.choice([2, 10, 1000])) if rng.random() < 0.1 else live[k].rows
-        tables.append(replace(live[k], name=f"t{j}", rows=rows, dim=int(rng.choice([16, 32, 64, 128])),
-                              pooling=pooling, sequence=sequence))
+        tables.append(
+            replace(
+                live[k],
+                name=f"t{j}",
+                rows=rows,
+                dim=int(rng.choice([16, 32, 64, 128])),
+                pooling=pooling,
+                sequence=sequence,
+            )
+        )
     batch = int(rng.choice([2048, 8192] if kind != "pooled" else [2048, 8192, 65_536]))
     return on(tables, f"{kind}-{i}", n, batch, bool(rng.random() < 0.5)), kind
 
@@ -102,16 +113,24 @@ def searched(i: int, seed: int, folder: str | None) -> dict[str, object]:
     problem = with_memory(ample, float(np.random.default_rng([seed, i, 1]).choice(MEMORY)))
     n, batch, hosts = len(ample.topology), ample.global_batch, len(ample.topology.hosts) > 1
     part = Budget(evals=int(PART * DEFAULT.evals))
-    budget = [cost(problem, model, DEFAULT_SHARDER, Budget(evals=int(share * DEFAULT.evals)))
-              for share in BUDGETS]
+    budget = [
+        cost(problem, model, DEFAULT_SHARDER, Budget(evals=int(share * DEFAULT.evals))) for share in BUDGETS
+    ]
     memory = [cost(with_memory(ample, slack), model, DEFAULT_SHARDER, part) for slack in MEMORY]
-    devices = [cost(on(ample.tables, ample.name, n * k, batch, hosts), model, DEFAULT_SHARDER, part)
-               for k in DEVICES]
-    other = min(cost(problem, model, name, DEFAULT) for name in SHARDERS
-                if name not in (DEFAULT_SHARDER, "torchrec"))
-    return {"problem": ample.name, "tables": len(ample.tables), "devices": n, "kind": kind, "seed": seed,
-            "costs": {"budget": budget, "memory": memory, "devices": devices,
-                      "best other": [other, budget[-1]]}}
+    devices = [
+        cost(on(ample.tables, ample.name, n * k, batch, hosts), model, DEFAULT_SHARDER, part) for k in DEVICES
+    ]
+    other = min(
+        cost(problem, model, name, DEFAULT) for name in SHARDERS if name not in (DEFAULT_SHARDER, "torchrec")
+    )
+    return {
+        "problem": ample.name,
+        "tables": len(ample.tables),
+        "devices": n,
+        "kind": kind,
+        "seed": seed,
+        "costs": {"budget": budget, "memory": memory, "devices": devices, "best other": [other, budget[-1]]},
+    }
 
 
 def summary(rows: Sequence[dict]) -> str:
@@ -120,8 +139,9 @@ def summary(rows: Sequence[dict]) -> str:
     for axis in rows[0]["costs"]:
         found = [(rise, row["problem"]) for row in rows for rise in rises(row["costs"][axis])]
         largest, where = max(found)
-        shown.append((axis, str(len(found)), str(sum(rise > RISE for rise, _ in found)), f"{largest:.2%}",
-                      where))
+        shown.append(
+            (axis, str(len(found)), str(sum(rise > RISE for rise, _ in found)), f"{largest:.2%}", where)
+        )
     return report.text_table(("more of", "pairs", f"rises above {RISE:.1%}", "largest", "problem"), shown)
 
 
@@ -144,8 +164,11 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.rises", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.rises",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--problems", type=int, default=200)
     parser.add_argument("--seed", type=int, default=38)
     parser.add_argument("--model", help="folder of a trained model; default: AnalyticModel")
@@ -157,11 +180,15 @@ def main() -> None:
     for row in results(range(len(rows), args.problems), args):
         rows.append(row)
         write_lines(args.out, rows)
-        costs = "; ".join(f"{axis} {' '.join(f'{c:.4g}' for c in costs)}"
-                          for axis, costs in row["costs"].items())
-        print(f"{len(rows)} of {args.problems}, {row['problem']}: {row['tables']} x {row['devices']}, "
-              f"{costs}", file=sys.stderr, flush=True)
-    print(summary(rows[:args.problems]))
+        costs = "; ".join(
+            f"{axis} {' '.join(f'{c:.4g}' for c in costs)}" for axis, costs in row["costs"].items()
+        )
+        print(
+            f"{len(rows)} of {args.problems}, {row['problem']}: {row['tables']} x {row['devices']}, {costs}",
+            file=sys.stderr,
+            flush=True,
+        )
+    print(summary(rows[: args.problems]))
 
 
 if __name__ == "__main__":

@@ -55,8 +55,14 @@ EVALS = (2_000, 20_000, 200_000)
 FROM_16 = TorchRecConfig(min_partition=(None, 16, 32, 64))
 
 
-def problems(model: NeuralModel, n: int, devices: int, seed: int, unequal: bool = False,
-             pool: Sequence[Table] | None = None) -> list[Problem]:
+def problems(
+    model: NeuralModel,
+    n: int,
+    devices: int,
+    seed: int,
+    unequal: bool = False,
+    pool: Sequence[Table] | None = None,
+) -> list[Problem]:
     """unequal: every second device has half the speed and half the memory."""
     pool, per_device = pool or generate_pool(), max(1, devices // 4)
     found = []
@@ -66,8 +72,9 @@ def problems(model: NeuralModel, n: int, devices: int, seed: int, unequal: bool 
         large = drawn.topology.devices[0].memory_bytes * (4 if unequal else 3) // 3
         weaker = [1 + unequal * (d % 2) for d in range(devices)]
         found_devices = tuple(Device(large // w, 1 / w, f"host-{d // 8}") for d, w in enumerate(weaker))
-        links = {"links": links_of(within_host=1.0, latency_ms=0.2,
-                                   between_hosts=0.5 if devices > 8 else None)}
+        links = {
+            "links": links_of(within_host=1.0, latency_ms=0.2, between_hosts=0.5 if devices > 8 else None)
+        }
         found.append(replace(drawn, topology=Topology(found_devices, **links)))
     return found
 
@@ -88,22 +95,33 @@ def add_best_greedy(cost: dict[str, list[float]], seconds: dict[str, list[float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="folder of a trained model")
     parser.add_argument("--problems", type=int, default=20)
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--seed", type=int, default=2026, help="of the problems (2026)")
-    parser.add_argument("--seconds", type=float,
-                        help="all searches have as long (default: each as long as it takes)")
-    parser.add_argument("--unequal", action="store_true",
-                        help="every second device has half the speed and half the memory")
-    parser.add_argument("--two-ranks", type=int, metavar="MAX_DIM",
-                        help="problems of bench.replays, with dims up to MAX_DIM")
-    parser.add_argument("--memory", type=float, metavar="TIMES",
-                        help="memory of all devices over what the tables need, such as 1.02 (default: ample)")
-    parser.add_argument("--no-bound", action="store_true",
-                        help="leave out the bound, which takes longer than all sharders together")
+    parser.add_argument(
+        "--seconds", type=float, help="all searches have as long (default: each as long as it takes)"
+    )
+    parser.add_argument(
+        "--unequal", action="store_true", help="every second device has half the speed and half the memory"
+    )
+    parser.add_argument(
+        "--two-ranks", type=int, metavar="MAX_DIM", help="problems of bench.replays, with dims up to MAX_DIM"
+    )
+    parser.add_argument(
+        "--memory",
+        type=float,
+        metavar="TIMES",
+        help="memory of all devices over what the tables need, such as 1.02 (default: ample)",
+    )
+    parser.add_argument(
+        "--no-bound",
+        action="store_true",
+        help="leave out the bound, which takes longer than all sharders together",
+    )
     args = parser.parse_args()
     if args.two_ranks and (args.unequal or args.devices != parser.get_default("devices")):
         parser.error("--two-ranks has its own devices: leave out --devices and --unequal")
@@ -113,12 +131,15 @@ def main() -> None:
     planners = {**SHARDERS, **PEERS}
     if "torchrec" in planners:
         planners["torchrec, from 16 columns"] = partial(planners["torchrec"], config=FROM_16)
-    sharders = [n for n in planners
-                if not n.startswith("anneal")
-                and (not n.startswith("torchrec") or args.devices <= 4 or args.seconds)]
+    sharders = [
+        n
+        for n in planners
+        if not n.startswith("anneal") and (not n.startswith("torchrec") or args.devices <= 4 or args.seconds)
+    ]
     limit = Budget(seconds=args.seconds) if args.seconds else None
-    arms: dict[str, Callable[[Problem], Plan]] = {n: lambda p, n=n: planners[n](p, model, budget=limit)
-                                                  for n in sharders}
+    arms: dict[str, Callable[[Problem], Plan]] = {
+        n: lambda p, n=n: planners[n](p, model, budget=limit) for n in sharders
+    }
     for space in ("halves", "columns", "all"):
         for budget in (limit,) if limit else map(Budget, EVALS):
             name = f"anneal, {space}" + (f", {budget.evals:,} evals" if budget.evals else "")
@@ -126,8 +147,11 @@ def main() -> None:
     warm_up(problems(model, 1, args.devices, 0)[0], model, arms)
     bounds = [] if args.no_bound else ["lower bound", "estimate"]
     cost, seconds = ({name: [] for name in [*arms, *bounds]} for _ in range(2))
-    drawn = (replays.problems(model, args.problems, args.seed, args.two_ranks) if args.two_ranks
-             else problems(model, args.problems, args.devices, args.seed, args.unequal))
+    drawn = (
+        replays.problems(model, args.problems, args.seed, args.two_ranks)
+        if args.two_ranks
+        else problems(model, args.problems, args.devices, args.seed, args.unequal)
+    )
     drawn = [with_memory(p, args.memory) for p in drawn] if args.memory else drawn
     for i, problem in enumerate(drawn):
         for name, arm in arms.items():
@@ -148,11 +172,20 @@ def main() -> None:
         del cost["lower bound"]
     found = compare.standings(cost, seconds, "neuroshard")
     theirs = found["neuroshard"]
-    rows = [(name, f"{s.solved:.0%}", f"{s.cost:.4f}", f"{s.worst:.3f}", f"{s.seconds:.3f}",
-             f"{s.seconds / theirs.seconds:.2f}")
-            for name, s in found.items()]
-    devices = (f"{args.devices} {'unequal ' if args.unequal else ''}devices"
-               + (f", memory {args.memory:g} times the tables" if args.memory else ""))
+    rows = [
+        (
+            name,
+            f"{s.solved:.0%}",
+            f"{s.cost:.4f}",
+            f"{s.worst:.3f}",
+            f"{s.seconds:.3f}",
+            f"{s.seconds / theirs.seconds:.2f}",
+        )
+        for name, s in found.items()
+    ]
+    devices = f"{args.devices} {'unequal ' if args.unequal else ''}devices" + (
+        f", memory {args.memory:g} times the tables" if args.memory else ""
+    )
     print(f"{model.setting}; {len(drawn)} problems, {devices}; {theirs.common} solved by all\n")
     print(report.text_table(("sharder", "solved", "cost", "worst", "seconds", "of neuroshard's"), rows))
 

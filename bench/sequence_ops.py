@@ -30,8 +30,9 @@ def is_sequence(sample: ComputeSample) -> bool:
     return sample.request.shards[0].table.sequence
 
 
-def cross_validated(samples: Sequence[ComputeSample], folds: int,
-                    config: fit.FitConfig) -> list[tuple[str, np.ndarray, float]]:
+def cross_validated(
+    samples: Sequence[ComputeSample], folds: int, config: fit.FitConfig
+) -> list[tuple[str, np.ndarray, float]]:
     """What a model was trained on, [S] its relative errors on the sequences, and its error in percent on
     pooled ops of the test split."""
     pooled = [s for s in samples if not is_sequence(s)]
@@ -44,30 +45,47 @@ def cross_validated(samples: Sequence[ComputeSample], folds: int,
         return accuracy.predict(model, judged) / took - 1, mape(accuracy.predict(model, test), measured)
 
     without = trained([], own)
-    errors, on_pooled = zip(*(trained([s for i, s in enumerate(own) if i % folds != k], own[k::folds])
-                              for k in range(folds)), strict=True)
-    return [("pooled ops only", *without),
-            (f"these and sequences, {folds} folds", np.concatenate(errors), float(np.mean(on_pooled)))]
+    errors, on_pooled = zip(
+        *(trained([s for i, s in enumerate(own) if i % folds != k], own[k::folds]) for k in range(folds)),
+        strict=True,
+    )
+    return [
+        ("pooled ops only", *without),
+        (f"these and sequences, {folds} folds", np.concatenate(errors), float(np.mean(on_pooled))),
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dataset", help="folder of measurements, with sequences")
     parser.add_argument("--folds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=fit.FitConfig().epochs)
     args = parser.parse_args()
     [setting] = dataset.settings(args.dataset)
     # By id, which is random: folds are random samples.
-    samples = sorted((s for s in dataset.read_compute(args.dataset, setting) if s.error is None),
-                     key=lambda s: s.id)
-    rows = [(name, f"{100 * np.abs(errors).mean():.0f}%", f"{100 * np.median(np.abs(errors)):.0f}%",
-             f"{100 * errors.mean():+.0f}%", f"{on_pooled:.1f}%")
-            for name, errors, on_pooled in cross_validated(samples, args.folds,
-                                                           replace(fit.FitConfig(), epochs=args.epochs))]
+    samples = sorted(
+        (s for s in dataset.read_compute(args.dataset, setting) if s.error is None), key=lambda s: s.id
+    )
+    rows = [
+        (
+            name,
+            f"{100 * np.abs(errors).mean():.0f}%",
+            f"{100 * np.median(np.abs(errors)):.0f}%",
+            f"{100 * errors.mean():+.0f}%",
+            f"{on_pooled:.1f}%",
+        )
+        for name, errors, on_pooled in cross_validated(
+            samples, args.folds, replace(fit.FitConfig(), epochs=args.epochs)
+        )
+    ]
     print(f"{setting}; {sum(map(is_sequence, samples))} sequences, {len(samples)} ops in all.\n")
-    print(report.markdown_table(("trained on", "error on sequences", "median", "bias", "error on pooled ops"),
-                                rows))
+    print(
+        report.markdown_table(
+            ("trained on", "error on sequences", "median", "bias", "error on pooled ops"), rows
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -49,8 +49,9 @@ def main() -> None:
         for arm, commands in ARMS.items():
             with tempfile.TemporaryDirectory(dir=args.folder) as folder:
                 for cache in ("cold", "warm"):
-                    runs.append({"arm": arm, "cache": cache, "repeat": repeat,
-                                 **installed(Path(folder), commands)})
+                    runs.append(
+                        {"arm": arm, "cache": cache, "repeat": repeat, **installed(Path(folder), commands)}
+                    )
                     print(*runs[-1].values(), flush=True)
                     args.out.write_text(json.dumps(runs, indent=1))
     print(table(runs, args.repeats))
@@ -73,19 +74,25 @@ def installed(folder: Path, commands: list[list[str]]) -> dict[str, float]:
 
 def table(runs: list[Mapping], repeats: int) -> str:
     """Markdown. The least of each arm's seconds, and against the first arm."""
+
     def least(arm: str, cache: str) -> float:
         return min(r["seconds"] for r in runs if (r["arm"], r["cache"]) == (arm, cache))
 
     first = next(iter(ARMS))
-    rows = [f"{os.cpu_count()} cores of {hardware.hardware_name('cpu')}, commit {git_commit()}, "
-            f"least of {repeats}", "",
-            "| installation | cold, s | warm, s | cold against before | warm against before | GB |",
-            "|---|---|---|---|---|---|"]
+    rows = [
+        f"{os.cpu_count()} cores of {hardware.hardware_name('cpu')}, commit {git_commit()}, "
+        f"least of {repeats}",
+        "",
+        "| installation | cold, s | warm, s | cold against before | warm against before | GB |",
+        "|---|---|---|---|---|---|",
+    ]
     for arm in ARMS:
         cold, warm = least(arm, "cold"), least(arm, "warm")
         size = max(r["gigabytes"] for r in runs if r["arm"] == arm)
-        rows.append(f"| {arm} | {cold:.0f} | {warm:.0f} | {cold / least(first, 'cold'):.2f} "
-                    f"| {warm / least(first, 'warm'):.2f} | {size:.1f} |")
+        rows.append(
+            f"| {arm} | {cold:.0f} | {warm:.0f} | {cold / least(first, 'cold'):.2f} "
+            f"| {warm / least(first, 'warm'):.2f} | {size:.1f} |"
+        )
     return "\n".join(rows)
 
 

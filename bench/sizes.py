@@ -48,20 +48,25 @@ def one(model: neural.NeuralModel, n_tables: int, n_devices: int) -> dict[str, f
     found["anneal_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if n_devices <= COMPARED:
         began = time.perf_counter()
-        found["neuroshard_ms"] = (SHARDERS["neuroshard"](asked, model, budget=Budget(seconds=seconds))
-                                  .provenance["predicted_ms"])
+        found["neuroshard_ms"] = SHARDERS["neuroshard"](
+            asked, model, budget=Budget(seconds=seconds)
+        ).provenance["predicted_ms"]
         found["neuroshard_s"] = time.perf_counter() - began
     found["greedy_ms"] = min(SHARDERS[n](asked, model).provenance["predicted_ms"] for n in BASELINES)
-    best = (anneal(asked, model, seed=1, budget=Budget(seconds=long_s)).provenance["predicted_ms"]
-            if long_s else np.inf)
+    best = (
+        anneal(asked, model, seed=1, budget=Budget(seconds=long_s)).provenance["predicted_ms"]
+        if long_s
+        else np.inf
+    )
     found["best_ms"] = min(best, found["anneal_ms"])
     found["estimate_ms"] = bound(asked, model).estimate_ms
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="folder of a trained model")
     parser.add_argument("--out", type=Path, default=Path("search-sizes.png"), help="the plot")
     parser.add_argument("--one", type=int, nargs=2, metavar=("TABLES", "DEVICES"), help=argparse.SUPPRESS)
@@ -72,19 +77,47 @@ def main() -> None:
         return
     rows, found = [], []
     for size in SIZES:
-        done = subprocess.run([sys.executable, "-m", "bench.sizes", args.model, "--one", *map(str, size)],
-                              check=True, text=True, stdout=subprocess.PIPE)
+        done = subprocess.run(
+            [sys.executable, "-m", "bench.sizes", args.model, "--one", *map(str, size)],
+            check=True,
+            text=True,
+            stdout=subprocess.PIPE,
+        )
         f = json.loads(done.stdout)
         found.append(f)
-        theirs = (f"{f['neuroshard_ms'] / f['anneal_ms']:.3f} ({f['neuroshard_s']:.1f} s)"
-                  if "neuroshard_ms" in f else "-")
-        rows.append((f"{size[0]:,} x {size[1]:,}", f"{f['anneal_ms']:.2f}", f"{f['anneal_s']:.1f}",
-                     f"{f['anneal_mib']:.0f}", theirs,
-                     f"{f['greedy_ms'] / f['anneal_ms']:.2f}", f"{f['anneal_ms'] / f['best_ms']:.3f}",
-                     f"{f['anneal_ms'] / f['estimate_ms']:.3f}"))
+        theirs = (
+            f"{f['neuroshard_ms'] / f['anneal_ms']:.3f} ({f['neuroshard_s']:.1f} s)"
+            if "neuroshard_ms" in f
+            else "-"
+        )
+        rows.append(
+            (
+                f"{size[0]:,} x {size[1]:,}",
+                f"{f['anneal_ms']:.2f}",
+                f"{f['anneal_s']:.1f}",
+                f"{f['anneal_mib']:.0f}",
+                theirs,
+                f"{f['greedy_ms'] / f['anneal_ms']:.2f}",
+                f"{f['anneal_ms'] / f['best_ms']:.3f}",
+                f"{f['anneal_ms'] / f['estimate_ms']:.3f}",
+            )
+        )
         print(f"{size[0]} tables, {size[1]} devices done", file=sys.stderr, flush=True)
-    print(report.text_table(("tables x devices", "local ms", "seconds", "peak MiB", "neuroshard over it",
-                             "best greedy over it", "over best known", "over estimate"), rows))
+    print(
+        report.text_table(
+            (
+                "tables x devices",
+                "local ms",
+                "seconds",
+                "peak MiB",
+                "neuroshard over it",
+                "best greedy over it",
+                "over best known",
+                "over estimate",
+            ),
+            rows,
+        )
+    )
     _plot(found, args.out)
 
 
@@ -96,11 +129,20 @@ def _plot(found: list[dict[str, float]], out: Path) -> None:
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes, devices = figure.subplots(), [d for _, d in SIZES]
-    for key, label in (("greedy_ms", "best greedy"), ("neuroshard_ms", "neuroshard, as long"),
-                       ("anneal_ms", "anneal"), ("estimate_ms", "estimate of the least")):
+    for key, label in (
+        ("greedy_ms", "best greedy"),
+        ("neuroshard_ms", "neuroshard, as long"),
+        ("anneal_ms", "anneal"),
+        ("estimate_ms", "estimate of the least"),
+    ):
         axes.plot(devices, [f.get(key, np.nan) / f["estimate_ms"] for f in found], marker="o", label=label)
-    axes.set(xscale="log", xlabel="devices (40, 160, 856, 10,000 tables)", ylabel="cost over the estimate",
-             xticks=devices, xticklabels=devices)
+    axes.set(
+        xscale="log",
+        xlabel="devices (40, 160, 856, 10,000 tables)",
+        ylabel="cost over the estimate",
+        xticks=devices,
+        xticklabels=devices,
+    )
     axes.legend()
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=120)

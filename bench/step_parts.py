@@ -36,10 +36,12 @@ from shardcore.io import replays
 from shardcore.measure import local_ranks, own_core
 from shardcore.step.lower import lower
 
-PARTS = {"lookups and updates": ("codegen", "SplitLookup"),
-         "exchanges": ("All2All", "ReduceScatter", "AllGather", "c10d::", "gloo:", "all2all"),
-         "ids checked and arranged": ("bounds_check", "permute", "recat", "cumsum", "KJT", "splits"),
-         "outputs joined, split and scaled": ("aten::",)}
+PARTS = {
+    "lookups and updates": ("codegen", "SplitLookup"),
+    "exchanges": ("All2All", "ReduceScatter", "AllGather", "c10d::", "gloo:", "all2all"),
+    "ids checked and arranged": ("bounds_check", "permute", "recat", "cumsum", "KJT", "splits"),
+    "outputs joined, split and scaled": ("aten::",),
+}
 """Parts by words in the names of their events. The first that fits counts."""
 REST = "Python between them"
 MARK, TURNS = "shardcore: mark", 8
@@ -54,14 +56,24 @@ class _Marked(steps_training.Trainer):
             super().mark()
 
 
-def _work(rank: int, init_method: str, say: Callable[[Any], None],
-          given: Sequence[tuple[Problem, Plan]], setting: Setting, elements: int) -> None:
+def _work(
+    rank: int,
+    init_method: str,
+    say: Callable[[Any], None],
+    given: Sequence[tuple[Problem, Plan]],
+    setting: Setting,
+    elements: int,
+) -> None:
     """One process of the gang: of each problem it says ms of the embedding part, and of each of its parts."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     ranks = len(given[0][0].topology)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                   "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
     torch.set_num_threads(1)
     arena = torch.empty(elements).fill_(0.01)
     cache = torch.zeros(steps_training.EVICT_BYTES // 4)
@@ -106,12 +118,13 @@ def _part(name: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("replays", type=Path, help="folder of bench.replays, of this machine")
     parser.add_argument("--problems", type=int, default=10)
     args = parser.parse_args()
-    folders = sorted(path.parent for path in args.replays.glob("*/replays.json"))[:args.problems]
+    folders = sorted(path.parent for path in args.replays.glob("*/replays.json"))[: args.problems]
     if not folders:
         raise ShardCoreError(f"folder {str(args.replays)!r} has no replays; run python -m bench.replays")
     kept = [replays.read(folder) for folder in folders]
@@ -121,8 +134,9 @@ def main() -> None:
     largest = max(max(lower(plan, problem).memory_bytes) for problem, plan in given)
     ranks, elements = len(kept[0].problem.topology), largest // PRECISION_BYTES["fp32"] + steps_training.LARGE
     said: list[list[Any]] = [[] for _ in range(ranks)]
-    for rank, value in local_ranks.run("steps", _work, ranks, (given, setting, elements),
-                                       steps_training.TIMEOUT_S):
+    for rank, value in local_ranks.run(
+        "steps", _work, ranks, (given, setting, elements), steps_training.TIMEOUT_S
+    ):
         said[rank].append(value)
         print(f"rank {rank}: problem {len(said[rank])} of {len(given)}", file=sys.stderr, flush=True)
     rows = []
@@ -131,13 +145,30 @@ def main() -> None:
         timed = steps_training.combine([s[i][0] for s in said]).embedding.median_ms
         slowest = max((s[i][1] for s in said), key=lambda x: sum(x.values()))
         compute = max(cost.compute_ms)
-        rows.append((one.problem.name, compute, cost.total_ms - max(cost.input_ms) - cost.dense_ms - compute,
-                     timed, *slowest.values()))
+        rows.append(
+            (
+                one.problem.name,
+                compute,
+                cost.total_ms - max(cost.input_ms) - cost.dense_ms - compute,
+                timed,
+                *slowest.values(),
+            )
+        )
     shown = [(name, *(f"{x:.2f}" for x in values)) for name, *values in rows]
     mean = np.mean([values for _, *values in rows], axis=0)
-    print(report.markdown_table(("problem", "replay: lookups and updates", "exchanges and waiting",
-                                 "TorchRec: timed", *PARTS, REST),
-                                [*shown, ("mean", *(f"{x:.2f}" for x in mean))]))
+    print(
+        report.markdown_table(
+            (
+                "problem",
+                "replay: lookups and updates",
+                "exchanges and waiting",
+                "TorchRec: timed",
+                *PARTS,
+                REST,
+            ),
+            [*shown, ("mean", *(f"{x:.2f}" for x in mean))],
+        )
+    )
 
 
 if __name__ == "__main__":

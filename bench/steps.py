@@ -80,13 +80,22 @@ def _trains(plan: Plan, problem: Problem) -> bool:
     try:
         return bool(to_torchrec(plan, problem, "tables", "cpu"))
     except ShardCoreError as error:
-        print(f"{problem.name}, plan of {plan.provenance.get('algorithm')}: {error}", file=sys.stderr,
-              flush=True)
+        print(
+            f"{problem.name}, plan of {plan.provenance.get('algorithm')}: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
         return False
 
 
-def run(all_kept: Sequence[replays.ReplaySet], setting: Setting, out: Path, rounds: int,
-        minutes: float, reference: ReferenceOp) -> list[Trained]:
+def run(
+    all_kept: Sequence[replays.ReplaySet],
+    setting: Setting,
+    out: Path,
+    rounds: int,
+    minutes: float,
+    reference: ReferenceOp,
+) -> list[Trained]:
     """The steps of as many problems as the time allows beside those that `out` has. Raises as
     local_ranks.run."""
     found = {kept.problem.name: steps for kept in all_kept if (steps := _before(out, kept, rounds))}
@@ -94,43 +103,52 @@ def run(all_kept: Sequence[replays.ReplaySet], setting: Setting, out: Path, roun
     until = time.monotonic() + 60 * minutes
     with closing(_trained(waiting if minutes > 0 else [], setting, rounds, reference)) as trained:
         for kept, steps in trained:
-            files.write_json(_path(out, kept), {**_asked(kept, rounds),
-                                                "plans": {n: asdict(s) for n, s in steps.items()}})
+            files.write_json(
+                _path(out, kept), {**_asked(kept, rounds), "plans": {n: asdict(s) for n, s in steps.items()}}
+            )
             found[kept.problem.name] = steps
-            print(f"{len(found)} of {len(all_kept)} problems: {_line(kept, steps)}", file=sys.stderr,
-                  flush=True)
+            print(
+                f"{len(found)} of {len(all_kept)} problems: {_line(kept, steps)}", file=sys.stderr, flush=True
+            )
             if time.monotonic() > until:
                 break
     return [Trained(kept, found[kept.problem.name]) for kept in all_kept if kept.problem.name in found]
 
 
-def _trained(waiting: Sequence[replays.ReplaySet], setting: Setting, rounds: int,
-             reference: ReferenceOp) -> Iterator[tuple[replays.ReplaySet, dict[str, Steps]]]:
+def _trained(
+    waiting: Sequence[replays.ReplaySet], setting: Setting, rounds: int, reference: ReferenceOp
+) -> Iterator[tuple[replays.ReplaySet, dict[str, Steps]]]:
     """The steps of one problem after the other, by plan."""
     if not waiting:
         return
     given = [(kept.problem, plans_of(kept)) for kept in waiting]
-    largest = max(max(lower(plan, problem).memory_bytes) for problem, plans in given
-                  for plan in plans.values())
+    largest = max(
+        max(lower(plan, problem).memory_bytes) for problem, plans in given for plan in plans.values()
+    )
     elements = largest // PRECISION_BYTES[setting.precision] + LARGE  # for alignment
     ranks = len(waiting[0].problem.topology)
     marks: list[list[dict[str, np.ndarray]]] = [[] for _ in range(ranks)]
     done = 0
-    with closing(local_ranks.run("steps", work, ranks, (given, setting, rounds, elements, reference),
-                                 TIMEOUT_S)) as heard:
+    with closing(
+        local_ranks.run("steps", work, ranks, (given, setting, rounds, elements, reference), TIMEOUT_S)
+    ) as heard:
         for rank, said in heard:
             marks[rank] += [said] if said else []
             while min(map(len, marks)) > done:
-                yield waiting[done], {name: combine([m[done][name] for m in marks])
-                                      for name in marks[0][done]}
+                yield (
+                    waiting[done],
+                    {name: combine([m[done][name] for m in marks]) for name in marks[0][done]},
+                )
                 done += 1
 
 
 def _line(kept: replays.ReplaySet, steps: dict[str, Steps]) -> str:
     name, own = next(iter(steps.items()))
-    return (f"{kept.problem.name}, {len(steps)} plans; the first {kept.costs[name].total_ms:.1f} ms "
-            f"replayed, in TorchRec {own.embedding.median_ms:.1f} ± "
-            f"{replay_metrics.noise_ms(own.embedding):.1f} of {own.whole.median_ms:.1f}")
+    return (
+        f"{kept.problem.name}, {len(steps)} plans; the first {kept.costs[name].total_ms:.1f} ms "
+        f"replayed, in TorchRec {own.embedding.median_ms:.1f} ± "
+        f"{replay_metrics.noise_ms(own.embedding):.1f} of {own.whole.median_ms:.1f}"
+    )
 
 
 def _path(out: Path, kept: replays.ReplaySet) -> Path:
@@ -148,57 +166,104 @@ def _before(out: Path, kept: replays.ReplaySet, rounds: int) -> dict[str, Steps]
     asked = _asked(kept, rounds)
     if {k: written.get(k) for k in asked} != asked or set(written["plans"]) != set(plans_of(kept)):
         return None
-    return {name: Steps(Spread(**s["embedding"]), Spread(**s["whole"]), s["share"])
-            for name, s in written["plans"].items()}
+    return {
+        name: Steps(Spread(**s["embedding"]), Spread(**s["whole"]), s["share"])
+        for name, s in written["plans"].items()
+    }
 
 
 # --- the report ---------------------------------------------------------------------------------------------
 
 
-def stepped(trained: Sequence[Trained], replayed: Sequence[replay_metrics.ReplayRecord],
-            part: str) -> list[replay_metrics.ReplayRecord]:
+def stepped(
+    trained: Sequence[Trained], replayed: Sequence[replay_metrics.ReplayRecord], part: str
+) -> list[replay_metrics.ReplayRecord]:
     """What a part of each plan's steps took in TorchRec ("embedding" or "whole"), in the place of what was
     replayed."""
-    steps = {(t.kept.problem.name, plan): getattr(own, part) for t in trained
-             for plan, own in t.steps.items()}
-    return [replace(r, replayed_ms=step.median_ms, noise_ms=replay_metrics.noise_ms(step))
-            for r in replayed for step in [steps[r.problem, r.plan]]]
+    steps = {
+        (t.kept.problem.name, plan): getattr(own, part) for t in trained for plan, own in t.steps.items()
+    }
+    return [
+        replace(r, replayed_ms=step.median_ms, noise_ms=replay_metrics.noise_ms(step))
+        for r in replayed
+        for step in [steps[r.problem, r.plan]]
+    ]
 
 
-def text(replayed: Sequence[replay_metrics.ReplayRecord], embedding: Sequence[replay_metrics.ReplayRecord],
-         whole: Sequence[replay_metrics.ReplayRecord],
-         head: str) -> str:
+def text(
+    replayed: Sequence[replay_metrics.ReplayRecord],
+    embedding: Sequence[replay_metrics.ReplayRecord],
+    whole: Sequence[replay_metrics.ReplayRecord],
+    head: str,
+) -> str:
     """The report: Markdown with two tables and the plot that lies beside it."""
     ranks = []
-    for words, rows in (("predicted, replayed", replayed), ("predicted, embedding part in TorchRec",
-                                                            embedding),
-                        ("replayed, embedding part in TorchRec", foretold(embedding, replayed)),
-                        ("predicted, whole step", whole), ("replayed, whole step",
-                                                           foretold(whole, replayed))):
+    for words, rows in (
+        ("predicted, replayed", replayed),
+        ("predicted, embedding part in TorchRec", embedding),
+        ("replayed, embedding part in TorchRec", foretold(embedding, replayed)),
+        ("predicted, whole step", whole),
+        ("replayed, whole step", foretold(whole, replayed)),
+    ):
         found = replay_metrics.by_problem(rows)
-        ranks.append((words, *(_interval(replay_metrics.bootstrap(found[name]), form)
-                               if np.isfinite(found[name]).any() else "-"
-                               for name, form in RANKING.items())))
+        ranks.append(
+            (
+                words,
+                *(
+                    _interval(replay_metrics.bootstrap(found[name]), form)
+                    if np.isfinite(found[name]).any()
+                    else "-"
+                    for name, form in RANKING.items()
+                ),
+            )
+        )
     by_part = [replay_metrics.rivals(rows) for rows in (replayed, embedding, whole)]
-    costs = [(name, f"{rival.predicted:.3f}", *(_interval(found[name].cost) for found in by_part),
-              f"{len(by_part[1][name].losses)} of {rival.problems}") for name, rival in by_part[0].items()]
-    return "\n\n".join([
-        "# Steps in TorchRec", head,
-        "## Are plans ranked in TorchRec as they are predicted, and as they are replayed?",
-        report.markdown_table(("one by the other", "Kendall's tau", "of pairs that differ beyond noise",
-                               "Spearman's rho",
-                               "regret of the best by the first"), ranks),
-        "Mean over problems, with the 95% interval of a bootstrap over them. Pairs differ beyond the noise "
-        "of what is named second; where replays are named first their noise counts against them.",
-        f"## Cost over {replay_metrics.OURS}'s",
-        report.markdown_table(("plans of", "predicted", "replayed", "embedding part in TorchRec",
-                               "whole step", "its embedding "
-                               f"part shorter than {replay_metrics.OURS}'s beyond noise"), costs),
-        "![steps](steps.png)\n"])
+    costs = [
+        (
+            name,
+            f"{rival.predicted:.3f}",
+            *(_interval(found[name].cost) for found in by_part),
+            f"{len(by_part[1][name].losses)} of {rival.problems}",
+        )
+        for name, rival in by_part[0].items()
+    ]
+    return "\n\n".join(
+        [
+            "# Steps in TorchRec",
+            head,
+            "## Are plans ranked in TorchRec as they are predicted, and as they are replayed?",
+            report.markdown_table(
+                (
+                    "one by the other",
+                    "Kendall's tau",
+                    "of pairs that differ beyond noise",
+                    "Spearman's rho",
+                    "regret of the best by the first",
+                ),
+                ranks,
+            ),
+            "Mean over problems, with the 95% interval of a bootstrap over them. Pairs differ beyond the noise "
+            "of what is named second; where replays are named first their noise counts against them.",
+            f"## Cost over {replay_metrics.OURS}'s",
+            report.markdown_table(
+                (
+                    "plans of",
+                    "predicted",
+                    "replayed",
+                    "embedding part in TorchRec",
+                    "whole step",
+                    f"its embedding part shorter than {replay_metrics.OURS}'s beyond noise",
+                ),
+                costs,
+            ),
+            "![steps](steps.png)\n",
+        ]
+    )
 
 
-def foretold(rows: Sequence[replay_metrics.ReplayRecord],
-             replayed: Sequence[replay_metrics.ReplayRecord]) -> list[replay_metrics.ReplayRecord]:
+def foretold(
+    rows: Sequence[replay_metrics.ReplayRecord], replayed: Sequence[replay_metrics.ReplayRecord]
+) -> list[replay_metrics.ReplayRecord]:
     """Steps beside what was replayed, in the place of what was predicted."""
     ms = {(r.problem, r.plan): r.replayed_ms for r in replayed}
     return [replace(r, predicted_ms=ms[r.problem, r.plan]) for r in rows]
@@ -211,19 +276,23 @@ def _head(trained: Sequence[Trained], rows: Sequence[replay_metrics.ReplayRecord
     share = np.median([s.share for t in trained for s in t.steps.values()])
     noise = np.median([r.noise_ms / r.replayed_ms for r in plans])
     timed = next(iter(trained[0].steps.values())).embedding.repeats
-    return (f"{setting}; {len(trained)} problems, {len(plans)} plans on {ranks} gloo processes of one "
-            f"thread, {timed} steps of each, in turns; the embedding part is known to ±{noise:.1%} (median, "
-            f"95%), is {share:.0%} of the step, and takes {np.median(ratio):.2f} times what the replay took "
-            f"(median over plans; {np.quantile(ratio, 0.1):.2f} to {np.quantile(ratio, 0.9):.2f} for eight "
-            "in ten).")
+    return (
+        f"{setting}; {len(trained)} problems, {len(plans)} plans on {ranks} gloo processes of one "
+        f"thread, {timed} steps of each, in turns; the embedding part is known to ±{noise:.1%} (median, "
+        f"95%), is {share:.0%} of the step, and takes {np.median(ratio):.2f} times what the replay took "
+        f"(median over plans; {np.quantile(ratio, 0.1):.2f} to {np.quantile(ratio, 0.9):.2f} for eight "
+        "in ten)."
+    )
 
 
 def _interval(found: replay_metrics.Interval, form: str = "{:.3f}") -> str:
     return f"{form.format(found.mean)} ({form.format(found.low)} to {form.format(found.high)})"
 
 
-def plot(rows: Sequence[replay_metrics.ReplayRecord],
-         by_part: dict[str, dict[str, replay_metrics.SharderComparison]]) -> Figure:
+def plot(
+    rows: Sequence[replay_metrics.ReplayRecord],
+    by_part: dict[str, dict[str, replay_metrics.SharderComparison]],
+) -> Figure:
     """Plans replayed and in TorchRec (rows as of `foretold`), those of a problem on a line; every algorithm's
     cost over ours."""
     figure = Figure(figsize=(11, 4.8), layout="constrained")
@@ -234,8 +303,16 @@ def plot(rows: Sequence[replay_metrics.ReplayRecord],
     for i, name in enumerate(ALGORITHMS):
         if own := [(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in rows if r.algorithm == name]:
             x, y, noise = np.array(own).T
-            left.errorbar(x, y, np.minimum(noise, 0.9 * y), fmt="o", color=f"C{i}", markersize=4,
-                          elinewidth=0.7, label=name)
+            left.errorbar(
+                x,
+                y,
+                np.minimum(noise, 0.9 * y),
+                fmt="o",
+                color=f"C{i}",
+                markersize=4,
+                elinewidth=0.7,
+                label=name,
+            )
     left.set(xscale="log", yscale="log", xlabel="replayed ms", ylabel="embedding part of a TorchRec step, ms")
     for axis in (left.xaxis, left.yaxis):
         axis.set_major_formatter("{x:g}")
@@ -247,8 +324,11 @@ def plot(rows: Sequence[replay_metrics.ReplayRecord],
             right.plot(ends, [at, at], color=f"C{i}", linewidth=2)
             right.plot(cost.mean, at, "o", color=f"C{i}", label=None if k else part)
     right.axvline(1, color="0.4", linewidth=1)
-    right.set(yticks=range(len(names)), yticklabels=names, xlabel=f"cost over {replay_metrics.OURS}'s, mean "
-              "over problems, 95% interval")
+    right.set(
+        yticks=range(len(names)),
+        yticklabels=names,
+        xlabel=f"cost over {replay_metrics.OURS}'s, mean over problems, 95% interval",
+    )
     for axes in (left, right):
         axes.legend(frameon=False, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
@@ -258,52 +338,91 @@ def plot(rows: Sequence[replay_metrics.ReplayRecord],
 def write(out: Path, trained: Sequence[Trained], model: neural.NeuralModel) -> str:
     """report.md, its plot and steps.csv; the report."""
     # Ids travel beside the dense part here, so the embedding part has none.
-    replayed = [r for t in trained for r in replay_records.judge([t.kept], model, ids=False)
-                if r.algorithm in ALGORITHMS and r.plan in t.steps]
+    replayed = [
+        r
+        for t in trained
+        for r in replay_records.judge([t.kept], model, ids=False)
+        if r.algorithm in ALGORITHMS and r.plan in t.steps
+    ]
     embedding, whole = (stepped(trained, replayed, part) for part in ("embedding", "whole"))
     by_replay, content = foretold(embedding, replayed), io.BytesIO()
-    plot(by_replay, {part: replay_metrics.rivals(rows) for part, rows in (
-        ("replayed", replayed), ("embedding part in TorchRec", embedding),
-        ("whole step in TorchRec", whole))}).savefig(
-            content, format="png", dpi=120)
+    plot(
+        by_replay,
+        {
+            part: replay_metrics.rivals(rows)
+            for part, rows in (
+                ("replayed", replayed),
+                ("embedding part in TorchRec", embedding),
+                ("whole step in TorchRec", whole),
+            )
+        },
+    ).savefig(content, format="png", dpi=120)
     files.write_atomic(out / "steps.png", content.getvalue())
-    files.write_csv(out / "steps.csv", [
-        {"problem": r.problem, "algorithm": r.algorithm, "plan": r.plan} | {k: round(v, 5) for k, v in (
-            ("predicted_ms", r.predicted_ms), ("replayed_ms", r.replayed_ms), ("embedding_ms", e.replayed_ms),
-            ("embedding_noise_ms", e.noise_ms), ("whole_ms", w.replayed_ms), ("whole_noise_ms", w.noise_ms))}
-        for r, e, w in zip(replayed, embedding, whole, strict=True)])
+    files.write_csv(
+        out / "steps.csv",
+        [
+            {"problem": r.problem, "algorithm": r.algorithm, "plan": r.plan}
+            | {
+                k: round(v, 5)
+                for k, v in (
+                    ("predicted_ms", r.predicted_ms),
+                    ("replayed_ms", r.replayed_ms),
+                    ("embedding_ms", e.replayed_ms),
+                    ("embedding_noise_ms", e.noise_ms),
+                    ("whole_ms", w.replayed_ms),
+                    ("whole_noise_ms", w.noise_ms),
+                )
+            }
+            for r, e, w in zip(replayed, embedding, whole, strict=True)
+        ],
+    )
     page = text(replayed, embedding, whole, _head(trained, by_replay, model.setting))
     files.write_atomic(out / "report.md", page.encode())
     return page
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="folder of the cost model")
     parser.add_argument("replays", type=Path, help="folder of bench.replays, of this machine")
     parser.add_argument("--out", type=Path, required=True, help="folder of the report and of what is done")
-    parser.add_argument("--measurements", type=Path, metavar="DIR", required=True,
-                        help="the dataset of MODEL: its reference op tells the machine's slowdown")
+    parser.add_argument(
+        "--measurements",
+        type=Path,
+        metavar="DIR",
+        required=True,
+        help="the dataset of MODEL: its reference op tells the machine's slowdown",
+    )
     parser.add_argument("--problems", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=7, help=f"turns of each plan, {TURN - 1} timed steps "
-                        "each (7)")
-    parser.add_argument("--minutes", type=float, default=7.0, help="begin no problem after so many (7); 0: "
-                        "report what is done")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help=f"turns of each plan, {TURN - 1} timed steps each (7)"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=7.0,
+        help="begin no problem after so many (7); 0: report what is done",
+    )
     args = parser.parse_args()
     model = neural.load(args.model)
-    kept = replays.read_all(args.replays, model.setting)[:args.problems]
+    kept = replays.read_all(args.replays, model.setting)[: args.problems]
     if not kept:
-        raise ShardCoreError(f"folder {str(args.replays)!r} has no replays for ({model.setting}); run python "
-                             "-m bench.replays")
+        raise ShardCoreError(
+            f"folder {str(args.replays)!r} has no replays for ({model.setting}); run python -m bench.replays"
+        )
     twice = [name for name, n in Counter(one.problem.name for one in kept).items() if n > 1]
     if twice:
-        raise ShardCoreError(f"folder {str(args.replays)!r} has problem {twice[0]!r} twice; give one of "
-                             "bench.replays")
+        raise ShardCoreError(
+            f"folder {str(args.replays)!r} has problem {twice[0]!r} twice; give one of bench.replays"
+        )
     reference = dataset.reference_op(args.measurements, model.setting)
     if reference is None:
-        raise ShardCoreError(f"folder {str(args.measurements)!r} has no reference op for ({model.setting}); "
-                             "give the dataset of MODEL")
+        raise ShardCoreError(
+            f"folder {str(args.measurements)!r} has no reference op for ({model.setting}); "
+            "give the dataset of MODEL"
+        )
     trained = run(kept, model.setting, args.out, args.rounds, args.minutes, reference)
     if not trained:
         raise ShardCoreError(f"no problem was done in {args.minutes:g} minutes; give more --minutes")

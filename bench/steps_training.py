@@ -60,15 +60,22 @@ class InArena(TorchFunctionMode):
         super().__init__()
         self.arena, self.used = arena, 0
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (),
-                           kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
-        if (func is torch.zeros and isinstance(args[0], int) and args[0] > LARGE
-                and kwargs.get("dtype") == self.arena.dtype):
+        if (
+            func is torch.zeros
+            and isinstance(args[0], int)
+            and args[0] > LARGE
+            and kwargs.get("dtype") == self.arena.dtype
+        ):
             self.used += args[0]
-            return self.arena[self.used - args[0]:self.used]
-        own = (func is torch.Tensor.uniform_
-               and args[0].untyped_storage().data_ptr() == self.arena.untyped_storage().data_ptr())
+            return self.arena[self.used - args[0] : self.used]
+        own = (
+            func is torch.Tensor.uniform_
+            and args[0].untyped_storage().data_ptr() == self.arena.untyped_storage().data_ptr()
+        )
         return args[0] if own else func(*args, **kwargs)
 
 
@@ -83,23 +90,40 @@ class Trainer:
     _marks: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(cls, plan: Plan, problem: Problem, setting: Setting, arena: torch.Tensor, batches: Sequence[Any],
-           cache: torch.Tensor) -> Trainer:
+    def of(
+        cls,
+        plan: Plan,
+        problem: Problem,
+        setting: Setting,
+        arena: torch.Tensor,
+        batches: Sequence[Any],
+        cache: torch.Tensor,
+    ) -> Trainer:
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
         cpu, module = torch.device("cpu"), _model(problem)
-        fused = {"optimizer": EmbOptimType[OPTIMIZERS[setting.optimizer].theirs],
-                 "learning_rate": LEARNING_RATE}
+        fused = {
+            "optimizer": EmbOptimType[OPTIMIZERS[setting.optimizer].theirs],
+            "learning_rate": LEARNING_RATE,
+        }
         exported = to_torchrec(plan, problem, module, "cpu")
         with InArena(arena):
-            model = DistributedModelParallel(module, device=cpu, plan=exported,
-                                             sharders=[EmbeddingBagCollectionSharder(fused_params=fused)])
-        copied = [f"embedding_bags.{name}." for name, s in exported.plan["tables"].items()
-                  if s.sharding_type == "data_parallel"]
-        dense = [p for name, p in model.named_parameters() if any(part in name
-                                                                  for part in ("dense.", *copied))]
+            model = DistributedModelParallel(
+                module,
+                device=cpu,
+                plan=exported,
+                sharders=[EmbeddingBagCollectionSharder(fused_params=fused)],
+            )
+        copied = [
+            f"embedding_bags.{name}."
+            for name, s in exported.plan["tables"].items()
+            if s.sharding_type == "data_parallel"
+        ]
+        dense = [
+            p for name, p in model.named_parameters() if any(part in name for part in ("dense.", *copied))
+        ]
         optimizer = torch.optim.SGD(dense, lr=LEARNING_RATE)
         trainer = cls(TrainPipelineSparseDist(model, optimizer, cpu), itertools.cycle(batches))
         trainer.pipeline.progress(trainer.batches)  # traces the model, so marks come after it
@@ -133,14 +157,24 @@ def _model(problem: Problem) -> torch.nn.Module:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.tables = EmbeddingBagCollection(device=torch.device("meta"), tables=[
-                EmbeddingBagConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
-                                   feature_names=[t.name],
-                                   data_type=DataType[PRECISIONS[t.precision].theirs], init_fn=lambda _: None)
-                for t in problem.tables])
+            self.tables = EmbeddingBagCollection(
+                device=torch.device("meta"),
+                tables=[
+                    EmbeddingBagConfig(
+                        name=t.name,
+                        num_embeddings=t.rows,
+                        embedding_dim=t.dim,
+                        feature_names=[t.name],
+                        data_type=DataType[PRECISIONS[t.precision].theirs],
+                        init_fn=lambda _: None,
+                    )
+                    for t in problem.tables
+                ],
+            )
             columns = DENSE + sum(t.dim for t in problem.tables)
-            self.dense = torch.nn.Sequential(torch.nn.Linear(columns, HIDDEN), torch.nn.ReLU(),
-                                             torch.nn.Linear(HIDDEN, 1))
+            self.dense = torch.nn.Sequential(
+                torch.nn.Linear(columns, HIDDEN), torch.nn.ReLU(), torch.nn.Linear(HIDDEN, 1)
+            )
 
         def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
             pooled = self.tables(batch.sparse_features).values()
@@ -159,23 +193,36 @@ def _batch(problem: Problem, rank: int, seed: int) -> Any:
     values, lengths = [], []
     for table in problem.tables:
         ids, offsets = streams.stream(table, problem.global_batch, seed)
-        mine = offsets[rank * local:(rank + 1) * local + 1]
-        values.append(ids[mine[0]:mine[-1]])
+        mine = offsets[rank * local : (rank + 1) * local + 1]
+        values.append(ids[mine[0] : mine[-1]])
         lengths.append(np.diff(mine))
-    features = KeyedJaggedTensor(keys=[t.name for t in problem.tables],
-                                 values=torch.from_numpy(np.concatenate(values)),
-                                 lengths=torch.from_numpy(np.concatenate(lengths)).int())
+    features = KeyedJaggedTensor(
+        keys=[t.name for t in problem.tables],
+        values=torch.from_numpy(np.concatenate(values)),
+        lengths=torch.from_numpy(np.concatenate(lengths)).int(),
+    )
     return Batch(torch.randn(local, DENSE), features, torch.rand(local).round())
 
 
-def work(rank: int, init_method: str, say: Callable[[Any], None],
-          given: Sequence[tuple[Problem, dict[str, Plan]]],
-          setting: Setting, rounds: int, elements: int, reference: ReferenceOp) -> None:
+def work(
+    rank: int,
+    init_method: str,
+    say: Callable[[Any], None],
+    given: Sequence[tuple[Problem, dict[str, Plan]]],
+    setting: Setting,
+    rounds: int,
+    elements: int,
+    reference: ReferenceOp,
+) -> None:
     """One process of the gang: of each problem in turn it says its marks at the usual speed, by plan."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(len(given[0][0].topology)),
-                      LOCAL_WORLD_SIZE=str(len(given[0][0].topology)))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(len(given[0][0].topology)),
+        LOCAL_WORLD_SIZE=str(len(given[0][0].topology)),
+    )
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     arena = torch.empty(elements, dtype=getattr(torch, PRECISIONS[setting.precision].torch)).fill_(0.01)

@@ -54,8 +54,10 @@ def round_trips(n: int, seed: int) -> int:
     """How many of n random plans lose something; says what."""
     module, failed = training.Model(sequence=True), 0
     for i in range(n):
-        rng, given = (np.random.default_rng([seed, i, 1]),
-                      training.problem(*SHAPES[i % len(SHAPES)], sequence=True))
+        rng, given = (
+            np.random.default_rng([seed, i, 1]),
+            training.problem(*SHAPES[i % len(SHAPES)], sequence=True),
+        )
         if words := training.lost(training.draw(given, rng), given, module, rng):
             print(f"round trip {i} loses {words}", flush=True)
             failed += 1
@@ -78,8 +80,9 @@ def trained(args: argparse.Namespace) -> dict[int, str]:
         said |= found
         waiting = [i for i in waiting if i not in found]
         if args.out:
-            files.write_json(args.out,
-                             {**asked, "plans": {str(i): words for i, words in sorted(said.items())}})
+            files.write_json(
+                args.out, {**asked, "plans": {str(i): words for i, words in sorted(said.items())}}
+            )
         print(f"{args.plans - len(waiting)} of {args.plans}", file=sys.stderr, flush=True)
     return {i: said[i] for i in range(args.plans)}
 
@@ -90,8 +93,9 @@ def _before(path: Path, asked: dict) -> dict[int, str]:
     written = schema.read_json(path)
     for name, value in asked.items():
         if written.get(name) != value:
-            raise ShardCoreError(f"{path} has plans of {name} {written.get(name)}, not {value}; "
-                                 "give another --out")
+            raise ShardCoreError(
+                f"{path} has plans of {name} {written.get(name)}, not {value}; give another --out"
+            )
     return {int(i): words for i, words in written["plans"].items()}
 
 
@@ -102,21 +106,36 @@ def statistics() -> str:
     """A table of the errors in unique rows."""
     import fbgemm_gpu  # noqa: F401 (its ops)
 
-    laws = [Table(f"zipf-{a}-{rows}-{pooling}", rows, 4, pooling, Zipf(a))
-            for a in (0, 0.3, 0.6, 0.8, 1.05, 1.2, 1.5) for rows in (300, 5_000, 100_000, 5_000_000)
-            for pooling in (1, 10, 60)]
+    laws = [
+        Table(f"zipf-{a}-{rows}-{pooling}", rows, 4, pooling, Zipf(a))
+        for a in (0, 0.3, 0.6, 0.8, 1.05, 1.2, 1.5)
+        for rows in (300, 5_000, 100_000, 5_000_000)
+        for pooling in (1, 10, 60)
+    ]
     pool = [t for t in generate_pool() if t.pooling > 0]
     some = [pool[i] for i in np.random.default_rng(0).permutation(len(pool))[:POOL_TABLES]]
     shown = []
     for name, drawn_from in (("power laws", laws), ("pool", some)):
-        found = [_unique_rows(streams.stream(t, BATCH, seed=1)[0], t.rows) for t in drawn_from
-                 if 0 < access.lookups(t, BATCH) < MOST_LOOKUPS]
+        found = [
+            _unique_rows(streams.stream(t, BATCH, seed=1)[0], t.rows)
+            for t in drawn_from
+            if 0 < access.lookups(t, BATCH) < MOST_LOOKUPS
+        ]
         errors = np.array([estimate / true - 1 for estimate, true in filter(None, found)])
         off = np.abs(errors)
-        shown.append((name, len(found), found.count(None), f"{np.median(off):.0%}",
-                      f"{np.quantile(off, 0.9):.0%}", f"{np.median(errors):+.0%}"))
-    return report.text_table(("streams", "number", "FBGEMM fails", "median error", "90th percentile", "bias"),
-                             shown)
+        shown.append(
+            (
+                name,
+                len(found),
+                found.count(None),
+                f"{np.median(off):.0%}",
+                f"{np.quantile(off, 0.9):.0%}",
+                f"{np.median(errors):+.0%}",
+            )
+        )
+    return report.text_table(
+        ("streams", "number", "FBGEMM fails", "median error", "90th percentile", "bias"), shown
+    )
 
 
 def _unique_rows(ids: np.ndarray, rows: int) -> tuple[float, int] | None:
@@ -144,8 +163,9 @@ def _no_output() -> Iterator[None]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--round-trips", type=int, default=1000)
     parser.add_argument("--plans", type=int, default=200, help="to train (200)")
     parser.add_argument("--hosts", type=int, default=2, help="of the devices that train (2)")
@@ -153,8 +173,9 @@ def main() -> int:
     parser.add_argument("--sequence", action="store_true", help="train an EmbeddingCollection too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="file of the plans that were trained")
-    parser.add_argument("--statistics", action="store_true",
-                        help="only compare FBGEMM's estimates of reuse with the truth")
+    parser.add_argument(
+        "--statistics", action="store_true", help="only compare FBGEMM's estimates of reuse with the truth"
+    )
     args = parser.parse_args()
     if args.statistics:
         print(statistics())
@@ -162,16 +183,23 @@ def main() -> int:
     failed, began = 0, time.monotonic()
     if args.round_trips:
         failed = round_trips(args.round_trips, args.seed)
-        print(f"{args.round_trips} round trips, {failed} lost something, {time.monotonic() - began:.0f} s",
-              flush=True)
+        print(
+            f"{args.round_trips} round trips, {failed} lost something, {time.monotonic() - began:.0f} s",
+            flush=True,
+        )
     began = time.monotonic()
     said = trained(args)
     given = training.problem(args.hosts, args.per_host, args.sequence)
-    kinds = Counter(kind.split()[0] for i in said
-                    for kind in training.kinds_of(drawn(given, i, args.seed), given, args.sequence).values())
+    kinds = Counter(
+        kind.split()[0]
+        for i in said
+        for kind in training.kinds_of(drawn(given, i, args.seed), given, args.sequence).values()
+    )
     wrong = {i: words for i, words in said.items() if words}
-    print(f"{len(said)} plans trained, {len(wrong)} failed, {time.monotonic() - began:.0f} s; tables "
-          + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())))
+    print(
+        f"{len(said)} plans trained, {len(wrong)} failed, {time.monotonic() - began:.0f} s; tables "
+        + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+    )
     for i, words in wrong.items():
         print(f"plan {i}: {words}\n    {training.kinds_of(drawn(given, i, args.seed), given, args.sequence)}")
     return 1 if failed or wrong else 0

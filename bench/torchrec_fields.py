@@ -31,9 +31,24 @@ def installed(version: str) -> Path:
         return folder
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as made:
-        done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile",
-                               "--target", f"{made}/new", f"torchrec=={version}"],
-                              text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--no-compile",
+                "--target",
+                f"{made}/new",
+                f"torchrec=={version}",
+            ],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
         if done.returncode:
             raise RuntimeError(f"torchrec {version} cannot be installed: {done.stdout.strip()[-300:]}")
         try:
@@ -47,9 +62,14 @@ def installed(version: str) -> Path:
 def classes(version: str) -> dict[str, dict[str, str]]:
     """{record: {field: class}} under a version; what is no class says what is wrong."""
     env = os.environ | {"PYTHONPATH": f"{installed(version)}{os.pathsep}{HERE}"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "tests/torchrec/field_checks.py"], cwd=HERE,
-                          env=env,
-                          text=True, capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "tests/torchrec/field_checks.py"],
+        cwd=HERE,
+        env=env,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(f"torchrec {version}: {done.stderr.strip()[-500:]}")
     return json.loads(done.stdout)
@@ -57,17 +77,27 @@ def classes(version: str) -> dict[str, dict[str, str]]:
 
 def table(found: dict[str, dict[str, dict[str, str]]]) -> str:
     """found: classes by version."""
-    fields = list(dict.fromkeys((record, field) for of in found.values() for record, names in of.items()
-                                for field in names))
+    fields = list(
+        dict.fromkeys(
+            (record, field) for of in found.values() for record, names in of.items() for field in names
+        )
+    )
     lines = [f"| record | field | {' | '.join(found)} |", "|---" * (len(found) + 2) + "|"]
-    return "\n".join(lines + [
-        f"| {record} | `{field}` | " + " | ".join(of[record].get(field, "-") for of in found.values()) + " |"
-        for record, field in fields])
+    return "\n".join(
+        lines
+        + [
+            f"| {record} | `{field}` | "
+            + " | ".join(of[record].get(field, "-") for of in found.values())
+            + " |"
+            for record, field in fields
+        ]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.torchrec_fields",
-                                     description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.torchrec_fields", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--versions", nargs="+", default=VERSIONS)
     args = parser.parse_args()
     found = {version: classes(version) for version in args.versions}

@@ -26,8 +26,15 @@ ROOT = Path(__file__).parents[1]
 PARAMS = {
     "setting": {"batch": 64},
     "tables": {"tables": 40},
-    "measure": {"compute_samples": 120, "comm_samples": 24, "max_shards": 6, "arena_bytes": 1 << 28,
-                "min_repeats": 3, "max_repeats": 3, "comm_repeats": 3},
+    "measure": {
+        "compute_samples": 120,
+        "comm_samples": 24,
+        "max_shards": 6,
+        "arena_bytes": 1 << 28,
+        "min_repeats": 3,
+        "max_repeats": 3,
+        "comm_repeats": 3,
+    },
     "train": {"epochs": 8, "learning_curve": False},
     "publish": {"budget_evals": 200},
 }
@@ -46,8 +53,14 @@ class ToyStack:
         it fails."""
         env = {**self.env, **(self.client_env() if client else {})}
         began = time.monotonic()
-        done = subprocess.run([sys.executable, "-m", *command], cwd=self.project, env=env, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            [sys.executable, "-m", *command],
+            cwd=self.project,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         print(f"{time.monotonic() - began:6.1f} s  {' '.join(command)}", flush=True)
         if done.returncode:
             sys.exit(f"{' '.join(command)}:\n{done.stdout[-4000:]}")
@@ -60,8 +73,21 @@ class ToyStack:
         """A pool of tables, problems, measurements, and a first champion."""
         self.run("flows.tables")
         for i in range(problems):
-            self.run("shardcore", "problem", "data/pool.json", "--draw", str(i), "--batch", "64", "--devices",
-                     "2", "--max-dim", "32", "--out", f"problems/draw-{i}.json")
+            self.run(
+                "shardcore",
+                "problem",
+                "data/pool.json",
+                "--draw",
+                str(i),
+                "--batch",
+                "64",
+                "--devices",
+                "2",
+                "--max-dim",
+                "32",
+                "--out",
+                f"problems/draw-{i}.json",
+            )
         for stage in ("measure", "train", "promote"):
             self.run(f"flows.{stage}")
 
@@ -80,13 +106,18 @@ def toy_stack(env: Mapping[str, str] | None = None, **settings: str) -> Iterator
         project = Path(scratch)
         shutil.copytree(ROOT / "flows", project / "flows", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "prefect.yaml", project)
-        held = {f"{name}_port": services.reserve_port()
-                for name in ("prefect", "mlflow", "ray", "ray_client", "dashboard", "metrics")}
+        held = {
+            f"{name}_port": services.reserve_port()
+            for name in ("prefect", "mlflow", "ray", "ray_client", "dashboard", "metrics")
+        }
         ports = {name: taken.getsockname()[1] for name, taken in held.items()}
         (project / "params.yaml").write_text(yaml.safe_dump({**PARAMS, "stack": {**ports, **settings}}))
         ours = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "RAY_"))}
-        made = ToyStack(project, {**ours, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **(env or {})},
-                        StackConfig(**ports, **settings))
+        made = ToyStack(
+            project,
+            {**ours, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **(env or {})},
+            StackConfig(**ports, **settings),
+        )
         try:
             made.run("tasks.stack", "up", client=False)
             yield made

@@ -59,11 +59,17 @@ from bench.drawn_collections import (  # noqa: E402
 
 _PARTS = {"SplitsAllToAllAwaitable": SPLITS, "KJTAllToAllTensorsAwaitable": INPUT}
 """TorchRec's classes whose collectives carry no outputs."""
-_COLLECTIVES = {"alltoall_base_": "all_to_all", "_reduce_scatter_base_": "reduce_scatter",
-                "_allgather_base_": "reduce_scatter", "allreduce_": "all_reduce"}
+_COLLECTIVES = {
+    "alltoall_base_": "all_to_all",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "_allgather_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+}
 _SPECIAL: dict[str, Callable[[Table], bool]] = {
-    "weights of lookups": lambda t: t.weighted, "sequences": lambda t: t.sequence,
-    "tables of several features": lambda t: t.features > 1}
+    "weights of lookups": lambda t: t.weighted,
+    "sequences": lambda t: t.sequence,
+    "tables of several features": lambda t: t.features > 1,
+}
 """What tables of a model may have, in the report's words."""
 _SHORT, _MIXED = "payloads of 16 bits", "weights in FP32 and FP16"
 
@@ -96,12 +102,16 @@ class Count(TorchDispatchMode):
             into, source, group = args[:3]
         what = _carried() or f"{self.way} {self._channel(name, group).words}"
         self.calls.setdefault(what, []).append(
-            [sum(t.numel() * t.element_size() for t in _flat(tensors)) for tensors in (source, into)])
+            [sum(t.numel() * t.element_size() for t in _flat(tensors)) for tensors in (source, into)]
+        )
 
     def _channel(self, name: str, group) -> Channel:
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
-        scope = next(name for name, row in SCOPES.items()
-                     if sorted(ranks) in map(sorted, row.groups(self.topology.on_hosts)))
+        scope = next(
+            name
+            for name, row in SCOPES.items()
+            if sorted(ranks) in map(sorted, row.groups(self.topology.on_hosts))
+        )
         return Channel(_COLLECTIVES[name], scope)
 
 
@@ -130,24 +140,52 @@ class Model(nn.Module):
         super().__init__()
         for name, tables in model.collections.items():
             if tables[0].sequence:
-                setattr(self, name, EmbeddingCollection(device=torch.device(device), tables=[
-                    EmbeddingConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
-                                    data_type=DataType[PRECISIONS[t.precision].theirs],
-                                    feature_names=model.features[t.name]) for t in tables]))
+                setattr(
+                    self,
+                    name,
+                    EmbeddingCollection(
+                        device=torch.device(device),
+                        tables=[
+                            EmbeddingConfig(
+                                name=t.name,
+                                num_embeddings=t.rows,
+                                embedding_dim=t.dim,
+                                data_type=DataType[PRECISIONS[t.precision].theirs],
+                                feature_names=model.features[t.name],
+                            )
+                            for t in tables
+                        ],
+                    ),
+                )
                 continue
-            setattr(self, name, EmbeddingBagCollection(
-                device=torch.device(device), is_weighted=tables[0].weighted, tables=[
-                    EmbeddingBagConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
-                                       data_type=DataType[PRECISIONS[t.precision].theirs],
-                                       feature_names=model.features[t.name]) for t in tables]))
+            setattr(
+                self,
+                name,
+                EmbeddingBagCollection(
+                    device=torch.device(device),
+                    is_weighted=tables[0].weighted,
+                    tables=[
+                        EmbeddingBagConfig(
+                            name=t.name,
+                            num_embeddings=t.rows,
+                            embedding_dim=t.dim,
+                            data_type=DataType[PRECISIONS[t.precision].theirs],
+                            feature_names=model.features[t.name],
+                        )
+                        for t in tables
+                    ],
+                ),
+            )
 
     def forward(self, batches):
         found = []
         for name, collection in self.named_children():
             outputs = collection(batches[name])
             outputs = outputs.to_dict() if hasattr(outputs, "to_dict") else outputs
-            found += [(x if isinstance(x, torch.Tensor) else x.values()).flatten()
-                      for _, x in sorted(outputs.items())]
+            found += [
+                (x if isinstance(x, torch.Tensor) else x.values()).flatten()
+                for _, x in sorted(outputs.items())
+            ]
         return torch.cat(found)
 
 
@@ -172,19 +210,28 @@ def _step(rank: int, model: Drawn, seed: int, folder: str) -> None:
 
     topology = model.problem.topology
     n, local = len(topology), len(topology) // len(topology.hosts)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local),
-                      LOCAL_RANK=str(rank % local))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local)
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
-    codecs = get_qcomm_codecs_registry(QCommsConfig(
-        forward_precision=CommType(model.problem.job.forward_payload),
-        backward_precision=CommType(model.problem.job.backward_payload)), device=torch.device("cpu"))
+    codecs = get_qcomm_codecs_registry(
+        QCommsConfig(
+            forward_precision=CommType(model.problem.job.forward_payload),
+            backward_precision=CommType(model.problem.job.backward_payload),
+        ),
+        device=torch.device("cpu"),
+    )
     sharded = DistributedModelParallel(
-        Model(model, "cpu"), device=torch.device("cpu"),
-        sharders=[EmbeddingBagCollectionSharder(fused_params=fused, qcomm_codecs_registry=codecs),
-                  EmbeddingCollectionSharder(fused_params=fused, qcomm_codecs_registry=codecs)],
-        plan=to_torchrec(model.plan, model.problem, Model(model, "meta"), "cpu"))
+        Model(model, "cpu"),
+        device=torch.device("cpu"),
+        sharders=[
+            EmbeddingBagCollectionSharder(fused_params=fused, qcomm_codecs_registry=codecs),
+            EmbeddingCollectionSharder(fused_params=fused, qcomm_codecs_registry=codecs),
+        ],
+        plan=to_torchrec(model.plan, model.problem, Model(model, "meta"), "cpu"),
+    )
     batch = _batch(model, seed, rank)
     # The first step of DDP also exchanges what it needs to know of its parameters.
     sharded(batch).sum().backward()
@@ -207,9 +254,11 @@ def _batch(model: Drawn, seed: int, rank: int):
         own = list(dict.fromkeys(f for t in tables for f in model.features[t.name]))
         values = np.concatenate([ids[f] for f in own])
         found[name] = KeyedJaggedTensor(
-            keys=own, values=torch.from_numpy(values).to(dtype[job.id_bytes]),
+            keys=own,
+            values=torch.from_numpy(values).to(dtype[job.id_bytes]),
             weights=torch.ones(len(values)) if tables[0].weighted else None,
-            lengths=torch.from_numpy(np.concatenate([lengths[f] for f in own])).to(dtype[job.length_bytes]))
+            lengths=torch.from_numpy(np.concatenate([lengths[f] for f in own])).to(dtype[job.length_bytes]),
+        )
     return found
 
 
@@ -220,9 +269,12 @@ def differences(seed: int, shape: tuple[int, int] | None = None) -> list[str]:
     """What TorchRec sends otherwise than is expected, rank by rank."""
     model, found = drawn(seed, shape), []
     for rank, (ours, theirs) in enumerate(zip(expected(model, seed), counted(model, seed), strict=True)):
-        found += [f"rank {rank}: {name}: [in, out] bytes {ours.get(name, [])} expected, "
-                  f"{theirs.get(name, [])} counted"
-                  for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+        found += [
+            f"rank {rank}: {name}: [in, out] bytes {ours.get(name, [])} expected, "
+            f"{theirs.get(name, [])} counted"
+            for name in sorted({*ours, *theirs})
+            if ours.get(name) != theirs.get(name)
+        ]
     return found
 
 
@@ -231,8 +283,11 @@ def _is_short(job: Job) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.traffic", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.traffic",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--models", type=int, default=200, help="to draw (200)")
     parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each model")
     args = parser.parse_args()
@@ -242,25 +297,38 @@ def main() -> None:
         if seed in done:
             continue
         model = drawn(seed)
-        done[seed] = {"seed": seed, "devices": len(model.problem.topology),
-                      "tables": len(model.problem.tables),
-                      "collections": len(model.collections),
-                      "kinds": sorted({p.kind for p in model.plan.placements}),
-                      "differences": differences(seed)}
+        done[seed] = {
+            "seed": seed,
+            "devices": len(model.problem.topology),
+            "tables": len(model.problem.tables),
+            "collections": len(model.collections),
+            "kinds": sorted({p.kind for p in model.plan.placements}),
+            "differences": differences(seed),
+        }
         with args.out.open("a") as f:
             f.write(json.dumps(done[seed]) + "\n")
         print(f"\r{len(done)} of {args.models}", end="", file=sys.stderr, flush=True)
     rows = [done[seed] for seed in range(args.models)]
     kinds = Counter(kind for row in rows for kind in row["kinds"])
-    print(report.text_table(("models with", "models", "to the byte"), [
-        (what, len(some), sum(not r["differences"] for r in some))
-        for what, some in [("any", rows), *((kind, [r for r in rows if kind in r["kinds"]])
-                                            for kind in sorted(kinds)),
-                           ("several collections", [r for r in rows if r["collections"] > 1]),
-                           *((what, [r for r in rows if any(map(has, drawn(r["seed"]).problem.tables))])
-                             for what, has in _SPECIAL.items()),
-                           (_SHORT, [r for r in rows if _is_short(drawn(r["seed"]).problem.job)]),
-                           (_MIXED, [r for r in rows if "+" in drawn(r["seed"]).problem.precision])]]))
+    print(
+        report.text_table(
+            ("models with", "models", "to the byte"),
+            [
+                (what, len(some), sum(not r["differences"] for r in some))
+                for what, some in [
+                    ("any", rows),
+                    *((kind, [r for r in rows if kind in r["kinds"]]) for kind in sorted(kinds)),
+                    ("several collections", [r for r in rows if r["collections"] > 1]),
+                    *(
+                        (what, [r for r in rows if any(map(has, drawn(r["seed"]).problem.tables))])
+                        for what, has in _SPECIAL.items()
+                    ),
+                    (_SHORT, [r for r in rows if _is_short(drawn(r["seed"]).problem.job)]),
+                    (_MIXED, [r for r in rows if "+" in drawn(r["seed"]).problem.precision]),
+                ]
+            ],
+        )
+    )
     for row in rows:
         for words in row["differences"]:
             print(f"model {row['seed']}: {words}")

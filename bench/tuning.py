@@ -29,8 +29,9 @@ SEEDS = 3
 def known(folder: str) -> tuple[Setting, list[ComputeSample]]:
     settings = dataset.settings(folder)
     if len(settings) != 1:
-        raise ShardCoreError(f"{folder} holds samples of [{'; '.join(map(str, settings))}]; "
-                             "this bench needs one setting")
+        raise ShardCoreError(
+            f"{folder} holds samples of [{'; '.join(map(str, settings))}]; this bench needs one setting"
+        )
     return settings[0], [s for s in drift_correction.read([folder], settings[0]).compute if s.error is None]
 
 
@@ -39,8 +40,9 @@ def error(model: NeuralModel, samples: list[ComputeSample]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("start", help="dataset of the model to start from")
     parser.add_argument("dataset", help="samples of the other setting")
     args = parser.parse_args()
@@ -50,8 +52,14 @@ def main() -> None:
     rows = [("0", f"{error(start, judged):.1f}", "")]
     for n in (n for n in SIZES if n <= len(samples) - len(judged)):
         tuned, alone = (
-            np.mean([error(fit.train(samples[:n], [], other, fit.FitConfig(seed=seed), start=s).model, judged)
-                     for seed in range(SEEDS)]) for s in (start, None))
+            np.mean(
+                [
+                    error(fit.train(samples[:n], [], other, fit.FitConfig(seed=seed), start=s).model, judged)
+                    for seed in range(SEEDS)
+                ]
+            )
+            for s in (start, None)
+        )
         rows.append((str(n), f"{tuned:.1f}", f"{alone:.1f}"))
     print(f"({first}), {len(many)} groups, to ({other}); judged on {len(judged)} groups\n")
     print(report.text_table(("samples", "fine-tuned, %", "on these alone, %"), rows))

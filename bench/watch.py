@@ -71,8 +71,9 @@ def measure(stack: ToyStack, changes: int, rng: random.Random) -> dict[str, list
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--changes", type=int, default=10, help="of the alias (10)")
     parser.add_argument("--problems", type=int, default=2, help="to publish plans for (2)")
     parser.add_argument("--seed", type=int, default=0, help="of the waits (0)")
@@ -84,9 +85,15 @@ def main() -> int:
             stack.run(f"flows.{stage}")
         os.environ.update(stack.client_env())
         found = measure(stack, args.changes, random.Random(args.seed))
-    rows = [(f"champion changed to {'plans ' if name == 'published' else ''}{name}", len(seconds),
-             *(f"{f(seconds):.1f}" for f in (min, statistics.median, max)), f"{WANTED_S[name]:.0f}")
-            for name, seconds in found.items()]
+    rows = [
+        (
+            f"champion changed to {'plans ' if name == 'published' else ''}{name}",
+            len(seconds),
+            *(f"{f(seconds):.1f}" for f in (min, statistics.median, max)),
+            f"{WANTED_S[name]:.0f}",
+        )
+        for name, seconds in found.items()
+    ]
     print(report.text_table(("what", "times", "best s", "median s", "worst s", "wanted s"), rows))
     print(f"{args.problems} problems; {os.cpu_count()} cores, load {os.getloadavg()[1]:.1f}")
     return int(any(max(seconds) > WANTED_S[name] for name, seconds in found.items()))

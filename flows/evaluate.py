@@ -21,14 +21,22 @@ def evaluate() -> None:
     write_metrics(paths.EVALUATION, accuracy, sharders, replayed)
     get_run_logger().info("%s", result(accuracy, replayed), extra=console.RESULT)
     if replayed:
-        get_run_logger().info("replayed plans: %s", ", ".join(f"{k} {replayed[k]:.3g}" for k in (
-            "mape", "bias", "kendall_tau", "regret", "torchrec_relative_cost") if k in replayed))
+        get_run_logger().info(
+            "replayed plans: %s",
+            ", ".join(
+                f"{k} {replayed[k]:.3g}"
+                for k in ("mape", "bias", "kendall_tau", "regret", "torchrec_relative_cost")
+                if k in replayed
+            ),
+        )
 
 
 def result(accuracy: dict[str, float], replayed: dict[str, float]) -> str:
     """The result in one line: errors of predicted ms in percent, and rank correlations."""
-    said = (f"held-out groups: error {accuracy['compute_mape']:.1f}%, Kendall tau "
-            f"{accuracy['compute_kendall_tau']:.2f}")
+    said = (
+        f"held-out groups: error {accuracy['compute_mape']:.1f}%, Kendall tau "
+        f"{accuracy['compute_kendall_tau']:.2f}"
+    )
     if replayed:
         said += f"; replayed plans: error {replayed['mape']:.1f}%, Kendall tau {replayed['kendall_tau']:.2f}"
     return said

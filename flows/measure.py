@@ -24,8 +24,13 @@ def measure() -> None:
         steps = measure_steps(paths.POOL, setting, config, paths.MEASUREMENTS) if config.step_samples else 0
     # One file of each kind: DVC and readers handle few files better than many.
     merge_parts(paths.MEASUREMENTS)
-    get_run_logger().info("measured %d groups, %d exchanges and %d steps of plans", groups, exchanges, steps,
-                          extra=console.RESULT)
+    get_run_logger().info(
+        "measured %d groups, %d exchanges and %d steps of plans",
+        groups,
+        exchanges,
+        steps,
+        extra=console.RESULT,
+    )
 
 
 def dry_run() -> None:
@@ -37,13 +42,17 @@ def dry_run() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m flows.measure",
-                                     description="Measure the samples that params.yaml asks "
-                                     "for and the dataset lacks, on this machine or the Ray cluster at "
-                                     "RAY_ADDRESS.")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="only say what is missing and how long it would take; no device "
-                        "is taken")
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.measure",
+        description="Measure the samples that params.yaml asks "
+        "for and the dataset lacks, on this machine or the Ray cluster at "
+        "RAY_ADDRESS.",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only say what is missing and how long it would take; no device is taken",
+    )
     if parser.parse_args().dry_run:
         services.run_flow(dry_run, needs_prefect=False)
     else:

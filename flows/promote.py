@@ -20,8 +20,9 @@ def promote(approve: bool = False, will_publish: bool = False) -> str | None:
         approve: Approve a model that passes, where promote.approval in params.yaml asks for a person.
         will_publish: The caller publishes the plans afterwards. Otherwise the registry watch does.
     """
-    promotion = promote_model(paths.MODEL, paths.MEASUREMENTS, params.section("promote", PromoteConfig),
-                              approve, will_publish)
+    promotion = promote_model(
+        paths.MODEL, paths.MEASUREMENTS, params.section("promote", PromoteConfig), approve, will_publish
+    )
     promote_policy(paths.POLICY)
     create_markdown_artifact(page(promotion), key="promotion", description=promotion.reason)
     return promotion.champion
@@ -29,18 +30,23 @@ def promote(approve: bool = False, will_publish: bool = False) -> str | None:
 
 def page(promotion: Promotion) -> str:
     """Markdown: the champion, the challenger and the decision."""
-    rows = [(role, links.model_version(promotion.model, version) if version else "none yet")
-            for role, version in (("champion", promotion.champion), ("challenger", promotion.challenger))]
+    rows = [
+        (role, links.model_version(promotion.model, version) if version else "none yet")
+        for role, version in (("champion", promotion.champion), ("challenger", promotion.challenger))
+    ]
     return f"{promotion.reason}\n\n{report.markdown_table(('alias', 'version'), rows)}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m flows.promote",
-                                     description="Register the trained model, and make it "
-                                     "champion if it is at least as good as the champion on the same "
-                                     "held-out data.")
-    parser.add_argument("--approve", action="store_true",
-                        help="also where promote.approval makes it wait for a person")
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.promote",
+        description="Register the trained model, and make it "
+        "champion if it is at least as good as the champion on the same "
+        "held-out data.",
+    )
+    parser.add_argument(
+        "--approve", action="store_true", help="also where promote.approval makes it wait for a person"
+    )
     approve = parser.parse_args().approve
     services.run_flow(lambda: promote(approve))
 

@@ -32,14 +32,22 @@ from tasks.tables import TablesConfig
 from tasks.train import TrainConfig
 from tasks.train_policy import TrainPolicyConfig
 
-SECTIONS = {"setting": SettingConfig, "tables": TablesConfig, "measure": MeasureConfig, "train": TrainConfig,
-            "train_policy": TrainPolicyConfig, "evaluate": EvaluateConfig, "promote": PromoteConfig,
-            "publish": PublishConfig}
+SECTIONS = {
+    "setting": SettingConfig,
+    "tables": TablesConfig,
+    "measure": MeasureConfig,
+    "train": TrainConfig,
+    "train_policy": TrainPolicyConfig,
+    "evaluate": EvaluateConfig,
+    "promote": PromoteConfig,
+    "publish": PublishConfig,
+}
 
 
 @flow(name="refresh")
-def refresh(target: Stage = "evaluate", overrides: dict[str, dict[str, Any]] | None = None,
-            push: bool = False) -> str:
+def refresh(
+    target: Stage = "evaluate", overrides: dict[str, dict[str, Any]] | None = None, push: bool = False
+) -> str:
     """Rebuild a stage and its dependencies. After the last stage, promote and publish too.
 
     Returns a table of the published plans.
@@ -69,19 +77,25 @@ def refresh(target: Stage = "evaluate", overrides: dict[str, dict[str, Any]] | N
         if champion:
             announce("publish", target)
             done = publish()
-    create_markdown_artifact(page(stages, overrides or {}, commit, done), key="refresh",
-                             description=f"refresh of {target}")
+    create_markdown_artifact(
+        page(stages, overrides or {}, commit, done), key="refresh", description=f"refresh of {target}"
+    )
     return done
 
 
-def page(stages: Sequence[StageRun], overrides: dict[str, dict[str, Any]], commit: str | None,
-         done: str) -> str:
+def page(
+    stages: Sequence[StageRun], overrides: dict[str, dict[str, Any]], commit: str | None, done: str
+) -> str:
     """Markdown: what each stage did, the parameters set, the commit, and the result."""
-    parts = [report.markdown_table(("stage", "ran", "seconds"),
-                                   [(s.stage, "yes" if s.ran else "nothing changed", f"{s.seconds:.0f}")
-                                    for s in stages])]
-    if rows := [(f"{section}.{key}", value) for section, values in overrides.items()
-                for key, value in values.items()]:
+    parts = [
+        report.markdown_table(
+            ("stage", "ran", "seconds"),
+            [(s.stage, "yes" if s.ran else "nothing changed", f"{s.seconds:.0f}") for s in stages],
+        )
+    ]
+    if rows := [
+        (f"{section}.{key}", value) for section, values in overrides.items() for key, value in values.items()
+    ]:
         parts.append(report.markdown_table(("parameter", "set to"), rows))
     if commit:
         parts.append(f"dvc.lock and params.yaml are committed as `{commit}`; their data is at DVC's remote.")
@@ -117,20 +131,29 @@ def setting_of(text: str) -> tuple[str, str, Any]:
     try:
         return section, key, yaml.safe_load(value)
     except yaml.YAMLError:
-        raise ShardCoreError(f"--set {text!r} has a value that is not YAML; it needs one such as 1000, true "
-                             "or [a, b]") from None
+        raise ShardCoreError(
+            f"--set {text!r} has a value that is not YAML; it needs one such as 1000, true or [a, b]"
+        ) from None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m flows.refresh",
-                                     description="Rebuild a stage and what it depends on; with "
-                                     "the last one, promote and publish too.")
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.refresh",
+        description="Rebuild a stage and what it depends on; with the last one, promote and publish too.",
+    )
     parser.add_argument("target", nargs="?", choices=(*STAGES, OPTIONAL), default=STAGES[-1])
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-                        help="write a parameter into "
-                        "params.yaml first")
-    parser.add_argument("--push", action="store_true",
-                        help="push the data to DVC's remote, and commit dvc.lock and params.yaml")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="write a parameter into params.yaml first",
+    )
+    parser.add_argument(
+        "--push",
+        action="store_true",
+        help="push the data to DVC's remote, and commit dvc.lock and params.yaml",
+    )
     args = parser.parse_args()
 
     def run() -> None:

@@ -14,10 +14,15 @@ def tables() -> None:
     pool = make_pool(config)
     write_pool(paths.POOL, pool)
     live = [t for t in pool if t.pooling > 0]
-    get_run_logger().info("%d tables (%d empty), %.1f lookups a sample, %.1f GiB of weights at dim %d",
-                          len(pool), len(pool) - len(live), sum(t.pooling for t in pool),
-                          sum(t.bytes for t in pool) / 2**30, pool[0].dim,
-                          extra=console.RESULT)
+    get_run_logger().info(
+        "%d tables (%d empty), %.1f lookups a sample, %.1f GiB of weights at dim %d",
+        len(pool),
+        len(pool) - len(live),
+        sum(t.pooling for t in pool),
+        sum(t.bytes for t in pool) / 2**30,
+        pool[0].dim,
+        extra=console.RESULT,
+    )
 
 
 if __name__ == "__main__":

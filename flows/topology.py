@@ -10,8 +10,9 @@ from tasks.topology import PairConfig, find_links
 
 
 @flow(name="topology")
-def topology(problem: str, out: str, ranks: str | None = None, message_kib: int = 1024,
-             repeats: int = 3) -> str:
+def topology(
+    problem: str, out: str, ranks: str | None = None, message_kib: int = 1024, repeats: int = 3
+) -> str:
     """Time messages between all pairs of ranks, one for each device of a problem, on the Ray cluster. Write
     the problem with the hosts and bandwidths that were found. Returns what was found, in lines.
 
@@ -28,14 +29,20 @@ def topology(problem: str, out: str, ranks: str | None = None, message_kib: int 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m flows.topology", description="Find which devices of the Ray cluster at RAY_ADDRESS "
+        prog="python -m flows.topology",
+        description="Find which devices of the Ray cluster at RAY_ADDRESS "
         "are near each other, and what their links carry. `python -m shardcore topology measure` does so "
-        "without Ray, on this machine or under torchrun.")
+        "without Ray, on this machine or under torchrun.",
+    )
     parser.add_argument("problem", metavar="PROBLEM.json", help="has as many devices as the job will have")
-    parser.add_argument("--out", required=True, metavar="PROBLEM.json",
-                        help="the problem with what was found")
-    parser.add_argument("--ranks", metavar="RANKS.json", help="write the order of ranks, their nodes, their "
-                        "groups and the times of pairs")
+    parser.add_argument(
+        "--out", required=True, metavar="PROBLEM.json", help="the problem with what was found"
+    )
+    parser.add_argument(
+        "--ranks",
+        metavar="RANKS.json",
+        help="write the order of ranks, their nodes, their groups and the times of pairs",
+    )
     args = parser.parse_args()
     services.run_flow(lambda: console.show("text", f"\n{topology(args.problem, args.out, args.ranks)}"))
 

@@ -15,8 +15,11 @@ def train_policy() -> None:
     config = params.section("train_policy", TrainPolicyConfig)
     metrics = train_policy_task(paths.MODEL, paths.POOL, config, paths.POLICY)
     if metrics:
-        get_run_logger().info("plans cost %.3f of the best greedy order's on unseen tables",
-                              metrics["test_cost"], extra=console.RESULT)
+        get_run_logger().info(
+            "plans cost %.3f of the best greedy order's on unseen tables",
+            metrics["test_cost"],
+            extra=console.RESULT,
+        )
 
 
 if __name__ == "__main__":

@@ -32,8 +32,22 @@ _VERBS = {
 }
 
 __all__ = [
-    "Constraints", "Device", "Infeasible", "Placement", "Plan", "Problem", "Reuse", "Setting",
-    "SettingMismatch", "Shard", "ShardCoreError", "StepCost", "Table", "Topology", "Zipf", *_VERBS,
+    "Constraints",
+    "Device",
+    "Infeasible",
+    "Placement",
+    "Plan",
+    "Problem",
+    "Reuse",
+    "Setting",
+    "SettingMismatch",
+    "Shard",
+    "ShardCoreError",
+    "StepCost",
+    "Table",
+    "Topology",
+    "Zipf",
+    *_VERBS,
 ]
 
 

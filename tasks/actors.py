@@ -54,8 +54,9 @@ def when_started(calls: Sequence[Any]) -> list[Any]:
     try:
         return ray.get(list(calls), timeout=START_S)
     except ray.exceptions.GetTimeoutError:
-        raise ShardCoreError(f"{len(calls)} measuring actors found no free device in {START_S:g} s; "
-                             f"{room()}") from None
+        raise ShardCoreError(
+            f"{len(calls)} measuring actors found no free device in {START_S:g} s; {room()}"
+        ) from None
     except ray.exceptions.RayError as error:
         raise ShardCoreError(f"a measuring actor cannot start: {reason(error)}") from None
 
@@ -97,12 +98,20 @@ def gang(actor: Any, name: str, ranks: int, device: str, hosts: int | None = 1) 
     group = placement_group([bundle] * bundles, strategy="STRICT_SPREAD" if hosts else "PACK")
     try:
         if not group.wait(_PLACE_S):
-            raise ShardCoreError(f"{ranks} ranks{f', {each} a host,' if hosts else ''} found no room within "
-                                 f"{_PLACE_S:g} s on the Ray cluster of "
-                                 f"{len(nodes)} nodes with {ray.cluster_resources()}; ask for fewer")
-        members = [actor.options(name=f"{name} rank {rank}", num_cpus=cpus, num_gpus=int(device == "cuda"),
-                                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank // each))
-                   .remote() for rank in range(ranks)]
+            raise ShardCoreError(
+                f"{ranks} ranks{f', {each} a host,' if hosts else ''} found no room within "
+                f"{_PLACE_S:g} s on the Ray cluster of "
+                f"{len(nodes)} nodes with {ray.cluster_resources()}; ask for fewer"
+            )
+        members = [
+            actor.options(
+                name=f"{name} rank {rank}",
+                num_cpus=cpus,
+                num_gpus=int(device == "cuda"),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank // each),
+            ).remote()
+            for rank in range(ranks)
+        ]
         try:
             yield members
         finally:
@@ -112,8 +121,9 @@ def gang(actor: Any, name: str, ranks: int, device: str, hosts: int | None = 1) 
         remove_placement_group(group)
 
 
-def answers(name: str, calls: Sequence[Any], timeout_s: float,
-            silent_s: Callable[[int], float] | None = None) -> list[Any]:
+def answers(
+    name: str, calls: Sequence[Any], timeout_s: float, silent_s: Callable[[int], float] | None = None
+) -> list[Any]:
     """Results of one call to every rank of a gang, in the order of the ranks.
 
     Raises ShardCoreError naming the rank and the reason where one fails or dies, or was silent for timeout_s
@@ -130,15 +140,18 @@ def answers(name: str, calls: Sequence[Any], timeout_s: float,
                 ray.get(call)
             except ray.exceptions.RayError as error:
                 if not isinstance(getattr(error, "cause", None), Lost):
-                    raise ShardCoreError(f"{name}: rank {rank} of {len(calls)} failed: "
-                                         f"{reason(error)}") from None
+                    raise ShardCoreError(
+                        f"{name}: rank {rank} of {len(calls)} failed: {reason(error)}"
+                    ) from None
                 lost[rank] = reason(error)
                 until = min(until, time.monotonic() + _GRACE_S)
-        silent = [r for r in waiting.values()
-                  if (silent_s(r) if silent_s else time.monotonic() - began) > timeout_s]
+        silent = [
+            r for r in waiting.values() if (silent_s(r) if silent_s else time.monotonic() - began) > timeout_s
+        ]
         if silent and not lost:
-            raise ShardCoreError(f"{name}: no word for {timeout_s:g} s from rank {_listed(silent)} of "
-                                 f"{len(calls)}: it hangs")
+            raise ShardCoreError(
+                f"{name}: no word for {timeout_s:g} s from rank {_listed(silent)} of {len(calls)}: it hangs"
+            )
     if lost:
         rank, said = next(iter(lost.items()))
         silent = _listed(waiting.values()) or rank

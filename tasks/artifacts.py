@@ -22,8 +22,10 @@ def create_progress_artifact(progress: float, key: str, description: str) -> UUI
 def update_progress_artifact(artifact_id: UUID | None, progress: float, description: str) -> None:
     """Update an artifact. None: it could not be created, so there is nothing to do."""
     if artifact_id is not None:
-        _try("progress",
-             lambda: artifacts.update_progress_artifact(artifact_id, progress, description=description))
+        _try(
+            "progress",
+            lambda: artifacts.update_progress_artifact(artifact_id, progress, description=description),
+        )
 
 
 def create_markdown_artifact(markdown: str, key: str, description: str) -> None:

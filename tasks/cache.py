@@ -48,23 +48,31 @@ def remove_damaged(logger: logging.Logger | logging.LoggerAdapter) -> None:
             # A copy with other content was changed by the user: leave it.
             if copy.is_file() and _leads_into(copy, Path.cwd()) and _md5(copy) == found:
                 copy.unlink()
-            logger.warning("DVC's cache entry %s of %s was damaged and is removed: what it held is made anew",
-                           entry, copy)
+            logger.warning(
+                "DVC's cache entry %s of %s was damaged and is removed: what it held is made anew",
+                entry,
+                copy,
+            )
 
 
 def results() -> list[tuple[Path, str]]:
     """The results in dvc.lock, with their hashes. Raises as remove_damaged does. DVC itself checks the rest
     of the file."""
     stages = _of(_of(schema.read_yaml(LOCK), dict, "it").get("stages", {}), dict, "stages")
-    outs = [_of(out, dict, "an out") for stage in stages.values()
-            for out in _of(_of(stage, dict, "a stage").get("outs", []), list, "outs")]
+    outs = [
+        _of(out, dict, "an out")
+        for stage in stages.values()
+        for out in _of(_of(stage, dict, "a stage").get("outs", []), list, "outs")
+    ]
     return [(_inside(out.get("path"), LOCK), _hash(out.get("md5"), LOCK)) for out in outs]
 
 
 def _of(value: Any, kind: type, what: str) -> Any:
     if not isinstance(value, kind):
-        raise ShardCoreError(f"{LOCK}: {what} is {schema.show(value)}, which DVC did not write; take the "
-                             "file from git again, or remove it")
+        raise ShardCoreError(
+            f"{LOCK}: {what} is {schema.show(value)}, which DVC did not write; take the "
+            "file from git again, or remove it"
+        )
     return value
 
 
@@ -88,8 +96,9 @@ def _inside(name: Any, where: Path) -> Path:
 
 def _hash(md5: Any, where: Path) -> str:
     if not isinstance(md5, str) or not _MD5.fullmatch(md5):
-        raise ShardCoreError(f"{where} has md5 {schema.show(md5)}; it needs 32 hex digits, and .dir for a "
-                             "folder")
+        raise ShardCoreError(
+            f"{where} has md5 {schema.show(md5)}; it needs 32 hex digits, and .dir for a folder"
+        )
     return md5
 
 

@@ -91,8 +91,10 @@ class Work:
 
     def done(self, n: int) -> None:
         """Show that n parts are done."""
-        self._shown = (n / self.total if self.total else 1.0,
-                       f"{self.what}: {pace(n, self.total, self.clock() - self._began)}")
+        self._shown = (
+            n / self.total if self.total else 1.0,
+            f"{self.what}: {pace(n, self.total, self.clock() - self._began)}",
+        )
         progress(*self._shown)
 
     def heard(self, phase: str, best_ms: float | None, left_s: float | None) -> None:
@@ -209,10 +211,18 @@ class Screen:
         """Show the live line of the stage, whose progress is not known yet."""
         self.clear()
         if self._terminal:
-            self._live = Progress(_Turning(), TextColumn("{task.description}", markup=False),
-                                  BarColumn(_BAR), _Doing(), console=self._terminal, transient=True,
-                                  expand=True, refresh_per_second=_DRAWN_PER_S, redirect_stdout=False,
-                                  redirect_stderr=False)
+            self._live = Progress(
+                _Turning(),
+                TextColumn("{task.description}", markup=False),
+                BarColumn(_BAR),
+                _Doing(),
+                console=self._terminal,
+                transient=True,
+                expand=True,
+                refresh_per_second=_DRAWN_PER_S,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
             self._live.add_task(self._stage, total=None, doing="")
             self._live.start()
 
@@ -221,8 +231,9 @@ class Screen:
             if not self._live:
                 self._draw()
             # Before anything is done the bar pulses, as while nothing is known.
-            self._live.update(self._live.task_ids[0], total=1.0 if share else None, completed=share,
-                              doing=message)
+            self._live.update(
+                self._live.task_ids[0], total=1.0 if share else None, completed=share, doing=message
+            )
         elif self._clock() - self._said >= _LINE_EVERY_S:
             self._said = self._clock()
             self._line(f"  {100 * share:3.0f}%  {message}")

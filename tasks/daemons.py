@@ -21,8 +21,12 @@ from shardcore.core.errors import ShardCoreError, escaped
 _MARK = "SHARDCORE_DAEMON"
 ALLOWED_HOSTS = "SHARDCORE_ALLOWED_HOSTS"
 """stack.allowed_hosts, in the environment of services."""
-STORES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "MLFLOW_BACKEND_STORE_URI",
-          "MLFLOW_ARTIFACTS_DESTINATION", ALLOWED_HOSTS)
+STORES = (
+    "PREFECT_SERVER_DATABASE_CONNECTION_URL",
+    "MLFLOW_BACKEND_STORE_URI",
+    "MLFLOW_ARTIFACTS_DESTINATION",
+    ALLOWED_HOSTS,
+)
 """Names in the environment that say where a service keeps what it has, and to whom it answers."""
 _TAIL_BYTES = 64 << 10
 _CLOCK_S = 1.0
@@ -54,9 +58,15 @@ class Daemon:
         if self.log.exists():
             self.log.replace(self.log.with_name(f"{self.log.name}.1"))
         with open(self.log, "wb") as log:
-            subprocess.Popen(self.command, env={**self.env, _MARK: self._mark}, stdin=subprocess.DEVNULL,
-                             stdout=log,
-                             stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=self._write_id)
+            subprocess.Popen(
+                self.command,
+                env={**self.env, _MARK: self._mark},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=self._write_id,
+            )
 
     def process(self) -> psutil.Process | None:
         """The process, if it runs."""
@@ -80,10 +90,14 @@ class Daemon:
     def runs_as_told(self) -> bool:
         """Whether it runs. Raises ShardCoreError if it was started with another command or other stores."""
         process = self.process()
-        if process is not None and (process.cmdline() != list(self.command)
-                                    or self._stores(process.environ()) != self._stores(self.env)):
-            raise ShardCoreError(f"{self.name} (process {process.pid}) runs with other settings than those "
-                                 "of now; end it first")
+        if process is not None and (
+            process.cmdline() != list(self.command)
+            or self._stores(process.environ()) != self._stores(self.env)
+        ):
+            raise ShardCoreError(
+                f"{self.name} (process {process.pid}) runs with other settings than those "
+                "of now; end it first"
+            )
         return process is not None
 
     @staticmethod
@@ -98,8 +112,11 @@ class Daemon:
         """Its descendants that still run."""
         leader = self.process()
         session = self._session()
-        return [p for p in psutil.process_iter()
-                if p != leader and (self._owns(p) or session and _session_of(p) == session) and _runs(p)]
+        return [
+            p
+            for p in psutil.process_iter()
+            if p != leader and (self._owns(p) or session and _session_of(p) == session) and _runs(p)
+        ]
 
     def forget(self) -> None:
         self._id.unlink(missing_ok=True)
@@ -109,8 +126,9 @@ class Daemon:
         try:
             with open(self.log, "rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                return [escaped(line) for line in log.read().decode(errors="replace").splitlines()
-                        if line.strip()][-count:]
+                return [
+                    escaped(line) for line in log.read().decode(errors="replace").splitlines() if line.strip()
+                ][-count:]
         except FileNotFoundError:
             return []
 

@@ -58,8 +58,10 @@ class Estimate:
     def __str__(self) -> str:
         time = f"; about {console.duration(self.seconds)} ({self.basis})" if self.missing else ""
         there = self.wanted - self.missing
-        return (f"{self.kind}: {self.wanted} samples wanted, {there} there already, {self.missing} missing, "
-                f"{self.devices} devices{time}")
+        return (
+            f"{self.kind}: {self.wanted} samples wanted, {there} there already, {self.missing} missing, "
+            f"{self.devices} devices{time}"
+        )
 
 
 def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, folder: Path) -> list[Estimate]:
@@ -77,38 +79,70 @@ def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, fold
     pool = files.read_pool(pool_path)
     none = why_no_steps(pool, setting, devices, config)
     steps = [] if none else wanted_steps(pool, setting, devices, config)
-    lacking = [lower(plan, problem) for problem, made in replays.missing(folder, steps, setting)
-               for _, plan in made]
+    lacking = [
+        lower(plan, problem) for problem, made in replays.missing(folder, steps, setting) for _, plan in made
+    ]
     step_s = _step_ms(lacking, device) * (config.steps().warmups + config.step_repeats) / 1e3
     return [
-        _estimate("compute", len(groups), len(compute), actors,
-                  [s.measured_at for s in dataset.read_compute(folder, setting)],
-                  _compute_ms(compute, device) * (1 + config.max_repeats) / actors),
-        _estimate("comm", len(exchanges), len(comm), ranks,
-                  [s.measured_at for s in dataset.read_comm(folder, setting)],
-                  _comm_ms(comm, device) * (config.comm().warmups + config.comm_repeats)),
-        Estimate("steps", sum(len(made) for _, made in steps), len(lacking), devices, len(lacking) * step_s,
-                 f"{_PHYSICAL}, without what it takes to build the ops"),
+        _estimate(
+            "compute",
+            len(groups),
+            len(compute),
+            actors,
+            [s.measured_at for s in dataset.read_compute(folder, setting)],
+            _compute_ms(compute, device) * (1 + config.max_repeats) / actors,
+        ),
+        _estimate(
+            "comm",
+            len(exchanges),
+            len(comm),
+            ranks,
+            [s.measured_at for s in dataset.read_comm(folder, setting)],
+            _comm_ms(comm, device) * (config.comm().warmups + config.comm_repeats),
+        ),
+        Estimate(
+            "steps",
+            sum(len(made) for _, made in steps),
+            len(lacking),
+            devices,
+            len(lacking) * step_s,
+            f"{_PHYSICAL}, without what it takes to build the ops",
+        ),
     ]
 
 
-def _estimate(kind: str, wanted: int, missing: int, devices: int, stamps: Sequence[float],
-              physical_ms: float) -> Estimate:
+def _estimate(
+    kind: str, wanted: int, missing: int, devices: int, stamps: Sequence[float], physical_ms: float
+) -> Estimate:
     gaps = np.diff(np.sort(stamps))
     # Pauses between runs would lower the rate.
     gaps = gaps[gaps < _PAUSE_S]
     if len(gaps) >= _ENOUGH:
         rate = len(gaps) / max(gaps.sum(), 1e-3)
-        return Estimate(kind, wanted, missing, devices, missing / rate,
-                        f"at the {rate:.1f} a second at which the dataset grew")
-    return Estimate(kind, wanted, missing, devices, missing * physical_ms / 1e3,
-                    f"{_PHYSICAL}, for the dataset has too few samples of this setting")
+        return Estimate(
+            kind,
+            wanted,
+            missing,
+            devices,
+            missing / rate,
+            f"at the {rate:.1f} a second at which the dataset grew",
+        )
+    return Estimate(
+        kind,
+        wanted,
+        missing,
+        devices,
+        missing * physical_ms / 1e3,
+        f"{_PHYSICAL}, for the dataset has too few samples of this setting",
+    )
 
 
 def _compute_ms(requests: Sequence[ComputeRequest], device: str) -> float:
     """Mean ms of one run."""
-    gathered = [sum(lookups(s.table, r.batch) * access_share(s) * s.width * OUTPUT_BYTES for s in r.shards)
-                for r in requests]
+    gathered = [
+        sum(lookups(s.table, r.batch) * access_share(s) * s.width * OUTPUT_BYTES for s in r.shards)
+        for r in requests
+    ]
     return _OVERHEAD_MS + float(np.mean(gathered or [0])) / (_COMPUTE_GBPS[device] * 1e6)
 
 
@@ -122,7 +156,8 @@ def _comm_ms(requests: Sequence[CollectiveRequest], device: str) -> float:
 
 def _step_ms(workloads: Sequence[Workload], device: str) -> float:
     """Mean ms of one step. Exchanges are a rough guess: a tenth of compute."""
-    slowest = [max(sum(_compute_ms([ComputeRequest(op.shards, op.batch)], device) for op in ops)
-                   for ops in w.ops)
-               for w in workloads]
+    slowest = [
+        max(sum(_compute_ms([ComputeRequest(op.shards, op.batch)], device) for op in ops) for ops in w.ops)
+        for w in workloads
+    ]
     return 1.1 * float(np.mean(slowest or [0]))

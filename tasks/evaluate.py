@@ -27,10 +27,11 @@ from tasks.measure import cluster_setting
 from tasks.replay import EachProblem, Run, devices_of_a_host, replaying
 from tasks.setting import SettingConfig
 
-HEADLINES = {"accuracy": ("compute_mape", "forward_comm_mape", "backward_comm_mape"),
-             "sharders": (f"{DEFAULT_SHARDER}_solved", f"{DEFAULT_SHARDER}_relative_cost",
-                          "neuroshard_relative_cost"),
-             "replays": ("mape", "kendall_tau", "regret", "noise")}
+HEADLINES = {
+    "accuracy": ("compute_mape", "forward_comm_mape", "backward_comm_mape"),
+    "sharders": (f"{DEFAULT_SHARDER}_solved", f"{DEFAULT_SHARDER}_relative_cost", "neuroshard_relative_cost"),
+    "replays": ("mape", "kendall_tau", "regret", "noise"),
+}
 """Figures that tell how good a model is, of some hundred."""
 COMPARED = tuple(name for name in SHARDERS if name != "torchrec")
 """TorchRec's planner takes up to minutes per problem, so bench/search.py compares it."""
@@ -65,8 +66,15 @@ class EvaluateConfig:
     replay_repeats: int = 20
 
     def __post_init__(self) -> None:
-        require_within(self, "evaluate config", problems=(1, MOST_DRAWS), budget_evals=(1, MOST_COUNT),
-                       replay_problems=(0, MOST_DRAWS), replay_repeats=(1, MOST_REPEATS), seed=(0, MOST_SEED))
+        require_within(
+            self,
+            "evaluate config",
+            problems=(1, MOST_DRAWS),
+            budget_evals=(1, MOST_COUNT),
+            replay_problems=(0, MOST_DRAWS),
+            replay_repeats=(1, MOST_REPEATS),
+            seed=(0, MOST_SEED),
+        )
         self.shape()
 
     def shape(self) -> ProblemConfig:
@@ -84,12 +92,19 @@ def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, flo
     compute = [s for s in accuracy.held_out(known.compute) if s.error is None]
     measured = np.array([s.total_ms for s in compute])
     predicted = accuracy.predict(model, compute)
-    rows = [{"shards": len(s.request.shards), "measured_ms": round(float(m), 5),
-             "predicted_ms": round(float(p), 5)}
-            for s, m, p in zip(compute, measured, predicted, strict=True)]
+    rows = [
+        {
+            "shards": len(s.request.shards),
+            "measured_ms": round(float(m), 5),
+            "predicted_ms": round(float(p), 5),
+        }
+        for s, m, p in zip(compute, measured, predicted, strict=True)
+    ]
     files.write_csv(out / "predictions.csv", rows)
-    _write_figure(out / "predictions.png", model_report.predicted_against_measured(measured, predicted,
-                                                                                   "held-out groups"))
+    _write_figure(
+        out / "predictions.png",
+        model_report.predicted_against_measured(measured, predicted, "held-out groups"),
+    )
     return training.judge(model, known)
 
 
@@ -102,22 +117,36 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
     """
     model, pool = neural.load(folder), files.read_pool(pool_path)
     shape = config.shape()
-    problems, rows = [draw_problem(pool, i, model.setting, config.seed, shape)
-                      for i in range(config.problems)], []
+    problems, rows = (
+        [draw_problem(pool, i, model.setting, config.seed, shape) for i in range(config.problems)],
+        [],
+    )
     console.progress(0.0, "compiling the searches: a quarter of a minute, once for an installation")
     # Compilation must not count as search time.
     compare.compile_searches(problems[0], model)
     work = console.Work("problems compared", len(problems))
     for i, problem in enumerate(problems):
-        outcomes = [compare.run(name, problem, model, config.seed, Budget(evals=config.budget_evals))
-                    for name in COMPARED]
-        rows += [{"problem": problem.name, "tables": len(problem.tables), "algorithm": o.algorithm,
-                  "total_ms": round(o.cost.total_ms, 5) if o.cost else "",
-                  "balance": round(compare.balance(o.cost), 4) if o.cost
-                  else "", "seconds": round(o.seconds, 4)} for o in outcomes]
-        get_run_logger().info("problem %d of %d: %s", i + 1, config.problems,
-                              ", ".join(f"{o.algorithm} {o.cost.total_ms:.2f} ms" for o in outcomes
-                                        if o.cost))
+        outcomes = [
+            compare.run(name, problem, model, config.seed, Budget(evals=config.budget_evals))
+            for name in COMPARED
+        ]
+        rows += [
+            {
+                "problem": problem.name,
+                "tables": len(problem.tables),
+                "algorithm": o.algorithm,
+                "total_ms": round(o.cost.total_ms, 5) if o.cost else "",
+                "balance": round(compare.balance(o.cost), 4) if o.cost else "",
+                "seconds": round(o.seconds, 4),
+            }
+            for o in outcomes
+        ]
+        get_run_logger().info(
+            "problem %d of %d: %s",
+            i + 1,
+            config.problems,
+            ", ".join(f"{o.algorithm} {o.cost.total_ms:.2f} ms" for o in outcomes if o.cost),
+        )
         work.done(i + 1)
     files.write_csv(out / "sharders.csv", rows)
     return summary(rows)
@@ -126,17 +155,22 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Flat metrics of sharders.csv. Costs are compared on problems that all sharders solved."""
     mine = {name: [r for r in rows if r["algorithm"] == name] for name in COMPARED}
-    found = compare.standings({n: [None if r["total_ms"] == "" else r["total_ms"] for r in own]
-                               for n, own in mine.items()},
-                              {n: [r["seconds"] for r in own] for n, own in mine.items()})
-    metrics = {f"{name}_{key}": value for name, s in found.items()
-               for key, value in (("solved", s.solved), ("seconds", s.seconds), ("relative_cost", s.cost))}
+    found = compare.standings(
+        {n: [None if r["total_ms"] == "" else r["total_ms"] for r in own] for n, own in mine.items()},
+        {n: [r["seconds"] for r in own] for n, own in mine.items()},
+    )
+    metrics = {
+        f"{name}_{key}": value
+        for name, s in found.items()
+        for key, value in (("solved", s.solved), ("seconds", s.seconds), ("relative_cost", s.cost))
+    }
     return {name: value for name, value in metrics.items() if np.isfinite(value)}
 
 
 @task(task_run_name="replay-plans")
-def replay_plans(folder: Path, pool_path: Path, measurements: Path, config: EvaluateConfig,
-                 out: Path) -> dict[str, float]:
+def replay_plans(
+    folder: Path, pool_path: Path, measurements: Path, config: EvaluateConfig, out: Path
+) -> dict[str, float]:
     """Figures of replayed plans (see replay_metrics.figures). {}: no replays, and a log line says why.
 
     Several plans of each of replay_problems held-out problems are priced, then run on the connected cluster.
@@ -159,18 +193,22 @@ def replay_plans(folder: Path, pool_path: Path, measurements: Path, config: Eval
     if reason := _why_not(model.setting, devices, problems):
         logger.warning("no plans are replayed: %s", reason)
         return {}
-    rows = replay_records.judge(_replayed(model, problems, dataset.reference_op(measurements, model.setting),
-                                          config, out), model)
+    rows = replay_records.judge(
+        _replayed(model, problems, dataset.reference_op(measurements, model.setting), config, out), model
+    )
     files.write_csv(out / "replays.csv", replay_records.csv_rows(rows))
-    _write_figure(out / "replays.png", model_report.predicted_against_replayed(rows, f"Replayed, "
-                                                                               f"{model.setting.hardware}"))
+    _write_figure(
+        out / "replays.png",
+        model_report.predicted_against_replayed(rows, f"Replayed, {model.setting.hardware}"),
+    )
     return replay_metrics.figures(rows)
 
 
 def _why_not(setting: Setting, devices: int, problems: Sequence[Problem]) -> str | None:
     """Why the cluster cannot replay problems for a model of `setting`. None: it can."""
-    here = cluster_setting(SettingConfig(batch=setting.batch, precision=setting.precision,
-                                         optimizer=setting.optimizer))
+    here = cluster_setting(
+        SettingConfig(batch=setting.batch, precision=setting.precision, optimizer=setting.optimizer)
+    )
     if here != setting:
         return f"the model is for ({setting}), the cluster's devices are {here.hardware}"
     if devices < 2:
@@ -178,8 +216,9 @@ def _why_not(setting: Setting, devices: int, problems: Sequence[Problem]) -> str
     return None if problems else f"all tables of the problems drawn are above {ARENA_BYTES >> 20} MiB"
 
 
-def _to_replay(pool: Sequence[Table], setting: Setting, devices: int,
-               config: EvaluateConfig) -> list[Problem]:
+def _to_replay(
+    pool: Sequence[Table], setting: Setting, devices: int, config: EvaluateConfig
+) -> list[Problem]:
     """Held-out problems without tables too large for a rank. Problems without any table left are dropped."""
     most = max(config.min_tables, min(config.max_tables, MOST_TABLES))
     shape = ProblemConfig(devices, config.min_tables, most, config.max_dim)
@@ -188,9 +227,13 @@ def _to_replay(pool: Sequence[Table], setting: Setting, devices: int,
     return [dataclasses.replace(p, tables=tables) for p, tables in zip(drawn, fitting, strict=True) if tables]
 
 
-def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], reference: dataset.ReferenceOp | None,
-              config: EvaluateConfig,
-              out: Path) -> list[replays.ReplaySet]:
+def _replayed(
+    model: neural.NeuralModel,
+    problems: Sequence[Problem],
+    reference: dataset.ReferenceOp | None,
+    config: EvaluateConfig,
+    out: Path,
+) -> list[replays.ReplaySet]:
     """Replays of all problems, stored or run now. Replays of other problems in `out` are removed."""
     budget = Budget(evals=config.budget_evals)
     made = [[(o.algorithm, o.plan) for o in compare.plans(p, model, config.seed, budget)] for p in problems]
@@ -203,19 +246,30 @@ def _replayed(model: neural.NeuralModel, problems: Sequence[Problem], reference:
             again = "as kept" if replays.is_kept(where, problem, plans, model.setting, steps) else "replayed"
             found: dict[str, float] = {}
 
-            def one(run: Run, where: Path = where, problem: Problem = problem, plans: replays.Made = plans,
-                    found: dict[str, float] = found) -> None:
+            def one(
+                run: Run,
+                where: Path = where,
+                problem: Problem = problem,
+                plans: replays.Made = plans,
+                found: dict[str, float] = found,
+            ) -> None:
                 made_now = replays.keep(where, problem, plans, model.setting, steps, run)
                 found.update(replay_metrics.figures(replay_records.judge([made_now], model)))
                 kept.append(made_now)
 
             if not gang.run(problem.name, one):
                 continue
-            get_run_logger().info("problem %d of %d %s: %d plans of %d tables on %d devices, error %.1f%%, "
-                                  "regret %.1f%%", i + 1,
-                                  len(problems), again, found["plans"], len(problem.tables),
-                                  len(problem.topology),
-                                  found["mape"], found["regret"])
+            get_run_logger().info(
+                "problem %d of %d %s: %d plans of %d tables on %d devices, error %.1f%%, regret %.1f%%",
+                i + 1,
+                len(problems),
+                again,
+                found["plans"],
+                len(problem.tables),
+                len(problem.topology),
+                found["mape"],
+                found["regret"],
+            )
             work.done(i + 1)
     return kept
 
@@ -233,17 +287,22 @@ def _remove(out: Path, but: Sequence[str]) -> None:
 
 
 @task
-def write_metrics(out: Path, accuracy: dict[str, float], sharders: dict[str, float],
-                  replayed: dict[str, float]) -> None:
+def write_metrics(
+    out: Path, accuracy: dict[str, float], sharders: dict[str, float], replayed: dict[str, float]
+) -> None:
     """Write figures.json, and the HEADLINES of it as metrics.json, which `dvc metrics show` prints in a row.
 
     Without replays they have no section "replays".
     """
     sections = {"accuracy": accuracy, "sharders": sharders} | ({"replays": replayed} if replayed else {})
     files.write_json(out / "figures.json", sections)
-    files.write_json(out / "metrics.json", {section: {name: float(f"{found[name]:.4g}")
-                                                      for name in HEADLINES[section] if name in found}
-                                            for section, found in sections.items()})
+    files.write_json(
+        out / "metrics.json",
+        {
+            section: {name: float(f"{found[name]:.4g}") for name in HEADLINES[section] if name in found}
+            for section, found in sections.items()
+        },
+    )
 
 
 def _write_figure(path: Path, figure: Any) -> None:

@@ -56,8 +56,10 @@ class Api:
 
     def post(self, path: str, body: dict[str, Any], method: str | None = None) -> Any:
         """The answer of a path. Raises OSError or ValueError if there is none."""
-        headers = {"Authorization": f"Basic {base64.b64encode(self.user.encode()).decode()}",
-                   "Content-Type": "application/json"}
+        headers = {
+            "Authorization": f"Basic {base64.b64encode(self.user.encode()).decode()}",
+            "Content-Type": "application/json",
+        }
         for left in reversed(range(_TRIES)):
             try:
                 answer = get(f"{self.url}{path}", headers, json.dumps(body).encode(), method=method)
@@ -110,8 +112,9 @@ def find(api: Api, worker_began: float, patience_s: float = 0.0) -> list[LostRun
         runs = [run for run in _left(api) if _since(run) < worker_began]
         # The processes are read after the runs: one that ended meanwhile has told how, which `end` sees.
         alive = _with_process()
-        if time.monotonic() >= until or not any(run["id"] in alive and run["state_type"] == "PENDING"
-                                                for run in runs):
+        if time.monotonic() >= until or not any(
+            run["id"] in alive and run["state_type"] == "PENDING" for run in runs
+        ):
             break
         time.sleep(0.5)
     found = [run for run in runs if run["id"] not in alive]
@@ -131,8 +134,10 @@ def end(api: Api, run: LostRun) -> bool:
 
 def crash(api: Api, run_id: str, message: str) -> None:
     """Set a run to Crashed, whatever it is. Raises OSError if Prefect does not take that."""
-    api.post(f"/flow_runs/{run_id}/set_state",
-             {"force": True, "state": {"type": "CRASHED", "name": "Crashed", "message": message}})
+    api.post(
+        f"/flow_runs/{run_id}/set_state",
+        {"force": True, "state": {"type": "CRASHED", "name": "Crashed", "message": message}},
+    )
 
 
 def _left(api: Api) -> list[dict[str, Any]]:
@@ -151,8 +156,10 @@ def _taken(api: Api, which: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Runs that some worker has taken, as Prefect describes them."""
     flow_runs = {**which.get("flow_runs", {}), "state": {"type": {"any_": list(_HELD)}}}
     for offset in range(0, 1 << 20, _PAGE):
-        page = api.post("/flow_runs/filter", {**which, "flow_runs": flow_runs, "limit": _PAGE,
-                                              "offset": offset, "sort": "ID_DESC"})
+        page = api.post(
+            "/flow_runs/filter",
+            {**which, "flow_runs": flow_runs, "limit": _PAGE, "offset": offset, "sort": "ID_DESC"},
+        )
         yield from page
         if len(page) < _PAGE:
             return

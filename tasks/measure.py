@@ -66,18 +66,31 @@ class MeasureConfig:
 
     def __post_init__(self) -> None:
         counts, ranks, repeats = (0, MOST_DRAWS), (0, MOST_RANKS), (1, MOST_REPEATS)
-        require_within(self, "measure config", compute_samples=counts, comm_samples=counts,
-                       step_samples=counts, actors=ranks, ranks=ranks, hosts=(1, MOST_RANKS),
-                       chunk=(1, MOST_COUNT), hang_s=WAITS_S, seed=(0, MOST_SEED), comm_repeats=repeats,
-                       step_repeats=repeats)
+        require_within(
+            self,
+            "measure config",
+            compute_samples=counts,
+            comm_samples=counts,
+            step_samples=counts,
+            actors=ranks,
+            ranks=ranks,
+            hosts=(1, MOST_RANKS),
+            chunk=(1, MOST_COUNT),
+            hang_s=WAITS_S,
+            seed=(0, MOST_SEED),
+            comm_repeats=repeats,
+            step_repeats=repeats,
+        )
         if self.ranks % self.hosts:
-            raise ShardCoreError(f"measure.ranks is {self.ranks}, "
-                                 f"which does not spread evenly over {self.hosts} measure.hosts")
+            raise ShardCoreError(
+                f"measure.ranks is {self.ranks}, which does not spread evenly over {self.hosts} measure.hosts"
+            )
         self.kernels(), self.groups(), self.comm(), self.steps()
 
     def kernels(self) -> kernels.KernelConfig:
-        return kernels.KernelConfig(self.arena_bytes, self.tolerance, self.min_repeats, self.max_repeats,
-                                    self.interleave)
+        return kernels.KernelConfig(
+            self.arena_bytes, self.tolerance, self.min_repeats, self.max_repeats, self.interleave
+        )
 
     def groups(self) -> GroupConfig:
         return GroupConfig(max_shards=self.max_shards, max_shard_bytes=self.arena_bytes)
@@ -89,8 +102,9 @@ class MeasureConfig:
         return of_samples(self.arena_bytes, self.hang_s, self.step_repeats)
 
 
-def wanted_compute(pool: Sequence[Table], setting: Setting,
-                   config: MeasureConfig) -> dict[str, ComputeRequest]:
+def wanted_compute(
+    pool: Sequence[Table], setting: Setting, config: MeasureConfig
+) -> dict[str, ComputeRequest]:
     """The first compute_samples different groups of the seed's draws, by id."""
     live = run.tables_with_lookups(pool)
     return dict(run.wanted_groups(live, setting, config.compute_samples, config.seed, config.groups()))
@@ -112,8 +126,9 @@ def cluster_setting(config: SettingConfig) -> Setting:
     if config.hardware != hardware.AUTO or not os.environ.get("RAY_ADDRESS"):
         return config.setting()
     device = cluster_device()
-    name = ray.remote(hardware.hardware_name).options(num_cpus=1, num_gpus=int(device == "cuda"),
-                                                      name="measure[hardware]")
+    name = ray.remote(hardware.hardware_name).options(
+        num_cpus=1, num_gpus=int(device == "cuda"), name="measure[hardware]"
+    )
     [found] = actors.when_started([name.remote(device)])
     return dataclasses.replace(config, hardware=found).setting()
 
@@ -137,19 +152,24 @@ def rank_count(config: MeasureConfig, device: str, batch: int) -> int:
     no exchange."""
     if config.ranks:
         if batch % config.ranks:
-            raise ShardCoreError(f"measure.ranks is {config.ranks}, "
-                                 f"which does not divide the batch of {batch}")
+            raise ShardCoreError(
+                f"measure.ranks is {config.ranks}, which does not divide the batch of {batch}"
+            )
         return config.ranks
     kind = "GPU" if device == "cuda" else "CPU"
-    devices = sorted((int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]),
-                     reverse=True)
+    devices = sorted(
+        (int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]), reverse=True
+    )
     if len(devices) < config.hosts:
         raise ShardCoreError(f"measure.hosts is {config.hosts}; the Ray cluster has {len(devices)}")
-    fits = [r * config.hosts for r in range(1, devices[config.hosts - 1] + 1)
-            if batch % (r * config.hosts) == 0]
+    fits = [
+        r * config.hosts for r in range(1, devices[config.hosts - 1] + 1) if batch % (r * config.hosts) == 0
+    ]
     if config.hosts > 1 and not fits:
-        raise ShardCoreError(f"no number of ranks, equally many on each of {config.hosts} hosts, "
-                             f"divides the batch of {batch}; change measure.hosts")
+        raise ShardCoreError(
+            f"no number of ranks, equally many on each of {config.hosts} hosts, "
+            f"divides the batch of {batch}; change measure.hosts"
+        )
     return max(fits, default=1) if device == "cuda" else max([*fits, 2])
 
 
@@ -171,8 +191,10 @@ def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, fo
     if not missing and not disturbed():
         return 0
     reference = reference_request(run.tables_with_lookups(pool), setting, config.groups())
-    count, usual_ms = (min(actor_count(config, device), len(missing) or 1),
-                       dataset.usual_ms(folder, setting, reference))
+    count, usual_ms = (
+        min(actor_count(config, device), len(missing) or 1),
+        dataset.usual_ms(folder, setting, reference),
+    )
     transport = RayTransport(BenchSpec(setting, device, config.kernels(), reference))
     with Supervisor(transport, count, usual_ms, config.chunk, config.hang_s, logger) as workers:
         workers.calibrate(missing or disturbed())
@@ -184,8 +206,13 @@ def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, fo
     return len(missing)
 
 
-def _measure(workers: Supervisor, requests: Sequence[ComputeRequest], folder: Path, pool: Sequence[Table],
-             again: bool = False) -> None:
+def _measure(
+    workers: Supervisor,
+    requests: Sequence[ComputeRequest],
+    folder: Path,
+    pool: Sequence[Table],
+    again: bool = False,
+) -> None:
     """Measure requests and keep what comes back at once."""
     logger, progress, failed = get_run_logger(), Progress("compute", len(requests), again), 0
 
@@ -208,8 +235,9 @@ def measure_comm(setting: Setting, config: MeasureConfig, folder: Path) -> int:
     device = cluster_device()
     ranks = rank_count(config, device, setting.batch)
     if ranks < 2:
-        get_run_logger().warning("one GPU cannot exchange: no exchanges are measured, "
-                                 "and problems need to give their links")
+        get_run_logger().warning(
+            "one GPU cannot exchange: no exchanges are measured, and problems need to give their links"
+        )
         return 0
     wanted = wanted_comm(setting, ranks, config)
     requests = list(run.lacking(wanted.items(), dataset.read_ids(folder, "comm")))
@@ -226,20 +254,26 @@ def measure_comm(setting: Setting, config: MeasureConfig, folder: Path) -> int:
     return len(requests)
 
 
-def _exchanges(requests: Sequence[CollectiveRequest], ranks: int, setting: Setting, device: str,
-               config: MeasureConfig) -> Iterator[CollectiveSample]:
+def _exchanges(
+    requests: Sequence[CollectiveRequest], ranks: int, setting: Setting, device: str, config: MeasureConfig
+) -> Iterator[CollectiveSample]:
     """Samples by a gang of the cluster, a chunk of requests after the other."""
     with actors.gang(Exchange, "measure[comm]", ranks, device, config.hosts) as members:
         [address] = actors.when_started([members[0].address.remote()])
-        actors.answers("exchanges", [m.join.remote(i, ranks, address, device, config.comm())
-                                     for i, m in enumerate(members)],
-                       actors.START_S)
+        actors.answers(
+            "exchanges",
+            [m.join.remote(i, ranks, address, device, config.comm()) for i, m in enumerate(members)],
+            actors.START_S,
+        )
         done, some = 0, 1
-        while chunk := requests[done:done + some]:
+        while chunk := requests[done : done + some]:
             began = time.monotonic()
             name = f"measure[comm] {done + len(chunk)}/{len(requests)}"
-            times = actors.answers("exchanges", [m.measure.options(name=name).remote(chunk) for m in members],
-                                   config.hang_s * len(chunk))
+            times = actors.answers(
+                "exchanges",
+                [m.measure.options(name=name).remote(chunk) for m in members],
+                config.hang_s * len(chunk),
+            )
             took_s = time.monotonic() - began
             for n, seen in enumerate(zip(*times, strict=True)):
                 yield collectives.combine(setting, chunk[n], seen, order=done + n)

@@ -39,13 +39,22 @@ def history(client: mlflow.MlflowClient, name: str) -> list[ModelRecord]:
     for i, (version, begin) in enumerate(changes):
         end = changes[i + 1][1] if i + 1 < len(changes) else None
         reigns.setdefault(version, []).append((begin, end))
-    return [ModelRecord(version=str(v.version), registered_at=v.creation_timestamp / 1000,
-                        error=_number(v.tags.get("score")), noise=_number(v.tags.get(NOISE)),
-                        replay_error=_number(found.get("replays/mape")),
-                        replay_noise=_number(found.get("replays/noise")), gate=v.tags.get("gate", ""),
-                        setting=v.tags.get("setting", ""), reigns=tuple(reigns.get(str(v.version), ())),
-                        data=v.tags.get("data", ""))
-            for v in client.search_model_versions(f"name = '{name}'") for found in [_metrics(client, v)]]
+    return [
+        ModelRecord(
+            version=str(v.version),
+            registered_at=v.creation_timestamp / 1000,
+            error=_number(v.tags.get("score")),
+            noise=_number(v.tags.get(NOISE)),
+            replay_error=_number(found.get("replays/mape")),
+            replay_noise=_number(found.get("replays/noise")),
+            gate=v.tags.get("gate", ""),
+            setting=v.tags.get("setting", ""),
+            reigns=tuple(reigns.get(str(v.version), ())),
+            data=v.tags.get("data", ""),
+        )
+        for v in client.search_model_versions(f"name = '{name}'")
+        for found in [_metrics(client, v)]
+    ]
 
 
 def _changes(client: mlflow.MlflowClient, name: str) -> list[tuple[str, float]]:

@@ -49,9 +49,14 @@ def owned() -> Iterator[None]:
     end_left()
     # Only this process holds the write end. So the pipe closes however this process ends.
     read, write = os.pipe()
-    guardian = subprocess.Popen([sys.executable, "-I", "-S", __file__, short_temporary()], stdin=read,
-                                stdout=subprocess.PIPE, text=True,
-                                cwd="/", start_new_session=True)
+    guardian = subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, short_temporary()],
+        stdin=read,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd="/",
+        start_new_session=True,
+    )
     os.close(read)
     folder = guardian.stdout.readline().strip()
     if not folder:
@@ -144,6 +149,7 @@ def main() -> None:
 
 def _sweep(folder: str) -> None:
     """End a run's processes, and remove its folder."""
+
     def all_left() -> list[int]:
         return [pid for pid in _pids() if _carries(pid, RUN, folder)]
 

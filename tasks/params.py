@@ -8,8 +8,17 @@ from shardcore.io.schema import build, read_yaml, show
 from tasks import paths
 
 T = TypeVar("T")
-SECTIONS = ("setting", "tables", "measure", "train", "train_policy", "evaluate", "promote", "publish",
-            "stack")
+SECTIONS = (
+    "setting",
+    "tables",
+    "measure",
+    "train",
+    "train_policy",
+    "evaluate",
+    "promote",
+    "publish",
+    "stack",
+)
 
 
 def require_section(name: str, path: str | Path = paths.PARAMS) -> None:
@@ -18,8 +27,10 @@ def require_section(name: str, path: str | Path = paths.PARAMS) -> None:
     DVC needs it: without it a stage runs, and DVC then fails to keep its result.
     """
     if name not in (read_yaml(path) or {}):
-        raise ShardCoreError(f"{path} has no section {name!r}, which is newer than the file; add the line "
-                             f"`{name}: {{}}`, for its defaults")
+        raise ShardCoreError(
+            f"{path} has no section {name!r}, which is newer than the file; add the line "
+            f"`{name}: {{}}`, for its defaults"
+        )
 
 
 def section(name: str, cls: type[T], path: str | Path = paths.PARAMS) -> T:
@@ -29,7 +40,8 @@ def section(name: str, cls: type[T], path: str | Path = paths.PARAMS) -> T:
         raise ShardCoreError(f"{path} holds {type(params).__name__}; it needs sections with keys")
     unknown = sorted(map(str, set(params) - set(SECTIONS)))
     if unknown:
-        raise ShardCoreError(f"{path} has an unknown section {show(unknown[0])}; "
-                             f"known are {', '.join(SECTIONS)}")
+        raise ShardCoreError(
+            f"{path} has an unknown section {show(unknown[0])}; known are {', '.join(SECTIONS)}"
+        )
     found = params.get(name)
     return build(cls, {} if found is None else found, f"{path}, section {name!r}")

@@ -34,23 +34,40 @@ def register_policy(client: mlflow.MlflowClient, folder: Path) -> ModelVersion:
     cost_name = registry.model_name(policy.setting.hardware)
     of_digest = {v.tags.get(DIGEST_TAG): v for v in client.search_model_versions(f"name = '{cost_name}'")}
     if trained_on not in of_digest:
-        raise ShardCoreError(f"policy in {folder} was trained against cost model {trained_on}, of "
-                             f"which {cost_name!r} has no version; train it again (dvc repro train_policy)")
+        raise ShardCoreError(
+            f"policy in {folder} was trained against cost model {trained_on}, of "
+            f"which {cost_name!r} has no version; train it again (dvc repro train_policy)"
+        )
     name = policy_name(policy.name, policy.setting.hardware)
-    existing = [v for v in client.search_model_versions(f"name = '{name}'")
-                if v.tags.get(DIGEST_TAG) == digest]
-    version = existing[0] if existing else _upload_policy(client, folder, name, {
-        DIGEST_TAG: digest, COST_MODEL_TAG: trained_on, "cost_model": cost_name,
-        "cost_model_version": str(of_digest[trained_on].version)})
+    existing = [
+        v for v in client.search_model_versions(f"name = '{name}'") if v.tags.get(DIGEST_TAG) == digest
+    ]
+    version = (
+        existing[0]
+        if existing
+        else _upload_policy(
+            client,
+            folder,
+            name,
+            {
+                DIGEST_TAG: digest,
+                COST_MODEL_TAG: trained_on,
+                "cost_model": cost_name,
+                "cost_model_version": str(of_digest[trained_on].version),
+            },
+        )
+    )
     client.set_registered_model_alias(name, CHAMPION, version.version)
     return version
 
 
-def _upload_policy(client: mlflow.MlflowClient, folder: Path, name: str,
-                   tags: dict[str, str]) -> ModelVersion:
+def _upload_policy(
+    client: mlflow.MlflowClient, folder: Path, name: str, tags: dict[str, str]
+) -> ModelVersion:
     """A new version, from the training's run, or from a run of its own if MLflow does not have that."""
-    runs = mlflow.search_runs(filter_string=f"tags.`{DIGEST_TAG}` = '{tags[DIGEST_TAG]}'", max_results=1,
-                              output_format="list")
+    runs = mlflow.search_runs(
+        filter_string=f"tags.`{DIGEST_TAG}` = '{tags[DIGEST_TAG]}'", max_results=1, output_format="list"
+    )
     if runs:
         run_id = runs[0].info.run_id
     else:
@@ -68,8 +85,10 @@ def champion_policy(client: mlflow.MlflowClient, name: str, hardware: str) -> tu
     registered = policy_name(name, hardware)
     version = registry.find(client, registered, CHAMPION)
     if version is None:
-        raise ShardCoreError(f"there is no policy {name!r} for {hardware!r}: set train_policy.algorithm "
-                             f"in {paths.PARAMS} to it, run `dvc repro train_policy` and then "
-                             f"`python -m flows.promote` ({registered!r} has no alias {CHAMPION!r} at "
-                             f"{mlflow.get_tracking_uri()})")
+        raise ShardCoreError(
+            f"there is no policy {name!r} for {hardware!r}: set train_policy.algorithm "
+            f"in {paths.PARAMS} to it, run `dvc repro train_policy` and then "
+            f"`python -m flows.promote` ({registered!r} has no alias {CHAMPION!r} at "
+            f"{mlflow.get_tracking_uri()})"
+        )
     return registry.downloaded(version, POLICY_JSON, lambda found: read_policy(found[0])), version

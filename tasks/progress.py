@@ -31,17 +31,21 @@ class Progress:
         self._kind, self._total, self._done, self._kernel_s = kind, total, 0, {}
         self._began, self._said = time.monotonic(), 0.0
         self._logger = get_run_logger()
-        self._artifact = create_progress_artifact(0.0, key=f"measure-{kind}",
-                                                  description=f"{total} {kind} samples")
+        self._artifact = create_progress_artifact(
+            0.0, key=f"measure-{kind}", description=f"{total} {kind} samples"
+        )
         self._tags = {"run": runtime.flow_run.name or "", "kind": kind}
         of_run, of_device = {"tag_keys": ("run", "kind")}, {"tag_keys": ("run", "kind", "device")}
-        self._samples_total = Counter("shardcore_measure_samples_total", "Samples measured or failed",
-                                      **of_device)
-        self._kernel_share = Gauge("shardcore_measure_kernel_share", "Share of a device's time in kernels",
-                                   **of_device)
+        self._samples_total = Counter(
+            "shardcore_measure_samples_total", "Samples measured or failed", **of_device
+        )
+        self._kernel_share = Gauge(
+            "shardcore_measure_kernel_share", "Share of a device's time in kernels", **of_device
+        )
         self._wanted = Gauge("shardcore_measure_wanted", "Samples that the run has to measure", **of_run)
-        self._rate = Gauge("shardcore_measure_samples_per_s", "Samples a second, all devices together",
-                           **of_run)
+        self._rate = Gauge(
+            "shardcore_measure_samples_per_s", "Samples a second, all devices together", **of_run
+        )
         self._left_s = Gauge("shardcore_measure_left_s", "Estimated seconds to the end", **of_run)
         self._wanted.set(total, self._tags)
 
@@ -61,8 +65,10 @@ class Progress:
         rate = self._done / elapsed
         line = f"{self._name}: {console.pace(self._done, self._total, elapsed)}"
         if self._kernel_s:
-            line += (f", {100 * sum(self._kernel_s.values()) / len(self._kernel_s) / elapsed:.0f}% "
-                     "of the time in kernels")
+            line += (
+                f", {100 * sum(self._kernel_s.values()) / len(self._kernel_s) / elapsed:.0f}% "
+                "of the time in kernels"
+            )
         console.progress(self._done / self._total, line)
         if elapsed - self._said < _EVERY_S and self._done < self._total:
             return

@@ -73,8 +73,14 @@ def score(metrics: dict[str, float]) -> float:
 
 @task(task_run_name="promote-model")
 @registry.plain_errors()
-def promote_model(folder: Path, measurements: Path, config: PromoteConfig, approve: bool = False,
-                  will_publish: bool = False, replayed: Path = paths.REPLAYS) -> Promotion:
+def promote_model(
+    folder: Path,
+    measurements: Path,
+    config: PromoteConfig,
+    approve: bool = False,
+    will_publish: bool = False,
+    replayed: Path = paths.REPLAYS,
+) -> Promotion:
     """Register the model's files as challenger, and make it champion unless the champion is better.
 
     folder: the model's files.
@@ -89,10 +95,13 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
     model, digest = neural.load(folder), model_files.model_digest(folder)
     whole = load_model([folder, *config.also])
     client = registry.connect()
-    runs = mlflow.search_runs(filter_string=f"tags.`{registry.DIGEST_TAG}` = '{digest}'", max_results=1,
-                              output_format="list")
+    runs = mlflow.search_runs(
+        filter_string=f"tags.`{registry.DIGEST_TAG}` = '{digest}'", max_results=1, output_format="list"
+    )
     tags = {k: str(v) for k, v in model.meta["provenance"].items()} | {
-        "setting": str(whole.setting), _PRECISIONS_TAG: whole.setting.precision}
+        "setting": str(whole.setting),
+        _PRECISIONS_TAG: whole.setting.precision,
+    }
     challenger = registry.register(client, folder, runs[0].info.run_id if runs else None, tags, config.also)
     name, version = challenger.name, str(challenger.version)
     before = registry.find(client, name, registry.CHAMPION)
@@ -109,10 +118,14 @@ def promote_model(folder: Path, measurements: Path, config: PromoteConfig, appro
         return end(champion, f"version {version} is champion already")
     passed, reason = _judge(client, model, measurements, kept, challenger, before, config)
     dropped = {*(before.tags.get(_PRECISIONS_TAG, "").split("+") if before else ()), ""} - {
-        "", *whole.setting.precision.split("+")}
+        "",
+        *whole.setting.precision.split("+"),
+    }
     if dropped:
-        reason += (f"; it has no model for {' and '.join(sorted(dropped))}, as champion {champion} has: name "
-                   "one in promote.also")
+        reason += (
+            f"; it has no model for {' and '.join(sorted(dropped))}, as champion {champion} has: name "
+            "one in promote.also"
+        )
     client.set_model_version_tag(name, version, "gate", ("passed, " if passed else "") + reason)
     if not passed:
         return end(champion, f"version {champion} stays champion; challenger {version} {reason}")
@@ -139,34 +152,52 @@ def promote_policy(folder: Path) -> str | None:
     except ShardCoreError as error:  # the cost model is promoted all the same
         get_run_logger().warning("%s", error)
         return None
-    get_run_logger().info("%s: version %s is champion, trained against cost model version %s", version.name,
-                          version.version, version.tags["cost_model_version"])
+    get_run_logger().info(
+        "%s: version %s is champion, trained against cost model version %s",
+        version.name,
+        version.version,
+        version.tags["cost_model_version"],
+    )
     return str(version.version)
 
 
-def _log_replay_metrics(client: mlflow.MlflowClient, version: ModelVersion,
-                 rows: Sequence[replay_metrics.ReplayRecord]) -> None:
+def _log_replay_metrics(
+    client: mlflow.MlflowClient, version: ModelVersion, rows: Sequence[replay_metrics.ReplayRecord]
+) -> None:
     """Log a model's replay metrics (replays/*) and a plot to its run. Once per set of replays."""
     known = files.digest(replay_records.csv_rows(rows))
     if version.tags.get(_REPLAYS_TAG) == known:
         return
     now_ms = int(1000 * time.time())
-    client.log_batch(version.run_id,
-                     [Metric(f"replays/{k}", v, now_ms, 0) for k, v in replay_metrics.figures(rows).items()])
-    client.log_figure(version.run_id, model_report.predicted_against_replayed(rows, "Replayed plans"),
-                      "replays.png")
+    client.log_batch(
+        version.run_id,
+        [Metric(f"replays/{k}", v, now_ms, 0) for k, v in replay_metrics.figures(rows).items()],
+    )
+    client.log_figure(
+        version.run_id, model_report.predicted_against_replayed(rows, "Replayed plans"), "replays.png"
+    )
     client.set_model_version_tag(version.name, version.version, _REPLAYS_TAG, known)
 
 
-def _judge(client: mlflow.MlflowClient, model: neural.NeuralModel, measurements: Path,
-           kept: Sequence[replays.ReplaySet],
-           challenger: ModelVersion, before: ModelVersion | None, config: PromoteConfig) -> tuple[bool, str]:
+def _judge(
+    client: mlflow.MlflowClient,
+    model: neural.NeuralModel,
+    measurements: Path,
+    kept: Sequence[replays.ReplaySet],
+    challenger: ModelVersion,
+    before: ModelVersion | None,
+    config: PromoteConfig,
+) -> tuple[bool, str]:
     """Whether a challenger passes the gate, and why."""
     known = training.read_held_out(model, measurements)
     new = score(training.judge(model, known))
     client.set_model_version_tag(challenger.name, challenger.version, "score", f"{new:.4f}")
-    client.set_model_version_tag(challenger.name, challenger.version, model_history.NOISE,
-                                 f"{accuracy.noise(accuracy.held_out(known.compute)):.4f}")
+    client.set_model_version_tag(
+        challenger.name,
+        challenger.version,
+        model_history.NOISE,
+        f"{accuracy.noise(accuracy.held_out(known.compute)):.4f}",
+    )
     said = f"score {new:.2f}% (mean error on held-out groups and exchanges)"
     if before is None:
         return True, f"{said}, the first"

@@ -32,8 +32,13 @@ from tasks.setting import SettingConfig
 
 @task(task_run_name="publish-plans")
 @registry.plain_errors()
-def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingConfig, config: PublishConfig,
-                  everything: bool = False) -> str:
+def publish_plans(
+    problems: Sequence[Path],
+    plans: str | Path,
+    wanted: SettingConfig,
+    config: PublishConfig,
+    everything: bool = False,
+) -> str:
     """Search a plan for each problem file, and publish it if it is worth it.
 
     Returns a table of the published plans.
@@ -49,12 +54,17 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     model, version = registry.champion(client, wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware)
     provenance, policy = _provenance(model, version, config), None
     if config.algorithm in LEARNED:
-        policy, of_policy = policy_registry.champion_policy(client, LEARNED[config.algorithm][0],
-                                                            model.setting.hardware)
+        policy, of_policy = policy_registry.champion_policy(
+            client, LEARNED[config.algorithm][0], model.setting.hardware
+        )
         provenance |= {"policy": of_policy.name, "policy_version": str(of_policy.version)}
         if of_policy.tags.get("cost_model_version") != str(version.version):
-            logger.warning("policy version %s was trained against cost model version %s; the champion is %s",
-                           of_policy.version, of_policy.tags.get("cost_model_version"), version.version)
+            logger.warning(
+                "policy version %s was trained against cost model version %s; the champion is %s",
+                of_policy.version,
+                of_policy.tags.get("cost_model_version"),
+                version.version,
+            )
     publisher = Publisher(model, plans, config, provenance, plan_page.page, policy)
     progress = create_progress_artifact(0.0, key="publish-progress", description=f"{len(problems)} problems")
     rows, failures, failed, names, unreached = [], [], [], [], None
@@ -71,16 +81,24 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
             except Exception as error:
                 plain = isinstance(error, ShardCoreError)
                 said = str(error) if plain else repr(error)
-                failures.append(str(ShardCoreError(said if said.startswith(str(path))
-                                                   else f"{path}: {said}")))
+                failures.append(
+                    str(ShardCoreError(said if said.startswith(str(path)) else f"{path}: {said}"))
+                )
                 failed.append(path.stem)
                 unreached = unreached or (failures[-1] if isinstance(error, Unreachable) else None)
-                logger.warning("%s", failures[-1], extra={"problem": path.stem},
-                               exc_info=None if plain else error)
+                logger.warning(
+                    "%s", failures[-1], extra={"problem": path.stem}, exc_info=None if plain else error
+                )
                 continue
             decision = published.decision
-            logger.info("%s: %s, %s ms: %s", decision.problem, decision.outcome, rows[-1][3], decision.reason,
-                        extra={"problem": decision.problem})
+            logger.info(
+                "%s: %s, %s ms: %s",
+                decision.problem,
+                decision.outcome,
+                rows[-1][3],
+                decision.reason,
+                extra={"problem": decision.problem},
+            )
             done = f"{i + 1} of {len(problems)} problems"
             update_progress_artifact(progress, 100.0 * (i + 1) / len(problems), description=done)
         if unreached:  # so the version does not count as published, and the watch asks again
@@ -90,29 +108,52 @@ def publish_plans(problems: Sequence[Path], plans: str | Path, wanted: SettingCo
     store.write(plans, store.MODELS, models_html.encode())
     title = f"Plans under {version.name} version {version.version}"
     table = report.markdown_table(published_report.HEADERS, rows)
-    lines = [f"# {title}", "", *(f"**{x}.**\n" for x in first), f"Model: {known_errors.label(model)}", "",
-             table, "", *(f"- no new plan: {f}" for f in failures)]
+    lines = [
+        f"# {title}",
+        "",
+        *(f"**{x}.**\n" for x in first),
+        f"Model: {known_errors.label(model)}",
+        "",
+        table,
+        "",
+        *(f"- no new plan: {f}" for f in failures),
+    ]
     store.write(plans, store.REPORT, "\n".join(lines).encode(errors="replace"))
     store.write(plans, store.INDEX, index_page.page(_last_decisions(plans)).encode())
-    create_markdown_artifact(report.markdown_table(models_page.HEADERS, models_page.rows(models)),
-                             key="models", description=f"Versions of {version.name}")
+    create_markdown_artifact(
+        report.markdown_table(models_page.HEADERS, models_page.rows(models)),
+        key="models",
+        description=f"Versions of {version.name}",
+    )
     run = _log(plans, names, version, "\n".join(lines), models_html)
     model_link = links.model_version(version.name, version.version)
     run_link = links.mlflow_run(run.info.experiment_id, run.info.run_id)
     where = redacted(str(plans))
-    create_markdown_artifact(f"Under {model_link}, in {where}; pages in MLflow's {run_link}\n\n{table}",
-                             key="published-plans", description=title)
+    create_markdown_artifact(
+        f"Under {model_link}, in {where}; pages in MLflow's {run_link}\n\n{table}",
+        key="published-plans",
+        description=title,
+    )
     if failures:
         logger.info("published:\n%s", report.text_table(published_report.HEADERS, rows))
         named = f"{', '.join(failed[1:4])}{' ...' * (len(failed) > 4)}"
         others = f"; {store.REPORT} and the log say why also of {named}" if len(failed) > 1 else ""
-        raise ShardCoreError(f"{len(failures)} of {len(problems)} problems have no new plan: {failures[0]}"
-                             f"{others}")
+        raise ShardCoreError(
+            f"{len(failures)} of {len(problems)} problems have no new plan: {failures[0]}{others}"
+        )
     outcomes = Counter(row[-1] for row in rows)
-    logger.info("%d plans under %s version %s: %s", len(rows), version.name, version.version,
-                ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items()), extra=console.RESULT)
-    head = [*(f"{x}." for x in first), f"Model: {version.name} version {version.version}, "
-            f"{known_errors.label(model)}"]
+    logger.info(
+        "%d plans under %s version %s: %s",
+        len(rows),
+        version.name,
+        version.version,
+        ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items()),
+        extra=console.RESULT,
+    )
+    head = [
+        *(f"{x}." for x in first),
+        f"Model: {version.name} version {version.version}, {known_errors.label(model)}",
+    ]
     return "\n".join([*head, "", report.text_table(published_report.HEADERS, rows)])
 
 
@@ -133,8 +174,9 @@ def _publish(publisher: Publisher, path: Path, names: list[str]) -> Published:
     """
     problem = files.read_problem(path)
     if problem.name in names:
-        raise ShardCoreError(f"another problem of this run is named {problem.name!r} too; give it a name of "
-                             "its own")
+        raise ShardCoreError(
+            f"another problem of this run is named {problem.name!r} too; give it a name of its own"
+        )
     names.append(problem.name)
     model = publisher.model.for_problem(problem)
     problem.require_setting(model.setting)
@@ -150,21 +192,36 @@ def _provenance(model: CostModel, version: ModelVersion, config: PublishConfig) 
         return found[0] if len(found) == 1 else "+".join(map(str, found))
 
     datasets = {name: digest for each in of_each for name, digest in each.get("datasets", {}).items()}
-    return {"model": version.name, "model_version": str(version.version), "setting": str(model.setting),
-            "data_version": said("data_version", "unversioned"), "data": said("data", "unknown"),
-            "model_git_commit": said("git_commit", "no git"), "model_seed": said("seed", None),
-            **({"datasets": datasets} if datasets else {}),
-            "git_commit": git_commit(), "algorithm": config.algorithm,
-            "budget_evals": config.budget_evals, "seed": config.seed,
-            **({} if config.max_moved_tables is None else {"max_moved_tables": config.max_moved_tables})}
+    return {
+        "model": version.name,
+        "model_version": str(version.version),
+        "setting": str(model.setting),
+        "data_version": said("data_version", "unversioned"),
+        "data": said("data", "unknown"),
+        "model_git_commit": said("git_commit", "no git"),
+        "model_seed": said("seed", None),
+        **({"datasets": datasets} if datasets else {}),
+        "git_commit": git_commit(),
+        "algorithm": config.algorithm,
+        "budget_evals": config.budget_evals,
+        "seed": config.seed,
+        **({} if config.max_moved_tables is None else {"max_moved_tables": config.max_moved_tables}),
+    }
 
 
-def _log(plans: str | Path, names: Sequence[str], version: ModelVersion, table: str,
-         models: str) -> mlflow.ActiveRun:
+def _log(
+    plans: str | Path, names: Sequence[str], version: ModelVersion, table: str, models: str
+) -> mlflow.ActiveRun:
     """An MLflow run with the pages of the published plans, and of the models."""
     with registry.run(run_name=f"publish-{version.name}-{version.version}") as run:
-        mlflow.set_tags({"stage": "publish", "model": version.name, "model_version": str(version.version),
-                         "plans": redacted(str(plans))})
+        mlflow.set_tags(
+            {
+                "stage": "publish",
+                "model": version.name,
+                "model_version": str(version.version),
+                "plans": redacted(str(plans)),
+            }
+        )
         mlflow.set_tag("mlflow.note.content", table)
         mlflow.log_text(models, store.MODELS)
         for name in names:

@@ -71,9 +71,13 @@ def read(client: mlflow.MlflowClient, model: str) -> PublishState:
     champion = found.aliases.get(registry.CHAMPION)
     published, publishing = _tag(found.tags, PUBLISHED), _tag(found.tags, PUBLISHING)
     return PublishState(
-        model, None if champion is None else str(champion), published=published.get("version"),
-        at=_time(published.get("at")), publishing=publishing.get("version"),
-        until=_time(publishing.get("until")))
+        model,
+        None if champion is None else str(champion),
+        published=published.get("version"),
+        at=_time(published.get("at")),
+        publishing=publishing.get("version"),
+        until=_time(publishing.get("until")),
+    )
 
 
 def claim(client: mlflow.MlflowClient, model: str, version: str) -> None:
@@ -82,8 +86,7 @@ def claim(client: mlflow.MlflowClient, model: str, version: str) -> None:
 
 
 @contextmanager
-def publishing(client: mlflow.MlflowClient, version: ModelVersion,
-               everything: bool = True) -> Iterator[None]:
+def publishing(client: mlflow.MlflowClient, version: ModelVersion, everything: bool = True) -> Iterator[None]:
     """Publish under a version: claimed while it lasts, recorded at its end. Not recorded after an exception.
 
     everything: all problems are published. Otherwise nothing is claimed or recorded.

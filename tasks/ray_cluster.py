@@ -32,7 +32,8 @@ _LOCAL_RAY = {
     # A cluster of more than one machine would listen at all addresses.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # Nobody will start another head: everything ends with it.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+}
 
 _NEEDED = ("gcs_server", "raylet")
 _LOOK_EVERY_S, _LAST_WORDS_S = 0.5, 5.0
@@ -47,19 +48,29 @@ def ray_cluster() -> Iterator[None]:
     from prefect import runtime
 
     address = os.environ.get("RAY_ADDRESS") or "local"
-    options = {"log_to_driver": False, "logging_level": logging.WARNING,
-               "namespace": runtime.flow_run.name or None}
+    options = {
+        "log_to_driver": False,
+        "logging_level": logging.WARNING,
+        "namespace": runtime.flow_run.name or None,
+    }
     of_our_own, connected = address == "local", threading.Event()
-    lost, every_s, looks = ((_lost_process(), _LOOK_EVERY_S, 1) if of_our_own
-                            else (_lost_head(address, connected), _ASK_EVERY_S, _ASKED))
+    lost, every_s, looks = (
+        (_lost_process(), _LOOK_EVERY_S, 1)
+        if of_our_own
+        else (_lost_head(address, connected), _ASK_EVERY_S, _ASKED)
+    )
     with owned.owned() if of_our_own else nullcontext(), _ending_with_it(lost, every_s, looks) as still_there:
         try:
             if of_our_own:
                 _close()
                 with owned.serving():
-                    ray.init(address=address, object_store_memory=_LOCAL_OBJECT_STORE_BYTES,
-                             include_dashboard=False,
-                             _node_ip_address=services.LOOPBACK[0], **options)
+                    ray.init(
+                        address=address,
+                        object_store_memory=_LOCAL_OBJECT_STORE_BYTES,
+                        include_dashboard=False,
+                        _node_ip_address=services.LOOPBACK[0],
+                        **options,
+                    )
             else:
                 if address != "auto":
                     services.require_answer(address, "Ray (RAY_ADDRESS)")
@@ -67,8 +78,9 @@ def ray_cluster() -> Iterator[None]:
         except ShardCoreError:
             raise
         except Exception as error:  # Ray raises many kinds, Exception itself among them
-            raise ShardCoreError(f"cannot connect to Ray at {address}: "
-                                 f"{' '.join(str(error).split())[:200]}") from None
+            raise ShardCoreError(
+                f"cannot connect to Ray at {address}: {' '.join(str(error).split())[:200]}"
+            ) from None
         connected.set()
         try:
             yield

@@ -67,21 +67,24 @@ def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mappin
     yaml = YAML()
     yaml.preserve_quotes, yaml.width = True, 130
     yaml.representer.add_representer(  # or it leaves out the null of lines that nobody changes
-        type(None), lambda representer, _: representer.represent_scalar("tag:yaml.org,2002:null", "null"))
+        type(None), lambda representer, _: representer.represent_scalar("tag:yaml.org,2002:null", "null")
+    )
     # A section that is wrong already must not be blamed on the overrides.
     for name, cls in sections.items():
         params.section(name, cls)
     document = yaml.load(paths.PARAMS) or {}
     unknown = sorted(set(overrides) - set(sections))
     if unknown:
-        raise ShardCoreError(f"overrides have an unknown section {unknown[0]!r}; known are "
-                             f"{', '.join(sections)}")
+        raise ShardCoreError(
+            f"overrides have an unknown section {unknown[0]!r}; known are {', '.join(sections)}"
+        )
     changed = False
     for name, values in overrides.items():
         section = document.get(name) or {}
         if not isinstance(values, Mapping):
-            raise ShardCoreError(f"overrides, section {name!r} is {values!r}; it needs to be an object with "
-                                 "keys")
+            raise ShardCoreError(
+                f"overrides, section {name!r} is {values!r}; it needs to be an object with keys"
+            )
         schema.build(sections[name], {**section, **values}, f"overrides, section {name!r}")
         for key, value in values.items():
             if key not in section or section[key] != value:
@@ -127,12 +130,15 @@ def repro(target: Stage) -> list[StageRun]:
                 done = 100.0 * stages.index(found[2]) / len(stages)
                 update_progress_artifact(progress, done, description=f"stage {found[2]}")
         if process.wait():
-            raise ShardCoreError(why(errors)
-                                 or f"dvc repro {target} ended with exit code {process.returncode}")
+            raise ShardCoreError(
+                why(errors) or f"dvc repro {target} ended with exit code {process.returncode}"
+            )
     update_progress_artifact(progress, 100.0, description=f"stage {target} is up to date")
     ends = [since for _, since in begun.values()][1:] + [time.monotonic()]
-    return [StageRun(stage, ran, end - since if ran else 0.0)
-            for (stage, (ran, since)), end in zip(begun.items(), ends, strict=True)]
+    return [
+        StageRun(stage, ran, end - since if ran else 0.0)
+        for (stage, (ran, since)), end in zip(begun.items(), ends, strict=True)
+    ]
 
 
 def _said(process: subprocess.Popen) -> Iterator[str]:
@@ -161,9 +167,14 @@ def forget_dead_users() -> None:
             fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
                 users = schema.read_json(_DVC_USERS)
-                left = {"write": {path: user for path, user in users["write"].items() if _works(user["pid"])},
-                        "read": {path: kept for path, each in users["read"].items()
-                                 if (kept := [user for user in each if _works(user["pid"])])}}
+                left = {
+                    "write": {path: user for path, user in users["write"].items() if _works(user["pid"])},
+                    "read": {
+                        path: kept
+                        for path, each in users["read"].items()
+                        if (kept := [user for user in each if _works(user["pid"])])
+                    },
+                }
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
                 left = {}
             files.write_atomic(_DVC_USERS, json.dumps(left).encode())
@@ -187,16 +198,18 @@ def why(errors: Sequence[str]) -> str:
         return f"{first} {', '.join(holders)}; wait until that has ended, or end it"
     if first.startswith("Unable to acquire lock") and _DVC_LOCK.exists():
         holder = schema.read_bytes(_DVC_LOCK, 4096).decode(errors="replace").strip()
-        return (f"{_DVC_LOCK} is held by process {holder}, another DVC in this folder; wait until that has "
-                "ended, or end it")
+        return (
+            f"{_DVC_LOCK} is held by process {holder}, another DVC in this folder; wait until that has "
+            "ended, or end it"
+        )
     return first
 
 
 def stages_of(target: Stage) -> tuple[str, ...]:
     """All stages of a refresh of `target`."""
     if target == OPTIONAL:
-        return (*STAGES[:STAGES.index("train") + 1], OPTIONAL)
-    return tuple(STAGES[:STAGES.index(target) + 1]) + (AFTER if target == STAGES[-1] else ())
+        return (*STAGES[: STAGES.index("train") + 1], OPTIONAL)
+    return tuple(STAGES[: STAGES.index(target) + 1]) + (AFTER if target == STAGES[-1] else ())
 
 
 def heading(stage: str, target: Stage, runs: bool = True) -> str:
@@ -212,13 +225,16 @@ def announce(stage: str, target: Stage, runs: bool = True) -> None:
 def require_pushable() -> None:
     """Raise ShardCoreError unless DVC has a remote to push to and git a branch to commit on."""
     if _git("symbolic-ref", "--quiet", "HEAD").returncode:
-        raise ShardCoreError(f"{os.getcwd()} is on no branch of a git repository, so {paths.LOCK} cannot be "
-                             "committed; check one out, or refresh without push")
+        raise ShardCoreError(
+            f"{os.getcwd()} is on no branch of a git repository, so {paths.LOCK} cannot be "
+            "committed; check one out, or refresh without push"
+        )
     process = _dvc("config", "core.remote")
     found = process.stdout.read().strip()
     if process.wait() or not found:
-        raise ShardCoreError("DVC has no remote to push to; `dvc remote add --default NAME URL`, or refresh "
-                             "without push")
+        raise ShardCoreError(
+            "DVC has no remote to push to; `dvc remote add --default NAME URL`, or refresh without push"
+        )
 
 
 @task(task_run_name="push-{target}")
@@ -245,15 +261,20 @@ def push_data(target: Stage) -> str | None:
 def _dvc(*arguments: str, **env: str) -> subprocess.Popen:
     # The stages' `python` is this one.
     here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return subprocess.Popen([sys.executable, "-m", "dvc", *arguments], stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT,
-                            text=True, env={**os.environ, **env, "PATH": here})
+    return subprocess.Popen(
+        [sys.executable, "-m", "dvc", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **env, "PATH": here},
+    )
 
 
 def _git(*arguments: str) -> subprocess.CompletedProcess:
     try:
-        return subprocess.run(["git", *arguments], text=True, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, check=False)
+        return subprocess.run(
+            ["git", *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+        )
     except OSError as error:
         raise ShardCoreError(f"git cannot be run: {error.strerror}") from None
 

@@ -55,9 +55,11 @@ def connect() -> mlflow.MlflowClient:
     uri = mlflow.get_tracking_uri()
     scheme, separator, _ = uri.partition("://")
     if scheme == "file" or not separator and not scheme.startswith("databricks"):
-        raise ShardCoreError(f"MLflow's store is {uri!r} (MLFLOW_TRACKING_URI), a folder, which MLflow does "
-                             "not write any more; it needs a database or server, such as "
-                             "sqlite:///mlflow.db or http://127.0.0.1:5000")
+        raise ShardCoreError(
+            f"MLflow's store is {uri!r} (MLFLOW_TRACKING_URI), a folder, which MLflow does "
+            "not write any more; it needs a database or server, such as "
+            "sqlite:///mlflow.db or http://127.0.0.1:5000"
+        )
     if uri.startswith("http"):
         services.require_answer(uri, "MLflow (MLFLOW_TRACKING_URI)")
     try:
@@ -65,8 +67,7 @@ def connect() -> mlflow.MlflowClient:
         client = mlflow.MlflowClient()
         _end_left_runs(client)
     except (MlflowException, OSError) as error:
-        raise ShardCoreError(f"MLflow cannot be used at {uri}: "
-                             f"{_line(error)}") from None
+        raise ShardCoreError(f"MLflow cannot be used at {uri}: {_line(error)}") from None
     return client
 
 
@@ -77,9 +78,11 @@ def plain_errors() -> Iterator[None]:
     try:
         yield
     except (MlflowException, RequestException) as error:
-        raise ShardCoreError(f"MLflow failed at {mlflow.get_tracking_uri()}: "
-                             f"{_line(error)}; what was finished is kept, and a rerun "
-                             "goes on from there") from None
+        raise ShardCoreError(
+            f"MLflow failed at {mlflow.get_tracking_uri()}: "
+            f"{_line(error)}; what was finished is kept, and a rerun "
+            "goes on from there"
+        ) from None
 
 
 @contextmanager
@@ -106,11 +109,13 @@ def find(client: mlflow.MlflowClient, name: str, alias: str) -> ModelVersion | N
     try:
         return client.get_model_version_by_alias(name, alias)
     except MlflowException as error:
-        if error.error_code == "RESOURCE_DOES_NOT_EXIST" or (error.error_code == "INVALID_PARAMETER_VALUE"
-                                                            and "alias" in str(error)):
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST" or (
+            error.error_code == "INVALID_PARAMETER_VALUE" and "alias" in str(error)
+        ):
             return None
-        raise ShardCoreError(f"the registry cannot say which version of {name!r} is {alias}: "
-                             f"{_line(error)}") from None
+        raise ShardCoreError(
+            f"the registry cannot say which version of {name!r} is {alias}: {_line(error)}"
+        ) from None
 
 
 def _line(error: Exception) -> str:
@@ -118,8 +123,13 @@ def _line(error: Exception) -> str:
     return shortened(" ".join(str(error).split()), 200)
 
 
-def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None, tags: dict[str, str],
-             also: Sequence[str | Path] = ()) -> ModelVersion:
+def register(
+    client: mlflow.MlflowClient,
+    folder: Path,
+    run_id: str | None,
+    tags: dict[str, str],
+    also: Sequence[str | Path] = (),
+) -> ModelVersion:
     """The version with a model's files, created on the first call. It becomes challenger.
 
     The card beside the folder becomes its description. also: folders of models for other precisions, which
@@ -128,20 +138,32 @@ def register(client: mlflow.MlflowClient, folder: Path, run_id: str | None, tags
     digest = "+".join(map(model_files.model_digest, [folder, *also]))
     name = model_name(load_model([folder, *also]).setting.hardware)
     # A rerun with the same files must not make a second version.
-    existing = [v for v in client.search_model_versions(f"name = '{name}'")
-                if v.tags.get(DIGEST_TAG) == digest]
-    version = existing[0] if existing else _upload(client, [folder, *also], name, run_id,
-                                                   {**tags, DIGEST_TAG: digest})
+    existing = [
+        v for v in client.search_model_versions(f"name = '{name}'") if v.tags.get(DIGEST_TAG) == digest
+    ]
+    version = (
+        existing[0]
+        if existing
+        else _upload(client, [folder, *also], name, run_id, {**tags, DIGEST_TAG: digest})
+    )
     client.set_registered_model_alias(name, CHALLENGER, version.version)
     if (card := folder.with_name(CARD)).exists():
         version = client.update_model_version(name, version.version, schema.read_text(card))
     return version
 
 
-def _upload(client: mlflow.MlflowClient, folders: Sequence[str | Path], name: str, run_id: str | None,
-            tags: dict[str, str]) -> ModelVersion:
-    with (run(run_id=run_id, run_name=None if run_id else "register"),
-          warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as temporary):
+def _upload(
+    client: mlflow.MlflowClient,
+    folders: Sequence[str | Path],
+    name: str,
+    run_id: str | None,
+    tags: dict[str, str],
+) -> ModelVersion:
+    with (
+        run(run_id=run_id, run_name=None if run_id else "register"),
+        warnings.catch_warnings(action="ignore"),
+        tempfile.TemporaryDirectory() as temporary,
+    ):
         each = [one for folder in folders for one in model_files.model_folders(folder)]
         whole = Path(temporary, "model") if len(each) > 1 else each[0]
         for one in each if len(each) > 1 else ():
@@ -160,8 +182,9 @@ def _upload(client: mlflow.MlflowClient, folders: Sequence[str | Path], name: st
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
     version = client.create_model_version(name, info.model_uri, tags=tags, model_id=info.model_id)
-    client.set_logged_model_tags(info.model_id, {
-        MLFLOW_MODEL_VERSIONS: json.dumps([{"name": name, "version": version.version}])})
+    client.set_logged_model_tags(
+        info.model_id, {MLFLOW_MODEL_VERSIONS: json.dumps([{"name": name, "version": version.version}])}
+    )
     return version
 
 
@@ -173,17 +196,21 @@ def download(version: ModelVersion) -> CostModel:
 def downloaded(version: ModelVersion, name: str, load: Callable[[Sequence[Path]], T]) -> T:
     """The content of a version, loaded from the folders with a file of this name."""
     with tempfile.TemporaryDirectory() as temporary:
-        path = mlflow.artifacts.download_artifacts(f"models:/{version.name}/{version.version}",
-                                                   dst_path=temporary)
+        path = mlflow.artifacts.download_artifacts(
+            f"models:/{version.name}/{version.version}", dst_path=temporary
+        )
         folders = [p.parent for p in Path(path).rglob(name)]
         if not folders:
-            raise ShardCoreError(f"version {version.version} of {version.name} holds no {name}; "
-                                 "it was not registered by ShardCore")
+            raise ShardCoreError(
+                f"version {version.version} of {version.name} holds no {name}; "
+                "it was not registered by ShardCore"
+            )
         try:
             return load(folders)
         except ShardCoreError as error:
-            raise ShardCoreError(f"version {version.version} of {version.name} holds no model that works: "
-                                 f"{error}") from None
+            raise ShardCoreError(
+                f"version {version.version} of {version.name} holds no model that works: {error}"
+            ) from None
 
 
 def champion(client: mlflow.MlflowClient, hardware: str) -> tuple[CostModel, ModelVersion]:
@@ -191,7 +218,9 @@ def champion(client: mlflow.MlflowClient, hardware: str) -> tuple[CostModel, Mod
     name = model_name(hardware)
     version = find(client, name, CHAMPION)
     if version is None:
-        raise ShardCoreError(f"model {name!r} has no version with the alias {CHAMPION!r} in the registry at "
-                             f"{mlflow.get_tracking_uri()}; run `python -m flows.promote`, or set the alias "
-                             "in MLflow")
+        raise ShardCoreError(
+            f"model {name!r} has no version with the alias {CHAMPION!r} in the registry at "
+            f"{mlflow.get_tracking_uri()}; run `python -m flows.promote`, or set the alias "
+            "in MLflow"
+        )
     return download(version), version

@@ -30,19 +30,22 @@ Run = Callable[[Sequence[Workload]], list[StepSample]]
 
 
 @contextmanager
-def replaying(ranks: int, setting: Setting, config: ReplayConfig,
-              reference: dataset.ReferenceOp | None = None) -> Iterator[Run]:
+def replaying(
+    ranks: int, setting: Setting, config: ReplayConfig, reference: dataset.ReferenceOp | None = None
+) -> Iterator[Run]:
     """A gang that replays plans of one problem after those of another, each call as `replay`, beside a
     dataset's reference op; it ends with the context."""
     device = cluster_device()
     shared = actors.rank_cpus(ranks) < 1 and device == "cpu"
     with actors.gang(ReplayRank, "replay", ranks, device) as members:
+
         def run(workloads: Sequence[Workload]) -> list[StepSample]:
             for workload in workloads:
                 # GPUs are the cluster's, not this machine's
                 require_replayable(workload, workloads[0], setting, "cpu")
-            found = combine_all(_marks(members, workloads, setting, config, device, reference), reference,
-                                workloads[0].job)
+            found = combine_all(
+                _marks(members, workloads, setting, config, device, reference), reference, workloads[0].job
+            )
             return [dataclasses.replace(cost, oversubscribed=shared) for cost in found]
 
         yield run
@@ -68,8 +71,9 @@ class EachProblem:
                 raise ShardCoreError(f"{error}{self._said()}") from None
             plain = isinstance(error, ShardCoreError)
             self.failed[name] = str(ShardCoreError(f"{name}: {error if plain else repr(error)}"))
-            get_run_logger().warning("%s", self.failed[name], extra={"problem": name},
-                                     exc_info=None if plain else error)
+            get_run_logger().warning(
+                "%s", self.failed[name], extra={"problem": name}, exc_info=None if plain else error
+            )
             self._run = None
             try:
                 self._stack.close()
@@ -103,8 +107,9 @@ class EachProblem:
 
 
 @task(task_run_name="replay")
-def replay(workloads: Sequence[Workload], setting: Setting,
-           config: ReplayConfig | None = None) -> list[StepSample]:
+def replay(
+    workloads: Sequence[Workload], setting: Setting, config: ReplayConfig | None = None
+) -> list[StepSample]:
     """Replay plans of one problem, as shardcore.measure.replay.replay_all, on one host of the connected
     cluster: its GPUs where it has some, else its CPU cores. (Gloo; NCCL is written for the same interface and
     has not been run here.)
@@ -145,11 +150,13 @@ def measure_steps(pool_path: Path, setting: Setting, config: MeasureConfig, fold
     return total
 
 
-def wanted_steps(pool: Sequence[Table], setting: Setting, devices: int,
-                 config: MeasureConfig) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
+def wanted_steps(
+    pool: Sequence[Table], setting: Setting, devices: int, config: MeasureConfig
+) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
     """The first step_samples plans of the seed's draws, by their problems."""
-    return first_step_plans(pool, config.step_samples, setting, devices, config.steps().arena_bytes,
-                            config.seed)
+    return first_step_plans(
+        pool, config.step_samples, setting, devices, config.steps().arena_bytes, config.seed
+    )
 
 
 def why_no_steps(pool: Sequence[Table], setting: Setting, devices: int, config: MeasureConfig) -> str | None:
@@ -168,8 +175,9 @@ def step_devices(config: MeasureConfig, batch: int) -> int:
     device = cluster_device()
     most = rank_count(config, device, batch) // config.hosts
     if device == "cpu":
-        largest = max((node["Resources"] for node in ray.nodes() if node["Alive"]),
-                      key=lambda r: r.get("CPU", 0))
+        largest = max(
+            (node["Resources"] for node in ray.nodes() if node["Alive"]), key=lambda r: r.get("CPU", 0)
+        )
         # the reference op's shards are as large
         most = int(min(most, with_room(largest, config.arena_bytes)))
     return devices_of_a_host(most, batch)
@@ -183,12 +191,21 @@ def devices_of_a_host(most: int, batch: int) -> int:
     return max(n for n in range(1, max(1, min(most, there)) + 1) if batch % n == 0)
 
 
-def _marks(members: Sequence[Any], workloads: Sequence[Workload], setting: Setting, config: ReplayConfig,
-           device: str, reference: dataset.ReferenceOp | None) -> list[tuple[list[np.ndarray], np.ndarray]]:
+def _marks(
+    members: Sequence[Any],
+    workloads: Sequence[Workload],
+    setting: Setting,
+    config: ReplayConfig,
+    device: str,
+    reference: dataset.ReferenceOp | None,
+) -> list[tuple[list[np.ndarray], np.ndarray]]:
     """What replay_rank gives of each rank."""
     [address] = actors.when_started([members[0].address.remote()])
     given = ray.put(list(workloads))
-    calls = [m.run.options(name=f"replay {len(workloads)} plans").remote(rank, address, given, setting,
-                                                                         config, device, reference)
-             for rank, m in enumerate(members)]
+    calls = [
+        m.run.options(name=f"replay {len(workloads)} plans").remote(
+            rank, address, given, setting, config, device, reference
+        )
+        for rank, m in enumerate(members)
+    ]
     return actors.answers("replay", calls, config.timeout_s, actors.silence(members))

@@ -84,8 +84,13 @@ def _answer(model: ProbabilisticCostModel, shards: tuple[Shard, ...], batch: int
     # A group has no device of its own. out_of_range needs a workload, so one is made up.
     device = Topology((Device(1),), model.setting.hardware)
     alone = Workload((ops,), np.zeros((len(CHANNELS), 1)), (0,), device, batch)
-    return {"ms": ms, "forward_ms": share * ms, "low_ms": low, "high_ms": high,
-            "extrapolated": model.out_of_range(alone)}
+    return {
+        "ms": ms,
+        "forward_ms": share * ms,
+        "low_ms": low,
+        "high_ms": high,
+        "extrapolated": model.out_of_range(alone),
+    }
 
 
 # --- input --------------------------------------------------------------------------------------------------
@@ -96,8 +101,9 @@ def _group(data: Any, what: str, setting: Setting) -> tuple[tuple[Shard, ...], i
     _check_keys(data, what, "shards", "batch")
     batch = data.get("batch", setting.batch)
     if not (schema.is_whole(batch) and 1 <= batch <= MOST_BATCH):
-        raise ShardCoreError(f"{what} has batch {schema.show(batch)}; it needs a whole number of samples, 1 "
-                             f"to {MOST_BATCH}")
+        raise ShardCoreError(
+            f"{what} has batch {schema.show(batch)}; it needs a whole number of samples, 1 to {MOST_BATCH}"
+        )
     if not isinstance(data["shards"], list):
         raise ShardCoreError(f"{what} has shards {schema.show(data['shards'])}; it needs a list")
     shards = tuple(_shard(s, f"{what}, shard {i}", setting) for i, s in enumerate(data["shards"]))
@@ -112,17 +118,21 @@ def _shard(data: Any, what: str, setting: Setting) -> Shard:
     _check_keys(data, what, "table", "rows", "columns")
     table = files.table_from_json(data["table"], what)
     if table.precision not in setting.precision.split("+"):
-        raise SettingMismatch(f"{what}: table {table.name!r} is {table.precision}; the model is for "
-                              f"({setting})")
+        raise SettingMismatch(
+            f"{what}: table {table.name!r} is {table.precision}; the model is for ({setting})"
+        )
     if table.in_host_memory:
-        raise ShardCoreError(f"{what}: table {table.name!r} has load_factor {table.load_factor:g}; a group "
-                             "has no link to host memory that could be priced, so it needs 1")
+        raise ShardCoreError(
+            f"{what}: table {table.name!r} has load_factor {table.load_factor:g}; a group "
+            "has no link to host memory that could be priced, so it needs 1"
+        )
     ends = []
     for name, size in (("rows", table.rows), ("columns", table.dim)):
         found = data.get(name, [0, size])
         if not (isinstance(found, list) and len(found) == 2 and all(map(schema.is_whole, found))):
-            raise ShardCoreError(f"{what} has {name} {schema.show(found)}; it needs [low, high], two whole "
-                                 "numbers")
+            raise ShardCoreError(
+                f"{what} has {name} {schema.show(found)}; it needs [low, high], two whole numbers"
+            )
         ends += found
     try:
         return Shard(table, *ends)
@@ -132,12 +142,14 @@ def _shard(data: Any, what: str, setting: Setting) -> Shard:
 
 def _check_keys(data: Any, what: str, needed: str, *optional: str) -> None:
     if not isinstance(data, dict):
-        raise ShardCoreError(f"{what} is {schema.show(data)}; it needs to be an object with the key "
-                             f"{needed!r}")
+        raise ShardCoreError(
+            f"{what} is {schema.show(data)}; it needs to be an object with the key {needed!r}"
+        )
     unknown = sorted(map(schema.show, set(data) - {needed, *optional}))
     if unknown:
-        raise ShardCoreError(f"{what} has an unknown key {unknown[0]}; known are "
-                             f"{', '.join((needed, *optional))}")
+        raise ShardCoreError(
+            f"{what} has an unknown key {unknown[0]}; known are {', '.join((needed, *optional))}"
+        )
     if needed not in data:
         raise ShardCoreError(f"{what} lacks the key {needed!r}")
 

@@ -48,8 +48,13 @@ def reach_directly(env: MutableMapping[str, str], *hosts: str) -> None:
         env["no_proxy"] = env["NO_PROXY"] = ",".join(dict.fromkeys([*known, *LOOPBACK, *hosts]))
 
 
-def get(url: str, headers: Mapping[str, str] | None = None, data: bytes | None = None,
-        timeout_s: float = 5.0, method: str | None = None) -> bytes:
+def get(
+    url: str,
+    headers: Mapping[str, str] | None = None,
+    data: bytes | None = None,
+    timeout_s: float = 5.0,
+    method: str | None = None,
+) -> bytes:
     """The answer of a service on this machine, without a proxy. Raises OSError if it refuses or is silent.
 
     method: of HTTP. None: GET, or POST if there are data.
@@ -57,7 +62,8 @@ def get(url: str, headers: Mapping[str, str] | None = None, data: bytes | None =
     request = urllib.request.Request(url, data, dict(headers or {}), method=method)
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
-                request, timeout=timeout_s) as answer:
+            request, timeout=timeout_s
+        ) as answer:
             return answer.read()
     except http.client.HTTPException as error:
         raise OSError(f"{url} does not speak HTTP: {error!r}") from None
@@ -88,8 +94,9 @@ def require_answer(address: str, what: str) -> None:
         with socket.create_connection((url.hostname, port), timeout=_PATIENCE_S):
             pass
     except (OSError, ValueError) as error:
-        raise ShardCoreError(f"{what} does not answer at {address}: {error}; start it, or unset the address "
-                             "to use a local one") from None
+        raise ShardCoreError(
+            f"{what} does not answer at {address}: {error}; start it, or unset the address to use a local one"
+        ) from None
 
 
 @contextmanager
@@ -116,13 +123,28 @@ def _own_server() -> Iterator[tuple[str, subprocess.Popen]]:
     folder = tempfile.mkdtemp(prefix="prefect-")
     with owned.serving():
         server = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port),
-             "--no-ui"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env={**os.environ, "PREFECT_SERVER_API_AUTH_STRING": user,
-                 "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder}/prefect.db"},
+            [
+                sys.executable,
+                "-m",
+                "prefect",
+                "server",
+                "start",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+                "--no-ui",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={
+                **os.environ,
+                "PREFECT_SERVER_API_AUTH_STRING": user,
+                "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder}/prefect.db",
+            },
             # A terminal's interrupt is not for it: runs have to tell it how they ended.
-            start_new_session=True)
+            start_new_session=True,
+        )
     try:
         _wait_healthy(f"{url}/health", server)
         os.environ.update(client)
@@ -152,15 +174,20 @@ def _wait_healthy(url: str, server: subprocess.Popen, timeout_s: float = 120) ->
             return
         except OSError:
             time.sleep(0.2)
-    ended = (f"ended with exit code {server.returncode}" if server.poll() is not None
-             else f"was not up within {timeout_s:.0f} s")
+    ended = (
+        f"ended with exit code {server.returncode}"
+        if server.poll() is not None
+        else f"was not up within {timeout_s:.0f} s"
+    )
     raise ShardCoreError(f"a Prefect server of our own at {url} {ended}; `prefect server start` shows why")
 
 
 def away(error: httpx.HTTPError) -> str:
     """An error of Prefect's client in one line."""
-    return (f"Prefect does not answer any more at {os.environ.get('PREFECT_API_URL')}: "
-            f"{str(error) or type(error).__name__}")
+    return (
+        f"Prefect does not answer any more at {os.environ.get('PREFECT_API_URL')}: "
+        f"{str(error) or type(error).__name__}"
+    )
 
 
 class _NoTracebackForUserErrors(logging.Filter):
@@ -191,8 +218,9 @@ def run_flow(flow: Callable[[], object], needs_prefect: bool = True) -> None:
         if console.is_relayed():
             owned.end_with_parent()
         elif needs_prefect and not os.environ.get("PREFECT_API_URL"):
-            os.execv(sys.executable,
-                     [sys.executable, "-m", "tasks.services", sys.executable, *sys.orig_argv[1:]])
+            os.execv(
+                sys.executable, [sys.executable, "-m", "tasks.services", sys.executable, *sys.orig_argv[1:]]
+            )
         with owned.owned():
             reach_directly(os.environ)
             show_user_errors_plainly()

@@ -28,8 +28,11 @@ class SettingConfig:
     optimizer: str = "exact_sgd"
 
     def setting(self) -> Setting:
-        name = (hardware.hardware_name(hardware.detect_device()) if self.hardware == hardware.AUTO
-                else self.hardware)
+        name = (
+            hardware.hardware_name(hardware.detect_device())
+            if self.hardware == hardware.AUTO
+            else self.hardware
+        )
         return Setting(name, self.batch, self.precision, self.optimizer)
 
     def of_dataset_or_local(self, folder: Path) -> Setting:
@@ -47,6 +50,8 @@ class SettingConfig:
         same = [s for s in found if dataclasses.replace(s, hardware=local.hardware) == local]
         if self.hardware == hardware.AUTO and len(same) == 1:
             return same[0]
-        raise ShardCoreError(f"{folder} holds samples for [{'; '.join(map(str, found)) or 'nothing'}]; the "
-                             f"parameters ask for ({local}): run the measure stage for it, or set `setting` "
-                             "in params.yaml to one of them")
+        raise ShardCoreError(
+            f"{folder} holds samples for [{'; '.join(map(str, found)) or 'nothing'}]; the "
+            f"parameters ask for ({local}): run the measure stage for it, or set `setting` "
+            "in params.yaml to one of them"
+        )

@@ -99,18 +99,28 @@ def status(config: StackConfig) -> tuple[str, bool]:
         healthy = healthy and state == "healthy"
         began = service.daemon.started()
         since = datetime.fromtimestamp(began).strftime("%Y-%m-%d %H:%M:%S") if began else "-"
-        rows.append((name, state, since, process.pid if process else "-", service.page or "-",
-                     _shown(service.daemon.log)))
+        rows.append(
+            (
+                name,
+                state,
+                since,
+                process.pid if process else "-",
+                service.page or "-",
+                _shown(service.daemon.log),
+            )
+        )
         if state in ("died", "silent"):
             ends += [f"\n{name}: {state}; the last lines of {_shown(service.daemon.log)}:"]
             ends += [f"  {line[:200]}" for line in service.daemon.last_lines(8)]
     ends += [f"\nstuck: {run}; make up ends it" for run in _lost_runs(stack, prefect_api(config, token))]
     text = report.text_table(("service", "state", "since", "process", "page", "log"), rows)
-    where = {"clients": f". {_shown(folder / 'env.sh')}",
-             "login": f"{USER}, with the password in {_shown(folder / 'token')}; "
-             "Ray's page asks for that alone", "metrics": f"{config.url(config.metrics_port)}/metrics",
-             "flows' logs": _shown(folder / "logs" / "flows.jsonl"),
-             "Ray's logs": _shown(ray_folder(folder) / "session_latest" / "logs")}
+    where = {
+        "clients": f". {_shown(folder / 'env.sh')}",
+        "login": f"{USER}, with the password in {_shown(folder / 'token')}; Ray's page asks for that alone",
+        "metrics": f"{config.url(config.metrics_port)}/metrics",
+        "flows' logs": _shown(folder / "logs" / "flows.jsonl"),
+        "Ray's logs": _shown(ray_folder(folder) / "session_latest" / "logs"),
+    }
     return "\n".join([text, *ends, "", *(f"{k:<12} {v}" for k, v in where.items() if token)]), healthy
 
 
@@ -151,8 +161,9 @@ def _wait(waited: Iterable[Service], began: float, say: Callable[[str], None] = 
         time.sleep(0.2)
 
 
-def _lost_runs(stack: dict[str, Service], api: lost_runs.Api,
-               patience_s: float = 0.0) -> list[lost_runs.LostRun]:
+def _lost_runs(
+    stack: dict[str, Service], api: lost_runs.Api, patience_s: float = 0.0
+) -> list[lost_runs.LostRun]:
     """Runs that a worker which has ended left. None if Prefect does not answer."""
     began = stack["worker"].daemon.started()
     try:
@@ -168,20 +179,27 @@ def _deploy(config: StackConfig, folder: Path, env: dict[str, str]) -> bool:
     """
     file = Path("prefect.yaml")
     if not file.exists():
-        raise ShardCoreError(f"prefect.yaml is not in {os.getcwd()}: the stack is started in the project's "
-                             "folder")
+        raise ShardCoreError(
+            f"prefect.yaml is not in {os.getcwd()}: the stack is started in the project's folder"
+        )
     texts = [config.prefect_database, *(p.read_text() for p in (file, *sorted(Path("flows").glob("*.py"))))]
     version = hashlib.sha256("\n".join(texts).encode()).hexdigest()
     if (known := folder / "deployed").exists() and known.read_text() == version:
         return False
-    done = subprocess.run([sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"], env=env,
-                          text=True,
-                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"],
+        env=env,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     (folder / "logs" / "deploy.log").write_text(done.stdout)
     if done.returncode:
         last = " ".join(done.stdout.split())[-200:]
-        raise ShardCoreError(f"prefect.yaml cannot be deployed; {_shown(folder / 'logs' / 'deploy.log')} "
-                             f"ends with: {last}")
+        raise ShardCoreError(
+            f"prefect.yaml cannot be deployed; {_shown(folder / 'logs' / 'deploy.log')} ends with: {last}"
+        )
     write_private(known, version)
     return True
 
@@ -197,8 +215,10 @@ def _require_free(host: str, port: int, name: str, patience_s: float) -> None:
             except OSError as error:
                 reason = error.strerror
         if time.monotonic() > until:
-            raise ShardCoreError(f"port {port} (stack.{name} in {paths.PARAMS}) cannot be used at {host}: "
-                                 f"{reason}{_holder(port)}; end that, or choose another port")
+            raise ShardCoreError(
+                f"port {port} (stack.{name} in {paths.PARAMS}) cannot be used at {host}: "
+                f"{reason}{_holder(port)}; end that, or choose another port"
+            )
         time.sleep(0.2)
 
 

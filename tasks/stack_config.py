@@ -12,8 +12,10 @@ import psutil
 
 from shardcore.core.errors import ShardCoreError, redacted
 
-_DATABASES = {"prefect_database": ("postgresql+asyncpg", "sqlite+aiosqlite"),
-              "mlflow_database": ("postgresql", "mysql", "sqlite", "mssql")}
+_DATABASES = {
+    "prefect_database": ("postgresql+asyncpg", "sqlite+aiosqlite"),
+    "mlflow_database": ("postgresql", "mysql", "sqlite", "mssql"),
+}
 """Valid URL schemes. MLflow's may also name a driver, such as postgresql+psycopg2."""
 _LONGEST_PATH, _LONGEST_NAME = 1000, 255
 """Bytes of a folder's path, to which file names are added, and of each name in it."""
@@ -56,30 +58,38 @@ class StackConfig:
     def __post_init__(self) -> None:
         for name in ("folder", "host"):
             if not getattr(self, name).strip():
-                raise ShardCoreError(f"stack.{name} is empty; it needs a value such as "
-                                     f"{getattr(StackConfig, name)}")
+                raise ShardCoreError(
+                    f"stack.{name} is empty; it needs a value such as {getattr(StackConfig, name)}"
+                )
         for name in self.allowed_hosts:
             if not re.fullmatch(_ALLOWED_HOST, name):
-                raise ShardCoreError(f"stack.allowed_hosts has {_shortened(name)}; it needs names or "
-                                     "addresses without a port, such as shardcore.example.org or 10.0.0.*")
+                raise ShardCoreError(
+                    f"stack.allowed_hosts has {_shortened(name)}; it needs names or "
+                    "addresses without a port, such as shardcore.example.org or 10.0.0.*"
+                )
         for name, kinds in _DATABASES.items():
             value = getattr(self, name)
             scheme, _, rest = value.partition("://")
             known = rest and {scheme, scheme.partition("+")[0]} & set(kinds)
             if value and not (known and value.isprintable() and " " not in value):
-                raise ShardCoreError(f"stack.{name} is {_shortened(redacted(value))}; it "
-                                     f"needs a URL that begins with "
-                                     f"{' or '.join(f'{kind}://' for kind in kinds)}")
-        if (wrong := _wrong_folder(self.folder)):
+                raise ShardCoreError(
+                    f"stack.{name} is {_shortened(redacted(value))}; it "
+                    f"needs a URL that begins with "
+                    f"{' or '.join(f'{kind}://' for kind in kinds)}"
+                )
+        if wrong := _wrong_folder(self.folder):
             raise ShardCoreError(f"stack.folder is {_shortened(self.folder)}; {wrong}")
         ports = {k: v for k, v in vars(self).items() if k.endswith("_port")}
         for name, port in ports.items():
             if not 0 < port < 65536 or list(ports.values()).count(port) > 1:
-                raise ShardCoreError(f"stack.{name} is {port}; each port is between 1 and 65535, and one of "
-                                     "its own")
+                raise ShardCoreError(
+                    f"stack.{name} is {port}; each port is between 1 and 65535, and one of its own"
+                )
             if name in _RAY_PORTS and port in _WORKER_PORTS:
-                raise ShardCoreError(f"stack.{name} is {port}; Ray's workers have {_WORKER_PORTS.start} to "
-                                     f"{_WORKER_PORTS.stop - 1}, so it needs another")
+                raise ShardCoreError(
+                    f"stack.{name} is {port}; Ray's workers have {_WORKER_PORTS.start} to "
+                    f"{_WORKER_PORTS.stop - 1}, so it needs another"
+                )
         if self.object_store_mib < 80:
             raise ShardCoreError(f"stack.object_store_mib is {self.object_store_mib}; Ray needs 80 at least")
 
@@ -98,22 +108,30 @@ class StackConfig:
 
 def require_usable(config: StackConfig, folder: Path) -> None:
     """Raise ShardCoreError if this machine cannot run such a stack, before anything is written."""
-    if (folder.exists() and any(folder.iterdir())
-            and not any(any(folder.glob(ours)) for ours in ("lock", "token", "*.pid"))):
-        raise ShardCoreError(f"stack.folder is {_shortened(config.folder)}, which holds other things; it "
-                             f"needs a folder of its own, such as {StackConfig.folder}")
+    if (
+        folder.exists()
+        and any(folder.iterdir())
+        and not any(any(folder.glob(ours)) for ours in ("lock", "token", "*.pid"))
+    ):
+        raise ShardCoreError(
+            f"stack.folder is {_shortened(config.folder)}, which holds other things; it "
+            f"needs a folder of its own, such as {StackConfig.folder}"
+        )
     try:
         with socket.socket() as s:
             # Binding tells whether the address is this machine's.
             s.bind((config.host, 0))
             every = s.getsockname()[0] == "0.0.0.0"
     except (OSError, ValueError, TypeError) as error:  # of a name with NUL, of one that is too long
-        raise ShardCoreError(f"stack.host is {_shortened(config.host)}, which is no IPv4 address of this "
-                             f"machine ({error}); 127.0.0.1 serves this machine, 0.0.0.0 others "
-                             "too") from None
+        raise ShardCoreError(
+            f"stack.host is {_shortened(config.host)}, which is no IPv4 address of this "
+            f"machine ({error}); 127.0.0.1 serves this machine, 0.0.0.0 others "
+            "too"
+        ) from None
     if every and config.host != "0.0.0.0":
-        raise ShardCoreError(f"stack.host is {_shortened(config.host)}, which means all addresses; write "
-                             "0.0.0.0 for that")
+        raise ShardCoreError(
+            f"stack.host is {_shortened(config.host)}, which means all addresses; write 0.0.0.0 for that"
+        )
     if config.object_store_mib > (most := psutil.virtual_memory().total >> 20):
         raise ShardCoreError(f"stack.object_store_mib is {config.object_store_mib}; this machine has {most}")
 
@@ -122,10 +140,13 @@ def _wrong_folder(given: str) -> str:
     """Why the stack cannot use a folder. "": it can."""
     folder = Path(os.path.abspath(given))
     if not str(folder).isprintable() or set(str(folder)) & set("?#%"):
-        return (f"its path {_shortened(str(folder))} becomes part of URLs: no control characters, and "
-                "none of ?#%")
-    if (len(os.fsencode(folder)) > _LONGEST_PATH
-            or max(len(os.fsencode(part)) for part in folder.parts) > _LONGEST_NAME):
+        return (
+            f"its path {_shortened(str(folder))} becomes part of URLs: no control characters, and none of ?#%"
+        )
+    if (
+        len(os.fsencode(folder)) > _LONGEST_PATH
+        or max(len(os.fsencode(part)) for part in folder.parts) > _LONGEST_NAME
+    ):
         return f"a path may have {_LONGEST_PATH} bytes, and each name in it {_LONGEST_NAME}"
     if Path.cwd().is_relative_to(folder):
         return f"the project is in it; it needs a folder of its own, such as {StackConfig.folder}"

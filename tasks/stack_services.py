@@ -35,9 +35,14 @@ _MOST_TOKEN = 1000
 """Bytes of the token's file."""
 _RAY_SOCKET_BYTES = 70
 """Bytes that Ray adds to its folder in the paths of its sockets."""
-_QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1",
-          "MLFLOW_DISABLE_TELEMETRY": "true",
-          "DVC_NO_ANALYTICS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_QUIET = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DVC_NO_ANALYTICS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
 _PRIVATE = ("10.*", "192.168.*", *(f"172.{n}.*" for n in range(16, 32)))
 """Patterns of private addresses, which MLflow allows by default."""
 _PROGRAMS = """case ":$PATH:" in *:FOLDER:*) ;; *) PATH=FOLDER:$PATH; export PATH ;; esac
@@ -79,15 +84,20 @@ class Service:
 
 def client_env(config: StackConfig, folder: Path, token: str) -> dict[str, str]:
     """The environment of the stack's clients: flows, worker, a user's shell."""
-    env = {**_QUIET, "PREFECT_API_URL": f"{config.url(config.prefect_port)}/api",
-           "PREFECT_API_AUTH_STRING": f"{USER}:{token}",
-           "PREFECT_HOME": str(folder / "prefect"),
-           "PREFECT_LOGGING_SETTINGS_PATH": str(folder / "logging.yml"),
-           "MLFLOW_TRACKING_URI": config.url(config.mlflow_port), "MLFLOW_TRACKING_USERNAME": USER,
-           "MLFLOW_TRACKING_PASSWORD": token,
-           "RAY_ADDRESS": f"{config.client_host}:{config.ray_port}", "RAY_AUTH_MODE": "token",
-           "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
-           "RAY_API_SERVER_ADDRESS": config.url(config.dashboard_port)}
+    env = {
+        **_QUIET,
+        "PREFECT_API_URL": f"{config.url(config.prefect_port)}/api",
+        "PREFECT_API_AUTH_STRING": f"{USER}:{token}",
+        "PREFECT_HOME": str(folder / "prefect"),
+        "PREFECT_LOGGING_SETTINGS_PATH": str(folder / "logging.yml"),
+        "MLFLOW_TRACKING_URI": config.url(config.mlflow_port),
+        "MLFLOW_TRACKING_USERNAME": USER,
+        "MLFLOW_TRACKING_PASSWORD": token,
+        "RAY_ADDRESS": f"{config.client_host}:{config.ray_port}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
+        "RAY_API_SERVER_ADDRESS": config.url(config.dashboard_port),
+    }
     # Ray's switch for clusters of several machines. It is on by default on Linux, and makes Ray listen at all
     # addresses.
     return {**env, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if config.on_loopback else "1"}
@@ -107,44 +117,109 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
     prefect = {"PREFECT_SERVER_API_AUTH_STRING": f"{USER}:{token}"}
     if config.prefect_database:
         prefect["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = config.prefect_database
-    mlflow = {"MLFLOW_AUTH_CONFIG_PATH": str(folder / "mlflow-auth.ini"), "MLFLOW_AUTH_ADMIN_USERNAME": USER,
-              "MLFLOW_AUTH_ADMIN_PASSWORD": token, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-              # Derived from the token, so that sessions survive a restart.
-              "MLFLOW_FLASK_SERVER_SECRET_KEY": hashlib.sha256(token.encode()).hexdigest(),
-              "MLFLOW_BACKEND_STORE_URI": config.mlflow_database or f"sqlite:///{folder / 'mlflow.db'}",
-              "MLFLOW_ARTIFACTS_DESTINATION": config.artifacts or str(folder / "mlflow-artifacts"),
-              **mlflow_hosts(config)}
-    ray = {"port": config.ray_port, "ray-client-server-port": config.ray_client_port,
-           "dashboard-host": config.host, "dashboard-port": config.dashboard_port,
-           "metrics-export-port": config.metrics_port, "temp-dir": ray_folder(folder),
-           "object-store-memory": config.object_store_mib << 20, "log-color": "false"}
+    mlflow = {
+        "MLFLOW_AUTH_CONFIG_PATH": str(folder / "mlflow-auth.ini"),
+        "MLFLOW_AUTH_ADMIN_USERNAME": USER,
+        "MLFLOW_AUTH_ADMIN_PASSWORD": token,
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        # Derived from the token, so that sessions survive a restart.
+        "MLFLOW_FLASK_SERVER_SECRET_KEY": hashlib.sha256(token.encode()).hexdigest(),
+        "MLFLOW_BACKEND_STORE_URI": config.mlflow_database or f"sqlite:///{folder / 'mlflow.db'}",
+        "MLFLOW_ARTIFACTS_DESTINATION": config.artifacts or str(folder / "mlflow-artifacts"),
+        **mlflow_hosts(config),
+    }
+    ray = {
+        "port": config.ray_port,
+        "ray-client-server-port": config.ray_client_port,
+        "dashboard-host": config.host,
+        "dashboard-port": config.dashboard_port,
+        "metrics-export-port": config.metrics_port,
+        "temp-dir": ray_folder(folder),
+        "object-store-memory": config.object_store_mib << 20,
+        "log-color": "false",
+    }
     if config.host != "0.0.0.0":
         ray["node-ip-address"] = config.host
     api, bearer = client["PREFECT_API_URL"], {"Authorization": f"Bearer {token}"}
     dashboard, metrics = config.url(config.dashboard_port), config.url(config.metrics_port)
-    worker = daemon("worker", *python, "prefect", "worker", "start", "--pool", POOL, "--type", "process",
-                    "--name", WORKER, "--limit", str(AT_ONCE), PREFECT_WORKER_QUERY_SECONDS="2")
+    worker = daemon(
+        "worker",
+        *python,
+        "prefect",
+        "worker",
+        "start",
+        "--pool",
+        POOL,
+        "--type",
+        "process",
+        "--name",
+        WORKER,
+        "--limit",
+        str(AT_ONCE),
+        PREFECT_WORKER_QUERY_SECONDS="2",
+    )
     watch = daemon("watch", *python, "tasks.watch")
     found = [
-        Service(daemon("prefect", *python, "prefect", "server", "start", "--host", config.host, "--port",
-                       str(config.prefect_port), **prefect),
-                {"prefect_port": config.prefect_port}, lambda: get(f"{api}/health") == b"true",
-                config.url(config.prefect_port)),
-        Service(daemon("mlflow", *python, "mlflow", "server", "--host", config.host, "--port",
-                       str(config.mlflow_port), "--workers", "1", "--app-name", "basic-auth",
-                       "--uvicorn-opts", "--log-level warning", **mlflow),
-                {"mlflow_port": config.mlflow_port},
-                lambda: get(f"{config.url(config.mlflow_port)}/health") == b"OK",
-                config.url(config.mlflow_port)),
-        Service(daemon("ray", *python, "ray.scripts.scripts", "start", "--head", "--block",
-                       "--disable-usage-stats",
-                       *(f"--{k}={v}" for k, v in ray.items()), RAY_ADDRESS="",
-                       # Calls have names of their own, too many for a label.
-                       RAY_metric_cardinality_level="low"),
-                {k: getattr(config, k)
-                 for k in ("ray_port", "ray_client_port", "dashboard_port", "metrics_port")},
-                lambda: bool(get(f"{dashboard}/api/version", bearer) and get(f"{metrics}/metrics")),
-                dashboard),
+        Service(
+            daemon(
+                "prefect",
+                *python,
+                "prefect",
+                "server",
+                "start",
+                "--host",
+                config.host,
+                "--port",
+                str(config.prefect_port),
+                **prefect,
+            ),
+            {"prefect_port": config.prefect_port},
+            lambda: get(f"{api}/health") == b"true",
+            config.url(config.prefect_port),
+        ),
+        Service(
+            daemon(
+                "mlflow",
+                *python,
+                "mlflow",
+                "server",
+                "--host",
+                config.host,
+                "--port",
+                str(config.mlflow_port),
+                "--workers",
+                "1",
+                "--app-name",
+                "basic-auth",
+                "--uvicorn-opts",
+                "--log-level warning",
+                **mlflow,
+            ),
+            {"mlflow_port": config.mlflow_port},
+            lambda: get(f"{config.url(config.mlflow_port)}/health") == b"OK",
+            config.url(config.mlflow_port),
+        ),
+        Service(
+            daemon(
+                "ray",
+                *python,
+                "ray.scripts.scripts",
+                "start",
+                "--head",
+                "--block",
+                "--disable-usage-stats",
+                *(f"--{k}={v}" for k, v in ray.items()),
+                RAY_ADDRESS="",
+                # Calls have names of their own, too many for a label.
+                RAY_metric_cardinality_level="low",
+            ),
+            {
+                k: getattr(config, k)
+                for k in ("ray_port", "ray_client_port", "dashboard_port", "metrics_port")
+            },
+            lambda: bool(get(f"{dashboard}/api/version", bearer) and get(f"{metrics}/metrics")),
+            dashboard,
+        ),
         Service(worker, {}, lambda: _polls(worker, prefect_api(config, token))),
         Service(watch, {}, lambda: watch.process() is not None),
     ]
@@ -160,16 +235,29 @@ def mlflow_hosts(config: StackConfig) -> dict[str, str]:
         return {}
     ours = [config.host]
     if config.host == "0.0.0.0":
-        ours = [socket.gethostname(), *(address.address for found in psutil.net_if_addrs().values()
-                                        for address in found if address.family == socket.AF_INET)]
+        ours = [
+            socket.gethostname(),
+            *(
+                address.address
+                for found in psutil.net_if_addrs().values()
+                for address in found
+                if address.family == socket.AF_INET
+            ),
+        ]
     named = list(dict.fromkeys([*LOOPBACK, *ours, *config.allowed_hosts]))
-    origins = [origin for name in named
-               for origin in (f"http://{name}:{config.mlflow_port}", f"http://{name}", f"https://{name}")]
+    origins = [
+        origin
+        for name in named
+        for origin in (f"http://{name}:{config.mlflow_port}", f"http://{name}", f"https://{name}")
+    ]
     hosts = [host for name in (*named, *_PRIVATE) for host in (name, f"{name}:*")]
-    return {"MLFLOW_SERVER_ALLOWED_HOSTS": os.environ.get("MLFLOW_SERVER_ALLOWED_HOSTS", ",".join(hosts)),
-            "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": os.environ.get("MLFLOW_SERVER_CORS_ALLOWED_ORIGINS",
-                                                                 ",".join(origins)),
-            ALLOWED_HOSTS: ",".join(config.allowed_hosts)}
+    return {
+        "MLFLOW_SERVER_ALLOWED_HOSTS": os.environ.get("MLFLOW_SERVER_ALLOWED_HOSTS", ",".join(hosts)),
+        "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": os.environ.get(
+            "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS", ",".join(origins)
+        ),
+        ALLOWED_HOSTS: ",".join(config.allowed_hosts),
+    }
 
 
 def ray_folder(folder: Path) -> Path:
@@ -215,8 +303,10 @@ def read_token(folder: Path) -> str:
         return ""
     token = schema.read_text(file, _MOST_TOKEN).strip()
     if not re.fullmatch(r"[!-9;-~]+", token):
-        raise ShardCoreError(f"{file} holds no token; it needs printable characters without spaces and "
-                             "colons. Delete it, and make up writes another")
+        raise ShardCoreError(
+            f"{file} holds no token; it needs printable characters without spaces and "
+            "colons. Delete it, and make up writes another"
+        )
     return token
 
 
@@ -237,14 +327,18 @@ def write_settings(config: StackConfig, folder: Path) -> str:
     exports = "".join(f"export {k}={shlex.quote(v)}\n" for k, v in env.items())
     hosts = ",".join(dict.fromkeys((*LOOPBACK, config.client_host)))
     programs = shlex.quote(str(Path(sys.executable).parent))
-    write_private(folder / "env.sh", exports + _NO_PROXY.replace("HOSTS", hosts)
-                   + _PROGRAMS.replace("FOLDER", programs))
-    write_private(folder / "mlflow-auth.ini", f"[mlflow]\ndefault_permission = NO_PERMISSIONS\n"
-                                               f"database_uri = sqlite:///{folder / 'mlflow-auth.db'}\n"
-                                               # Or each request hashes the password: 0.1 s.
-                                               "auth_cache_ttl_seconds = 60\n"
-                                               "authorization_function = "
-                                               "mlflow.server.auth:authenticate_request_basic_auth\n")
+    write_private(
+        folder / "env.sh", exports + _NO_PROXY.replace("HOSTS", hosts) + _PROGRAMS.replace("FOLDER", programs)
+    )
+    write_private(
+        folder / "mlflow-auth.ini",
+        f"[mlflow]\ndefault_permission = NO_PERMISSIONS\n"
+        f"database_uri = sqlite:///{folder / 'mlflow-auth.db'}\n"
+        # Or each request hashes the password: 0.1 s.
+        "auth_cache_ttl_seconds = 60\n"
+        "authorization_function = "
+        "mlflow.server.auth:authenticate_request_basic_auth\n",
+    )
     write_private(folder / "logging.yml", logging_config(folder / "logs" / "flows.jsonl"))
     return token
 
@@ -256,11 +350,17 @@ def logging_config(lines: Path) -> str:
     # Importing Prefect takes seconds.
     prefect = Path(importlib.util.find_spec("prefect").origin).parent
     config = yaml.safe_load((prefect / "logging" / "logging.yml").read_text())
-    config["formatters"]["lines"] = {"()": "pythonjsonlogger.json.JsonFormatter", "timestamp": True,
-                                     "format": "%(levelname)s %(name)s %(message)s"}
-    config["handlers"]["lines"] = {"class": "logging.handlers.WatchedFileHandler", "filename": str(lines),
-                                   "delay": True,
-                                   "formatter": "lines"}
+    config["formatters"]["lines"] = {
+        "()": "pythonjsonlogger.json.JsonFormatter",
+        "timestamp": True,
+        "format": "%(levelname)s %(name)s %(message)s",
+    }
+    config["handlers"]["lines"] = {
+        "class": "logging.handlers.WatchedFileHandler",
+        "filename": str(lines),
+        "delay": True,
+        "formatter": "lines",
+    }
     for logger in ("prefect.flow_runs", "prefect.task_runs"):
         config["loggers"][logger]["handlers"].append("lines")
     return yaml.safe_dump(config)
@@ -273,8 +373,11 @@ def prefect_api(config: StackConfig, token: str) -> Api:
 def _polls(worker: Daemon, api: Api) -> bool:
     """Whether the worker asked the server for work since it started."""
     began = worker.started()
-    seen = [datetime.fromisoformat(w["last_heartbeat_time"]).timestamp() for w in api.workers()
-            if w["name"] in worker.command and w["last_heartbeat_time"]]
+    seen = [
+        datetime.fromisoformat(w["last_heartbeat_time"]).timestamp()
+        for w in api.workers()
+        if w["name"] in worker.command and w["last_heartbeat_time"]
+    ]
     return began is not None and any(s > began for s in seen)
 
 

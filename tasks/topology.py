@@ -39,8 +39,9 @@ def measure_pairs(ranks: int, config: PairConfig) -> tuple[Found, list[str]]:
     device = cluster_device()
     with actors.gang(PairRank, "pairs", ranks, device, hosts=None) as members:
         [address] = actors.when_started([members[0].address.remote()])
-        calls = [member.run.remote(rank, ranks, address, config, device)
-                 for rank, member in enumerate(members)]
+        calls = [
+            member.run.remote(rank, ranks, address, config, device) for rank, member in enumerate(members)
+        ]
         silent_s = actors.silence(members)
 
         def looked_s(rank: int) -> float:

@@ -44,8 +44,10 @@ class TrainConfig(fit.FitConfig):
         super().__post_init__()
         for folder in self.datasets or ():
             if Path(folder).parts[:1] != (str(paths.DATASETS),) or ".." in Path(folder).parts:
-                raise ShardCoreError(f"train config has the dataset {folder!r}; it needs to be a folder in "
-                                     f"{paths.DATASETS}/, which DVC watches")
+                raise ShardCoreError(
+                    f"train config has the dataset {folder!r}; it needs to be a folder in "
+                    f"{paths.DATASETS}/, which DVC watches"
+                )
 
     @property
     def fit(self) -> fit.FitConfig:
@@ -59,8 +61,9 @@ def data_version() -> str:
         return "unversioned"
     try:
         lock = schema.read_yaml("dvc.lock")
-        return next(o["md5"] for o in lock["stages"]["measure"]["outs"]
-                    if o["path"] == str(paths.MEASUREMENTS))
+        return next(
+            o["md5"] for o in lock["stages"]["measure"]["outs"] if o["path"] == str(paths.MEASUREMENTS)
+        )
     except (ShardCoreError, KeyError, TypeError, StopIteration):
         return "unversioned"
 
@@ -79,15 +82,18 @@ def of_same_hardware(setting: Setting, measurements: Path) -> tuple[list[Path], 
         if pace.is_equal(found):
             joined.append(folder)
         else:
-            refused[str(folder)] = (f"ops take {found:.2f} times as long here; measure on a quiet machine, "
-                                    "or name it in train.datasets")
+            refused[str(folder)] = (
+                f"ops take {found:.2f} times as long here; measure on a quiet machine, "
+                "or name it in train.datasets"
+            )
     return joined, refused
 
 
 @task(task_run_name="train-model")
 @registry.plain_errors()
-def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig,
-                folder: Path) -> dict[str, float]:
+def train_model(
+    measurements: Path, wanted: SettingConfig, config: TrainConfig, folder: Path
+) -> dict[str, float]:
     """Train on the measurements, and log the run. Returns the metrics on the test split.
 
     Writes the model's files to `folder`, and curves.csv and card.md beside it.
@@ -95,14 +101,19 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig,
     logger = get_run_logger()
     client = registry.connect()
     setting = wanted.of_dataset(measurements)
-    shipped, refused = (of_same_hardware(setting, measurements) if config.datasets is None
-                        else ([Path(f) for f in config.datasets], {}))
+    shipped, refused = (
+        of_same_hardware(setting, measurements)
+        if config.datasets is None
+        else ([Path(f) for f in config.datasets], {})
+    )
     for path, why in refused.items():
         logger.warning("%s is of the same hardware, but does not join: %s", path, why)
     for path in shipped:
         if not dataset.settings(path) and not replays.digests(path):
-            raise ShardCoreError(f"{path} holds neither samples nor replays; train.datasets in params.yaml "
-                                 "names dataset folders")
+            raise ShardCoreError(
+                f"{path} holds neither samples nor replays; train.datasets in params.yaml "
+                "names dataset folders"
+            )
     data = training.read([measurements, *shipped], setting)
     for warning in data.warnings:
         logger.warning("%s", warning)
@@ -115,21 +126,35 @@ def train_model(measurements: Path, wanted: SettingConfig, config: TrainConfig,
         if model == "compute":
             work.done(epoch)
         if epoch % 10 == 0:
-            logger.info("%s, epoch %d: %s", model, epoch,
-                        ", ".join(f"{k} {v:.4g}" for k, v in values.items()))
+            logger.info(
+                "%s, epoch %d: %s", model, epoch, ", ".join(f"{k} {v:.4g}" for k, v in values.items())
+            )
 
     with registry.run(run_name=f"train-{setting.hardware}") as run:
         # A model's provenance says which data and code it came from.
         version, commit = data_version(), git_commit()
         versions = {measurements: version, **{path: replays.parts_digest(path) for path in shipped}}
-        mlflow.log_params({**dataclasses.asdict(config),
-                           **{f"setting_{k}": v for k, v in dataclasses.asdict(setting).items()}})
+        mlflow.log_params(
+            {
+                **dataclasses.asdict(config),
+                **{f"setting_{k}": v for k, v in dataclasses.asdict(setting).items()},
+            }
+        )
         mlflow.set_tags({"git_commit": commit, "data_version": version})
         _log_datasets(data.known.compute, versions)
         joined = {"datasets": {str(path): versions[path] for path in shipped}} if shipped else {}
-        trained = training.train(data, config.fit, progress, provenance={
-            "data_version": version, "git_commit": commit, "seed": config.seed, **joined,
-            **({"not_joined": refused} if refused else {})})
+        trained = training.train(
+            data,
+            config.fit,
+            progress,
+            provenance={
+                "data_version": version,
+                "git_commit": commit,
+                "seed": config.seed,
+                **joined,
+                **({"not_joined": refused} if refused else {}),
+            },
+        )
         model = trained.model
         _say_best(trained.curves)
         if trained.of_steps:
@@ -156,28 +181,42 @@ def _say_best(curves: Sequence[Mapping[str, Any]]) -> None:
     found = [r for r in curves if r["model"] == "compute"]
     best = min(found, key=lambda r: r["validation_mape"])
     mlflow.log_metric("compute/best_epoch", best["epoch"])
-    logger.info("compute: best after epoch %d of %d, validation error %.1f%%", best["epoch"],
-                found[-1]["epoch"],
-                best["validation_mape"])
+    logger.info(
+        "compute: best after epoch %d of %d, validation error %.1f%%",
+        best["epoch"],
+        found[-1]["epoch"],
+        best["validation_mape"],
+    )
     if best["epoch"] == 0:
-        logger.warning("the learned correction did not improve on the physical baseline, which is kept: "
-                       "measure more, or on a quieter machine")
+        logger.warning(
+            "the learned correction did not improve on the physical baseline, which is kept: "
+            "measure more, or on a quieter machine"
+        )
 
 
-def _study(model: neural.NeuralModel, known: drift_correction.Measurements,
-           config: TrainConfig) -> model_report.Studied:
+def _study(
+    model: neural.NeuralModel, known: drift_correction.Measurements, config: TrainConfig
+) -> model_report.Studied:
     logger = get_run_logger()
 
     def progress(_: str, samples: int, values: dict[str, float]) -> None:
         console.progress(samples / len(known.compute), f"learning curve: trained on {samples} groups")
-        logger.info("learning curve, trained on %d groups: held-out error %.1f%%", samples,
-                    values["test_mape"])
+        logger.info(
+            "learning curve, trained on %d groups: held-out error %.1f%%", samples, values["test_mape"]
+        )
 
     metrics = {split: training.judge(model, known, split) for split in ("train", "validation", "test")}
-    curve = (study.learning_curve(known.compute, model.setting, config.fit, progress)
-             if config.learning_curve else None)
-    studied = model_report.Studied(metrics, study.unseen_tables(known.compute, model.setting, config.fit),
-                                   study.repeatability(known.repeats), curve)
+    curve = (
+        study.learning_curve(known.compute, model.setting, config.fit, progress)
+        if config.learning_curve
+        else None
+    )
+    studied = model_report.Studied(
+        metrics,
+        study.unseen_tables(known.compute, model.setting, config.fit),
+        study.repeatability(known.repeats),
+        curve,
+    )
     if curve:
         logger.info("%s", model_report.doubling(curve, studied.repeatability))
     return studied
@@ -191,46 +230,70 @@ def _log_datasets(compute: Sequence[ComputeSample], versions: Mapping[Path, str]
     for folder, version in versions.items():
         ids = dataset.read_ids(folder, "compute")
         found = [s for s in compute if s.id in ids]
-        frame = pd.DataFrame({"id": [s.id for s in found], "shards": [len(s.request.shards) for s in found],
-                              "total_ms": [s.total_ms for s in found]})
+        frame = pd.DataFrame(
+            {
+                "id": [s.id for s in found],
+                "shards": [len(s.request.shards) for s in found],
+                "total_ms": [s.total_ms for s in found],
+            }
+        )
         # MLflow warns that a path could be other sources too, and that integers cannot be missing.
         with warnings.catch_warnings(action="ignore"):
             data = mlflow.data.from_pandas(frame, source=str(folder), name=folder.name, digest=version[:36])
             mlflow.log_input(data, context="training")
 
 
-def _log_curves(client: mlflow.MlflowClient, run_id: str, rows: Sequence[Mapping[str, Any]],
-                curve: study.LearningCurve | None) -> None:
+def _log_curves(
+    client: mlflow.MlflowClient,
+    run_id: str,
+    rows: Sequence[Mapping[str, Any]],
+    curve: study.LearningCurve | None,
+) -> None:
     """Log training curves by epoch, and the learning curve by samples."""
-    metrics = [Metric(f"{r['model']}/{k}", float(v), 0, r["epoch"]) for r in rows for k, v in r.items()
-               if k not in ("model", "epoch")]
-    metrics += [Metric("learning_curve/test_mape", error, 0, samples)
-                for samples, error in (curve.rows if curve else ())]
+    metrics = [
+        Metric(f"{r['model']}/{k}", float(v), 0, r["epoch"])
+        for r in rows
+        for k, v in r.items()
+        if k not in ("model", "epoch")
+    ]
+    metrics += [
+        Metric("learning_curve/test_mape", error, 0, samples)
+        for samples, error in (curve.rows if curve else ())
+    ]
     # MLflow takes at most 1,000 metrics per request.
     for i in range(0, len(metrics), 1000):
-        client.log_batch(run_id, metrics=metrics[i:i + 1000])
+        client.log_batch(run_id, metrics=metrics[i : i + 1000])
 
 
-def _log_figures(model: neural.NeuralModel, held_out: Sequence[ComputeSample],
-                 rows: Sequence[Mapping[str, Any]],
-                 studied: model_report.Studied) -> None:
+def _log_figures(
+    model: neural.NeuralModel,
+    held_out: Sequence[ComputeSample],
+    rows: Sequence[Mapping[str, Any]],
+    studied: model_report.Studied,
+) -> None:
     timed, of = [s for s in held_out if s.error is None], f", {model.setting.hardware}"
-    mlflow.log_figure(model_report.training_curves(rows, "validation_mape", f"Training{of}"),
-                      "training_curves.png")
+    mlflow.log_figure(
+        model_report.training_curves(rows, "validation_mape", f"Training{of}"), "training_curves.png"
+    )
     if studied.curve:
         figure = model_report.learning_curve(studied.curve, studied.repeatability, f"Learning curve{of}")
         mlflow.log_figure(figure, "learning_curve.png")
     if timed:
         measured, predicted = np.array([s.total_ms for s in timed]), accuracy.predict(model, timed)
         shards = np.array([len(s.request.shards) for s in timed])
-        found = [coverage(*accuracy.intervals(model, timed, level / 100), measured)
-                 for level in model_report.LEVELS]
+        found = [
+            coverage(*accuracy.intervals(model, timed, level / 100), measured)
+            for level in model_report.LEVELS
+        ]
         for name, figure in {
-            "predicted_against_measured": model_report.predicted_against_measured(measured, predicted,
-                                                                                  f"Held-out groups{of}"),
-            "error_by_size": model_report.error_by_size(measured, predicted, shards,
-                                                        f"Errors on held-out groups{of}"),
-            "calibration": model_report.calibration(model_report.LEVELS, found, len(timed),
-                                                    f"Intervals on held-out groups{of}"),
+            "predicted_against_measured": model_report.predicted_against_measured(
+                measured, predicted, f"Held-out groups{of}"
+            ),
+            "error_by_size": model_report.error_by_size(
+                measured, predicted, shards, f"Errors on held-out groups{of}"
+            ),
+            "calibration": model_report.calibration(
+                model_report.LEVELS, found, len(timed), f"Intervals on held-out groups{of}"
+            ),
         }.items():
             mlflow.log_figure(figure, f"{name}.png")

@@ -35,8 +35,10 @@ class TrainPolicyConfig(PolicyConfig, PolicyProblems):
         PolicyConfig.__post_init__(self)
         PolicyProblems.__post_init__(self)
         if self.algorithm is not None and self.algorithm not in NETS:
-            raise ShardCoreError(f"train_policy config has algorithm {self.algorithm!r}; "
-                                 f"known are {', '.join(NETS)}, or null for none")
+            raise ShardCoreError(
+                f"train_policy config has algorithm {self.algorithm!r}; "
+                f"known are {', '.join(NETS)}, or null for none"
+            )
 
     def part(self, cls: type) -> PolicyConfig | PolicyProblems:
         """The fields of one of the two."""
@@ -63,23 +65,44 @@ def train_policy(model_folder: Path, pool: Path, config: TrainPolicyConfig, fold
 
     def progress(round_: int, values: dict[str, float]) -> None:
         work.done(round_)
-        logger.info("round %d: %s", round_,
-                    ", ".join(f"{k} {v:.4g}" for k, v in values.items() if k != "round"))
+        logger.info(
+            "round %d: %s", round_, ", ".join(f"{k} {v:.4g}" for k, v in values.items() if k != "round")
+        )
 
     with registry.run(run_name=f"train-policy-{config.algorithm}-{model.setting.hardware}") as run:
         mlflow.log_params({**dataclasses.asdict(config), "setting_hardware": model.setting.hardware})
         mlflow.set_tags({"git_commit": git_commit(), policy_registry.COST_MODEL_TAG: digest})
-        trained = make_policy(config.algorithm, files.read_pool(pool), model, config.part(PolicyProblems),
-                              config.part(PolicyConfig), progress=progress)
+        trained = make_policy(
+            config.algorithm,
+            files.read_pool(pool),
+            model,
+            config.part(PolicyProblems),
+            config.part(PolicyConfig),
+            progress=progress,
+        )
         policy, metrics = trained.policy, dict(trained.policy.meta["metrics"])
-        client.log_batch(run.info.run_id, metrics=[
-            Metric(k, float(v), 0, int(row["round"])) for row in trained.curves for k, v in row.items()
-            if k != "round"])
+        client.log_batch(
+            run.info.run_id,
+            metrics=[
+                Metric(k, float(v), 0, int(row["round"]))
+                for row in trained.curves
+                for k, v in row.items()
+                if k != "round"
+            ],
+        )
         mlflow.log_metrics({f"final_{k}": v for k, v in metrics.items()})
         # Files come last: a failed run leaves no policy that looks trained.
         files.write_csv(folder / CURVES, trained.curves)
-        write_policy(folder, dataclasses.replace(policy, meta={**policy.meta, "provenance": {
-            "model_digest": digest, "git_commit": git_commit(), "seed": config.seed}}))
+        write_policy(
+            folder,
+            dataclasses.replace(
+                policy,
+                meta={
+                    **policy.meta,
+                    "provenance": {"model_digest": digest, "git_commit": git_commit(), "seed": config.seed},
+                },
+            ),
+        )
         mlflow.log_artifacts(str(folder), policy_registry.POLICY)
         mlflow.set_tag(registry.DIGEST_TAG, model_files.model_digest(folder, "policy"))
     return metrics

@@ -36,8 +36,9 @@ logger = logging.getLogger("shardcore.watch")
 
 def watched() -> publish_claim.PublishState:
     """The state of the model that this project publishes under."""
-    state = publish_claim.read(mlflow.MlflowClient(),
-                               _model(*map(_changed, (paths.PARAMS, paths.MEASUREMENTS))))
+    state = publish_claim.read(
+        mlflow.MlflowClient(), _model(*map(_changed, (paths.PARAMS, paths.MEASUREMENTS)))
+    )
     if not state.due(time.time()):
         return state
     # A claim is made before the alias is set. Read once more, so that a claim between two reads is seen.
@@ -58,8 +59,10 @@ def publish_once(state: publish_claim.PublishState, now: float) -> str:
         run = _run_deployment(f"{key}, {attempt}")
         if not run.state.is_final():
             return f"{what}: run {run.name!r} is {run.state.name}"
-    return (f"{what}: run {run.name!r} ended {run.state.name}, the last of {ATTEMPTS}; once that is mended, "
-            f"`prefect deployment run {DEPLOYMENT}`")
+    return (
+        f"{what}: run {run.name!r} ended {run.state.name}, the last of {ATTEMPTS}; once that is mended, "
+        f"`prefect deployment run {DEPLOYMENT}`"
+    )
 
 
 def step() -> str:
@@ -80,8 +83,10 @@ def step() -> str:
         if state.champion == state.published:
             return f"{what} are published"
         same = state.champion == state.publishing
-        return (f"{what} {'are' if same else f'follow those under version {state.publishing}, which are'} "
-                "being published")
+        return (
+            f"{what} {'are' if same else f'follow those under version {state.publishing}, which are'} "
+            "being published"
+        )
     try:
         return publish_once(state, time.time())
     except Exception as error:
@@ -108,8 +113,10 @@ def main() -> None:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     if not os.environ.get("PREFECT_API_URL"):
-        sys.exit("error: PREFECT_API_URL is not set; the watch needs a Prefect server on which a worker runs "
-                 "deployments")
+        sys.exit(
+            "error: PREFECT_API_URL is not set; the watch needs a Prefect server on which a worker runs "
+            "deployments"
+        )
     watch()
 
 

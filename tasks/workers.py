@@ -61,7 +61,8 @@ class RayWorker:
     def __init__(self, name: str, spec: BenchSpec, reference_ms: float | None):
         self._name, self.ongoing, self.counts = name, None, Counts()
         self._actor = DeviceWorker.options(name=name, num_gpus=int(spec.device == "cuda"), num_cpus=1).remote(
-            spec, reference_ms)
+            spec, reference_ms
+        )
 
     def call(self, method: str, *arguments: Any, label: str = "") -> None:
         name = f"{self._name}, {label or method}"
@@ -94,8 +95,9 @@ class Exchange:
         self._held = services.reserve_port("")
         return f"tcp://{ray.util.get_node_ip_address()}:{self._held.getsockname()[1]}"
 
-    def join(self, rank: int, ranks: int, address: str, device: str,
-             config: collectives.CollectiveConfig) -> None:
+    def join(
+        self, rank: int, ranks: int, address: str, device: str, config: collectives.CollectiveConfig
+    ) -> None:
         torch.set_num_threads(1)
         with local_ranks.exchanging():
             self._rank = collectives.Rank(rank, ranks, address, device, config)
@@ -108,8 +110,15 @@ class Exchange:
 class ReplayRank(actors.Member):
     """One rank of a gang that replays."""
 
-    def run(self, rank: int, address: str, workloads: Sequence[Workload],
-            setting: Setting, config: ReplayConfig,
-            device: str, reference: dataset.ReferenceOp | None) -> tuple[list[np.ndarray], np.ndarray]:
+    def run(
+        self,
+        rank: int,
+        address: str,
+        workloads: Sequence[Workload],
+        setting: Setting,
+        config: ReplayConfig,
+        device: str,
+        reference: dataset.ReferenceOp | None,
+    ) -> tuple[list[np.ndarray], np.ndarray]:
         self.heard()
         return replay_rank(rank, address, workloads, setting, config, device, self.heard, reference)

@@ -20,8 +20,19 @@ HERE = Path(__file__).parent
 WARM_UP = HERE / "warm_up.py"
 sys.path.append(str(HERE / "cost"))  # laws.py, for all
 # What a person has set for other work must not reach the tests, nor the processes that they start.
-OTHERS = ("PREFECT_", "MLFLOW_", "RAY_", "DVC_", "SHARDCORE_OWNED", "DISPLAY",
-          "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "PYTHONDONTWRITEBYTECODE")
+OTHERS = (
+    "PREFECT_",
+    "MLFLOW_",
+    "RAY_",
+    "DVC_",
+    "SHARDCORE_OWNED",
+    "DISPLAY",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+    "NO_PROXY",
+    "PYTHONDONTWRITEBYTECODE",
+)
 for name in [n for n in os.environ if n.upper().startswith(OTHERS)]:
     del os.environ[name]
 sys.dont_write_bytecode = False  # or each of some hundred processes compiles what it imports anew
@@ -83,13 +94,21 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if unknown := sorted(set(required) - set(HAS)):
         pytest.exit(f"SHARDCORE_REQUIRE names {unknown[0]!r}; known are {', '.join(HAS)}", returncode=4)
     if missing := [name for name in required if not HAS[name]()]:
-        pytest.exit(f"SHARDCORE_REQUIRE names {', '.join(missing)}, which this machine lacks; "
-                    "its tests would be skipped", returncode=4)
+        pytest.exit(
+            f"SHARDCORE_REQUIRE names {', '.join(missing)}, which this machine lacks; "
+            "its tests would be skipped",
+            returncode=4,
+        )
     # Compiles while workers collect. It inherits the lock, which is free again when it has ended.
     with open(WARM_UP) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        subprocess.Popen([sys.executable, WARM_UP], cwd=HERE.parent, stdout=subprocess.DEVNULL,
-                         env={**os.environ, "PYTHONPATH": str(HERE.parent)}, pass_fds=[lock.fileno()])
+        subprocess.Popen(
+            [sys.executable, WARM_UP],
+            cwd=HERE.parent,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+            pass_fds=[lock.fileno()],
+        )
 
 
 def pytest_collection_finish() -> None:
@@ -99,12 +118,26 @@ def pytest_collection_finish() -> None:
 
 # --- how tests are dealt to the workers ---------------------------------------------------------------------
 
-RAY = ("flows/test_measure.py", "tasks/test_actors.py", "tasks/test_measure_pairs.py",
-       "tasks/test_measure_tasks.py", "tasks/test_ray_cluster.py", "tasks/test_ray_replay.py",
-       "tasks/test_workers.py")
+RAY = (
+    "flows/test_measure.py",
+    "tasks/test_actors.py",
+    "tasks/test_measure_pairs.py",
+    "tasks/test_measure_tasks.py",
+    "tasks/test_ray_cluster.py",
+    "tasks/test_ray_replay.py",
+    "tasks/test_workers.py",
+)
 """These use one Ray cluster. All other flows use one Prefect server."""
-FIRST = ("flows/test_pipeline.py", "flows/test_failures.py", "tasks/test_stack_runs.py", *RAY, "measure",
-         "torchrec", "flows", "tasks")
+FIRST = (
+    "flows/test_pipeline.py",
+    "flows/test_failures.py",
+    "tasks/test_stack_runs.py",
+    *RAY,
+    "measure",
+    "torchrec",
+    "flows",
+    "tasks",
+)
 """The longest begin first, so that the workers end together."""
 
 
@@ -142,9 +175,12 @@ def tables() -> tuple[Table, ...]:
     cold = Reuse((0.8, 0.15, 0.05) + (0.0,) * 14, 256)
     hot = Reuse((0.2, 0.2, 0.2, 0.2, 0.2) + (0.0,) * 12, 256)
     return (
-        Table("cold", 50_000, 16, 4.0, cold), Table("hot", 3_000, 32, 20.0, hot),
-        Table("wide", 2_000, 64, 2.5, cold), Table("zipf", 10_000, 8, 10.0, Zipf(1.1)),
-        Table("one", 1, 4, 1.0, Zipf(0.0)), Table("empty", 500, 16, 0.0, Reuse((0.0,) * 17, 256)),
+        Table("cold", 50_000, 16, 4.0, cold),
+        Table("hot", 3_000, 32, 20.0, hot),
+        Table("wide", 2_000, 64, 2.5, cold),
+        Table("zipf", 10_000, 8, 10.0, Zipf(1.1)),
+        Table("one", 1, 4, 1.0, Zipf(0.0)),
+        Table("empty", 500, 16, 0.0, Reuse((0.0,) * 17, 256)),
     )
 
 

@@ -55,8 +55,13 @@ def cluster(ray_env):
 def add_node(cluster):
     """A raylet with one CPU. Its agent chooses its port: the usual one may be that of another cluster on this
     machine."""
-    return cluster.add_node(num_cpus=1, object_store_memory=80 << 20, node_ip_address="127.0.0.1",
-                            include_dashboard=False, dashboard_agent_listen_port=None)
+    return cluster.add_node(
+        num_cpus=1,
+        object_store_memory=80 << 20,
+        node_ip_address="127.0.0.1",
+        include_dashboard=False,
+        dashboard_agent_listen_port=None,
+    )
 
 
 @pytest.fixture
@@ -87,11 +92,15 @@ def raylet(node) -> psutil.Process:
 def actor_processes(cluster):
     """Finds the cluster's living processes of an actor class; one that works may be called after its call
     instead."""
+
     def find(*names: str) -> list[psutil.Process]:
-        raylets = {info.process.pid for node in cluster.list_all_nodes()
-                   for info in node.all_processes["raylet"]}
-        return [p for p in psutil.process_iter(["cmdline", "ppid"])
-                if p.info["ppid"] in raylets and any(name in "".join(p.info["cmdline"] or [])
-                                                     for name in names)]
+        raylets = {
+            info.process.pid for node in cluster.list_all_nodes() for info in node.all_processes["raylet"]
+        }
+        return [
+            p
+            for p in psutil.process_iter(["cmdline", "ppid"])
+            if p.info["ppid"] in raylets and any(name in "".join(p.info["cmdline"] or []) for name in names)
+        ]
 
     return find

@@ -31,8 +31,11 @@ def sends(**entering) -> np.ndarray:
 def entering(found: np.ndarray) -> dict[str, list[float]]:
     """Of traffic [L C, D] the channels of outputs and gradients that run, by name. All lanes together."""
     found = found.reshape(-1, len(CHANNELS), found.shape[-1]).sum(0)
-    return {name: found[CHANNELS.index(c)].tolist() for name, c in CHANNEL.items()
-            if c not in ID_CHANNELS and found[CHANNELS.index(c)].any()}
+    return {
+        name: found[CHANNELS.index(c)].tolist()
+        for name, c in CHANNEL.items()
+        if c not in ID_CHANNELS and found[CHANNELS.index(c)].any()
+    }
 
 
 def on_hosts(hosts: str, memory_bytes: int = 1 << 30, **fields) -> Topology:

@@ -18,11 +18,21 @@ from shardcore.io import files
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/plan.md").read_text()
-COMMANDS = list(dict.fromkeys(re.findall(r"^python -m shardcore ([^#\n]+)", PAGE, re.M)
-                              + re.findall(r"`python -m shardcore (problem [^`]+)`", PAGE)))
+COMMANDS = list(
+    dict.fromkeys(
+        re.findall(r"^python -m shardcore ([^#\n]+)", PAGE, re.M)
+        + re.findall(r"`python -m shardcore (problem [^`]+)`", PAGE)
+    )
+)
 BATCH = yaml.safe_load((ROOT / "params.yaml").read_text())["setting"]["batch"]
-ELSEWHERE = {"train-policy": "PAPER", "plan PROBLEM.json": "PAPER", "provision": "offers",
-             "--towers": "several hosts", "--groups": "smaller batches", "hot-rows": "sequences"}
+ELSEWHERE = {
+    "train-policy": "PAPER",
+    "plan PROBLEM.json": "PAPER",
+    "provision": "offers",
+    "--towers": "several hosts",
+    "--groups": "smaller batches",
+    "hot-rows": "sequences",
+}
 """Commands of the page that need more than its first example, and what."""
 
 
@@ -30,8 +40,12 @@ ELSEWHERE = {"train-policy": "PAPER", "plan PROBLEM.json": "PAPER", "provision":
 def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("page") / "model"
     setting = Setting("law", BATCH)
-    made = fit.train(compute_samples(linear_law, 60, setting), comm_samples(20, setting=setting), setting,
-                     fit.FitConfig(epochs=1)).model
+    made = fit.train(
+        compute_samples(linear_law, 60, setting),
+        comm_samples(20, setting=setting),
+        setting,
+        fit.FitConfig(epochs=1),
+    ).model
     measured = {**made.meta["ranges"], "batch": (BATCH, BATCH)}
     neural.save(replace(made, meta={**made.meta, "ranges": measured}), folder)
     return folder

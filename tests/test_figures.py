@@ -24,15 +24,19 @@ def entry(name: str, *commands: str, **more) -> str:
 @pytest.fixture
 def table(tmp_path):
     """Writes a table; `--table` and `--out` for it."""
+
     def written(*entries: str) -> list[str]:
         (tmp_path / "figures.toml").write_text("\n".join(entries))
         return ["--table", str(tmp_path / "figures.toml"), "--out", str(tmp_path / "out")]
+
     return written
 
 
 def test_entries_run_in_order_with_folders_of_those_before(table, tmp_path, capsys):
-    given = table(entry("first", "echo 7 > {out}/number"),
-                  entry("second", "echo seen `cat {first}/number`", "echo and >&2; echo more"))
+    given = table(
+        entry("first", "echo 7 > {out}/number"),
+        entry("second", "echo seen `cat {first}/number`", "echo and >&2; echo more"),
+    )
     assert figures.main(given) == 0
     assert (tmp_path / "out/second/output.md").read_text().count("seen 7") == 1
     assert "more" in (tmp_path / "out/second/output.md").read_text()
@@ -85,8 +89,12 @@ def test_only_takes_what_it_needs_too(table, tmp_path):
 def test_a_killed_entry_goes_on_in_its_folder(table, tmp_path):
     slow = "echo x >> {out}/times; test `wc -l < {out}/times` -gt 1 || sleep 60"
     given = table(entry("slow", slow))
-    running = subprocess.Popen([sys.executable, "-m", "bench.figures", *given], cwd=ROOT,
-                               start_new_session=True, stdout=subprocess.DEVNULL)
+    running = subprocess.Popen(
+        [sys.executable, "-m", "bench.figures", *given],
+        cwd=ROOT,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+    )
     times = tmp_path / "out/slow/times"
     end = time.monotonic() + 60
     while not times.exists() and time.monotonic() < end:
@@ -98,20 +106,27 @@ def test_a_killed_entry_goes_on_in_its_folder(table, tmp_path):
     assert times.read_text() == "x\nx\n"
 
 
-@pytest.mark.parametrize(("entries", "more", "words"), [
-    ([entry("b", "ls {a}"), entry("a", "true")], [], "b needs 'a', which is not before it"),
-    ([entry("a", "true", colour="blue")], [], "colour"),
-    ([entry("a", "true")], ["--only", "z"], "there is no figure 'z'; there are a"),
-    ([entry("a", "true")], ["--with", "peer"], "--with peer names no folder"),
-])
+@pytest.mark.parametrize(
+    ("entries", "more", "words"),
+    [
+        ([entry("b", "ls {a}"), entry("a", "true")], [], "b needs 'a', which is not before it"),
+        ([entry("a", "true", colour="blue")], [], "colour"),
+        ([entry("a", "true")], ["--only", "z"], "there is no figure 'z'; there are a"),
+        ([entry("a", "true")], ["--with", "peer"], "--with peer names no folder"),
+    ],
+)
 def test_bad_input_is_refused(table, capsys, entries, more, words):
     assert figures.main([*table(*entries), *more]) == 1
     assert words in capsys.readouterr().err
 
 
 def test_every_bench_is_taken_or_excused():
-    taken = {name for figure in figures.read(figures.TABLE) for command in figure.commands
-             for name in re.findall(r"-m bench\.(\w+)", command)}
+    taken = {
+        name
+        for figure in figures.read(figures.TABLE)
+        for command in figure.commands
+        for name in re.findall(r"-m bench\.(\w+)", command)
+    }
     excused = tomllib.loads(figures.TABLE.read_text())["unattended"]
     there = {p.stem for p in (ROOT / "bench").glob("*.py")} - {"__init__", "figures"}
     assert there - taken - set(excused) == set()

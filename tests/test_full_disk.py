@@ -45,8 +45,10 @@ def test_a_part_that_finds_no_room_loses_nothing_that_was_there(tmp_path):
     name = dataset.write_pool(tmp_path, pool())
     dataset.write_compute(tmp_path, samples[:20], name)
     there = sorted(os.listdir(tmp_path))
-    with room_for(2000), pytest.raises(ShardCoreError,
-                                       match=r"^cannot write \S+/compute-\S+: File too large$"):
+    with (
+        room_for(2000),
+        pytest.raises(ShardCoreError, match=r"^cannot write \S+/compute-\S+: File too large$"),
+    ):
         dataset.write_compute(tmp_path, samples[20:], name)
     assert sorted(os.listdir(tmp_path)) == there
     assert {s.id for s in dataset.read_compute(tmp_path, SETTING)} == {s.id for s in samples[:20]}
@@ -75,9 +77,11 @@ def test_on_a_disk_without_room_nothing_is_written_and_nothing_stays(tmp_path, c
         pytest.skip("no tmpfs can be mounted here")
     try:
         (disk / "filler").write_bytes(bytes(64 << 10))
-        for asked in (f"plan {problem} --model {model} --budget-evals 50 --out {disk}/plan.json",
-                      f"plan {problem} --model {model} --budget-evals 50 --out {disk}/new/plan.json",
-                      f"problem mlperf-dlrm-dcnv2 --out {disk}/problem.json"):
+        for asked in (
+            f"plan {problem} --model {model} --budget-evals 50 --out {disk}/plan.json",
+            f"plan {problem} --model {model} --budget-evals 50 --out {disk}/new/plan.json",
+            f"problem mlperf-dlrm-dcnv2 --out {disk}/problem.json",
+        ):
             assert main(asked.split()) == 1
             assert "No space left on device" in capsys.readouterr().err
         assert [p for p in disk.rglob("*") if p.is_file()] == [disk / "filler"]
@@ -88,8 +92,12 @@ def test_on_a_disk_without_room_nothing_is_written_and_nothing_stays(tmp_path, c
 @pytest.fixture
 def cli_files(tmp_path):
     """A problem and a model."""
-    problem = Problem("p", tuple(Table(f"t{i}", 500, 16, 2.0) for i in range(6)),
-                      Topology((Device(1 << 22),) * 2), SETTING.batch)
+    problem = Problem(
+        "p",
+        tuple(Table(f"t{i}", 500, 16, 2.0) for i in range(6)),
+        Topology((Device(1 << 22),) * 2),
+        SETTING.batch,
+    )
     files.write_problem(tmp_path / "p.json", problem)
     trained = fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1))
     neural.save(trained.model, tmp_path / "model")

@@ -42,8 +42,9 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(sound, tmp_path, name)
             folder = tmp_path / f"{part}-{i}"
             folder.mkdir()
             for other in one.parts:
-                (shutil.copytree if (sound.folder / other).is_dir() else shutil.copy)(sound.folder / other,
-                                                                                     folder / other)
+                (shutil.copytree if (sound.folder / other).is_dir() else shutil.copy)(
+                    sound.folder / other, folder / other
+                )
             path = folder / file.relative_to(sound.folder)
             path.unlink()
             os.mkfifo(path)

@@ -15,15 +15,55 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.long
 def test_each_question_has_a_verdict_and_the_data_stay(tmp_path):
-    env = {**os.environ, "SHARDCORE_REHEARSAL": "fake_cuda:FakeCuda", "FAKE_CUDA": str(tmp_path),
-           "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'measure'}"}
+    env = {
+        **os.environ,
+        "SHARDCORE_REHEARSAL": "fake_cuda:FakeCuda",
+        "FAKE_CUDA": str(tmp_path),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'measure'}",
+    }
     out = tmp_path / "out"
     done = subprocess.run(
-        [sys.executable, "-m", "bench.gpu_acceptance", "--out", str(out), "--minutes", "0.5", "--batch", "64",
-         "--groups", "20", "--again", "8", "--arena-gib", "0.0625",
-         "--only", "card", "events", "groups", "memory", "repeats", "widths", "uvm",
-         "--", "--tolerance", "0.5", "--max-repeats", "6", "--max-shards", "6", "--interleave", "4"],
-        cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=280)
+        [
+            sys.executable,
+            "-m",
+            "bench.gpu_acceptance",
+            "--out",
+            str(out),
+            "--minutes",
+            "0.5",
+            "--batch",
+            "64",
+            "--groups",
+            "20",
+            "--again",
+            "8",
+            "--arena-gib",
+            "0.0625",
+            "--only",
+            "card",
+            "events",
+            "groups",
+            "memory",
+            "repeats",
+            "widths",
+            "uvm",
+            "--",
+            "--tolerance",
+            "0.5",
+            "--max-repeats",
+            "6",
+            "--max-shards",
+            "6",
+            "--interleave",
+            "4",
+        ],
+        cwd=ROOT,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=280,
+    )
     verdicts = json.loads((out / "verdicts.json").read_text())
     assert list(verdicts) == ["card", "events", "groups", "memory", "repeats", "widths", "uvm"], done.stdout
     assert not any("error" in v for v in verdicts.values()), done.stdout

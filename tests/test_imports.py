@@ -18,8 +18,16 @@ OURS = ("shardcore", "tasks", "flows")
 ORCHESTRATORS = {"prefect", "ray", "mlflow", "dvc"}
 
 
-FLOORS = (("core",), ("step",), ("io", "tables"), ("measure", "cost"), ("search",), ("plans", "torchrec"),
-          ("report",), ("cli",))
+FLOORS = (
+    ("core",),
+    ("step",),
+    ("io", "tables"),
+    ("measure", "cost"),
+    ("search",),
+    ("plans", "torchrec"),
+    ("report",),
+    ("cli",),
+)
 """The rooms of shardcore/, from the ground up."""
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -55,9 +63,14 @@ def our_files() -> list[Path]:
 @cache
 def imported_late(path: Path) -> set[str]:
     """Modules that a file names in a string, and imports when it first needs them."""
-    return {node.value for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Constant) and isinstance(node.value, str)
-            and re.fullmatch(r"shardcore(\.\w+)+", node.value) and module_file(node.value)}
+    return {
+        node.value
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"shardcore(\.\w+)+", node.value)
+        and module_file(node.value)
+    }
 
 
 @cache
@@ -94,8 +107,9 @@ def test_directions(path):
         assert not any(n.startswith(("shardcore.measure", "shardcore.search")) for n in ours)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "shardcore").rglob("*.py")),
-                         ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "shardcore").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_a_room_sees_the_rooms_of_lower_floors_only(path):
     room, *inner = path.relative_to(ROOT / "shardcore").parts
     if not inner:
@@ -129,23 +143,31 @@ def is_within(path: str | Path, folders) -> bool:
 @cache
 def trees(stage: str) -> list[ast.AST]:
     """Of the flow and of the tasks that it reaches."""
-    files = (p for p in reached(ROOT / f"flows/{stage}.py") if p.parent.name in ("flows", "tasks")
-             and p.name != "paths.py")
+    files = (
+        p
+        for p in reached(ROOT / f"flows/{stage}.py")
+        if p.parent.name in ("flows", "tasks") and p.name != "paths.py"
+    )
     return [ast.parse(p.read_text()) for p in files]
 
 
 def sections_read(stage: str) -> set[str]:
     """First arguments of params.section(...)."""
-    return {node.args[0].value for tree in trees(stage) for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "params.section"}
+    return {
+        node.args[0].value
+        for tree in trees(stage)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "params.section"
+    }
 
 
 def data_named(stage: str) -> set[Path]:
     """The places paths.NAME that are data; datasets too, where a task reads which of them a model was trained
     on."""
     nodes = [node for tree in trees(stage) for node in ast.walk(tree)]
-    names = {node.attr for node in nodes
-             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "paths"}
+    names = {
+        node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "paths"
+    }
     found = {getattr(paths, name) for name in names} - {paths.PARAMS, paths.PROBLEMS}
     joined = any(isinstance(node, ast.Constant) and node.value == "datasets" for node in nodes)
     return found | ({paths.DATASETS} if joined else set())
@@ -176,9 +198,10 @@ def test_dvc_stage_depends_on_the_sections_of_params_that_it_reads(stage):
 def test_dvc_stage_depends_on_the_data_that_it_names_or_makes_it(stage):
     deps, outs, named = listed(stage, "deps"), made(stage), data_named(stage)
     for place in named:
-        assert is_within(place, {**deps, **outs}) or any(is_within(out, [place]) for out in outs), \
+        assert is_within(place, {**deps, **outs}) or any(is_within(out, [place]) for out in outs), (
             f"stage {stage} reads {place}, which dvc.yaml lists neither among its deps nor its outs"
-    before = [out for other in list(STAGES)[:list(STAGES).index(stage)] for out in made(other)]
+        )
+    before = [out for other in list(STAGES)[: list(STAGES).index(stage)] for out in made(other)]
     data = [d for d in deps if d.startswith("data/")]
     assert set(data) <= set(before), f"stage {stage} reads what no stage before it makes"
     assert {str(p) for p in named} >= set(data)
@@ -187,10 +210,22 @@ def test_dvc_stage_depends_on_the_data_that_it_names_or_makes_it(stage):
 def test_stages_make_what_the_project_keeps_and_dvc_leaves_what_grows():
     files = {stage: set(made(stage)) for stage in STAGES}
     assert files == {
-        "tables": {"data/pool.json"}, "measure": {"data/measurements"},
-        "train": {"data/model", "data/card.md", "data/curves.csv"}, "train_policy": {"data/policy"},
-        "evaluate": {f"data/evaluation/{n}" for n in ("figures.json", "predictions.png", "replays",
-                                                      "metrics.json", "predictions.csv", "sharders.csv")}}
+        "tables": {"data/pool.json"},
+        "measure": {"data/measurements"},
+        "train": {"data/model", "data/card.md", "data/curves.csv"},
+        "train_policy": {"data/policy"},
+        "evaluate": {
+            f"data/evaluation/{n}"
+            for n in (
+                "figures.json",
+                "predictions.png",
+                "replays",
+                "metrics.json",
+                "predictions.csv",
+                "sharders.csv",
+            )
+        },
+    }
     growing = {out for stage in STAGES for out, options in made(stage).items() if options.get("persist")}
     assert growing == {"data/measurements", "data/evaluation/replays"}
 
@@ -217,9 +252,17 @@ def test_shardcore_uses_only_what_the_base_installs():
 def test_shardcore_runs_without_orchestrators_and_fbgemm_is_late():
     heavy = ORCHESTRATORS | {"fbgemm_gpu", "torchrec", "scipy", "matplotlib", "yaml", "safetensors"}
     for path in sorted((ROOT / "shardcore").rglob("*.py")):
-        at_import = {a.split(".")[0] for node in ast.parse(path.read_text()).body for a in
-                     ([x.name for x in node.names] if isinstance(node, ast.Import) else
-                      [node.module] if isinstance(node, ast.ImportFrom) else [])}
+        at_import = {
+            a.split(".")[0]
+            for node in ast.parse(path.read_text()).body
+            for a in (
+                [x.name for x in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+        }
         assert not at_import & heavy, f"{path} imports {at_import & heavy} at import"
 
 

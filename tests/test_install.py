@@ -18,8 +18,11 @@ sys.path.append(str(ROOT))
 import install  # noqa: E402
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-LOCKED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()
-              if not line.startswith("#"))
+LOCKED = dict(
+    line.split("==")
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if not line.startswith("#")
+)
 ELSEWHERE = {"fbgemm-gpu", "psycopg2-binary"}
 """What the environment that the lock was made from does not have: a GPU's FBGEMM, PostgreSQL's driver."""
 
@@ -44,25 +47,57 @@ def test_the_lock_holds_names_and_versions_only():
 
 
 def test_a_lock_drops_local_versions_and_what_is_not_ours_to_lock():
-    made = install.locked([("torch", "2.13.0+cpu"), ("ruamel.yaml", "0.19.1"), ("shardcore", "0.1.0"),
-                           ("pip", "26.0"), ("PyYAML", "6.0.3")])
+    made = install.locked(
+        [
+            ("torch", "2.13.0+cpu"),
+            ("ruamel.yaml", "0.19.1"),
+            ("shardcore", "0.1.0"),
+            ("pip", "26.0"),
+            ("PyYAML", "6.0.3"),
+        ]
+    )
     assert made == "pyyaml==6.0.3\nruamel-yaml==0.19.1\ntorch==2.13.0\n"
 
 
 def test_uv_is_told_the_settings_that_pip_takes(tmp_path):
     """Of a real pip: the environment wins over its file, and a section for `install` over the global one."""
-    (tmp_path / "pip.conf").write_text("[global]\nindex-url = https://a.example/simple\nno-index = true\n"
-                                       "find-links = /wheels\n[install]\nfind-links = /x /y\n"
-                                       "trusted-host = b.example\n[freeze]\nall = 1\n")
+    (tmp_path / "pip.conf").write_text(
+        "[global]\nindex-url = https://a.example/simple\nno-index = true\n"
+        "find-links = /wheels\n[install]\nfind-links = /x /y\n"
+        "trusted-host = b.example\n[freeze]\nall = 1\n"
+    )
     env = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
-    env |= {"PIP_CONFIG_FILE": str(tmp_path / "pip.conf"), "HOME": str(tmp_path),
-            "PIP_INDEX_URL": "https://c.example/simple", "PIP_EXTRA_INDEX_URL": "file:///d/simple file:///e"}
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], env=env, text=True, check=True,
-                            stdout=subprocess.PIPE).stdout
+    env |= {
+        "PIP_CONFIG_FILE": str(tmp_path / "pip.conf"),
+        "HOME": str(tmp_path),
+        "PIP_INDEX_URL": "https://c.example/simple",
+        "PIP_EXTRA_INDEX_URL": "file:///d/simple file:///e",
+    }
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"],
+        env=env,
+        text=True,
+        check=True,
+        stdout=subprocess.PIPE,
+    ).stdout
     options = install.uv_options(install.settings_of(listed))
-    assert options == ["--index-strategy", "unsafe-best-match", "--default-index", "https://c.example/simple",
-                       "--index", "file:///d/simple", "--index", "file:///e", "--find-links", "/x",
-                       "--find-links", "/y", "--allow-insecure-host", "b.example", "--no-index"]
+    assert options == [
+        "--index-strategy",
+        "unsafe-best-match",
+        "--default-index",
+        "https://c.example/simple",
+        "--index",
+        "file:///d/simple",
+        "--index",
+        "file:///e",
+        "--find-links",
+        "/x",
+        "--find-links",
+        "/y",
+        "--allow-insecure-host",
+        "b.example",
+        "--no-index",
+    ]
 
 
 def test_torchrec_comes_without_its_dependencies_and_only_when_asked():
@@ -92,17 +127,24 @@ def checkout(tmp_path):
     """A checkout that needs no index, and the Python of an environment of its own."""
     (tmp_path / "install.py").write_text((ROOT / "install.py").read_text())
     (tmp_path / "backend.py").write_text(BACKEND)
-    (tmp_path / "pyproject.toml").write_text('[build-system]\nrequires = []\nbuild-backend = "backend"\n'
-                                             'backend-path = ["."]\n'
-                                             '[project]\nname = "shardcore"\nversion = "9.0"\n')
+    (tmp_path / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\n'
+        'backend-path = ["."]\n'
+        '[project]\nname = "shardcore"\nversion = "9.0"\n'
+    )
     (tmp_path / "constraints.txt").write_text("uv==0.0.1.dev1\n")
     venv.create(tmp_path / "env", symlinks=True)
     # pip itself is this one's: making another takes seconds.
-    env = {**os.environ, "PYTHONPATH": next(p for p in sys.path if p.endswith("site-packages")),
-           "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+    env = {
+        **os.environ,
+        "PYTHONPATH": next(p for p in sys.path if p.endswith("site-packages")),
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": "",
+    }
     command = [tmp_path / "env/bin/python", tmp_path / "install.py"]
-    return lambda *arguments: subprocess.run([*command, *arguments], env=env, text=True, capture_output=True,
-                                             timeout=60)
+    return lambda *arguments: subprocess.run(
+        [*command, *arguments], env=env, text=True, capture_output=True, timeout=60
+    )
 
 
 @pytest.mark.long
@@ -121,23 +163,40 @@ def test_what_neither_can_install_is_an_error(checkout, tmp_path):
 
 
 def test_make_installs_the_extras_of_stages_and_tests():
-    said = subprocess.run(["make", "--dry-run", "--always-make", "setup", "EXTRA=gpu"], cwd=ROOT, text=True,
-                          check=True, stdout=subprocess.PIPE).stdout
+    said = subprocess.run(
+        ["make", "--dry-run", "--always-make", "setup", "EXTRA=gpu"],
+        cwd=ROOT,
+        text=True,
+        check=True,
+        stdout=subprocess.PIPE,
+    ).stdout
     assert "python install.py --installer uv gpu pipeline dev torchrec" in said
 
 
 # --- without the extra --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments, first", [(["-m", "flows.refresh"], "error: "),
-                                              (["-m", "tasks.services"], "error: "),
-                                              (["-c", "import flows.measure"], "ImportError: ")])
+@pytest.mark.parametrize(
+    "arguments, first",
+    [
+        (["-m", "flows.refresh"], "error: "),
+        (["-m", "tasks.services"], "error: "),
+        (["-c", "import flows.measure"], "ImportError: "),
+    ],
+)
 def test_without_the_pipeline_one_line_names_the_extra(tmp_path, arguments, first):
     (tmp_path / "ray").mkdir()  # which `import ray` would take for the package
-    done = subprocess.run([sys.executable, "-S", *arguments], cwd=tmp_path, text=True, capture_output=True,
-                          env={"PYTHONPATH": str(ROOT)}, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-S", *arguments],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        env={"PYTHONPATH": str(ROOT)},
+        timeout=60,
+    )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         f"{first}flows and tasks need prefect, ray, mlflow, dvc, not installed here: "
-        "pip install 'shardcore[pipeline]' (in a checkout: make setup)")
+        "pip install 'shardcore[pipeline]' (in a checkout: make setup)"
+    )
     assert first != "error: " or done.stderr.count("\n") == 1

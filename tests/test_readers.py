@@ -9,38 +9,84 @@ from bench.fuzz_formats import FORMATS
 
 ROOT = Path(__file__).parent.parent
 
-DOOR = {"read_bytes", "read_text", "read_json", "read_yaml", "content_of", "parse_json", "require_file",
-        "open_document", "is_document", "read_model", "read_tensors"}
-RAW = {"open", "ParquetFile", "read_table", "read_csv", "safe_open", "memmap", "fromfile", "ZipFile",
-       "json.load", "json.loads", "torch.load", "np.load", "yaml.load", "yaml.safe_load", "pickle.load",
-       "pickle.loads", "tomllib.load", "tomllib.loads", "csv.reader", "csv.DictReader"}
+DOOR = {
+    "read_bytes",
+    "read_text",
+    "read_json",
+    "read_yaml",
+    "content_of",
+    "parse_json",
+    "require_file",
+    "open_document",
+    "is_document",
+    "read_model",
+    "read_tensors",
+}
+RAW = {
+    "open",
+    "ParquetFile",
+    "read_table",
+    "read_csv",
+    "safe_open",
+    "memmap",
+    "fromfile",
+    "ZipFile",
+    "json.load",
+    "json.loads",
+    "torch.load",
+    "np.load",
+    "yaml.load",
+    "yaml.safe_load",
+    "pickle.load",
+    "pickle.loads",
+    "tomllib.load",
+    "tomllib.loads",
+    "csv.reader",
+    "csv.DictReader",
+}
 """Calls that read."""
 
 NO_FORMAT = {
     # The door itself, and what is shared by all that goes through it.
-    "shardcore/io/schema.py", "shardcore/io/envelope.py",
+    "shardcore/io/schema.py",
+    "shardcore/io/envelope.py",
     # They only write.
-    "shardcore/io/files.py:_held", "shardcore/io/files.py:remove_unfinished",
+    "shardcore/io/files.py:_held",
+    "shardcore/io/files.py:remove_unfinished",
     "shardcore/io/files.py:_no_link",
     "shardcore/io/files.py:require_writable",
-    "shardcore/cli/__init__.py:main", "shardcore/plans/store.py:turn", "tasks/console.py:_redirect",
+    "shardcore/cli/__init__.py:main",
+    "shardcore/plans/store.py:turn",
+    "tasks/console.py:_redirect",
     # ShardCore's own files, as they were installed.
-    "shardcore/core/jit.py:cache_folder", "shardcore/measure/sampling/placements.py:recorded_plans",
-    "shardcore/report/plan_explorer.py:script", "shardcore/tables/public.py:_lists",
+    "shardcore/core/jit.py:cache_folder",
+    "shardcore/measure/sampling/placements.py:recorded_plans",
+    "shardcore/report/plan_explorer.py:script",
+    "shardcore/tables/public.py:_lists",
     "shardcore/tables/statistics.py:read_release",
     # The kernel's.
-    "shardcore/measure/hardware.py:hardware_name", "shardcore/measure/hosts.py:enter",
-    "shardcore/measure/hosts.py:machine_id", "shardcore/measure/own_core.py:let_network_wait",
+    "shardcore/measure/hardware.py:hardware_name",
+    "shardcore/measure/hosts.py:enter",
+    "shardcore/measure/hosts.py:machine_id",
+    "shardcore/measure/own_core.py:let_network_wait",
     # Lines of our own processes, and a command's argument.
-    "tasks/console.py:relayed", "flows/refresh.py:setting_of",
+    "tasks/console.py:relayed",
+    "flows/refresh.py:setting_of",
     # Answers and tags of the stack's services.
-    "tasks/model_history.py:_changes", "tasks/publish_claim.py:_tag",
+    "tasks/model_history.py:_changes",
+    "tasks/publish_claim.py:_tag",
     # The card that the stage before wrote.
     "tasks/registry.py:register",
     # The stack's own files, in a folder that only its user may enter. Tests: tests/tasks/test_stack.py.
-    "tasks/daemons.py", "tasks/lost_runs.py", "tasks/owned.py", "tasks/ray_cluster.py", "tasks/services.py",
+    "tasks/daemons.py",
+    "tasks/lost_runs.py",
+    "tasks/owned.py",
+    "tasks/ray_cluster.py",
+    "tasks/services.py",
     "tasks/stack.py",
-    "tasks/stack_config.py", "tasks/stack_runs.py", "tasks/stack_services.py",
+    "tasks/stack_config.py",
+    "tasks/stack_runs.py",
+    "tasks/stack_services.py",
 }
 """Files, or functions of them, that call what reads and read no file that anybody may have written."""
 
@@ -64,8 +110,12 @@ def readers(text: str, file: str) -> set[str]:
 
 
 def all_readers() -> set[str]:
-    return {reader for package in ("shardcore", "tasks", "flows") for path in (ROOT / package).rglob("*.py")
-            for reader in readers(path.read_text(), str(path.relative_to(ROOT)))}
+    return {
+        reader
+        for package in ("shardcore", "tasks", "flows")
+        for path in (ROOT / package).rglob("*.py")
+        for reader in readers(path.read_text(), str(path.relative_to(ROOT)))
+    }
 
 
 def test_every_reader_of_a_file_is_in_the_registry_of_the_fuzz():
@@ -79,11 +129,15 @@ def test_the_registry_names_only_readers_that_there_are():
     assert registered <= all_readers() and not registered & NO_FORMAT
 
 
-@pytest.mark.parametrize("text, found", [
-    ("def f(p):\n return json.loads(p.read_text())", {"x.py:f"}),
-    ("class A:\n def g(self, p):\n  with gzip.open(p) as f: return f", {"x.py:g"}),
-    ("def outer(p):\n def inner(): return np.load(p)\n return inner()", {"x.py:outer"}),
-    ("value = schema.read_json('a')", {"x.py:"}),
-    ("def f(): return json.dumps(load(1))", set())])
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("def f(p):\n return json.loads(p.read_text())", {"x.py:f"}),
+        ("class A:\n def g(self, p):\n  with gzip.open(p) as f: return f", {"x.py:g"}),
+        ("def outer(p):\n def inner(): return np.load(p)\n return inner()", {"x.py:outer"}),
+        ("value = schema.read_json('a')", {"x.py:"}),
+        ("def f(): return json.dumps(load(1))", set()),
+    ],
+)
 def test_a_new_reader_is_noticed(text, found):
     assert readers(text, "x.py") == found

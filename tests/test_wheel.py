@@ -23,8 +23,20 @@ def wheel(tmp_path):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     # asks no index
-    subprocess.run([sys.executable, *PIP, "wheel", "--no-deps", "--no-build-isolation", "-w",
-                    tmp_path / "wheel", source], check=True, capture_output=True)
+    subprocess.run(
+        [
+            sys.executable,
+            *PIP,
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            tmp_path / "wheel",
+            source,
+        ],
+        check=True,
+        capture_output=True,
+    )
     [made] = (tmp_path / "wheel").glob("shardcore-*.whl")
     return made
 
@@ -55,16 +67,36 @@ def test_with_the_base_only_the_wheel_trains_a_model_and_plans(wheel, tmp_path):
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
     def run(*arguments):
-        return subprocess.run([python, *arguments], cwd=tmp_path, env=env, text=True, check=False,
-                              capture_output=True, timeout=1200)
+        return subprocess.run(
+            [python, *arguments],
+            cwd=tmp_path,
+            env=env,
+            text=True,
+            check=False,
+            capture_output=True,
+            timeout=1200,
+        )
 
-    done = run("-c", "import sys; from shardcore.tables import public; from shardcore import SHARDERS; "
-               "assert not {'fbgemm_gpu', 'yaml'} & set(sys.modules); "
-               "print(len(public.public_pool('mlperf-dlrm-dcnv2')), sorted(SHARDERS)[0])")
+    done = run(
+        "-c",
+        "import sys; from shardcore.tables import public; from shardcore import SHARDERS; "
+        "assert not {'fbgemm_gpu', 'yaml'} & set(sys.modules); "
+        "print(len(public.public_pool('mlperf-dlrm-dcnv2')), sorted(SHARDERS)[0])",
+    )
     assert done.stdout.split() == ["26", "anneal"], done.stderr
-    for command in (["train", ROOT / "datasets/cpu-amd-epyc", "--out", "model"],
-                    ["plan", ROOT / "problems/pool-7-00.json", "--model", "model", "--budget-evals", "2000",
-                     "--out", "plan.json"]):
+    for command in (
+        ["train", ROOT / "datasets/cpu-amd-epyc", "--out", "model"],
+        [
+            "plan",
+            ROOT / "problems/pool-7-00.json",
+            "--model",
+            "model",
+            "--budget-evals",
+            "2000",
+            "--out",
+            "plan.json",
+        ],
+    ):
         done = run("-m", "shardcore", *command)
         assert done.returncode == 0, done.stderr
     assert len(json.loads((tmp_path / "plan.json").read_text())["placements"]) >= 37  # a table each, at least

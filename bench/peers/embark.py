@@ -107,8 +107,14 @@ class _Pass:
     stuck: Table | None = None
 
 
-def embark(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
-           config: EmbarkConfig = EmbarkConfig()) -> Plan:  # noqa: B008 (frozen)
+def embark(
+    problem: Problem,
+    model: CostModel,
+    *,
+    seed: int = 0,
+    budget: Budget | None = None,
+    config: EmbarkConfig = EmbarkConfig(),
+) -> Plan:  # noqa: B008 (frozen)
     """The cheapest plan of the sweep. Deterministic: the seed is only recorded.
 
     One evaluation is one greedy pass. Raises Infeasible (see `feasible_shards`) and SettingMismatch.
@@ -121,16 +127,36 @@ def embark(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget 
         replicas = _replicas(problem, rows)
         if (plans and not meter.left()) or (rows and not replicas):
             continue
-        search = _Search(problem, _bw_ratio(problem, model) if ratio is None else ratio, narrowest,
-                         replicas, meter)
+        search = _Search(
+            problem, _bw_ratio(problem, model) if ratio is None else ratio, narrowest, replicas, meter
+        )
         best = search.run(config.rounds)
         if best.stuck is None:
             found = [*search.replicas, *placed(best.chosen, best.devices, problem)]
-            plans.append(priced(found, problem, model, algorithm="embark", seed=seed, packed=False,
-                                swept=[rows, search.ratio, narrowest], config=asdict(config)))
+            plans.append(
+                priced(
+                    found,
+                    problem,
+                    model,
+                    algorithm="embark",
+                    seed=seed,
+                    packed=False,
+                    swept=[rows, search.ratio, narrowest],
+                    config=asdict(config),
+                )
+            )
     if not any(fits(plan, problem) for plan in plans):
-        plans = [priced(fitting(problem).placements, problem, model, algorithm="embark", seed=seed,
-                        packed=True, config=asdict(config))]
+        plans = [
+            priced(
+                fitting(problem).placements,
+                problem,
+                model,
+                algorithm="embark",
+                seed=seed,
+                packed=True,
+                config=asdict(config),
+            )
+        ]
     best_plan = cheapest(plans, problem)
     return replace(best_plan, provenance={**best_plan.provenance, "evals": meter.evals})
 
@@ -148,8 +174,13 @@ def _replicas(problem: Problem, share: float) -> list[Table]:
     """Tables to replicate: few rows (share × batch), and no constraint. Empty if they alone do not fit."""
     if len(problem.topology) == 1:
         return []
-    small = [t for t in searched_tables(problem) if t.rows < share * problem.global_batch
-             and t.name not in problem.whole and t.name not in problem.pinned]
+    small = [
+        t
+        for t in searched_tables(problem)
+        if t.rows < share * problem.global_batch
+        and t.name not in problem.whole
+        and t.name not in problem.pinned
+    ]
     return small if sum(_replica_bytes(t, problem) for t in small) <= min(free_bytes(problem)) else []
 
 
@@ -166,12 +197,14 @@ def _replica_bytes(table: Table, problem: Problem) -> int:
 class _Search:
     """One search with fixed parameters."""
 
-    def __init__(self, problem: Problem, ratio: float, narrowest: int, replicas: Sequence[Table],
-                 meter: Meter) -> None:
+    def __init__(
+        self, problem: Problem, ratio: float, narrowest: int, replicas: Sequence[Table], meter: Meter
+    ) -> None:
         self.problem, self.ratio, self.narrowest, self.meter = problem, ratio, narrowest, meter
         self.speed = np.array([d.speed for d in problem.topology.devices])
-        self.replicas = [Placement(replicating(problem).name, Shard.whole(t), problem.topology.ranks)
-                         for t in replicas]
+        self.replicas = [
+            Placement(replicating(problem).name, Shard.whole(t), problem.topology.ranks) for t in replicas
+        ]
         taken = sum(_replica_bytes(t, problem) for t in replicas)
         self.free = [f - taken for f in free_bytes(problem)]
         self.tables = [t for t in searched_tables(problem) if t not in set(replicas)]
@@ -184,8 +217,11 @@ class _Search:
             best = min(best, self._pass(uniform), key=lambda p: p.cost)
         for _ in range(rounds - 1):
             # Cut the table that found no memory, or else the hottest one that can be cut.
-            ways = self._doubled(now.stuck, grids) if now.stuck else next(filter(None, (
-                self._doubled(t, grids) for t in self._by_heat(grids))), [])
+            ways = (
+                self._doubled(now.stuck, grids)
+                if now.stuck
+                else next(filter(None, (self._doubled(t, grids) for t in self._by_heat(grids))), [])
+            )
             if not ways or not self.meter.left():
                 break
             # min keeps the first of equals: rows.
@@ -261,5 +297,8 @@ def _shards(table: Table, grid: Grid) -> list[Shard]:
     """Equal shards. Row ranges are as even as the number of rows allows."""
     n_ranges, columns = grid
     width = table.dim // columns
-    return [Shard(table, *rows, c * width, (c + 1) * width)
-            for rows in even_rows(table.rows, n_ranges) for c in range(columns)]
+    return [
+        Shard(table, *rows, c * width, (c + 1) * width)
+        for rows in even_rows(table.rows, n_ranges)
+        for c in range(columns)
+    ]

@@ -83,8 +83,12 @@ class MilpConfig:
     gap: float = 0.001
 
     def __post_init__(self) -> None:
-        if (not self.surrogates or not set(self.surrogates) <= set(SURROGATES) or not self.shares
-            or min(self.shares) <= 0):
+        if (
+            not self.surrogates
+            or not set(self.surrogates) <= set(SURROGATES)
+            or not self.shares
+            or min(self.shares) <= 0
+        ):
             raise ShardCoreError(f"{self} needs surrogates out of {', '.join(SURROGATES)} and shares above 0")
         if self.nodes < 1 or self.gap < 0:
             raise ShardCoreError(f"{self} needs 1 or more nodes and a gap of 0 or more")
@@ -109,12 +113,20 @@ class _Limits:
         if self.end is None:
             return {"mip_rel_gap": gap, "node_limit": self.nodes}
         # Divide the remaining time evenly over the remaining programs.
-        return {"mip_rel_gap": gap,
-                "time_limit": max(0.0, (self.end - time.monotonic()) / (self.programs + 1))}
+        return {
+            "mip_rel_gap": gap,
+            "time_limit": max(0.0, (self.end - time.monotonic()) / (self.programs + 1)),
+        }
 
 
-def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
-         config: MilpConfig = MilpConfig()) -> Plan:  # noqa: B008 (frozen)
+def milp(
+    problem: Problem,
+    model: CostModel,
+    *,
+    seed: int = 0,
+    budget: Budget | None = None,
+    config: MilpConfig = MilpConfig(),
+) -> Plan:  # noqa: B008 (frozen)
     """The cheapest plan of all programs. The seed is only recorded.
 
     Deterministic, unless the budget is in seconds.
@@ -130,8 +142,11 @@ def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | 
     # Each cut once.
     cuts = {tuple(_cut(shards, share, problem, model)): share for share in reversed(config.shares)}
     programs = len(config.surrogates) * len(cuts) * -(-n_devices // GROUP)
-    limits = _Limits(programs, max(1, meter.budget.evals // programs) if meter.budget.evals else config.nodes,
-                     None if meter.budget.seconds is None else meter.started_s + meter.budget.seconds)
+    limits = _Limits(
+        programs,
+        max(1, meter.budget.evals // programs) if meter.budget.evals else config.nodes,
+        None if meter.budget.seconds is None else meter.started_s + meter.budget.seconds,
+    )
     for surrogate in config.surrogates if shards else ():
         for cut, share in reversed(cuts.items()):
             if plans and not meter.left():
@@ -145,15 +160,26 @@ def milp(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | 
             for group in _groups(program.load, devices):
                 devices, nodes = program.improve(devices, group, limits.next(config.gap))
                 meter.evals += nodes
-            plans += [priced(placed(program.bundles, d, problem), problem, model, **given, packed=False,
-                             surrogate=surrogate, share=share if share < np.inf else None)
-                      for d in (start, devices)]
+            plans += [
+                priced(
+                    placed(program.bundles, d, problem),
+                    problem,
+                    model,
+                    **given,
+                    packed=False,
+                    surrogate=surrogate,
+                    share=share if share < np.inf else None,
+                )
+                for d in (start, devices)
+            ]
     if not any(fits(plan, problem) for plan in plans):
         plans = [priced(fitting(problem).placements, problem, model, **given, packed=True)]
     best = cheapest(plans, problem)
     shares = [s if s < np.inf else None for s in config.shares]
-    return replace(best, provenance={**best.provenance, "evals": meter.evals,
-                                     "config": asdict(config) | {"shares": shares}})
+    return replace(
+        best,
+        provenance={**best.provenance, "evals": meter.evals, "config": asdict(config) | {"shares": shares}},
+    )
 
 
 def _cut(shards: Sequence[Shard], share: float, problem: Problem, model: CostModel) -> list[Shard]:
@@ -166,8 +192,10 @@ def _cut(shards: Sequence[Shard], share: float, problem: Problem, model: CostMod
     done, waiting = [], list(shards)
     while waiting:
         costs = model.head(model.encode(waiting))
-        halves = [None if c <= limit or not s.full_rows or s.table.name in problem.whole else halve_columns(s)
-                  for s, c in zip(waiting, costs, strict=True)]
+        halves = [
+            None if c <= limit or not s.full_rows or s.table.name in problem.whole else halve_columns(s)
+            for s, c in zip(waiting, costs, strict=True)
+        ]
         done += [s for s, h in zip(waiting, halves, strict=True) if h is None]
         waiting = [half for h in halves if h for half in h]
     return done
@@ -183,8 +211,14 @@ class _Program:
     free: [D] bytes.
     """
 
-    def __init__(self, problem: Problem, model: CostModel, shards: Sequence[Shard], surrogate: str,
-                 per_column_ms: float) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        model: CostModel,
+        shards: Sequence[Shard],
+        surrogate: str,
+        per_column_ms: float,
+    ) -> None:
         self.problem, self.bundles = problem, bundles(shards, problem)
         room = Room(problem)
         self.free, self.bytes = room.left, np.array(list(map(room.bytes_of, self.bundles)), dtype=np.int64)
@@ -212,8 +246,9 @@ class _Program:
             room.put(self.bundles[i], d)
         return devices
 
-    def improve(self, devices: np.ndarray, group: np.ndarray,
-                options: dict[str, float]) -> tuple[np.ndarray, int]:
+    def improve(
+        self, devices: np.ndarray, group: np.ndarray, options: dict[str, float]
+    ) -> tuple[np.ndarray, int]:
         """devices [B], with the bundles of one group of devices reassigned if HiGHS finds that cheaper.
 
         Also returns the number of nodes.
@@ -269,8 +304,14 @@ def _groups(load: np.ndarray, devices: np.ndarray) -> list[np.ndarray]:
     return [np.sort(order[g::n]) for g in range(n)]
 
 
-def _solve(load: np.ndarray, may: np.ndarray, needs: np.ndarray, free: np.ndarray, at_most: float,
-           options: dict[str, float]) -> tuple[np.ndarray | None, int]:
+def _solve(
+    load: np.ndarray,
+    may: np.ndarray,
+    needs: np.ndarray,
+    free: np.ndarray,
+    at_most: float,
+    options: dict[str, float],
+) -> tuple[np.ndarray | None, int]:
     """[B] devices with the least largest load, at most `at_most`, and the number of nodes.
 
     None if HiGHS finds no solution in time.
@@ -289,18 +330,26 @@ def _solve(load: np.ndarray, may: np.ndarray, needs: np.ndarray, free: np.ndarra
     # Each bundle goes to exactly one device.
     each = sparse.csr_array((np.ones(n), (i, np.arange(n))), shape=(n_bundles, n + 1))
     # The load of each device is at most the last variable.
-    makespan = sparse.csr_array((np.append(load[i, d], -np.ones(n_devices)),
-                                 (np.append(d, np.arange(n_devices)),
-                                  np.append(np.arange(n), np.full(n_devices, n)))))
+    makespan = sparse.csr_array(
+        (
+            np.append(load[i, d], -np.ones(n_devices)),
+            (np.append(d, np.arange(n_devices)), np.append(np.arange(n), np.full(n_devices, n))),
+        )
+    )
     memory = sparse.csr_array((needs[i] * scale, (d, np.arange(n))), shape=(n_devices, n + 1))
     # Leave out devices that could hold everything: fewer constraints.
     scarce = np.flatnonzero(needs @ allowed > free)
     result = optimize.milp(
-        np.append(np.zeros(n), 1.0), integrality=np.append(np.ones(n), 0),
+        np.append(np.zeros(n), 1.0),
+        integrality=np.append(np.ones(n), 0),
         bounds=optimize.Bounds(np.append(np.zeros(n), load.min(1).max()), np.append(np.ones(n), _LARGEST)),
         options=options,
-        constraints=[optimize.LinearConstraint(each, 1, 1), optimize.LinearConstraint(makespan, -np.inf, 0),
-                     optimize.LinearConstraint(memory[scarce], -np.inf, np.maximum(free, 0)[scarce] * scale)])
+        constraints=[
+            optimize.LinearConstraint(each, 1, 1),
+            optimize.LinearConstraint(makespan, -np.inf, 0),
+            optimize.LinearConstraint(memory[scarce], -np.inf, np.maximum(free, 0)[scarce] * scale),
+        ],
+    )
     nodes = int(getattr(result, "mip_node_count", None) or 1)
     if result.x is None:
         return None, nodes

@@ -69,16 +69,18 @@ class _Bytes:
         bytes_of = own_peaks(self.problem)
         for option in sharding_options:
             factor = option.cache_params.load_factor if option.cache_params else None
-            table = dataclasses.replace(self.names[option.name],
-                                        load_factor=1.0 if factor is None else factor)
+            table = dataclasses.replace(
+                self.names[option.name], load_factor=1.0 if factor is None else factor
+            )
             for theirs in option.shards:
                 (row, column), (rows, columns) = theirs.offset, theirs.size
                 ours = Shard(table, row, row + rows, column, column + columns)
                 theirs.storage = Storage(hbm=bytes_of(run_of(WHOLE_ROWS.name, table), ours), ddr=0)
 
 
-def scaled_up(problem: Problem, start: float,
-              sharding_type: str = "table_wise") -> tuple[Problem, list[Placement]] | None:
+def scaled_up(
+    problem: Problem, start: float, sharding_type: str = "table_wise"
+) -> tuple[Problem, list[Placement]] | None:
     """The problem with its load factors, and its placements. None if it finds no plan."""
     with quiet():
         return _scaled_up(problem, start, sharding_type)
@@ -99,29 +101,56 @@ def _scaled_up(problem: Problem, start: float, sharding_type: str) -> tuple[Prob
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
     names = {f"t{i}": table for i, table in enumerate(problem.tables)}
-    module = EmbeddingBagCollection(device=torch.device("meta"), tables=[
-        EmbeddingBagConfig(name=n, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[n])
-        for n, t in names.items()])
+    module = EmbeddingBagCollection(
+        device=torch.device("meta"),
+        tables=[
+            EmbeddingBagConfig(name=n, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[n])
+            for n, t in names.items()
+        ],
+    )
     free = free_bytes(problem)
-    topology = Topology(len(free), "cuda", hbm_cap=min(free), ddr_cap=1 << 50, local_world_size=len(free),
-                        hbm_to_ddr_mem_bw=problem.topology.memory_of("host").gbps * 2**30 / 1000)
-    constraints = {n: ParameterConstraints(
-        sharding_types=[sharding_type], compute_kernels=["fused_uvm_caching"], pooling_factors=[t.pooling],
-        cache_params=CacheParams(CacheAlgorithm.LRU, start, stats=Misses(t, problem.global_batch)))
-        for n, t in names.items()}
-    enumerator = EmbeddingEnumerator(topology, problem.local_batch, constraints, estimator=[
-        EmbeddingPerfEstimator(topology, constraints), _Bytes(problem, names)])
+    topology = Topology(
+        len(free),
+        "cuda",
+        hbm_cap=min(free),
+        ddr_cap=1 << 50,
+        local_world_size=len(free),
+        hbm_to_ddr_mem_bw=problem.topology.memory_of("host").gbps * 2**30 / 1000,
+    )
+    constraints = {
+        n: ParameterConstraints(
+            sharding_types=[sharding_type],
+            compute_kernels=["fused_uvm_caching"],
+            pooling_factors=[t.pooling],
+            cache_params=CacheParams(CacheAlgorithm.LRU, start, stats=Misses(t, problem.global_batch)),
+        )
+        for n, t in names.items()
+    }
+    enumerator = EmbeddingEnumerator(
+        topology,
+        problem.local_batch,
+        constraints,
+        estimator=[EmbeddingPerfEstimator(topology, constraints), _Bytes(problem, names)],
+    )
     planner = EmbeddingShardingPlanner(
-        topology, problem.local_batch, enumerator, constraints=constraints, stats=[],
+        topology,
+        problem.local_batch,
+        enumerator,
+        constraints=constraints,
+        stats=[],
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-        proposer=EmbeddingOffloadScaleupProposer(), debug=False)
+        proposer=EmbeddingOffloadScaleupProposer(),
+        debug=False,
+    )
     try:
         plan = planner.plan(module, [EmbeddingBagCollectionSharder()])
     except PlannerError:
         return None
     of_table = plan.plan[""]
-    factors = {table.name: of_table[n].cache_params.load_factor if of_table[n].cache_params else None
-               for n, table in names.items()}
+    factors = {
+        table.name: of_table[n].cache_params.load_factor if of_table[n].cache_params else None
+        for n, table in names.items()
+    }
     own = with_load_factors(problem, {name: 1.0 if f is None else f for name, f in factors.items()})
     tables = {n: own.tables[i] for i, n in enumerate(names)}
     return own, consolidate(placements_of(of_table, tables, problem.topology))

@@ -44,11 +44,20 @@ TABLES = [replace(t, rows=max(3, t.rows // ROWS_SCALE), dim=DIM) for t in public
 
 def build() -> torch.nn.Module:
     torch.manual_seed(0)
-    tables = [EmbeddingBagConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim,
-                                 feature_names=[t.name], weight_init_min=-0.1, weight_init_max=0.1)
-              for t in TABLES]
-    return DLRM_DCN(EmbeddingBagCollection(tables=tables, device=torch.device("cpu")), DENSE, [DIM],
-                    [32, 1], 2, 16)
+    tables = [
+        EmbeddingBagConfig(
+            name=t.name,
+            num_embeddings=t.rows,
+            embedding_dim=t.dim,
+            feature_names=[t.name],
+            weight_init_min=-0.1,
+            weight_init_max=0.1,
+        )
+        for t in TABLES
+    ]
+    return DLRM_DCN(
+        EmbeddingBagCollection(tables=tables, device=torch.device("cpu")), DENSE, [DIM], [32, 1], 2, 16
+    )
 
 
 def batch(seed: int, samples: int) -> tuple[torch.Tensor, KeyedJaggedTensor, torch.Tensor]:
@@ -64,9 +73,11 @@ def batch(seed: int, samples: int) -> tuple[torch.Tensor, KeyedJaggedTensor, tor
         lengths.append(sizes)
     score = 2 * (score - score.mean()) / score.std() + 3 * dense[:, 0]
     clicks = rng.random(samples) < 1 / (1 + np.exp(-score))
-    features = KeyedJaggedTensor(keys=[t.name for t in TABLES],
-                                 values=torch.from_numpy(np.concatenate(values)),
-                                 lengths=torch.from_numpy(np.concatenate(lengths)).int())
+    features = KeyedJaggedTensor(
+        keys=[t.name for t in TABLES],
+        values=torch.from_numpy(np.concatenate(values)),
+        lengths=torch.from_numpy(np.concatenate(lengths)).int(),
+    )
     return torch.from_numpy(dense).float(), features, torch.from_numpy(clicks).float()
 
 
@@ -75,8 +86,15 @@ def cost_model(world: int, folder: str | None):
     if folder:
         return shardcore.load_model(folder)
     # of the order of two CPU cores, not measured
-    return AnalyticModel(Setting("cpu", BATCH * world), launch_us=500, table_us=20, lookup_ns=20,
-                         gather_gbps=8, update_gbps=2, exchange_gbps=1)
+    return AnalyticModel(
+        Setting("cpu", BATCH * world),
+        launch_us=500,
+        table_us=20,
+        lookup_ns=20,
+        gather_gbps=8,
+        update_gbps=2,
+        exchange_gbps=1,
+    )
 
 
 def plans(rank: int, world: int, model, out: str | None) -> dict:
@@ -86,16 +104,28 @@ def plans(rank: int, world: int, model, out: str | None) -> dict:
     """
     samples = model.setting.batch // world
     topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
-    constraints = {t.name: ParameterConstraints(pooling_factors=[t.pooling], compute_kernels=["fused"],
-                                                min_partition=8,
-                                                sharding_types=["table_wise", "column_wise", "row_wise"])
-                   for t in TABLES}
+    constraints = {
+        t.name: ParameterConstraints(
+            pooling_factors=[t.pooling],
+            compute_kernels=["fused"],
+            min_partition=8,
+            sharding_types=["table_wise", "column_wise", "row_wise"],
+        )
+        for t in TABLES
+    }
     module, sharders = build(), [EmbeddingBagCollectionSharder()]
     theirs = EmbeddingShardingPlanner(topology, samples, constraints=constraints)
-    ours = ShardCorePlanner(topology, samples, model=model, budget=Budget(evals=100_000),
-                            lookups=[batch(seed, samples)[1] for seed in range(world)])
-    found = {"shardcore": ours.collective_plan(module, sharders),
-             "torchrec": theirs.collective_plan(module, sharders)}
+    ours = ShardCorePlanner(
+        topology,
+        samples,
+        model=model,
+        budget=Budget(evals=100_000),
+        lookups=[batch(seed, samples)[1] for seed in range(world)],
+    )
+    found = {
+        "shardcore": ours.collective_plan(module, sharders),
+        "torchrec": theirs.collective_plan(module, sharders),
+    }
     if rank == 0 and out:
         write_torchrec(out, found["shardcore"])
     return found
@@ -108,17 +138,22 @@ class Trainer:
         self.plan, self.times, self.losses = plan, [], []
         self.model = build()
         if plan:
-            sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD,
-                                                                  "learning_rate": LEARNING_RATE})
+            sharder = EmbeddingBagCollectionSharder(
+                fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LEARNING_RATE}
+            )
             whole = self.model.state_dict()
-            self.model = DistributedModelParallel(build(), device=torch.device("cpu"), plan=plan,
-                                                  sharders=[sharder])
+            self.model = DistributedModelParallel(
+                build(), device=torch.device("cpu"), plan=plan, sharders=[sharder]
+            )
             # TorchRec draws new weights for shards; a comparison needs the same
             for name, mine, part in shards(self.model):
                 mine.copy_(whole[name][part])
         fused = {name for name, _, _ in shards(self.model)}  # their kernels update them
-        tables = [p for n, p in self.model.named_parameters()
-                  if "embedding_bags" in n and n.removeprefix("module.") not in fused]
+        tables = [
+            p
+            for n, p in self.model.named_parameters()
+            if "embedding_bags" in n and n.removeprefix("module.") not in fused
+        ]
         dense = [p for n, p in self.model.named_parameters() if "embedding_bags" not in n]
         self.optimizers = [torch.optim.SGD(dense, lr=0.1, momentum=0.9)]
         if tables:  # data-parallel, or unsharded
@@ -127,9 +162,14 @@ class Trainer:
     def step(self, batches) -> None:
         """Over the mean of the batches: a rank's own or, unsharded, all ranks'."""
         began = time.perf_counter()
-        loss = torch.stack([torch.nn.functional.binary_cross_entropy_with_logits(
-            self.model(dense, features).squeeze(1), clicks)
-                            for dense, features, clicks in batches]).mean()
+        loss = torch.stack(
+            [
+                torch.nn.functional.binary_cross_entropy_with_logits(
+                    self.model(dense, features).squeeze(1), clicks
+                )
+                for dense, features, clicks in batches
+            ]
+        ).mean()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss.backward()
@@ -151,8 +191,11 @@ def shards(model: torch.nn.Module):
 def largest_difference(model: torch.nn.Module, whole: torch.nn.Module) -> float:
     reference = whole.state_dict()
     apart = [(mine - reference[name][part]).abs().max() for name, mine, part in shards(model) if mine.numel()]
-    apart += [(value - reference[name]).abs().max() for name, value in model.state_dict().items()
-              if not hasattr(value, "local_shards")]
+    apart += [
+        (value - reference[name]).abs().max()
+        for name, value in model.state_dict().items()
+        if not hasattr(value, "local_shards")
+    ]
     worst = torch.stack(apart).max()
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return worst.item()
@@ -160,7 +203,7 @@ def largest_difference(model: torch.nn.Module, whole: torch.nn.Module) -> float:
 
 def slowest_ms(trainer: Trainer) -> np.ndarray:
     """[steps] ms of the slowest rank, without the first quarter."""
-    times = torch.tensor(trainer.times[len(trainer.times) // 4:])
+    times = torch.tensor(trainer.times[len(trainer.times) // 4 :])
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return 1e3 * times.numpy()
 
@@ -175,8 +218,9 @@ def ratio(times: np.ndarray, of: np.ndarray, seed: int = 0) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--model", help="folder of a cost model measured here (python -m shardcore train)")
     parser.add_argument("--check", action="store_true", help="train an unsharded copy too, and compare")
@@ -201,23 +245,34 @@ def main() -> None:
         if unsharded:
             unsharded.step(batches)
 
-    times = {name: slowest_ms(trainer) for name, trainer in [*trainers.items(), ("unsharded", unsharded)]
-             if trainer}
+    times = {
+        name: slowest_ms(trainer)
+        for name, trainer in [*trainers.items(), ("unsharded", unsharded)]
+        if trainer
+    }
     for name, trainer in trainers.items():
         kinds = [s.sharding_type for module in trainer.plan.plan.values() for s in module.values()]
         losses = torch.tensor(trainer.losses)
         dist.all_reduce(losses)
         losses /= world
-        say = (f"{name:10} loss {losses[:5].mean():.4f} -> {losses[-5:].mean():.4f}   step "
-               f"{np.median(times[name]):.1f} ms   "
-               + ", ".join(f"{kinds.count(k)} {k}" for k in sorted(set(kinds))))
+        say = (
+            f"{name:10} loss {losses[:5].mean():.4f} -> {losses[-5:].mean():.4f}   step "
+            f"{np.median(times[name]):.1f} ms   "
+            + ", ".join(f"{kinds.count(k)} {k}" for k in sorted(set(kinds)))
+        )
         if unsharded:
             say += f"   differs from unsharded by {largest_difference(trainer.model, unsharded.model):.1e}"
         if rank == 0:
             print(say, flush=True)
     if rank == 0:
-        print("step time  " + ",   ".join(f"{name} over shardcore {ratio(ms, times['shardcore'])}"
-                                          for name, ms in times.items() if name != "shardcore"))
+        print(
+            "step time  "
+            + ",   ".join(
+                f"{name} over shardcore {ratio(ms, times['shardcore'])}"
+                for name, ms in times.items()
+                if name != "shardcore"
+            )
+        )
     dist.destroy_process_group()
 
 

@@ -40,11 +40,21 @@ class _Printable:
 
 def parser_of_all() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(prog="python -m shardcore", description=__doc__,
-                                     formatter_class=Formatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m shardcore", description=__doc__, formatter_class=Formatter
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (plans, replays, problems, short_forms, measure, measurements, policies, topologies,
-                  published):
+    for group in (
+        plans,
+        replays,
+        problems,
+        short_forms,
+        measure,
+        measurements,
+        policies,
+        topologies,
+        published,
+    ):
         group.add_commands(commands)
     return parser
 
@@ -64,11 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # the exit code of a shell for SIGPIPE
     except (ShardCoreError, OSError) as error:
-        print(f"error: {error if isinstance(error, ShardCoreError) else ShardCoreError(str(error))}",
-              file=sys.stderr)
+        print(
+            f"error: {error if isinstance(error, ShardCoreError) else ShardCoreError(str(error))}",
+            file=sys.stderr,
+        )
         return 1
     # 130: the exit code of a shell for SIGINT.
     except KeyboardInterrupt:
         return 130
     return 0
-

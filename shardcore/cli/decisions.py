@@ -21,57 +21,121 @@ if TYPE_CHECKING:
     from shardcore.plans.replan import Start
     from shardcore.search.decisions.driver import Decision, Found
 
-_NEEDS = {"sync_every": "groups, whose replicas it is for", "host_gib": "tiers, of which it is the memory",
-          "link_gbps": "tiers, whose link it is",
-          **dict.fromkeys(("start_problem", "without", "max_moved_tables", "max_moved_gib"),
-                          "start, the plan to start from"),
-          **dict.fromkeys(("step_ms", "samples_per_s", "price_per_hour"),
-                          "offers, of which a cluster is chosen")}
+_NEEDS = {
+    "sync_every": "groups, whose replicas it is for",
+    "host_gib": "tiers, of which it is the memory",
+    "link_gbps": "tiers, whose link it is",
+    **dict.fromkeys(
+        ("start_problem", "without", "max_moved_tables", "max_moved_gib"), "start, the plan to start from"
+    ),
+    **dict.fromkeys(("step_ms", "samples_per_s", "price_per_hour"), "offers, of which a cluster is chosen"),
+}
 """Options that mean nothing without another."""
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
     """Options of the decisions of `plan`."""
-    p.add_argument("--start", type=Path, metavar="PLAN", help="improve this plan of the problem instead of "
-                   "planning afresh (annealing); with --groups, also one of groups")
-    p.add_argument("--start-problem", type=Path, metavar="PROBLEM.json", help="the problem that --start was "
-                   "made for, where it has changed since: tables new, gone, of another shape or with other "
-                   "statistics, or other devices")
-    p.add_argument("--without", type=natural, nargs="+", action="extend", metavar="DEVICE", help="with "
-                   "--start: devices of its problem that are gone; default: those with the highest numbers, "
-                   "where there are fewer now")
-    p.add_argument("--max-moved-tables", type=natural, metavar="N", help="with --start: most tables that may "
-                   "move; default: any number")
-    p.add_argument("--max-moved-gib", type=gib, metavar="G", help="with --start: most GiB of weights "
-                   "that may move, beyond what has to; default: any number")
-    p.add_argument("--groups", nargs="?", const="auto", metavar="auto|SIZE", help="divide the devices into "
-                   "groups of SIZE, or of the best size, that replicate one plan (TorchRec's DMPCollection)")
-    p.add_argument("--sync-every", type=positive(int), metavar="N", help="with --groups: steps from one "
-                   "synchronisation of the replicas to the next; default: 1")
-    p.add_argument("--hot-rows", action="store_true", help="have the hottest rows of sequence tables on "
-                   "every device, as tables of their own; with --out-problem")
-    p.add_argument("--towers", type=Path, metavar="TOWERS.json", help="tables that belong together on a "
-                   "host, and how many times smaller a tower module makes what crosses hosts (docs/plan.md)")
-    p.add_argument("--tiers", action="store_true", help="decide which rows lie in host memory, where not all "
-                   "fit in that of devices; with --out-problem")
+    p.add_argument(
+        "--start",
+        type=Path,
+        metavar="PLAN",
+        help="improve this plan of the problem instead of "
+        "planning afresh (annealing); with --groups, also one of groups",
+    )
+    p.add_argument(
+        "--start-problem",
+        type=Path,
+        metavar="PROBLEM.json",
+        help="the problem that --start was "
+        "made for, where it has changed since: tables new, gone, of another shape or with other "
+        "statistics, or other devices",
+    )
+    p.add_argument(
+        "--without",
+        type=natural,
+        nargs="+",
+        action="extend",
+        metavar="DEVICE",
+        help="with "
+        "--start: devices of its problem that are gone; default: those with the highest numbers, "
+        "where there are fewer now",
+    )
+    p.add_argument(
+        "--max-moved-tables",
+        type=natural,
+        metavar="N",
+        help="with --start: most tables that may move; default: any number",
+    )
+    p.add_argument(
+        "--max-moved-gib",
+        type=gib,
+        metavar="G",
+        help="with --start: most GiB of weights that may move, beyond what has to; default: any number",
+    )
+    p.add_argument(
+        "--groups",
+        nargs="?",
+        const="auto",
+        metavar="auto|SIZE",
+        help="divide the devices into "
+        "groups of SIZE, or of the best size, that replicate one plan (TorchRec's DMPCollection)",
+    )
+    p.add_argument(
+        "--sync-every",
+        type=positive(int),
+        metavar="N",
+        help="with --groups: steps from one synchronisation of the replicas to the next; default: 1",
+    )
+    p.add_argument(
+        "--hot-rows",
+        action="store_true",
+        help="have the hottest rows of sequence tables on "
+        "every device, as tables of their own; with --out-problem",
+    )
+    p.add_argument(
+        "--towers",
+        type=Path,
+        metavar="TOWERS.json",
+        help="tables that belong together on a "
+        "host, and how many times smaller a tower module makes what crosses hosts (docs/plan.md)",
+    )
+    p.add_argument(
+        "--tiers",
+        action="store_true",
+        help="decide which rows lie in host memory, where not all fit in that of devices; with --out-problem",
+    )
     add_host_memory(p, "with --tiers: ")
-    p.add_argument("--out-problem", type=Path, metavar="PROBLEM.json", help="write the problem that the plan "
-                   "is of, where decisions change it")
+    p.add_argument(
+        "--out-problem",
+        type=Path,
+        metavar="PROBLEM.json",
+        help="write the problem that the plan is of, where decisions change it",
+    )
 
 
 def add_host_memory(p: argparse.ArgumentParser, given: str = "") -> None:
-    p.add_argument("--host-gib", type=positive_gib, help=f"{given}memory of each host that tables may take; "
-                   "left out, the problem says it")
-    p.add_argument("--link-gbps", type=positive(float), help=f"{given}GB/s between a device and its host's "
-                   "memory, given, not measured; left out, the problem says it, or 25")
+    p.add_argument(
+        "--host-gib",
+        type=positive_gib,
+        help=f"{given}memory of each host that tables may take; left out, the problem says it",
+    )
+    p.add_argument(
+        "--link-gbps",
+        type=positive(float),
+        help=f"{given}GB/s between a device and its host's "
+        "memory, given, not measured; left out, the problem says it, or 25",
+    )
 
 
 def add_target(p: argparse.ArgumentParser, required: bool = True) -> None:
     target = p.add_mutually_exclusive_group(required=required)
     target.add_argument("--step-ms", type=positive(float), help="the longest step that will do")
     target.add_argument("--samples-per-s", type=positive(float), help="the fewest samples a second")
-    target.add_argument("--price-per-hour", type=positive(float), help="what the cluster may cost; the "
-                        "fastest that it buys is wanted")
+    target.add_argument(
+        "--price-per-hour",
+        type=positive(float),
+        help="what the cluster may cost; the fastest that it buys is wanted",
+    )
 
 
 def require_agreeing(args: argparse.Namespace) -> None:
@@ -86,11 +150,15 @@ def with_host_memory(problem: Problem, args: argparse.Namespace) -> Problem:
     """The problem with what --host-gib and --link-gbps say of hosts."""
     known = next(iter(problem.topology.memory), None)
     if not known and not args.host_gib:
-        raise ShardCoreError(f"{args.problem} does not say how much memory hosts have for tables; give "
-                             "--host-gib, or memory in its topology")
-    memory = Memory(known.tier if known else BELOW[0],
-                    int(args.host_gib * 2**30) if args.host_gib else known.bytes,
-                    args.link_gbps or (known.gbps if known else 25.0))
+        raise ShardCoreError(
+            f"{args.problem} does not say how much memory hosts have for tables; give "
+            "--host-gib, or memory in its topology"
+        )
+    memory = Memory(
+        known.tier if known else BELOW[0],
+        int(args.host_gib * 2**30) if args.host_gib else known.bytes,
+        args.link_gbps or (known.gbps if known else 25.0),
+    )
     own = dataclasses.replace(problem.topology, memory=(memory, *problem.topology.memory[1:]))
     return dataclasses.replace(problem, topology=own)
 
@@ -128,8 +196,9 @@ def _models(args: argparse.Namespace, names: list[str]) -> dict[str, CostModel]:
 
     folders = {name: args.offers.parent / name for name in names}
     require_outputs(args, folders.values())
-    return {name: at_confidence(composite.load([folder]), args.confidence)
-            for name, folder in folders.items()}
+    return {
+        name: at_confidence(composite.load([folder]), args.confidence) for name, folder in folders.items()
+    }
 
 
 def _start(args: argparse.Namespace, problem: Problem, stored: Problem) -> Start:
@@ -147,8 +216,10 @@ def _start(args: argparse.Namespace, problem: Problem, stored: Problem) -> Start
         grouped = grouped_plans.read_grouped(args.start, before)
         old, before, group = grouped.plan, grouped.problem, problem_of_group(problem, grouped.grouping)
         if args.without:
-            raise ShardCoreError(f"--without {args.without[0]} is a device of all, and --start {args.start} "
-                                 "a plan of groups; leave out one of them")
+            raise ShardCoreError(
+                f"--without {args.without[0]} is a device of all, and --start {args.start} "
+                "a plan of groups; leave out one of them"
+            )
     else:
         old = files.read_plan(args.start, before)
         with files.validating(args.start):
@@ -157,8 +228,9 @@ def _start(args: argparse.Namespace, problem: Problem, stored: Problem) -> Start
     return Start(old, before, tuple(args.without or ()), args.algorithm, config, group)
 
 
-def start_text(args: argparse.Namespace, found: Found, decisions: Sequence[Decision], asked: Problem,
-               model: CostModel) -> str:
+def start_text(
+    args: argparse.Namespace, found: Found, decisions: Sequence[Decision], asked: Problem, model: CostModel
+) -> str:
     """Changes of the new plan to the old one, for people. "": there was none."""
     from shardcore.cost.model import price
     from shardcore.report import plan_report
@@ -172,8 +244,11 @@ def start_text(args: argparse.Namespace, found: Found, decisions: Sequence[Decis
         return ", afresh: groups are others"
     moved = start.moved(found.plan, as_planned(found.plan, found.problem))
     # A plan of another problem has no cost in this one.
-    cost = (f", which cost {price(lower(start.old, asked, fits=False), model).total_ms:.3f} ms"
-            if start.before == asked == found.problem else "")
+    cost = (
+        f", which cost {price(lower(start.old, asked, fits=False), model).total_ms:.3f} ms"
+        if start.before == asked == found.problem
+        else ""
+    )
     return f", starting from {args.start}{cost}; {plan_report.replan_text(moved, start.config)}"
 
 

@@ -22,9 +22,14 @@ def price(grouped: GroupedPlan, problem: Problem, model: CostModel) -> dict[str,
     from shardcore.step.lower import lower
 
     cost = cost_of(grouped, problem, model)
-    return {"total_ms": cost.total_ms, "groups": dataclasses.asdict(grouped.grouping),
-            "step_ms": cost.step_ms, "sync_ms": cost.sync_ms, **dataclasses.asdict(cost.step),
-            "memory_bytes": list(lower(grouped.plan, grouped.problem).memory_bytes)}
+    return {
+        "total_ms": cost.total_ms,
+        "groups": dataclasses.asdict(grouped.grouping),
+        "step_ms": cost.step_ms,
+        "sync_ms": cost.sync_ms,
+        **dataclasses.asdict(cost.step),
+        "memory_bytes": list(lower(grouped.plan, grouped.problem).memory_bytes),
+    }
 
 
 def extrapolated(grouped: GroupedPlan, problem: Problem, model: CostModel) -> list[str]:
@@ -39,8 +44,7 @@ def extrapolated(grouped: GroupedPlan, problem: Problem, model: CostModel) -> li
     # First, for only the first few are shown: all weights travel at once, much more than steps exchange.
     if grouped.grouping.size < len(problem.topology):
         for works in synchronisation(grouped, problem):
-            found += [f"synchronising: {sentence}" for work in works
-                      for sentence in model.out_of_range(work)]
+            found += [f"synchronising: {sentence}" for work in works for sentence in model.out_of_range(work)]
     return list(dict.fromkeys((*found, *model.out_of_range(lower(grouped.plan, grouped.problem)))))
 
 
@@ -50,5 +54,8 @@ def export(args: argparse.Namespace, problem: Problem) -> None:
     from shardcore.torchrec.dmp_collection import to_dmp_collection, write_dmp_collection
 
     grouped = read_grouped(args.plan, problem)
-    write_dmp_collection(args.out, to_dmp_collection(grouped, problem, args.module, args.compute_device),
-                         grouped.grouping.sync_every)
+    write_dmp_collection(
+        args.out,
+        to_dmp_collection(grouped, problem, args.module, args.compute_device),
+        grouped.grouping.sync_every,
+    )

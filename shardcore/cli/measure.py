@@ -33,53 +33,121 @@ _STATES = 4
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, measure, "Measure fused embedding ops on this machine's device; a rerun goes on "
-                "where the last one ended.", folders={"out": ()})
-    p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there "
-                   "is one")
-    p.add_argument("--minutes", type=positive(float), default=10.0, help="time to spend on ops, start and "
-                   "end included")
-    p.add_argument("--samples", type=natural, metavar="N", help="stop after the first N different "
-                   "draws, 0: measure no ops; default: when the time is up")
-    p.add_argument("--again", type=natural, default=0, metavar="N", help="measure the first N draws again "
-                   "though they are known: a repeatability set")
+    p = command(
+        commands,
+        measure,
+        "Measure fused embedding ops on this machine's device; a rerun goes on where the last one ended.",
+        folders={"out": ()},
+    )
+    p.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one"
+    )
+    p.add_argument(
+        "--minutes", type=positive(float), default=10.0, help="time to spend on ops, start and end included"
+    )
+    p.add_argument(
+        "--samples",
+        type=natural,
+        metavar="N",
+        help="stop after the first N different draws, 0: measure no ops; default: when the time is up",
+    )
+    p.add_argument(
+        "--again",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="measure the first N draws again though they are known: a repeatability set",
+    )
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="dataset folder; it only grows")
-    p.add_argument("--pool", type=Path, metavar="POOL.json", help="tables to draw from; default: the "
-                   "calibrated pool")
+    p.add_argument(
+        "--pool", type=Path, metavar="POOL.json", help="tables to draw from; default: the calibrated pool"
+    )
     p.add_argument("--batch", type=positive(int), help="global batch; default: 2048 on cpu, 65536 on cuda")
     p.add_argument("--precision", choices=PRECISION_BYTES, default="fp32", help="of the weights")
     p.add_argument("--optimizer", choices=OPTIMIZERS, default="exact_sgd")
     p.add_argument("--hardware", help="the setting's name of the device; default: its own")
-    p.add_argument("--arena-gib", type=positive_gib, help="weights in memory, the largest shard measured; "
-                   "default: 1 on cpu, on cuda half of the free memory with the optimizer's state")
+    p.add_argument(
+        "--arena-gib",
+        type=positive_gib,
+        help="weights in memory, the largest shard measured; "
+        "default: 1 on cpu, on cuda half of the free memory with the optimizer's state",
+    )
     p.add_argument("--max-shards", type=positive(int), default=30, help="of a group")
     p.add_argument("--max-width", type=positive(int), default=256, help="columns of a shard")
-    p.add_argument("--sequences", type=float, default=0.05, metavar="SHARE", help="of groups whose lookups "
-                   "are not pooled, as those of EmbeddingCollections (0.05)")
-    p.add_argument("--tolerance", type=positive(float), help="relative confidence interval to reach for a "
-                   "median; default: 0.02 on cpu, 0.01 on cuda")
+    p.add_argument(
+        "--sequences",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
+        help="of groups whose lookups are not pooled, as those of EmbeddingCollections (0.05)",
+    )
+    p.add_argument(
+        "--tolerance",
+        type=positive(float),
+        help="relative confidence interval to reach for a median; default: 0.02 on cpu, 0.01 on cuda",
+    )
     p.add_argument("--max-repeats", type=positive(int), default=24)
     p.add_argument("--interleave", type=positive(int), default=16, help="groups that run in turn")
-    p.add_argument("--chunk", type=positive(int), default=64, help="samples written at once; a kill loses at "
-                   "most these and those that run")
-    p.add_argument("--hang-s", type=positive(float), default=60.0, help="after so many seconds without "
-                   "a finished op the measuring process is replaced, and its group recorded as failed")
+    p.add_argument(
+        "--chunk",
+        type=positive(int),
+        default=64,
+        help="samples written at once; a kill loses at most these and those that run",
+    )
+    p.add_argument(
+        "--hang-s",
+        type=positive(float),
+        default=60.0,
+        help="after so many seconds without "
+        "a finished op the measuring process is replaced, and its group recorded as failed",
+    )
     p.add_argument("--ranks", type=positive(int), default=2, help="processes (GPUs) of an exchange or a step")
-    p.add_argument("--exchanges", type=natural, default=0, metavar="M", help="afterwards measure the first M "
-                   "exchanges among --ranks of this machine, into the same dataset")
-    p.add_argument("--hosts", type=positive(int), metavar="H", help="spread --ranks evenly over H hosts "
-                   "that this machine emulates, for exchanges only (Linux, as root)")
-    p.add_argument("--between-gbit-s", type=positive(float), metavar="RATE", help="of each emulated host's "
-                   "link, Gbit/s each way")
-    p.add_argument("--within-gbit-s", type=positive(float), metavar="RATE", help="of each emulated host's "
-                   "loopback, Gbit/s; default: as fast as it is")
-    p.add_argument("--steps", type=natural, default=0, metavar="P", help="afterwards replay a step of each "
-                   "of the first P plans among --ranks: what exchanges take in steps")
-    p.add_argument("--held-out", action="store_true", help="draw groups only from the tables that "
-                   "are kept for testing, a twentieth of all")
-    p.add_argument("--dry-run", action="store_true", help="say what is missing and how long it will take, "
-                   "from some seconds of measuring; write nothing")
+    p.add_argument(
+        "--exchanges",
+        type=natural,
+        default=0,
+        metavar="M",
+        help="afterwards measure the first M exchanges among --ranks of this machine, into the same dataset",
+    )
+    p.add_argument(
+        "--hosts",
+        type=positive(int),
+        metavar="H",
+        help="spread --ranks evenly over H hosts "
+        "that this machine emulates, for exchanges only (Linux, as root)",
+    )
+    p.add_argument(
+        "--between-gbit-s",
+        type=positive(float),
+        metavar="RATE",
+        help="of each emulated host's link, Gbit/s each way",
+    )
+    p.add_argument(
+        "--within-gbit-s",
+        type=positive(float),
+        metavar="RATE",
+        help="of each emulated host's loopback, Gbit/s; default: as fast as it is",
+    )
+    p.add_argument(
+        "--steps",
+        type=natural,
+        default=0,
+        metavar="P",
+        help="afterwards replay a step of each "
+        "of the first P plans among --ranks: what exchanges take in steps",
+    )
+    p.add_argument(
+        "--held-out",
+        action="store_true",
+        help="draw groups only from the tables that are kept for testing, a twentieth of all",
+    )
+    p.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="say what is missing and how long it will take, from some seconds of measuring; write nothing",
+    )
     p.add_argument("--seed", type=natural, default=0)
+
 
 def measure(args: argparse.Namespace) -> None:
     from shardcore.core.validation import WAITS_S, require_within
@@ -100,31 +168,51 @@ def measure(args: argparse.Namespace) -> None:
     require_within(args, "measure", exchanges=counts, steps=counts, ranks=ranks, hang_s=WAITS_S)
     device = hardware.detect_device() if args.device == hardware.AUTO else args.device
     hardware.require_device(device)
-    setting = Setting(args.hardware or hardware.hardware_name(device),
-                      args.batch or device_of(device).batch, args.precision, args.optimizer)
+    setting = Setting(
+        args.hardware or hardware.hardware_name(device),
+        args.batch or device_of(device).batch,
+        args.precision,
+        args.optimizer,
+    )
     arena_bytes = int(args.arena_gib * 2**30) if args.arena_gib else _arena_bytes(setting, device)
     pool = files.read_pool(args.pool) if args.pool else generate_pool(PoolConfig())
     live = run.tables_with_lookups(pool)
-    config = kernels.KernelConfig(arena_bytes=arena_bytes, tolerance=args.tolerance,
-                                  max_repeats=args.max_repeats, interleave=args.interleave,
-                                  state_rows=_STATES * max(t.rows for t in live))
-    groups = GroupConfig(max_shards=args.max_shards, max_width=args.max_width,
-                         max_shard_bytes=config.arena_bytes, sequences=args.sequences)
+    config = kernels.KernelConfig(
+        arena_bytes=arena_bytes,
+        tolerance=args.tolerance,
+        max_repeats=args.max_repeats,
+        interleave=args.interleave,
+        state_rows=_STATES * max(t.rows for t in live),
+    )
+    groups = GroupConfig(
+        max_shards=args.max_shards,
+        max_width=args.max_width,
+        max_shard_bytes=config.arena_bytes,
+        sequences=args.sequences,
+    )
     if args.exchanges or args.steps:
         _require_ranks(args, setting, device)
     box = _box(args, device)
-    wanted = run.wanted_exchanges(setting, args.exchanges, args.ranks, args.seed, args.hosts or 1,
-                                  box and box.links)
+    wanted = run.wanted_exchanges(
+        setting, args.exchanges, args.ranks, args.seed, args.hosts or 1, box and box.links
+    )
     exchanges = list(run.lacking(wanted, dataset.read_ids(args.out, "comm")))
     of_steps = of_samples(arena_bytes, args.hang_s)
-    steps = replays.missing(args.out, first_step_plans(live, args.steps, setting, args.ranks,
-                                                       of_steps.arena_bytes, args.seed),
-                            setting) if args.steps else []
+    steps = (
+        replays.missing(
+            args.out,
+            first_step_plans(live, args.steps, setting, args.ranks, of_steps.arena_bytes, args.seed),
+            setting,
+        )
+        if args.steps
+        else []
+    )
     there = dataset.read_ids(args.out, "compute")
     disturbed = there & dataset.disturbed_ids(args.out, config.tolerance_on(device))
     drawn = [t for t in live if kept_for_testing(t)] if args.held_out else live
-    missing = run.lacking(run.wanted_groups(drawn, setting, args.samples, args.seed, groups),
-                          there - disturbed, args.again)
+    missing = run.lacking(
+        run.wanted_groups(drawn, setting, args.samples, args.seed, groups), there - disturbed, args.again
+    )
     if (first := next(missing, None)) is not None:
         reference = reference_request(live, setting, groups)
         reference_ms = dataset.usual_ms(args.out, setting, reference)
@@ -135,11 +223,14 @@ def measure(args: argparse.Namespace) -> None:
                 _estimate(args, bench, missing)
             else:
                 again = f", {len(disturbed)} of them disturbed and to be measured again" if disturbed else ""
-                print(f"measuring for {setting} into {args.out}, {len(there)} samples there already{again}",
-                      flush=True)
+                print(
+                    f"measuring for {setting} into {args.out}, {len(there)} samples there already{again}",
+                    flush=True,
+                )
                 if reference_ms is None:
-                    others = [compute_request(live, i, setting, args.seed, groups)
-                              for i in range(config.interleave)]
+                    others = [
+                        compute_request(live, i, setting, args.seed, groups) for i in range(config.interleave)
+                    ]
                     found_ms = bench.calibrate(others, _CALIBRATE_S)
                     print(f"the reference op takes {found_ms:.3g} ms", flush=True)
                 until = began + 60 * args.minutes
@@ -149,8 +240,10 @@ def measure(args: argparse.Namespace) -> None:
     elif args.samples:
         print(f"{args.out} holds the first {args.samples} samples already", flush=True)
     if args.dry_run:
-        for kind, n, asked in (("exchanges", len(exchanges), args.exchanges),
-                               ("steps", sum(len(made) for _, made in steps), args.steps)):
+        for kind, n, asked in (
+            ("exchanges", len(exchanges), args.exchanges),
+            ("steps", sum(len(made) for _, made in steps), args.steps),
+        ):
             if n:
                 print(f"{n} of the first {asked} {kind} are missing")
         return
@@ -185,10 +278,13 @@ def _lines(bench: Supervisor, until: float) -> Callable[[Sequence[Finished]], No
                 print(f"failed: {sample.error}", file=sys.stderr)
         if not finished or now - said > _PROGRESS_S:
             said, elapsed = now, now - began
-            print(f"{done} samples{f' ({failed} failed)' if failed else ''}, {done / elapsed:.1f} a second, "
-                  f"{bench.kernel_s / elapsed:.0%} of the time in kernels, "
-                  f"{bench.kept_s / elapsed:.0%} in runs that entered a "
-                  f"median, {max(0.0, (until - now) / 60):.1f} min left at most", flush=True)
+            print(
+                f"{done} samples{f' ({failed} failed)' if failed else ''}, {done / elapsed:.1f} a second, "
+                f"{bench.kernel_s / elapsed:.0%} of the time in kernels, "
+                f"{bench.kept_s / elapsed:.0%} in runs that entered a "
+                f"median, {max(0.0, (until - now) / 60):.1f} min left at most",
+                flush=True,
+            )
 
     return tell
 
@@ -200,8 +296,10 @@ def _estimate(args: argparse.Namespace, bench: Supervisor, missing: Iterable[Com
     some = itertools.takewhile(lambda _: time.monotonic() - began < _ESTIMATE_S, missing)
     rate = sum(s.request != bench.spec.reference for s in bench.samples(some)) / (time.monotonic() - began)
     if args.samples:
-        print(f"{len(missing)} of the first {args.samples} samples are missing in {args.out}: about "
-              f"{len(missing) / rate / 60:.1f} min at {rate:.1f} a second")
+        print(
+            f"{len(missing)} of the first {args.samples} samples are missing in {args.out}: about "
+            f"{len(missing) / rate / 60:.1f} min at {rate:.1f} a second"
+        )
     else:
         print(f"about {rate * args.minutes * 60:.0f} samples in {args.minutes:g} min, at {rate:.1f} a second")
 
@@ -210,13 +308,16 @@ def _require_ranks(args: argparse.Namespace, setting: Setting, device: str) -> N
     import torch
 
     if setting.batch % args.ranks or args.ranks < 2:
-        raise ShardCoreError(f"--ranks is {args.ranks}; an exchange needs at least 2, "
-                             f"and a number that divides the batch of {setting.batch}")
+        raise ShardCoreError(
+            f"--ranks is {args.ranks}; an exchange needs at least 2, "
+            f"and a number that divides the batch of {setting.batch}"
+        )
     if device == "cuda" and torch.cuda.device_count() < args.ranks:
         raise ShardCoreError(f"--ranks is {args.ranks}; here are {torch.cuda.device_count()} GPUs")
     if args.steps and device == "cpu" and args.ranks > (cores := len(os.sched_getaffinity(0))):
-        raise ShardCoreError(f"--ranks is {args.ranks}; steps of so many need as many cores, "
-                             f"here are {cores}")
+        raise ShardCoreError(
+            f"--ranks is {args.ranks}; steps of so many need as many cores, here are {cores}"
+        )
 
 
 def _box(args: argparse.Namespace, device: str) -> Box | None:
@@ -225,22 +326,31 @@ def _box(args: argparse.Namespace, device: str) -> Box | None:
 
     if args.hosts is None:
         if args.between_gbit_s or args.within_gbit_s:
-            raise ShardCoreError("--between-gbit-s and --within-gbit-s are of emulated hosts; they need "
-                                 "--hosts")
+            raise ShardCoreError(
+                "--between-gbit-s and --within-gbit-s are of emulated hosts; they need --hosts"
+            )
         return None
     if args.between_gbit_s is None:
-        raise ShardCoreError(f"--hosts is {args.hosts}; emulated hosts need --between-gbit-s, the rate of "
-                             "their links")
+        raise ShardCoreError(
+            f"--hosts is {args.hosts}; emulated hosts need --between-gbit-s, the rate of their links"
+        )
     if not args.exchanges or args.steps or device != "cpu":
-        raise ShardCoreError(f"--hosts is {args.hosts}; emulated hosts only have exchanges on cpu: it needs "
-                             "--exchanges, no --steps, and --device cpu")
+        raise ShardCoreError(
+            f"--hosts is {args.hosts}; emulated hosts only have exchanges on cpu: it needs "
+            "--exchanges, no --steps, and --device cpu"
+        )
     if args.ranks % args.hosts:
         raise ShardCoreError(f"--ranks is {args.ranks}; each of {args.hosts} hosts needs as many")
     return Box(args.hosts, args.ranks // args.hosts, args.between_gbit_s, args.within_gbit_s)
 
 
-def _measure_exchanges(args: argparse.Namespace, missing: Sequence[CollectiveRequest], setting: Setting,
-                       device: str, box: Box | None) -> None:
+def _measure_exchanges(
+    args: argparse.Namespace,
+    missing: Sequence[CollectiveRequest],
+    setting: Setting,
+    device: str,
+    box: Box | None,
+) -> None:
     from shardcore.measure import collectives, run
 
     began, done = time.monotonic(), 0
@@ -260,8 +370,13 @@ def _measure_exchanges(args: argparse.Namespace, missing: Sequence[CollectiveReq
     run.measure_exchanges(samples, args.out, tell, args.chunk)
 
 
-def _measure_steps(args: argparse.Namespace, missing: Sequence[tuple[Problem, list]], setting: Setting,
-                   device: str, config: ReplayConfig) -> None:
+def _measure_steps(
+    args: argparse.Namespace,
+    missing: Sequence[tuple[Problem, list]],
+    setting: Setting,
+    device: str,
+    config: ReplayConfig,
+) -> None:
     from shardcore.io import dataset
     from shardcore.measure import run
     from shardcore.measure.replay import replay_all
@@ -277,5 +392,11 @@ def _measure_steps(args: argparse.Namespace, missing: Sequence[tuple[Problem, li
             done += n
             print(f"{done} of {total} steps, {(time.monotonic() - began) / done:.1f} s each", flush=True)
 
-    run.measure_steps(args.out, missing, setting, config,
-                      run.by(lambda w: replay_all(w, setting, config, device, reference)), tell)
+    run.measure_steps(
+        args.out,
+        missing,
+        setting,
+        config,
+        run.by(lambda w: replay_all(w, setting, config, device, reference)),
+        tell,
+    )

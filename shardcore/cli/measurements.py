@@ -24,16 +24,23 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, train, "Train cost models on the samples of one setting in dataset folders.",
-                folders={"out": (MODEL_JSON, MODEL_WEIGHTS)})
+    p = command(
+        commands,
+        train,
+        "Train cost models on the samples of one setting in dataset folders.",
+        folders={"out": (MODEL_JSON, MODEL_WEIGHTS)},
+    )
     p.add_argument("datasets", type=Path, nargs="+", metavar="DIR")
-    p.add_argument("--hardware", help="choose one of the datasets' settings, together with the next "
-                   "three")
+    p.add_argument("--hardware", help="choose one of the datasets' settings, together with the next three")
     p.add_argument("--batch", type=positive(int))
     p.add_argument("--precision", choices=PRECISION_BYTES)
     p.add_argument("--optimizer", choices=OPTIMIZERS)
-    p.add_argument("--start", type=Path, metavar="MODEL", help="fine-tune this model, of another batch, "
-                   "optimizer or machine, where samples are few")
+    p.add_argument(
+        "--start",
+        type=Path,
+        metavar="MODEL",
+        help="fine-tune this model, of another batch, optimizer or machine, where samples are few",
+    )
     p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--out", type=Path, required=True, metavar="MODEL", help="folder to write")
 
@@ -44,12 +51,19 @@ def train(args: argparse.Namespace) -> None:
 
     # Samples of different settings must not train one model.
     found = sorted({s for folder in args.datasets for s in _settings_in(folder)}, key=str)
-    chosen = [s for s in found if all(getattr(args, k) in (None, getattr(s, k))
-                                      for k in ("hardware", "batch", "precision", "optimizer"))]
+    chosen = [
+        s
+        for s in found
+        if all(
+            getattr(args, k) in (None, getattr(s, k)) for k in ("hardware", "batch", "precision", "optimizer")
+        )
+    ]
     if len(chosen) != 1:
-        raise ShardCoreError(f"{', '.join(map(str, args.datasets))}: samples for "
-                             f"[{'; '.join(map(str, found))}]; "
-                             "choose one with --hardware, --batch, --precision and --optimizer")
+        raise ShardCoreError(
+            f"{', '.join(map(str, args.datasets))}: samples for "
+            f"[{'; '.join(map(str, found))}]; "
+            "choose one with --hardware, --batch, --precision and --optimizer"
+        )
     data, start = training.read(args.datasets, chosen[0]), neural.load(args.start) if args.start else None
     config = schema.build(fit.FitConfig, {"seed": args.seed}, "train")
     print(*data.warnings, data, sep="\n", file=sys.stderr)
@@ -59,8 +73,11 @@ def train(args: argparse.Namespace) -> None:
         progress.report("judging the model")
         judged = training.judge(trained.model, data.known)
     neural.save(trained.model, args.out)
-    for line in (trained.of_steps, f"{args.out}: {known_errors.label(trained.model)}",
-                 *known_errors.worse_than_usual(trained.model)):
+    for line in (
+        trained.of_steps,
+        f"{args.out}: {known_errors.label(trained.model)}",
+        *known_errors.worse_than_usual(trained.model),
+    ):
         if line:
             print(line, file=sys.stderr)
     print(json.dumps(judged, indent=1))
@@ -73,8 +90,9 @@ def _settings_in(folder: Path) -> list[Setting]:
     if not folder.is_dir():
         raise ShardCoreError(f"{folder} is no folder; it needs to be one of measurements, as measure makes")
     if not (found := dataset.settings(folder)):
-        raise ShardCoreError(f"{folder} holds no compute samples; it needs to be a folder of measurements, "
-                             "as measure makes")
+        raise ShardCoreError(
+            f"{folder} holds no compute samples; it needs to be a folder of measurements, as measure makes"
+        )
     return found
 
 
@@ -87,8 +105,12 @@ def _report_epoch(model: str, epoch: int, values: dict[str, float]) -> None:
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, report, "Say what a dataset covers, how noisy it is, how it drifts and repeats.",
-                folders={"out": ()})
+    p = command(
+        commands,
+        report,
+        "Say what a dataset covers, how noisy it is, how it drifts and repeats.",
+        folders={"out": ()},
+    )
     p.add_argument("dataset", type=Path, metavar="DIR")
     p.add_argument("--out", type=Path, metavar="FOLDER", help="write the plots there")
 

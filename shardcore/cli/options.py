@@ -24,16 +24,21 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-def command(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace], None], summary: str,
-            outputs: Sequence[str] = ("out",), folders: Mapping[str, Sequence[str]] = MappingProxyType({})
-            ) -> argparse.ArgumentParser:
+def command(
+    commands: argparse._SubParsersAction,
+    run: Callable[[argparse.Namespace], None],
+    summary: str,
+    outputs: Sequence[str] = ("out",),
+    folders: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> argparse.ArgumentParser:
     """The parser of a command. The command has the name of the function that runs it, with dashes.
 
     outputs: options that name files that it writes. Every other path is one that it reads.
     folders: options that name folders that it writes, each with the names of files there that it replaces.
     """
-    parser = commands.add_parser(run.__name__.replace("_", "-"), help=summary, description=summary,
-                                 formatter_class=Formatter)
+    parser = commands.add_parser(
+        run.__name__.replace("_", "-"), help=summary, description=summary, formatter_class=Formatter
+    )
     parser.register("type", Path, path)
     parser.set_defaults(command=run, folders=folders, outputs=dict.fromkeys(outputs, ("",)) | dict(folders))
     return parser
@@ -42,8 +47,12 @@ def command(commands: argparse._SubParsersAction, run: Callable[[argparse.Namesp
 def add_budget(p: argparse._ActionsContainer, evals: int | None = None) -> None:
     """Options of how long to search. evals: default."""
     p.add_argument("--budget-s", type=positive(float), help="seconds for all searches together")
-    p.add_argument("--budget-evals", type=positive(int), default=evals, help="plans to price in each search; "
-                   "the same seed then gives the same plan")
+    p.add_argument(
+        "--budget-evals",
+        type=positive(int),
+        default=evals,
+        help="plans to price in each search; the same seed then gives the same plan",
+    )
 
 
 def path(text: str) -> Path:
@@ -60,8 +69,12 @@ def require_outputs(args: argparse.Namespace, also_read: Iterable[Path] = ()) ->
     """
     from shardcore.io.files import require_writable
 
-    given = [(name, found) for name, value in vars(args).items()
-             for one in (value if isinstance(value, list) else [value]) if (found := _local(one))]
+    given = [
+        (name, found)
+        for name, value in vars(args).items()
+        for one in (value if isinstance(value, list) else [value])
+        if (found := _local(one))
+    ]
     read = [(name, found) for name, found in given if name not in args.outputs]
     read += [("file", found) for found in also_read]
     written: list[tuple[str, Path]] = []
@@ -70,12 +83,16 @@ def require_outputs(args: argparse.Namespace, also_read: Iterable[Path] = ()) ->
         for place in [out / file for file in args.outputs[name]] or [out]:
             for what, source in read:
                 if _replaces(place, source):
-                    raise ShardCoreError(f"--{_dashed(name)} {place} is {_in(place, source)}the "
-                                         f"{_dashed(what)} that is read; it needs to be another file")
+                    raise ShardCoreError(
+                        f"--{_dashed(name)} {place} is {_in(place, source)}the "
+                        f"{_dashed(what)} that is read; it needs to be another file"
+                    )
             for other, before in written:
                 if _real(place) == _real(before):
-                    raise ShardCoreError(f"--{_dashed(other)} and --{_dashed(name)} are both {place}; "
-                                         "they need to be two files")
+                    raise ShardCoreError(
+                        f"--{_dashed(other)} and --{_dashed(name)} are both {place}; "
+                        "they need to be two files"
+                    )
             written.append((name, place))
 
 
@@ -117,8 +134,9 @@ def amount(text: str, most: int = MOST_INT) -> float:
 
 def positive(kind: type, most: int = MOST_INT) -> Callable[[str], int | float]:
     whole = "whole " * (kind is int)
-    return lambda text: _number(text, kind, lambda value: 0 < value <= most,
-                                f"a positive {whole}number up to {most}")
+    return lambda text: _number(
+        text, kind, lambda value: 0 < value <= most, f"a positive {whole}number up to {most}"
+    )
 
 
 def _number(text: str, kind: type, is_good: Callable[[Any], bool], right: str) -> Any:

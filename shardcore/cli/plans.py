@@ -26,12 +26,17 @@ if TYPE_CHECKING:
     from shardcore.search.budget import Budget
     from shardcore.search.decisions.driver import Decision, Found, Outcome
 
-_MODEL = ("folder of a trained model; where weights of tables differ in precision, give the option for each "
-          "precision")
-_CONFIDENCE = ("an op's cost is what its measurement stays below with this probability (0.9, say), rather "
-               "than what the model expects")
-_EXPLAIN = ("say what bounds the plan, what other algorithms find, and what more memory or more devices "
-            "would bring")
+_MODEL = (
+    "folder of a trained model; where weights of tables differ in precision, give the option for each "
+    "precision"
+)
+_CONFIDENCE = (
+    "an op's cost is what its measurement stays below with this probability (0.9, say), rather "
+    "than what the model expects"
+)
+_EXPLAIN = (
+    "say what bounds the plan, what other algorithms find, and what more memory or more devices would bring"
+)
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -44,28 +49,46 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, plan, "Search a plan for a problem under a cost model. Options for what is decided "
-                "before the search combine; each decision has several problems searched.",
-                outputs=("out", "out_problem"))
+    p = command(
+        commands,
+        plan,
+        "Search a plan for a problem under a cost model. Options for what is decided "
+        "before the search combine; each decision has several problems searched.",
+        outputs=("out", "out_problem"),
+    )
     p.add_argument("problem", type=Path, metavar="PROBLEM.json")
     priced_by = p.add_mutually_exclusive_group(required=True)
     priced_by.add_argument("--model", type=Path, action="append", help=_MODEL)
-    priced_by.add_argument("--offers", type=Path, metavar="OFFERS.json", help="types of machines, with their "
-                           "models: choose the cluster, too (docs/plan.md); with a target and --out-problem")
-    p.add_argument("--algorithm", help="portfolio, the default (the cheapest plan of several searches), "
-                   "anneal, anneal_columns (tables whole or cut by columns only), random, size_greedy, "
-                   "dim_greedy, lookup_greedy, size_lookup_greedy, neuroshard or torchrec "
-                   "(where installed); with --policy: dreamshard, dreamshard_direct or autoshard (tables "
-                   "whole), or these with _columns (also cut by columns)")
-    p.add_argument("--policy", type=Path, metavar="POLICY", help="folder of a trained policy (train-policy), "
-                   "for a learned algorithm; default algorithm: the policy's own")
+    priced_by.add_argument(
+        "--offers",
+        type=Path,
+        metavar="OFFERS.json",
+        help="types of machines, with their "
+        "models: choose the cluster, too (docs/plan.md); with a target and --out-problem",
+    )
+    p.add_argument(
+        "--algorithm",
+        help="portfolio, the default (the cheapest plan of several searches), "
+        "anneal, anneal_columns (tables whole or cut by columns only), random, size_greedy, "
+        "dim_greedy, lookup_greedy, size_lookup_greedy, neuroshard or torchrec "
+        "(where installed); with --policy: dreamshard, dreamshard_direct or autoshard (tables "
+        "whole), or these with _columns (also cut by columns)",
+    )
+    p.add_argument(
+        "--policy",
+        type=Path,
+        metavar="POLICY",
+        help="folder of a trained policy (train-policy), "
+        "for a learned algorithm; default algorithm: the policy's own",
+    )
     add_budget(p.add_mutually_exclusive_group())
     p.add_argument("--seed", type=natural, default=0)
     deciding.add_options(p)
     deciding.add_target(p, required=False)
     p.add_argument("--confidence", type=positive(float), metavar="P", help=_CONFIDENCE)
-    p.add_argument("--explain", action="store_true", help=f"{_EXPLAIN}; each is searched with the same "
-                   "budget again")
+    p.add_argument(
+        "--explain", action="store_true", help=f"{_EXPLAIN}; each is searched with the same budget again"
+    )
     p.add_argument("--out", type=Path, required=True, metavar="PLAN.json")
 
 
@@ -99,12 +122,15 @@ def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda out
     decisions = list(deciding.decisions(args, problem, stored))
     for decision in decisions:
         if decision.changes and args.out and not args.out_problem:
-            raise ShardCoreError(f"--out {args.out} needs --out-problem, the problem with the "
-                                 f"{decision.changes} that it is a plan of")
+            raise ShardCoreError(
+                f"--out {args.out} needs --out-problem, the problem with the "
+                f"{decision.changes} that it is a plan of"
+            )
     folders = args.model or [args.offers.parent / decisions[0].offers[0].model]
     # Searches use the cautious model. The check of ranges needs the plain one.
     loaded, began, several = composite.load(folders), clock(), []
     with shown() as line:
+
         def hear(outcome: Outcome) -> None:
             several.append(outcome)
             if outcome.proposal.more or len(several) > 1:
@@ -112,8 +138,15 @@ def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda out
             heard(outcome)
 
         report(args.algorithm)
-        found = decide(problem, at_confidence(loaded, args.confidence), decisions, search, seed=args.seed,
-                       budget=_budget(args), heard=hear)
+        found = decide(
+            problem,
+            at_confidence(loaded, args.confidence),
+            decisions,
+            search,
+            seed=args.seed,
+            budget=_budget(args),
+            heard=hear,
+        )
         seconds = clock() - began
         if args.offers:
             folders = [args.offers.parent / found.chosen.offer.model]
@@ -126,8 +159,14 @@ def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda out
     return found
 
 
-def _say_planned(args: argparse.Namespace, found: Found, decisions: Sequence[Decision], asked: Problem,
-                 model: CostModel, seconds: float) -> None:
+def _say_planned(
+    args: argparse.Namespace,
+    found: Found,
+    decisions: Sequence[Decision],
+    asked: Problem,
+    model: CostModel,
+    seconds: float,
+) -> None:
     """Print the plan's cost, and all that was decided. asked: the problem before that."""
     from shardcore.cost import known_errors
     from shardcore.cost.model import at_confidence
@@ -139,9 +178,11 @@ def _say_planned(args: argparse.Namespace, found: Found, decisions: Sequence[Dec
         print(f"{decisions_report.ledger_text(found.ledger)}\n")
     sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
     by = found.plan.provenance["algorithm"] if of_groups else args.algorithm
-    print(f"{args.out or args.out_problem or args.problem}: {f'{found.words}: ' if of_groups else ''}"
-          f"{found.ms:.3f} ms predicted{sure}, found in {seconds:.2f} s by {by}"
-          f"{deciding.start_text(args, found, decisions, asked, cautious)}")
+    print(
+        f"{args.out or args.out_problem or args.problem}: {f'{found.words}: ' if of_groups else ''}"
+        f"{found.ms:.3f} ms predicted{sure}, found in {seconds:.2f} s by {by}"
+        f"{deciding.start_text(args, found, decisions, asked, cautious)}"
+    )
     print(f"under {known_errors.label(model)}, model {found.plan.provenance['model_digest'][:8]}")
     for text in filter(None, deciding.texts(decisions, found, asked)):
         print(f"\n{text}")
@@ -156,9 +197,11 @@ def _say_planned(args: argparse.Namespace, found: Found, decisions: Sequence[Dec
 def _provenance(args: argparse.Namespace, folders: Sequence[Path]) -> dict[str, Any]:
     from shardcore.io import model_files
 
-    return ({"model_digest": "+".join(map(model_files.model_digest, folders))}
-            | ({"policy_digest": model_files.model_digest(args.policy, "policy")} if args.policy else {})
-            | ({"confidence": args.confidence} if args.confidence else {}))
+    return (
+        {"model_digest": "+".join(map(model_files.model_digest, folders))}
+        | ({"policy_digest": model_files.model_digest(args.policy, "policy")} if args.policy else {})
+        | ({"confidence": args.confidence} if args.confidence else {})
+    )
 
 
 def _budget(args: argparse.Namespace) -> Budget | None:
@@ -225,8 +268,11 @@ def price(args: argparse.Namespace) -> None:
         beyond = grouped.extrapolated(of_groups, whole, model)
     else:
         cost, beyond = predicted(workload, cautious), model.out_of_range(workload)
-        body = {"total_ms": cost.total_ms, **dataclasses.asdict(cost),
-                "memory_bytes": list(workload.memory_bytes)}
+        body = {
+            "total_ms": cost.total_ms,
+            **dataclasses.asdict(cost),
+            "memory_bytes": list(workload.memory_bytes),
+        }
     body["extrapolated"] = beyond
     if args.out:
         files.write_json(args.out, body)
@@ -245,13 +291,22 @@ def price(args: argparse.Namespace) -> None:
 
 
 def _add_export(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, export, "Write a plan as TorchRec's: what "
-                "shardcore.torchrec.plan_files.read_torchrec reads, DistributedModelParallel takes. One "
-                "of groups: what export.dmp_collection.read_dmp_collection reads, DMPCollection takes.")
+    p = command(
+        commands,
+        export,
+        "Write a plan as TorchRec's: what "
+        "shardcore.torchrec.plan_files.read_torchrec reads, DistributedModelParallel takes. One "
+        "of groups: what export.dmp_collection.read_dmp_collection reads, DMPCollection takes.",
+    )
     p.add_argument("plan", type=Path, metavar="PLAN.json")
     p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
-    p.add_argument("--module", required=True, metavar="PATH", help="of the EmbeddingBagCollection that has "
-                   "the tables, in the model's tree of modules, such as sparse_arch.embedding_bag_collection")
+    p.add_argument(
+        "--module",
+        required=True,
+        metavar="PATH",
+        help="of the EmbeddingBagCollection that has "
+        "the tables, in the model's tree of modules, such as sparse_arch.embedding_bag_collection",
+    )
     p.add_argument("--compute-device", choices=["cpu", "cuda"], default="cuda")
     p.add_argument("--out", type=Path, required=True, metavar="TORCHREC.json")
 
@@ -276,5 +331,8 @@ def export(args: argparse.Namespace) -> None:
             report("writing TorchRec's plan")
             write_torchrec(args.out, to_torchrec(plan, problem, args.module, args.compute_device))
     if not all(t.collection for t in problem.tables):
-        print(f"note: nothing here knows whether the model has a module {args.module!r} with these tables; "
-              "read_torchrec(FILE, model) checks", file=sys.stderr)
+        print(
+            f"note: nothing here knows whether the model has a module {args.module!r} with these tables; "
+            "read_torchrec(FILE, model) checks",
+            file=sys.stderr,
+        )

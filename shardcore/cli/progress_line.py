@@ -51,7 +51,8 @@ class ProgressLine:
     def heard(self, phase: str, best_ms: float | None, left_s: float | None) -> None:
         """Take a report (see progress.Listener). Compiling is announced at once, as it is long."""
         announced = phase.endswith(progress.COMPILING) and not (
-            self._report and self._report[0].endswith(progress.COMPILING))
+            self._report and self._report[0].endswith(progress.COMPILING)
+        )
         self._report, self._heard_s = (phase, best_ms, left_s), time.monotonic()
         if announced:
             self._show()

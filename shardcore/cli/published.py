@@ -14,39 +14,78 @@ from shardcore.core.types import Plan, Problem
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, history, "Say which versions of a problem's published plan were current, since "
-                "when and why.")
+    p = command(
+        commands,
+        history,
+        "Say which versions of a problem's published plan were current, since when and why.",
+    )
     p.add_argument("plans", metavar="PLANS", help="folder or URL of published plans")
     p.add_argument("name", help="of the problem")
     p.add_argument("--last", type=positive(int), default=20, metavar="N", help="decisions to show")
 
-    p = command(commands, diff, "Say which tables move from one plan to another, and how many bytes of "
-                "weights.", outputs=("page",))
+    p = command(
+        commands,
+        diff,
+        "Say which tables move from one plan to another, and how many bytes of weights.",
+        outputs=("page",),
+    )
     p.add_argument("old", type=Path, metavar="OLD.json")
     p.add_argument("new", type=Path, metavar="NEW.json")
-    p.add_argument("--problem", type=Path, metavar="PROBLEM.json", help="of both plans; default: "
-                   "problem.json beside each, as in the folders of published versions")
-    p.add_argument("--page", type=Path, metavar="PAGE.html", help="write a page that compares them device by "
-                   "device and table by table, for a browser; with --model")
+    p.add_argument(
+        "--problem",
+        type=Path,
+        metavar="PROBLEM.json",
+        help="of both plans; default: problem.json beside each, as in the folders of published versions",
+    )
+    p.add_argument(
+        "--page",
+        type=Path,
+        metavar="PAGE.html",
+        help="write a page that compares them device by "
+        "device and table by table, for a browser; with --model",
+    )
     p.add_argument("--model", type=Path, action="append", help="folder of a trained model, which prices both")
 
-    p = command(commands, drift, "Say how far a published plan is from the best, now that its tables' "
-                "statistics changed, and what a re-plan would save.",
-                folders={"out": ("problem.json", "plan.json")})
+    p = command(
+        commands,
+        drift,
+        "Say how far a published plan is from the best, now that its tables' "
+        "statistics changed, and what a re-plan would save.",
+        folders={"out": ("problem.json", "plan.json")},
+    )
     p.add_argument("plans", metavar="PLANS", help="folder or URL of published plans")
     p.add_argument("name", help="of the problem")
-    p.add_argument("--fresh", type=Path, required=True, metavar="FILE.json", help="a problem or a pool of "
-                   "tables with the shapes, pooling and access statistics of now")
-    p.add_argument("--model", type=Path, required=True, action="append", help="folder of a trained model; "
-                   "where weights of tables differ in precision, give it for each")
-    p.add_argument("--max-moved-tables", type=natural, metavar="N", help="most tables that the re-plan may "
-                   "move; default: any number")
-    p.add_argument("--threshold", type=amount, default=0.0, help="a re-plan pays if its gain exceeds "
-                   "both its margin and this share of the cost")
+    p.add_argument(
+        "--fresh",
+        type=Path,
+        required=True,
+        metavar="FILE.json",
+        help="a problem or a pool of tables with the shapes, pooling and access statistics of now",
+    )
+    p.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        action="append",
+        help="folder of a trained model; where weights of tables differ in precision, give it for each",
+    )
+    p.add_argument(
+        "--max-moved-tables",
+        type=natural,
+        metavar="N",
+        help="most tables that the re-plan may move; default: any number",
+    )
+    p.add_argument(
+        "--threshold",
+        type=amount,
+        default=0.0,
+        help="a re-plan pays if its gain exceeds both its margin and this share of the cost",
+    )
     p.add_argument("--budget-evals", type=positive(int), help="plans to price in each of the searches")
     p.add_argument("--seed", type=natural, default=0)
-    p.add_argument("--out", type=Path, metavar="FOLDER", help="write the re-plan there, with the problem of "
-                   "now")
+    p.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="write the re-plan there, with the problem of now"
+    )
 
 
 def history(args: argparse.Namespace) -> None:
@@ -64,8 +103,10 @@ def diff(args: argparse.Namespace) -> None:
     from shardcore.report import plan_report
 
     if bool(args.page) != bool(args.model):
-        raise ShardCoreError(f"diff was given --{'page' if args.page else 'model'} alone; it needs --page "
-                             "and --model, or neither")
+        raise ShardCoreError(
+            f"diff was given --{'page' if args.page else 'model'} alone; it needs --page "
+            "and --model, or neither"
+        )
     require_outputs(args, [] if args.problem else [p.with_name("problem.json") for p in (args.old, args.new)])
     (old, _), (new, problem) = (_read(path, args.problem) for path in (args.old, args.new))
     print(plan_report.diff_text(moves_of(old, new, problem)))
@@ -127,8 +168,10 @@ def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:
 
     beside = path.with_name("problem.json")
     if not problem and not beside.exists():
-        raise ShardCoreError(f"{path} has no problem.json beside it, its problem; give --problem, or "
-                             "the plans of published versions")
+        raise ShardCoreError(
+            f"{path} has no problem.json beside it, its problem; give --problem, or "
+            "the plans of published versions"
+        )
     of = files.read_problem(problem or beside)
     plan = files.read_plan(path, of)
     with files.validating(path):

@@ -36,38 +36,65 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--out", type=Path, required=True, metavar="HOT.json")
     p.add_argument("--plan", type=Path, metavar="PLAN.json", help="write the plan that was found, too")
 
-    p = command(commands, hot_drift, "Say how hot the hot rows of a job still are, and what other hot ids "
-                "would save and move.")
+    p = command(
+        commands,
+        hot_drift,
+        "Say how hot the hot rows of a job still are, and what other hot ids would save and move.",
+    )
     p.add_argument("problem", type=Path, metavar="HOT.json", help="of hot-rows")
-    p.add_argument("--hot-ids", type=Path, required=True, metavar="IDS.safetensors", help="that are hot in "
-                   "the job (write_hot_ids)")
-    p.add_argument("--row-counts", type=Path, required=True, metavar="COUNTS.safetensors", help="lookups of "
-                   "each row in samples of now (write_row_counts)")
+    p.add_argument(
+        "--hot-ids",
+        type=Path,
+        required=True,
+        metavar="IDS.safetensors",
+        help="that are hot in the job (write_hot_ids)",
+    )
+    p.add_argument(
+        "--row-counts",
+        type=Path,
+        required=True,
+        metavar="COUNTS.safetensors",
+        help="lookups of each row in samples of now (write_row_counts)",
+    )
     p.add_argument("--out", type=Path, metavar="NEW.safetensors", help="write the hot ids of now")
 
     p = command(commands, tiers, _TIERS, outputs=("out", "plan"))
     p.add_argument("problem", type=Path, metavar="PROBLEM.json")
     decisions.add_host_memory(p)
-    p.add_argument("--model", type=Path, action="append", help="folder of a trained model; give one for each "
-                   "precision")
-    p.add_argument("--algorithm", help="with --model: searches plans; portfolio, the default, or "
-                   "another of `plan`")
+    p.add_argument(
+        "--model", type=Path, action="append", help="folder of a trained model; give one for each precision"
+    )
+    p.add_argument(
+        "--algorithm", help="with --model: searches plans; portfolio, the default, or another of `plan`"
+    )
     _add_search(p)
     p.add_argument("--out", type=Path, metavar="TIERED.json", help="write the problem with load factors")
-    p.add_argument("--plan", type=Path, metavar="PLAN.json", help="with --model: write the plan that was "
-                   "found, too")
+    p.add_argument(
+        "--plan", type=Path, metavar="PLAN.json", help="with --model: write the plan that was found, too"
+    )
 
     p = command(commands, provision, _PROVISION, folders={"out": _CLUSTER_FILES})
     p.add_argument("problem", type=Path, metavar="PROBLEM.json")
-    p.add_argument("--offers", type=Path, required=True, metavar="OFFERS.json", help="types of machines, "
-                   "with devices, memory, links, price and cost model (docs/plan.md)")
+    p.add_argument(
+        "--offers",
+        type=Path,
+        required=True,
+        metavar="OFFERS.json",
+        help="types of machines, with devices, memory, links, price and cost model (docs/plan.md)",
+    )
     decisions.add_target(p)
     p.add_argument("--algorithm", help="searches plans; portfolio, the default, or another of `plan`")
     add_budget(p, evals=20_000)
     p.add_argument("--seed", type=natural, default=0)
-    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets problem.json and plan.json "
-                   "of the chosen cluster, clusters.json with all of them, and curve.png; the last two even "
-                   "if none meets the target")
+    p.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="gets problem.json and plan.json "
+        "of the chosen cluster, clusters.json with all of them, and curve.png; the last two even "
+        "if none meets the target",
+    )
 
 
 def _add_search(p: argparse.ArgumentParser) -> None:
@@ -76,8 +103,9 @@ def _add_search(p: argparse.ArgumentParser) -> None:
 
 
 def hot_rows(args: argparse.Namespace) -> None:
-    plans.plan(plans.plan_arguments(**vars(args) | {"hot_rows": True, "out": args.plan,
-                                                    "out_problem": args.out}))
+    plans.plan(
+        plans.plan_arguments(**vars(args) | {"hot_rows": True, "out": args.plan, "out_problem": args.out})
+    )
 
 
 def hot_drift(args: argparse.Namespace) -> None:
@@ -87,8 +115,9 @@ def hot_drift(args: argparse.Namespace) -> None:
     from shardcore.plans.hot_drift import hot_drift as drift_of
     from shardcore.report.decisions_report import drift_table
 
-    found = drift_of(files.read_problem(args.problem), read_hot_ids(args.hot_ids),
-                     read_row_counts(args.row_counts))
+    found = drift_of(
+        files.read_problem(args.problem), read_hot_ids(args.hot_ids), read_row_counts(args.row_counts)
+    )
     if args.out:
         write_hot_ids(args.out, [one.new for one in found])
     print(drift_table(found))
@@ -101,14 +130,17 @@ def tiers(args: argparse.Namespace) -> None:
 
     for name in ("algorithm", "budget_s", "budget_evals", "plan"):
         if getattr(args, name) is not None and not args.model:
-            raise ShardCoreError(f"--{name.replace('_', '-')} {getattr(args, name)} is for plans; give "
-                                 "--model too")
+            raise ShardCoreError(
+                f"--{name.replace('_', '-')} {getattr(args, name)} is for plans; give --model too"
+            )
     if args.plan and not args.out:
-        raise ShardCoreError(f"--plan {args.plan} needs --out, the problem with load factors that it is a "
-                             "plan of")
+        raise ShardCoreError(
+            f"--plan {args.plan} needs --out, the problem with load factors that it is a plan of"
+        )
     if args.model:
-        plans.plan(plans.plan_arguments(**vars(args) | {"tiers": True, "out": args.plan,
-                                                        "out_problem": args.out}))
+        plans.plan(
+            plans.plan_arguments(**vars(args) | {"tiers": True, "out": args.plan, "out_problem": args.out})
+        )
         return
     found = decide(decisions.with_host_memory(files.read_problem(args.problem), args)).problem
     if args.out:
@@ -123,8 +155,12 @@ def provision(args: argparse.Namespace) -> None:
     require_outputs(args, [args.offers.parent / offer.model for offer in read_offers(args.offers)])
     outcomes: list[Outcome] = []
     try:
-        found = plans.plan(plans.plan_arguments(**vars(args) | {
-            "out": args.out / "plan.json", "out_problem": args.out / "problem.json"}), outcomes.append)
+        found = plans.plan(
+            plans.plan_arguments(
+                **vars(args) | {"out": args.out / "plan.json", "out_problem": args.out / "problem.json"}
+            ),
+            outcomes.append,
+        )
     except ShardCoreError as error:
         if not outcomes:
             raise
@@ -138,10 +174,22 @@ def _write_clusters(outcomes: Sequence[Outcome], chosen: Outcome | None, out: Pa
     from shardcore.io import files
     from shardcore.report import decisions_report, figures
 
-    files.write_json(out / "clusters.json", [
-        {"offer": x.proposal.offer.name, "hosts": x.proposal.hosts,
-         "devices": len(x.proposal.problem.topology), "price_per_hour": x.proposal.price_per_hour,
-         "watts": x.proposal.watts,
-         **({"step_ms": x.ms, "samples_per_s": x.proposal.samples_per_s(x.ms)} if x.found
-            else {"why": str(x.error)})} for x in outcomes])
+    files.write_json(
+        out / "clusters.json",
+        [
+            {
+                "offer": x.proposal.offer.name,
+                "hosts": x.proposal.hosts,
+                "devices": len(x.proposal.problem.topology),
+                "price_per_hour": x.proposal.price_per_hour,
+                "watts": x.proposal.watts,
+                **(
+                    {"step_ms": x.ms, "samples_per_s": x.proposal.samples_per_s(x.ms)}
+                    if x.found
+                    else {"why": str(x.error)}
+                ),
+            }
+            for x in outcomes
+        ],
+    )
     files.write_atomic(out / "curve.png", figures.png(decisions_report.clusters_figure(outcomes, chosen)))

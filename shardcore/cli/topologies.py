@@ -23,19 +23,38 @@ Rank 0 writes. Elsewhere it starts a process for each device of the problem on t
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
     p = commands.add_parser("topology", help="Find how ranks are joined.", formatter_class=Formatter)
-    p = command(p.add_subparsers(required=True, metavar="COMMAND"), measure, _MEASURE,
-                outputs=("out", "ranks"))
+    p = command(
+        p.add_subparsers(required=True, metavar="COMMAND"), measure, _MEASURE, outputs=("out", "ranks")
+    )
     p.add_argument("problem", type=Path, metavar="PROBLEM.json", help="its device i is that of rank i")
-    p.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="gloo between CPUs, or NCCL "
-                   "between GPUs (not exercised yet)")
-    p.add_argument("--message-kib", type=positive(int), default=1024,
-                   help="of the messages that tell ranks apart")
-    p.add_argument("--repeats", type=positive(int), default=3, help="of each message, in each of three "
-                   "sweeps; the fastest counts")
-    p.add_argument("--out", type=Path, required=True, metavar="PROBLEM.json", help="the problem with what "
-                   "was found; its devices are in the new order of ranks")
-    p.add_argument("--ranks", type=Path, metavar="RANKS.json", help="write the order of ranks, their "
-                   "groups and the times of pairs")
+    p.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="gloo between CPUs, or NCCL between GPUs (not exercised yet)",
+    )
+    p.add_argument(
+        "--message-kib", type=positive(int), default=1024, help="of the messages that tell ranks apart"
+    )
+    p.add_argument(
+        "--repeats",
+        type=positive(int),
+        default=3,
+        help="of each message, in each of three sweeps; the fastest counts",
+    )
+    p.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="PROBLEM.json",
+        help="the problem with what was found; its devices are in the new order of ranks",
+    )
+    p.add_argument(
+        "--ranks",
+        type=Path,
+        metavar="RANKS.json",
+        help="write the order of ranks, their groups and the times of pairs",
+    )
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -61,8 +80,10 @@ def _rank(problem: Problem) -> int:
     """This process's rank. Raises ShardCoreError where the job does not fit the problem."""
     n, given = len(problem.topology), os.environ
     if given.get("WORLD_SIZE") != str(n):
-        raise ShardCoreError(f"WORLD_SIZE is {given.get('WORLD_SIZE')!r} and problem {problem.name!r} has "
-                             f"{n} devices; they need to be as many")
+        raise ShardCoreError(
+            f"WORLD_SIZE is {given.get('WORLD_SIZE')!r} and problem {problem.name!r} has "
+            f"{n} devices; they need to be as many"
+        )
     if given["RANK"] not in map(str, range(n)):
         raise ShardCoreError(f"RANK is {given['RANK']!r}; it needs a whole number of 0 to {n - 1}")
     for name in ("MASTER_ADDR", "MASTER_PORT"):

@@ -34,18 +34,29 @@ class Reuse:
         require_types(self, "a reuse histogram")
         object.__setattr__(self, "bins", tuple(map(float, self.bins)))
         total = sum(self.bins)
-        if (len(self.bins) == REUSE_BINS and 0 <= min(self.bins) and max(self.bins) <= 1 + 1e-6
+        if (
+            len(self.bins) == REUSE_BINS
+            and 0 <= min(self.bins)
+            and max(self.bins) <= 1 + 1e-6
             and 1 <= self.batch <= MOST_BATCH
-                and (total == 0 or abs(total - 1) < 1e-3)):
+            and (total == 0 or abs(total - 1) < 1e-3)
+        ):
             return  # pools have many: words only where they are needed
-        require(len(self.bins) == REUSE_BINS, f"reuse histogram has {len(self.bins)} bins; it needs "
-                f"{REUSE_BINS}")
-        require(all(0 <= b <= 1 + 1e-6 for b in self.bins), f"reuse bins {self.bins} are not fractions "
-                "within 0 and 1")
-        require(total == 0 or abs(total - 1) < 1e-3, f"reuse bins sum to {total:.6g}; they need to sum to 1 "
-                "(or be all 0)")
-        require(1 <= self.batch <= MOST_BATCH,
-                f"reuse batch is {self.batch}; it needs to be the samples it was taken at, 1 to {MOST_BATCH}")
+        require(
+            len(self.bins) == REUSE_BINS, f"reuse histogram has {len(self.bins)} bins; it needs {REUSE_BINS}"
+        )
+        require(
+            all(0 <= b <= 1 + 1e-6 for b in self.bins),
+            f"reuse bins {self.bins} are not fractions within 0 and 1",
+        )
+        require(
+            total == 0 or abs(total - 1) < 1e-3,
+            f"reuse bins sum to {total:.6g}; they need to sum to 1 (or be all 0)",
+        )
+        require(
+            1 <= self.batch <= MOST_BATCH,
+            f"reuse batch is {self.batch}; it needs to be the samples it was taken at, 1 to {MOST_BATCH}",
+        )
 
 
 @dataclass(frozen=True)
@@ -78,13 +89,21 @@ class RowShares:
         for name in ("lookups", "unique"):
             shares = tuple(map(float, getattr(self, name)))
             object.__setattr__(self, name, shares)
-            require(1 <= len(shares) <= MOST_RANGES, f"row shares have {len(shares)} {name}; they need one "
-                    f"for each range of rows, 1 to {MOST_RANGES}")
-            require(all(0 <= share <= 1 + 1e-6 for share in shares) and abs(sum(shares) - 1) < 1e-3,
-                    f"row shares have {name} that sum to {sum(shares):.6g}; they need to be fractions that "
-                    "sum to 1")
-        require(len(self.lookups) == len(self.unique), f"row shares have {len(self.lookups)} lookups and "
-                f"{len(self.unique)} unique; they need as many of each")
+            require(
+                1 <= len(shares) <= MOST_RANGES,
+                f"row shares have {len(shares)} {name}; they need one "
+                f"for each range of rows, 1 to {MOST_RANGES}",
+            )
+            require(
+                all(0 <= share <= 1 + 1e-6 for share in shares) and abs(sum(shares) - 1) < 1e-3,
+                f"row shares have {name} that sum to {sum(shares):.6g}; they need to be fractions that "
+                "sum to 1",
+            )
+        require(
+            len(self.lookups) == len(self.unique),
+            f"row shares have {len(self.lookups)} lookups and "
+            f"{len(self.unique)} unique; they need as many of each",
+        )
 
 
 @dataclass(frozen=True)
@@ -101,5 +120,7 @@ class ManagedCollision:
     def __post_init__(self) -> None:
         for name in ("row_bytes", "lookup_bytes"):
             value = getattr(self, name)
-            require(0 <= value <= MOST_COLLISION_BYTES,
-                    f"managed collision has {name} {value}; it needs 0 to {MOST_COLLISION_BYTES}")
+            require(
+                0 <= value <= MOST_COLLISION_BYTES,
+                f"managed collision has {name} {value}; it needs 0 to {MOST_COLLISION_BYTES}",
+            )

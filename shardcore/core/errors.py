@@ -74,4 +74,4 @@ def shortened(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     end = most * 2 // 5
-    return f"{text[:most - end - 5]} ... {text[-end:]}"
+    return f"{text[: most - end - 5]} ... {text[-end:]}"

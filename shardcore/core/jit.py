@@ -31,21 +31,22 @@ _KEPT = 3
 
 # error_model="numpy": a division by zero gives inf, and needs no check in inner loops.
 # nogil: others, such as who shows progress, run meanwhile.
-OPTIONS = {"cache": True, "error_model": "numpy", "_nrt": False, "nogil": True,
-           "no_cfunc_wrapper": True}
+OPTIONS = {"cache": True, "error_model": "numpy", "_nrt": False, "nogil": True, "no_cfunc_wrapper": True}
 """For functions that Python calls: kept on disk, no Python errors, no reference counts."""
 inner = njit(error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """For functions that only compiled ones call. They need no cache entry, and no way in for Python."""
 
 
-def entry(signature: numba.core.typing.Signature, convert: Callable[[Any], Any] = lambda value: value
-          ) -> Callable[[Callable], Callable]:
+def entry(
+    signature: numba.core.typing.Signature, convert: Callable[[Any], Any] = lambda value: value
+) -> Callable[[Callable], Callable]:
     """Declare a function that Python calls. It is compiled for one signature, when first called.
 
     Its attribute `ready` compiles it before.
 
     convert: applied to each argument of a call.
     """
+
     def declare(function: Callable) -> Callable:
         compiled = njit(**OPTIONS)(function)
 
@@ -81,8 +82,10 @@ def copy_compiled(package: Path, copy: Path) -> None:
     # Numba names subfolders after the path of the sources, which differs for the copy.
     made = cache_folder()
     for folder in {path.parent for pattern in _SOURCES for path in package.glob(pattern)}:
-        source, target = (made / Locator.get_suitable_cache_subpath(str(f / "module.py"))
-                          for f in (folder, copy / folder.relative_to(package)))
+        source, target = (
+            made / Locator.get_suitable_cache_subpath(str(f / "module.py"))
+            for f in (folder, copy / folder.relative_to(package))
+        )
         if source.exists():
             shutil.copytree(source, copy / "__pycache__" / made.name / target.name)
 

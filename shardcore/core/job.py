@@ -64,8 +64,11 @@ class Job:
         if self.replica_optimizer is not None:
             require_known(self, "job", replica_optimizer=DENSE_OPTIMIZERS)
         one = (self.dense_forward_ms is None) != (self.dense_backward_ms is None)
-        require(not one, f"job has dense_forward_ms {self.dense_forward_ms} and dense_backward_ms "
-                f"{self.dense_backward_ms}; it needs both, or neither")
+        require(
+            not one,
+            f"job has dense_forward_ms {self.dense_forward_ms} and dense_backward_ms "
+            f"{self.dense_backward_ms}; it needs both, or neither",
+        )
         for name in ("id_bytes", "length_bytes"):
             require(getattr(self, name) in (4, 8), f"job has {name} {getattr(self, name)}; it needs 4 or 8")
 

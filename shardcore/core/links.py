@@ -41,15 +41,35 @@ class Level:
     torchrec: tuple[str, str] | None = None
 
 
-LEVELS: Mapping[str, Level] = {row.name: row for row in (
-    Level("within_host", "within hosts", lambda host: host,
-          {"near_bytes": "bytes", "near_busiest_bytes": "busiest"}, "near_busiest_bytes",
-          torchrec=("intra_host_bw", "INTRA_NODE_BANDWIDTH")),
-    Level("between_hosts", "between hosts", lambda host: "",
-          {"far_bytes": "bytes", "far_busiest_bytes": "busiest", "port_busiest_bytes": "port",
-           "uplink_bytes": "uplink", "shared_uplink_bytes": "shared_uplink", "head_start": "head_start"},
-          "far_busiest_bytes", "uplink_bytes", ("inter_host_bw", "CROSS_NODE_BANDWIDTH")),
-)}
+LEVELS: Mapping[str, Level] = {
+    row.name: row
+    for row in (
+        Level(
+            "within_host",
+            "within hosts",
+            lambda host: host,
+            {"near_bytes": "bytes", "near_busiest_bytes": "busiest"},
+            "near_busiest_bytes",
+            torchrec=("intra_host_bw", "INTRA_NODE_BANDWIDTH"),
+        ),
+        Level(
+            "between_hosts",
+            "between hosts",
+            lambda host: "",
+            {
+                "far_bytes": "bytes",
+                "far_busiest_bytes": "busiest",
+                "port_busiest_bytes": "port",
+                "uplink_bytes": "uplink",
+                "shared_uplink_bytes": "shared_uplink",
+                "head_start": "head_start",
+            },
+            "far_busiest_bytes",
+            "uplink_bytes",
+            ("inter_host_bw", "CROSS_NODE_BANDWIDTH"),
+        ),
+    )
+}
 """By name. The outermost joins all devices."""
 
 
@@ -73,9 +93,11 @@ class Link:
         require(self.level in LEVELS, f"a link has level {self.level!r}; known are {', '.join(LEVELS)}")
         what = f"link {self.level}"
         require_within(self, what, gbps=(1 / MOST_GBPS, MOST_GBPS), latency_ms=(0, MOST_MS))
-        require(not self.shared or bool(self.gbps and LEVELS[self.level].shared),
-                f"{what} has shared {self.shared} and gbps {self.gbps}; only links between hosts are shared, "
-                "and their gbps is given")
+        require(
+            not self.shared or bool(self.gbps and LEVELS[self.level].shared),
+            f"{what} has shared {self.shared} and gbps {self.gbps}; only links between hosts are shared, "
+            "and their gbps is given",
+        )
 
     @property
     def words(self) -> str:
@@ -93,15 +115,22 @@ def links_of(latency_ms: float | None = None, shared: bool = False, **gbps: floa
     """
     if unknown := sorted(gbps.keys() - LEVELS):
         raise ShardCoreError(f"a link has level {unknown[0]!r}; known are {', '.join(LEVELS)}")
-    return tuple(Link(name, gbps.get(name), shared and bool(gbps.get(name) and level.shared), latency_ms)
-                 for name, level in LEVELS.items() if gbps.get(name) is not None or latency_ms is not None)
+    return tuple(
+        Link(name, gbps.get(name), shared and bool(gbps.get(name) and level.shared), latency_ms)
+        for name, level in LEVELS.items()
+        if gbps.get(name) is not None or latency_ms is not None
+    )
 
 
 def units_of(hosts: Sequence[str]) -> np.ndarray:
     """[K, n] number of the unit that each device is in at each level, from the names of their hosts."""
     number: dict[tuple[str, str], int] = {}
-    return np.array([[number.setdefault((level.name, level.unit(host)), len(number)) for host in hosts]
-                     for level in LEVELS.values()])
+    return np.array(
+        [
+            [number.setdefault((level.name, level.unit(host)), len(number)) for host in hosts]
+            for level in LEVELS.values()
+        ]
+    )
 
 
 def joins(units: np.ndarray) -> list[bool]:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-PARTS = ("forward_compute_ms", "backward_compute_ms", "forward_comm_ms", "backward_comm_ms", "waiting_ms",
-         "input_ms")
+PARTS = (
+    "forward_compute_ms",
+    "backward_compute_ms",
+    "forward_comm_ms",
+    "backward_comm_ms",
+    "waiting_ms",
+    "input_ms",
+)
 """Of a StepCost: what a device's total is the sum of."""
 
 

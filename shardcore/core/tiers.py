@@ -31,10 +31,13 @@ class MemoryTier:
     torchrec: tuple[str, str] | None = None
 
 
-TIERS: Mapping[str, MemoryTier] = {row.name: row for row in (
-    MemoryTier("device", "device memory", "fused"),
-    MemoryTier("host", "host memory", "fused_uvm", "fused_uvm_caching", ("ddr", "hbm_to_ddr_mem_bw")),
-)}
+TIERS: Mapping[str, MemoryTier] = {
+    row.name: row
+    for row in (
+        MemoryTier("device", "device memory", "fused"),
+        MemoryTier("host", "host memory", "fused_uvm", "fused_uvm_caching", ("ddr", "hbm_to_ddr_mem_bw")),
+    )
+}
 """By name. The first is the devices' own, whose size each device says."""
 DEVICE, *BELOW = TIERS
 

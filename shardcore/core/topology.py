@@ -53,9 +53,11 @@ class Device:
         object.__setattr__(self, "speed", float(self.speed))
         require_name(self.host, "a device's host")
         require_within(self, "a device", memory_bytes=(1, MOST_BYTES))
-        require(1 / MOST_SPEED <= self.speed <= MOST_SPEED,
-                f"a device has speed {self.speed}; it needs {1 / MOST_SPEED:g} to {MOST_SPEED:g}, 1 being "
-                "the measured hardware")
+        require(
+            1 / MOST_SPEED <= self.speed <= MOST_SPEED,
+            f"a device has speed {self.speed}; it needs {1 / MOST_SPEED:g} to {MOST_SPEED:g}, 1 being "
+            "the measured hardware",
+        )
 
 
 def default_reserve(devices: Sequence[Device]) -> int:
@@ -80,15 +82,22 @@ class Topology:
 
     def __post_init__(self) -> None:
         require_types(self, "topology")
-        require(1 <= len(self.devices) <= MOST_DEVICES,
-                f"a topology has {len(self.devices) or 'no'} devices; it needs 1 to {MOST_DEVICES}")
-        require(self.hardware is None or is_path_name(self.hardware),
-                f"topology has hardware {self.hardware!r}; it needs {PATH_NAME}, such as 'nvidia-h200'")
+        require(
+            1 <= len(self.devices) <= MOST_DEVICES,
+            f"a topology has {len(self.devices) or 'no'} devices; it needs 1 to {MOST_DEVICES}",
+        )
+        require(
+            self.hardware is None or is_path_name(self.hardware),
+            f"topology has hardware {self.hardware!r}; it needs {PATH_NAME}, such as 'nvidia-h200'",
+        )
         for name, axis, known in (("links", "level", LEVELS), ("memory", "tier", BELOW)):
             by_name = {getattr(x, axis): x for x in getattr(self, name)}
-            require(len(by_name) == len(getattr(self, name)), f"topology gives {name} of "
-                    f"{', '.join(getattr(x, axis) for x in getattr(self, name))}; it needs at most one of "
-                    f"each {axis}")
+            require(
+                len(by_name) == len(getattr(self, name)),
+                f"topology gives {name} of "
+                f"{', '.join(getattr(x, axis) for x in getattr(self, name))}; it needs at most one of "
+                f"each {axis}",
+            )
             # In one order: equal topologies have equal files.
             object.__setattr__(self, name, tuple(by_name[x] for x in known if x in by_name))
 
@@ -104,10 +113,16 @@ class Topology:
             require_type(value, int, what, "a whole number")
             require(1 <= value <= MOST_DEVICES, f"{what} is {value}; it needs 1 to {MOST_DEVICES}")
         require_type(memory_gib, (int, float), "memory_gib", "a number")
-        require(0 < memory_gib * GIB <= MOST_BYTES,
-                f"memory_gib is {memory_gib}; it needs more than 0, at most {MOST_BYTES // GIB:,}")
-        return cls(tuple(Device(int(memory_gib * GIB), host=f"host-{h}") for h in range(hosts)
-                         for _ in range(devices)), **given)
+        require(
+            0 < memory_gib * GIB <= MOST_BYTES,
+            f"memory_gib is {memory_gib}; it needs more than 0, at most {MOST_BYTES // GIB:,}",
+        )
+        return cls(
+            tuple(
+                Device(int(memory_gib * GIB), host=f"host-{h}") for h in range(hosts) for _ in range(devices)
+            ),
+            **given,
+        )
 
     def __repr__(self) -> str:
         sizes = sorted({device.memory_bytes / GIB for device in self.devices})

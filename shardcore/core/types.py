@@ -97,29 +97,46 @@ class Table:
         require_name(self.name, "a table")
         t = f"table {self.name!r}"
         require(1 <= self.rows <= MOST_ROWS, f"{t} has {self.rows} rows; it needs 1 to {MOST_ROWS}")
-        require(MIN_WIDTH <= self.dim <= MOST_DIM and self.dim % MIN_WIDTH == 0,
-                f"{t} has dim {self.dim}; FBGEMM needs a positive multiple of {MIN_WIDTH}, up to {MOST_DIM}")
-        require(0 <= self.pooling <= MOST_POOLING,
-                f"{t} has pooling {self.pooling}; it needs mean lookups per sample, 0 to {MOST_POOLING:.0f}")
-        require(1 <= self.features <= MOST_FEATURES,
-                f"{t} has {self.features} features; it needs 1 to {MOST_FEATURES}")
+        require(
+            MIN_WIDTH <= self.dim <= MOST_DIM and self.dim % MIN_WIDTH == 0,
+            f"{t} has dim {self.dim}; FBGEMM needs a positive multiple of {MIN_WIDTH}, up to {MOST_DIM}",
+        )
+        require(
+            0 <= self.pooling <= MOST_POOLING,
+            f"{t} has pooling {self.pooling}; it needs mean lookups per sample, 0 to {MOST_POOLING:.0f}",
+        )
+        require(
+            1 <= self.features <= MOST_FEATURES,
+            f"{t} has {self.features} features; it needs 1 to {MOST_FEATURES}",
+        )
         require_known(self, t, precision=PRECISION_BYTES)
         if self.collection:
             require_name(self.collection, f"the collection of {t}")
         object.__setattr__(self, "dedup", float(self.dedup))
-        require(1 <= self.dedup <= MOST_BATCH,
-                f"{t} has dedup {self.dedup}; it needs samples for each distinct value, 1 to {MOST_BATCH}")
+        require(
+            1 <= self.dedup <= MOST_BATCH,
+            f"{t} has dedup {self.dedup}; it needs samples for each distinct value, 1 to {MOST_BATCH}",
+        )
         object.__setattr__(self, "load_factor", float(self.load_factor))
-        require(0 <= self.load_factor <= 1,
-                f"{t} has load_factor {self.load_factor}; it needs a share of its rows, 0 to 1")
+        require(
+            0 <= self.load_factor <= 1,
+            f"{t} has load_factor {self.load_factor}; it needs a share of its rows, 0 to 1",
+        )
         require_known(self, t, tier=BELOW)
-        require(bool(self.kernel), f"{t} has load_factor {self.load_factor:g} and tier {self.tier!r}; "
-                "TorchRec runs no table there without a cache, so it needs a share above 0")
-        require(self.ordered or self.row_shares is None,
-                f"{t} has row_shares and ordered false; it needs ordered true, or no row_shares")
+        require(
+            bool(self.kernel),
+            f"{t} has load_factor {self.load_factor:g} and tier {self.tier!r}; "
+            "TorchRec runs no table there without a cache, so it needs a share above 0",
+        )
+        require(
+            self.ordered or self.row_shares is None,
+            f"{t} has row_shares and ordered false; it needs ordered true, or no row_shares",
+        )
         if isinstance(self.access, Reuse):
-            require(self.pooling == 0 or sum(self.access.bins) > 0,
-                    f"{t} has pooling {self.pooling} but an empty reuse histogram")
+            require(
+                self.pooling == 0 or sum(self.access.bins) > 0,
+                f"{t} has pooling {self.pooling} but an empty reuse histogram",
+            )
 
     @cached_property
     def _hash(self) -> int:
@@ -179,20 +196,28 @@ class Shard:
     def __post_init__(self) -> None:
         t = self.table
         try:
-            if 0 <= self.row_lo < self.row_hi <= t.rows and 0 <= self.col_lo < self.col_hi <= t.dim and (
-                    self.width % MIN_WIDTH == self.col_lo % MIN_WIDTH == 0):
+            if (
+                0 <= self.row_lo < self.row_hi <= t.rows
+                and 0 <= self.col_lo < self.col_hi <= t.dim
+                and (self.width % MIN_WIDTH == self.col_lo % MIN_WIDTH == 0)
+            ):
                 return  # searches make many: words only where they are needed
         except (AttributeError, TypeError):
             require_types(self, "a shard")
             raise
-        require(0 <= self.row_lo < self.row_hi <= t.rows,
-                f"shard of table {t.name!r} has rows [{self.row_lo}, {self.row_hi}); the table has [0, "
-                f"{t.rows})")
-        require(0 <= self.col_lo < self.col_hi <= t.dim,
-                f"shard of table {t.name!r} has columns [{self.col_lo}, {self.col_hi}); the table has [0, "
-                f"{t.dim})")
-        raise ShardCoreError(f"shard of table {t.name!r} has columns [{self.col_lo}, {self.col_hi}); "
-                             f"FBGEMM needs multiples of {MIN_WIDTH}")
+        require(
+            0 <= self.row_lo < self.row_hi <= t.rows,
+            f"shard of table {t.name!r} has rows [{self.row_lo}, {self.row_hi}); the table has [0, {t.rows})",
+        )
+        require(
+            0 <= self.col_lo < self.col_hi <= t.dim,
+            f"shard of table {t.name!r} has columns [{self.col_lo}, {self.col_hi}); the table has [0, "
+            f"{t.dim})",
+        )
+        raise ShardCoreError(
+            f"shard of table {t.name!r} has columns [{self.col_lo}, {self.col_hi}); "
+            f"FBGEMM needs multiples of {MIN_WIDTH}"
+        )
 
     @classmethod
     def whole(cls, table: Table) -> Shard:
@@ -236,10 +261,11 @@ class Placement:
     def __post_init__(self) -> None:
         require_types(self, "a placement")
         object.__setattr__(self, "devices", tuple(int(d) for d in self.devices))
-        require(len(self.devices) > 0 and len(set(self.devices)) == len(self.devices)
-                and min(self.devices) >= 0,
-                f"placement of {self.shard.label} names devices {self.devices}; it needs one or more "
-                "different ones")
+        require(
+            len(self.devices) > 0 and len(set(self.devices)) == len(self.devices) and min(self.devices) >= 0,
+            f"placement of {self.shard.label} names devices {self.devices}; it needs one or more "
+            "different ones",
+        )
 
 
 @dataclass(frozen=True)
@@ -288,14 +314,19 @@ class Setting:
 
     def __post_init__(self) -> None:
         require_types(self, "setting")
-        require(is_path_name(self.hardware),
-                f"setting has hardware {self.hardware!r}; it needs {PATH_NAME}, such as 'nvidia-h200'")
+        require(
+            is_path_name(self.hardware),
+            f"setting has hardware {self.hardware!r}; it needs {PATH_NAME}, such as 'nvidia-h200'",
+        )
         require_within(self, "setting", batch=(1, MOST_BATCH))
         for precision in self.precision.split("+"):
-            require(precision in PRECISION_BYTES, f"setting has precision {precision!r}; known are "
-                    f"{', '.join(PRECISION_BYTES)}")
-        require_known(self, "setting", optimizer=OPTIMIZERS, forward_payload=PAYLOADS,
-                      backward_payload=PAYLOADS)
+            require(
+                precision in PRECISION_BYTES,
+                f"setting has precision {precision!r}; known are {', '.join(PRECISION_BYTES)}",
+            )
+        require_known(
+            self, "setting", optimizer=OPTIMIZERS, forward_payload=PAYLOADS, backward_payload=PAYLOADS
+        )
 
     def __str__(self) -> str:
         payloads = f", payloads {self.forward_payload} and {self.backward_payload}"
@@ -332,35 +363,47 @@ class Problem:
     def __post_init__(self) -> None:
         require_types(self, "problem")
         p = f"problem {self.name!r}"
-        require(is_path_name(self.name), f"{p} needs {PATH_NAME}, for its plans are kept in a folder of "
-                "that name")
-        require(1 <= len(self.tables) <= MOST_TABLES, f"{p} has {len(self.tables) or 'no'} tables; it needs "
-                f"1 to {MOST_TABLES}")
-        require(1 <= self.global_batch <= MOST_BATCH,
-                f"{p} has global_batch {self.global_batch}; it needs at least 1 sample, at most {MOST_BATCH}")
-        require(self.global_batch % len(self.topology) == 0,
-                f"{p} has global_batch {self.global_batch}, which {len(self.topology)} devices do not "
-                "divide evenly")
+        require(
+            is_path_name(self.name), f"{p} needs {PATH_NAME}, for its plans are kept in a folder of that name"
+        )
+        require(
+            1 <= len(self.tables) <= MOST_TABLES,
+            f"{p} has {len(self.tables) or 'no'} tables; it needs 1 to {MOST_TABLES}",
+        )
+        require(
+            1 <= self.global_batch <= MOST_BATCH,
+            f"{p} has global_batch {self.global_batch}; it needs at least 1 sample, at most {MOST_BATCH}",
+        )
+        require(
+            self.global_batch % len(self.topology) == 0,
+            f"{p} has global_batch {self.global_batch}, which {len(self.topology)} devices do not "
+            "divide evenly",
+        )
         require_known(self, p, optimizer=OPTIMIZERS)
         names = Counter(t.name for t in self.tables)
         twice = sorted(name for name, n in names.items() if n > 1)
         require(not twice, f"{p} has several tables named {twice[:3]}; names need to differ")
-        for verb, tables in (("forbids splitting", self.constraints.unsplit),
-                             ("pins", dict(self.constraints.pinned)),
-                             ("keeps together", self.bundle_of),
-                             ("has constraints.kinds of", self.kinds_of),
-                             ("has constraints.min_widths of", dict(self.constraints.min_widths))):
+        for verb, tables in (
+            ("forbids splitting", self.constraints.unsplit),
+            ("pins", dict(self.constraints.pinned)),
+            ("keeps together", self.bundle_of),
+            ("has constraints.kinds of", self.kinds_of),
+            ("has constraints.min_widths of", dict(self.constraints.min_widths)),
+        ):
             unknown = sorted(set(tables) - names.keys())
             require(not unknown, f"{p} {verb} {unknown[:3]}, which it does not have")
         self.pinned  # noqa: B018 (it refuses pins that mean nothing)
         for t in self.tables:
-            require(not t.in_host_memory or self.topology.memory_of(t.tier) is not None,
-                    f"{p} has rows of table {t.name!r} in {TIERS[t.tier].words}; its topology needs "
-                    f"memory of tier {t.tier!r}")
+            require(
+                not t.in_host_memory or self.topology.memory_of(t.tier) is not None,
+                f"{p} has rows of table {t.name!r} in {TIERS[t.tier].words}; its topology needs "
+                f"memory of tier {t.tier!r}",
+            )
         if self.job.tower_ratio is not None:
             pooled = (t.name for t in self.tables if not t.sequence)
-            require_tower_hosts({name: self.allowed_devices(name) for name in pooled},
-                                self.topology.on_hosts, p)
+            require_tower_hosts(
+                {name: self.allowed_devices(name) for name in pooled}, self.topology.on_hosts, p
+            )
 
     def __repr__(self) -> str:
         topology = f"{self.topology!r}, batch {self.global_batch}"
@@ -368,8 +411,17 @@ class Problem:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.tables, self.topology, self.global_batch, self.optimizer,
-                     self.constraints, self.job))
+        return hash(
+            (
+                self.name,
+                self.tables,
+                self.topology,
+                self.global_batch,
+                self.optimizer,
+                self.constraints,
+                self.job,
+            )
+        )
 
     def __hash__(self) -> int:  # a problem is the key of some caches, so its hash is kept
         return self._hash
@@ -408,8 +460,9 @@ class Problem:
         Searches cut columns only where a device has all rows, so others have all columns.
         """
         wide = table.dim > self.topology.most_columns
-        return (kind.name in self.kinds_of.get(table.name, (kind.name,))
-                and not (wide and (kind.divides_rows or not kind.cuts_columns)))
+        return kind.name in self.kinds_of.get(table.name, (kind.name,)) and not (
+            wide and (kind.divides_rows or not kind.cuts_columns)
+        )
 
     @cached_property
     def _min_widths(self) -> Mapping[str, int]:
@@ -419,8 +472,11 @@ class Problem:
         """The columns of which shards of a table have multiples: the fewest that divide the table evenly and
         respect constraints.min_widths."""
         least = min(self._min_widths.get(table.name, MIN_WIDTH), table.dim)
-        return next(width for width in range(-(-least // MIN_WIDTH) * MIN_WIDTH, table.dim + 1, MIN_WIDTH)
-                    if table.dim % width == 0)
+        return next(
+            width
+            for width in range(-(-least // MIN_WIDTH) * MIN_WIDTH, table.dim + 1, MIN_WIDTH)
+            if table.dim % width == 0
+        )
 
     def most_width(self, table: Table) -> int:
         """The most columns of a shard: multiples of its unit, within what FBGEMM runs. 0: there are none."""
@@ -429,8 +485,7 @@ class Problem:
 
     @cached_property
     def bundle_of(self) -> Mapping[str, tuple[str, ...]]:
-        """For each table that is kept together with others, the names of the whole group, itself among them.
-        """
+        """For each table that is kept together with others, the names of the whole group, itself among them."""
         return {name: group for group in self.constraints.together for name in group}
 
     @cached_property
@@ -440,9 +495,12 @@ class Problem:
         A table kept together with a pinned one counts as pinned.
         """
         topology, asked = self.topology, self.constraints
-        devices_of = devices_of_pins(dict(asked.pinned), asked.together,
-                                     dict(zip(topology.hosts, topology.on_hosts, strict=True)),
-                                     f"problem {self.name!r}")
+        devices_of = devices_of_pins(
+            dict(asked.pinned),
+            asked.together,
+            dict(zip(topology.hosts, topology.on_hosts, strict=True)),
+            f"problem {self.name!r}",
+        )
         return {name: devices for name, devices in devices_of.items() if len(devices) < len(topology)}
 
     @cached_property
@@ -454,9 +512,15 @@ class Problem:
 
     def kept_whole_by(self, name: str) -> str:
         """The constraint for which no plan cuts a table that is in `whole`, for messages."""
-        return next(f"constraints.{kind}" for kind, names in (("unsplit", self.constraints.unsplit),
-                                                              ("together", self.bundle_of),
-                                                              ("pinned", self.pinned)) if name in names)
+        return next(
+            f"constraints.{kind}"
+            for kind, names in (
+                ("unsplit", self.constraints.unsplit),
+                ("together", self.bundle_of),
+                ("pinned", self.pinned),
+            )
+            if name in names
+        )
 
     def allowed_devices(self, name: str) -> tuple[int, ...]:
         """The devices that a table may live on, rising: all but for pinned tables and those kept together
@@ -469,12 +533,21 @@ class Problem:
 
     def require_setting(self, setting: Setting) -> None:
         """Raise SettingMismatch unless a model for `setting` is valid for this problem."""
-        own = Setting(self.topology.hardware or setting.hardware, self.global_batch, self.precision,
-                      self.optimizer, self.job.forward_payload, self.job.backward_payload)
+        own = Setting(
+            self.topology.hardware or setting.hardware,
+            self.global_batch,
+            self.precision,
+            self.optimizer,
+            self.job.forward_payload,
+            self.job.backward_payload,
+        )
         if own != setting:
-            remedy = ("give a model of each precision (plan --model A --model B; to publish, promote.also of "
-                      "params.yaml)"
-                      if "+" in own.precision else
-                      "measure and train one for the problem's setting, or change the problem")
-            raise SettingMismatch(f"problem {self.name!r} is for ({own}), the cost model for ({setting}); "
-                                  f"{remedy}")
+            remedy = (
+                "give a model of each precision (plan --model A --model B; to publish, promote.also of "
+                "params.yaml)"
+                if "+" in own.precision
+                else "measure and train one for the problem's setting, or change the problem"
+            )
+            raise SettingMismatch(
+                f"problem {self.name!r} is for ({own}), the cost model for ({setting}); {remedy}"
+            )

@@ -87,8 +87,11 @@ def require_type(value: object, kind: type | tuple[type, ...], what: str, right:
 
 def as_tuples(value: Any, kind: Any) -> Any:
     """A value with tuples for other sequences where its type has tuples."""
-    if (get_origin(kind) is not tuple or isinstance(value, str | bytes | Mapping)
-            or not isinstance(value, Iterable)):
+    if (
+        get_origin(kind) is not tuple
+        or isinstance(value, str | bytes | Mapping)
+        or not isinstance(value, Iterable)
+    ):
         return value
     values, inner = tuple(value), get_args(kind)
     if get_origin(inner[0]) is not tuple:
@@ -127,8 +130,11 @@ def _is(value: Any, kind: Any) -> bool:
         return any(_is(value, k) for k in inner)
     if origin is tuple:
         kinds = (inner[0],) * len(value) if inner[-1] is Ellipsis and isinstance(value, tuple) else inner
-        return (isinstance(value, tuple) and len(value) == len(kinds)
-                and all(type(v) in _usual(k) or _is(v, k) for v, k in zip(value, kinds, strict=True)))
+        return (
+            isinstance(value, tuple)
+            and len(value) == len(kinds)
+            and all(type(v) in _usual(k) or _is(v, k) for v, k in zip(value, kinds, strict=True))
+        )
     if kind in (int, float):
         number = numbers.Integral if kind is int else numbers.Real
         return isinstance(value, number) and not isinstance(value, bool)
@@ -142,8 +148,11 @@ def type_words(kind: Any) -> str:
         return " or ".join(map(type_words, inner))
     if origin is tuple:
         several = inner[-1] is Ellipsis
-        return (f"a list of {type_words(inner[0]).removeprefix('a ')}s" if several
-                else f"[{', '.join(map(type_words, inner))}]")
+        return (
+            f"a list of {type_words(inner[0]).removeprefix('a ')}s"
+            if several
+            else f"[{', '.join(map(type_words, inner))}]"
+        )
     if origin is Literal:
         return " or ".join(map(repr, inner))
     if origin is not None:
@@ -158,8 +167,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_within(record: object, what: str, **ends: tuple[float, float]) -> None:
-    """Raise ShardCoreError naming a field of a record that is not within its ends; one that is None may be.
-    """
+    """Raise ShardCoreError naming a field of a record that is not within its ends; one that is None may be."""
     for name, (low, high) in ends.items():
         value = getattr(record, name)
         if value is not None and not low <= value <= high:
@@ -176,8 +184,10 @@ def require_known(record: object, what: str, **known: Collection[str]) -> None:
 
 def require_name(name: str, what: str) -> None:
     """Raise ShardCoreError unless a table or host may have this name."""
-    require(0 < len(name) <= MOST_NAME and name.isprintable(),
-            f"{what} has name {shortened(repr(name), 80)}; it needs 1 to {MOST_NAME} printable characters")
+    require(
+        0 < len(name) <= MOST_NAME and name.isprintable(),
+        f"{what} has name {shortened(repr(name), 80)}; it needs 1 to {MOST_NAME} printable characters",
+    )
 
 
 def is_path_name(name: str) -> bool:

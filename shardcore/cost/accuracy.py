@@ -22,7 +22,7 @@ COVERAGES = (50, 80, 90, 95)
 
 
 def split_of(sample_id: str) -> str:
-    """"train", "validation" or "test", in the ratio 8 : 1 : 1.
+    """ "train", "validation" or "test", in the ratio 8 : 1 : 1.
 
     It depends on the id only. So a sample keeps its split as the dataset grows.
     """
@@ -43,13 +43,19 @@ def predict(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
 
 def noise(samples: Sequence[ComputeSample]) -> float:
     """Percent, mean interquartile range over median of the timings of samples. 0 for none."""
-    spreads = [(part.q3_ms - part.q1_ms) / part.median_ms for s in samples if s.error is None
-               for part in (s.forward, s.backward) if part.median_ms]
+    spreads = [
+        (part.q3_ms - part.q1_ms) / part.median_ms
+        for s in samples
+        if s.error is None
+        for part in (s.forward, s.backward)
+        if part.median_ms
+    ]
     return 100 * float(np.mean(spreads)) if spreads else 0.0
 
 
-def intervals(model: NeuralModel, samples: Sequence[ComputeSample],
-              confidence: float) -> tuple[np.ndarray, np.ndarray]:
+def intervals(
+    model: NeuralModel, samples: Sequence[ComputeSample], confidence: float
+) -> tuple[np.ndarray, np.ndarray]:
     """[S] ms, low and high, around the measured forward + backward with probability `confidence`."""
     return model.interval(_sums(model, samples), confidence)
 
@@ -61,8 +67,9 @@ def _sums(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
     return np.stack([model.encode(s.request.shards, s.request.batch).sum(0) for s in samples])
 
 
-def evaluate(model: NeuralModel, compute: Sequence[ComputeSample],
-             comm: Sequence[CollectiveSample]) -> dict[str, float]:
+def evaluate(
+    model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample]
+) -> dict[str, float]:
     """Accuracy on measurements, as flat metrics. Errors are in percent.
 
     compute_*: errors of forward + backward of fused ops.
@@ -71,8 +78,9 @@ def evaluate(model: NeuralModel, compute: Sequence[ComputeSample],
 
     A kind without samples has no metrics.
     """
-    compute, comm = ([s for s in samples if s.error is None]
-                     for samples in (compute, collective_fit.priced(comm)))
+    compute, comm = (
+        [s for s in samples if s.error is None] for samples in (compute, collective_fit.priced(comm))
+    )
     metrics: dict[str, float] = {"n_compute": float(len(compute)), "n_comm": float(len(comm))}
     if compute:
         sums = _sums(model, compute)
@@ -80,11 +88,13 @@ def evaluate(model: NeuralModel, compute: Sequence[ComputeSample],
         # [S, 2] measured ms, forward and backward.
         found = np.array([[s.forward.median_ms, s.backward.median_ms] for s in compute])
         total, measured = both.sum(1), found.sum(1)
-        metrics |= {"compute_mape": mape(total, measured),
-                    "forward_compute_mape": mape(both[:, 0], found[:, 0]),
-                    "backward_compute_mape": mape(both[:, 1], found[:, 1]),
-                    "compute_mse_ms2": float(((total - measured) ** 2).mean()),
-                    "compute_kendall_tau": kendall_tau(total, measured)}
+        metrics |= {
+            "compute_mape": mape(total, measured),
+            "forward_compute_mape": mape(both[:, 0], found[:, 0]),
+            "backward_compute_mape": mape(both[:, 1], found[:, 1]),
+            "compute_mse_ms2": float(((total - measured) ** 2).mean()),
+            "compute_kendall_tau": kendall_tau(total, measured),
+        }
         for percent in COVERAGES:
             metrics[f"compute_coverage_{percent}"] = coverage(*model.interval(sums, percent / 100), measured)
     return metrics | collective_fit.errors(model.weights, comm)

@@ -59,8 +59,10 @@ class AnalyticModel:
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if not (value > 0 if field.name.endswith("gbps") else value >= 0):
-                raise ShardCoreError(f"analytic model has {field.name} {value}; "
-                                     "bandwidths need to be positive, costs 0 or more")
+                raise ShardCoreError(
+                    f"analytic model has {field.name} {value}; "
+                    "bandwidths need to be positive, costs 0 or more"
+                )
 
     def for_problem(self, problem: Problem) -> AnalyticModel | Composite:
         """See model.CostModel."""
@@ -69,8 +71,12 @@ class AnalyticModel:
     def in_device_memory(self, problem: Problem) -> AnalyticModel:
         """The model at the batch and with the payloads of a problem. Its formulas hold for any."""
         job = problem.job
-        setting = replace(self.setting, batch=problem.global_batch, forward_payload=job.forward_payload,
-                          backward_payload=job.backward_payload)
+        setting = replace(
+            self.setting,
+            batch=problem.global_batch,
+            forward_payload=job.forward_payload,
+            backward_payload=job.backward_payload,
+        )
         return replace(self, setting=setting)
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
@@ -82,11 +88,16 @@ class AnalyticModel:
         drivers = np.ones((len(shards), 4))
         if len(shards):
             row_bytes, looked_up, share = np.array(
-                [(s.width * PRECISION_BYTES[s.table.precision], s.table.looked_up, access_share(s))
-                 for s in shards], dtype=float).T
+                [
+                    (s.width * PRECISION_BYTES[s.table.precision], s.table.looked_up, access_share(s))
+                    for s in shards
+                ],
+                dtype=float,
+            ).T
             lookups = batch * looked_up * share
-            drivers[:, 1:] = np.stack([lookups, lookups * row_bytes,
-                                       unique_rows_of(shards, batch) * row_bytes], 1)
+            drivers[:, 1:] = np.stack(
+                [lookups, lookups * row_bytes, unique_rows_of(shards, batch) * row_bytes], 1
+            )
         return drivers
 
     def head(self, sums: np.ndarray) -> np.ndarray:
@@ -105,12 +116,14 @@ class AnalyticModel:
 
     def _rates(self) -> np.ndarray:
         """[4] ms per unit of each driver."""
-        return np.array([
-            self.table_us * MS_PER_US,
-            self.lookup_ns * MS_PER_NS,
-            1 / (self.gather_gbps * BYTES_PER_MS_PER_GBPS),
-            1 / (self.update_gbps * BYTES_PER_MS_PER_GBPS),
-        ])
+        return np.array(
+            [
+                self.table_us * MS_PER_US,
+                self.lookup_ns * MS_PER_NS,
+                1 / (self.gather_gbps * BYTES_PER_MS_PER_GBPS),
+                1 / (self.update_gbps * BYTES_PER_MS_PER_GBPS),
+            ]
+        )
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
         """[G] zeros: this model does not tell forward from backward."""
@@ -145,8 +158,10 @@ class AnalyticModel:
         """Transfer and waiting, [..., D] ms."""
         forward, backward = np.zeros(traffic.shape[1:]), np.zeros(traffic.shape[1:])
         input_ms = work_ms = np.zeros(traffic.shape[1:])
-        both = ((forward, "forward", self.setting.forward_payload),
-                (backward, "backward", self.setting.backward_payload))
+        both = (
+            (forward, "forward", self.setting.forward_payload),
+            (backward, "backward", self.setting.backward_payload),
+        )
         for channel, sent_bytes in zip(channels_of(traffic), traffic, strict=True):
             row = channel.row
             if row.ids:
@@ -175,12 +190,14 @@ class AnalyticModel:
         members = groups_of(channel.group, topology)
         ms = np.zeros(np.shape(sent_bytes))
         if members.shape[1] > 1 and np.any(sent_bytes):
-            ms[..., members] = self._among(sent_bytes[..., members], topology.units[:, members[0]], topology,
-                                           channel)
+            ms[..., members] = self._among(
+                sent_bytes[..., members], topology.units[:, members[0]], topology, channel
+            )
         return ms
 
-    def _among(self, sent_bytes: np.ndarray, units: np.ndarray, topology: Topology,
-               channel: Channel) -> np.ndarray:
+    def _among(
+        self, sent_bytes: np.ndarray, units: np.ndarray, topology: Topology, channel: Channel
+    ) -> np.ndarray:
         """[..., G, n] ms among the n devices of each of G groups.
 
         units: [K, n] of each device, by level of links.
@@ -193,8 +210,9 @@ class AnalyticModel:
             if used:
                 link = topology.link(level)
                 busiest = of["uplink" if link.shared else "busiest"]
-                slowest = np.maximum(slowest, busiest / ((link.gbps or self.exchange_gbps)
-                                                         * BYTES_PER_MS_PER_GBPS))
+                slowest = np.maximum(
+                    slowest, busiest / ((link.gbps or self.exchange_gbps) * BYTES_PER_MS_PER_GBPS)
+                )
         given = topology.outermost(units).latency_ms
         latency = self.exchange_latency_ms if given is None else given
         any_bytes = sent_bytes.sum(-1, keepdims=True) > 0

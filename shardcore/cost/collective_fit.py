@@ -44,41 +44,55 @@ as on 8, all-gathers 2.7 and all-reduces 2.1 times. With this share it is 2.7 ti
 (docs/decisions/latency-of-more-devices.md)."""
 FEWEST_SAMPLES = 4
 """A collective with fewer samples gets no rates."""
-_MEASURED = [(row, payload) for row in COLLECTIVES.values() for payload in PAYLOADS
-             if row.cast or payload == "fp32"]
+_MEASURED = [
+    (row, payload) for row in COLLECTIVES.values() for payload in PAYLOADS if row.cast or payload == "fp32"
+]
 """Collectives with their payloads."""
 
 
-def fit(train_side: Sequence[CollectiveSample], validation: Sequence[CollectiveSample],
-        note: Callable[[str, int, dict[str, float]], None]) -> dict[str, np.ndarray]:
+def fit(
+    train_side: Sequence[CollectiveSample],
+    validation: Sequence[CollectiveSample],
+    note: Callable[[str, int, dict[str, float]], None],
+) -> dict[str, np.ndarray]:
     """[E] rates of each measured collective, group, payload and direction, named by `weight`."""
     rates = {}
     for (row, payload), group in itertools.product(_MEASURED, SCOPES):
         known, unseen = (_of(side, row.name, payload, group) for side in (train_side, validation))
         # Ids that are worked on before have the rates of others.
         for way in row.ways if len(known) >= FEWEST_SAMPLES and not row.work else ():
-            (terms, measured), (unseen_terms, unseen_measured) = (observed(known, way),
-                                                                  observed(unseen or known, way))
+            (terms, measured), (unseen_terms, unseen_measured) = (
+                observed(known, way),
+                observed(unseen or known, way),
+            )
             # Without validation samples, training samples stand in for the report.
             rates[weight(Channel(row.name, group), way, payload)] = law = _fit_rates(terms, measured)
             log_error = np.log(np.maximum(transfer_ms(terms, law), 1e-9) / measured)
-            note(_metric(row.name, way, payload) + f"_{group}" * (group != WORLD), 0,
-                 {"train_loss": float(np.abs(log_error).mean()),
-                  "validation_mape": mape(transfer_ms(unseen_terms, law), unseen_measured)})
+            note(
+                _metric(row.name, way, payload) + f"_{group}" * (group != WORLD),
+                0,
+                {
+                    "train_loss": float(np.abs(log_error).mean()),
+                    "validation_mape": mape(transfer_ms(unseen_terms, law), unseen_measured),
+                },
+            )
     plain_ids = [s for s in train_side if (row := s.request.row).ids and not row.work]
-    works = [_fit_work(rates, row, _of(train_side, row.name, "fp32"))
-             for row in COLLECTIVES.values() if row.work]
+    works = [
+        _fit_work(rates, row, _of(train_side, row.name, "fp32")) for row in COLLECTIVES.values() if row.work
+    ]
     return rates | {name: law for work in works for name, law in work.items()} | _fit_ordering(plain_ids)
 
 
-def _fit_work(rates: Mapping[str, np.ndarray], row: Collective,
-              samples: Sequence[CollectiveSample]) -> dict[str, np.ndarray]:
+def _fit_work(
+    rates: Mapping[str, np.ndarray], row: Collective, samples: Sequence[CollectiveSample]
+) -> dict[str, np.ndarray]:
     """Own work on ids: what these exchanges take beyond those of other ids. Nothing without both."""
     if len(samples) < FEWEST_SAMPLES or not is_measured(rates, Channel(row.like)):
         return {}
     terms, measured = observed(samples, "forward")
-    mean_bytes = np.concatenate([np.full(len(_counting(s, "forward")), owned_bytes(s).mean())
-                                 for s in samples])
+    mean_bytes = np.concatenate(
+        [np.full(len(_counting(s, "forward")), owned_bytes(s).mean()) for s in samples]
+    )
     own = np.stack([np.ones_like(mean_bytes), mean_bytes], axis=1)
     known = transfer_ms(terms, rates_of(rates, Channel(row.like), "forward"))
     return {row.work.weight: fit_law(own, measured, known=known)}
@@ -138,17 +152,22 @@ def priced(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:
 
     An exchange that ended before the last rank started has no transfer time, and is left out.
     """
-    return [s for s in samples if (s.request.row.cast or s.request.payload == "fp32")
-            and (s.error or min(x.median_ms for way in s.request.row.ways
-                                for x in getattr(s, way)) > 0)]
+    return [
+        s
+        for s in samples
+        if (s.request.row.cast or s.request.payload == "fp32")
+        and (s.error or min(x.median_ms for way in s.request.row.ways for x in getattr(s, way)) > 0)
+    ]
 
 
 def observed(samples: Sequence[CollectiveSample], way: str) -> tuple[np.ndarray, np.ndarray]:
     """Terms [E, R] and measured transfer ms [R]."""
     counting = [_counting(s, way) for s in samples]
     terms = [_sample_terms(s, way)[:, ranks] for s, ranks in zip(samples, counting, strict=True)]
-    return (np.concatenate(terms, axis=1),
-            np.concatenate([_measured_ms(s, way)[ranks] for s, ranks in zip(samples, counting, strict=True)]))
+    return (
+        np.concatenate(terms, axis=1),
+        np.concatenate([_measured_ms(s, way)[ranks] for s, ranks in zip(samples, counting, strict=True)]),
+    )
 
 
 def _measured_ms(sample: CollectiveSample, way: str) -> np.ndarray:
@@ -169,9 +188,12 @@ def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
     # Ranks are numbered host by host, and hosts are of one size.
     members, each = np.array(r.groups), len(r.widths) // r.hosts
     first = way == r.row.ways[0]  # only the first exchange is entered at start_ms
-    terms = exchange_terms(Channel(r.collective, r.group), owned_bytes(sample)[members],
-                           units_of([f"host-{rank // each}" for rank in members[0]]),
-                           max(r.start_ms) - min(r.start_ms) if first else 0.0)
+    terms = exchange_terms(
+        Channel(r.collective, r.group),
+        owned_bytes(sample)[members],
+        units_of([f"host-{rank // each}" for rank in members[0]]),
+        max(r.start_ms) - min(r.start_ms) if first else 0.0,
+    )
     found = np.zeros((len(terms), len(r.widths)))
     for of_ranks, term in zip(found, terms, strict=True):
         of_ranks[members] = np.broadcast_to(term, members.shape)
@@ -186,15 +208,17 @@ def owned_bytes(sample: CollectiveSample) -> np.ndarray:
 # --- accuracy -----------------------------------------------------------------------------------------------
 
 
-def predicted(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample],
-              way: str) -> tuple[np.ndarray, np.ndarray]:
+def predicted(
+    w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample], way: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Predicted and measured transfer ms [R]. All samples are of one collective and payload."""
     found, measured = zip(*(_both_ms(w, s, way) for s in samples), strict=True)
     return np.concatenate(found), np.concatenate(measured)
 
 
-def _both_ms(w: Mapping[str, np.ndarray], sample: CollectiveSample,
-             way: str) -> tuple[np.ndarray, np.ndarray]:
+def _both_ms(
+    w: Mapping[str, np.ndarray], sample: CollectiveSample, way: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Predicted and measured ms of the ranks that count in a sample."""
     r, measured = sample.request, _measured_ms(sample, way)
     channel = Channel(r.collective, r.group)
@@ -213,15 +237,22 @@ def errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> 
 
     A kind without samples has no metrics.
     """
-    return {f"{_metric(row.name, way, payload)}_mape": mape(*predicted(w, of_kind, way))
-            for row, payload in _MEASURED if (of_kind := _of(samples, row.name, payload))
-            for way in row.ways}
+    return {
+        f"{_metric(row.name, way, payload)}_mape": mape(*predicted(w, of_kind, way))
+        for row, payload in _MEASURED
+        if (of_kind := _of(samples, row.name, payload))
+        for way in row.ways
+    }
 
 
-def _of(samples: Sequence[CollectiveSample], collective: str, payload: str,
-        group: str = WORLD) -> list[CollectiveSample]:
-    return [s for s in samples
-            if (s.request.collective, s.request.payload, s.request.group) == (collective, payload, group)]
+def _of(
+    samples: Sequence[CollectiveSample], collective: str, payload: str, group: str = WORLD
+) -> list[CollectiveSample]:
+    return [
+        s
+        for s in samples
+        if (s.request.collective, s.request.payload, s.request.group) == (collective, payload, group)
+    ]
 
 
 def _metric(collective: str, way: str, payload: str) -> str:

@@ -54,13 +54,22 @@ EXCHANGE_TERMS = (*LATENCY_TERMS, *(term for level in LEVELS.values() for term i
 LATENCY = slice(0, len(LATENCY_TERMS))
 PARTS: Mapping[str, slice] = {
     name: slice(first := EXCHANGE_TERMS.index(next(iter(level.terms))), first + len(level.terms))
-    for name, level in LEVELS.items()}
+    for name, level in LEVELS.items()
+}
 """The terms of each level."""
 NEAR, *_, FAR = PARTS.values()
-OF_BYTES = [EXCHANGE_TERMS.index(term) for level in LEVELS.values() for term, count in level.terms.items()
-            if count != "head_start"]
-_OWN_BYTES = [EXCHANGE_TERMS.index(term) for level in LEVELS.values() for term, count in level.terms.items()
-              if count == "bytes"]
+OF_BYTES = [
+    EXCHANGE_TERMS.index(term)
+    for level in LEVELS.values()
+    for term, count in level.terms.items()
+    if count != "head_start"
+]
+_OWN_BYTES = [
+    EXCHANGE_TERMS.index(term)
+    for level in LEVELS.values()
+    for term, count in level.terms.items()
+    if count == "bytes"
+]
 
 FP32: Mapping[str, str] = {"forward": "fp32", "backward": "fp32"}
 """Payloads by way."""
@@ -81,8 +90,9 @@ Terms = Sequence[np.ndarray | float]
 """One of each of EXCHANGE_TERMS, in a shape that broadcasts to [..., D]."""
 
 
-def exchange_terms(channel: Channel, owned_bytes: np.ndarray, units: np.ndarray,
-                   skew_ms: np.ndarray | float = 0.0) -> Terms:
+def exchange_terms(
+    channel: Channel, owned_bytes: np.ndarray, units: np.ndarray, skew_ms: np.ndarray | float = 0.0
+) -> Terms:
     """Terms of a collective in groups of n devices.
 
     owned_bytes: [..., n] as in lower.Workload.traffic.
@@ -100,9 +110,17 @@ def exchange_terms(channel: Channel, owned_bytes: np.ndarray, units: np.ndarray,
     counts = link_counts(row.ring, owned, units, channel.scope.across)
     far_rounds = float(any(joins(units)[1:])) * (n - 1 if row.ring else 1)
     times = row.exchanges
-    return [1.0 * times, (n - 1.0) * times, far_rounds * times, skew,
-            *(of[count] for level, of in zip(LEVELS.values(), counts, strict=True)
-              for count in level.terms.values())]
+    return [
+        1.0 * times,
+        (n - 1.0) * times,
+        far_rounds * times,
+        skew,
+        *(
+            of[count]
+            for level, of in zip(LEVELS.values(), counts, strict=True)
+            for count in level.terms.values()
+        ),
+    ]
 
 
 # --- prices -------------------------------------------------------------------------------------------------
@@ -111,15 +129,21 @@ def exchange_terms(channel: Channel, owned_bytes: np.ndarray, units: np.ndarray,
 def transfer_ms(terms: Terms, rates: np.ndarray) -> np.ndarray:
     """[..., D] ms from terms and rates [E]."""
     # Terms without a rate are skipped: most rates are 0.
-    latency, *levels = (sum((r * t for r, t in zip(rates[part], terms[part], strict=True) if r),
-                            np.zeros(()))
-                        for part in (LATENCY, *PARTS.values()))
+    latency, *levels = (
+        sum((r * t for r, t in zip(rates[part], terms[part], strict=True) if r), np.zeros(()))
+        for part in (LATENCY, *PARTS.values())
+    )
     return latency + reduce(np.maximum, levels)
 
 
-def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np.ndarray, topology: Topology,
-                  skew_ms: np.ndarray | float = 0.0,
-                  payloads: Mapping[str, str] = FP32) -> tuple[np.ndarray, np.ndarray]:
+def collective_ms(
+    w: Mapping[str, np.ndarray],
+    channel: Channel,
+    owned_bytes: np.ndarray,
+    topology: Topology,
+    skew_ms: np.ndarray | float = 0.0,
+    payloads: Mapping[str, str] = FP32,
+) -> tuple[np.ndarray, np.ndarray]:
     """[..., D] ms of a channel, forward and backward.
 
     skew_ms: of the start of the forward exchange. No backward rate depends on it.
@@ -132,9 +156,15 @@ def collective_ms(w: Mapping[str, np.ndarray], channel: Channel, owned_bytes: np
     if members.shape[1] < 2 or not owned.any():
         return forward, backward
     units = topology.units[:, members[0]]
-    rates = {way: explicit_links(in_step(w, channel, way) * rates_of(w, channel, way, payloads[way]),
-                                 topology, _share(channel, payloads[way]), units)
-             for way in channel.row.ways}
+    rates = {
+        way: explicit_links(
+            in_step(w, channel, way) * rates_of(w, channel, way, payloads[way]),
+            topology,
+            _share(channel, payloads[way]),
+            units,
+        )
+        for way in channel.row.ways
+    }
     # [..., G, n]: price all groups of the channel at once.
     grouped = owned[..., members]
     skew = np.asarray(skew_ms, dtype=float)[..., None]
@@ -177,8 +207,9 @@ def id_work_ms(w: Mapping[str, np.ndarray], channel: Channel, received_bytes: np
     return in_step(w, channel, "forward") * ms
 
 
-def _order_ms(w: Mapping[str, np.ndarray], received_bytes: np.ndarray, once: bool = True,
-              bytes_too: bool = True) -> np.ndarray:
+def _order_ms(
+    w: Mapping[str, np.ndarray], received_bytes: np.ndarray, once: bool = True, bytes_too: bool = True
+) -> np.ndarray:
     """[..., D] ms in which a device puts ids in order that arrived. 0 where that was not measured.
 
     once, bytes_too: what counts of it: what it takes at once, and by the bytes [..., D] of each device.
@@ -197,8 +228,9 @@ def weight(channel: Channel, way: str, payload: str = "fp32") -> str:
     return f"exchange_{_name(channel)}_{way}" + (f"_{payload}" if payload != "fp32" else "")
 
 
-def _found(w: Mapping[str, np.ndarray], name: Callable[[Channel, str], str], channel: Channel,
-           way: str) -> np.ndarray | None:
+def _found(
+    w: Mapping[str, np.ndarray], name: Callable[[Channel, str], str], channel: Channel, way: str
+) -> np.ndarray | None:
     """A channel's own weight. If absent, that of its collective over all devices, or of those like it."""
     tried = (channel, *_stand_ins(channel))
     return next((w[name(c, way)] for c in tried if name(c, way) in w), None)
@@ -235,8 +267,11 @@ def _share(channel: Channel, payload: str) -> float:
 
 def knows_payload(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: str) -> bool:
     """Whether the rates of a channel are those of its payload."""
-    return payload == "fp32" or not channel.row.cast or any(
-        weight(c, way, payload) in w for c in (channel, Channel(channel.collective)))
+    return (
+        payload == "fp32"
+        or not channel.row.cast
+        or any(weight(c, way, payload) in w for c in (channel, Channel(channel.collective)))
+    )
 
 
 def step_weight(channel: Channel, way: str) -> str:
@@ -270,8 +305,9 @@ def measured_links(w: Mapping[str, np.ndarray], channel: Channel) -> set[str]:
     return {name for name, part in PARTS.items() if rates[:, part].any()}
 
 
-def explicit_links(rates: np.ndarray, topology: Topology, share: float = 1.0,
-                   units: np.ndarray | None = None) -> np.ndarray:
+def explicit_links(
+    rates: np.ndarray, topology: Topology, share: float = 1.0, units: np.ndarray | None = None
+) -> np.ndarray:
     """The explicit link model: [E] rates with the topology's own latency and bandwidths put in.
 
     The busiest device's bytes decide. Where the devices of a unit share a link, the busiest unit's do. If
@@ -334,5 +370,6 @@ def own_bytes_count(w: Mapping[str, np.ndarray], topology: Topology, payload: st
 
     payload: of gradients.
     """
-    return any(explicit_links(rates_of(w, c, "backward", payload), topology)[_OWN_BYTES].any()
-               for c in CHANNELS)
+    return any(
+        explicit_links(rates_of(w, c, "backward", payload), topology)[_OWN_BYTES].any() for c in CHANNELS
+    )

@@ -74,8 +74,11 @@ def contended(sums: np.ndarray, p: np.ndarray) -> float:
         x = math.tanh(hidden[j])
         forward += x * p[out + 2 * j]
         backward += x * p[out + 2 * j + 1]
-    ms = ((p[4] + p[5]) * min(max(sums[0], 0.0), 1.0) + sums[k] * math.exp(forward)
-          + sums[k + 1] * math.exp(backward))
+    ms = (
+        (p[4] + p[5]) * min(max(sums[0], 0.0), 1.0)
+        + sums[k] * math.exp(forward)
+        + sums[k + 1] * math.exp(backward)
+    )
     if p[3] == 0.0 or ms <= 0.0:
         return ms
     # Linear interpolation of the width between knots, constant beyond the first and the last.
@@ -85,8 +88,9 @@ def contended(sums: np.ndarray, p: np.ndarray) -> float:
     if i == q - 1 or log_ms <= p[6]:
         width = p[6 + q + i]
     else:
-        width = (p[6 + q + i] + (p[6 + q + i + 1] - p[6 + q + i]) * (log_ms - p[6 + i])
-                 / (p[6 + i + 1] - p[6 + i]))
+        width = p[6 + q + i] + (p[6 + q + i + 1] - p[6 + q + i]) * (log_ms - p[6 + i]) / (
+            p[6 + i + 1] - p[6 + i]
+        )
     return ms * math.exp(width * p[3])
 
 
@@ -104,7 +108,7 @@ def several(sums: np.ndarray, p: np.ndarray) -> float:
     ms, at = 0.0, 1 + n
     for i in range(n):
         end = at + int(p[1 + i])
-        own = sums[i * width:(i + 1) * width]
+        own = sums[i * width : (i + 1) * width]
         if own[0] > 0.0:
             ms += contended(own, p[at:end])
         at = end

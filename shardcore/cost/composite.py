@@ -49,8 +49,11 @@ class LinkHead:
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, 2] ms."""
-        ms = [link_bytes_of(shard, batch or self.batch, self.optimizer)
-              / (self.gbps.get(shard.table.tier, 1.0) * BYTES_PER_MS_PER_GBPS) for shard in shards]
+        ms = [
+            link_bytes_of(shard, batch or self.batch, self.optimizer)
+            / (self.gbps.get(shard.table.tier, 1.0) * BYTES_PER_MS_PER_GBPS)
+            for shard in shards
+        ]
         return np.array(ms).reshape(-1, 2)
 
     def head(self, sums: np.ndarray) -> np.ndarray:
@@ -71,9 +74,11 @@ class LinkHead:
         found: dict[str, dict[str, None]] = {}
         for shard in (s for ops in workload.ops for op in ops for s in op.shards if s.table.in_host_memory):
             found.setdefault(shard.table.tier, {})[shard.table.name] = None
-        return [f"table {next(iter(names))!r}{and_more(names)} has rows in {TIERS[tier].words}: the topology "
-                f"gives the {self.gbps[tier]:g} GB/s of their link, not measured"
-                for tier, names in found.items()]
+        return [
+            f"table {next(iter(names))!r}{and_more(names)} has rows in {TIERS[tier].words}: the topology "
+            f"gives the {self.gbps[tier]:g} GB/s of their link, not measured"
+            for tier, names in found.items()
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,12 +98,15 @@ class Composite:
         first, *others = (m.setting for m in self.models)
         for other in others:
             if replace(other, precision=first.precision, batch=first.batch) != first:
-                raise SettingMismatch(f"models for ({first}) and ({other}) cannot be mixed; they need the "
-                                      "same hardware and optimizer")
+                raise SettingMismatch(
+                    f"models for ({first}) and ({other}) cannot be mixed; they need the "
+                    "same hardware and optimizer"
+                )
         precisions = [m.setting.precision for m in self.models]
         if precisions != sorted(set(precisions)):
-            raise SettingMismatch(f"models for {' and '.join(precisions)} weights cannot be mixed; they need "
-                                  "a precision each")
+            raise SettingMismatch(
+                f"models for {' and '.join(precisions)} weights cannot be mixed; they need a precision each"
+            )
 
     @property
     def setting(self) -> Setting:
@@ -142,8 +150,12 @@ class Composite:
     def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
         """The sum of the models' quantiles, an upper bound: their errors rarely add up."""
         # An op without shards of a model costs nothing.
-        return sum(np.where(own[..., 0] > 0, head.quantile(own, level), 0.0) if head is not self.links
-                   else head.quantile(own, level) for head, own in self._split(sums))
+        return sum(
+            np.where(own[..., 0] > 0, head.quantile(own, level), 0.0)
+            if head is not self.links
+            else head.quantile(own, level)
+            for head, own in self._split(sums)
+        )
 
     def is_above_head(self, level: float) -> bool:
         return all(head.is_above_head(level) for head in self._heads)
@@ -181,9 +193,14 @@ class Composite:
     def out_of_range(self, workload: Workload) -> list[str]:
         """See model.CostModel. Each precision's shards against its own model."""
         several = len(self.models) > 1
-        found = [head.out_of_range(_only(head.setting.precision, workload, head is self.of_exchanges)
-                                   if several and head is not self.links else workload)
-                 for head in self._heads]
+        found = [
+            head.out_of_range(
+                _only(head.setting.precision, workload, head is self.of_exchanges)
+                if several and head is not self.links
+                else workload
+            )
+            for head in self._heads
+        ]
         return list(dict.fromkeys(sentence for sentences in found for sentence in sentences))
 
     @property
@@ -238,7 +255,12 @@ def load(folders: str | Path | Sequence[str | Path]) -> NeuralModel | Composite:
 
 def _only(precision: str, workload: Workload, exchanges: bool) -> Workload:
     """The workload without shards of other precisions, and with or without exchanges."""
-    ops = tuple(tuple(replace(op, shards=own) for op in ops
-                      if (own := tuple(s for s in op.shards if s.table.precision == precision)))
-                for ops in workload.ops)
+    ops = tuple(
+        tuple(
+            replace(op, shards=own)
+            for op in ops
+            if (own := tuple(s for s in op.shards if s.table.precision == precision))
+        )
+        for ops in workload.ops
+    )
     return replace(workload, ops=ops, traffic=workload.traffic * exchanges)

@@ -54,8 +54,10 @@ class Measurements:
 
     def split(self, name: str) -> tuple[list[ComputeSample], list[CollectiveSample]]:
         """Groups and exchanges of the split "train", "validation" or "test"."""
-        return ([s for s in self.compute if split_of(s.id) == name],
-                [s for s in self.comm if split_of(s.id) == name])
+        return (
+            [s for s in self.compute if split_of(s.id) == name],
+            [s for s in self.comm if split_of(s.id) == name],
+        )
 
 
 def read(folders: Sequence[str | Path], setting: Setting) -> Measurements:
@@ -75,10 +77,17 @@ def read(folders: Sequence[str | Path], setting: Setting) -> Measurements:
     each = [corrected(dataset.read_timings(f, setting)) for f in folders]  # each from a machine of its own
     known = list({(s.id, s.measured_at): s for samples in each for s in samples}.values())
     # Emulated links are no links of the setting's hardware. And no law of groups is fitted.
-    comm = {(s.id, s.measured_at): s for f in folders for s in dataset.read_comm(f, setting)
-            if s.request.emulated is None and s.request.group == WORLD}
-    return Measurements(compute=dataset.best_known(known), repeats=dataset.repeated(known),
-                        comm=as_in_a_step(dataset.best_known(comm.values())))
+    comm = {
+        (s.id, s.measured_at): s
+        for f in folders
+        for s in dataset.read_comm(f, setting)
+        if s.request.emulated is None and s.request.group == WORLD
+    }
+    return Measurements(
+        compute=dataset.best_known(known),
+        repeats=dataset.repeated(known),
+        comm=as_in_a_step(dataset.best_known(comm.values())),
+    )
 
 
 def as_in_a_step(comm: Sequence[CollectiveSample]) -> list[CollectiveSample]:
@@ -86,6 +95,7 @@ def as_in_a_step(comm: Sequence[CollectiveSample]) -> list[CollectiveSample]:
 
     They are taken where there are FEWEST_BUSY, or no others. Otherwise those between idle ranks are taken.
     """
+
     def chosen(collective: str) -> list[CollectiveSample]:
         mine = [s for s in comm if s.request.collective == collective]
         busy, idle = ([s for s in mine if bool(s.request.busy_ms) == kind] for kind in (True, False))
@@ -136,8 +146,9 @@ def _residual(timed: Sequence[ComputeSample], trusted: np.ndarray) -> np.ndarray
     return residual - np.median(residual[trusted])
 
 
-def _neighbours_median(at_s: np.ndarray, residual: np.ndarray, trusted: np.ndarray,
-                       ids: Sequence[str]) -> np.ndarray:
+def _neighbours_median(
+    at_s: np.ndarray, residual: np.ndarray, trusted: np.ndarray, ids: Sequence[str]
+) -> np.ndarray:
     """[S] median residual of the nearest trusted samples in time. 0 where there are too few.
 
     Other timings of the same id are left out.
@@ -145,9 +156,12 @@ def _neighbours_median(at_s: np.ndarray, residual: np.ndarray, trusted: np.ndarr
     order = np.flatnonzero(trusted)[np.argsort(at_s[trusted], kind="stable")]
     found = np.zeros(len(at_s))
     for i, place in enumerate(np.searchsorted(at_s[order], at_s)):
-        near = [j for j in order[max(0, place - NEIGHBOURS) : place + NEIGHBOURS + 1]
-                # The same op, timed again, would correct itself.
-                if ids[j] != ids[i] and abs(at_s[j] - at_s[i]) <= REACH_S]
+        near = [
+            j
+            for j in order[max(0, place - NEIGHBOURS) : place + NEIGHBOURS + 1]
+            # The same op, timed again, would correct itself.
+            if ids[j] != ids[i] and abs(at_s[j] - at_s[i]) <= REACH_S
+        ]
         # A median of few samples is mostly noise.
         if len(near) >= NEIGHBOURS // 2:
             found[i] = np.median(residual[near])
@@ -156,9 +170,15 @@ def _neighbours_median(at_s: np.ndarray, residual: np.ndarray, trusted: np.ndarr
 
 def _faster(sample: ComputeSample, by: float) -> ComputeSample:
     """The sample as if timed on a machine faster by this factor."""
-    def divided(spread: Spread) -> Spread:
-        return dataclasses.replace(spread, median_ms=spread.median_ms / by, q1_ms=spread.q1_ms / by,
-                                   q3_ms=spread.q3_ms / by)
 
-    return dataclasses.replace(sample, forward=divided(sample.forward), backward=divided(sample.backward),
-                               slowdown=sample.slowdown * by)
+    def divided(spread: Spread) -> Spread:
+        return dataclasses.replace(
+            spread, median_ms=spread.median_ms / by, q1_ms=spread.q1_ms / by, q3_ms=spread.q3_ms / by
+        )
+
+    return dataclasses.replace(
+        sample,
+        forward=divided(sample.forward),
+        backward=divided(sample.backward),
+        slowdown=sample.slowdown * by,
+    )

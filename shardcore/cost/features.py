@@ -18,8 +18,18 @@ from shardcore.step.output_bytes import output_rows
 
 WIDTH_CLASSES = (32, 64, 128, 256)
 """Columns at which FBGEMM's CUDA kernels change. They choose by the widest table of an op."""
-DRIVERS = ("shards", "bags", "output_cells", "lookups", "lookup_cells", "unique_rows", "unique_cells",
-           *(f"wider_than_{w}" for w in WIDTH_CLASSES), "unpooled_cells", "unpooled_unique_rows")
+DRIVERS = (
+    "shards",
+    "bags",
+    "output_cells",
+    "lookups",
+    "lookup_cells",
+    "unique_rows",
+    "unique_cells",
+    *(f"wider_than_{w}" for w in WIDTH_CLASSES),
+    "unpooled_cells",
+    "unpooled_unique_rows",
+)
 """Amounts of work for one shard. They add up over the shards of an op.
 
 shards: 1, the table to set up.
@@ -35,8 +45,17 @@ unpooled_cells, unpooled_unique_rows: of a sequence, its output_cells and unique
     which takes twenty times as long as in a pooled op.
 """
 
-CONDITIONS = ("width", "lines", "pooling", "unique_share", "unique_rows", "unique_bytes", "rows",
-              "bytes", "batch")
+CONDITIONS = (
+    "width",
+    "lines",
+    "pooling",
+    "unique_share",
+    "unique_rows",
+    "unique_bytes",
+    "rows",
+    "bytes",
+    "batch",
+)
 """What changes the price of the drivers. All are natural logarithms.
 
 width, rows, batch: of the shard and the op.
@@ -54,20 +73,53 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
     found = np.zeros((len(shards), len(DRIVERS) + len(CONDITIONS)))
     if len(shards):
         width, height, element_bytes, pooling, bags, dedup, unpooled = np.array(
-            [(s.width, s.rows, PRECISION_BYTES[s.table.precision], s.table.looked_up * access.access_share(s),
-              output_rows(s, batch), s.table.dedup, s.table.sequence) for s in shards],
-            dtype=float).T
+            [
+                (
+                    s.width,
+                    s.rows,
+                    PRECISION_BYTES[s.table.precision],
+                    s.table.looked_up * access.access_share(s),
+                    output_rows(s, batch),
+                    s.table.dedup,
+                    s.table.sequence,
+                )
+                for s in shards
+            ],
+            dtype=float,
+        ).T
         # Lookups scale with the share that hits the shard's rows.
-        unique, lookups, row_bytes = (access.unique_rows_of(shards, batch), pooling * batch,
-                                      width * element_bytes)
+        unique, lookups, row_bytes = (
+            access.unique_rows_of(shards, batch),
+            pooling * batch,
+            width * element_bytes,
+        )
         # The offsets keep the logarithms finite for shards that no lookup hits.
         unique_share = (unique + 1) / (lookups + 1)
         # Memory is read in cache lines, so a narrow row costs a whole line.
         lines = np.ceil(row_bytes / _LINE_BYTES) * _LINE_BYTES / row_bytes
-        additive = (1.0, bags, bags * width, lookups, lookups * width, unique, unique * width,
-                    *(width > w for w in WIDTH_CLASSES), unpooled * bags * width, unpooled * unique)
-        conditions = (width, lines, lookups / bags + 0.1, unique_share, unique + 1,
-                      unique * row_bytes + 1, height, height * row_bytes, batch / dedup)
+        additive = (
+            1.0,
+            bags,
+            bags * width,
+            lookups,
+            lookups * width,
+            unique,
+            unique * width,
+            *(width > w for w in WIDTH_CLASSES),
+            unpooled * bags * width,
+            unpooled * unique,
+        )
+        conditions = (
+            width,
+            lines,
+            lookups / bags + 0.1,
+            unique_share,
+            unique + 1,
+            unique * row_bytes + 1,
+            height,
+            height * row_bytes,
+            batch / dedup,
+        )
         for k, of in enumerate((*additive, *map(_log, conditions))):
             found[:, k] = of
     return found[:, : len(DRIVERS)], found[:, len(DRIVERS) :]

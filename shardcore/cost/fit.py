@@ -72,14 +72,18 @@ class FitConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", tuple(self.hidden))
         count = (1, MOST_COUNT)
-        require_within(self, "train config", epochs=count, patience=count, batch_size=count,
-                       seed=(0, MOST_SEED))
+        require_within(
+            self, "train config", epochs=count, patience=count, batch_size=count, seed=(0, MOST_SEED)
+        )
         if not 0 < self.learning_rate < 1:
-            raise ShardCoreError(f"train config has learning_rate {self.learning_rate}; "
-                                 "it needs to be within 0 and 1")
+            raise ShardCoreError(
+                f"train config has learning_rate {self.learning_rate}; it needs to be within 0 and 1"
+            )
         if not 1 <= len(self.hidden) <= _MOST_LAYERS or not all(1 <= h <= _MOST_UNITS for h in self.hidden):
-            raise ShardCoreError(f"train config has hidden {self.hidden}; "
-                                 f"it needs 1 to {_MOST_LAYERS} layers, each of 1 to {_MOST_UNITS} units")
+            raise ShardCoreError(
+                f"train config has hidden {self.hidden}; "
+                f"it needs 1 to {_MOST_LAYERS} layers, each of 1 to {_MOST_UNITS} units"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,9 +101,14 @@ class TrainedModel:
 # --- training -----------------------------------------------------------------------------------------------
 
 
-def train(compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample], setting: Setting,
-          config: FitConfig | None = None,
-          progress: Progress | None = None, start: NeuralModel | None = None) -> TrainedModel:
+def train(
+    compute: Sequence[ComputeSample],
+    comm: Sequence[CollectiveSample],
+    setting: Setting,
+    config: FitConfig | None = None,
+    progress: Progress | None = None,
+    start: NeuralModel | None = None,
+) -> TrainedModel:
     """Train a model for `setting` on the train and validation splits. The test split is not used.
 
     Samples with an error are skipped. The same samples and config give the same model.
@@ -123,24 +132,36 @@ def train(compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample], se
         progress(model, epoch, values)
 
     with _one_thread():
-        weights = {**_fit_compute(*_sides(compute), config, note, start),
-                   **collective_fit.fit(*_sides(comm), note)}
+        weights = {
+            **_fit_compute(*_sides(compute), config, note, start),
+            **collective_fit.fit(*_sides(comm), note),
+        }
     measured, carried = measured_ranges(_sides(compute)[0], _sides(comm)[0]), {}
     # Exchanges belong to the hardware, not to the batch or the optimizer.
     if start is not None and not comm and start.setting.hardware == setting.hardware:
-        weights |= {k: v for k, v in start.weights.items()
-                    if k.startswith("exchange") or k in collective_model.OWN_WORK}
+        weights |= {
+            k: v
+            for k, v in start.weights.items()
+            if k.startswith("exchange") or k in collective_model.OWN_WORK
+        }
         measured |= {k: v for k, v in start.meta["ranges"].items() if k in _OF_EXCHANGES}
         carried = {k: v for k, v in start.meta.items() if k == "steps"}
-    splits = {f"{kind}_{side}": sum(split_of(s.id) == side for s in samples)
-              for kind, samples in (("compute", compute), ("comm", comm))
-              for side in ("train", "validation", "test")}
-    hidden = [weights[k].size for k in sorted(weights)
-              if k.startswith("network.") and k.endswith(".bias")][:-1]
-    meta = {"ranges": measured, "samples": splits, "config": {**dataclasses.asdict(config), "hidden": hidden},
-            "metrics": {},
-            "provenance": {"start": {"setting": str(start.setting), **start.meta["provenance"]}}
-            if start else {}, **carried}
+    splits = {
+        f"{kind}_{side}": sum(split_of(s.id) == side for s in samples)
+        for kind, samples in (("compute", compute), ("comm", comm))
+        for side in ("train", "validation", "test")
+    }
+    hidden = [weights[k].size for k in sorted(weights) if k.startswith("network.") and k.endswith(".bias")][
+        :-1
+    ]
+    meta = {
+        "ranges": measured,
+        "samples": splits,
+        "config": {**dataclasses.asdict(config), "hidden": hidden},
+        "metrics": {},
+        "provenance": {"start": {"setting": str(start.setting), **start.meta["provenance"]}} if start else {},
+        **carried,
+    }
     model = NeuralModel(setting, weights, meta)
     metrics = evaluate(model, _sides(compute)[1], _sides(comm)[1])
     return TrainedModel(dataclasses.replace(model, meta={**meta, "metrics": metrics}), curves)
@@ -165,25 +186,29 @@ def _usable(samples: Sequence[Sample], setting: Setting, least: int, what: str) 
     """Samples without an error, sorted by id. Raises ShardCoreError for another setting, or too few."""
     other = next((s for s in samples if s.setting != setting), None)
     if other is not None:
-        raise ShardCoreError(f"sample {other.id} was measured for ({other.setting}); "
-                             f"the model is for ({setting})")
+        raise ShardCoreError(
+            f"sample {other.id} was measured for ({other.setting}); the model is for ({setting})"
+        )
     usable = sorted((s for s in samples if s.error is None), key=lambda s: s.id)
     if len(usable) < least:
         failed = f" ({len(samples) - len(usable)} more failed)" if len(usable) < len(samples) else ""
-        raise ShardCoreError(f"there are {len(usable)} {what}{failed} for ({setting}); "
-                             f"training needs at least {least}")
+        raise ShardCoreError(
+            f"there are {len(usable)} {what}{failed} for ({setting}); training needs at least {least}"
+        )
     return usable
 
 
 def _sides(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
     """Train and validation samples. In a tiny dataset an empty side takes the other's."""
-    train_side, validation = ([s for s in samples if split_of(s.id) == side]
-                              for side in ("train", "validation"))
+    train_side, validation = (
+        [s for s in samples if split_of(s.id) == side] for side in ("train", "validation")
+    )
     return train_side or validation or list(samples), validation or train_side or list(samples)
 
 
-def measured_ranges(compute: Sequence[ComputeSample],
-                    comm: Sequence[CollectiveSample]) -> dict[str, list[float]]:
+def measured_ranges(
+    compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample]
+) -> dict[str, list[float]]:
     """The smallest and largest value of each of ranges.QUANTITIES among samples. Without what none has."""
     values: dict[str, list[float]] = {name: [] for name in ranges.QUANTITIES}
     for sample in compute:
@@ -203,8 +228,11 @@ def _global_batches(samples: Sequence[ComputeSample]) -> list[float]:
     for sample in samples:
         largest.setdefault(sample.request.batch, []).append(max(s.bytes for s in sample.request.shards))
     enough = max(map(max, largest.values())) / 4
-    return [batch for batch, n_bytes in largest.items()
-            if len(n_bytes) >= _FEWEST_AT_BATCH and max(n_bytes) >= enough or batch == max(largest)]
+    return [
+        batch
+        for batch, n_bytes in largest.items()
+        if len(n_bytes) >= _FEWEST_AT_BATCH and max(n_bytes) >= enough or batch == max(largest)
+    ]
 
 
 # --- compute ------------------------------------------------------------------------------------------------
@@ -229,16 +257,25 @@ class _Groups:
     def of(cls, samples: Sequence[ComputeSample]) -> _Groups:
         rows = [features.features(s.request.shards, s.request.batch) for s in samples]
         measured = [[s.forward.median_ms, s.backward.median_ms] for s in samples]
-        return cls(np.concatenate([d for d, _ in rows]), np.concatenate([c for _, c in rows]),
-                   np.concatenate([[0], np.cumsum([len(d) for d, _ in rows])]), np.array(measured))
+        return cls(
+            np.concatenate([d for d, _ in rows]),
+            np.concatenate([c for _, c in rows]),
+            np.concatenate([[0], np.cumsum([len(d) for d, _ in rows])]),
+            np.array(measured),
+        )
 
     def sums(self, per_shard: np.ndarray) -> np.ndarray:
         """[S, ...] sums over the shards of each op."""
         return np.add.reduceat(per_shard, self.starts[:-1], axis=0)
 
 
-def _fit_compute(train_side: Sequence[ComputeSample], validation: Sequence[ComputeSample], config: FitConfig,
-                 note: Progress, start: NeuralModel | None) -> dict[str, np.ndarray]:
+def _fit_compute(
+    train_side: Sequence[ComputeSample],
+    validation: Sequence[ComputeSample],
+    config: FitConfig,
+    note: Progress,
+    start: NeuralModel | None,
+) -> dict[str, np.ndarray]:
     """The weights of nets.encode and nets.parts, and of the error quantiles (quantiles.py)."""
     known, unseen = _Groups.of(train_side), _Groups.of(validation)
     fixed, raw = _initial(known, config) if start is None else _continued(known, start)
@@ -246,9 +283,12 @@ def _fit_compute(train_side: Sequence[ComputeSample], validation: Sequence[Compu
     # Enough steps an epoch, even for small datasets.
     batch_size = max(1, min(config.batch_size, len(train_side) // _LEAST_STEPS))
     optimizer = torch.optim.Adam(raw.values(), lr=config.learning_rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.learning_rate, pct_start=0.1,
-                                                   total_steps=1
-                                                   + config.epochs * math.ceil(len(train_side) / batch_size))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer,
+        config.learning_rate,
+        pct_start=0.1,
+        total_steps=1 + config.epochs * math.ceil(len(train_side) / batch_size),
+    )
     rng = np.random.default_rng(config.seed)
     best, best_epoch, kept = np.inf, 0, {}
     # Early stopping: keep the weights with the best validation error.
@@ -256,8 +296,11 @@ def _fit_compute(train_side: Sequence[ComputeSample], validation: Sequence[Compu
         loss = _epoch(known, raw, tensors, optimizer, schedule, batch_size, rng) if epoch else float("nan")
         with torch.no_grad():
             error = mape(_predict(unseen, raw, tensors).sum(1).numpy(), unseen.measured.sum(1))
-            loss = (float(ratio_loss(_predict(known, raw, tensors), torch.from_numpy(known.measured)))
-                    if epoch == 0 else loss)
+            loss = (
+                float(ratio_loss(_predict(known, raw, tensors), torch.from_numpy(known.measured)))
+                if epoch == 0
+                else loss
+            )
         note("compute", epoch, {"train_loss": loss, "validation_mape": error})
         if error < best:
             best, best_epoch, kept = error, epoch, {k: v.detach().clone() for k, v in raw.items()}
@@ -266,8 +309,11 @@ def _fit_compute(train_side: Sequence[ComputeSample], validation: Sequence[Compu
     with torch.no_grad():
         # Errors on unseen ops: those on trained ones would be too small.
         predicted = _predict(unseen, kept, tensors).sum(1).numpy()
-    return {**fixed, **{k: v.numpy() for k, v in _positive(kept).items()},
-            **quantiles.fit(predicted, unseen.measured.sum(1))}
+    return {
+        **fixed,
+        **{k: v.numpy() for k, v in _positive(kept).items()},
+        **quantiles.fit(predicted, unseen.measured.sum(1)),
+    }
 
 
 _LOGS = ("launch", "contention.0.weight", "contention.1.weight")
@@ -286,10 +332,14 @@ def _initial(known: _Groups, config: FitConfig) -> tuple[dict[str, np.ndarray], 
     laws = np.stack([fit_law(terms, known.measured[:, way]) for way in (0, 1)], 1)
     spread = known.conditions.std(0)
     # Conditions are standardised, and loads are relative to the median op.
-    fixed = {"rates": laws[1:], "condition_low": known.conditions.min(0),
-             "condition_high": known.conditions.max(0),
-             "condition_mean": known.conditions.mean(0), "condition_sd": np.where(spread > 1e-9, spread, 1.0),
-             "load_typical": np.maximum(np.median(drivers, 0), 1.0)}
+    fixed = {
+        "rates": laws[1:],
+        "condition_low": known.conditions.min(0),
+        "condition_high": known.conditions.max(0),
+        "condition_mean": known.conditions.mean(0),
+        "condition_sd": np.where(spread > 1e-9, spread, 1.0),
+        "load_typical": np.maximum(np.median(drivers, 0), 1.0),
+    }
     generator = torch.Generator().manual_seed(config.seed)
     raw = {"log.launch": torch.from_numpy(np.log(np.maximum(laws[0], 1e-4)))}
 
@@ -316,20 +366,29 @@ def _continued(known: _Groups, start: NeuralModel) -> tuple[dict[str, np.ndarray
     """
     old = start.weights
     # Under both, costs are linear in rates and launch. So least squares still applies.
-    correction, contention = (nets.correction(old, known.conditions),
-                              nets.contention(old, known.sums(known.drivers)))
+    correction, contention = (
+        nets.correction(old, known.conditions),
+        nets.contention(old, known.sums(known.drivers)),
+    )
     laws = []
     for way in (0, 1):
         terms = known.sums(known.drivers * correction[:, way : way + 1]) * contention[:, way : way + 1]
         laws.append(fit_law(np.concatenate([np.ones((len(terms), 1)), terms], 1), known.measured[:, way]))
     launch, rates = np.array([law[0] for law in laws]), np.stack([law[1:] for law in laws], 1)
     fixed = {k: old[k] for k in ("condition_mean", "condition_sd", "load_typical")} | {
-        "rates": rates, "condition_low": np.minimum(old["condition_low"], known.conditions.min(0)),
-        "condition_high": np.maximum(old["condition_high"], known.conditions.max(0))}
-    moved = {k: v for k, v in {**old, "launch": np.maximum(launch, 1e-4)}.items()
-             if k == "launch" or k.startswith(("network.", "contention."))}
-    raw = {f"log.{k}" if k in _LOGS else k: torch.from_numpy(np.log(v) if k in _LOGS else np.array(v))
-           for k, v in moved.items()}
+        "rates": rates,
+        "condition_low": np.minimum(old["condition_low"], known.conditions.min(0)),
+        "condition_high": np.maximum(old["condition_high"], known.conditions.max(0)),
+    }
+    moved = {
+        k: v
+        for k, v in {**old, "launch": np.maximum(launch, 1e-4)}.items()
+        if k == "launch" or k.startswith(("network.", "contention."))
+    }
+    raw = {
+        f"log.{k}" if k in _LOGS else k: torch.from_numpy(np.log(v) if k in _LOGS else np.array(v))
+        for k, v in moved.items()
+    }
     return fixed, {k: v.requires_grad_() for k, v in raw.items()}
 
 
@@ -338,17 +397,23 @@ def _positive(raw: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {k.removeprefix("log."): v.exp() if k.startswith("log.") else v for k, v in raw.items()}
 
 
-def _predict(groups: _Groups, raw: dict[str, torch.Tensor], fixed: dict[str, torch.Tensor],
-             chosen: np.ndarray | None = None) -> torch.Tensor:
+def _predict(
+    groups: _Groups,
+    raw: dict[str, torch.Tensor],
+    fixed: dict[str, torch.Tensor],
+    chosen: np.ndarray | None = None,
+) -> torch.Tensor:
     """[S, 2] ms, forward and backward, of all ops or the chosen ones."""
     chosen = np.arange(len(groups.measured)) if chosen is None else chosen
     rows, group = _shards_of(groups, chosen)
     w = {**fixed, **_positive(raw)}
-    codes = nets.encode(w, torch.from_numpy(groups.drivers[rows]), torch.from_numpy(groups.conditions[rows]),
-                        torch)
+    codes = nets.encode(
+        w, torch.from_numpy(groups.drivers[rows]), torch.from_numpy(groups.conditions[rows]), torch
+    )
     # Sum shards by op. index_add is torch's form of np.add.at.
-    sums = torch.zeros(len(chosen), codes.shape[1], dtype=codes.dtype).index_add(0, torch.from_numpy(group),
-                                                                                 codes)
+    sums = torch.zeros(len(chosen), codes.shape[1], dtype=codes.dtype).index_add(
+        0, torch.from_numpy(group), codes
+    )
     return nets.parts(w, sums, torch)
 
 
@@ -361,10 +426,15 @@ def _shards_of(groups: _Groups, chosen: np.ndarray) -> tuple[np.ndarray, np.ndar
     return groups.starts[chosen][group] + within, group
 
 
-def _epoch(groups: _Groups, raw: dict[str, torch.Tensor], fixed: dict[str, torch.Tensor],
-           optimizer: torch.optim.Optimizer,
-           schedule: torch.optim.lr_scheduler.LRScheduler, batch_size: int,
-           rng: np.random.Generator) -> float:
+def _epoch(
+    groups: _Groups,
+    raw: dict[str, torch.Tensor],
+    fixed: dict[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    batch_size: int,
+    rng: np.random.Generator,
+) -> float:
     """One pass over all ops. Returns the mean loss."""
     losses = []
     order = rng.permutation(len(groups.measured))

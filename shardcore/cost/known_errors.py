@@ -22,10 +22,12 @@ def errors_of(model: CostModel) -> tuple[float, float]:
 
 def worse_than_usual(model: CostModel) -> list[str]:
     """A sentence for ops and for exchanges, if the model errs much more than one of the shipped data."""
-    return [f"{what} err by {error:.0%} on samples that the model was not trained on, {error / usual:.1f} "
-            f"times the {usual:.0%} of a model of datasets/cpu-amd-epyc: measure more, on a quiet machine"
-            for what, error, usual in zip(("Ops", "Exchanges"), errors_of(model), USUAL_ERRORS, strict=True)
-            if error > _WORSE * usual]
+    return [
+        f"{what} err by {error:.0%} on samples that the model was not trained on, {error / usual:.1f} "
+        f"times the {usual:.0%} of a model of datasets/cpu-amd-epyc: measure more, on a quiet machine"
+        for what, error, usual in zip(("Ops", "Exchanges"), errors_of(model), USUAL_ERRORS, strict=True)
+        if error > _WORSE * usual
+    ]
 
 
 def label(model: CostModel) -> str:
@@ -47,5 +49,7 @@ def _meta(model: CostModel) -> Mapping[str, Any]:
 
 def _errors(metrics: Mapping[str, Any]) -> tuple[float, float]:
     exchanges = [metrics[name] for name in ("forward_comm_mape", "backward_comm_mape") if name in metrics]
-    return (metrics["compute_mape"] / 100 if "compute_mape" in metrics else USUAL_ERRORS[0],
-            sum(exchanges) / len(exchanges) / 100 if exchanges else USUAL_ERRORS[1])
+    return (
+        metrics["compute_mape"] / 100 if "compute_mape" in metrics else USUAL_ERRORS[0],
+        sum(exchanges) / len(exchanges) / 100 if exchanges else USUAL_ERRORS[1],
+    )

@@ -25,8 +25,9 @@ All are 0 where a level joins no devices. Only a ring counts the innermost alway
 """
 
 
-def link_counts(ring: bool, owned: np.ndarray, units: np.ndarray,
-                shares_links: bool) -> list[dict[str, np.ndarray | float]]:
+def link_counts(
+    ring: bool, owned: np.ndarray, units: np.ndarray, shares_links: bool
+) -> list[dict[str, np.ndarray | float]]:
     """[K] counts of each level of links (COUNTS), each [..., n] or as it broadcasts to it.
 
     An all-to-all: each device sends owned / n to every other one. Backward it receives as much, so counts are
@@ -36,9 +37,15 @@ def link_counts(ring: bool, owned: np.ndarray, units: np.ndarray,
     used = joins(units)
     if ring:
         moved = owned * (units.shape[1] - 1) / units.shape[1]
-        return [{"bytes": 2 * x, "head_start": -float(k > 0 and joins_some),
-                 **dict.fromkeys(("busiest", "port", "uplink", "shared_uplink"), x)}
-                for k, joins_some in enumerate(used) for x in [moved * float(k == 0 or joins_some)]]
+        return [
+            {
+                "bytes": 2 * x,
+                "head_start": -float(k > 0 and joins_some),
+                **dict.fromkeys(("busiest", "port", "uplink", "shared_uplink"), x),
+            }
+            for k, joins_some in enumerate(used)
+            for x in [moved * float(k == 0 or joins_some)]
+        ]
     found, inner, leaves_ports, enters_ports = [], np.arange(units.shape[1]), 0.0, 0.0
     for outer, joins_some in zip(units, used, strict=True):
         if joins_some:
@@ -50,8 +57,9 @@ def link_counts(ring: bool, owned: np.ndarray, units: np.ndarray,
     return found
 
 
-def _level_counts(owned: np.ndarray, inner: np.ndarray, outer: np.ndarray, shares_links: bool
-                  ) -> tuple[dict[str, np.ndarray | float], np.ndarray, np.ndarray]:
+def _level_counts(
+    owned: np.ndarray, inner: np.ndarray, outer: np.ndarray, shares_links: bool
+) -> tuple[dict[str, np.ndarray | float], np.ndarray, np.ndarray]:
     """Counts of an all-to-all on one level, and bytes [..., n] that leave and enter each device there.
 
     inner, outer: [n] units of the level before, and of this one.
@@ -64,9 +72,17 @@ def _level_counts(owned: np.ndarray, inner: np.ndarray, outer: np.ndarray, share
     if shares_links:
         leaves, enters = leaves.sum(-2, keepdims=True), enters.sum(-2, keepdims=True)
     others = leaves.shape[-1] - 1
-    return {"bytes": out + into, "busiest": _busiest(out, into), "uplink": _busiest(leaves, enters),
+    return (
+        {
+            "bytes": out + into,
+            "busiest": _busiest(out, into),
+            "uplink": _busiest(leaves, enters),
             "shared_uplink": leaves.mean(-1, keepdims=True) * (others - 1) / others,
-            "head_start": -1.0}, out, into
+            "head_start": -1.0,
+        },
+        out,
+        into,
+    )
 
 
 def _of_units(owned: np.ndarray, unit: np.ndarray) -> tuple[np.ndarray, np.ndarray | int, np.ndarray]:

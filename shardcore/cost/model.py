@@ -223,8 +223,9 @@ def step_ms(compute_ms: np.ndarray, comm: CommCost, job: Job) -> np.ndarray:
 def require_model(model: object) -> None:
     """Raise ShardCoreError unless something can be asked for costs."""
     if not isinstance(model, CostModel):
-        raise ShardCoreError(f"model is {shown(model)}; it needs to be a cost model, as load_model(folder) "
-                             "gives")
+        raise ShardCoreError(
+            f"model is {shown(model)}; it needs to be a cost model, as load_model(folder) gives"
+        )
 
 
 def price(workload: Workload, model: CostModel) -> PredictedCost:
@@ -250,11 +251,16 @@ def price(workload: Workload, model: CostModel) -> PredictedCost:
     # Collectives depend on when devices arrive, so compute comes first.
     comm = model.comm(workload.traffic, forward + backward, workload.topology)
     input_ms = np.full(n_devices, exposed_input_ms(comm, workload.job))
-    *parts, input_ms = (tuple(map(float, x)) for x in (forward, backward, comm.forward_ms, comm.backward_ms,
-                                                       comm.waiting_ms, input_ms))
-    return PredictedCost(*parts, input_ms=input_ms, dense_ms=workload.job.dense_ms,
-                         extrapolated=(*_of_another_setting(workload, model.setting),
-                                       *model.out_of_range(workload)))
+    *parts, input_ms = (
+        tuple(map(float, x))
+        for x in (forward, backward, comm.forward_ms, comm.backward_ms, comm.waiting_ms, input_ms)
+    )
+    return PredictedCost(
+        *parts,
+        input_ms=input_ms,
+        dense_ms=workload.job.dense_ms,
+        extrapolated=(*_of_another_setting(workload, model.setting), *model.out_of_range(workload)),
+    )
 
 
 def _of_another_setting(workload: Workload, setting: Setting) -> Iterator[str]:
@@ -264,8 +270,10 @@ def _of_another_setting(workload: Workload, setting: Setting) -> Iterator[str]:
         yield f"weights are {', '.join(other)}; the model was measured with {setting.precision}"
     job = workload.job
     if (job.forward_payload, job.backward_payload) != (setting.forward_payload, setting.backward_payload):
-        yield (f"payloads are {job.forward_payload} and {job.backward_payload}; the model prices "
-               f"{setting.forward_payload} and {setting.backward_payload} (use model.for_problem(problem))")
+        yield (
+            f"payloads are {job.forward_payload} and {job.backward_payload}; the model prices "
+            f"{setting.forward_payload} and {setting.backward_payload} (use model.for_problem(problem))"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,8 +48,9 @@ def encode(w: Mapping[str, Any], drivers: Any, conditions: Any, xp: ModuleType =
 def correction(w: Mapping[str, Any], conditions: Any, xp: ModuleType = np) -> Any:
     """[N, 2] learned factors on the baseline, forward and backward."""
     # Clip to the measured range: a network must not extrapolate.
-    x = ((xp.clip(conditions, w["condition_low"], w["condition_high"]) - w["condition_mean"])
-         / w["condition_sd"])
+    x = (xp.clip(conditions, w["condition_low"], w["condition_high"]) - w["condition_mean"]) / w[
+        "condition_sd"
+    ]
     layers = sum(name.startswith("network.") for name in w) // 2
     for i in range(layers):
         x = x @ w[f"network.{i}.weight"] + w[f"network.{i}.bias"]
@@ -69,5 +70,6 @@ def contention(w: Mapping[str, Any], drivers: Any, xp: ModuleType = np) -> Any:
     """[..., 2] factors on the sum of an op's shards, from its summed drivers [..., K]."""
     # Relative to the median op, loads are near 1 and their logarithm near 0.
     load = xp.log(drivers / w["load_typical"] + LOAD_FLOOR)
-    return xp.exp(xp.tanh(load @ w["contention.0.weight"] + w["contention.0.bias"])
-                  @ w["contention.1.weight"])
+    return xp.exp(
+        xp.tanh(load @ w["contention.0.weight"] + w["contention.0.bias"]) @ w["contention.1.weight"]
+    )

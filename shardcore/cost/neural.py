@@ -63,8 +63,10 @@ class NeuralModel:
 
     def for_payloads(self, forward: str, backward: str) -> NeuralModel:
         """The model of jobs whose outputs and gradients travel so. See types.PAYLOADS."""
-        return dataclasses.replace(self, setting=dataclasses.replace(
-            self.setting, forward_payload=forward, backward_payload=backward))
+        return dataclasses.replace(
+            self,
+            setting=dataclasses.replace(self.setting, forward_payload=forward, backward_payload=backward),
+        )
 
     def for_batch(self, batch: int) -> NeuralModel:
         """The model of problems with another global batch.
@@ -74,8 +76,10 @@ class NeuralModel:
         low, high = self.meta["ranges"].get("batch", (self.setting.batch,) * 2)
         if not low <= batch <= high:
             measured = f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
-            raise SettingMismatch(f"global batch {batch} was not measured; the cost model for "
-                                  f"({self.setting}) is good for {measured}: measure with --batch {batch}")
+            raise SettingMismatch(
+                f"global batch {batch} was not measured; the cost model for "
+                f"({self.setting}) is good for {measured}: measure with --batch {batch}"
+            )
         return dataclasses.replace(self, setting=dataclasses.replace(self.setting, batch=batch))
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
@@ -85,13 +89,16 @@ class NeuralModel:
         """
         batch = batch or self.setting.batch
         # In chunks, which bound the memory (see _AT_ONCE).
-        found = [self._encode(shards[i:i + _AT_ONCE], batch)
-                 for i in range(0, max(1, len(shards)), _AT_ONCE)]
+        found = [
+            self._encode(shards[i : i + _AT_ONCE], batch) for i in range(0, max(1, len(shards)), _AT_ONCE)
+        ]
         codes = found[0] if len(found) == 1 else np.concatenate(found)
         if idle := [i for i, shard in enumerate(shards) if not shard.table.pooling]:
             # No op without lookups was measured. It runs, and takes no longer than one with some.
-            busy = [self._encode([_with_lookups(shards[i], pooling) for i in idle], batch)
-                    for pooling in _SOME_LOOKUPS]
+            busy = [
+                self._encode([_with_lookups(shards[i], pooling) for i in idle], batch)
+                for pooling in _SOME_LOOKUPS
+            ]
             codes[idle, -2:] = np.minimum.reduce([codes[idle, -2:], *(each[:, -2:] for each in busy)])
         return codes
 
@@ -122,10 +129,19 @@ class NeuralModel:
         w, error = self.weights, 0.0 if level is None else quantiles.error(self.weights, level)
         # The order of parameters is that of compiled.contended.
         numbers = (w["contention.0.bias"].size, w["band.log_ms"].size, nets.LOAD_FLOOR, error)
-        arrays = (w["launch"], w["band.log_ms"], w["band.width"], 1 / w["load_typical"],
-                  w["contention.0.weight"], w["contention.0.bias"], w["contention.1.weight"])
-        return Compiled(compiled.ready(compiled.contended),
-                        np.concatenate([numbers, *(np.ravel(x) for x in arrays)], dtype=float))
+        arrays = (
+            w["launch"],
+            w["band.log_ms"],
+            w["band.width"],
+            1 / w["load_typical"],
+            w["contention.0.weight"],
+            w["contention.0.bias"],
+            w["contention.1.weight"],
+        )
+        return Compiled(
+            compiled.ready(compiled.contended),
+            np.concatenate([numbers, *(np.ravel(x) for x in arrays)], dtype=float),
+        )
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
         """[...] the share of forward in an op's ms. 0 for an empty op."""
@@ -179,15 +195,19 @@ class NeuralModel:
         """
         measured = collective_model.is_measured(self.weights, collective_model.ALL_TO_ALL)
         if len(topology) > 1 and not measured and not topology.link(first := next(iter(LEVELS))).gbps:
-            raise ShardCoreError(f"the cost model for ({self.setting}) has no measured exchanges: "
-                                 f"give the topology's links (of level {first!r}, and of others that it "
-                                 "has), or measure exchanges and train again")
+            raise ShardCoreError(
+                f"the cost model for ({self.setting}) has no measured exchanges: "
+                f"give the topology's links (of level {first!r}, and of others that it "
+                "has), or measure exchanges and train again"
+            )
         compute_ms = np.asarray(compute_ms, dtype=float)
         of_channel = self.collectives(traffic, compute_ms, topology)
         input_ms = sum(of_channel.pop(channel)[0] for channel in ID_CHANNELS)
-        work_ms = sum(collective_model.id_work_ms(self.weights, channel, arriving)
-                      for channel, arriving in zip(channels_of(traffic), traffic, strict=True)
-                      if channel in ID_CHANNELS)
+        work_ms = sum(
+            collective_model.id_work_ms(self.weights, channel, arriving)
+            for channel, arriving in zip(channels_of(traffic), traffic, strict=True)
+            if channel in ID_CHANNELS
+        )
         forward, backward = map(sum, zip(*of_channel.values(), strict=True))
         # waiting: devices meet at the forward exchange only if bytes are exchanged at all.
         ready = compute_ms + backward
@@ -195,8 +215,9 @@ class NeuralModel:
         waiting = np.where(meets & (len(topology) > 1), ready.max(-1, keepdims=True) - ready, 0.0)
         return CommCost(forward, backward, waiting, input_ms, work_ms)
 
-    def collectives(self, traffic: np.ndarray, compute_ms: np.ndarray,
-                    topology: Topology) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
+    def collectives(
+        self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology
+    ) -> dict[Channel, tuple[np.ndarray, np.ndarray]]:
         """Transfers [..., D] in ms of each channel, forward and backward, all lanes together.
 
         compute_ms: [..., D].
@@ -205,8 +226,9 @@ class NeuralModel:
         found: dict[Channel, tuple[np.ndarray, np.ndarray]] = {}
         payloads = {"forward": self.setting.forward_payload, "backward": self.setting.backward_payload}
         for channel, sent_bytes in zip(channels_of(traffic), traffic, strict=True):
-            forward, backward = collective_model.collective_ms(self.weights, channel, sent_bytes,
-                                                               topology, skew_ms, payloads)
+            forward, backward = collective_model.collective_ms(
+                self.weights, channel, sent_bytes, topology, skew_ms, payloads
+            )
             # Runs exchange one after another.
             before = found.get(channel, (0.0, 0.0))
             found[channel] = before[0] + forward, before[1] + backward
@@ -228,28 +250,37 @@ def physical(model: NeuralModel) -> NeuralModel:
     Raises ShardCoreError for a fine-tuned model: its rates mean nothing without the correction.
     """
     if "start" in model.meta.get("provenance", {}):
-        raise ShardCoreError(f"the cost model for ({model.setting}) was fine-tuned: "
-                             "its rates say nothing without its correction; give the folder of another model")
+        raise ShardCoreError(
+            f"the cost model for ({model.setting}) was fine-tuned: "
+            "its rates say nothing without its correction; give the folder of another model"
+        )
     n = len(features.CONDITIONS)
     learned = ("network.", "contention.1.")
     weights = {k: v for k, v in model.weights.items() if not k.startswith(learned)}
-    weights |= {"network.0.weight": np.zeros((n, 2)), "network.0.bias": np.zeros(2),
-                "contention.1.weight": np.zeros_like(model.weights["contention.1.weight"])}
+    weights |= {
+        "network.0.weight": np.zeros((n, 2)),
+        "network.0.bias": np.zeros(2),
+        "contention.1.weight": np.zeros_like(model.weights["contention.1.weight"]),
+    }
     return NeuralModel(model.setting, weights, model.meta)
 
 
 # --- files --------------------------------------------------------------------------------------------------
 
-_NAMES = {"drivers": list(features.DRIVERS), "conditions": list(features.CONDITIONS),
-          "exchange_terms": list(collective_model.EXCHANGE_TERMS)}
+_NAMES = {
+    "drivers": list(features.DRIVERS),
+    "conditions": list(features.CONDITIONS),
+    "exchange_terms": list(collective_model.EXCHANGE_TERMS),
+}
 
 
 def save(model: NeuralModel, folder: str | Path) -> None:
     """Write model.json and weights.safetensors. Raises ShardCoreError for weights that `load` would
     refuse."""
     required.require(model.weights)
-    model_files.write_model(folder, {**model.meta, **_NAMES, "setting": files.setting_to_json(model.setting)},
-                      model.weights)
+    model_files.write_model(
+        folder, {**model.meta, **_NAMES, "setting": files.setting_to_json(model.setting)}, model.weights
+    )
 
 
 def load(folder: str | Path) -> NeuralModel:
@@ -267,8 +298,10 @@ def load(folder: str | Path) -> NeuralModel:
         if what in required.LONGER and required.are_older(found, names):
             weights = required.LONGER[what](weights, found)
         elif found != names:
-            raise ShardCoreError(f"model in {folder} was trained on {what} {schema.show(found)}; "
-                                 f"this ShardCore computes {schema.show(names)}: train again")
+            raise ShardCoreError(
+                f"model in {folder} was trained on {what} {schema.show(found)}; "
+                f"this ShardCore computes {schema.show(names)}: train again"
+            )
     files.require_provenance(schema.build(_Meta, meta, str(folder)).provenance, f"{folder}: provenance")
     try:
         required.require(weights)

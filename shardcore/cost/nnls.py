@@ -10,8 +10,9 @@ import itertools
 import numpy as np
 
 
-def fit_law(terms: np.ndarray, measured: np.ndarray, known: np.ndarray | float = 0.0,
-            rounds: int = 15) -> np.ndarray:
+def fit_law(
+    terms: np.ndarray, measured: np.ndarray, known: np.ndarray | float = 0.0, rounds: int = 15
+) -> np.ndarray:
     """[K] rates, none negative, that minimise the mean absolute relative error of terms [S, K] @ rates.
 
     Iteratively reweighted least squares. measured: [S]. known: [S] of it, that the law need not explain.

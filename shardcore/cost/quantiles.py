@@ -38,8 +38,12 @@ def fit(predicted_ms: np.ndarray, measured_ms: np.ndarray) -> dict[str, np.ndarr
             break
     # The quantile of n + 1 draws, of which the next is one: at the ends it is the largest seen.
     ranks = np.clip(LEVELS * (len(scores) + 1) - 1, 0, len(scores) - 1)
-    return {"band.log_ms": at, "band.width": widths, "band.level": LEVELS,
-            "band.error": np.interp(ranks, np.arange(len(scores)), scores)}
+    return {
+        "band.log_ms": at,
+        "band.width": widths,
+        "band.level": LEVELS,
+        "band.error": np.interp(ranks, np.arange(len(scores)), scores),
+    }
 
 
 def rises(log_ms: np.ndarray, width: np.ndarray, error: np.ndarray) -> bool:
@@ -62,6 +66,8 @@ def quantile(w: Mapping[str, np.ndarray], predicted_ms: np.ndarray, level: float
 def error(w: Mapping[str, np.ndarray], level: float) -> float:
     """The quantile of the errors at a level. Raises as `quantile` does."""
     if not LEVELS[0] <= level <= LEVELS[-1]:
-        raise ShardCoreError(f"confidence leads to level {level:g} of the costs' distribution; "
-                             f"known are those within {LEVELS[0]} and {LEVELS[-1]}")
+        raise ShardCoreError(
+            f"confidence leads to level {level:g} of the costs' distribution; "
+            f"known are those within {LEVELS[0]} and {LEVELS[-1]}"
+        )
     return float(np.interp(level, w["band.level"], w["band.error"]))

@@ -91,10 +91,12 @@ def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
     if len(workload.topology) > 1:
         found["devices"].append(("the topology", len(workload.topology)))
         for channel, sent in zip(workload.channels, workload.traffic, strict=True):
-            found["exchange_id_bytes" if channel in ID_CHANNELS else "exchange_bytes"] += [(f"device {d}", b)
-                                                                          for d, b in enumerate(sent)]
-    sentences = [s for name, values in found.items()
-                 for s in _beyond(name, values, model.meta["ranges"].get(name))]
+            found["exchange_id_bytes" if channel in ID_CHANNELS else "exchange_bytes"] += [
+                (f"device {d}", b) for d, b in enumerate(sent)
+            ]
+    sentences = [
+        s for name, values in found.items() for s in _beyond(name, values, model.meta["ranges"].get(name))
+    ]
     return sentences + list(_unmeasured(model, workload))
 
 
@@ -102,8 +104,9 @@ def _name(shard: Shard) -> str:
     return f"table {shard.table.name!r}" if shard == Shard.whole(shard.table) else f"shard {shard.label}"
 
 
-def _beyond(name: str, values: Sequence[tuple[str, float]],
-            measured: Sequence[float] | None) -> Iterable[str]:
+def _beyond(
+    name: str, values: Sequence[tuple[str, float]], measured: Sequence[float] | None
+) -> Iterable[str]:
     """At most two sentences on one quantity: above its range, and below it."""
     quantity = QUANTITIES[name]
     if measured is None:
@@ -116,8 +119,10 @@ def _beyond(name: str, values: Sequence[tuple[str, float]],
         if side:
             value, owner = side[0]
             more = and_more(side)
-            yield (f"{owner} {quantity.phrase.format(quantity.show(value))}{more}; "
-                   f"{end} measured {quantity.show(limit)}")
+            yield (
+                f"{owner} {quantity.phrase.format(quantity.show(value))}{more}; "
+                f"{end} measured {quantity.show(limit)}"
+            )
 
 
 def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
@@ -127,11 +132,18 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
         yield f"the topology names no hardware: prices are those of {model.setting.hardware}"
     elif topology.hardware != model.setting.hardware:
         yield f"the topology has {topology.hardware}; the model was measured on {model.setting.hardware}"
-    used = list(dict.fromkeys(c for c, sent in zip(workload.channels, workload.traffic, strict=True)
-                              if sent.any() and groups_of(c.group, topology).shape[1] > 1))
+    used = list(
+        dict.fromkeys(
+            c
+            for c, sent in zip(workload.channels, workload.traffic, strict=True)
+            if sent.any() and groups_of(c.group, topology).shape[1] > 1
+        )
+    )
     if topology.links and len(topology) > 1:
-        yield (f"the topology gives {'; '.join(link.words for link in topology.links)}: the explicit link "
-               "model prices its exchanges from there, not measured")
+        yield (
+            f"the topology gives {'; '.join(link.words for link in topology.links)}: the explicit link "
+            "model prices its exchanges from there, not measured"
+        )
     given = {link.level for link in topology.links if link.gbps}
     known = [given | collective_model.measured_links(model.weights, c) for c in used]
     order = list(LEVELS)
@@ -139,43 +151,63 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
         if others := next((of for of in known if of and name not in of), None) if is_used else None:
             # As collective_model counts them: the next level out that is known, or else in.
             stand_in = next(x for x in (*order[k:], *order[:k][::-1]) if x in others)
-            yield (f"links {LEVELS[name].words} were not measured: they count as those "
-                   f"{LEVELS[stand_in].words}")
-    for channel in (c for c in used if c != collective_model.ALL_TO_ALL
-                    and not collective_model.is_measured(model.weights, c)):
+            yield (
+                f"links {LEVELS[name].words} were not measured: they count as those {LEVELS[stand_in].words}"
+            )
+    for channel in (
+        c
+        for c in used
+        if c != collective_model.ALL_TO_ALL and not collective_model.is_measured(model.weights, c)
+    ):
         kinds = kinds_of(channel, workload.job.tower_ratio is not None)
-        yield (f"{kinds} shards: their {channel.words} is priced with the rates of "
-               f"{collective_model.stands_for(model.weights, channel)}, not measured")
+        yield (
+            f"{kinds} shards: their {channel.words} is priced with the rates of "
+            f"{collective_model.stands_for(model.weights, channel)}, not measured"
+        )
     payloads = {"forward": model.setting.forward_payload, "backward": model.setting.backward_payload}
     for channel, way in ((c, way) for c in used for way in c.row.ways):
         if not collective_model.knows_payload(model.weights, channel, way, payloads[way]):
-            yield (f"{payloads[way]} {way} in the {channel.words} is priced with FP32's rates and fewer "
-                   "bytes, not measured")
+            yield (
+                f"{payloads[way]} {way} in the {channel.words} is priced with FP32's rates and fewer "
+                "bytes, not measured"
+            )
     tables = {s.table.name: s.table for ops in workload.ops for op in ops for s in op.shards}
     sequences = [name for name, table in tables.items() if table.sequence]
     if sequences and "op_sequences" not in model.meta["ranges"]:
-        yield (f"table {sequences[0]!r}{and_more(sequences)} is a sequence: its lookups are priced as "
-               "pooled ones with an output for each, not measured")
-    replicas = dict.fromkeys(s.table.name for ops in workload.ops for op in ops
-                             if op.run.dense_gradient for s in op.shards)
+        yield (
+            f"table {sequences[0]!r}{and_more(sequences)} is a sequence: its lookups are priced as "
+            "pooled ones with an output for each, not measured"
+        )
+    replicas = dict.fromkeys(
+        s.table.name for ops in workload.ops for op in ops if op.run.dense_gradient for s in op.shards
+    )
     if replicas:
-        yield (f"table {next(iter(replicas))!r}{and_more(replicas)} is replicated: its dense kernel is "
-               "priced as a fused op, without its dense optimizer, not measured")
+        yield (
+            f"table {next(iter(replicas))!r}{and_more(replicas)} is replicated: its dense kernel is "
+            "priced as a fused op, without its dense optimizer, not measured"
+        )
     weighted = [name for name, table in tables.items() if table.weighted]
     if weighted:
-        yield (f"table {weighted[0]!r}{and_more(weighted)} has weights of lookups, which are priced to "
-               "travel only, not measured")
+        yield (
+            f"table {weighted[0]!r}{and_more(weighted)} has weights of lookups, which are priced to "
+            "travel only, not measured"
+        )
     if (ratio := workload.job.tower_ratio) is not None:
-        yield (f"outputs cross hosts {ratio:g} times smaller, as given; the compute and memory of the tower "
-               "modules that make them so are not priced")
+        yield (
+            f"outputs cross hosts {ratio:g} times smaller, as given; the compute and memory of the tower "
+            "modules that make them so are not priced"
+        )
     copied = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.dedup > 1]
     if copied:
-        yield (f"table {copied[0]!r} is deduplicated: it is priced as looked up by fewer samples, not "
-               "measured")
+        yield (
+            f"table {copied[0]!r} is deduplicated: it is priced as looked up by fewer samples, not measured"
+        )
     slow_or_fast = sorted({d.speed for d in topology.devices} - {1.0})
     if slow_or_fast:
-        yield (f"devices of speed {', '.join(f'{s:g}' for s in slow_or_fast)} are scaled from the "
-               "measured hardware")
+        yield (
+            f"devices of speed {', '.join(f'{s:g}' for s in slow_or_fast)} are scaled from the "
+            "measured hardware"
+        )
 
 
 def and_more(of: Sized) -> str:

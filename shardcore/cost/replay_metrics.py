@@ -99,8 +99,9 @@ def by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.n
 
     nan where a problem has too few plans.
     """
-    found: dict[str, list[float]] = {k: [] for k in ("kendall_tau", "spearman", "tau_beyond_noise", "regret",
-                                                     "ours_regret")}
+    found: dict[str, list[float]] = {
+        k: [] for k in ("kendall_tau", "spearman", "tau_beyond_noise", "regret", "ours_regret")
+    }
     for own in _grouped(rows).values():
         plans = distinct(own)
         predicted, replayed = _arrays(plans)
@@ -139,8 +140,12 @@ def rivals(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, SharderC
             lacked, gained = their / best - 1, (their - our) / best
             closed = bootstrap(gained, over=lacked) if name != ours and lacked.sum() > 0 else None
             found[name] = SharderComparison(
-                problems=len(costs), predicted=float(np.mean(predicted)), cost=bootstrap(their / our),
-                gap_closed=closed, losses=losses)
+                problems=len(costs),
+                predicted=float(np.mean(predicted)),
+                cost=bootstrap(their / our),
+                gap_closed=closed,
+                losses=losses,
+            )
     return found
 
 
@@ -166,18 +171,27 @@ def figures(rows: Sequence[ReplayRecord]) -> dict[str, float]:
 
     Errors, bias, regrets and noise are in percent. Costs are relative to ours.
     """
-    found = {"problems": float(len(_grouped(rows))), "plans": float(len(distinct(rows))),
-             "noise": float(100 * np.mean([r.noise_ms / r.replayed_ms for r in distinct(rows)]))}
-    for kind, chosen in (("", distinct(rows)), ("ours_", [r for r in rows if r.algorithm == OURS]),
-                         ("random_", [r for r in rows if r.algorithm == RANDOM])):
+    found = {
+        "problems": float(len(_grouped(rows))),
+        "plans": float(len(distinct(rows))),
+        "noise": float(100 * np.mean([r.noise_ms / r.replayed_ms for r in distinct(rows)])),
+    }
+    for kind, chosen in (
+        ("", distinct(rows)),
+        ("ours_", [r for r in rows if r.algorithm == OURS]),
+        ("random_", [r for r in rows if r.algorithm == RANDOM]),
+    ):
         if chosen:
             found[f"{kind}mape"], found[f"{kind}bias"] = errors(chosen)
     found |= {name: float(np.nanmean(v)) for name, v in by_problem(rows).items() if np.isfinite(v).any()}
     for name, rival in rivals(rows).items():
         if name != OURS:
-            found |= {f"{name}_relative_cost": rival.cost.mean, f"{name}_relative_cost_low": rival.cost.low,
-                      f"{name}_relative_cost_high": rival.cost.high,
-                      f"{name}_losses": float(len(rival.losses))}
+            found |= {
+                f"{name}_relative_cost": rival.cost.mean,
+                f"{name}_relative_cost_low": rival.cost.low,
+                f"{name}_relative_cost_high": rival.cost.high,
+                f"{name}_losses": float(len(rival.losses)),
+            }
             found |= {f"{name}_gap_closed": rival.gap_closed.mean} if rival.gap_closed else {}
     return {name: value for name, value in found.items() if np.isfinite(value)}
 
@@ -189,23 +203,30 @@ def lost(challenger: Sequence[ReplayRecord], champion: Sequence[ReplayRecord]) -
     The 95% interval of the difference has to exclude 0. FEWEST problems are needed.
     """
     new, old = by_problem(challenger), by_problem(champion)
-    for name, words, sign, form in (("regret", "regret", 1, "{:.1f}%"),
-                                    ("tau_beyond_noise", "Kendall tau", -1, "{:.3f}")):
+    for name, words, sign, form in (
+        ("regret", "regret", 1, "{:.1f}%"),
+        ("tau_beyond_noise", "Kendall tau", -1, "{:.3f}"),
+    ):
         # The same problems in both, so differences are paired.
         worse_by = sign * (new[name] - old[name])
         if np.isfinite(worse_by).sum() >= FEWEST and (by := bootstrap(worse_by)).low > 0:
             ours, theirs = (form.format(np.nanmean(x[name])) for x in (new, old))
             low, high = form.format(by.low), form.format(by.high)
-            return (f"{words} of {ours} against {theirs} on the same replays of {len(worse_by)} problems "
-                    f"(worse by {low} to {high} with 95% confidence)")
+            return (
+                f"{words} of {ours} against {theirs} on the same replays of {len(worse_by)} problems "
+                f"(worse by {low} to {high} with 95% confidence)"
+            )
     return None
 
 
 def _tau_beyond_noise(plans: Sequence[ReplayRecord]) -> float:
     """Pairs ranked right minus pairs ranked wrong, as a share of the pairs that differ beyond noise."""
-    agree = [np.sign(a.predicted_ms - b.predicted_ms) * np.sign(a.replayed_ms - b.replayed_ms)
-             for i, a in enumerate(plans) for b in plans[:i]
-             if abs(a.replayed_ms - b.replayed_ms) > np.hypot(a.noise_ms, b.noise_ms)]
+    agree = [
+        np.sign(a.predicted_ms - b.predicted_ms) * np.sign(a.replayed_ms - b.replayed_ms)
+        for i, a in enumerate(plans)
+        for b in plans[:i]
+        if abs(a.replayed_ms - b.replayed_ms) > np.hypot(a.noise_ms, b.noise_ms)
+    ]
     return float(np.mean(agree)) if agree else np.nan
 
 

@@ -27,10 +27,17 @@ def judge(replayed: Sequence[ReplaySet], model: CostModel, ids: bool = True) -> 
         predicted = {name: _total_ms(price(step, own), ids) for name, step in steps.items()}
         # A model predicts a machine at its usual speed.
         costs = {name: cost.at_usual_speed() for name, cost in one.costs.items()}
-        rows += [ReplayRecord(problem=one.problem.name, algorithm=algorithm, plan=name,
-                        predicted_ms=predicted[name], replayed_ms=_total_ms(costs[name], ids),
-                        noise_ms=noise_ms(costs[name].step))
-                 for algorithm, name in one.made]
+        rows += [
+            ReplayRecord(
+                problem=one.problem.name,
+                algorithm=algorithm,
+                plan=name,
+                predicted_ms=predicted[name],
+                replayed_ms=_total_ms(costs[name], ids),
+                noise_ms=noise_ms(costs[name].step),
+            )
+            for algorithm, name in one.made
+        ]
     return rows
 
 
@@ -41,13 +48,22 @@ def _total_ms(cost: StepCost, ids: bool) -> float:
 
 def parts(replayed: Sequence[ReplaySet], model: CostModel) -> dict[str, float]:
     """Measured over predicted time of each part of a step, over all replays. Keys are step_cost.PARTS."""
-    pairs = [(price(lower(plan, one.problem, fits=False), model.for_problem(one.problem)),
-              one.costs[name].at_usual_speed()) for one in replayed for name, plan in one.plans.items()]
-    predicted, took = (np.array([[sum(getattr(pair[i], name)) for name in PARTS] for pair in pairs]).sum(0)
-                       for i in (0, 1))
+    pairs = [
+        (
+            price(lower(plan, one.problem, fits=False), model.for_problem(one.problem)),
+            one.costs[name].at_usual_speed(),
+        )
+        for one in replayed
+        for name, plan in one.plans.items()
+    ]
+    predicted, took = (
+        np.array([[sum(getattr(pair[i], name)) for name in PARTS] for pair in pairs]).sum(0) for i in (0, 1)
+    )
     return {name: float(t / p) for name, p, t in zip(PARTS, predicted, took, strict=True) if p > 0}
 
 
 def csv_rows(rows: Sequence[ReplayRecord]) -> list[dict[str, Any]]:
-    return [{k: round(v, 5) if isinstance(v, float) else v for k, v in dataclasses.asdict(r).items()}
-            for r in rows]
+    return [
+        {k: round(v, 5) if isinstance(v, float) else v for k, v in dataclasses.asdict(r).items()}
+        for r in rows
+    ]

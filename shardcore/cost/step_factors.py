@@ -46,9 +46,13 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     Steps on one host say nothing of collectives measured between hosts only.
     Raises ShardCoreError where some steps ran on one host and some over several.
     """
-    steps = [(w, took) for w, took in steps if len(w.topology) > 1
-             and w.topology.slowest == Link(w.topology.slowest.level)
-             and w.job.forward_payload == w.job.backward_payload == "fp32"]
+    steps = [
+        (w, took)
+        for w, took in steps
+        if len(w.topology) > 1
+        and w.topology.slowest == Link(w.topology.slowest.level)
+        and w.job.forward_payload == w.job.backward_payload == "fp32"
+    ]
     if not collective_model.is_measured(model.weights, collective_model.ALL_TO_ALL):
         return model
     # Without old factors, or new ones would be relative to them.
@@ -56,16 +60,23 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     on_one = [s for s in steps if len(s[0].topology.hosts) == 1]
     over_several = [s for s in steps if len(s[0].topology.hosts) > 1]
     if on_one and over_several:
-        raise ShardCoreError(f"{len(on_one)} steps ran on one host and {len(over_several)} over several; a "
-                             "model has one factor for a collective in both: give steps of one kind")
+        raise ShardCoreError(
+            f"{len(on_one)} steps ran on one host and {len(over_several)} over several; a "
+            "model has one factor for a collective in both: give steps of one kind"
+        )
     found = [*(_of_part(alone, on_one, part) for part in _PARTS), _of_sums(alone, over_several)]
-    factors = {name: np.array([k]) for of, _ in found for name, k in of.items()
-               if collective_model.LEAST_IN_STEP <= k <= collective_model.MOST_IN_STEP}
+    factors = {
+        name: np.array([k])
+        for of, _ in found
+        for name, k in of.items()
+        if collective_model.LEAST_IN_STEP <= k <= collective_model.MOST_IN_STEP
+    }
     if not factors:
         return model
     told = max(n for _, n in found[:-1]) + found[-1][1]
-    return dataclasses.replace(alone, weights={**alone.weights, **factors},
-                               meta={**model.meta, "steps": told})
+    return dataclasses.replace(
+        alone, weights={**alone.weights, **factors}, meta={**model.meta, "steps": told}
+    )
 
 
 def _of_part(alone: NeuralModel, steps: Sequence[Step], part: str) -> tuple[dict[str, float], int]:
@@ -75,16 +86,22 @@ def _of_part(alone: NeuralModel, steps: Sequence[Step], part: str) -> tuple[dict
     """
     way, channels = _PARTS[part]
     # What a dense part hides of ids has no time.
-    timed = [s for s in steps if any(getattr(s[1], part))
-             and not (part == "input_ms" and s[0].job.hides_ids_ms)]
-    often = [c for c in channels if next(iter(LEVELS)) in collective_model.measured_links(alone.weights, c)
-             and sum(_runs(w, c) for w, _ in timed) >= FEWEST_STEPS]
+    timed = [
+        s for s in steps if any(getattr(s[1], part)) and not (part == "input_ms" and s[0].job.hides_ids_ms)
+    ]
+    often = [
+        c
+        for c in channels
+        if next(iter(LEVELS)) in collective_model.measured_links(alone.weights, c)
+        and sum(_runs(w, c) for w, _ in timed) >= FEWEST_STEPS
+    ]
     # Keep steps whose collectives all run often enough, or another's time would distort the fit.
     known = [s for s in timed if (ran := {c for c in channels if _runs(s[0], c)}) and ran <= set(often)]
     if not known:
         return {}, 0
-    terms, took = (np.concatenate(x) for x in zip(*(_observed(alone, s, part, often) for s in known),
-                                                  strict=True))
+    terms, took = (
+        np.concatenate(x) for x in zip(*(_observed(alone, s, part, often) for s in known), strict=True)
+    )
     fitted = fit_law(terms, took)
     return {collective_model.step_weight(c, way): k for c, k in zip(often, fitted, strict=True)}, len(known)
 
@@ -92,9 +109,12 @@ def _of_part(alone: NeuralModel, steps: Sequence[Step], part: str) -> tuple[dict
 def _of_sums(alone: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, float], int]:
     """As _of_part, from the sum of all exchanges of steps over several hosts."""
     steps = [(w, took) for w, took in steps if any(took.input_ms) and not w.job.hides_ids_ms]
-    often = [some for some in _SUMS if all(_decides(c) in collective_model.measured_links(alone.weights, c)
-                                           for c in some)
-             and sum(any(_runs(w, c) for c in some) for w, _ in steps) >= FEWEST_STEPS]
+    often = [
+        some
+        for some in _SUMS
+        if all(_decides(c) in collective_model.measured_links(alone.weights, c) for c in some)
+        and sum(any(_runs(w, c) for c in some) for w, _ in steps) >= FEWEST_STEPS
+    ]
     known = [s for s in steps if all(c in sum(often, ()) for c in s[0].channels if _runs(s[0], c))]
     if not known:
         return {}, 0
@@ -106,8 +126,12 @@ def _of_sums(alone: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, float
         ms = alone.collectives(workload.traffic, compute_ms, workload.topology)
         terms.append([sum(ms[c][way][last] for c in some for way in (0, 1)) for some in often])
     fitted = fit_law(np.array(terms), np.array(took))
-    return {collective_model.step_weight(c, way): k for some, k in zip(often, fitted, strict=True)
-            for c in some for way in c.row.ways}, len(known)
+    return {
+        collective_model.step_weight(c, way): k
+        for some, k in zip(often, fitted, strict=True)
+        for c in some
+        for way in c.row.ways
+    }, len(known)
 
 
 def _decides(channel: Channel) -> str:
@@ -119,16 +143,21 @@ def _decides(channel: Channel) -> str:
 def said(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
     """In words: what `fit` made of n steps."""
     if fitted is before:
-        return (f"{n} replayed steps tell nothing of what exchanges take in them: needed are {FEWEST_STEPS} "
-                "on links that were "
-                "measured, and measured exchanges")
+        return (
+            f"{n} replayed steps tell nothing of what exchanges take in them: needed are {FEWEST_STEPS} "
+            "on links that were "
+            "measured, and measured exchanges"
+        )
     return f"{fitted.meta['steps']} of {n} replayed steps tell what exchanges take in them"
 
 
-_PARTS = {**{f"{way}_comm_ms": (way, [c for c in CHANNELS if c not in ID_CHANNELS
-                                      and way in c.row.ways])
-             for way in ("forward", "backward")},
-          "input_ms": ("forward", list(ID_CHANNELS))}
+_PARTS = {
+    **{
+        f"{way}_comm_ms": (way, [c for c in CHANNELS if c not in ID_CHANNELS and way in c.row.ways])
+        for way in ("forward", "backward")
+    },
+    "input_ms": ("forward", list(ID_CHANNELS)),
+}
 """Parts of a StepCost, with the direction and the channels that they time."""
 _SUMS = [tuple(ID_CHANNELS), *((c,) for c in CHANNELS if c not in ID_CHANNELS)]
 """Channels that share a factor over several hosts."""
@@ -140,8 +169,9 @@ def _runs(workload: Workload, channel: Channel) -> bool:
     return bool(workload.traffic[[c == channel for c in workload.channels]].any())
 
 
-def _observed(model: NeuralModel, step: Step, part: str, channels: Sequence[Channel]) -> tuple[np.ndarray,
-                                                                                               np.ndarray]:
+def _observed(
+    model: NeuralModel, step: Step, part: str, channels: Sequence[Channel]
+) -> tuple[np.ndarray, np.ndarray]:
     """[D, C] predicted ms of each channel in isolation, and [D] ms that all of them took.
 
     The measured times are scaled to the slowdown of the measurements.

@@ -35,19 +35,25 @@ def repeatability(repeats: Sequence[Sequence[ComputeSample]]) -> float | None:
     often = [g for g in repeats if 3 <= len(g) <= CONTROL] or [g for g in repeats if len(g) == 2]
     # Both timings err alike, so their difference has √2 times the error of one.
     pairs = [sorted(g, key=lambda s: math.inf if s.relative_ci is None else s.relative_ci)[:2] for g in often]
-    return (100 * float(np.mean([abs(b.total_ms / a.total_ms - 1) for a, b in pairs])) / math.sqrt(2)
-            if pairs else None)
+    return (
+        100 * float(np.mean([abs(b.total_ms / a.total_ms - 1) for a, b in pairs])) / math.sqrt(2)
+        if pairs
+        else None
+    )
 
 
 def split_by_table(compute: Sequence[ComputeSample]) -> tuple[list[ComputeSample], list[ComputeSample]]:
     """The ops without any table kept for testing (kept_for_testing), and the ops of such tables only."""
     kept = [[kept_for_testing(x.table) for x in s.request.shards] for s in compute]
-    return ([s for s, k in zip(compute, kept, strict=True) if not any(k)],
-            [s for s, k in zip(compute, kept, strict=True) if all(k)])
+    return (
+        [s for s, k in zip(compute, kept, strict=True) if not any(k)],
+        [s for s, k in zip(compute, kept, strict=True) if all(k)],
+    )
 
 
-def unseen_tables(compute: Sequence[ComputeSample], setting: Setting,
-                  config: fit.FitConfig | None = None) -> float | None:
+def unseen_tables(
+    compute: Sequence[ComputeSample], setting: Setting, config: fit.FitConfig | None = None
+) -> float | None:
     """Error in percent on ops of unseen tables, of a model trained without these tables.
 
     None where either side has too few ops.
@@ -85,8 +91,12 @@ class LearningCurve:
         return self.at(most) - self.at(2 * most)
 
 
-def learning_curve(compute: Sequence[ComputeSample], setting: Setting, config: fit.FitConfig | None = None,
-                   progress: fit.Progress | None = None) -> LearningCurve | None:
+def learning_curve(
+    compute: Sequence[ComputeSample],
+    setting: Setting,
+    config: fit.FitConfig | None = None,
+    progress: fit.Progress | None = None,
+) -> LearningCurve | None:
     """Train on a sixteenth of the samples, and so on up to all. It takes as long as two trainings.
 
     Each subset contains the smaller ones. None with too few samples for three points.

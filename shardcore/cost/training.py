@@ -29,14 +29,22 @@ class TrainingData:
     steps: Sequence[step_factors.Step]
 
     def __str__(self) -> str:
-        return (f"training for {self.setting} on {len(self.known.compute)} groups, {len(self.known.comm)} "
-                f"exchanges and {len(self.steps)} replayed steps of {' and '.join(map(str, self.folders))}")
+        return (
+            f"training for {self.setting} on {len(self.known.compute)} groups, {len(self.known.comm)} "
+            f"exchanges and {len(self.steps)} replayed steps of {' and '.join(map(str, self.folders))}"
+        )
 
     @property
     def warnings(self) -> list[str]:
         software = sorted({s.software for s in self.known.compute if s.software})
-        return [f"samples were measured with different software: {'; '.join(software)}; if their timings "
-                "differ, train on those of one"] if len(software) > 1 else []
+        return (
+            [
+                f"samples were measured with different software: {'; '.join(software)}; if their timings "
+                "differ, train on those of one"
+            ]
+            if len(software) > 1
+            else []
+        )
 
 
 def read(folders: Sequence[str | Path], setting: Setting) -> TrainingData:
@@ -55,8 +63,13 @@ class Trained(fit.TrainedModel):
     of_steps: str = ""
 
 
-def train(data: TrainingData, config: fit.FitConfig | None = None, progress: fit.Progress | None = None,
-          start: NeuralModel | None = None, provenance: Mapping[str, Any] | None = None) -> Trained:
+def train(
+    data: TrainingData,
+    config: fit.FitConfig | None = None,
+    progress: fit.Progress | None = None,
+    start: NeuralModel | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> Trained:
     """Train on the train and validation splits, then fit what exchanges take in steps.
 
     provenance: is kept in the model's, beside the digest of the data. Raises what fit.train raises.
@@ -81,6 +94,7 @@ def read_held_out(model: NeuralModel, folder: Path) -> drift_correction.Measurem
     """
     known = drift_correction.read([folder, *model.meta["provenance"].get("datasets", {})], model.setting)
     if all(s.error is not None for s in accuracy.held_out(known.compute)):
-        raise ShardCoreError(f"{folder} holds no held-out samples for ({model.setting}) to judge a model by; "
-                             "measure more")
+        raise ShardCoreError(
+            f"{folder} holds no held-out samples for ({model.setting}) to judge a model by; measure more"
+        )
     return known

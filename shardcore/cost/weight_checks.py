@@ -33,14 +33,24 @@ _MOST_LAYERS = 8
 
 def _with_new_drivers(w: Mapping[str, np.ndarray], known: Sequence[str]) -> dict[str, np.ndarray]:
     """The weights of a model that knew only some drivers. The others cost nothing."""
-    return {**w, **{name: _placed(w[name], known, features.DRIVERS, fill) for name, fill in
-                    (("rates", 0.0), ("contention.0.weight", 0.0), ("load_typical", 1.0)) if name in w}}
+    return {
+        **w,
+        **{
+            name: _placed(w[name], known, features.DRIVERS, fill)
+            for name, fill in (("rates", 0.0), ("contention.0.weight", 0.0), ("load_typical", 1.0))
+            if name in w
+        },
+    }
 
 
 def _with_new_terms(w: Mapping[str, np.ndarray], known: Sequence[str]) -> dict[str, np.ndarray]:
     """The weights of a model that knew only some exchange terms. The others cost nothing."""
-    return {name: _placed(law, known, collective_model.EXCHANGE_TERMS, 0.0)
-            if name.startswith("exchange_") else law for name, law in w.items()}
+    return {
+        name: _placed(law, known, collective_model.EXCHANGE_TERMS, 0.0)
+        if name.startswith("exchange_")
+        else law
+        for name, law in w.items()
+    }
 
 
 def _placed(values: np.ndarray, known: Sequence[str], names: Sequence[str], fill: float) -> np.ndarray:
@@ -57,7 +67,7 @@ def are_older(found: object, names: Sequence[str]) -> bool:
     if not isinstance(found, list) or not found:
         return False
     new = {term for level in LEVELS.values() if not level.terms.keys() & found for term in level.terms}
-    return found in (names[:len(found)], [name for name in names if name not in new])
+    return found in (names[: len(found)], [name for name in names if name not in new])
 
 
 LONGER = {"drivers": _with_new_drivers, "exchange_terms": _with_new_terms}
@@ -70,21 +80,31 @@ def require(w: Mapping[str, np.ndarray]) -> None:
     hidden, knots, levels = (_length(w, name) for name in ("contention.0.bias", "band.log_ms", "band.level"))
     # Name: (shape, allowed range). Signs in these ranges make costs grow with the work.
     rules = {
-        "rates": ((k, 2), _RATE), "launch": ((2,), _RATE), "load_typical": ((k,), _POSITIVE),
-        "condition_low": ((c,), _ANY), "condition_high": ((c,), _ANY), "condition_mean": ((c,), _ANY),
+        "rates": ((k, 2), _RATE),
+        "launch": ((2,), _RATE),
+        "load_typical": ((k,), _POSITIVE),
+        "condition_low": ((c,), _ANY),
+        "condition_high": ((c,), _ANY),
+        "condition_mean": ((c,), _ANY),
         "condition_sd": ((c,), (1e-9, 1e6)),
-        "contention.0.weight": ((k, hidden), (0.0, 1e6)), "contention.0.bias": ((hidden,), _ANY),
+        "contention.0.weight": ((k, hidden), (0.0, 1e6)),
+        "contention.0.bias": ((hidden,), _ANY),
         "contention.1.weight": ((hidden, 2), (0.0, _CONTENTION / hidden)),
-        "band.log_ms": ((knots,), _ANY), "band.width": ((knots,), (1e-9, 1e6)),
+        "band.log_ms": ((knots,), _ANY),
+        "band.width": ((knots,), (1e-9, 1e6)),
         "band.level": ((levels,), (0.0, 1.0)),
-        "band.error": ((levels,), _ANY), **_network(w, c),
+        "band.error": ((levels,), _ANY),
+        **_network(w, c),
     }
     in_step = (collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP)
     ran = [(channel, way) for channel in CHANNELS for way in channel.row.ways]
     # Collectives may be unmeasured, and factors exist only with replays.
-    optional = {collective_model.weight(*x, payload): ((e,), _RATE)
-                for x in ran if not x[0].row.work
-                for payload in (PAYLOADS if x[0].row.cast else ("fp32",))}
+    optional = {
+        collective_model.weight(*x, payload): ((e,), _RATE)
+        for x in ran
+        if not x[0].row.work
+        for payload in (PAYLOADS if x[0].row.cast else ("fp32",))
+    }
     optional |= {collective_model.step_weight(*x): ((1,), in_step) for x in ran}
     optional |= {name: ((2,), _RATE) for name in collective_model.OWN_WORK}
     for name in sorted(set(w) - set(rules) - set(optional)):
@@ -99,10 +119,15 @@ def require(w: Mapping[str, np.ndarray]) -> None:
 def _require_band(log_ms: np.ndarray, width: np.ndarray, level: np.ndarray, error: np.ndarray) -> None:
     """Quantiles have to rise with the level and with the cost, and stay finite."""
     if level[0] > quantiles.LEVELS[0] or level[-1] < quantiles.LEVELS[-1]:
-        raise ShardCoreError(f"weight 'band.level' goes from {level[0]:g} to {level[-1]:g}; it needs to "
-                             f"reach from {quantiles.LEVELS[0]} to {quantiles.LEVELS[-1]}")
-    for name, found, least in (("band.log_ms", log_ms, 1e-9), ("band.level", level, 1e-9),
-                               ("band.error", error, 0.0)):
+        raise ShardCoreError(
+            f"weight 'band.level' goes from {level[0]:g} to {level[-1]:g}; it needs to "
+            f"reach from {quantiles.LEVELS[0]} to {quantiles.LEVELS[-1]}"
+        )
+    for name, found, least in (
+        ("band.log_ms", log_ms, 1e-9),
+        ("band.level", level, 1e-9),
+        ("band.error", error, 0.0),
+    ):
         if (np.diff(found) < least).any():
             raise ShardCoreError(f"weight {name!r} falls; it needs to rise")
     if not quantiles.rises(log_ms, width, error):
@@ -111,11 +136,17 @@ def _require_band(log_ms: np.ndarray, width: np.ndarray, level: np.ndarray, erro
         raise ShardCoreError(f"weights 'band.error' and 'band.width' mean factors beyond e^{_BAND:g}")
 
 
-def _network(w: Mapping[str, np.ndarray], inputs: int) -> dict[str,
-                                                               tuple[tuple[int, ...], tuple[float, float]]]:
+def _network(
+    w: Mapping[str, np.ndarray], inputs: int
+) -> dict[str, tuple[tuple[int, ...], tuple[float, float]]]:
     """Rules of the correction network's layers. Each takes what the one before gives; the last gives 2."""
-    rules, last = {}, max((int(found[1]) for name in w if (found := re.fullmatch(r"network\.(\d{1,3})\..*",
-                                                                                 name))), default=0)
+    rules, last = (
+        {},
+        max(
+            (int(found[1]) for name in w if (found := re.fullmatch(r"network\.(\d{1,3})\..*", name))),
+            default=0,
+        ),
+    )
     if last >= _MOST_LAYERS:
         raise ShardCoreError(f"weights 'network' have {last + 1} layers; they need {_MOST_LAYERS} at most")
     # The name of a layer gives its number: network.0, network.1, ...
@@ -136,9 +167,11 @@ def _require(w: Mapping[str, np.ndarray], name: str, shape: Sequence[int], ends:
         raise ShardCoreError(f"weight {name!r} is missing")
     found = w[name]
     if found.shape != tuple(shape) or found.dtype != np.float64:
-        raise ShardCoreError(f"weight {name!r} is {found.dtype} {list(found.shape)}; it needs to be float64 "
-                             f"{list(shape)}")
+        raise ShardCoreError(
+            f"weight {name!r} is {found.dtype} {list(found.shape)}; it needs to be float64 {list(shape)}"
+        )
     wrong = ~((found >= ends[0]) & (found <= ends[1]))  # of NaN, too
     if wrong.any():
-        raise ShardCoreError(f"weight {name!r} has {float(found[wrong][0]):g}; it needs {ends[0]:g} to "
-                             f"{ends[1]:g}")
+        raise ShardCoreError(
+            f"weight {name!r} has {float(found[wrong][0]):g}; it needs {ends[0]:g} to {ends[1]:g}"
+        )

@@ -1,12 +1,12 @@
 """Files: each is read strictly, and written under a temporary name and then renamed.
 
-  schema, envelope             strict reading, and what each JSON file has around its content
-  files, problem_parts         problems, pools and plans
-  grouped_plans, towers        plans of sharding groups, and towers
-  model_files, tensor_files    folders of models, and sealed tensors
-  measurements                 samples
-  dataset, dataset_parts       samples of ops and collectives in a folder that only grows
-  replays                      replayed steps of a problem's plans
-  hot_ids, row_counts          hot ids of tables, and lookups of each row
-  dlrm_datasets                files of facebookresearch/dlrm_datasets
+schema, envelope             strict reading, and what each JSON file has around its content
+files, problem_parts         problems, pools and plans
+grouped_plans, towers        plans of sharding groups, and towers
+model_files, tensor_files    folders of models, and sealed tensors
+measurements                 samples
+dataset, dataset_parts       samples of ops and collectives in a folder that only grows
+replays                      replayed steps of a problem's plans
+hot_ids, row_counts          hot ids of tables, and lookups of each row
+dlrm_datasets                files of facebookresearch/dlrm_datasets
 """

@@ -64,8 +64,9 @@ def compute_id(setting: Setting, request: ComputeRequest) -> str:
 
 
 def comm_id(setting: Setting, request: CollectiveRequest) -> str:
-    described = {name: value for name, value in vars(request).items()
-                 if name not in _USUAL or value != _USUAL[name]}
+    described = {
+        name: value for name, value in vars(request).items() if name not in _USUAL or value != _USUAL[name]
+    }
     if request.emulated:
         described["emulated"] = dataclasses.asdict(request.emulated)
     if request.hosts > 1:
@@ -93,37 +94,70 @@ def write_pool(folder: str | Path, tables: Sequence[Table]) -> str:
 
 def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: str) -> Path:
     """Write compute samples as one part. pool: digest of their tables' pool, from write_pool."""
-    rows = [{**_common(s, "compute"), "pool": pool, "shards": [_shard_row(x) for x in s.request.shards],
-             "forward": _spread_row(s.forward), "backward": _spread_row(s.backward), "slowdown": s.slowdown,
-             "relative_ci": s.relative_ci, "order": s.order, "software": s.software,
-             "sequence": all(x.table.sequence for x in s.request.shards)} for s in samples]
+    rows = [
+        {
+            **_common(s, "compute"),
+            "pool": pool,
+            "shards": [_shard_row(x) for x in s.request.shards],
+            "forward": _spread_row(s.forward),
+            "backward": _spread_row(s.backward),
+            "slowdown": s.slowdown,
+            "relative_ci": s.relative_ci,
+            "order": s.order,
+            "software": s.software,
+            "sequence": all(x.table.sequence for x in s.request.shards),
+        }
+        for s in samples
+    ]
     return dataset_parts.write_part(folder, "compute", rows)
 
 
 def write_comm(folder: str | Path, samples: Sequence[CollectiveSample]) -> Path:
     """Write samples of collectives as one part."""
-    rows = [{**_common(s, "comm"),
-             **{k: getattr(s.request, k) for k in ("collective", "payload", "hosts", "busy_ms", "group")},
-             "emulated_between_gbit_s": s.request.emulated and s.request.emulated.between_gbit_s,
-             "emulated_within_gbit_s": s.request.emulated and s.request.emulated.within_gbit_s,
-             "widths": list(s.request.widths), "start_ms": list(s.request.start_ms),
-             "forward": s.forward and [_spread_row(x) for x in s.forward],
-             "backward": s.backward and [_spread_row(x) for x in s.backward],
-             "waiting_ms": s.waiting_ms and list(s.waiting_ms), "order": s.order,
-             "oversubscribed": s.oversubscribed, "work_ms": s.work_ms and list(s.work_ms)} for s in samples]
+    rows = [
+        {
+            **_common(s, "comm"),
+            **{k: getattr(s.request, k) for k in ("collective", "payload", "hosts", "busy_ms", "group")},
+            "emulated_between_gbit_s": s.request.emulated and s.request.emulated.between_gbit_s,
+            "emulated_within_gbit_s": s.request.emulated and s.request.emulated.within_gbit_s,
+            "widths": list(s.request.widths),
+            "start_ms": list(s.request.start_ms),
+            "forward": s.forward and [_spread_row(x) for x in s.forward],
+            "backward": s.backward and [_spread_row(x) for x in s.backward],
+            "waiting_ms": s.waiting_ms and list(s.waiting_ms),
+            "order": s.order,
+            "oversubscribed": s.oversubscribed,
+            "work_ms": s.work_ms and list(s.work_ms),
+        }
+        for s in samples
+    ]
     return dataset_parts.write_part(folder, "comm", rows)
 
 
 def _common(sample: ComputeSample | CollectiveSample, kind: str) -> Row:
     s = sample.setting
-    return {"id": sample.id, "hardware": s.hardware, "setting_batch": s.batch, "precision": s.precision,
-            "optimizer": s.optimizer, "measurement_version": dataset_parts.MEASUREMENT_VERSIONS[kind],
-            "measured_at": sample.measured_at, "error": sample.error, "batch": sample.request.batch}
+    return {
+        "id": sample.id,
+        "hardware": s.hardware,
+        "setting_batch": s.batch,
+        "precision": s.precision,
+        "optimizer": s.optimizer,
+        "measurement_version": dataset_parts.MEASUREMENT_VERSIONS[kind],
+        "measured_at": sample.measured_at,
+        "error": sample.error,
+        "batch": sample.request.batch,
+    }
 
 
 def _shard_row(s: Shard) -> Row:
-    return {"table": s.table.name, "dim": s.table.dim, "row_lo": s.row_lo, "row_hi": s.row_hi,
-            "col_lo": s.col_lo, "col_hi": s.col_hi}
+    return {
+        "table": s.table.name,
+        "dim": s.table.dim,
+        "row_lo": s.row_lo,
+        "row_hi": s.row_hi,
+        "col_lo": s.col_lo,
+        "col_hi": s.col_hi,
+    }
 
 
 def _spread_row(spread: Spread | None) -> Row | None:
@@ -195,18 +229,35 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
                 pools[pool] = _pool(folder, pool)
             if name not in pools[pool]:
                 raise ShardCoreError(f"its pool {pool} has no table {show(name)}")
-            tables[key] = dataclasses.replace(pools[pool][name], dim=dim, precision=precision,
-                                              sequence=sequence)
+            tables[key] = dataclasses.replace(
+                pools[pool][name], dim=dim, precision=precision, sequence=sequence
+            )
         return tables[key]
 
     def sample(row: Row) -> ComputeSample:
-        shards = tuple(Shard(table(row["pool"], s["table"], s["dim"], row["precision"], row["sequence"]),
-                             s["row_lo"], s["row_hi"], s["col_lo"], s["col_hi"]) for s in row["shards"])
+        shards = tuple(
+            Shard(
+                table(row["pool"], s["table"], s["dim"], row["precision"], row["sequence"]),
+                s["row_lo"],
+                s["row_hi"],
+                s["col_lo"],
+                s["col_hi"],
+            )
+            for s in row["shards"]
+        )
         made = ComputeSample(
-            row["id"], row["setting"], ComputeRequest(shards, row["batch"]), _spread(row["forward"]),
-            _spread(row["backward"]), measured_at=row["measured_at"], error=row["error"],
-            slowdown=row["slowdown"], relative_ci=row["relative_ci"], order=row["order"],
-            software=row["software"])
+            row["id"],
+            row["setting"],
+            ComputeRequest(shards, row["batch"]),
+            _spread(row["forward"]),
+            _spread(row["backward"]),
+            measured_at=row["measured_at"],
+            error=row["error"],
+            slowdown=row["slowdown"],
+            relative_ci=row["relative_ci"],
+            order=row["order"],
+            software=row["software"],
+        )
         _require_own_id(made.id, compute_id(made.setting, made.request))
         return made
 
@@ -216,26 +267,45 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
 def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]:
     def sample(row: Row) -> CollectiveSample:
         between, within = row["emulated_between_gbit_s"], row["emulated_within_gbit_s"]
-        require(between is not None or within is None, f"it has emulated_within_gbit_s {within} only; it "
-                "needs emulated_between_gbit_s beside it")
+        require(
+            between is not None or within is None,
+            f"it has emulated_within_gbit_s {within} only; it needs emulated_between_gbit_s beside it",
+        )
         request = CollectiveRequest(
-            tuple(row["widths"]), row["batch"], tuple(row["start_ms"]), collective=row["collective"],
-            payload=row["payload"], hosts=row["hosts"], busy_ms=row["busy_ms"], group=row["group"],
-            emulated=None if between is None else EmulatedLinks(between, within))
+            tuple(row["widths"]),
+            row["batch"],
+            tuple(row["start_ms"]),
+            collective=row["collective"],
+            payload=row["payload"],
+            hosts=row["hosts"],
+            busy_ms=row["busy_ms"],
+            group=row["group"],
+            emulated=None if between is None else EmulatedLinks(between, within),
+        )
         both = [row[k] and tuple(_spread(x) for x in row[k]) for k in ("forward", "backward")]
         waiting_ms = row["waiting_ms"] and tuple(row["waiting_ms"])
         made = CollectiveSample(
-            row["id"], row["setting"], request, forward=both[0], backward=both[1], waiting_ms=waiting_ms,
-            measured_at=row["measured_at"], error=row["error"], order=row["order"],
-            oversubscribed=row["oversubscribed"], work_ms=row["work_ms"] and tuple(row["work_ms"]))
+            row["id"],
+            row["setting"],
+            request,
+            forward=both[0],
+            backward=both[1],
+            waiting_ms=waiting_ms,
+            measured_at=row["measured_at"],
+            error=row["error"],
+            order=row["order"],
+            oversubscribed=row["oversubscribed"],
+            work_ms=row["work_ms"] and tuple(row["work_ms"]),
+        )
         _require_own_id(made.id, comm_id(made.setting, made.request))
         return made
 
     return _samples(folder, "comm", setting, sample)
 
 
-def _samples(folder: str | Path, kind: str, setting: Setting | None,
-             make: Callable[[Row], Sample]) -> list[Sample]:
+def _samples(
+    folder: str | Path, kind: str, setting: Setting | None, make: Callable[[Row], Sample]
+) -> list[Sample]:
     """The samples that `make` builds from all rows of a kind, each timing once.
 
     Raises ShardCoreError naming an invalid sample.
@@ -247,15 +317,17 @@ def _samples(folder: str | Path, kind: str, setting: Setting | None,
             samples[row["id"], row["measured_at"]] = make(row)
         except (TypeError, ShardCoreError) as error:
             said = error if isinstance(error, ShardCoreError) else "it has an entry that is nothing"
-            raise ShardCoreError(f"{row['part']} is no part of a dataset, sample {show(row['id'])}: {said}; "
-                                 "remove it") from None
+            raise ShardCoreError(
+                f"{row['part']} is no part of a dataset, sample {show(row['id'])}: {said}; remove it"
+            ) from None
     return list(samples.values())
 
 
 def merge_parts(folder: str | Path) -> None:
     """Merge parts, see dataset_parts.merge. Raises ShardCoreError naming an invalid sample."""
-    dataset_parts.merge(folder,
-                        lambda kind: read_timings(folder) if kind == "compute" else _comm(folder, None))
+    dataset_parts.merge(
+        folder, lambda kind: read_timings(folder) if kind == "compute" else _comm(folder, None)
+    )
 
 
 def _require_own_id(found: str, right: str) -> None:
@@ -281,8 +353,9 @@ def _spread(row: Row | None) -> Spread | None:
 def settings(folder: str | Path) -> list[Setting]:
     """Settings of the compute samples in a folder."""
     columns = ["hardware", "setting_batch", "precision", "optimizer", "measurement_version"]
-    return sorted({row["setting"] for row in dataset_parts.read_rows(folder, "compute", None, columns)},
-                  key=str)
+    return sorted(
+        {row["setting"] for row in dataset_parts.read_rows(folder, "compute", None, columns)}, key=str
+    )
 
 
 def read_ids(folder: str | Path, kind: str) -> set[str]:
@@ -301,11 +374,13 @@ def disturbed_ids(folder: str | Path, tolerance: float) -> set[str]:
     for row in dataset_parts.read_rows(folder, "compute", None, columns):
         if row["error"] is None:
             found.setdefault(row["id"], []).append(
-                math.inf if row["relative_ci"] is None else row["relative_ci"])
+                math.inf if row["relative_ci"] is None else row["relative_ci"]
+            )
     # On a noisy machine all intervals are wide. Only outliers are worth repeating.
     usual = statistics.median([known[0] for known in found.values()]) if found else 0.0
-    return {k for k, known in found.items()
-            if len(known) == 1 and 2 * max(tolerance, usual) < known[0] < math.inf}
+    return {
+        k for k, known in found.items() if len(known) == 1 and 2 * max(tolerance, usual) < known[0] < math.inf
+    }
 
 
 def usual_ms(folder: str | Path, setting: Setting, request: ComputeRequest) -> float | None:

@@ -42,29 +42,78 @@ _MOST_VALUES, _MOST_TEXT = (1 << 18, 16), (1 << 24, 64)
 Shipped parts have 0.6 values per byte. Repeated values take almost no bytes, so a small file could unpack to
 any size.
 """
-_OPTIONAL = ("error", "forward", "backward", "relative_ci", "waiting_ms", "emulated_between_gbit_s",
-             "emulated_within_gbit_s", "work_ms")
+_OPTIONAL = (
+    "error",
+    "forward",
+    "backward",
+    "relative_ci",
+    "waiting_ms",
+    "emulated_between_gbit_s",
+    "emulated_within_gbit_s",
+    "work_ms",
+)
 """Columns that may be null."""
 
-_SPREAD = pa.struct([("median_ms", pa.float64()), ("q1_ms", pa.float64()), ("q3_ms", pa.float64()),
-                     ("repeats", pa.int32())])
-_SHARD = pa.struct([("table", pa.string()), ("dim", pa.int32()), ("row_lo", pa.int64()),
-                    ("row_hi", pa.int64()), ("col_lo", pa.int32()), ("col_hi", pa.int32())])
-_COMMON = [("id", pa.string()), ("hardware", pa.string()), ("setting_batch", pa.int64()),
-           ("precision", pa.string()), ("optimizer", pa.string()), ("measurement_version", pa.int32()),
-           ("measured_at", pa.float64()), ("error", pa.string()), ("batch", pa.int64())]
-COMPUTE = pa.schema([*_COMMON, ("pool", pa.string()), ("shards", pa.list_(_SHARD)), ("forward", _SPREAD),
-                     ("backward", _SPREAD), ("slowdown", pa.float64()), ("relative_ci", pa.float64()),
-                     ("order", pa.int64()), ("software", pa.string()), ("sequence", pa.bool_())])
+_SPREAD = pa.struct(
+    [("median_ms", pa.float64()), ("q1_ms", pa.float64()), ("q3_ms", pa.float64()), ("repeats", pa.int32())]
+)
+_SHARD = pa.struct(
+    [
+        ("table", pa.string()),
+        ("dim", pa.int32()),
+        ("row_lo", pa.int64()),
+        ("row_hi", pa.int64()),
+        ("col_lo", pa.int32()),
+        ("col_hi", pa.int32()),
+    ]
+)
+_COMMON = [
+    ("id", pa.string()),
+    ("hardware", pa.string()),
+    ("setting_batch", pa.int64()),
+    ("precision", pa.string()),
+    ("optimizer", pa.string()),
+    ("measurement_version", pa.int32()),
+    ("measured_at", pa.float64()),
+    ("error", pa.string()),
+    ("batch", pa.int64()),
+]
+COMPUTE = pa.schema(
+    [
+        *_COMMON,
+        ("pool", pa.string()),
+        ("shards", pa.list_(_SHARD)),
+        ("forward", _SPREAD),
+        ("backward", _SPREAD),
+        ("slowdown", pa.float64()),
+        ("relative_ci", pa.float64()),
+        ("order", pa.int64()),
+        ("software", pa.string()),
+        ("sequence", pa.bool_()),
+    ]
+)
 """batch: samples that the op ran over. pool: digest of the pool file with its tables. A shard's table has the
 dim given here. sequence: whether lookups are not pooled. Other columns are as in ComputeSample."""
-COMM = pa.schema([*_COMMON, ("collective", pa.string()), ("payload", pa.string()), ("hosts", pa.int32()),
-                  ("widths", pa.list_(pa.int32())), ("start_ms", pa.list_(pa.float64())),
-                  ("forward", pa.list_(_SPREAD)), ("backward", pa.list_(_SPREAD)),
-                  ("waiting_ms", pa.list_(pa.float64())), ("order", pa.int64()),
-                  ("oversubscribed", pa.bool_()), ("busy_ms", pa.float64()), ("group", pa.string()),
-                  ("emulated_between_gbit_s", pa.float64()), ("emulated_within_gbit_s", pa.float64()),
-                  ("work_ms", pa.list_(pa.float64()))])
+COMM = pa.schema(
+    [
+        *_COMMON,
+        ("collective", pa.string()),
+        ("payload", pa.string()),
+        ("hosts", pa.int32()),
+        ("widths", pa.list_(pa.int32())),
+        ("start_ms", pa.list_(pa.float64())),
+        ("forward", pa.list_(_SPREAD)),
+        ("backward", pa.list_(_SPREAD)),
+        ("waiting_ms", pa.list_(pa.float64())),
+        ("order", pa.int64()),
+        ("oversubscribed", pa.bool_()),
+        ("busy_ms", pa.float64()),
+        ("group", pa.string()),
+        ("emulated_between_gbit_s", pa.float64()),
+        ("emulated_within_gbit_s", pa.float64()),
+        ("work_ms", pa.list_(pa.float64())),
+    ]
+)
 """As in CollectiveRequest and CollectiveSample. Lists have one entry per rank. emulated_*: of EmulatedLinks;
 null where hosts and links are real."""
 _SCHEMAS = {"compute": COMPUTE, "comm": COMM}
@@ -88,8 +137,9 @@ def write_part(folder: str | Path, kind: str, rows: list[Row]) -> Path:
     return path
 
 
-def read_rows(folder: str | Path, kind: str, setting: Setting | None = None,
-              columns: list[str] | None = None) -> Iterator[Row]:
+def read_rows(
+    folder: str | Path, kind: str, setting: Setting | None = None, columns: list[str] | None = None
+) -> Iterator[Row]:
     """Rows (of one setting) of the current version in MEASUREMENT_VERSIONS.
 
     Rows that include the setting's columns also get the keys `setting` and `part`.
@@ -127,8 +177,10 @@ def merge(folder: str | Path, require: Callable[[str], object]) -> None:
         last = {r["id"]: k for k, r in in_time}
         kept = [k for k in sorted(rows) if rows[k]["error"] is None or last[k[0]] == k]
         try:
-            merged = {write_part(folder, kind, [rows[k] for k in kept[i:i + _PART_ROWS]])
-                      for i in range(0, len(kept), _PART_ROWS)}
+            merged = {
+                write_part(folder, kind, [rows[k] for k in kept[i : i + _PART_ROWS]])
+                for i in range(0, len(kept), _PART_ROWS)
+            }
         except ShardCoreError:
             # Together they would be no readable part. By themselves they are.
             continue
@@ -168,8 +220,10 @@ def _read_part(path: Path, kind: str, columns: list[str] | None) -> list[Row]:
     """Rows of a part. Empty if it has another version than MEASUREMENT_VERSIONS."""
     content = read_bytes(path)
     if f"{hashlib.sha256(content).hexdigest()[:24]}.parquet" != path.name.split("-", 1)[1]:
-        raise ShardCoreError(f"{path} does not match the digest in its name; it was cut short or edited. "
-                             "Remove it, and a rerun of `measure` measures only what it held")
+        raise ShardCoreError(
+            f"{path} does not match the digest in its name; it was cut short or edited. "
+            "Remove it, and a rerun of `measure` measures only what it held"
+        )
     try:
         return _rows_of(content, kind, columns, path)
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, OverflowError, MemoryError) as error:

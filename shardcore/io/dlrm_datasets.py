@@ -37,8 +37,10 @@ def dlrm_datasets_pool(path: str | Path, dim: int = 64) -> tuple[Table, ...]:
     indices, offsets, lengths = _read_batch(Path(path))
     n_tables, batch = lengths.shape
     edges = offsets[::batch].tolist()
-    return tuple(_measured_table(f"t{t:03d}", indices[lo:hi].numpy(), batch, dim)
-                 for t, (lo, hi) in enumerate(zip(edges[:n_tables], edges[1:], strict=True)))
+    return tuple(
+        _measured_table(f"t{t:03d}", indices[lo:hi].numpy(), batch, dim)
+        for t, (lo, hi) in enumerate(zip(edges[:n_tables], edges[1:], strict=True))
+    )
 
 
 def _measured_table(name: str, ids: np.ndarray, batch: int, dim: int) -> Table:
@@ -48,8 +50,9 @@ def _measured_table(name: str, ids: np.ndarray, batch: int, dim: int) -> Table:
 
 def _read_batch(path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     what = f"dlrm_datasets file {str(path)!r}"
-    wanted = ("it needs to be the torch.save of "
-              "(indices, offsets [tables × batch + 1], lengths [tables, batch])")
+    wanted = (
+        "it needs to be the torch.save of (indices, offsets [tables × batch + 1], lengths [tables, batch])"
+    )
     if not path.exists():
         source = "github.com/facebookresearch/dlrm_datasets"
         raise ShardCoreError(f"{what} does not exist; download it from {source}")
@@ -68,9 +71,14 @@ def _read_batch(path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             raise ShardCoreError(f"{what} {why}; {wanted}") from None
     tensors = tuple(content) if isinstance(content, (tuple, list)) else ()
     # A view of a cell, repeated, would fill memory once it is used.
-    whole = all(isinstance(x, torch.Tensor) and x.dtype in (torch.int32, torch.int64)
-                and x.layout == torch.strided and x.device.type == "cpu" and x.is_contiguous()
-                for x in tensors)
+    whole = all(
+        isinstance(x, torch.Tensor)
+        and x.dtype in (torch.int32, torch.int64)
+        and x.layout == torch.strided
+        and x.device.type == "cpu"
+        and x.is_contiguous()
+        for x in tensors
+    )
     if len(tensors) != 3 or not whole:
         raise ShardCoreError(f"{what} holds {_kind(content)}; {wanted}, whole numbers all")
     for problem in _batch_problems(*tensors):
@@ -87,8 +95,11 @@ def _batch_problems(indices: torch.Tensor, offsets: torch.Tensor, lengths: torch
         yield f"has a negative length {int(lengths.min())}"
         return
     first, last = int(offsets[0]), int(offsets[-1])
-    if (first != 0 or last != len(indices)
-            or not torch.equal(offsets.diff(), lengths.flatten().to(offsets.dtype))):
+    if (
+        first != 0
+        or last != len(indices)
+        or not torch.equal(offsets.diff(), lengths.flatten().to(offsets.dtype))
+    ):
         yield f"has offsets from {first} to {last} that do not match its lengths and {len(indices)} indices"
     elif len(indices) and indices.min() < 0:
         yield f"has a negative index {int(indices.min())}"
@@ -104,8 +115,10 @@ def _unpacked(path: Path, folder: Path) -> Path:
         with gzip.open(raw) as packed, (folder / "batch.pt").open("wb") as plain:
             while block := packed.read(1 << 20):
                 if plain.tell() + len(block) > most:
-                    raise ShardCoreError(f"dlrm_datasets file {str(path)!r} unpacks to more than {most:,} "
-                                         f"bytes, over {_MOST_RATIO} times its size; no batch does")
+                    raise ShardCoreError(
+                        f"dlrm_datasets file {str(path)!r} unpacks to more than {most:,} "
+                        f"bytes, over {_MOST_RATIO} times its size; no batch does"
+                    )
                 plain.write(block)
     return folder / "batch.pt"
 
@@ -117,8 +130,10 @@ def _require_stored(path: Path) -> None:
     size = path.stat().st_size
     packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
     if packed or sum(entry.file_size for entry in entries) > size:
-        raise ShardCoreError(f"{path.name} has packed or overlapping entries, and torch.save writes none; "
-                             "write it with torch.save")
+        raise ShardCoreError(
+            f"{path.name} has packed or overlapping entries, and torch.save writes none; "
+            "write it with torch.save"
+        )
 
 
 def _kind(content: object) -> str:

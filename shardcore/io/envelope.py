@@ -11,8 +11,20 @@ from typing import Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.io.schema import read_json, show
 
-VERSIONS = {"problem": 1, "pool": 1, "plan": 2, "grouped-plan": 1, "model": 1, "policy": 1, "towers": 1,
-            "offers": 1, "hot-ids": 1, "row-counts": 1, "rows": 1, "rows-complete": 1}
+VERSIONS = {
+    "problem": 1,
+    "pool": 1,
+    "plan": 2,
+    "grouped-plan": 1,
+    "model": 1,
+    "policy": 1,
+    "towers": 1,
+    "offers": 1,
+    "hot-ids": 1,
+    "row-counts": 1,
+    "rows": 1,
+    "rows-complete": 1,
+}
 """By schema. No other version is read."""
 
 
@@ -43,12 +55,14 @@ def opened(data: Any, schema: str, path: str | Path) -> dict[str, Any]:
     if not isinstance(data, dict) or data.get("schema") != f"shardcore/{schema}":
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         grouped = ": it is of one sharding group, which only price and export read" * (
-            found == "shardcore/grouped-plan")
+            found == "shardcore/grouped-plan"
+        )
         raise ShardCoreError(f"{path} has schema {show(found)}{grouped}; expected 'shardcore/{schema}'")
     version = data.get("version")
     if type(version) is not int or version != VERSIONS[schema]:
-        raise ShardCoreError(f"{path} has version {show(version)} of {data['schema']}; this ShardCore reads "
-                             f"{VERSIONS[schema]}")
+        raise ShardCoreError(
+            f"{path} has version {show(version)} of {data['schema']}; this ShardCore reads {VERSIONS[schema]}"
+        )
     return {k: v for k, v in data.items() if k not in ("schema", "version")}
 
 
@@ -59,6 +73,7 @@ def seal(body: Mapping[str, Any]) -> dict[str, Any]:
 def unseal(body: dict[str, Any], path: str | Path) -> dict[str, Any]:
     found = body.pop("digest", None)
     if found != digest(body):
-        raise ShardCoreError(f"{path} does not match its digest {show(found)}; "
-                             "it was edited after ShardCore wrote it")
+        raise ShardCoreError(
+            f"{path} does not match its digest {show(found)}; it was edited after ShardCore wrote it"
+        )
     return body

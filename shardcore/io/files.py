@@ -164,8 +164,12 @@ def json_bytes(value: Any) -> bytes:
 def _lines(value: Any, end: str) -> str:
     inner = end + " "
     if isinstance(value, Mapping) and value:
-        return ("{" + ",".join(f"{inner}{_dumps(str(k))}: {_lines(v, inner)}" for k, v in value.items())
-                + end + "}")
+        return (
+            "{"
+            + ",".join(f"{inner}{_dumps(str(k))}: {_lines(v, inner)}" for k, v in value.items())
+            + end
+            + "}"
+        )
     if isinstance(value, list | tuple) and any(isinstance(entry, Mapping | list | tuple) for entry in value):
         return "[" + ",".join(inner + _dumps(entry) for entry in value) + end + "]"
     return _dumps(value)
@@ -184,28 +188,44 @@ def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def table_to_json(table: Table) -> dict[str, Any]:
-    access = ({"reuse": {"bins": list(table.access.bins), "batch": table.access.batch}}
-              if isinstance(table.access, Reuse) else {"zipf_alpha": table.access.alpha})
-    optional = {k: v for k, v, default in (("precision", table.precision, "fp32"),
-                                           ("ordered", table.ordered, False),
-                                           ("features", table.features, 1),
-                                           ("weighted", table.weighted, False),
-                                           ("sequence", table.sequence, False), ("dedup", table.dedup, 1.0),
-                                           ("collection", table.collection, ""),
-                                           ("load_factor", table.load_factor, 1.0),
-                                           ("tier", table.tier, BELOW[0]),
-                                           ("row_shares", table.row_shares, None),
-                                           ("managed_collision", table.managed_collision, None))
-                if v != default}
+    access = (
+        {"reuse": {"bins": list(table.access.bins), "batch": table.access.batch}}
+        if isinstance(table.access, Reuse)
+        else {"zipf_alpha": table.access.alpha}
+    )
+    optional = {
+        k: v
+        for k, v, default in (
+            ("precision", table.precision, "fp32"),
+            ("ordered", table.ordered, False),
+            ("features", table.features, 1),
+            ("weighted", table.weighted, False),
+            ("sequence", table.sequence, False),
+            ("dedup", table.dedup, 1.0),
+            ("collection", table.collection, ""),
+            ("load_factor", table.load_factor, 1.0),
+            ("tier", table.tier, BELOW[0]),
+            ("row_shares", table.row_shares, None),
+            ("managed_collision", table.managed_collision, None),
+        )
+        if v != default
+    }
     optional |= {k: dataclasses.asdict(v) for k, v in optional.items() if dataclasses.is_dataclass(v)}
-    return {"name": table.name, "rows": table.rows, "dim": table.dim, "pooling": table.pooling,
-            **access, **optional}
+    return {
+        "name": table.name,
+        "rows": table.rows,
+        "dim": table.dim,
+        "pooling": table.pooling,
+        **access,
+        **optional,
+    }
 
 
 def table_from_json(data: Any, what: str) -> Table:
     if not isinstance(data, Mapping):
-        raise ShardCoreError(f"{what} is {show(data)}; it needs to be a table: name, rows, dim, "
-                             "pooling and access statistics")
+        raise ShardCoreError(
+            f"{what} is {show(data)}; it needs to be a table: name, rows, dim, pooling and access statistics"
+        )
     what = f"{what}, table {show(data.get('name'))}"
     rest = {k: v for k, v in data.items() if k not in ("reuse", "zipf_alpha")}
     if "reuse" in data and "zipf_alpha" in data:
@@ -223,20 +243,24 @@ def table_from_json(data: Any, what: str) -> Table:
 def problem_to_json(problem: Problem) -> dict[str, Any]:
     topology = dataclasses.asdict(problem.topology)
     topology["devices"] = [dataclasses.asdict(d) for d in problem.topology.devices]
-    topology["links"] = [{k: v for k, v in link.items() if v is not None and v is not False}
-                         for link in topology["links"]]
+    topology["links"] = [
+        {k: v for k, v in link.items() if v is not None and v is not False} for link in topology["links"]
+    ]
     for name in ("links", "memory"):
         if not topology[name]:  # only where given: older problems keep their digest
             del topology[name]
-    return document("problem", {
-        "name": problem.name,
-        "global_batch": problem.global_batch,
-        "optimizer": problem.optimizer,
-        "topology": {**topology, "devices": _counted(topology["devices"])},
-        "constraints": _constraints_to_json(problem.constraints),
-        **_job_to_json(problem.job),
-        "tables": [table_to_json(t) for t in problem.tables],
-    })
+    return document(
+        "problem",
+        {
+            "name": problem.name,
+            "global_batch": problem.global_batch,
+            "optimizer": problem.optimizer,
+            "topology": {**topology, "devices": _counted(topology["devices"])},
+            "constraints": _constraints_to_json(problem.constraints),
+            **_job_to_json(problem.job),
+            "tables": [table_to_json(t) for t in problem.tables],
+        },
+    )
 
 
 def _job_to_json(job: Job) -> dict[str, Any]:
@@ -252,12 +276,17 @@ _OPTIONAL = ("pinned", "together", "kinds", "min_widths")
 def _constraints_to_json(constraints: Constraints) -> dict[str, Any]:
     """Pins and groups only where there are any, so that problems without them keep the digest that their
     plans know."""
-    optional = {"pinned": {name: list(where) for name, where in constraints.pinned},
-                "together": [list(group) for group in constraints.together],
-                "kinds": {name: list(kinds) for name, kinds in constraints.kinds},
-                "min_widths": dict(constraints.min_widths)}
-    return {"reserved_bytes": constraints.reserved_bytes, "unsplit": list(constraints.unsplit),
-            **{k: v for k, v in optional.items() if v}}
+    optional = {
+        "pinned": {name: list(where) for name, where in constraints.pinned},
+        "together": [list(group) for group in constraints.together],
+        "kinds": {name: list(kinds) for name, kinds in constraints.kinds},
+        "min_widths": dict(constraints.min_widths),
+    }
+    return {
+        "reserved_bytes": constraints.reserved_bytes,
+        "unsplit": list(constraints.unsplit),
+        **{k: v for k, v in optional.items() if v},
+    }
 
 
 def _constraints_from_json(data: Any, what: str) -> Constraints:
@@ -268,26 +297,44 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
     pinned, together, kinds = given.get("pinned", {}), given.get("together", []), given.get("kinds", {})
     min_widths = given.get("min_widths", {})
     if not isinstance(pinned, Mapping):
-        raise ShardCoreError(f"{what}: pinned is {show(pinned)}; it needs to be an object of tables and "
-                             "their devices or hosts, "
-                             'such as {"t0": [0, 1], "t1": ["host-1"]}')
+        raise ShardCoreError(
+            f"{what}: pinned is {show(pinned)}; it needs to be an object of tables and "
+            "their devices or hosts, "
+            'such as {"t0": [0, 1], "t1": ["host-1"]}'
+        )
     if not isinstance(together, list):
-        raise ShardCoreError(f"{what}: together is {show(together)}; "
-                             "it needs to be a list of groups of tables, such as "
-                             '[["t0", "t1"]]')
+        raise ShardCoreError(
+            f"{what}: together is {show(together)}; "
+            "it needs to be a list of groups of tables, such as "
+            '[["t0", "t1"]]'
+        )
     if not isinstance(kinds, Mapping):
-        raise ShardCoreError(f"{what}: kinds is {show(kinds)}; it needs to be an object of tables and the "
-                             'kinds that may run them, such as {"t0": ["row", "column"]}')
+        raise ShardCoreError(
+            f"{what}: kinds is {show(kinds)}; it needs to be an object of tables and the "
+            'kinds that may run them, such as {"t0": ["row", "column"]}'
+        )
     for name, some in kinds.items():
-        if isinstance(some, list) and (unknown := [
-                kind for kind in some if isinstance(kind, str) and kind not in LAYOUTS]):
-            raise ShardCoreError(f"{what}: kinds of table {show(name)} has {show(unknown[0])}; known are "
-                                 f"{', '.join(LAYOUTS)}")
+        if isinstance(some, list) and (
+            unknown := [kind for kind in some if isinstance(kind, str) and kind not in LAYOUTS]
+        ):
+            raise ShardCoreError(
+                f"{what}: kinds of table {show(name)} has {show(unknown[0])}; known are {', '.join(LAYOUTS)}"
+            )
     if not isinstance(min_widths, Mapping):
-        raise ShardCoreError(f"{what}: min_widths is {show(min_widths)}; it needs to be an object of tables "
-                             'and the fewest columns of a shard, such as {"t0": 64}')
-    return build(Constraints, data, what, also=_OPTIONAL, pinned=tuple(pinned.items()),
-                 together=tuple(together), kinds=tuple(kinds.items()), min_widths=tuple(min_widths.items()))
+        raise ShardCoreError(
+            f"{what}: min_widths is {show(min_widths)}; it needs to be an object of tables "
+            'and the fewest columns of a shard, such as {"t0": 64}'
+        )
+    return build(
+        Constraints,
+        data,
+        what,
+        also=_OPTIONAL,
+        pinned=tuple(pinned.items()),
+        together=tuple(together),
+        kinds=tuple(kinds.items()),
+        min_widths=tuple(min_widths.items()),
+    )
 
 
 def _counted(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -306,17 +353,24 @@ def read_problem(path: str | Path) -> Problem:
     what = str(path)
     topology = data.pop("topology", None)
     if not isinstance(topology, Mapping) or not isinstance(topology.get("devices"), list):
-        raise ShardCoreError(f"{what} has topology {str(topology)[:80]}; it needs a list of 'devices', "
-                             "such as "
-                             '{"devices": [{"count": 8, "memory_bytes": 80000000000}]}')
+        raise ShardCoreError(
+            f"{what} has topology {str(topology)[:80]}; it needs a list of 'devices', "
+            "such as "
+            '{"devices": [{"count": 8, "memory_bytes": 80000000000}]}'
+        )
     devices: list[Device] = []
     for entry in topology["devices"]:
         entry = dict(entry) if isinstance(entry, Mapping) else {"": entry}
         count = entry.pop("count", 1)
-        if (not isinstance(count, int) or isinstance(count, bool)
-            or not 1 <= count <= MOST_DEVICES - len(devices)):
-            raise ShardCoreError(f"{what}: a device entry has count {show(count)}; it needs a whole number "
-                                 f"from 1, and a problem has {MOST_DEVICES} devices at most")
+        if (
+            not isinstance(count, int)
+            or isinstance(count, bool)
+            or not 1 <= count <= MOST_DEVICES - len(devices)
+        ):
+            raise ShardCoreError(
+                f"{what}: a device entry has count {show(count)}; it needs a whole number "
+                f"from 1, and a problem has {MOST_DEVICES} devices at most"
+            )
         devices += [build(Device, entry, f"{what}: device", also=("count",))] * count
     tables = data.pop("tables", None)
     if not isinstance(tables, list):
@@ -326,10 +380,17 @@ def read_problem(path: str | Path) -> Problem:
         # What ShardCore wrote always says it. Who wrote a file by hand, and did not think of it, needs some.
         constraints = {"reserved_bytes": default_reserve(devices), **constraints}
     return build(
-        Problem, {k: v for k, v in data.items() if k not in ("constraints", "job")}, what,
+        Problem,
+        {k: v for k, v in data.items() if k not in ("constraints", "job")},
+        what,
         also=("schema", "version", "topology", "tables", "constraints", "job"),
-        topology=build(Topology, {k: v for k, v in topology.items() if k != "devices"}, f"{what}: topology",
-                       also=("devices",), devices=tuple(devices)),
+        topology=build(
+            Topology,
+            {k: v for k, v in topology.items() if k != "devices"},
+            f"{what}: topology",
+            also=("devices",),
+            devices=tuple(devices),
+        ),
         tables=tuple(table_from_json(t, what) for t in tables),
         constraints=_constraints_from_json(constraints, f"{what}: constraints"),
         job=build(Job, data.get("job", {}), f"{what}: job"),
@@ -350,8 +411,9 @@ def read_pool(path: str | Path) -> tuple[Table, ...]:
     found = build(_Pool, data, str(path)).tables
     names = [t["name"] for t in found if isinstance(t, Mapping) and isinstance(t.get("name"), str)]
     if len(set(names)) < len(names):
-        raise ShardCoreError(f"{path} has several tables named {show(max(names, key=names.count))}; "
-                             "names need to differ")
+        raise ShardCoreError(
+            f"{path} has several tables named {show(max(names, key=names.count))}; names need to differ"
+        )
     return tuple(table_from_json(t, str(path)) for t in found)
 
 
@@ -373,11 +435,27 @@ def problem_digest(problem: Problem) -> str:
 def plan_to_json(plan: Plan, problem: Problem) -> dict[str, Any]:
     require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
     require_type(problem, Problem, "problem", "a Problem")
-    placements = [{"table": p.shard.table.name, "kind": p.kind, "columns": [p.shard.col_lo, p.shard.col_hi],
-                   "devices": list(p.devices)} for p in plan.placements]
-    return document("plan", seal({"problem": problem.name, "problem_digest": problem_digest(problem),
-                                    "problem_parts": problem_parts.parts_of(problem),
-                                    "provenance": dict(plan.provenance), "placements": placements}))
+    placements = [
+        {
+            "table": p.shard.table.name,
+            "kind": p.kind,
+            "columns": [p.shard.col_lo, p.shard.col_hi],
+            "devices": list(p.devices),
+        }
+        for p in plan.placements
+    ]
+    return document(
+        "plan",
+        seal(
+            {
+                "problem": problem.name,
+                "problem_digest": problem_digest(problem),
+                "problem_parts": problem_parts.parts_of(problem),
+                "provenance": dict(plan.provenance),
+                "placements": placements,
+            }
+        ),
+    )
 
 
 def write_plan(path: str | Path, plan: Plan, problem: Problem) -> None:
@@ -398,9 +476,11 @@ def validating(path: str | Path) -> Iterator[None]:
     try:
         yield
     except Overfull as error:
-        raise Overfull(f"{path}: {error}. ShardCore may have counted less when the plan was made; "
-                       "python -m shardcore plan --start PLAN.json searches one that fits, from it",
-                       error.too_much) from None
+        raise Overfull(
+            f"{path}: {error}. ShardCore may have counted less when the plan was made; "
+            "python -m shardcore plan --start PLAN.json searches one that fits, from it",
+            error.too_much,
+        ) from None
     except ShardCoreError as error:
         raise type(error)(f"{path}: {error}") from None
 
@@ -426,10 +506,17 @@ class _Plan:
     problem_parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-_PROVENANCE = {"algorithm": str, "space": str, "predicted_ms": float | None, "model": str,
-               "model_version": str, "tower_ratio": float,
-               "extrapolated": tuple[str, ...],
-               "datasets": Mapping[str, str], "torchrec": Mapping[str, Mapping[str, Any]]}
+_PROVENANCE = {
+    "algorithm": str,
+    "space": str,
+    "predicted_ms": float | None,
+    "model": str,
+    "model_version": str,
+    "tower_ratio": float,
+    "extrapolated": tuple[str, ...],
+    "datasets": Mapping[str, str],
+    "torchrec": Mapping[str, Mapping[str, Any]],
+}
 """What others read of provenance; the rest is for people."""
 
 
@@ -443,20 +530,30 @@ def plan_from_json(data: Any, problem: Problem, what: str) -> Plan:
     """The plan of a file's content, not yet checked against the problem's tables and devices."""
     found = build(_Plan, data, what)
     if found.problem_digest != (own := problem_digest(problem)):
-        raise ShardCoreError(f"{what} is a plan for problem {show(found.problem)} with digest "
-                             f"{show(found.problem_digest)}; problem {problem.name!r} here has {own}"
-                             f"{problem_parts.refusal(found.problem_parts, problem)}")
+        raise ShardCoreError(
+            f"{what} is a plan for problem {show(found.problem)} with digest "
+            f"{show(found.problem_digest)}; problem {problem.name!r} here has {own}"
+            f"{problem_parts.refusal(found.problem_parts, problem)}"
+        )
     tables = {t.name: t for t in problem.tables}
     for p in found.placements:
         if p.table not in tables:
-            raise ShardCoreError(f"{what} places table {show(p.table)}, "
-                                 f"which problem {problem.name!r} does not have")
+            raise ShardCoreError(
+                f"{what} places table {show(p.table)}, which problem {problem.name!r} does not have"
+            )
     require_provenance(found.provenance, f"{what}: provenance")
     try:
-        return Plan(tuple(
-            Placement(layout_of(p.kind).name, Shard(tables[p.table], 0, tables[p.table].rows, *p.columns),
-                      p.devices)
-            for p in found.placements), found.provenance)
+        return Plan(
+            tuple(
+                Placement(
+                    layout_of(p.kind).name,
+                    Shard(tables[p.table], 0, tables[p.table].rows, *p.columns),
+                    p.devices,
+                )
+                for p in found.placements
+            ),
+            found.provenance,
+        )
     except ShardCoreError as error:
         raise ShardCoreError(f"{what}: {error}") from None
 
@@ -466,8 +563,11 @@ def plan_from_json(data: Any, problem: Problem, what: str) -> Plan:
 
 def setting_to_json(setting: Setting) -> dict[str, Any]:
     # Without payloads that are the default: most settings are older than they are.
-    return {f.name: getattr(setting, f.name) for f in dataclasses.fields(setting)
-            if not f.name.endswith("_payload") or getattr(setting, f.name) != f.default}
+    return {
+        f.name: getattr(setting, f.name)
+        for f in dataclasses.fields(setting)
+        if not f.name.endswith("_payload") or getattr(setting, f.name) != f.default
+    }
 
 
 def setting_from_json(data: Any, what: str) -> Setting:

@@ -30,11 +30,21 @@ def is_grouped(path: str | Path) -> bool:
 def write_grouped(path: str | Path, grouped: GroupedPlan, problem: Problem) -> None:
     """Write a grouped plan. problem: the whole."""
     of_group = files.plan_to_json(grouped.plan, grouped.problem)
-    files.write_json(path, document(SCHEMA, seal({
-        "problem": problem.name, "problem_digest": files.problem_digest(problem),
-        "problem_parts": problem_parts.parts_of(problem),
-        "groups": asdict(grouped.grouping),
-        "plan": {k: v for k, v in of_group.items() if k not in ("schema", "version", "digest")}})))
+    files.write_json(
+        path,
+        document(
+            SCHEMA,
+            seal(
+                {
+                    "problem": problem.name,
+                    "problem_digest": files.problem_digest(problem),
+                    "problem_parts": problem_parts.parts_of(problem),
+                    "groups": asdict(grouped.grouping),
+                    "plan": {k: v for k, v in of_group.items() if k not in ("schema", "version", "digest")},
+                }
+            ),
+        ),
+    )
 
 
 def read_grouped(path: str | Path, problem: Problem) -> GroupedPlan:
@@ -44,9 +54,11 @@ def read_grouped(path: str | Path, problem: Problem) -> GroupedPlan:
     """
     found = build(_GroupedPlan, unseal(open_document(path, SCHEMA), path), str(path))
     if found.problem_digest != (own := files.problem_digest(problem)):
-        raise ShardCoreError(f"{path} is a grouped plan for problem {show(found.problem)} with digest "
-                             f"{show(found.problem_digest)}; problem {problem.name!r} here has {own}"
-                             f"{problem_parts.refusal(found.problem_parts, problem)}")
+        raise ShardCoreError(
+            f"{path} is a grouped plan for problem {show(found.problem)} with digest "
+            f"{show(found.problem_digest)}; problem {problem.name!r} here has {own}"
+            f"{problem_parts.refusal(found.problem_parts, problem)}"
+        )
     grouping = build(Grouping, found.groups, f"{path}: groups")
     try:
         of_group = problem_of_group(problem, grouping)

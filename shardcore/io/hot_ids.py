@@ -41,19 +41,25 @@ class HotIds:
         ids = np.ascontiguousarray(self.ids, dtype=np.int64)
         object.__setattr__(self, "ids", ids)
         if not 1 <= len(ids) < self.rows:
-            raise ShardCoreError(f"table {self.table!r} was given {len(ids)} hot ids; it has {self.rows} "
-                                 f"rows, so 1 to {self.rows - 1} would be right")
+            raise ShardCoreError(
+                f"table {self.table!r} was given {len(ids)} hot ids; it has {self.rows} "
+                f"rows, so 1 to {self.rows - 1} would be right"
+            )
         if not (ids[0] >= 0 and ids[-1] < self.rows and (ids[1:] > ids[:-1]).all()):
-            raise ShardCoreError(f"table {self.table!r} was given hot ids {ids.min()} to {ids.max()}; it "
-                                 f"needs different ones of 0 to {self.rows - 1}, rising")
+            raise ShardCoreError(
+                f"table {self.table!r} was given hot ids {ids.min()} to {ids.max()}; it "
+                f"needs different ones of 0 to {self.rows - 1}, rising"
+            )
 
     @classmethod
     def of_counts(cls, table: str, counts: np.ndarray, hot: int) -> HotIds:
         """The so many ids with the most lookups. counts: [rows] of each id (see `heat.row_counts`)."""
         counts = np.asarray(counts)
         if not 1 <= hot < len(counts):
-            raise ShardCoreError(f"table {table!r} was asked for {hot} hot rows; it has {len(counts)} rows, "
-                                 f"so 1 to {len(counts) - 1} would be right")
+            raise ShardCoreError(
+                f"table {table!r} was asked for {hot} hot rows; it has {len(counts)} rows, "
+                f"so 1 to {len(counts) - 1} would be right"
+            )
         return cls(table, len(counts), np.sort(np.argsort(-counts, kind="stable")[:hot]))
 
     @property
@@ -76,8 +82,9 @@ class HotIds:
 def write_hot_ids(path: str | Path, hot: Iterable[HotIds]) -> None:
     """Write hot ids of several tables to a file."""
     tables = list(hot)
-    write_tensors(path, _SCHEMA, {"rows": {h.table: h.rows for h in tables}},
-                  {h.table: h.ids for h in tables})
+    write_tensors(
+        path, _SCHEMA, {"rows": {h.table: h.rows for h in tables}}, {h.table: h.ids for h in tables}
+    )
 
 
 def read_hot_ids(path: str | Path) -> dict[str, HotIds]:
@@ -89,8 +96,10 @@ def read_hot_ids(path: str | Path) -> dict[str, HotIds]:
     found = {}
     for name, ids in tensors.items():
         if ids.ndim != 1 or ids.dtype != np.int64:
-            raise ShardCoreError(f"{path} has hot ids of table {show(name)} that are {ids.dtype} "
-                                 f"{list(ids.shape)}; they need to be int64, in a row")
+            raise ShardCoreError(
+                f"{path} has hot ids of table {show(name)} that are {ids.dtype} "
+                f"{list(ids.shape)}; they need to be int64, in a row"
+            )
         found[name] = HotIds(name, rows[name], ids)
     return found
 

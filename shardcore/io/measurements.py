@@ -43,8 +43,10 @@ class Spread:
     def __post_init__(self) -> None:
         fine = 0 <= self.median_ms <= MOST_MS and 0 <= self.q1_ms <= MOST_MS and 0 <= self.q3_ms <= MOST_MS
         if not (fine and self.repeats >= 1):  # a dataset has many: words only where they are needed
-            raise ShardCoreError(f"a timing is {self.median_ms} ms ({self.q1_ms} to {self.q3_ms}) in "
-                                 f"{self.repeats} repeats; it needs 0 to {MOST_MS:g} ms, and 1 or more")
+            raise ShardCoreError(
+                f"a timing is {self.median_ms} ms ({self.q1_ms} to {self.q3_ms}) in "
+                f"{self.repeats} repeats; it needs 0 to {MOST_MS:g} ms, and 1 or more"
+            )
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,12 @@ class StepSample(StepCost):
     def at_usual_speed(self) -> StepSample:
         """The same step, had the machine been as fast as usual."""
         parts = {name: tuple(ms / self.slowdown for ms in getattr(self, name)) for name in PARTS}
-        step = replace(self.step, median_ms=self.step.median_ms / self.slowdown,
-                       q1_ms=self.step.q1_ms / self.slowdown,
-                       q3_ms=self.step.q3_ms / self.slowdown)
+        step = replace(
+            self.step,
+            median_ms=self.step.median_ms / self.slowdown,
+            q1_ms=self.step.q1_ms / self.slowdown,
+            q3_ms=self.step.q3_ms / self.slowdown,
+        )
         return replace(self, **parts, step=step, slowdown=1.0)
 
 
@@ -145,37 +150,55 @@ class CollectiveRequest:
         object.__setattr__(self, "start_ms", tuple(float(s) for s in self.start_ms))
         ranks = len(self.widths)
         require_known(self, "exchange", collective=COLLECTIVES, payload=PAYLOADS, group=SCOPES)
-        require(ranks >= 2 and min(self.widths) >= 0 and max(self.widths) > 0,
-                f"exchange has widths {self.widths}; it needs one of 0 or more for each of at least 2 "
-                "ranks, and one above 0")
+        require(
+            ranks >= 2 and min(self.widths) >= 0 and max(self.widths) > 0,
+            f"exchange has widths {self.widths}; it needs one of 0 or more for each of at least 2 "
+            "ranks, and one above 0",
+        )
         row = self.row
-        require(not row.ids or self.payload == "fp32",
-                f"exchange {self.collective} has payload {self.payload!r}; ids are never cast, "
-                "it needs 'fp32'")
-        require(not (row.work and row.work.buckets) or min(self.widths) > 0,
-                f"exchange {self.collective} has widths {self.widths}; rows are divided over all "
-                "ranks, so each needs one above 0")
-        require(not row.dense or len(set(self.widths)) == 1,
-                f"exchange {self.collective} has widths {self.widths}; the same gradient on all ranks has "
-                "one width")
-        require(len(self.start_ms) == ranks and all(0 <= s < math.inf for s in self.start_ms),
-                f"exchange has start_ms {self.start_ms}; it needs one of 0 or more for each of its {ranks} "
-                "ranks")
-        require(self.hosts >= 1 and ranks % self.hosts == 0,
-                f"exchange has hosts {self.hosts}; they need to hold the same number of its {ranks} ranks "
-                "each")
+        require(
+            not row.ids or self.payload == "fp32",
+            f"exchange {self.collective} has payload {self.payload!r}; ids are never cast, it needs 'fp32'",
+        )
+        require(
+            not (row.work and row.work.buckets) or min(self.widths) > 0,
+            f"exchange {self.collective} has widths {self.widths}; rows are divided over all "
+            "ranks, so each needs one above 0",
+        )
+        require(
+            not row.dense or len(set(self.widths)) == 1,
+            f"exchange {self.collective} has widths {self.widths}; the same gradient on all ranks has "
+            "one width",
+        )
+        require(
+            len(self.start_ms) == ranks and all(0 <= s < math.inf for s in self.start_ms),
+            f"exchange has start_ms {self.start_ms}; it needs one of 0 or more for each of its {ranks} ranks",
+        )
+        require(
+            self.hosts >= 1 and ranks % self.hosts == 0,
+            f"exchange has hosts {self.hosts}; they need to hold the same number of its {ranks} ranks each",
+        )
         together = len(self.groups[0]) if self.groups else 0
-        require(together >= 2 and all(any(self.widths[r] for r in ranks) for ranks in self.groups),
-                f"exchange has group {self.group!r} of hosts {self.hosts} with {ranks} ranks and widths "
-                f"{self.widths}; a group needs at least 2 ranks, and a width above 0")
-        require(self.batch >= 1 and (row.dense or self.batch % together == 0),
-                f"exchange has batch {self.batch}, which its {together} ranks need to divide evenly")
-        require(not row.ids or self.group == WORLD,
-                f"exchange {self.collective} has group {self.group!r}; ids go to all ranks, it needs 'world'")
-        require(self.emulated is None or self.hosts > 1,
-                f"exchange has emulated links between hosts {self.hosts}; it needs at least 2")
-        require(0 <= self.busy_ms < math.inf, f"exchange has busy_ms {self.busy_ms}; it needs to be 0 or "
-                "more")
+        require(
+            together >= 2 and all(any(self.widths[r] for r in ranks) for ranks in self.groups),
+            f"exchange has group {self.group!r} of hosts {self.hosts} with {ranks} ranks and widths "
+            f"{self.widths}; a group needs at least 2 ranks, and a width above 0",
+        )
+        require(
+            self.batch >= 1 and (row.dense or self.batch % together == 0),
+            f"exchange has batch {self.batch}, which its {together} ranks need to divide evenly",
+        )
+        require(
+            not row.ids or self.group == WORLD,
+            f"exchange {self.collective} has group {self.group!r}; ids go to all ranks, it needs 'world'",
+        )
+        require(
+            self.emulated is None or self.hosts > 1,
+            f"exchange has emulated links between hosts {self.hosts}; it needs at least 2",
+        )
+        require(
+            0 <= self.busy_ms < math.inf, f"exchange has busy_ms {self.busy_ms}; it needs to be 0 or more"
+        )
 
     @property
     def row(self) -> Collective:
@@ -215,14 +238,19 @@ class ComputeSample:
 
     def __post_init__(self) -> None:
         _require_sample(self, self.forward is not None and self.backward is not None)
-        require(1 / SLOWDOWN_LIMIT <= self.slowdown <= SLOWDOWN_LIMIT
-                and (self.relative_ci is None or self.relative_ci >= 0),
-                f"sample {self.id} has slowdown {self.slowdown} and relative_ci {self.relative_ci}; it "
-                f"needs a slowdown of {1 / SLOWDOWN_LIMIT:g} to {SLOWDOWN_LIMIT:g}, and 0 or more")
-        require(self.forward is None or self.backward is None or self.total_ms > 0, f"sample {self.id} took "
-                "0 ms; no op does")
-        require(self.request.batch >= 1, f"sample {self.id} has batch {self.request.batch}; it needs at "
-                "least 1")
+        require(
+            1 / SLOWDOWN_LIMIT <= self.slowdown <= SLOWDOWN_LIMIT
+            and (self.relative_ci is None or self.relative_ci >= 0),
+            f"sample {self.id} has slowdown {self.slowdown} and relative_ci {self.relative_ci}; it "
+            f"needs a slowdown of {1 / SLOWDOWN_LIMIT:g} to {SLOWDOWN_LIMIT:g}, and 0 or more",
+        )
+        require(
+            self.forward is None or self.backward is None or self.total_ms > 0,
+            f"sample {self.id} took 0 ms; no op does",
+        )
+        require(
+            self.request.batch >= 1, f"sample {self.id} has batch {self.request.batch}; it needs at least 1"
+        )
 
     @property
     def total_ms(self) -> float:
@@ -259,23 +287,35 @@ class CollectiveSample:
 
     def __post_init__(self) -> None:
         runs = self.request.row.ways
-        _require_sample(self, self.waiting_ms is not None and all(
-            (getattr(self, way) is not None) == (way in runs) for way in ("forward", "backward")))
+        _require_sample(
+            self,
+            self.waiting_ms is not None
+            and all((getattr(self, way) is not None) == (way in runs) for way in ("forward", "backward")),
+        )
         of_ranks = [x for x in (self.forward, self.backward, self.waiting_ms, self.work_ms) if x is not None]
-        require(all(len(x) == len(self.request.widths) for x in of_ranks),
-                f"sample {self.id} has {[len(x) for x in of_ranks]} timings; it needs one for each of its "
-                f"{len(self.request.widths)} ranks")
-        require(all(0 <= ms <= MOST_MS for ms in self.waiting_ms or ()),
-                f"sample {self.id} has waiting_ms {self.waiting_ms}; it needs 0 or more")
-        require(self.work_ms is None or (self.request.row.ids and all(
-            0 <= ms <= MOST_MS for ms in self.work_ms)),
-                f"sample {self.id} of {self.request.collective} has work_ms {self.work_ms}; it needs 0 or "
-                "more, and only where ids travel")
+        require(
+            all(len(x) == len(self.request.widths) for x in of_ranks),
+            f"sample {self.id} has {[len(x) for x in of_ranks]} timings; it needs one for each of its "
+            f"{len(self.request.widths)} ranks",
+        )
+        require(
+            all(0 <= ms <= MOST_MS for ms in self.waiting_ms or ()),
+            f"sample {self.id} has waiting_ms {self.waiting_ms}; it needs 0 or more",
+        )
+        require(
+            self.work_ms is None or (self.request.row.ids and all(0 <= ms <= MOST_MS for ms in self.work_ms)),
+            f"sample {self.id} of {self.request.collective} has work_ms {self.work_ms}; it needs 0 or "
+            "more, and only where ids travel",
+        )
 
 
 def _require_sample(sample: ComputeSample | CollectiveSample, is_timed: bool) -> None:
-    require(is_timed or sample.error is not None, f"sample {sample.id} has no timing, and no error for "
-            "which there is none")
-    require(0 <= sample.measured_at <= MOST_UNIX_S and sample.order >= 0,
-            f"sample {sample.id} was measured at {sample.measured_at} with order {sample.order}; it needs "
-            "Unix seconds before the year 10000, and an order of 0 or more")
+    require(
+        is_timed or sample.error is not None,
+        f"sample {sample.id} has no timing, and no error for which there is none",
+    )
+    require(
+        0 <= sample.measured_at <= MOST_UNIX_S and sample.order >= 0,
+        f"sample {sample.id} was measured at {sample.measured_at} with order {sample.order}; it needs "
+        "Unix seconds before the year 10000, and an order of 0 or more",
+    )

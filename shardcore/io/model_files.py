@@ -19,15 +19,18 @@ UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
 """Errors of safetensors for types that numpy does not have, beside SafetensorError."""
 
 
-def write_model(folder: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray],
-                schema: str = "model") -> None:
+def write_model(
+    folder: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray], schema: str = "model"
+) -> None:
     """A model's folder: SCHEMA.json (its `meta`, and the digest of the weights) and weights.safetensors."""
     from safetensors.numpy import save
 
     weights = save({k: np.ascontiguousarray(v) for k, v in tensors.items()})
     files.write_atomic(Path(folder) / MODEL_WEIGHTS, weights)
-    files.write_json(Path(folder) / f"{schema}.json",
-               document(schema, seal({**meta, "weights_sha256": hashlib.sha256(weights).hexdigest()})))
+    files.write_json(
+        Path(folder) / f"{schema}.json",
+        document(schema, seal({**meta, "weights_sha256": hashlib.sha256(weights).hexdigest()})),
+    )
 
 
 def read_model(folder: str | Path, schema: str = "model") -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -39,8 +42,9 @@ def read_model(folder: str | Path, schema: str = "model") -> tuple[dict[str, Any
     meta = unseal(open_document(meta_path, schema), meta_path)
     weights = read_bytes(path)
     if hashlib.sha256(weights).hexdigest() != meta.pop("weights_sha256", None):
-        raise ShardCoreError(f"{path} does not match the digest in {meta_path.name}; it was cut short or "
-                             "edited")
+        raise ShardCoreError(
+            f"{path} does not match the digest in {meta_path.name}; it was cut short or edited"
+        )
     try:
         return meta, load(weights)
     except (SafetensorError, *UNREADABLE) as error:
@@ -58,7 +62,11 @@ def model_digest(folder: str | Path, schema: str = "model") -> str:
 
     Those of a mixed model's parts are joined by "+".
     """
-    contents = [document(schema, open_document(one / f"{schema}.json", schema))
-                for one in (model_folders(folder) if schema == "model" else [Path(folder)])]
-    return "+".join(digest({k: v for k, v in content.items() if k not in ("provenance", "digest")})
-                    for content in contents)
+    contents = [
+        document(schema, open_document(one / f"{schema}.json", schema))
+        for one in (model_folders(folder) if schema == "model" else [Path(folder)])
+    ]
+    return "+".join(
+        digest({k: v for k, v in content.items() if k not in ("provenance", "digest")})
+        for content in contents
+    )

@@ -17,18 +17,27 @@ DIGITS = 8
 def parts_of(problem: Problem) -> dict[str, str]:
     """Digest of each part: the problem's own fields, and those of its topology, devices and tables."""
     topology, by_name = problem.topology, sorted(problem.tables, key=lambda t: t.name)
-    values: dict[str, Any] = {name: getattr(problem, name)
-                              for name in ("global_batch", "optimizer", "constraints")}
+    values: dict[str, Any] = {
+        name: getattr(problem, name) for name in ("global_batch", "optimizer", "constraints")
+    }
     values |= {f"job.{name}": value for name, value in dataclasses.asdict(problem.job).items()}
-    values |= {f"topology.{f.name}": getattr(topology, f.name) for f in dataclasses.fields(topology)
-               if f.name != "devices"}
+    values |= {
+        f"topology.{f.name}": getattr(topology, f.name)
+        for f in dataclasses.fields(topology)
+        if f.name != "devices"
+    }
     values["number of devices"] = len(topology)
-    values |= {f"{name} of devices": [getattr(d, name) for d in topology.devices]
-               for name in ("memory_bytes", "speed", "host")}
+    values |= {
+        f"{name} of devices": [getattr(d, name) for d in topology.devices]
+        for name in ("memory_bytes", "speed", "host")
+    }
     values["name of tables"] = [t.name for t in by_name]
     values["order of tables"] = [t.name for t in problem.tables]
-    values |= {f"{f.name} of tables": [getattr(t, f.name) for t in by_name] for f in dataclasses.fields(Table)
-               if f.name != "name"}
+    values |= {
+        f"{f.name} of tables": [getattr(t, f.name) for t in by_name]
+        for f in dataclasses.fields(Table)
+        if f.name != "name"
+    }
     return {name: _digest(value) for name, value in values.items()}
 
 

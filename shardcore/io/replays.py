@@ -69,12 +69,17 @@ def _is_disturbed(cost: StepSample) -> bool:
 
 def plan_digest(plan: Plan) -> str:
     """Digest of what a plan places where, whoever made it."""
-    return files.digest(sorted([p.shard.table.name, p.kind, p.shard.col_lo, p.shard.col_hi, list(p.devices)]
-                               for p in plan.placements))
+    return files.digest(
+        sorted(
+            [p.shard.table.name, p.kind, p.shard.col_lo, p.shard.col_hi, list(p.devices)]
+            for p in plan.placements
+        )
+    )
 
 
-def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config,
-         replay: Replay) -> ReplaySet:
+def keep(
+    folder: Path, problem: Problem, made: Made, setting: Setting, config: Config, replay: Replay
+) -> ReplaySet:
     """The replays of these plans: those in `folder`, or new ones by `replay`.
 
     New replays overwrite those in the folder. Equal plans run once. Raises what `lower` and `replay` raise.
@@ -91,10 +96,19 @@ def keep(folder: Path, problem: Problem, made: Made, setting: Setting, config: C
     for name, plan in plans.items():
         files.write_plan(folder / f"{name}.json", plan, problem)
     body = {
-        "setting": files.setting_to_json(setting), "config": dataclasses.asdict(config),
+        "setting": files.setting_to_json(setting),
+        "config": dataclasses.asdict(config),
         "measurement_version": _version(problem),
-        "replays": [{"algorithm": algorithm, "plan": name, "total_ms": costs[name].total_ms,
-                     **dataclasses.asdict(costs[name])} for algorithm, name in names]}
+        "replays": [
+            {
+                "algorithm": algorithm,
+                "plan": name,
+                "total_ms": costs[name].total_ms,
+                **dataclasses.asdict(costs[name]),
+            }
+            for algorithm, name in names
+        ],
+    }
     head = {"schema": SCHEMA, "version": VERSION}
     files.write_json(folder / REPLAYS_JSON, {**head, **body, "digest": files.digest(body)})
     return ReplaySet(problem, setting, names, plans, costs)
@@ -151,8 +165,12 @@ def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config
     names = [(algorithm, plan_digest(plan)) for algorithm, plan in made]
     if body.measurement_version != _version(problem) or any(_is_disturbed(r.cost()) for r in body.replays):
         return False
-    return (known.problem == problem and known.setting == setting
-            and body.config == dataclasses.asdict(config) and list(known.made) == names)
+    return (
+        known.problem == problem
+        and known.setting == setting
+        and body.config == dataclasses.asdict(config)
+        and list(known.made) == names
+    )
 
 
 def read(folder: Path) -> ReplaySet:
@@ -166,17 +184,24 @@ def _kept(folder: Path, body: _Body) -> ReplaySet:
     problem = files.read_problem(folder / PROBLEM_JSON)
     for row in body.replays:
         if len(row.waiting_ms) != len(problem.topology):
-            raise ShardCoreError(f"{folder / REPLAYS_JSON}: plan {row.plan} has times of "
-                                 f"{len(row.waiting_ms)} devices; problem {problem.name!r} has "
-                                 f"{len(problem.topology)}")
+            raise ShardCoreError(
+                f"{folder / REPLAYS_JSON}: plan {row.plan} has times of "
+                f"{len(row.waiting_ms)} devices; problem {problem.name!r} has "
+                f"{len(problem.topology)}"
+            )
     names = dict.fromkeys(r.plan for r in body.replays)
     plans = {name: files.read_plan(folder / f"{name}.json", problem) for name in names}
     for name, plan in plans.items():
         # An edited plan would be paired with times of another one.
         if plan_digest(plan) != name:
             raise ShardCoreError(f"{folder / name}.json is not the plan of its name")
-    return ReplaySet(problem, body.setting, tuple((r.algorithm, r.plan) for r in body.replays), plans,
-                {r.plan: r.cost() for r in body.replays})
+    return ReplaySet(
+        problem,
+        body.setting,
+        tuple((r.algorithm, r.plan) for r in body.replays),
+        plans,
+        {r.plan: r.cost() for r in body.replays},
+    )
 
 
 def read_all(folder: Path, setting: Setting) -> list[ReplaySet]:
@@ -187,8 +212,11 @@ def read_all(folder: Path, setting: Setting) -> list[ReplaySet]:
 def _read_current(folder: Path) -> list[ReplaySet]:
     """The replays of current versions in subfolders of `folder`."""
     found = ((one, _read(one)) for one in _folders(folder))
-    return [_kept(one, body) for one, body in found
-            if body.measurement_version == _version(files.read_problem(one / PROBLEM_JSON))]
+    return [
+        _kept(one, body)
+        for one, body in found
+        if body.measurement_version == _version(files.read_problem(one / PROBLEM_JSON))
+    ]
 
 
 def _version(problem: Problem) -> int:
@@ -198,12 +226,14 @@ def _version(problem: Problem) -> int:
 
 def _folders(folder: Path) -> list[Path]:
     """Subfolders with replays, sorted by name. Raises Unreachable for one that cannot be read."""
-    return [folder / name for name in schema.names_in(folder)
-            if REPLAYS_JSON in schema.names_in(folder / name)]
+    return [
+        folder / name for name in schema.names_in(folder) if REPLAYS_JSON in schema.names_in(folder / name)
+    ]
 
 
-def missing(folder: Path, made: Sequence[tuple[Problem, Made]],
-            setting: Setting) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
+def missing(
+    folder: Path, made: Sequence[tuple[Problem, Made]], setting: Setting
+) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
     """The plans without an undisturbed replay in a dataset's folder. Complete problems are left out."""
     lacks = [(problem, _missing(plans, problem, _known(folder, problem, setting))) for problem, plans in made]
     return [(problem, plans) for problem, plans in lacks if plans]
@@ -213,8 +243,9 @@ def _missing(made: Made, problem: Problem, known: Mapping[str, StepSample]) -> l
     return [(algorithm, plan) for algorithm, plan in made if plan_digest(plan) not in known]
 
 
-def append(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config,
-           replay: Replay) -> dict[str, StepSample]:
+def append(
+    folder: Path, problem: Problem, made: Made, setting: Setting, config: Config, replay: Replay
+) -> dict[str, StepSample]:
     """Replays of these plans by digest: from a dataset's folder, or run now and added to it.
 
     Replays in the folder count whatever their config. Raises as `keep` does.
@@ -222,8 +253,11 @@ def append(folder: Path, problem: Problem, made: Made, setting: Setting, config:
     known = _known(folder, problem, setting)
     lacks = _missing(made, problem, known)
     if lacks:
-        of = [files.problem_to_json(problem), files.setting_to_json(setting),
-              [plan_digest(plan) for _, plan in lacks]]
+        of = [
+            files.problem_to_json(problem),
+            files.setting_to_json(setting),
+            [plan_digest(plan) for _, plan in lacks],
+        ]
         # A folder of its own: existing replays must not be overwritten.
         where = folder / dataset.REPLAYS / f"{problem.name}-{files.digest(of)[:8]}"
         known |= keep(where, problem, lacks, setting, config, replay).costs
@@ -278,10 +312,11 @@ def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, Ste
         for one in kept:
             if one.setting == setting:
                 which = files.digest(files.problem_to_json(one.problem))
-                found |= {(which, name): (lower(plan, one.problem, fits=False),
-                                          one.costs[name].at_usual_speed())
-                          for name, plan in one.plans.items()
-                          if not one.costs[name].oversubscribed and not _is_disturbed(one.costs[name])}
+                found |= {
+                    (which, name): (lower(plan, one.problem, fits=False), one.costs[name].at_usual_speed())
+                    for name, plan in one.plans.items()
+                    if not one.costs[name].oversubscribed and not _is_disturbed(one.costs[name])
+                }
     return list(found.values())
 
 
@@ -310,22 +345,30 @@ class _Row:
 
     def __post_init__(self) -> None:
         if not files.DIGEST.fullmatch(self.plan):
-            raise ShardCoreError(f"a replay is of plan {schema.show(self.plan)}; it needs the 16 hex digits "
-                                 "of a digest")
+            raise ShardCoreError(
+                f"a replay is of plan {schema.show(self.plan)}; it needs the 16 hex digits of a digest"
+            )
         of_parts = [getattr(self, name) for name in PARTS]
         alike = len({len(p) for p in of_parts}) == 1 and of_parts[0]
         if not alike or not all(0 <= ms <= MOST_MS for p in of_parts for ms in p):
-            raise ShardCoreError(f"the replay of plan {self.plan} has parts {schema.show(of_parts)}; "
-                                 "it needs as many times for each, of 0 ms or more")
+            raise ShardCoreError(
+                f"the replay of plan {self.plan} has parts {schema.show(of_parts)}; "
+                "it needs as many times for each, of 0 ms or more"
+            )
         if not 0 <= self.dense_ms <= MOST_MS:
-            raise ShardCoreError(f"the replay of plan {self.plan} has dense_ms {self.dense_ms}; it needs 0 "
-                                 "or more")
+            raise ShardCoreError(
+                f"the replay of plan {self.plan} has dense_ms {self.dense_ms}; it needs 0 or more"
+            )
         if not 1 / MOST_SPEED <= self.slowdown <= MOST_SPEED:
-            raise ShardCoreError(f"the replay of plan {self.plan} has slowdown {self.slowdown}; it needs "
-                                 f"{1 / MOST_SPEED:g} to {MOST_SPEED:g}")
+            raise ShardCoreError(
+                f"the replay of plan {self.plan} has slowdown {self.slowdown}; it needs "
+                f"{1 / MOST_SPEED:g} to {MOST_SPEED:g}"
+            )
         if not math.isclose(self.total_ms, self.cost().total_ms, rel_tol=1e-9):
-            raise ShardCoreError(f"the replay of plan {self.plan} has total_ms {self.total_ms}; its parts "
-                                 f"sum to {self.cost().total_ms}")
+            raise ShardCoreError(
+                f"the replay of plan {self.plan} has total_ms {self.total_ms}; its parts "
+                f"sum to {self.cost().total_ms}"
+            )
         usual = self.cost().at_usual_speed()  # its times are checked too
         if not (usual.total_ms > 0 and usual.step.median_ms > 0):
             raise ShardCoreError(f"the replay of plan {self.plan} took 0 ms; no step does")
@@ -356,11 +399,14 @@ def _read(folder: Path) -> _Body:
     data = schema.read_json(path)
     version = data.get("version") if isinstance(data, dict) else None
     if type(version) is not int or (data.get("schema"), version) != (SCHEMA, VERSION):
-        raise ShardCoreError(f"{path} is not {SCHEMA} of version {VERSION}; "
-                             f"remove {folder} to replay its plans again")
+        raise ShardCoreError(
+            f"{path} is not {SCHEMA} of version {VERSION}; remove {folder} to replay its plans again"
+        )
     body = {k: v for k, v in data.items() if k not in ("schema", "version")}
     if data.get("digest") != files.digest({k: v for k, v in body.items() if k != "digest"}):
         digest = schema.show(data.get("digest"))
-        raise ShardCoreError(f"{path} does not match its digest {digest}; it was edited after ShardCore "
-                             f"wrote it: remove {folder} to replay its plans again")
+        raise ShardCoreError(
+            f"{path} does not match its digest {digest}; it was edited after ShardCore "
+            f"wrote it: remove {folder} to replay its plans again"
+        )
     return schema.build(_Body, body, str(path))

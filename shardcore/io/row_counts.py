@@ -34,22 +34,29 @@ class RowCounts:
         require_within(self, "row counts", samples=(1, MOST_BATCH))
         for name, counts in self.counts.items():
             if counts.ndim != 1 or counts.dtype != np.int64 or (counts < 0).any():
-                raise ShardCoreError(f"row counts of table {show(name)} are {counts.dtype} "
-                                     f"{list(counts.shape)}; they need to be int64, one for each row, 0 or "
-                                     "more")
+                raise ShardCoreError(
+                    f"row counts of table {show(name)} are {counts.dtype} "
+                    f"{list(counts.shape)}; they need to be int64, one for each row, 0 or "
+                    "more"
+                )
             # As floats: whole numbers overflow.
             if (total := counts.sum(dtype=float)) > MOST_INT:
-                raise ShardCoreError(f"row counts of table {show(name)} are {total:.3g} together; they need "
-                                     f"to be {MOST_INT:,} at most")
+                raise ShardCoreError(
+                    f"row counts of table {show(name)} are {total:.3g} together; they need "
+                    f"to be {MOST_INT:,} at most"
+                )
 
     def of(self, table: str, rows: int) -> np.ndarray:
         """[rows] of a table. Raises ShardCoreError if they are of another one, or there are none."""
         if table not in self.counts:
-            raise ShardCoreError(f"there are no row counts of table {table!r}; there are of "
-                                 f"{sorted(self.counts)[:5]}")
+            raise ShardCoreError(
+                f"there are no row counts of table {table!r}; there are of {sorted(self.counts)[:5]}"
+            )
         if len(self.counts[table]) != rows:
-            raise ShardCoreError(f"table {table!r} has {rows} rows, its row counts "
-                                 f"{len(self.counts[table])}; it needs one for each row")
+            raise ShardCoreError(
+                f"table {table!r} has {rows} rows, its row counts "
+                f"{len(self.counts[table])}; it needs one for each row"
+            )
         return self.counts[table]
 
 

@@ -155,20 +155,23 @@ def parse_json(content: bytes, what: Any) -> Any:
     if values > MOST_VALUES:
         raise ShardCoreError(f"{what} has about {values:,} values; files of at most {MOST_VALUES:,} are read")
     try:
-        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_int=_int, parse_float=_float,
-                           parse_constant=_float)
+        value = json.loads(
+            text, object_pairs_hook=_no_duplicates, parse_int=_int, parse_float=_float, parse_constant=_float
+        )
         _require_depth(value)
         if _SURROGATE.search(content):
             # Encoding fails on a lone surrogate. Better here than when the value is written.
             json.dumps(value, ensure_ascii=False).encode()
     except MemoryError:
-        raise ShardCoreError(f"{what} has {len(content):,} bytes; "
-                             "this process has no memory to read it") from None
+        raise ShardCoreError(
+            f"{what} has {len(content):,} bytes; this process has no memory to read it"
+        ) from None
     except RecursionError:
         raise ShardCoreError(f"{what} has values within values, deeper than {MOST_DEPTH}") from None
     except ValueError as error:
-        raise ShardCoreError(f"{what} is not whole JSON: {shortened(str(error), 120)}; it was cut short or "
-                             "edited") from None
+        raise ShardCoreError(
+            f"{what} is not whole JSON: {shortened(str(error), 120)}; it was cut short or edited"
+        ) from None
     return value
 
 
@@ -176,8 +179,9 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = sorted(k for k, _ in pairs)
-        raise ValueError(f"key {show(next(a for a, b in zip(keys, keys[1:], strict=False) if a == b))} "
-                         "appears twice")
+        raise ValueError(
+            f"key {show(next(a for a, b in zip(keys, keys[1:], strict=False) if a == b))} appears twice"
+        )
     return made
 
 
@@ -197,8 +201,12 @@ def _require_depth(value: Any) -> None:
     """Raise RecursionError for values nested deeper than MOST_DEPTH."""
     level = [[value]]
     for _ in range(MOST_DEPTH + 1):
-        level = [v.values() if isinstance(v, dict) else v
-                 for one in level for v in one if isinstance(v, dict | list)]
+        level = [
+            v.values() if isinstance(v, dict) else v
+            for one in level
+            for v in one
+            if isinstance(v, dict | list)
+        ]
         if not level:
             return
     raise RecursionError
@@ -226,8 +234,10 @@ def read_yaml(path: str | Path) -> Any:
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 event = self.peek_event()
-                raise ValueError(f"line {event.start_mark.line + 1} has an alias, "
-                                 f"*{shortened(event.anchor, 40)}; write it out")
+                raise ValueError(
+                    f"line {event.start_mark.line + 1} has an alias, "
+                    f"*{shortened(event.anchor, 40)}; write it out"
+                )
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -280,8 +290,9 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
     fields = {name: field for name, field in _fields(cls).items() if name not in given}
     unknown = sorted(str(key) for key in data if key not in fields)
     if unknown:
-        raise ShardCoreError(f"{what} has an unknown key {show(unknown[0])}; known are "
-                             f"{', '.join([*fields, *also])}")
+        raise ShardCoreError(
+            f"{what} has an unknown key {show(unknown[0])}; known are {', '.join([*fields, *also])}"
+        )
     kinds, values = _kinds(cls), {}
     for name, field in fields.items():
         if name in data:
@@ -331,8 +342,10 @@ def _read(value: Any, kind: Any, what: str) -> Any:
     if origin is tuple and isinstance(value, list | tuple):
         kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
         if len(kinds) == len(value):
-            return tuple(v if k in _SCALARS and _SCALARS[k](v) else read(v, k, f"{what}[{i}]")
-                         for i, (v, k) in enumerate(zip(value, kinds, strict=True)))
+            return tuple(
+                v if k in _SCALARS and _SCALARS[k](v) else read(v, k, f"{what}[{i}]")
+                for i, (v, k) in enumerate(zip(value, kinds, strict=True))
+            )
     if origin is Mapping and isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
         return {k: read(v, inner[1], f"{what}: {show(k)}") for k, v in value.items()}
     if dataclasses.is_dataclass(kind):

@@ -22,8 +22,9 @@ from shardcore.io.schema import parse_json, read, require_file
 _META, _DIGESTS = "shardcore", "tensors_sha256"
 
 
-def write_tensors(path: str | Path, schema: str, meta: Mapping[str, Any],
-                  tensors: Mapping[str, np.ndarray]) -> None:
+def write_tensors(
+    path: str | Path, schema: str, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
+) -> None:
     from safetensors.numpy import save
 
     own = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
@@ -45,8 +46,9 @@ def read_tensors(path: str | Path, schema: str) -> tuple[dict[str, Any], dict[st
     body = unseal(opened(parse_json(about.encode(), path), schema, path), path)
     said = read(body.pop(_DIGESTS, None), Mapping[str, str], f"{path}: {_DIGESTS}")
     if said != {name: tensor_sha256(tensor) for name, tensor in tensors.items()}:
-        raise ShardCoreError(f"{path} has tensors that do not match their digests; it was cut short or "
-                             "edited")
+        raise ShardCoreError(
+            f"{path} has tensors that do not match their digests; it was cut short or edited"
+        )
     return body, tensors
 
 

@@ -43,41 +43,60 @@ class Towers:
     affinity: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        require(1 <= self.compression_ratio <= MOST_RATIO,
-                f"towers have compression_ratio {self.compression_ratio:g}; it needs 1 to {MOST_RATIO:,.0f}")
-        require(bool(self.towers or self.affinity), "towers have no 'towers' and no 'affinity'; they need "
-                "groups of tables, or a matrix and its 'tables'")
+        require(
+            1 <= self.compression_ratio <= MOST_RATIO,
+            f"towers have compression_ratio {self.compression_ratio:g}; it needs 1 to {MOST_RATIO:,.0f}",
+        )
+        require(
+            bool(self.towers or self.affinity),
+            "towers have no 'towers' and no 'affinity'; they need "
+            "groups of tables, or a matrix and its 'tables'",
+        )
         for i, group in enumerate(self.towers):
             require(len(group) > 0, f"towers have an empty group, towers[{i}]; it needs one or more tables")
         for name, n in Counter(name for group in self.towers for name in group).items():
-            require(n == 1, f"towers have table {show(name)} {n} times in their groups; it needs to be "
-                    "in one, once")
+            require(
+                n == 1,
+                f"towers have table {show(name)} {n} times in their groups; it needs to be in one, once",
+            )
         for name, n in Counter(self.tables).items():
-            require(n == 1, f"towers have table {show(name)} {n} times in 'tables'; it needs one row of the "
-                    "affinity")
+            require(
+                n == 1,
+                f"towers have table {show(name)} {n} times in 'tables'; it needs one row of the affinity",
+            )
         m = len(self.tables)
-        require(len(self.affinity) == m, f"towers have an affinity of {len(self.affinity)} rows for {m} "
-                "tables; it needs a row and a column for each")
+        require(
+            len(self.affinity) == m,
+            f"towers have an affinity of {len(self.affinity)} rows for {m} "
+            "tables; it needs a row and a column for each",
+        )
         for name, row in zip(self.tables, self.affinity, strict=True):
-            require(len(row) == m, f"towers have an affinity with {len(row)} columns in the row of "
-                    f"{show(name)}; it needs {m}, one for each of 'tables'")
+            require(
+                len(row) == m,
+                f"towers have an affinity with {len(row)} columns in the row of "
+                f"{show(name)}; it needs {m}, one for each of 'tables'",
+            )
         self._require_values()
 
     def _require_values(self) -> None:
         """Raise ShardCoreError naming a cell of the matrix that is negative, not finite or not symmetric."""
         a = self.matrix()
         low, high = MOST_AFFINITY
-        for wrong, ought in ((~((a == 0) | (a >= low) & (a <= high)), f"0, or {low:g} to {high:g}"),
-                             (np.abs(a - a.T) > 1e-9 * np.maximum(a, a.T), "to be symmetric")):
+        for wrong, ought in (
+            (~((a == 0) | (a >= low) & (a <= high)), f"0, or {low:g} to {high:g}"),
+            (np.abs(a - a.T) > 1e-9 * np.maximum(a, a.T), "to be symmetric"),
+        ):
             if wrong.any():
                 i, j = (int(x) for x in np.argwhere(wrong)[0])
                 one, two = show(self.tables[i]), show(self.tables[j])
                 other = f", and {a[j, i]:g} of {two} and {one}" * ("symmetric" in ought)
-                raise ShardCoreError(f"towers have affinity {a[i, j]:g} of {one} and {two}{other}; it needs "
-                                     f"{ought}")
+                raise ShardCoreError(
+                    f"towers have affinity {a[i, j]:g} of {one} and {two}{other}; it needs {ought}"
+                )
 
     def renamed(self, names: Mapping[str, str]) -> Towers:
         """The same with other names for some tables."""
+
         def of(tables: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(names.get(name, name) for name in tables)
 

@@ -22,8 +22,13 @@ class Work(Protocol):
         """Until it is done."""
 
 
-def launch(into: torch.Tensor, source: torch.Tensor, arriving: Sequence[int] | None = None,
-           leaving: Sequence[int] | None = None, group: dist.ProcessGroup | None = None) -> list[Work]:
+def launch(
+    into: torch.Tensor,
+    source: torch.Tensor,
+    arriving: Sequence[int] | None = None,
+    leaving: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> list[Work]:
     """Have elements travel from now on. They are there when all that it returns has been waited for.
 
     into, source: flat.
@@ -35,8 +40,10 @@ def launch(into: torch.Tensor, source: torch.Tensor, arriving: Sequence[int] | N
     if hosts.own_host() is None:
         splits = (None if of is None else list(of) for of in (arriving, leaving))
         return [dist.all_to_all_single(into, source, *splits, group, async_op=True)]
-    parts_in, parts_out = (of.split(list(of_each) if of_each is not None else [of.numel() // n] * n)
-                           for of, of_each in ((into, arriving), (source, leaving)))
+    parts_in, parts_out = (
+        of.split(list(of_each) if of_each is not None else [of.numel() // n] * n)
+        for of, of_each in ((into, arriving), (source, leaving))
+    )
     parts_in[own].copy_(parts_out[own])
     found: list[Work] = []
     for transfer, parts, way in ((dist.irecv, parts_in, -1), (dist.isend, parts_out, 1)):
@@ -50,8 +57,13 @@ def _global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-def run(into: torch.Tensor, source: torch.Tensor, arriving: Sequence[int] | None = None,
-        leaving: Sequence[int] | None = None, group: dist.ProcessGroup | None = None) -> None:
+def run(
+    into: torch.Tensor,
+    source: torch.Tensor,
+    arriving: Sequence[int] | None = None,
+    leaving: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """As `launch`, until all is there."""
     for work in launch(into, source, arriving, leaving, group):
         work.wait()

@@ -63,8 +63,9 @@ class CollectiveConfig:
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        require_within(self, "comm config", repeats=(1, MOST_REPEATS), warmups=(0, MOST_REPEATS),
-                       timeout_s=WAITS_S)
+        require_within(
+            self, "comm config", repeats=(1, MOST_REPEATS), warmups=(0, MOST_REPEATS), timeout_s=WAITS_S
+        )
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,14 @@ class RankTimes:
 # --- a gang -------------------------------------------------------------------------------------------------
 
 
-def measure_all(requests: Sequence[CollectiveRequest], ranks: int, setting: Setting,
-                config: CollectiveConfig | None = None, device: str = "cpu",
-                box: hosts.Box | None = None) -> Iterator[CollectiveSample]:
+def measure_all(
+    requests: Sequence[CollectiveRequest],
+    ranks: int,
+    setting: Setting,
+    config: CollectiveConfig | None = None,
+    device: str = "cpu",
+    box: hosts.Box | None = None,
+) -> Iterator[CollectiveSample]:
     """Measure requests in order, by a gang of local processes ("cpu": one core each; "cuda": one GPU each); a
     sample is yielded as soon as all ranks have it.
 
@@ -97,25 +103,38 @@ def measure_all(requests: Sequence[CollectiveRequest], ranks: int, setting: Sett
     config = config or CollectiveConfig()
     for request in requests:
         _require_fits(request, ranks, box.hosts if box else 1)
-        require(request.emulated == (box and box.links), f"exchange has links {request.emulated}; those here "
-                f"are {box and box.links}")
+        require(
+            request.emulated == (box and box.links),
+            f"exchange has links {request.emulated}; those here are {box and box.links}",
+        )
     require(not box or box.ranks == ranks, f"box has {box and box.ranks} ranks; the gang has {ranks}")
     if device == "cuda" and torch.cuda.device_count() < ranks:
-        raise ShardCoreError(f"exchanges among {ranks} ranks need as many GPUs; "
-                             f"here are {torch.cuda.device_count()}")
+        raise ShardCoreError(
+            f"exchanges among {ranks} ranks need as many GPUs; here are {torch.cuda.device_count()}"
+        )
     return _measured(list(requests), ranks, setting, config, (device, box))
 
 
-def _measured(requests: Sequence[CollectiveRequest], ranks: int, setting: Setting, config: CollectiveConfig,
-              on: tuple[str, hosts.Box | None]) -> Iterator[CollectiveSample]:
+def _measured(
+    requests: Sequence[CollectiveRequest],
+    ranks: int,
+    setting: Setting,
+    config: CollectiveConfig,
+    on: tuple[str, hosts.Box | None],
+) -> Iterator[CollectiveSample]:
     if not requests:
         return
     device, box = on
     seen: list[deque[RankTimes]] = [deque() for _ in range(ranks)]
     order = 0
-    with (hosts.box_of(box) if box else nullcontext()) as places, \
-            closing(local_ranks.run("exchange", _work, ranks, (ranks, requests, config, device),
-                                    config.timeout_s, places)) as heard:
+    with (
+        hosts.box_of(box) if box else nullcontext() as places,
+        closing(
+            local_ranks.run(
+                "exchange", _work, ranks, (ranks, requests, config, device), config.timeout_s, places
+            )
+        ) as heard,
+    ):
         for rank, times in heard:
             seen[rank].append(times)
             if all(seen):
@@ -123,8 +142,15 @@ def _measured(requests: Sequence[CollectiveRequest], ranks: int, setting: Settin
                 order += 1
 
 
-def _work(rank: int, init_method: str, say: Callable[[RankTimes], None], ranks: int,
-          requests: Sequence[CollectiveRequest], config: CollectiveConfig, device: str) -> None:
+def _work(
+    rank: int,
+    init_method: str,
+    say: Callable[[RankTimes], None],
+    ranks: int,
+    requests: Sequence[CollectiveRequest],
+    config: CollectiveConfig,
+    device: str,
+) -> None:
     """One process of measure_all's gang: it says its times of one request after the other."""
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -138,9 +164,11 @@ def _work(rank: int, init_method: str, say: Callable[[RankTimes], None], ranks: 
     member.close()
 
 
-def combine(setting: Setting, request: CollectiveRequest, ranks: Sequence[RankTimes],
-            order: int = 0) -> CollectiveSample:
+def combine(
+    setting: Setting, request: CollectiveRequest, ranks: Sequence[RankTimes], order: int = 0
+) -> CollectiveSample:
     """One sample from what all ranks saw of a request."""
+
     def parts_ms(way: str) -> tuple[np.ndarray, np.ndarray]:
         start, end = (np.array([getattr(r, way)[k] for r in ranks]) for k in (0, 1))
         return wait_and_transfer(start * 1e3, end * 1e3)
@@ -148,11 +176,18 @@ def combine(setting: Setting, request: CollectiveRequest, ranks: Sequence[RankTi
     ways = {way: parts_ms(way) for way in ("forward", "backward") if getattr(ranks[0], way)}
     transfer = {way: tuple(map(spread, ms)) for way, (_, ms) in ways.items()}
     first_waiting, _ = next(iter(ways.values()))
-    return CollectiveSample(dataset.comm_id(setting, request), setting, request, transfer.get("forward"),
-                            transfer.get("backward"), tuple(map(float, np.median(first_waiting, axis=1))),
-                            time.time(), order=order, oversubscribed=any(r.oversubscribed for r in ranks),
-                            work_ms=tuple(float(np.median(r.work_s)) * 1e3 for r in ranks if r.work_s)
-                            or None)
+    return CollectiveSample(
+        dataset.comm_id(setting, request),
+        setting,
+        request,
+        transfer.get("forward"),
+        transfer.get("backward"),
+        tuple(map(float, np.median(first_waiting, axis=1))),
+        time.time(),
+        order=order,
+        oversubscribed=any(r.oversubscribed for r in ranks),
+        work_ms=tuple(float(np.median(r.work_s)) * 1e3 for r in ranks if r.work_s) or None,
+    )
 
 
 def wait_and_transfer(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -164,9 +199,11 @@ def wait_and_transfer(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, n
 
 def _require_fits(request: CollectiveRequest, ranks: int, hosts: int) -> None:
     if len(request.widths) != ranks or request.hosts != hosts:
-        raise ShardCoreError(f"exchange of {len(request.widths)} widths with hosts {request.hosts} does not "
-                             f"fit a gang of {ranks} ranks with hosts {hosts}: it needs one width a rank, "
-                             "and as many hosts as there are")
+        raise ShardCoreError(
+            f"exchange of {len(request.widths)} widths with hosts {request.hosts} does not "
+            f"fit a gang of {ranks} ranks with hosts {hosts}: it needs one width a rank, "
+            "and as many hosts as there are"
+        )
 
 
 # --- one rank -----------------------------------------------------------------------------------------------
@@ -189,8 +226,9 @@ def _store(host: str, port: int, rank: int, ranks: int, timeout: timedelta) -> d
     if ipaddress.ip_address(host).is_loopback:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # they exchange there, too
     listening = socket.create_server((host, port)).detach() if rank == 0 else None
-    return dist.TCPStore(host, port, ranks, rank == 0, timeout, wait_for_workers=False,
-                         master_listen_fd=listening)
+    return dist.TCPStore(
+        host, port, ranks, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listening
+    )
 
 
 def connect(rank: int, ranks: int, init_method: str, device: str, timeout_s: float) -> None:
@@ -210,8 +248,14 @@ class Rank:
     them evenly.
     """
 
-    def __init__(self, rank: int, ranks: int, init_method: str, device: str = "cpu",
-                 config: CollectiveConfig | None = None):
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        init_method: str,
+        device: str = "cpu",
+        config: CollectiveConfig | None = None,
+    ):
         self.rank, self.ranks, self.config = rank, ranks, config or CollectiveConfig()
         self._on = device_of(device)
         self.device = torch.device(self._on.place)
@@ -220,8 +264,9 @@ class Rank:
         ranks_on = Counter(host_of)
         self.hosts = len(ranks_on)
         if len(set(ranks_on.values())) > 1:
-            raise ShardCoreError(f"the gang's hosts have {sorted(ranks_on.values())} of its {ranks} ranks; "
-                                 "each needs as many")
+            raise ShardCoreError(
+                f"the gang's hosts have {sorted(ranks_on.values())} of its {ranks} ranks; each needs as many"
+            )
         machines = _gather(hosts.machine_id())  # its cores are shared by all hosts of a box
         self._oversubscribed = machines.count(machines[rank]) > len(os.sched_getaffinity(0))
         nth = machines[:rank].count(machines[rank])
@@ -266,8 +311,8 @@ class Rank:
                     *ends, worked_s = self._timed(transfer, start_ms, request.busy_ms)
                     way.append(ends)
                     work_s.append(worked_s)
-        ways = (tuple(zip(*way[self.config.warmups:], strict=True)) if way else None for way in times)
-        own = tuple(work_s[self.config.warmups:]) if request.row.ids else ()
+        ways = (tuple(zip(*way[self.config.warmups :], strict=True)) if way else None for way in times)
+        own = tuple(work_s[self.config.warmups :]) if request.row.ids else ()
         return RankTimes(*ways, self._oversubscribed, own)
 
     def _group(self, request: CollectiveRequest) -> dist.ProcessGroup | None:
@@ -286,8 +331,9 @@ class Rank:
             self._scratch.add_(1)
             self._on.synchronize()
 
-    def _timed(self, transfer: Transfer | IdTransfer, start_ms: float,
-               busy_ms: float) -> tuple[float, float, float]:
+    def _timed(
+        self, transfer: Transfer | IdTransfer, start_ms: float, busy_ms: float
+    ) -> tuple[float, float, float]:
         """Start and end in s of rank 0's clock, and s of own work between."""
         self._compute(busy_ms)
         with local_ranks.exchanging():

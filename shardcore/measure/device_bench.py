@@ -54,11 +54,13 @@ class DeviceBench(KernelBench):
 
     def hardware(self) -> str:
         return hardware.hardware_name(self.device)
+
     def use_reference(self, reference_ms: float) -> None:
         self.reference_ms = reference_ms
 
-    def take(self, requests: Sequence[ComputeRequest], last: bool,
-             seconds: float) -> tuple[list[ComputeSample], int]:
+    def take(
+        self, requests: Sequence[ComputeRequest], last: bool, seconds: float
+    ) -> tuple[list[ComputeSample], int]:
         """Take requests in for so many seconds, one at least; with `last`, run what was taken in. The samples
         that finished meanwhile, the reference's among them, and how many requests were taken in."""
         began, samples, taken = time.monotonic(), [], 0

@@ -165,8 +165,12 @@ class Cuda(Cpu):
         return _mib("memory.used") / _mib("memory.total")
 
     def versions(self) -> dict[str, str]:
-        return {**super().versions(), "driver": _asked("driver_version"), "clocks": _asked("clocks.max.sm"),
-                "cuda": str(torch.version.cuda)}
+        return {
+            **super().versions(),
+            "driver": _asked("driver_version"),
+            "clocks": _asked("clocks.max.sm"),
+            "cuda": str(torch.version.cuda),
+        }
 
 
 def _asked(what: str) -> str:
@@ -176,8 +180,10 @@ def _asked(what: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ShardCoreError(f"nvidia-smi does not run: {error}; install NVIDIA's driver tools, or give "
-                             "--arena-gib and --hardware") from None
+        raise ShardCoreError(
+            f"nvidia-smi does not run: {error}; install NVIDIA's driver tools, or give "
+            "--arena-gib and --hardware"
+        ) from None
     if done.returncode or not done.stdout.strip():
         said = " ".join((done.stdout + done.stderr).split())[:200]
         raise ShardCoreError(f"nvidia-smi does not tell {what} of GPU {gpu}: {said}")

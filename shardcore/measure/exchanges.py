@@ -58,21 +58,34 @@ def groups(rank: int, topology: Topology, channels: Sequence[Channel]) -> Groups
 def used_channels(workload: Workload) -> list[Channel]:
     """Those that carry something."""
     several = len(workload.ops) > 1
-    return list(dict.fromkeys(c for c, sent in zip(workload.channels, workload.traffic, strict=True)
-                              if several and sent.any()))
+    return list(
+        dict.fromkeys(
+            c for c, sent in zip(workload.channels, workload.traffic, strict=True) if several and sent.any()
+        )
+    )
 
 
 def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dict[Layout, list[Exchange]]:
     """The exchanges of each run that carry something, in the order of runs."""
     # Gradients of all replicas are one exchange, of the first run that has any.
     job = workload.job
-    of_rows = {tuple(row_in(lane, c) for c in run.channels_in(job)): run
-               for run, lane in reversed(workload.lanes.items())}
-    found = {run: rows for rows, run in of_rows.items()
-             if len(workload.ops) > 1 and workload.traffic[list(rows)].any()}
-    return {run: [_EXCHANGES[c.row.call](workload.traffic[row], workload, rank, full, own_groups[c.group])
-                  for c, row in zip(run.channels_in(job), found[run], strict=True)]
-            for run in workload.lanes if run in found}
+    of_rows = {
+        tuple(row_in(lane, c) for c in run.channels_in(job)): run
+        for run, lane in reversed(workload.lanes.items())
+    }
+    found = {
+        run: rows
+        for rows, run in of_rows.items()
+        if len(workload.ops) > 1 and workload.traffic[list(rows)].any()
+    }
+    return {
+        run: [
+            _EXCHANGES[c.row.call](workload.traffic[row], workload, rank, full, own_groups[c.group])
+            for c, row in zip(run.channels_in(job), found[run], strict=True)
+        ]
+        for run in workload.lanes
+        if run in found
+    }
 
 
 def forward(chain: Sequence[Exchange], outputs: torch.Tensor | None) -> torch.Tensor | None:
@@ -95,8 +108,14 @@ class _AllToAll:
     hosts, only what tower modules leave of outputs travels. These modules are not run.
     """
 
-    def __init__(self, entering: np.ndarray, workload: Workload, rank: int, full: Full,
-                 group: tuple[Sequence[int], dist.ProcessGroup | None]) -> None:
+    def __init__(
+        self,
+        entering: np.ndarray,
+        workload: Workload,
+        rank: int,
+        full: Full,
+        group: tuple[Sequence[int], dist.ProcessGroup | None],
+    ) -> None:
         ranks, self._group = group
         shares = [even_parts(round(entering[r] / OUTPUT_BYTES), len(ranks)) for r in ranks]
         self._mine, self._theirs = shares[ranks.index(rank)], [of[ranks.index(rank)] for of in shares]
@@ -109,21 +128,28 @@ class _AllToAll:
 
     def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
         send = partial(all_to_all.run, arriving=self._mine, leaving=self._theirs, group=self._group)
-        return carried(_as_much(into, self._entered), _as_much(gradients, self._sent),
-                       self._job.backward_payload, send)
+        return carried(
+            _as_much(into, self._entered), _as_much(gradients, self._sent), self._job.backward_payload, send
+        )
 
 
 def _as_much(tensor: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
     """The first of a tensor's elements, flat, as many as travel. Where it has fewer, an own buffer."""
-    return own if tensor is None or tensor.numel() < own.numel() else tensor.view(-1)[:own.numel()]
+    return own if tensor is None or tensor.numel() < own.numel() else tensor.view(-1)[: own.numel()]
 
 
 class _ReduceScatter:
     """Partial outputs [B, W] summed, each rank having its samples; and gradients to all. A rank with fewer
     columns pads, for every rank gives as much."""
 
-    def __init__(self, entering: np.ndarray, workload: Workload, rank: int, full: Full,
-                 group: tuple[Sequence[int], dist.ProcessGroup | None]) -> None:
+    def __init__(
+        self,
+        entering: np.ndarray,
+        workload: Workload,
+        rank: int,
+        full: Full,
+        group: tuple[Sequence[int], dist.ProcessGroup | None],
+    ) -> None:
         ranks, self._group = group
         # Of pooled outputs, each rank has as many samples. Of distinct values, it has about as many.
         most = -(-max(round(entering[r] / OUTPUT_BYTES) for r in ranks) // len(ranks))
@@ -131,13 +157,18 @@ class _ReduceScatter:
         self._arrived, self._job = torch.empty_like(self._sent), workload.job
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
-        return carried(self._arrived, self._as_wide(outputs), self._job.forward_payload,
-                       partial(reduce_scatter, group=self._group))
+        return carried(
+            self._arrived,
+            self._as_wide(outputs),
+            self._job.forward_payload,
+            partial(reduce_scatter, group=self._group),
+        )
 
     def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
         back, own = self._as_wide(into), self._sent
-        return carried(back, _as_much(gradients, own), self._job.backward_payload,
-                       partial(all_gather, group=self._group))
+        return carried(
+            back, _as_much(gradients, own), self._job.backward_payload, partial(all_gather, group=self._group)
+        )
 
     def _as_wide(self, tensor: torch.Tensor | None) -> torch.Tensor:
         return tensor.view(-1) if tensor is not None and tensor.numel() == len(self._padded) else self._padded
@@ -146,8 +177,14 @@ class _ReduceScatter:
 class _AllReduce:
     """Dense gradients summed, backward only."""
 
-    def __init__(self, entering: np.ndarray, workload: Workload, rank: int, full: Full,
-                 group: tuple[Sequence[int], dist.ProcessGroup | None]) -> None:
+    def __init__(
+        self,
+        entering: np.ndarray,
+        workload: Workload,
+        rank: int,
+        full: Full,
+        group: tuple[Sequence[int], dist.ProcessGroup | None],
+    ) -> None:
         self._dense, self._group = full((round(entering[rank] / OUTPUT_BYTES),)), group[1]
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:

@@ -15,8 +15,14 @@ from shardcore.step.memory import gib
 _LEARNING_RATE = 1e-3
 
 
-def build(widths: Sequence[int], optimizer: str, precision: str, device: str,
-          table_of: Sequence[int] | None = None, sequence: bool = False) -> torch.nn.Module:
+def build(
+    widths: Sequence[int],
+    optimizer: str,
+    precision: str,
+    device: str,
+    table_of: Sequence[int] | None = None,
+    sequence: bool = False,
+) -> torch.nn.Module:
     """An op of one row a table, of so many columns each. Raises what FBGEMM raises where it has no such op.
 
     device: "cpu" or "cuda"; "meta" is CUDA's op without its memory.
@@ -34,8 +40,11 @@ def build(widths: Sequence[int], optimizer: str, precision: str, device: str,
         SplitTableBatchedEmbeddingBagsCodegen,
     )
 
-    place = ((EmbeddingLocation.HOST, ComputeDevice.CPU) if device == "cpu"
-             else (EmbeddingLocation.DEVICE, ComputeDevice.CUDA))
+    place = (
+        (EmbeddingLocation.HOST, ComputeDevice.CPU)
+        if device == "cpu"
+        else (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+    )
     return SplitTableBatchedEmbeddingBagsCodegen(
         [(1, width, *place) for width in widths],
         feature_table_map=list(table_of) if table_of is not None else None,
@@ -57,15 +66,20 @@ def even_parts(n: int, parts: int) -> list[int]:
 def require_trains(setting: Setting, device: str) -> None:
     """Raise ShardCoreError where FBGEMM does not train in a setting on a device; it names what would run."""
     if setting.precision not in PRECISIONS:
-        raise ShardCoreError(f"an op has weights of one precision, not of {setting.precision}; measure each "
-                             f"apart: {', '.join(PRECISIONS)}")
+        raise ShardCoreError(
+            f"an op has weights of one precision, not of {setting.precision}; measure each "
+            f"apart: {', '.join(PRECISIONS)}"
+        )
     if not (why := _refusal(setting.optimizer, setting.precision, device)):
         return
-    running = {optimizer: [p for p in PRECISIONS if not _refusal(optimizer, p, device)]
-               for optimizer in OPTIMIZERS}
+    running = {
+        optimizer: [p for p in PRECISIONS if not _refusal(optimizer, p, device)] for optimizer in OPTIMIZERS
+    }
     known = "; ".join(f"{optimizer} with {' or '.join(of)}" for optimizer, of in running.items() if of)
-    raise ShardCoreError(f"FBGEMM does not train {setting.precision} weights with {setting.optimizer} on "
-                         f"{device} ({why}); here it trains {known or 'nothing'}")
+    raise ShardCoreError(
+        f"FBGEMM does not train {setting.precision} weights with {setting.optimizer} on "
+        f"{device} ({why}); here it trains {known or 'nothing'}"
+    )
 
 
 def _refusal(optimizer: str, precision: str, device: str) -> str:
@@ -87,8 +101,10 @@ def places(sizes: list[int], room: int, shards: tuple[Shard, ...]) -> list[int]:
     places, cursor = [], zlib.crc32("".join(s.label for s in shards).encode()) % max(1, spare) * 16
     for size, shard in zip(sizes, shards, strict=True):
         if size > room:
-            raise ShardCoreError(f"shard {shard.label} is {gib(shard.bytes)}; the arena holds "
-                                 f"{gib(room * PRECISION_BYTES[shard.table.precision])}")
+            raise ShardCoreError(
+                f"shard {shard.label} is {gib(shard.bytes)}; the arena holds "
+                f"{gib(room * PRECISION_BYTES[shard.table.precision])}"
+            )
         cursor = 0 if cursor + size > room else cursor
         places.append(cursor)
         cursor += (size + 15) // 16 * 16

@@ -14,15 +14,16 @@ AUTO = "auto"
 
 
 def detect_device() -> str:
-    """"cuda" where there is a GPU, else "cpu"."""
+    """ "cuda" where there is a GPU, else "cpu"."""
     return "cuda" if device_of("cuda").is_there() else "cpu"
 
 
 def require_device(device: str) -> None:
     """Raise ShardCoreError where there is no such device."""
     if not device_of(device).is_there():
-        raise ShardCoreError("there is no CUDA device here, or this torch was built without CUDA; "
-                             "measure on 'cpu'")
+        raise ShardCoreError(
+            "there is no CUDA device here, or this torch was built without CUDA; measure on 'cpu'"
+        )
 
 
 def hardware_name(device: str) -> str:
@@ -55,12 +56,16 @@ def require_fbgemm(device: str) -> None:
         offsets = torch.tensor([0, 1], device=place)
         torch.ops.fbgemm.segment_sum_csr(1, offsets, torch.ones(1, device=place))
     except ImportError as error:
-        raise ShardCoreError("FBGEMM is not installed: in a checkout, pip install -e '.[cpu]' (or [gpu] on a "
-                             "CUDA machine); "
-                             f"importing it said: {_line(error)}") from None
+        raise ShardCoreError(
+            "FBGEMM is not installed: in a checkout, pip install -e '.[cpu]' (or [gpu] on a "
+            "CUDA machine); "
+            f"importing it said: {_line(error)}"
+        ) from None
     except (AttributeError, OSError, RuntimeError) as error:
-        raise ShardCoreError(f"FBGEMM does not match torch {torch.__version__} (1.8 goes with 2.13, "
-                             f"1.7 with 2.12, 1.6 with 2.11): {_line(error)}") from None
+        raise ShardCoreError(
+            f"FBGEMM does not match torch {torch.__version__} (1.8 goes with 2.13, "
+            f"1.7 with 2.12, 1.6 with 2.11): {_line(error)}"
+        ) from None
 
 
 def _line(error: BaseException) -> str:

@@ -40,8 +40,12 @@ _BURST_BYTES, _BURST_S = 20 << 10, 200e-6
 """What a link takes without delay after a pause: it has to hold a packet, and what a late timer missed."""
 _QUEUE_BYTES = 64 << 20
 """Of each link: more than all sockets of its senders hold, so nothing is lost."""
-_TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0", "tcp_early_retrans": "0",
-        "tcp_rto_min_us": "2000000"}
+_TCP = {
+    "tcp_congestion_control": "reno",
+    "tcp_slow_start_after_idle": "0",
+    "tcp_early_retrans": "0",
+    "tcp_rto_min_us": "2000000",
+}
 """Of each host. Nothing is lost, so Reno's windows only grow, and what TCP sends twice is waste. BBR, which a
 machine may have by default, paces each connection below what it saw: links that all carry as much then idle
 for a fifth of an exchange (docs/benchmarks/2026-11-25-emulated-hosts.md). Kernels before 6.11 lack the last.
@@ -66,8 +70,14 @@ class Box:
     within_gbit_s: float | None = None
 
     def __post_init__(self) -> None:
-        require_within(self, "box", hosts=(2, _MOST_HOSTS), ranks_per_host=(1, _MOST_RANKS),
-                       between_gbit_s=LINK_GBIT_S, within_gbit_s=LINK_GBIT_S)
+        require_within(
+            self,
+            "box",
+            hosts=(2, _MOST_HOSTS),
+            ranks_per_host=(1, _MOST_RANKS),
+            between_gbit_s=LINK_GBIT_S,
+            within_gbit_s=LINK_GBIT_S,
+        )
 
     @property
     def ranks(self) -> int:
@@ -138,8 +148,10 @@ def box_of(config: Box) -> Iterator[list[Place]]:
     with ExitStack() as kept:
         switch, *of_hosts = (kept.enter_context(_kept_network()) for _ in range(config.hosts + 1))
         _join(config, switch, of_hosts)
-        places = [Place(i, _address(i), f"/proc/{pid}/ns/net", os.stat(f"/proc/{pid}/ns/net").st_ino)
-                  for i, pid in enumerate(of_hosts)]
+        places = [
+            Place(i, _address(i), f"/proc/{pid}/ns/net", os.stat(f"/proc/{pid}/ns/net").st_ino)
+            for i, pid in enumerate(of_hosts)
+        ]
         yield [place for place in places for _ in range(config.ranks_per_host)]
 
 
@@ -147,17 +159,23 @@ def _require_root() -> None:
     if missing := [tool for tool in _TOOLS if not shutil.which(tool)]:
         raise ShardCoreError(f"a cluster in a box needs Linux' {', '.join(_TOOLS)}; here is no {missing[0]}")
     if os.geteuid():
-        raise ShardCoreError("a cluster in a box needs root, to make network namespaces; "
-                             f"this is user {os.geteuid()}")
+        raise ShardCoreError(
+            f"a cluster in a box needs root, to make network namespaces; this is user {os.geteuid()}"
+        )
 
 
 @contextmanager
 def _kept_network() -> Iterator[int]:
     """A network namespace, by the process that keeps it. It ends with the context, and with this process."""
     # a group of its own: Ctrl-C is for the maker
-    keeper = subprocess.Popen(["unshare", "--net", "sh", "-c", f"{_settle_tcp()}echo; exec cat >/dev/null"],
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                              text=True, start_new_session=True)
+    keeper = subprocess.Popen(
+        ["unshare", "--net", "sh", "-c", f"{_settle_tcp()}echo; exec cat >/dev/null"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     with keeper:  # at the end it has no input, so it ends
         try:
             if not keeper.stdout.readline():
@@ -177,23 +195,35 @@ def _join(config: Box, switch: int, of_hosts: Sequence[int]) -> None:
     """Give each host a link to a bridge, and each link its rate both ways."""
     ports = range(len(of_hosts))
     links = f"mtu {_MTU} gso_max_size {_PACKET_BYTES} up"
-    _run("ip", switch, [f"link add {_BRIDGE} type bridge", f"link set {_BRIDGE} up",
-                        *(f"link add port{i} type veth peer name {_INTERFACE} netns {of_hosts[i]}"
-                          for i in ports),
-                        *(f"link set port{i} master {_BRIDGE} {links}" for i in ports)])
+    _run(
+        "ip",
+        switch,
+        [
+            f"link add {_BRIDGE} type bridge",
+            f"link set {_BRIDGE} up",
+            *(f"link add port{i} type veth peer name {_INTERFACE} netns {of_hosts[i]}" for i in ports),
+            *(f"link set port{i} master {_BRIDGE} {links}" for i in ports),
+        ],
+    )
     between = _shape(config.between_gbit_s)
     _run("tc", switch, [f"qdisc add dev port{i} root {between}" for i in ports])
     within = [] if config.within_gbit_s is None else [f"qdisc add dev lo root {_shape(config.within_gbit_s)}"]
     for i, host in enumerate(of_hosts):
-        _run("ip", host, [f"link set lo {links}", f"link set {_INTERFACE} {links}",
-                          f"address add {_address(i)}/16 dev {_INTERFACE}"])
+        _run(
+            "ip",
+            host,
+            [
+                f"link set lo {links}",
+                f"link set {_INTERFACE} {links}",
+                f"address add {_address(i)}/16 dev {_INTERFACE}",
+            ],
+        )
         _run("tc", host, [f"qdisc add dev {_INTERFACE} root {between}", *within])
 
 
 def _shape(gbit_s: float) -> str:
     bits = gbit_s * _BITS
-    return (f"tbf rate {bits:.0f}bit burst {max(_BURST_BYTES, bits / 8 * _BURST_S):.0f} "
-            f"limit {_QUEUE_BYTES}")
+    return f"tbf rate {bits:.0f}bit burst {max(_BURST_BYTES, bits / 8 * _BURST_S):.0f} limit {_QUEUE_BYTES}"
 
 
 def _address(host: int) -> str:
@@ -202,12 +232,17 @@ def _address(host: int) -> str:
 
 def _run(tool: str, network: int, lines: Sequence[str]) -> None:
     """Run lines of ip or tc in a network."""
-    done = subprocess.run(["nsenter", f"--net=/proc/{network}/ns/net", tool, "-batch", "-"],
-                          input="\n".join(lines), capture_output=True, text=True)
+    done = subprocess.run(
+        ["nsenter", f"--net=/proc/{network}/ns/net", tool, "-batch", "-"],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         raise _cannot(tool, done.stderr)
 
 
 def _cannot(what: str, said: str) -> ShardCoreError:
-    return ShardCoreError(f"a cluster in a box cannot be made here: {what}: "
-                          f"{' '.join(said.split())[:200] or 'it ended'}")
+    return ShardCoreError(
+        f"a cluster in a box cannot be made here: {what}: {' '.join(said.split())[:200] or 'it ended'}"
+    )

@@ -45,8 +45,10 @@ def features_and_ids(request: CollectiveRequest) -> tuple[list[int], list[int]]:
     features = [-(-width // _COLUMNS) for width in request.widths]
     if (work := request.row.work) and work.buckets:
         features = [min(features)] * len(features)
-    ids = [max(0, OUTPUT_BYTES * width - _JOB.length_bytes * f) * local // _JOB.id_bytes
-           for width, f in zip(request.widths, features, strict=True)]
+    ids = [
+        max(0, OUTPUT_BYTES * width - _JOB.length_bytes * f) * local // _JOB.id_bytes
+        for width, f in zip(request.widths, features, strict=True)
+    ]
     return features, ids
 
 
@@ -56,15 +58,19 @@ def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu
     found = []
     for layout in workload.lanes if n > 1 else ():
         # Several columns of a table on a device get their ids once.
-        shards = [{(s.table, s.row_lo): s for op in ops for s in op.shards
-                   if layout.ids and op.run is layout} for ops in workload.ops]
+        shards = [
+            {(s.table, s.row_lo): s for op in ops for s in op.shards if layout.ids and op.run is layout}
+            for ops in workload.ops
+        ]
         if not any(shards):
             continue
         # Of deduplicated features fewer lengths travel. They are as those of fewer features here.
         features = [math.ceil(sum(s.table.features / s.table.dedup for s in of.values())) for of in shards]
         n_bytes = [sum(received_bytes(s, workload) for s in of.values()) for of in shards]
-        ids = [max(0, round((b / n - job.length_bytes * local * f) / job.id_bytes))
-               for b, f in zip(n_bytes, features, strict=True)]
+        ids = [
+            max(0, round((b / n - job.length_bytes * local * f) / job.id_bytes))
+            for b, f in zip(n_bytes, features, strict=True)
+        ]
         groups = layout.groups(workload.topology) if layout.divides_rows else ()
         found.append(IdTransfer(features, ids, local, rank, device, job, groups, layout.ids.row.work))
     return found
@@ -81,21 +87,33 @@ class IdTransfer:
     work: on the rank's own ids, before they travel.
     """
 
-    def __init__(self, features: Sequence[int], ids: Sequence[int], local_batch: int, rank: int,
-                 device: torch.device | str = "cpu", job: Job = _JOB,
-                 groups: Sequence[Sequence[int]] = (), work: Work | None = None) -> None:
+    def __init__(
+        self,
+        features: Sequence[int],
+        ids: Sequence[int],
+        local_batch: int,
+        rank: int,
+        device: torch.device | str = "cpu",
+        job: Job = _JOB,
+        groups: Sequence[Sequence[int]] = (),
+        work: Work | None = None,
+    ) -> None:
         import fbgemm_gpu  # noqa: F401 (it registers the operators)
 
         n, id_type, length_type = len(features), _TYPES[job.id_bytes], _TYPES[job.length_bytes]
         self._lengths_to = [f * local_batch for f in features]
         self._ids_to = list(ids)
         self._lengths_from, self._ids_from = [self._lengths_to[rank]] * n, [self._ids_to[rank]] * n
-        self._announced = torch.tensor([*zip(self._lengths_to, self._ids_to, strict=True)],
-                                       device=device).flatten()
+        self._announced = torch.tensor(
+            [*zip(self._lengths_to, self._ids_to, strict=True)], device=device
+        ).flatten()
         self._expected = torch.empty_like(self._announced)
         # Without groups, what goes to each rank. With them, the features of each group, not yet in buckets.
-        parts = ([(f, [total]) for f, total in zip(features, ids, strict=True)] if not groups else
-                 [(features[group[0]], [ids[r] for r in group]) for group in groups])
+        parts = (
+            [(f, [total]) for f, total in zip(features, ids, strict=True)]
+            if not groups
+            else [(features[group[0]], [ids[r] for r in group]) for group in groups]
+        )
         lengths = torch.cat([_lengths(f * local_batch, sum(of)) for f, of in parts])
         self._work, self.lengths = work, lengths.to(device, length_type)
         drawn = torch.cat([_in_ranges(of) for _, of in parts]) if groups else torch.arange(sum(ids))
@@ -103,18 +121,28 @@ class IdTransfer:
         self._buckets = len(groups[0]) if groups else 0
         self._ranges = torch.full((sum(f for f, _ in parts),), _RANGE_ROWS, dtype=id_type, device=device)
         self._by_rank = _by_rank(groups, features).to(device) if len(groups) > 1 else None
-        self._arrived = (torch.empty(sum(self._lengths_from), dtype=length_type, device=device),
-                         torch.empty(sum(self._ids_from), dtype=id_type, device=device))
+        self._arrived = (
+            torch.empty(sum(self._lengths_from), dtype=length_type, device=device),
+            torch.empty(sum(self._ids_from), dtype=id_type, device=device),
+        )
         # Feature f of each rank, one after another.
-        self._by_feature = torch.arange(n * features[rank], dtype=torch.int32, device=device).view(
-            n, features[rank]).T.flatten()
+        self._by_feature = (
+            torch.arange(n * features[rank], dtype=torch.int32, device=device)
+            .view(n, features[rank])
+            .T.flatten()
+        )
         self._local_batch = local_batch
 
     @property
     def parts(self) -> tuple[tuple[Callable[[], None], bool], ...]:
         """What to call one after the other, and whether it is the device's own work."""
-        return ((self.prepare, True), (self.announce, False), (self.send, False), (self.arrive, False),
-                (self.put_in_order, True))
+        return (
+            (self.prepare, True),
+            (self.announce, False),
+            (self.send, False),
+            (self.arrive, False),
+            (self.put_in_order, True),
+        )
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Lengths [F · n, b] and ids that this rank will look up, by feature."""
@@ -148,18 +176,21 @@ class IdTransfer:
         lengths, ids = self._arrived
         if len(self._by_feature):
             of_feature = lengths.view(len(self._by_feature), self._local_batch)
-            lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(self._by_feature, of_feature, ids, None,
-                                                                      len(ids))
+            lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(
+                self._by_feature, of_feature, ids, None, len(ids)
+            )
         self.received = lengths, ids
 
     def in_buckets(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Lengths and ids rank by rank, as TorchRec's bucketize_kjt_before_all2all makes them."""
         lengths, ids, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
-            self.lengths, self.ids, False, False, self._ranges, self._buckets)
+            self.lengths, self.ids, False, False, self._ranges, self._buckets
+        )
         # Over one group, buckets are in the order of ranks. Over several, each has a bucket of a number.
         if self._by_rank is not None:
             lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(
-                self._by_rank, lengths.view(-1, self._local_batch), ids, None, len(ids))
+                self._by_rank, lengths.view(-1, self._local_batch), ids, None, len(ids)
+            )
             lengths = lengths.flatten()
         return lengths, ids
 
@@ -167,10 +198,14 @@ class IdTransfer:
 def _by_rank(groups: Sequence[Sequence[int]], features: Sequence[int]) -> torch.Tensor:
     """[F of all ranks] places of each rank's features in buckets, which are ordered by number and feature."""
     of_group = [features[group[0]] for group in groups]
-    at = {rank: bucket * sum(of_group) + sum(of_group[:g])
-          for g, group in enumerate(groups) for bucket, rank in enumerate(group)}
-    return torch.tensor([at[rank] + f for rank in range(len(features)) for f in range(features[rank])],
-                        dtype=torch.int32)
+    at = {
+        rank: bucket * sum(of_group) + sum(of_group[:g])
+        for g, group in enumerate(groups)
+        for bucket, rank in enumerate(group)
+    }
+    return torch.tensor(
+        [at[rank] + f for rank in range(len(features)) for f in range(features[rank])], dtype=torch.int32
+    )
 
 
 def _in_ranges(counts: Sequence[int]) -> torch.Tensor:

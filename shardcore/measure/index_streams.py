@@ -60,9 +60,15 @@ class IndexStreams:
         the last value.
         """
         parts = [self._shard(s, request.batch, seed) for s in request.shards]
-        parts = [(ids, torch.cat([offsets, offsets[-1:].expand(
-            request.batch * s.table.features + 1 - len(offsets))]) if s.table.sequence else offsets)
-                 for s, (ids, offsets) in zip(request.shards, parts, strict=True)]
+        parts = [
+            (
+                ids,
+                torch.cat([offsets, offsets[-1:].expand(request.batch * s.table.features + 1 - len(offsets))])
+                if s.table.sequence
+                else offsets,
+            )
+            for s, (ids, offsets) in zip(request.shards, parts, strict=True)
+        ]
         starts = np.cumsum([0] + [len(ids) for ids, _ in parts])
         offsets = [o[:-1] + int(start) for (_, o), start in zip(parts, starts[:-1], strict=True)]
         end = torch.tensor([int(starts[-1])], device=self.place)

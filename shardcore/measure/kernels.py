@@ -72,12 +72,19 @@ class KernelConfig:
     state_rows: int | None = None
 
     def __post_init__(self) -> None:
-        require_within(self, "kernel config", arena_bytes=(1, MOST_BYTES), state_rows=(1, MOST_ROWS),
-                       min_repeats=(1, MOST_REPEATS),
-                       max_repeats=(self.min_repeats, MOST_REPEATS), interleave=(1, MOST_REPEATS))
+        require_within(
+            self,
+            "kernel config",
+            arena_bytes=(1, MOST_BYTES),
+            state_rows=(1, MOST_ROWS),
+            min_repeats=(1, MOST_REPEATS),
+            max_repeats=(self.min_repeats, MOST_REPEATS),
+            interleave=(1, MOST_REPEATS),
+        )
         if not (self.tolerance is None or 0 < self.tolerance < 1):
-            raise ShardCoreError(f"kernel config has tolerance {self.tolerance}; it needs a share within 0 "
-                                 "and 1, such as 0.05")
+            raise ShardCoreError(
+                f"kernel config has tolerance {self.tolerance}; it needs a share within 0 and 1, such as 0.05"
+            )
 
     def tolerance_on(self, device: str) -> float:
         return self.tolerance or devices.device_of(device).tolerance
@@ -92,14 +99,21 @@ class KernelBench:
     earlier dataset); without it, a timing is at the mean slowdown of some thousand runs.
     """
 
-    def __init__(self, setting: Setting, device: str = "cpu", config: KernelConfig | None = None,
-                 reference: ComputeRequest | None = None, reference_ms: float | None = None):
+    def __init__(
+        self,
+        setting: Setting,
+        device: str = "cpu",
+        config: KernelConfig | None = None,
+        reference: ComputeRequest | None = None,
+        reference_ms: float | None = None,
+    ):
         self._device = devices.device_of(device)
         hardware.require_fbgemm(device)
         fused_op.require_trains(setting, self._device.place)
         self.setting, self.device, self.config = setting, device, config or KernelConfig()
-        self.streams = IndexStreams(self._device.place, self._device.stream_bytes(),
-                                    self._device.drawing_threads)
+        self.streams = IndexStreams(
+            self._device.place, self._device.stream_bytes(), self._device.drawing_threads
+        )
         self.kernel_s = 0.0
         """Seconds inside timed kernels so far, warm-ups and the reference included."""
         self.kept_s = 0.0
@@ -111,12 +125,16 @@ class KernelBench:
             self._arena = torch.empty(elements, dtype=dtype, device=place).uniform_(-0.01, 0.01)
             # Of rows there are most where all are narrow.
             rows = min(self.config.state_rows or MOST_ROWS, max(1, elements // MIN_WIDTH))
-            self._states = [torch.zeros(elements if per == "cell" else rows, device=place)
-                            for per in OPTIMIZERS[setting.optimizer].states]
+            self._states = [
+                torch.zeros(elements if per == "cell" else rows, device=place)
+                for per in OPTIMIZERS[setting.optimizer].states
+            ]
         except RuntimeError as error:
-            raise ShardCoreError(f"an arena of {memory.gib(self.config.arena_bytes)} with the state of "
-                                 f"{setting.optimizer} does not fit {device}: "
-                                 f"make it smaller ({' '.join(str(error).split())[:100]})") from None
+            raise ShardCoreError(
+                f"an arena of {memory.gib(self.config.arena_bytes)} with the state of "
+                f"{setting.optimizer} does not fit {device}: "
+                f"make it smaller ({' '.join(str(error).split())[:100]})"
+            ) from None
         self._gradient = torch.full((1,), 1e-3, device=place)
         self._caches = timing.Caches(self._device.evict_bytes(), place)
         self._launch_ms = _FIRST_LAUNCH_MS
@@ -237,8 +255,9 @@ class KernelBench:
         slowdown, finished = self._log.fit(), []
         for run in full:
             times = _at_usual_speed(run, slowdown)
-            if (len(times) >= self.config.max_repeats
-                or timing.relative_ci(times.sum(1)) <= self.config.tolerance_on(self.device)):
+            if len(times) >= self.config.max_repeats or timing.relative_ci(
+                times.sum(1)
+            ) <= self.config.tolerance_on(self.device):
                 self._active.remove(run)
                 self.kept_s += sum(forward + backward for forward, backward, _ in run.times_ms) / 1e3
                 finished.append(self._sample(run, slowdown))
@@ -255,9 +274,15 @@ class KernelBench:
         rows, width = len(indices) if request.shards[0].table.sequence else shape.rows, shape.width
         if self._gradient.numel() < rows * width:
             self._gradient = torch.full((rows * width,), 1e-3, device=self._device.place)
-        return Run(next(self._numbers), request, self._build(request.shards), indices, offsets,
-                   self._gradient[: rows * width].view(-1 if shape.several else (rows, width)),
-                   [[n] for n in shape.values] if shape.several else None)
+        return Run(
+            next(self._numbers),
+            request,
+            self._build(request.shards),
+            indices,
+            offsets,
+            self._gradient[: rows * width].view(-1 if shape.several else (rows, width)),
+            [[n] for n in shape.values] if shape.several else None,
+        )
 
     def expect(self, requests: Iterable[ComputeRequest]) -> None:
         """Begin to draw the ids of requests that `add` will be given, if the device leaves cores for that.
@@ -304,8 +329,14 @@ class KernelBench:
         arena."""
         # The number of the table of each feature: FBGEMM keeps what it knows of tables by feature.
         of_feature = [i for i, s in enumerate(shards) for _ in range(s.table.features)]
-        op = fused_op.build([s.width for s in shards], self.setting.optimizer, self.setting.precision,
-                            self._device.place, of_feature, shards[0].table.sequence)
+        op = fused_op.build(
+            [s.width for s in shards],
+            self.setting.optimizer,
+            self.setting.precision,
+            self._device.place,
+            of_feature,
+            shards[0].table.sequence,
+        )
         memory_of = self._device.memory_of
         rows, cells = [s.rows for s in shards], [s.rows * s.width for s in shards]
         op.total_hash_size = sum(rows)
@@ -330,18 +361,30 @@ class KernelBench:
         times = _at_usual_speed(run, slowdown or self._log.fit())
         clock = np.array([forward + backward for forward, backward, _ in run.times_ms])
         sample = dataclasses.replace(
-            self._failed(run.request), error=None, forward=timing.spread(times[:, 0]),
+            self._failed(run.request),
+            error=None,
+            forward=timing.spread(times[:, 0]),
             backward=timing.spread(times[:, 1]),
-            slowdown=float(np.median(clock / times.sum(1))), relative_ci=timing.relative_ci(times.sum(1)))
+            slowdown=float(np.median(clock / times.sum(1))),
+            relative_ci=timing.relative_ci(times.sum(1)),
+        )
         run.times_ms = []
         return sample
 
     def _failed(self, request: ComputeRequest, error: Exception | str = "") -> ComputeSample:
         reason = " ".join(str(error).split())[:300]
         self._finished += 1
-        return ComputeSample(dataset.compute_id(self.setting, request), self.setting, request, None, None,
-                             time.time(), reason,
-                             order=self._finished - 1, software=self._software)
+        return ComputeSample(
+            dataset.compute_id(self.setting, request),
+            self.setting,
+            request,
+            None,
+            None,
+            time.time(),
+            reason,
+            order=self._finished - 1,
+            software=self._software,
+        )
 
 
 @dataclass(eq=False)
@@ -368,5 +411,9 @@ class Run:
 
 def _at_usual_speed(run: Run, slowdown: Callable[[int], float]) -> np.ndarray:
     """[repeats, 2] forward and backward ms."""
-    return np.array([(forward / slowdown(number), backward / slowdown(number))
-                     for forward, backward, number in run.times_ms])
+    return np.array(
+        [
+            (forward / slowdown(number), backward / slowdown(number))
+            for forward, backward, number in run.times_ms
+        ]
+    )

@@ -41,8 +41,14 @@ def exchanging() -> Iterator[None]:
         raise Lost(_line(error)) from None
 
 
-def run(name: str, work: Callable[..., None], ranks: int, arguments: Sequence[Any],
-        timeout_s: float, places: Sequence[Place] | None = None) -> Iterator[tuple[int, Any]]:
+def run(
+    name: str,
+    work: Callable[..., None],
+    ranks: int,
+    arguments: Sequence[Any],
+    timeout_s: float,
+    places: Sequence[Place] | None = None,
+) -> Iterator[tuple[int, Any]]:
     """Run work(rank, init_method, say, *arguments) in one process a rank; yields (rank, value) for each
     say(value) as it comes.
 
@@ -54,18 +60,22 @@ def run(name: str, work: Callable[..., None], ranks: int, arguments: Sequence[An
     No process is left when the iterator ends, raises or is closed.
     """
     if ranks > MOST_RANKS:
-        raise ShardCoreError(f"{name}: {ranks:,} devices need as many processes on this machine, and at most "
-                             f"{MOST_RANKS} are started; take a problem of fewer devices, or a job with a "
-                             "rank on each device where the command allows it")
+        raise ShardCoreError(
+            f"{name}: {ranks:,} devices need as many processes on this machine, and at most "
+            f"{MOST_RANKS} are started; take a problem of fewer devices, or a job with a "
+            "rank on each device where the command allows it"
+        )
     pipes, running = [], []
     address = places[0].address if places else _LOOPBACK
     with _reserved_port(address, places[0] if places else None) as port:
         try:
             for rank in range(ranks):
                 pipe, theirs = processes.context().Pipe(duplex=False)
-                process = processes.made(f"{name}-rank-{rank}", _rank_process,
-                                         (theirs, places and places[rank], work, rank,
-                                          f"tcp://{address}:{port}", arguments))
+                process = processes.made(
+                    f"{name}-rank-{rank}",
+                    _rank_process,
+                    (theirs, places and places[rank], work, rank, f"tcp://{address}:{port}", arguments),
+                )
                 process.start()
                 theirs.close()  # so that the pipe ends when the process does
                 pipes.append(pipe)
@@ -102,8 +112,14 @@ def _socket_at(place: Place | None) -> socket.socket:
         return mover.submit(made).result()
 
 
-def _rank_process(pipe: Connection, place: Place | None, work: Callable[..., None], rank: int,
-                  init_method: str, arguments: Sequence[Any]) -> None:
+def _rank_process(
+    pipe: Connection,
+    place: Place | None,
+    work: Callable[..., None],
+    rank: int,
+    init_method: str,
+    arguments: Sequence[Any],
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends the gang
     try:
         if place:
@@ -117,8 +133,9 @@ def _rank_process(pipe: Connection, place: Place | None, work: Callable[..., Non
         pipe.send(("failed", _line(error)))
 
 
-def _heard(name: str, pipes: Sequence[Connection], processes: Sequence[Any],
-           timeout_s: float) -> Iterator[tuple[int, Any]]:
+def _heard(
+    name: str, pipes: Sequence[Connection], processes: Sequence[Any], timeout_s: float
+) -> Iterator[tuple[int, Any]]:
     done: set[int] = set()
     lost: dict[int, str] = {}
     # a rank that waits in an exchange speaks up after timeout_s
@@ -148,11 +165,15 @@ def _heard(name: str, pipes: Sequence[Connection], processes: Sequence[Any],
 def _why(name: str, silent: Iterable[int], lost: dict[int, str], timeout_s: float) -> str:
     silent = ", ".join(map(str, silent))
     if not lost:
-        return (f"{name}: no word for {timeout_s:g} s from rank {silent}: it hangs, "
-                "or its work needs a longer timeout_s")
+        return (
+            f"{name}: no word for {timeout_s:g} s from rank {silent}: it hangs, "
+            "or its work needs a longer timeout_s"
+        )
     rank, said = next(iter(lost.items()))
-    return (f"{name}: rank {silent or rank} does not answer the others ({timeout_s:g} s are allowed); "
-            f"rank {rank}: {said}")
+    return (
+        f"{name}: rank {silent or rank} does not answer the others ({timeout_s:g} s are allowed); "
+        f"rank {rank}: {said}"
+    )
 
 
 def end_of(process: Any) -> str:
@@ -160,8 +181,9 @@ def end_of(process: Any) -> str:
     process.join(_GRACE_S)
     code = process.exitcode
     if code is not None and code < 0:
-        return f"it was killed by {signal.Signals(-code).name}" + (" (out of memory?)"
-                                                                   if -code == signal.SIGKILL else "")
+        return f"it was killed by {signal.Signals(-code).name}" + (
+            " (out of memory?)" if -code == signal.SIGKILL else ""
+        )
     return f"it ended with exit code {code}; what it wrote to standard error says why"
 
 

@@ -46,8 +46,7 @@ class LocalWorker:
         self.pipe, theirs = processes.context().Pipe()
         self.said: tuple[str, Any] | None = None
         self.counts = Counts()
-        self._process = processes.made(f"measure-{spec.device}", _serve,
-                                       (theirs, spec, reference_ms, beat_s))
+        self._process = processes.made(f"measure-{spec.device}", _serve, (theirs, spec, reference_ms, beat_s))
         self._process.start()
         theirs.close()  # so that the pipe ends when the process does
 
@@ -107,5 +106,6 @@ def _serve(pipe: Connection, spec: BenchSpec, reference_ms: float | None, beat_s
         return
     except Exception as error:  # a CUDA fault, say, which spoils the process: it is replaced whatever it was
         refused = bench is None and isinstance(error, ShardCoreError)
-        say("refused" if refused else "ended",
-            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        say(
+            "refused" if refused else "ended", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        )

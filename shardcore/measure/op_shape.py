@@ -38,8 +38,11 @@ def op_shape(request: ComputeRequest, most_bytes: int) -> OpShape:
     Raises ShardCoreError for a larger one, and for an op that FBGEMM cannot run.
     """
     sequence = is_sequence(request.shards)
-    values = [n for s in request.shards
-              for n in even_parts(access.distinct_values(s.table, request.batch), s.table.features)]
+    values = [
+        n
+        for s in request.shards
+        for n in even_parts(access.distinct_values(s.table, request.batch), s.table.features)
+    ]
     looked_up = sum(round(request.batch * s.table.looked_up) for s in request.shards)
     several = not sequence and any(s.table.dedup > 1 for s in request.shards)
     widths = [s.width for s in request.shards for _ in range(s.table.features)]
@@ -50,7 +53,9 @@ def op_shape(request: ComputeRequest, most_bytes: int) -> OpShape:
     else:
         rows, width = request.batch, sum(widths)
     if (takes := 8 * (looked_up + sum(values)) + 2 * OUTPUT_BYTES * rows * width) > most_bytes:
-        raise ShardCoreError(f"a batch of {request.batch} has {takes / 2**30:.1f} GiB of ids and "
-                             f"outputs; on this machine it may have {most_bytes / 2**30:.1f}: it "
-                             "needs fewer samples, or lookups of each")
+        raise ShardCoreError(
+            f"a batch of {request.batch} has {takes / 2**30:.1f} GiB of ids and "
+            f"outputs; on this machine it may have {most_bytes / 2**30:.1f}: it "
+            "needs fewer samples, or lookups of each"
+        )
     return OpShape(values, rows, width, several)

@@ -43,8 +43,15 @@ class PairConfig:
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        require_within(self, "pairs", message_kib=(1, 1 << 20), load_kib=(1, 1 << 20),
-                       sweeps=(1, MOST_REPEATS), repeats=(1, MOST_REPEATS), timeout_s=WAITS_S)
+        require_within(
+            self,
+            "pairs",
+            message_kib=(1, 1 << 20),
+            load_kib=(1, 1 << 20),
+            sweeps=(1, MOST_REPEATS),
+            repeats=(1, MOST_REPEATS),
+            timeout_s=WAITS_S,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +66,11 @@ class Found:
 
 def require_links(problem: Problem) -> None:
     """Raises ShardCoreError for a problem of one device, and for one with towers, which name hosts."""
-    require(problem.job.tower_ratio is None, f"problem {problem.name!r} has towers (job.tower_ratio), and "
-            "its tables are pinned to hosts; measure the problem without both, then run plan --towers")
+    require(
+        problem.job.tower_ratio is None,
+        f"problem {problem.name!r} has towers (job.tower_ratio), and "
+        "its tables are pinned to hosts; measure the problem without both, then run plan --towers",
+    )
     require(len(problem.topology) > 1, f"problem {problem.name!r} has one device; links need 2 or more")
 
 
@@ -68,8 +78,13 @@ Note = Callable[[int, int], None]
 """Told after each turn of pairs how many there were, and of how many."""
 
 
-def measure(ranks: int, config: PairConfig, device: str = "cpu", note: Note = lambda done, of: None,
-            on: Sequence[Place] = ()) -> Found:
+def measure(
+    ranks: int,
+    config: PairConfig,
+    device: str = "cpu",
+    note: Note = lambda done, of: None,
+    on: Sequence[Place] = (),
+) -> Found:
     """What a gang of local processes finds, one a core or a GPU.
 
     on: the place of each rank, in a box.
@@ -86,16 +101,23 @@ def measure(ranks: int, config: PairConfig, device: str = "cpu", note: Note = la
     raise AssertionError("rank 0 ends with what it found")
 
 
-def _work(rank: int, init_method: str, say: Callable[[object], None], ranks: int, config: PairConfig,
-          device: str) -> None:
+def _work(
+    rank: int, init_method: str, say: Callable[[object], None], ranks: int, config: PairConfig, device: str
+) -> None:
     """One process of the gang. It says how far it is, and in the end what it found."""
     if device == "cuda":
         torch.cuda.set_device(rank)
     say(measure_rank(rank, ranks, init_method, config, device, lambda *done: say(done)))
 
 
-def measure_rank(rank: int, ranks: int, init_method: str, config: PairConfig, device: str,
-                 note: Note = lambda done, of: None) -> Found:
+def measure_rank(
+    rank: int,
+    ranks: int,
+    init_method: str,
+    config: PairConfig,
+    device: str,
+    note: Note = lambda done, of: None,
+) -> Found:
     """The same, called by every rank of a gang, each in a process of its own."""
     if device == "cpu":
         torch.set_num_threads(1)
@@ -113,12 +135,14 @@ def measure_job(config: PairConfig, device: str = "cpu", note: Note = lambda don
     hardware.require_device(device)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    return measure_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", config, device,
-                        note)
+    return measure_rank(
+        int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", config, device, note
+    )
 
 
-def measure_here(config: PairConfig, device: torch.device | str = "cpu",
-                 note: Note = lambda done, of: None) -> Found:
+def measure_here(
+    config: PairConfig, device: torch.device | str = "cpu", note: Note = lambda done, of: None
+) -> Found:
     """The same, called by every rank of a process group."""
     pair_ms = pair_times(config, device, note)
     near = levels(pair_ms)
@@ -136,8 +160,9 @@ def rounds(ranks: int) -> Iterator[list[tuple[int, int]]]:
         ring = [ring[0], ring[-1], *ring[1:-1]]
 
 
-def pair_times(config: PairConfig, device: torch.device | str = "cpu",
-               note: Note = lambda done, of: None) -> np.ndarray:
+def pair_times(
+    config: PairConfig, device: torch.device | str = "cpu", note: Note = lambda done, of: None
+) -> np.ndarray:
     """[D, D] ms of a message from one rank to another: half of there and back, the fastest of some.
 
     The diagonal is 0.
@@ -226,7 +251,7 @@ def _between(groups: Groups) -> list[tuple[int, int]]:
     # In the order of groups, ranks that are half of all apart are of different groups of one size.
     ranks = [rank for group in groups for rank in group]
     half, group_of = len(ranks) // 2, {rank: i for i, group in enumerate(groups) for rank in group}
-    pairs = zip(ranks[:half], ranks[len(ranks) - half:], strict=True)
+    pairs = zip(ranks[:half], ranks[len(ranks) - half :], strict=True)
     return [pair for pair in pairs if group_of[pair[0]] != group_of[pair[1]]]
 
 

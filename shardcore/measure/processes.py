@@ -18,8 +18,12 @@ from pathlib import Path
 from typing import Any
 
 _METHOD = "spawn" if Path("/dev/nvidiactl").exists() else "forkserver"
-_IMPORTED = ["shardcore.measure.replay", "shardcore.measure.supervise", "shardcore.measure.id_transfer",
-             "fbgemm_gpu.split_table_batched_embeddings_ops_training"]
+_IMPORTED = [
+    "shardcore.measure.replay",
+    "shardcore.measure.supervise",
+    "shardcore.measure.id_transfer",
+    "fbgemm_gpu.split_table_batched_embeddings_ops_training",
+]
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Torch reads it once. Else each rank in a box says that other hosts' addresses have no names."""
 

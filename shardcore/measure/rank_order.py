@@ -60,10 +60,15 @@ def levels(pair_ms: np.ndarray) -> list[Groups]:
     n = len(pair_ms)
     times = np.asarray(pair_ms, dtype=float)
     own = np.eye(n, dtype=bool)
-    require(times.shape == (n, n) and n >= 2, f"times of pairs have shape {list(np.shape(pair_ms))}; they "
-            "need one of each rank to each, of 2 or more")
-    require(bool((times[~own] > 0).all() and np.isfinite(times[~own]).all()),
-            "times of pairs need to be finite and above 0 ms")
+    require(
+        times.shape == (n, n) and n >= 2,
+        f"times of pairs have shape {list(np.shape(pair_ms))}; they "
+        "need one of each rank to each, of 2 or more",
+    )
+    require(
+        bool((times[~own] > 0).all() and np.isfinite(times[~own]).all()),
+        "times of pairs need to be finite and above 0 ms",
+    )
     if n == 2:
         return []
     apart = np.log(np.where(own, 1.0, (times + times.T) / 2))
@@ -90,18 +95,26 @@ def _ordered(labels: np.ndarray) -> Groups:
 
 def order(found: Sequence[Groups], ranks: int) -> tuple[int, ...]:
     """The ranks such that those of every group follow one another."""
-    place = {rank: tuple(next(i for i, group in enumerate(groups) if rank in group)
-                         for groups in reversed(found)) for rank in range(ranks)}
+    place = {
+        rank: tuple(next(i for i, group in enumerate(groups) if rank in group) for groups in reversed(found))
+        for rank in range(ranks)
+    }
     return tuple(sorted(range(ranks), key=lambda rank: (place[rank], rank)))
 
 
 def problem_of(found: Sequence[Groups], links: Links, before: Problem) -> Problem:
     """The problem on the topology of ranks in `order`. Pins stay with their devices, now given by numbers."""
     place = {rank: i for i, rank in enumerate(order(found, len(before.topology)))}
-    pinned = tuple((name, tuple(sorted(place[d] for d in before.pinned[name])))
-                   for name, _ in before.constraints.pinned if name in before.pinned)
-    return replace(before, topology=topology_of(found, links, before.topology),
-                   constraints=replace(before.constraints, pinned=pinned))
+    pinned = tuple(
+        (name, tuple(sorted(place[d] for d in before.pinned[name])))
+        for name, _ in before.constraints.pinned
+        if name in before.pinned
+    )
+    return replace(
+        before,
+        topology=topology_of(found, links, before.topology),
+        constraints=replace(before.constraints, pinned=pinned),
+    )
 
 
 def topology_of(found: Sequence[Groups], links: Links, before: Topology) -> Topology:
@@ -111,13 +124,18 @@ def topology_of(found: Sequence[Groups], links: Links, before: Topology) -> Topo
     """
     n = len(before)
     groups = found[0] if found else (tuple(range(n)),)
-    require(sum(map(len, groups)) == n, f"the problem has {n} devices and the gang {sum(map(len, groups))} "
-            "ranks; they need to be as many")
+    require(
+        sum(map(len, groups)) == n,
+        f"the problem has {n} devices and the gang {sum(map(len, groups))} ranks; they need to be as many",
+    )
     arranged = order(found, n)
-    host = {rank: f"host-{i}" for i, group in enumerate(sorted(groups, key=lambda g: arranged.index(g[0])))
-            for rank in group}
+    host = {
+        rank: f"host-{i}"
+        for i, group in enumerate(sorted(groups, key=lambda g: arranged.index(g[0])))
+        for rank in group
+    }
     devices = tuple(replace(before.devices[rank], host=host[rank]) for rank in arranged)
     inner, *_, outer = LEVELS
     near = Link(inner, links.within_gbps, latency_ms=links.latency_ms)
     far = Link(outer, links.host_gbps or links.between_gbps, bool(links.host_gbps), links.latency_ms)
-    return replace(before, devices=devices, links=(near, far)[:len(groups)])
+    return replace(before, devices=devices, links=(near, far)[: len(groups)])

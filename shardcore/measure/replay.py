@@ -89,10 +89,17 @@ class ReplayConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_within(self, "replay config", repeats=(1, MOST_REPEATS), warmups=(0, MOST_REPEATS),
-                       batches=(1, MOST_REPEATS),
-                       arena_bytes=(1, MOST_BYTES), evict_bytes=(0, MOST_BYTES), timeout_s=WAITS_S,
-                       seed=(0, MOST_SEED))
+        require_within(
+            self,
+            "replay config",
+            repeats=(1, MOST_REPEATS),
+            warmups=(0, MOST_REPEATS),
+            batches=(1, MOST_REPEATS),
+            arena_bytes=(1, MOST_BYTES),
+            evict_bytes=(0, MOST_BYTES),
+            timeout_s=WAITS_S,
+            seed=(0, MOST_SEED),
+        )
 
 
 STEP_REPEATS = 20
@@ -103,12 +110,14 @@ STEP_BYTES = 512 << 20
 def of_samples(arena_bytes: int, hang_s: float, repeats: int = STEP_REPEATS) -> ReplayConfig:
     """How plans are replayed whose steps are samples of a dataset: weights of STEP_BYTES a rank at most; in a
     round, or while a plan's ops are built, more happens than in one op that hangs after hang_s."""
-    return ReplayConfig(repeats=repeats, arena_bytes=min(arena_bytes, STEP_BYTES),
-                        timeout_s=min(2 * hang_s, WAITS_S[1]))
+    return ReplayConfig(
+        repeats=repeats, arena_bytes=min(arena_bytes, STEP_BYTES), timeout_s=min(2 * hang_s, WAITS_S[1])
+    )
 
 
-def replay(workload: Workload, setting: Setting, config: ReplayConfig | None = None,
-           device: str = "cpu") -> StepSample:
+def replay(
+    workload: Workload, setting: Setting, config: ReplayConfig | None = None, device: str = "cpu"
+) -> StepSample:
     """What one step of `workload` costs on this machine's devices ("cpu": one process a device; "cuda": one
     GPU a device).
 
@@ -120,9 +129,14 @@ def replay(workload: Workload, setting: Setting, config: ReplayConfig | None = N
     return replay_all([workload], setting, config, device)[0]
 
 
-def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayConfig | None = None,
-               device: str = "cpu", reference: ReferenceOp | None = None,
-               on: Sequence[Place] = ()) -> list[StepSample]:
+def replay_all(
+    workloads: Sequence[Workload],
+    setting: Setting,
+    config: ReplayConfig | None = None,
+    device: str = "cpu",
+    reference: ReferenceOp | None = None,
+    on: Sequence[Place] = (),
+) -> list[StepSample]:
     """Replay several plans of one problem, their steps in alternation (A B A B), so that a disturbance meets
     them all; and with them a dataset's reference op, on all devices at once, which tells the machine's
     slowdown.
@@ -144,25 +158,43 @@ def replay_all(workloads: Sequence[Workload], setting: Setting, config: ReplayCo
     alone, where = None, None
     if on:
         [(_, (alone, beside))] = local_ranks.run(
-            "compute", measure_alone, 1, (workloads, setting, config, reference),
-            config.timeout_s * (1 + len(workloads)))
+            "compute",
+            measure_alone,
+            1,
+            (workloads, setting, config, reference),
+            config.timeout_s * (1 + len(workloads)),
+        )
         slowdown = float(np.median(beside)) / reference[1] if reference else 1.0
         alone = [alone_ms / slowdown for alone_ms in alone]
         where = [place for _, place in sorted(zip(topology.ranks, on, strict=True), key=lambda x: x[0])]
-    last_said = dict(local_ranks.run("replay", _work, n_devices, (workloads, setting, config, device,
-                                                                  None if on else reference, alone),
-                                     config.timeout_s, where))
-    return combine_all([last_said[rank] for rank in range(n_devices)], None if on else reference,
-                       workloads[0].job)
+    last_said = dict(
+        local_ranks.run(
+            "replay",
+            _work,
+            n_devices,
+            (workloads, setting, config, device, None if on else reference, alone),
+            config.timeout_s,
+            where,
+        )
+    )
+    return combine_all(
+        [last_said[rank] for rank in range(n_devices)], None if on else reference, workloads[0].job
+    )
 
 
-def combine_all(ranks: Sequence[tuple[list[np.ndarray], np.ndarray]], reference: ReferenceOp | None,
-                job: Job) -> list[StepSample]:
+def combine_all(
+    ranks: Sequence[tuple[list[np.ndarray], np.ndarray]], reference: ReferenceOp | None, job: Job
+) -> list[StepSample]:
     """The workloads' costs from what replay_rank gives of each rank of one host."""
-    slowdown = float(np.median([reference_ms for _, reference_ms in ranks],
-                               axis=1).mean()) / reference[1] if reference else 1.0
-    return [replace(combine(marks, job), slowdown=slowdown)
-            for marks in zip(*(marks for marks, _ in ranks), strict=True)]
+    slowdown = (
+        float(np.median([reference_ms for _, reference_ms in ranks], axis=1).mean()) / reference[1]
+        if reference
+        else 1.0
+    )
+    return [
+        replace(combine(marks, job), slowdown=slowdown)
+        for marks in zip(*(marks for marks, _ in ranks), strict=True)
+    ]
 
 
 def combine(marks_s: Sequence[np.ndarray], job: Job) -> StepSample:
@@ -174,58 +206,86 @@ def combine(marks_s: Sequence[np.ndarray], job: Job) -> StepSample:
     # Ranks meet in the next exchange: the last one to have its ids counts.
     input_ms = np.maximum(0.0, ids - job.hides_ids_ms).max(0, keepdims=True) * np.ones_like(ids)
     parts = (pooled - updated, updated - received, forward_comm, backward_comm, waiting, input_ms)
-    medians = {name: tuple(map(float, np.median(part, axis=1)))
-               for name, part in zip(PARTS, parts, strict=True)}
-    return StepSample(**medians, dense_ms=job.dense_ms, step=spread(sum(parts).max(0) + job.dense_ms),
-                      oversubscribed=len(marks_s) > len(os.sched_getaffinity(0)))
+    medians = {
+        name: tuple(map(float, np.median(part, axis=1))) for name, part in zip(PARTS, parts, strict=True)
+    }
+    return StepSample(
+        **medians,
+        dense_ms=job.dense_ms,
+        step=spread(sum(parts).max(0) + job.dense_ms),
+        oversubscribed=len(marks_s) > len(os.sched_getaffinity(0)),
+    )
 
 
-def require_replayable(workload: Workload, first: Workload, setting: Setting, device: str,
-                       on: Sequence[Place] = ()) -> None:
+def require_replayable(
+    workload: Workload, first: Workload, setting: Setting, device: str, on: Sequence[Place] = ()
+) -> None:
     """Raise SettingMismatch or ShardCoreError unless a workload can be replayed in `setting`, together with
     `first`. on: the places of a box to replay it on; none: this machine."""
     topology = workload.topology
     tables = {s.table for ops in workload.ops for op in ops for s in op.shards}
     precision = precision_of(tables) or setting.precision
-    own = replace(setting, hardware=topology.hardware or setting.hardware, batch=workload.global_batch,
-                  precision=precision)
+    own = replace(
+        setting,
+        hardware=topology.hardware or setting.hardware,
+        batch=workload.global_batch,
+        precision=precision,
+    )
     if own != setting:
-        raise SettingMismatch(f"the workload is for ({own}), the replay for ({setting}); replay it on its "
-                              "own hardware and batch")
+        raise SettingMismatch(
+            f"the workload is for ({own}), the replay for ({setting}); replay it on its "
+            "own hardware and batch"
+        )
     in_host = next((t.name for t in tables if t.in_host_memory), None)
     if in_host is not None:
-        raise ShardCoreError(f"table {in_host!r} has rows in host memory; a replay has all of them on the "
-                             "device, so far")
+        raise ShardCoreError(
+            f"table {in_host!r} has rows in host memory; a replay has all of them on the device, so far"
+        )
     if workload.job.tower_ratio is not None and len(workload.lanes) > 1:
         kinds = ", ".join(run.name for run in workload.lanes)
-        raise ShardCoreError(f"the plan has towers, and shards of {kinds}; a replay with towers needs one "
-                             "kind, so far")
+        raise ShardCoreError(
+            f"the plan has towers, and shards of {kinds}; a replay with towers needs one kind, so far"
+        )
     if workload.job != first.job:
-        raise ShardCoreError(f"workloads of ({workload.job}) and ({first.job}) cannot be replayed together; "
-                             "give plans of one problem")
+        raise ShardCoreError(
+            f"workloads of ({workload.job}) and ({first.job}) cannot be replayed together; "
+            "give plans of one problem"
+        )
     if topology != first.topology:
-        raise ShardCoreError(f"workloads of {len(topology)} and {len(first.topology)} devices, or of "
-                             "different topologies, "
-                             "cannot be replayed together; give plans of one problem")
+        raise ShardCoreError(
+            f"workloads of {len(topology)} and {len(first.topology)} devices, or of "
+            "different topologies, "
+            "cannot be replayed together; give plans of one problem"
+        )
     counts = list(Counter(place.host for place in on).values()) or [len(topology)]
     if [len(of) for of in topology.on_hosts] != counts or any(d.speed != 1 for d in topology.devices):
         needed = f"the box's {len(counts)} hosts of {counts[0]} devices" if on else "one host"
-        raise ShardCoreError(f"the topology has hosts {', '.join(topology.hosts)} and speeds "
-                             f"{sorted({d.speed for d in topology.devices})}; a replay needs {needed} and "
-                             "devices of speed 1")
+        raise ShardCoreError(
+            f"the topology has hosts {', '.join(topology.hosts)} and speeds "
+            f"{sorted({d.speed for d in topology.devices})}; a replay needs {needed} and "
+            "devices of speed 1"
+        )
     if device == "cuda" and torch.cuda.device_count() < len(topology):
-        raise ShardCoreError(f"a replay of {len(topology)} devices needs as many GPUs; here are "
-                             f"{torch.cuda.device_count()}")
+        raise ShardCoreError(
+            f"a replay of {len(topology)} devices needs as many GPUs; here are {torch.cuda.device_count()}"
+        )
 
 
 # --- one rank -----------------------------------------------------------------------------------------------
 
 
-def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], setting: Setting,
-                config: ReplayConfig,
-                device: str = "cpu", progress: Callable[[], None] = lambda: None,
-                reference: ReferenceOp | None = None, alone: Alone | None = None,
-                meet: Callable[[], object] | None = None) -> tuple[list[np.ndarray], np.ndarray]:
+def replay_rank(
+    rank: int,
+    init_method: str,
+    workloads: Sequence[Workload],
+    setting: Setting,
+    config: ReplayConfig,
+    device: str = "cpu",
+    progress: Callable[[], None] = lambda: None,
+    reference: ReferenceOp | None = None,
+    alone: Alone | None = None,
+    meet: Callable[[], object] | None = None,
+) -> tuple[list[np.ndarray], np.ndarray]:
     """One rank's part, for whoever starts the gang: marks [R, 6] of each workload, in s of the host's
     monotonic clock; and [R] ms of the reference op, once a round (without one: [0]).
 
@@ -242,14 +302,18 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
     beside = reference and benches[precision_in(reference[0])].prepare(reference[0], config.seed)
     steps = []
     for i, workload in enumerate(workloads):
-        compute = (Asleep(workload, rank, alone[i][rank], device) if alone
-                   else Ops(benches, workload, rank, config, device))
+        compute = (
+            Asleep(workload, rank, alone[i][rank], device)
+            if alone
+            else Ops(benches, workload, rank, config, device)
+        )
         steps.append(_Step(compute, workload, rank, device))
         progress()
     caches = Caches(config.evict_bytes, device_of(device).place)
     with local_ranks.exchanging():
-        member = Rank(rank, len(workloads[0].ops), init_method, device,
-                      CollectiveConfig(timeout_s=config.timeout_s))
+        member = Rank(
+            rank, len(workloads[0].ops), init_method, device, CollectiveConfig(timeout_s=config.timeout_s)
+        )
         used = [channel for workload in workloads for channel in exchanges.used_channels(workload)]
         groups = exchanges.groups(rank, workloads[0].topology, used)
         for step in steps:
@@ -267,7 +331,7 @@ def replay_rank(rank: int, init_method: str, workloads: Sequence[Workload], sett
             caches.evict()
             reference_ms.append(benches[precision_in(reference[0])].once_ms(beside))
     member.close()
-    return [np.array(m[config.warmups:]) for m in marks], np.array(reference_ms[config.warmups:])
+    return [np.array(m[config.warmups :]) for m in marks], np.array(reference_ms[config.warmups :])
 
 
 class _Step:
@@ -282,8 +346,9 @@ class _Step:
     def join(self, groups: exchanges.Groups, meet: Callable[[], object]) -> None:
         """Make the buffers of its exchanges, once the gang is there. meet: as replay_rank's."""
         self._meet = meet
-        self._chains = exchanges.chains(self._workload, self._rank, lambda shape: full(shape, self._device),
-                                        groups)
+        self._chains = exchanges.chains(
+            self._workload, self._rank, lambda shape: full(shape, self._device), groups
+        )
         self._ids = id_transfer.of_workload(self._workload, self._rank, self._device)
 
     def once(self, batch: int) -> tuple[float, ...]:
@@ -324,11 +389,22 @@ class _Step:
             return tuple(began + np.cumsum([0.0, *self._on.elapsed_ms(marks)]) / 1e3)
 
 
-def _work(rank: int, init_method: str, say: Callable[[Any], None], workloads: Sequence[Workload],
-          setting: Setting,
-          config: ReplayConfig, device: str, reference: ReferenceOp | None, alone: Alone | None) -> None:
+def _work(
+    rank: int,
+    init_method: str,
+    say: Callable[[Any], None],
+    workloads: Sequence[Workload],
+    setting: Setting,
+    config: ReplayConfig,
+    device: str,
+    reference: ReferenceOp | None,
+    alone: Alone | None,
+) -> None:
     """One process of replay_all's gang; the last thing it says is its marks."""
     if device == "cuda":
         torch.cuda.set_device(rank)
-    say(replay_rank(rank, init_method, workloads, setting, config, device, lambda: say(None), reference,
-                    alone))
+    say(
+        replay_rank(
+            rank, init_method, workloads, setting, config, device, lambda: say(None), reference, alone
+        )
+    )

@@ -45,16 +45,22 @@ def tables_with_lookups(pool: Sequence[Table]) -> list[Table]:
     return live
 
 
-def wanted_groups(tables: Sequence[Table], setting: Setting, n: int | None, seed: int,
-                  groups: GroupConfig) -> Iterator[tuple[str, ComputeRequest]]:
+def wanted_groups(
+    tables: Sequence[Table], setting: Setting, n: int | None, seed: int, groups: GroupConfig
+) -> Iterator[tuple[str, ComputeRequest]]:
     """The first n different groups of a seed, with their ids. None: all."""
-    return different(lambda i: compute_request(tables, i, setting, seed, groups),
-                     lambda r: dataset.compute_id(setting, r), n)
+    return different(
+        lambda i: compute_request(tables, i, setting, seed, groups),
+        lambda r: dataset.compute_id(setting, r),
+        n,
+    )
 
 
-def wanted_exchanges(setting: Setting, n: int, ranks: int, seed: int, hosts: int = 1,
-                     links: EmulatedLinks | None = None) -> Iterator[tuple[str, CollectiveRequest]]:
+def wanted_exchanges(
+    setting: Setting, n: int, ranks: int, seed: int, hosts: int = 1, links: EmulatedLinks | None = None
+) -> Iterator[tuple[str, CollectiveRequest]]:
     """The first n different exchanges of a seed, with their ids. links: those of emulated hosts."""
+
     def draw(i: int) -> CollectiveRequest:
         if links is None:
             return comm_request(i, ranks, setting.batch, seed, hosts=hosts)
@@ -63,8 +69,9 @@ def wanted_exchanges(setting: Setting, n: int, ranks: int, seed: int, hosts: int
     return different(draw, lambda r: dataset.comm_id(setting, r), n)
 
 
-def lacking(wanted: Iterable[tuple[str, Request]], known: Collection[str],
-            again: int = 0) -> Iterator[Request]:
+def lacking(
+    wanted: Iterable[tuple[str, Request]], known: Collection[str], again: int = 0
+) -> Iterator[Request]:
     """Requests without a sample, and the first `again` whether they have one or not."""
     return (r for n, (key, r) in enumerate(wanted) if n < again or key not in known)
 
@@ -72,9 +79,15 @@ def lacking(wanted: Iterable[tuple[str, Request]], known: Collection[str],
 # --- measuring ----------------------------------------------------------------------------------------------
 
 
-def measure_groups(bench: Supervisor, requests: Iterable[ComputeRequest], folder: Path, pool: Sequence[Table],
-                   progress: Callable[[Sequence[Finished]], object], chunk: int = 1,
-                   until: float = math.inf) -> None:
+def measure_groups(
+    bench: Supervisor,
+    requests: Iterable[ComputeRequest],
+    folder: Path,
+    pool: Sequence[Table],
+    progress: Callable[[Sequence[Finished]], object],
+    chunk: int = 1,
+    until: float = math.inf,
+) -> None:
     """Measure groups by a calibrated bench, into a folder.
 
     progress: told what came back, after it is kept or will be within KEEP_EVERY_S.
@@ -96,21 +109,32 @@ def measure_groups(bench: Supervisor, requests: Iterable[ComputeRequest], folder
         done += sum(f.settled for f in finished)
         progress(finished)
 
-    in_time = itertools.takewhile(lambda _: time.monotonic() < until + _LATE_S,
-                                  bench.measure(requests if until == math.inf
-                                                else itertools.takewhile(has_time, requests)))
-    keep(in_time, lambda finished: [s for f in finished for s in f.samples], chunk,
-         lambda samples: dataset.write_compute(folder, samples, pool_name), count)
+    in_time = itertools.takewhile(
+        lambda _: time.monotonic() < until + _LATE_S,
+        bench.measure(requests if until == math.inf else itertools.takewhile(has_time, requests)),
+    )
+    keep(
+        in_time,
+        lambda finished: [s for f in finished for s in f.samples],
+        chunk,
+        lambda samples: dataset.write_compute(folder, samples, pool_name),
+        count,
+    )
 
 
-def measure_exchanges(samples: Iterable[CollectiveSample], folder: Path,
-                      progress: Callable[[CollectiveSample], object], chunk: int) -> None:
+def measure_exchanges(
+    samples: Iterable[CollectiveSample],
+    folder: Path,
+    progress: Callable[[CollectiveSample], object],
+    chunk: int,
+) -> None:
     """Keep exchanges in a folder as they are measured."""
     keep(samples, lambda sample: [sample], chunk, lambda some: dataset.write_comm(folder, some), progress)
 
 
 def by(replay: replays.Replay) -> Attempt:
     """Attempt each problem by this function. Where it fails, so does all."""
+
     def attempt(_: str, work: Callable[[replays.Replay], object]) -> bool:
         work(replay)
         return True
@@ -118,9 +142,14 @@ def by(replay: replays.Replay) -> Attempt:
     return attempt
 
 
-def measure_steps(folder: Path, wanted: Sequence[tuple[Problem, list]], setting: Setting,
-                  config: ReplayConfig, attempt: Attempt,
-                  progress: Callable[[Problem, int, bool], object]) -> None:
+def measure_steps(
+    folder: Path,
+    wanted: Sequence[tuple[Problem, list]],
+    setting: Setting,
+    config: ReplayConfig,
+    attempt: Attempt,
+    progress: Callable[[Problem, int, bool], object],
+) -> None:
     """Replay the plans whose steps a folder lacks, and once more those that were disturbed.
 
     progress: told of each problem, the number of its plans, and whether they were disturbed before.
@@ -130,15 +159,22 @@ def measure_steps(folder: Path, wanted: Sequence[tuple[Problem, list]], setting:
         for problem, made in replays.missing(folder, wanted, setting):
             if problem.name in failed:
                 continue
-            if attempt(problem.name, lambda replay, p=problem, m=made: replays.append(
-                    folder, p, m, setting, config, replay)):
+            if attempt(
+                problem.name,
+                lambda replay, p=problem, m=made: replays.append(folder, p, m, setting, config, replay),
+            ):
                 progress(problem, len(made), again)
             else:
                 failed.add(problem.name)
 
 
-def keep(events: Iterable[Event], samples_of: Callable[[Event], Sequence[Any]], chunk: int,
-         write: Callable[[list[Any]], object], progress: Callable[[Event], object]) -> None:
+def keep(
+    events: Iterable[Event],
+    samples_of: Callable[[Event], Sequence[Any]],
+    chunk: int,
+    write: Callable[[list[Any]], object],
+    progress: Callable[[Event], object],
+) -> None:
     """Write samples in parts of `chunk` as they come, what has come every KEEP_EVERY_S, and what is left also
     where an error or Ctrl-C ends them."""
     waiting: list[Any] = []

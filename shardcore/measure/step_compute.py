@@ -44,27 +44,38 @@ class Ops:
         sequences have room for the most of any.
     """
 
-    def __init__(self, benches: Mapping[str, KernelBench], workload: Workload, rank: int,
-                 config: Config, device: str):
-        self._batches = [{op.run: [benches[precision_in(part)].prepare(part, config.seed + k)
-                                    for part in _fused(op)] for op in workload.ops[rank]}
-                         for k in range(config.batches)]
-        self.gradients = {op.run: full(_shape(op, max(sum(run.gradient.numel() for run in runs[op.run])
-                                                      for runs in self._batches)), device)
-                          for op in workload.ops[rank]}
+    def __init__(
+        self, benches: Mapping[str, KernelBench], workload: Workload, rank: int, config: Config, device: str
+    ):
+        self._batches = [
+            {
+                op.run: [benches[precision_in(part)].prepare(part, config.seed + k) for part in _fused(op)]
+                for op in workload.ops[rank]
+            }
+            for k in range(config.batches)
+        ]
+        self.gradients = {
+            op.run: full(
+                _shape(op, max(sum(run.gradient.numel() for run in runs[op.run]) for runs in self._batches)),
+                device,
+            )
+            for op in workload.ops[rank]
+        }
         self._flat = {op.run for op in workload.ops[rank] if _is_flat(op)}
         self.forward(config.batches - 1)
 
     def forward(self, batch: int) -> None:
-        outputs = {kind: [run.forward() for run in of_kind]
-                   for kind, of_kind in self._batches[batch].items()}
-        self.outputs = {kind: own[0] if len(own) == 1 else
-                        torch.cat([x.flatten() for x in own] if kind in self._flat else own, -1)
-                        for kind, own in outputs.items()}
+        outputs = {kind: [run.forward() for run in of_kind] for kind, of_kind in self._batches[batch].items()}
+        self.outputs = {
+            kind: own[0]
+            if len(own) == 1
+            else torch.cat([x.flatten() for x in own] if kind in self._flat else own, -1)
+            for kind, own in outputs.items()
+        }
 
     def backward(self) -> None:
         for kind, output in self.outputs.items():
-            output.backward(self.gradients[kind].view(-1)[:output.numel()].view(output.shape))
+            output.backward(self.gradients[kind].view(-1)[: output.numel()].view(output.shape))
 
 
 class Asleep:
@@ -75,8 +86,12 @@ class Asleep:
 
     def __init__(self, workload: Workload, rank: int, alone_ms: np.ndarray, device: str):
         self._alone_s = alone_ms / 1e3
-        self.outputs = {op.run: full(_shape(op, sum(output_bytes(s, op.batch) for s in op.shards)
-                                             // OUTPUT_BYTES), device) for op in workload.ops[rank]}
+        self.outputs = {
+            op.run: full(
+                _shape(op, sum(output_bytes(s, op.batch) for s in op.shards) // OUTPUT_BYTES), device
+            )
+            for op in workload.ops[rank]
+        }
         self.gradients = {kind: torch.full_like(own, _GRADIENT) for kind, own in self.outputs.items()}
 
     def forward(self, batch: int) -> None:
@@ -88,7 +103,6 @@ class Asleep:
 
 def full(shape: Sequence[int], device: str) -> torch.Tensor:
     return torch.full(tuple(shape), _GRADIENT, device=device)
-
 
 
 def _shape(op: Op, elements: int) -> tuple[int, ...]:
@@ -113,8 +127,14 @@ def precision_in(request: ComputeRequest) -> str:
     return request.shards[0].table.precision
 
 
-def benches_for(workloads: Sequence[Workload], ranks: Iterable[int], setting: Setting, config: Config,
-             device: str, reference: ReferenceOp | None) -> dict[str, KernelBench]:
+def benches_for(
+    workloads: Sequence[Workload],
+    ranks: Iterable[int],
+    setting: Setting,
+    config: Config,
+    device: str,
+    reference: ReferenceOp | None,
+) -> dict[str, KernelBench]:
     """A bench for each precision, with room for these ranks' largest op.
 
     Together at most config.arena_bytes.
@@ -126,20 +146,25 @@ def benches_for(workloads: Sequence[Workload], ranks: Iterable[int], setting: Se
         room[precision_in(request)] = max(room[precision_in(request)], _arena_bytes(request))
     room = {p: min(config.arena_bytes // len(precisions), n_bytes) for p, n_bytes in room.items()}
     _grow(room, reference)
-    return {p: KernelBench(replace(setting, precision=p), device, KernelConfig(arena_bytes=n_bytes))
-            for p, n_bytes in room.items()}
+    return {
+        p: KernelBench(replace(setting, precision=p), device, KernelConfig(arena_bytes=n_bytes))
+        for p, n_bytes in room.items()
+    }
 
 
-def require_room(workloads: Sequence[Workload], setting: Setting, config: Config,
-                 reference: ReferenceOp | None) -> None:
+def require_room(
+    workloads: Sequence[Workload], setting: Setting, config: Config, reference: ReferenceOp | None
+) -> None:
     """Raise ShardCoreError for a shard that no bench of `benches_for` has room for."""
     room = dict.fromkeys(precisions := setting.precision.split("+"), config.arena_bytes // len(precisions))
     _grow(room, reference)
     for shard in (s for w in workloads for ops in w.ops for op in ops for s in op.shards):
         if shard.bytes > room[shard.table.precision]:
-            raise ShardCoreError(f"shard {shard.label} is {gib(shard.bytes)}; the arena holds "
-                                 f"{gib(room[shard.table.precision])}: give more (--arena-gib, "
-                                 "ReplayConfig.arena_bytes), as each rank has memory for")
+            raise ShardCoreError(
+                f"shard {shard.label} is {gib(shard.bytes)}; the arena holds "
+                f"{gib(room[shard.table.precision])}: give more (--arena-gib, "
+                "ReplayConfig.arena_bytes), as each rank has memory for"
+            )
 
 
 def _grow(room: dict[str, int], reference: ReferenceOp | None) -> None:
@@ -151,12 +176,20 @@ def _grow(room: dict[str, int], reference: ReferenceOp | None) -> None:
 
 def _arena_bytes(request: ComputeRequest) -> int:
     """What an op takes in an arena, its tables one after the other at multiples of 16 elements."""
-    return sum((s.rows * s.width + 15) // 16 * 16 * PRECISION_BYTES[s.table.precision]
-               for s in request.shards)
+    return sum(
+        (s.rows * s.width + 15) // 16 * 16 * PRECISION_BYTES[s.table.precision] for s in request.shards
+    )
 
 
-def measure_alone(rank: int, init_method: str, say: Callable[[Any], None], workloads: Sequence[Workload],
-                  setting: Setting, config: Config, reference: ReferenceOp | None) -> None:
+def measure_alone(
+    rank: int,
+    init_method: str,
+    say: Callable[[Any], None],
+    workloads: Sequence[Workload],
+    setting: Setting,
+    config: Config,
+    reference: ReferenceOp | None,
+) -> None:
     """A process that measures the compute of all devices, one after another. It says Alone, and [R] ms of the
     reference op beside."""
     torch.set_num_threads(1)
@@ -175,7 +208,7 @@ def measure_alone(rank: int, init_method: str, say: Callable[[Any], None], workl
                     part()
                     marks.append(time.perf_counter())
                 took.append(np.diff(marks)[::-1] * 1e3)
-            found[-1][device] = np.median(took[config.warmups:], axis=0)
+            found[-1][device] = np.median(took[config.warmups :], axis=0)
             if beside:
                 caches.evict()
                 reference_ms.append(benches[precision_in(reference[0])].once_ms(beside))

@@ -114,9 +114,15 @@ class Supervisor:
     where a worker cannot start or the devices are of different hardware.
     """
 
-    def __init__(self, transport: Transport, count: int = 1, reference_ms: float | None = None,
-                 chunk: int = 1,
-                 hang_s: float = 60.0, logger: logging.Logger | logging.LoggerAdapter = _logger):
+    def __init__(
+        self,
+        transport: Transport,
+        count: int = 1,
+        reference_ms: float | None = None,
+        chunk: int = 1,
+        hang_s: float = 60.0,
+        logger: logging.Logger | logging.LoggerAdapter = _logger,
+    ):
         self.hang_s, self.reference_ms = hang_s, reference_ms
         require_within(self, "a measuring process", hang_s=WAITS_S)
         self._transport, self.spec, self._chunk, self._logger = transport, transport.spec, chunk, logger
@@ -140,8 +146,10 @@ class Supervisor:
                         device.starts = 0
                         found.add(name)
             if len(found) > 1:  # a setting may carry a name of its own for one kind of hardware
-                raise ShardCoreError("the cluster's devices are of different hardware, "
-                                     f"{sorted(found)}; measure ({self.spec.setting}) on one kind at a time")
+                raise ShardCoreError(
+                    "the cluster's devices are of different hardware, "
+                    f"{sorted(found)}; measure ({self.spec.setting}) on one kind at a time"
+                )
             [self._hardware] = found
         except BaseException:
             self.__exit__()
@@ -166,8 +174,9 @@ class Supervisor:
             if found:
                 self.reference_ms = sum(found) / len(found)
             elif ended and not few:
-                raise ShardCoreError(f"the reference op cannot be measured on {self.spec.device}: "
-                                     f"{ended.popitem()[1]}")
+                raise ShardCoreError(
+                    f"the reference op cannot be measured on {self.spec.device}: {ended.popitem()[1]}"
+                )
             elif ended:
                 few = few[: len(few) // 2]
             for device in ended:
@@ -216,8 +225,14 @@ class Supervisor:
         device.handed.update((self._id(r), r) for r in device.chunk)
         if device.handed:
             waiting = self._unfed + len(self._waiting) + len(self._suspects)
-            self._call(device, "take", device.chunk, device.alone or not self._waiting, PART_S,
-                       label=f"{waiting} waiting")
+            self._call(
+                device,
+                "take",
+                device.chunk,
+                device.alone or not self._waiting,
+                PART_S,
+                label=f"{waiting} waiting",
+            )
 
     def _collect(self) -> list[Finished]:
         """Wait for calls to end; what they brought."""
@@ -283,16 +298,18 @@ class Supervisor:
             return
         if device.starts:
             late = sum(d.starts > 0 and now >= d.due for d in self._devices)
-            raise Refused(f"{late} measuring workers found no free device in {START_S:g} s; "
-                          f"{self._transport.room()}")
+            raise Refused(
+                f"{late} measuring workers found no free device in {START_S:g} s; {self._transport.room()}"
+            )
         device.worker.look()
         if device.worker.counts == device.seen:
             raise Ended(f"it hung: no op ended for {self.hang_s:g} s")
         device.seen, device.due = device.worker.counts, now + self.hang_s
 
     def _count(self, device: _Device) -> None:
-        kernel_s, kept_s, _ = (now - before
-                               for now, before in zip(device.worker.counts, device.counted, strict=True))
+        kernel_s, kept_s, _ = (
+            now - before for now, before in zip(device.worker.counts, device.counted, strict=True)
+        )
         self.kernel_s, self.kept_s = self.kernel_s + kernel_s, self.kept_s + kept_s
         device.counted, device.kernel_s = device.worker.counts, device.kernel_s + kernel_s
 
@@ -300,13 +317,23 @@ class Supervisor:
         """A fresh worker for one that ended; what it had in hand is suspect, or found."""
         failed, finished = device.handed, []
         if device.alone:
-            finished = [Finished(device.name,
-                                 [ComputeSample(key, self.spec.setting, r, None, None, time.time(),
-                                                f"ended its worker: {reason}")], 1, device.kernel_s)
-                        for key, r in failed.items()]
+            finished = [
+                Finished(
+                    device.name,
+                    [
+                        ComputeSample(
+                            key, self.spec.setting, r, None, None, time.time(), f"ended its worker: {reason}"
+                        )
+                    ],
+                    1,
+                    device.kernel_s,
+                )
+                for key, r in failed.items()
+            ]
         else:
-            self._logger.warning("%s: %s; %d samples are measured again one by one", device.name, reason,
-                                 len(failed))
+            self._logger.warning(
+                "%s: %s; %d samples are measured again one by one", device.name, reason, len(failed)
+            )
             self._suspects.extend(failed.values())
         self._start(device)
         return finished
@@ -335,8 +362,9 @@ class Supervisor:
             device.worker.end()
             self._devices.remove(device)
             if not self._devices:
-                raise ShardCoreError(f"no measuring worker is left: {reason}; "
-                                     "what was done is kept") from None
+                raise ShardCoreError(
+                    f"no measuring worker is left: {reason}; what was done is kept"
+                ) from None
             self._logger.warning("%s is left out: %s", device.name, reason)
 
     def _id(self, request: ComputeRequest) -> str:

@@ -81,8 +81,9 @@ class SlowdownLog:
             centred = around - around.mean()
             agreement = float(np.clip(centred @ excess / max(centred @ centred, 1e-12), 0.0, 1.0))
             slowdown = around.mean() + agreement * centred
-            levels += np.bincount(op, np.clip(log - slowdown - levels[op], -self._OUTLIER,
-                                              self._OUTLIER)) / count
+            levels += (
+                np.bincount(op, np.clip(log - slowdown - levels[op], -self._OUTLIER, self._OUTLIER)) / count
+            )
             shift = np.mean([levels[k] - level for k, level in tied]) if tied else -slowdown.mean()
             levels, slowdown = levels - shift, slowdown + shift
         slowdown = np.exp(slowdown)
@@ -97,7 +98,7 @@ class SlowdownLog:
 
     def _around(self, values: np.ndarray) -> np.ndarray:
         reach = len(self._kernel) // 2
-        return np.convolve(values, self._kernel)[reach:reach + len(values)]
+        return np.convolve(values, self._kernel)[reach : reach + len(values)]
 
 
 class Caches:

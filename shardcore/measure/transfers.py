@@ -54,51 +54,95 @@ class Transfer:
         carried(self.into, self.source, self.payload, self.collective)
 
 
-def transfers(request: CollectiveRequest, rank: int, device: torch.device | str = "cpu",
-              group: dist.ProcessGroup | None = None
-              ) -> tuple[Transfer | IdTransfer | None, Transfer | None]:
+def transfers(
+    request: CollectiveRequest,
+    rank: int,
+    device: torch.device | str = "cpu",
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Transfer | IdTransfer | None, Transfer | None]:
     """What `rank` does of a request forward and backward (None: nothing), over buffers of its own that hold
     zeros. group: torch's name for the ranks of its group; None: all."""
     widths = [request.widths[r] for r in next(ranks for ranks in request.groups if rank in ranks)]
     return CALLS[request.row.call](request, rank, widths, device, group)
 
 
-def _exchange(request: CollectiveRequest, rank: int, widths: Sequence[int], device: torch.device | str,
-              group: dist.ProcessGroup | None) -> tuple[Transfer, Transfer]:
+def _exchange(
+    request: CollectiveRequest,
+    rank: int,
+    widths: Sequence[int],
+    device: torch.device | str,
+    group: dist.ProcessGroup | None,
+) -> tuple[Transfer, Transfer]:
     local = request.batch // len(widths)
     mine, theirs = [local * request.widths[rank]] * len(widths), [local * w for w in widths]
-    return _both(request, (sum(mine), sum(theirs)), device,
-                 lambda into, source: all_to_all.run(into, source, theirs, mine, group),
-                 lambda into, source: all_to_all.run(into, source, mine, theirs, group))
+    return _both(
+        request,
+        (sum(mine), sum(theirs)),
+        device,
+        lambda into, source: all_to_all.run(into, source, theirs, mine, group),
+        lambda into, source: all_to_all.run(into, source, mine, theirs, group),
+    )
 
 
-def _sum(request: CollectiveRequest, rank: int, widths: Sequence[int], device: torch.device | str,
-         group: dist.ProcessGroup | None) -> tuple[Transfer, Transfer]:
+def _sum(
+    request: CollectiveRequest,
+    rank: int,
+    widths: Sequence[int],
+    device: torch.device | str,
+    group: dist.ProcessGroup | None,
+) -> tuple[Transfer, Transfer]:
     elements = request.batch * max(widths)
-    return _both(request, (elements, elements // len(widths)), device, partial(reduce_scatter, group=group),
-                 partial(all_gather, group=group))
+    return _both(
+        request,
+        (elements, elements // len(widths)),
+        device,
+        partial(reduce_scatter, group=group),
+        partial(all_gather, group=group),
+    )
 
 
-def _sum_dense(request: CollectiveRequest, rank: int, widths: Sequence[int], device: torch.device | str,
-               group: dist.ProcessGroup | None) -> tuple[None, Transfer]:
+def _sum_dense(
+    request: CollectiveRequest,
+    rank: int,
+    widths: Sequence[int],
+    device: torch.device | str,
+    group: dist.ProcessGroup | None,
+) -> tuple[None, Transfer]:
     dense = _filled(request.batch * max(widths), device)
-    return None, Transfer(lambda into, source: dist.all_reduce(into, group=group), dense, dense,
-                          request.payload)
+    return None, Transfer(
+        lambda into, source: dist.all_reduce(into, group=group), dense, dense, request.payload
+    )
 
 
-def _send_ids(request: CollectiveRequest, rank: int, widths: Sequence[int], device: torch.device | str,
-              group: dist.ProcessGroup | None) -> tuple[IdTransfer, None]:
+def _send_ids(
+    request: CollectiveRequest,
+    rank: int,
+    widths: Sequence[int],
+    device: torch.device | str,
+    group: dist.ProcessGroup | None,
+) -> tuple[IdTransfer, None]:
     work, ranks = request.row.work, len(widths)
-    return IdTransfer(*features_and_ids(request), request.batch // ranks, rank, device,
-                      groups=[range(ranks)] if work and work.buckets else [], work=work), None
+    return IdTransfer(
+        *features_and_ids(request),
+        request.batch // ranks,
+        rank,
+        device,
+        groups=[range(ranks)] if work and work.buckets else [],
+        work=work,
+    ), None
 
 
 CALLS = {"all_to_all": _exchange, "reduce_scatter": _sum, "all_reduce": _sum_dense, "ids": _send_ids}
 """By Collective.call: the transfers of a rank in a group whose ranks have some widths."""
 
 
-def _both(request: CollectiveRequest, elements: tuple[int, int], device: torch.device | str,
-          forward: Collective, backward: Collective) -> tuple[Transfer, Transfer]:
+def _both(
+    request: CollectiveRequest,
+    elements: tuple[int, int],
+    device: torch.device | str,
+    forward: Collective,
+    backward: Collective,
+) -> tuple[Transfer, Transfer]:
     """Transfers between a buffer of outputs and one of what arrived, of so many elements."""
     there, here = (_filled(n, device) for n in elements)
     return Transfer(forward, there, here, request.payload), Transfer(backward, here, there, request.payload)

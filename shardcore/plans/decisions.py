@@ -62,8 +62,10 @@ class Decision:
         for name in ("current", "candidate", "problem_digest"):
             require_id(getattr(self, name), f"decision has {name}")
         if self.outcome != "kept" and self.current != self.candidate:
-            raise ShardCoreError(f"decision {self.outcome!r} has current {self.current}; "
-                                 f"it takes its candidate, {self.candidate}")
+            raise ShardCoreError(
+                f"decision {self.outcome!r} has current {self.current}; "
+                f"it takes its candidate, {self.candidate}"
+            )
         if self.parent is not None:
             require_id(self.parent, "decision has parent")
         for name in ("candidate_ms", "previous_ms", "margin_ms", "threshold", "decided_at"):
@@ -71,8 +73,9 @@ class Decision:
                 raise ShardCoreError(f"decision has {name} {getattr(self, name)}; it needs 0 or more")
         # datetime cannot show later times.
         if self.decided_at > MOST_UNIX_S:
-            raise ShardCoreError(f"decision has decided_at {self.decided_at}; it needs Unix seconds, up to "
-                                 f"{MOST_UNIX_S:.0f}")
+            raise ShardCoreError(
+                f"decision has decided_at {self.decided_at}; it needs Unix seconds, up to {MOST_UNIX_S:.0f}"
+            )
 
     @property
     def id(self) -> str:
@@ -102,10 +105,13 @@ def from_document(data: Any, where: str) -> Decision:
     where: the file, for the message.
     """
     known = _SCHEMA, _SCHEMA_VERSION, int
-    if not isinstance(data, dict) or (
-            data.pop("schema", None), version := data.pop("version", None), type(version)) != known:
-        raise ShardCoreError(f"{where} is no decision of a version that this ShardCore reads ({_SCHEMA} "
-                             f"{_SCHEMA_VERSION})")
+    if (
+        not isinstance(data, dict)
+        or (data.pop("schema", None), version := data.pop("version", None), type(version)) != known
+    ):
+        raise ShardCoreError(
+            f"{where} is no decision of a version that this ShardCore reads ({_SCHEMA} {_SCHEMA_VERSION})"
+        )
     decision = schema.build(Decision, data, where)
     files.require_provenance(decision.provenance, f"{where}: provenance")
     return decision

@@ -87,11 +87,17 @@ class Diff:
 
     def document(self) -> dict[str, Any]:
         """The moves as JSON, for a plan's provenance."""
-        return {**{name: {"tables": [m.table for m in found.moves], "bytes": found.bytes}
-                   for name, found in (("chosen", self.chosen), ("forced", self.forced))},
-                "added": list(self.added), "removed": list(self.removed),
-                "resized": [r.new.name for r in self.resized], "new_bytes": self.new_bytes,
-                "checkpoint_loses": {m.table: m.loses for m in self.moves if m.loses}}
+        return {
+            **{
+                name: {"tables": [m.table for m in found.moves], "bytes": found.bytes}
+                for name, found in (("chosen", self.chosen), ("forced", self.forced))
+            },
+            "added": list(self.added),
+            "removed": list(self.removed),
+            "resized": [r.new.name for r in self.resized],
+            "new_bytes": self.new_bytes,
+            "checkpoint_loses": {m.table: m.loses for m in self.moves if m.loses},
+        }
 
     def __bool__(self) -> bool:
         return bool(self.moves or self.added or self.removed or self.resized)
@@ -111,14 +117,20 @@ def diff(old: Plan, new: Plan, problem: Problem | None = None, forced: Collectio
         tables, cell = (was[0].shard.table, now[0].shard.table), PRECISION_BYTES[now[0].shard.table.precision]
         moved = _moved_cells(was, now) * cell
         if moved or {p.kind for p in was} != {p.kind for p in now}:
-            moves.append(Move(name, moved, tuple(was), tuple(now), name in forced,
-                              checkpoints.lost(was, now, problem)))
+            moves.append(
+                Move(name, moved, tuple(was), tuple(now), name in forced, checkpoints.lost(was, now, problem))
+            )
         if len({(t.rows, t.dim) for t in tables}) > 1:
             resized.append(Resized(*tables, _new_cells(was, now) * cell))
-    added, removed = (tuple(sorted(names)) for names in (after.keys() - before.keys(),
-                                                         before.keys() - after.keys()))
-    return Diff(tuple(sorted(moves, key=lambda m: (-m.bytes, m.table))), added, removed,
-                tuple(sorted(resized, key=lambda r: (-r.new_bytes, r.new.name))))
+    added, removed = (
+        tuple(sorted(names)) for names in (after.keys() - before.keys(), before.keys() - after.keys())
+    )
+    return Diff(
+        tuple(sorted(moves, key=lambda m: (-m.bytes, m.table))),
+        added,
+        removed,
+        tuple(sorted(resized, key=lambda r: (-r.new_bytes, r.new.name))),
+    )
 
 
 def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
@@ -141,11 +153,15 @@ def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
         equal = np.array([d for d, device in enumerate(devices) if device == kind])
         given, taken = linear_sum_assignment(stay[np.ix_(equal, equal)], maximize=True)
         place[equal[given]] = equal[taken]
-    exchanged = tuple(replace(p, devices=(place[p.devices[0]],)) if len(p.devices) == 1 else p
-                      for p in new.placements)
+    exchanged = tuple(
+        replace(p, devices=(place[p.devices[0]],)) if len(p.devices) == 1 else p for p in new.placements
+    )
     # The assignment ignores column order, so it can lose to the plan as it was.
-    return min(as_it_is, reorder_columns(Plan(exchanged, new.provenance), old),
-               key=lambda plan: _moved_bytes(old, plan))
+    return min(
+        as_it_is,
+        reorder_columns(Plan(exchanged, new.provenance), old),
+        key=lambda plan: _moved_bytes(old, plan),
+    )
 
 
 def reorder_columns(new: Plan, old: Plan) -> Plan:
@@ -160,8 +176,9 @@ def reorder_columns(new: Plan, old: Plan) -> Plan:
             first, column, ordered = {p.devices[0]: p.shard.col_lo for p in before[name]}, 0, []
             # Devices without an old shard come last.
             for p in sorted(own, key=lambda p: (first.get(p.devices[0], p.shard.table.dim), p.shard.col_lo)):
-                ordered.append(replace(p, shard=replace(p.shard, col_lo=column,
-                                                        col_hi=column + p.shard.width)))
+                ordered.append(
+                    replace(p, shard=replace(p.shard, col_lo=column, col_hi=column + p.shard.width))
+                )
                 column += p.shard.width
             own = min(own, ordered, key=lambda found: _moved_cells(before[name], found))
         placements += own
@@ -188,8 +205,11 @@ def _by_table(plan: Plan) -> Mapping[str, list[Placement]]:
 
 def _moved_bytes(old: Plan, new: Plan) -> int:
     before = _by_table(old)
-    return sum(_moved_cells(before[name], now) * PRECISION_BYTES[now[0].shard.table.precision]
-               for name, now in _by_table(new).items() if name in before)
+    return sum(
+        _moved_cells(before[name], now) * PRECISION_BYTES[now[0].shard.table.precision]
+        for name, now in _by_table(new).items()
+        if name in before
+    )
 
 
 def _moved_cells(old: Sequence[Placement], new: Sequence[Placement]) -> int:
@@ -199,15 +219,19 @@ def _moved_cells(old: Sequence[Placement], new: Sequence[Placement]) -> int:
         for device, shard in shards_on(p):
             had[device].append(shard)
     known = Shard.whole(old[0].shard.table)
-    return sum(_shared_cells(shard, known) - sum(_shared_cells(shard, s) for s in had[device])
-               for p in new for device, shard in shards_on(p))
+    return sum(
+        _shared_cells(shard, known) - sum(_shared_cells(shard, s) for s in had[device])
+        for p in new
+        for device, shard in shards_on(p)
+    )
 
 
 def _new_cells(old: Sequence[Placement], new: Sequence[Placement]) -> int:
     """Cells that the old table did not have, counted once per device."""
     known = Shard.whole(old[0].shard.table)
-    return sum(shard.rows * shard.width - _shared_cells(shard, known)
-               for p in new for _, shard in shards_on(p))
+    return sum(
+        shard.rows * shard.width - _shared_cells(shard, known) for p in new for _, shard in shards_on(p)
+    )
 
 
 def _shared_cells(a: Shard, b: Shard) -> int:

@@ -58,8 +58,9 @@ class Drift:
         return self.gain.worth_it(self.threshold)
 
 
-def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, config: ReplanConfig,
-          threshold: float = 0.0) -> Drift:
+def drift(
+    plan: Plan, problem: Problem, now: Problem, model: CostModel, config: ReplanConfig, threshold: float = 0.0
+) -> Drift:
     """How far a plan of `problem` is from the best plan of `now`, and what a re-plan would save.
 
     Tables may have grown. Each search gets the config's budget. Neither result is dearer than the plan
@@ -81,11 +82,18 @@ def drift(plan: Plan, problem: Problem, now: Problem, model: CostModel, config: 
     replanned = searched(config) if config.limited else best
     # The unlimited search is heuristic as well. It can lose to the limited one.
     best = min(best, replanned, key=total_ms)
-    return Drift(planned_ms=total_ms(planned), now_ms=total_ms(kept), best_ms=total_ms(best), best=best.plan,
-                 replan_ms=total_ms(replanned), replan=replanned.plan,
-                 moves=diff(plan, replanned.plan, now, forced_moves(plan, now)),
-                 gain=gain(kept, replanned, now, model), most_tables=config.max_moved_tables,
-                 threshold=threshold)
+    return Drift(
+        planned_ms=total_ms(planned),
+        now_ms=total_ms(kept),
+        best_ms=total_ms(best),
+        best=best.plan,
+        replan_ms=total_ms(replanned),
+        replan=replanned.plan,
+        moves=diff(plan, replanned.plan, now, forced_moves(plan, now)),
+        gain=gain(kept, replanned, now, model),
+        most_tables=config.max_moved_tables,
+        threshold=threshold,
+    )
 
 
 def refreshed_by(problem: Problem, fresh: Problem) -> Problem:
@@ -97,8 +105,10 @@ def refreshed_by(problem: Problem, fresh: Problem) -> Problem:
     kept = parts_of(now)
     del kept["order of tables"]
     if differ := refusal(kept, fresh):
-        raise ShardCoreError(f"problem {fresh.name!r} has more than fresh statistics for the plan of "
-                             f"{problem.name!r}{differ}. Re-plan it: plan --start, with --start-problem")
+        raise ShardCoreError(
+            f"problem {fresh.name!r} has more than fresh statistics for the plan of "
+            f"{problem.name!r}{differ}. Re-plan it: plan --start, with --start-problem"
+        )
     return now
 
 
@@ -111,9 +121,15 @@ def refreshed(problem: Problem, tables: Iterable[Table], fields: Sequence[str] =
     """
     fresh = {t.name: t for t in tables}
     if not any(t.name in fresh for t in problem.tables):
-        raise ShardCoreError(f"none of the {len(fresh)} tables with fresh statistics is one of problem "
-                             f"{problem.name!r}'s, which has "
-                             f"{', '.join(t.name for t in problem.tables[:3])}, ...")
-    return replace(problem, tables=tuple(
-        replace(t, **{name: getattr(fresh[t.name], name) for name in fields}) if t.name in fresh else t
-        for t in problem.tables))
+        raise ShardCoreError(
+            f"none of the {len(fresh)} tables with fresh statistics is one of problem "
+            f"{problem.name!r}'s, which has "
+            f"{', '.join(t.name for t in problem.tables[:3])}, ..."
+        )
+    return replace(
+        problem,
+        tables=tuple(
+            replace(t, **{name: getattr(fresh[t.name], name) for name in fields}) if t.name in fresh else t
+            for t in problem.tables
+        ),
+    )

@@ -57,13 +57,21 @@ class Gain:
 def gain(before: PricedPlan, now: PricedPlan, problem: Problem, model: CostModel) -> Gain:
     """The gain of a plan over another one of the same tables. Costs are the model's."""
     plans, costs = (before.plan, now.plan), (before.cost, now.cost)
-    lookups, sent = (_changed(*plans, of) for of in (
-        lambda shard: shard.table.looked_up * shard.width * shard.rows / shard.table.rows,
-        lambda shard: output_bytes(shard, problem.global_batch)))
+    lookups, sent = (
+        _changed(*plans, of)
+        for of in (
+            lambda shard: shard.table.looked_up * shard.width * shard.rows / shard.table.rows,
+            lambda shard: output_bytes(shard, problem.global_batch),
+        )
+    )
     compute = [max(cost.compute_ms) for cost in costs]
     exchanges = [cost.total_ms - cost.dense_ms - ms for cost, ms in zip(costs, compute, strict=True)]
-    variance = sum(error**2 * (a * a + b * b - 2 * (1 - changed) * a * b) for error, changed, (a, b) in zip(
-        errors_of(model), (lookups, sent), (compute, exchanges), strict=True))
+    variance = sum(
+        error**2 * (a * a + b * b - 2 * (1 - changed) * a * b)
+        for error, changed, (a, b) in zip(
+            errors_of(model), (lookups, sent), (compute, exchanges), strict=True
+        )
+    )
     totals = [cost.total_ms for cost in costs]
     return Gain(totals[0] - totals[1], CALIBRATION * sqrt(max(0.0, variance)), totals[0])
 

@@ -58,30 +58,42 @@ def hot_drift(problem: Problem, hot: Mapping[str, HotIds], counts: RowCounts) ->
     without lookups.
     """
     tables = {table.name: table for table in problem.tables}
-    names = [name.removesuffix(HOT) for name in tables
-             if name.endswith(HOT) and name.removesuffix(HOT) + COLD in tables]
+    names = [
+        name.removesuffix(HOT)
+        for name in tables
+        if name.endswith(HOT) and name.removesuffix(HOT) + COLD in tables
+    ]
     if not names:
-        raise ShardCoreError(f"problem {problem.name!r} has no tables NAME{HOT} and NAME{COLD}; it needs to "
-                             "be one that hot-rows wrote")
+        raise ShardCoreError(
+            f"problem {problem.name!r} has no tables NAME{HOT} and NAME{COLD}; it needs to "
+            "be one that hot-rows wrote"
+        )
     if unknown := sorted(set(hot) - set(names)):
-        raise ShardCoreError(f"there are hot ids of table {unknown[0]!r}, which has no hot rows in problem "
-                             f"{problem.name!r}; it has of {sorted(names)[:5]}")
+        raise ShardCoreError(
+            f"there are hot ids of table {unknown[0]!r}, which has no hot rows in problem "
+            f"{problem.name!r}; it has of {sorted(names)[:5]}"
+        )
     found, job = [], problem.job
     for name in names:
         hot_part, cold_part = tables[name + HOT], tables[name + COLD]
         rows = hot_part.rows + cold_part.rows
         if name not in hot:
-            raise ShardCoreError(f"there are no hot ids of table {name!r}; problem {problem.name!r} has "
-                                 f"{hot_part.rows} hot rows of it")
+            raise ShardCoreError(
+                f"there are no hot ids of table {name!r}; problem {problem.name!r} has "
+                f"{hot_part.rows} hot rows of it"
+            )
         now = hot[name]
         if (now.rows, len(now.ids)) != (rows, hot_part.rows):
-            raise ShardCoreError(f"table {name!r} was given {len(now.ids)} hot ids of {now.rows} rows; "
-                                 f"problem {problem.name!r} has {hot_part.rows} of {rows}: they are of "
-                                 "another table or version")
+            raise ShardCoreError(
+                f"table {name!r} was given {len(now.ids)} hot ids of {now.rows} rows; "
+                f"problem {problem.name!r} has {hot_part.rows} of {rows}: they are of "
+                "another table or version"
+            )
         of_rows = counts.of(name, rows)
         if not (total := int(of_rows.sum())):
-            raise ShardCoreError(f"table {name!r} has no access statistics: its row counts are all 0; it "
-                                 "needs some lookups")
+            raise ShardCoreError(
+                f"table {name!r} has no access statistics: its row counts are all 0; it needs some lookups"
+            )
         new = _hottest(now, of_rows)
         entering = len(np.setdiff1d(new.ids, now.ids, assume_unique=True))
         share, best = (float(of_rows[h.ids].sum()) / total for h in (now, new))
@@ -90,12 +102,20 @@ def hot_drift(problem: Problem, hot: Mapping[str, HotIds], counts: RowCounts) ->
         devices, row = len(problem.topology), hot_part.dim * PRECISION_BYTES[hot_part.precision]
         payloads = PAYLOADS[job.forward_payload] + PAYLOADS[job.backward_payload]
         each = lookup_bytes(cold_part, job) + hot_part.dim * payloads
-        found.append(HotDrift(
-            name, hot_part.rows, new=new, entering=entering,
-            still_hot=float(np.mean(of_rows[now.ids] >= max(1, of_rows[new.ids].min()))),
-            planned_share=hot_part.pooling / planned if planned else 0.0, share=share, best_share=best,
-            saved_bytes=lookups * each * (devices - 1) / devices,
-            moved_bytes=entering * row * (devices + 1)))
+        found.append(
+            HotDrift(
+                name,
+                hot_part.rows,
+                new=new,
+                entering=entering,
+                still_hot=float(np.mean(of_rows[now.ids] >= max(1, of_rows[new.ids].min()))),
+                planned_share=hot_part.pooling / planned if planned else 0.0,
+                share=share,
+                best_share=best,
+                saved_bytes=lookups * each * (devices - 1) / devices,
+                moved_bytes=entering * row * (devices + 1),
+            )
+        )
     return sorted(found, key=lambda x: -x.saved_bytes)
 
 
@@ -104,4 +124,4 @@ def _hottest(now: HotIds, counts: np.ndarray) -> HotIds:
     was = np.zeros(len(counts), dtype=bool)
     was[now.ids] = True
     order = np.lexsort((~was, -counts))
-    return HotIds(now.table, now.rows, np.sort(order[:len(now.ids)]))
+    return HotIds(now.table, now.rows, np.sort(order[: len(now.ids)]))

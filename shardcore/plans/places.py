@@ -42,8 +42,9 @@ class Remote:
         except FileNotFoundError:
             raise
         except Exception as error:  # each storage has its own exceptions
-            raise Unreachable(f"cannot use {self}: "
-                              f"{' '.join(f'{type(error).__name__}: {error}'.split())[:200]}") from None
+            raise Unreachable(
+                f"cannot use {self}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}"
+            ) from None
 
 
 Place = Path | Remote
@@ -76,8 +77,9 @@ def place(root: str | Path) -> Place:
     try:
         fs, path = url_to_fs(root, use_listings_cache=False)  # a cache misses what others write
     except Exception as error:  # each storage has its own exceptions
-        raise ShardCoreError(f"plans are at {root}, which cannot be opened: "
-                             f"{' '.join(str(error).split())[:200]}") from None
+        raise ShardCoreError(
+            f"plans are at {root}, which cannot be opened: {' '.join(str(error).split())[:200]}"
+        ) from None
     return Path(path) if isinstance(fs, LocalFileSystem) else Remote(fs, path)
 
 

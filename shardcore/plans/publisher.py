@@ -70,18 +70,29 @@ class PublishConfig:
 
     def __post_init__(self) -> None:
         known(self.algorithm)
-        require_within(self, "publish config", budget_evals=(1, MOST_COUNT), seed=(0, MOST_SEED),
-                       keep_versions=(store.FEWEST_KEPT, MOST_COUNT), max_moved_tables=(0, MOST_COUNT),
-                       torchrec_s=(0, MOST_MS))
+        require_within(
+            self,
+            "publish config",
+            budget_evals=(1, MOST_COUNT),
+            seed=(0, MOST_SEED),
+            keep_versions=(store.FEWEST_KEPT, MOST_COUNT),
+            max_moved_tables=(0, MOST_COUNT),
+            torchrec_s=(0, MOST_MS),
+        )
         if not self.plans or not self.plans.isprintable():
-            raise ShardCoreError(f"publish config has plans {self.plans!r}; it needs a folder or URL, such "
-                                 "as 'plans'")
+            raise ShardCoreError(
+                f"publish config has plans {self.plans!r}; it needs a folder or URL, such as 'plans'"
+            )
         if not 0 <= self.threshold < 1:
-            raise ShardCoreError(f"publish config has threshold {self.threshold}; it needs a share within 0 "
-                                 "and 1, such as 0.01")
+            raise ShardCoreError(
+                f"publish config has threshold {self.threshold}; it needs a share within 0 "
+                "and 1, such as 0.01"
+            )
         if self.max_moved_tables is not None and not SPACE_OF.get(self.algorithm):
-            raise ShardCoreError(f"publish config has max_moved_tables {self.max_moved_tables} and algorithm "
-                                 f"{self.algorithm!r}; it needs 0 or more, and one of {', '.join(SPACE_OF)}")
+            raise ShardCoreError(
+                f"publish config has max_moved_tables {self.max_moved_tables} and algorithm "
+                f"{self.algorithm!r}; it needs 0 or more, and one of {', '.join(SPACE_OF)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -184,9 +195,15 @@ class Publisher:
     def _decision(self, problem: Problem, before: Before | None, **made: Any) -> Decision:
         """A decision with the fields that all share. made: the other fields."""
         return Decision(
-            problem=problem.name, problem_digest=files.problem_digest(problem),
-            previous_ms=before and before.total_ms, threshold=self.config.threshold, decided_at=time.time(),
-            parent=before and before.decision.id, provenance=dict(self.provenance), **made)
+            problem=problem.name,
+            problem_digest=files.problem_digest(problem),
+            previous_ms=before and before.total_ms,
+            threshold=self.config.threshold,
+            decided_at=time.time(),
+            parent=before and before.decision.id,
+            provenance=dict(self.provenance),
+            **made,
+        )
 
     # --- the plan that there was under this model --------------------------------------------------------
 
@@ -195,6 +212,7 @@ class Publisher:
 
         It must be of the same problem, and its version must still be stored.
         """
+
         def model_of(x: Decision) -> tuple[Any, Any]:
             return x.provenance.get("model"), x.provenance.get("model_version")
 
@@ -203,8 +221,14 @@ class Publisher:
         if before is None or model_of(before.decision) == mine:
             return None
         # A rollback of the champion brings back its plan instead of a new search.
-        then = next((x for x in islice(store.history(self.plans, problem.name), self.config.keep_versions)
-                     if model_of(x) == mine and x.problem_digest == files.problem_digest(problem)), None)
+        then = next(
+            (
+                x
+                for x in islice(store.history(self.plans, problem.name), self.config.keep_versions)
+                if model_of(x) == mine and x.problem_digest == files.problem_digest(problem)
+            ),
+            None,
+        )
         if then is None or not store.has(self.plans, problem.name, then.current):
             return None
         try:
@@ -212,10 +236,19 @@ class Publisher:
             cost = price_plan(rebind_tables(plan, problem), problem, self.model).cost
         except ShardCoreError:
             return None
-        reason = (f"the model is version {mine[1]} again, under which this plan was current on "
-                  f"{when(then.decided_at)}")
-        decision = self._decision(problem, before, outcome="restored", reason=reason, current=then.current,
-                                  candidate=then.current, candidate_ms=cost.total_ms)
+        reason = (
+            f"the model is version {mine[1]} again, under which this plan was current on "
+            f"{when(then.decided_at)}"
+        )
+        decision = self._decision(
+            problem,
+            before,
+            outcome="restored",
+            reason=reason,
+            current=then.current,
+            candidate=then.current,
+            candidate_ms=cost.total_ms,
+        )
         return Published(problem, decision, cost, _totals(self._others(problem)))
 
     # --- a new plan --------------------------------------------------------------------------------------
@@ -226,9 +259,16 @@ class Publisher:
         outcome, reason = self._judged(found.plan, before, gained, problem)
         candidate = store.version_of(found.plan, problem)
         current = store.version_of(before.plan, problem) if outcome == "kept" else candidate
-        decision = self._decision(problem, before, outcome=outcome, reason=reason, current=current,
-                                  candidate=candidate, candidate_ms=found.cost.total_ms,
-                                  margin_ms=gained and gained.margin_ms)
+        decision = self._decision(
+            problem,
+            before,
+            outcome=outcome,
+            reason=reason,
+            current=current,
+            candidate=candidate,
+            candidate_ms=found.cost.total_ms,
+            margin_ms=gained and gained.margin_ms,
+        )
         self._add(problem, found, candidate, decision, before, others)
         if current != candidate:
             # The old plan for the problem as it is now: the same version where that has not changed.
@@ -240,11 +280,17 @@ class Publisher:
         """Plans to compare with: by BASELINES, NeuroShard's beam, and TorchRec's planner if it may run."""
         budget = Budget(evals=self.config.budget_evals)
         asked: dict[str, Budget | None] = {**dict.fromkeys(BASELINES), "neuroshard": budget}
-        if ("torchrec" in SHARDERS and self.config.torchrec_s
-                and len(problem.tables) * len(problem.topology) <= _FOR_TORCHREC):
+        if (
+            "torchrec" in SHARDERS
+            and self.config.torchrec_s
+            and len(problem.tables) * len(problem.topology) <= _FOR_TORCHREC
+        ):
             asked["torchrec"] = Budget(seconds=self.config.torchrec_s)
-        return {name: self._compared(name, problem, budget) for name, budget in asked.items()
-                if name != self.config.algorithm}
+        return {
+            name: self._compared(name, problem, budget)
+            for name, budget in asked.items()
+            if name != self.config.algorithm
+        }
 
     def _compared(self, name: str, problem: Problem, budget: Budget | None) -> compare.Outcome:
         try:
@@ -263,16 +309,18 @@ class Publisher:
         config, budget = self.config, Budget(evals=self.config.budget_evals)
         if before and before.plan and (space := SPACE_OF.get(config.algorithm)):
             try:
-                plan = replan(before.plan, problem, self.model,
-                              ReplanConfig(config.max_moved_tables, space=space, seed=config.seed,
-                                           budget=budget))
+                plan = replan(
+                    before.plan,
+                    problem,
+                    self.model,
+                    ReplanConfig(config.max_moved_tables, space=space, seed=config.seed, budget=budget),
+                )
                 return self._priced(plan, problem, before)
             except ShardCoreError:
                 # What no longer fits gives way to any plan: a limit on what moves from it means nothing.
                 if before.priced or config.max_moved_tables is None:
                     raise
-        outcome = compare.run(config.algorithm, problem, self.model, config.seed, budget,
-                              self.policy)
+        outcome = compare.run(config.algorithm, problem, self.model, config.seed, budget, self.policy)
         if outcome.plan is None:
             raise Infeasible(outcome.error)
         if before and before.plan:
@@ -288,8 +336,9 @@ class Publisher:
     def _signed(self, plan: Plan) -> Plan:
         return Plan(plan.placements, {**plan.provenance, **self.provenance})
 
-    def _judged(self, plan: Plan, before: Before | None, gained: Gain | None,
-                problem: Problem) -> tuple[str, str]:
+    def _judged(
+        self, plan: Plan, before: Before | None, gained: Gain | None, problem: Problem
+    ) -> tuple[str, str]:
         """The outcome of a candidate, and why. gained: over a plan before that is still valid."""
         if before is None:
             return "first", "no plan was published for this problem"
@@ -301,10 +350,18 @@ class Publisher:
         return "better" if better else "kept", (
             f"{gained} at {CONFIDENCE:.0%} confidence{threshold_words(threshold)}: "
             f"{'replaced' if better else 'kept'}; {gained.before_ms - gained.ms:.3f} ms instead of "
-            f"{gained.before_ms:.3f} ms; {moves_text(before.moves(plan, problem))}")
+            f"{gained.before_ms:.3f} ms; {moves_text(before.moves(plan, problem))}"
+        )
 
-    def _add(self, problem: Problem, priced: PricedPlan, version: str, decision: Decision,
-             before: Before | None, others: Mapping[str, compare.Outcome]) -> None:
+    def _add(
+        self,
+        problem: Problem,
+        priced: PricedPlan,
+        version: str,
+        decision: Decision,
+        before: Before | None,
+        others: Mapping[str, compare.Outcome],
+    ) -> None:
         """Store a plan as a version with its report page, unless it is stored already."""
         if store.is_whole(self.plans, problem.name, version):
             return
@@ -312,20 +369,39 @@ class Publisher:
         decisions = [decision, *islice(store.history(self.plans, problem.name), _EARLIER)]
         # Explaining searches alternatives, so it runs only for a new version.
         explained = explain(priced, problem, self.model, _EXPLAIN, others)
-        page = self.page(Version(version_name(version), plan, cost, memory_bytes), problem, explained,
-                              decisions, before and before.moves(plan, problem), _version(before))
-        store.add(self.plans, problem, plan, {
-            "predicted": dataclasses.asdict(cost), "total_ms": cost.total_ms,
-            "memory_bytes": list(memory_bytes), "baselines": _totals(others),
-            "extrapolated": list(cost.extrapolated)}, page)
+        page = self.page(
+            Version(version_name(version), plan, cost, memory_bytes),
+            problem,
+            explained,
+            decisions,
+            before and before.moves(plan, problem),
+            _version(before),
+        )
+        store.add(
+            self.plans,
+            problem,
+            plan,
+            {
+                "predicted": dataclasses.asdict(cost),
+                "total_ms": cost.total_ms,
+                "memory_bytes": list(memory_bytes),
+                "baselines": _totals(others),
+                "extrapolated": list(cost.extrapolated),
+            },
+            page,
+        )
 
 
 def _version(before: Before | None) -> Version | None:
     """What was published before, to compare with. None: it is of no use any more."""
     if before is None or before.priced is None:
         return None
-    return Version(version_name(before.decision.current), before.plan, before.priced.cost,
-                   before.priced.workload.memory_bytes)
+    return Version(
+        version_name(before.decision.current),
+        before.plan,
+        before.priced.cost,
+        before.priced.workload.memory_bytes,
+    )
 
 
 def _totals(outcomes: Mapping[str, compare.Outcome]) -> dict[str, float | str]:

@@ -54,8 +54,13 @@ class ReplanConfig:
 
     def __post_init__(self) -> None:
         require_types(self, "re-plan config")
-        require_within(self, "re-plan config", max_moved_tables=(0, MOST_COUNT),
-                       max_moved_bytes=(0, MOST_BYTES), seed=(0, MOST_SEED))
+        require_within(
+            self,
+            "re-plan config",
+            max_moved_tables=(0, MOST_COUNT),
+            max_moved_bytes=(0, MOST_BYTES),
+            seed=(0, MOST_SEED),
+        )
 
     @property
     def limited(self) -> bool:
@@ -70,8 +75,10 @@ class ReplanConfig:
 
     def exceeded_by(self, moved: Diff) -> tuple[int, int]:
         """Tables and bytes that move beyond the limits. 0 or less: none."""
-        return (0 if self.max_moved_tables is None else len(moved.moves) - self.max_moved_tables,
-                0 if self.max_moved_bytes is None else moved.bytes - self.max_moved_bytes)
+        return (
+            0 if self.max_moved_tables is None else len(moved.moves) - self.max_moved_tables,
+            0 if self.max_moved_bytes is None else moved.bytes - self.max_moved_bytes,
+        )
 
 
 def without_devices(old: Plan, before: Problem, now: Problem, gone: Sequence[int]) -> tuple[Plan, Problem]:
@@ -87,27 +94,34 @@ def without_devices(old: Plan, before: Problem, now: Problem, gone: Sequence[int
     """
     n_before, n_now = len(before.topology), len(now.topology)
     if wrong := [d for d in gone if not 0 <= d < n_before]:
-        raise ShardCoreError(f"device {wrong[0]} of problem {before.name!r} cannot be gone; it has devices "
-                             f"0 to {n_before - 1}")
+        raise ShardCoreError(
+            f"device {wrong[0]} of problem {before.name!r} cannot be gone; it has devices 0 to {n_before - 1}"
+        )
     left = [d for d in range(n_before) if d not in gone]
     if not left:
-        raise ShardCoreError(f"all {n_before} devices of problem {before.name!r} are gone; it needs to have "
-                             "one left")
+        raise ShardCoreError(
+            f"all {n_before} devices of problem {before.name!r} are gone; it needs to have one left"
+        )
     if n_now == n_before:
         if not gone:
             return old, now
         pins = {t.name: sorted(set(now.allowed_devices(t.name)) - set(gone)) for t in now.tables}
         if empty := [name for name, devices in pins.items() if not devices]:
-            raise Infeasible(f"table {empty[0]!r} may live on {device_names(now.allowed_devices(empty[0]))} "
-                             "only, which are gone; pin it elsewhere")
+            raise Infeasible(
+                f"table {empty[0]!r} may live on {device_names(now.allowed_devices(empty[0]))} "
+                "only, which are gone; pin it elsewhere"
+            )
         return old, replace(now, constraints=replace(now.constraints, pinned=tuple(pins.items())))
     if gone and n_now < len(left):
-        raise ShardCoreError(f"problem {now.name!r} has {n_now} devices; {before.name!r} has {len(left)} "
-                             f"without {device_names(gone)}: name all devices that are gone")
+        raise ShardCoreError(
+            f"problem {now.name!r} has {n_now} devices; {before.name!r} has {len(left)} "
+            f"without {device_names(gone)}: name all devices that are gone"
+        )
     # What is gone gets numbers that the problem does not have.
     number = {d: i for i, d in enumerate(left)} | {d: n_now + i for i, d in enumerate(gone)}
-    return replace(old, placements=tuple(replace(p, devices=tuple(number[d] for d in p.devices))
-                                         for p in old.placements)), now
+    return replace(
+        old, placements=tuple(replace(p, devices=tuple(number[d] for d in p.devices)) for p in old.placements)
+    ), now
 
 
 @dataclass(frozen=True)
@@ -133,28 +147,40 @@ class Start(Decision):
 
     def __post_init__(self) -> None:
         require_types(self, "a plan to start from")
-        require(self.algorithm in SPACE_OF, f"a plan to start from is for algorithm {', '.join(SPACE_OF)} "
-                f"only; got {self.algorithm}")
+        require(
+            self.algorithm in SPACE_OF,
+            f"a plan to start from is for algorithm {', '.join(SPACE_OF)} only; got {self.algorithm}",
+        )
 
-    def proposals(self, problem: Problem, model: CostModel,
-                  seconds: float | None) -> Generator[Proposal, Outcome, None]:
+    def proposals(
+        self, problem: Problem, model: CostModel, seconds: float | None
+    ) -> Generator[Proposal, Outcome, None]:
         """The problem, searched from the plan.
 
         Raises ShardCoreError for a plan with towers where the problem has none, as `without_devices`, and
         where moves are limited and groups are others.
         """
         if self.group and (problem.name, problem.topology) != (self.group.name, self.group.topology):
-            require(not self.config.limited, f"at most {self.config.limits} may move; in groups of another "
-                    "size or layout every table does")
+            require(
+                not self.config.limited,
+                f"at most {self.config.limits} may move; in groups of another "
+                "size or layout every table does",
+            )
             yield Proposal(words="afresh", problem=problem)
             return
-        require("tower_ratio" not in self.old.provenance or problem.job.tower_ratio is not None,
-                "the plan to start from has towers; give the towers, too")
+        require(
+            "tower_ratio" not in self.old.provenance or problem.job.tower_ratio is not None,
+            "the plan to start from has towers; give the towers, too",
+        )
         was, of = self.numbered(problem)
 
         def search(own: Problem, fitting: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
-            return replan(was, of, fitting, replace(self.config, space=SPACE_OF[self.algorithm], seed=seed,
-                                                    budget=budget))
+            return replan(
+                was,
+                of,
+                fitting,
+                replace(self.config, space=SPACE_OF[self.algorithm], seed=seed, budget=budget),
+            )
 
         yield Proposal(words="from the plan before", problem=problem, search=search)
 
@@ -212,8 +238,9 @@ def _kept(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | N
         require_plan(left, problem)
     except ShardCoreError:
         return None
-    if space != "all" and any(p.kind != WHOLE_ROWS.name and p.shard.table.name not in fixed
-                              for p in left.placements):
+    if space != "all" and any(
+        p.kind != WHOLE_ROWS.name and p.shard.table.name not in fixed for p in left.placements
+    ):
         return None
     kept = priced(left.placements, problem, model)
     return replace(kept, provenance={**old.provenance, **kept.provenance})
@@ -233,8 +260,13 @@ def _searched(old: Plan, problem: Problem, model: CostModel, config: ReplanConfi
             # Relabelling devices could move more than the limit allows.
             names = {p.shard.table.name for p in stays.placements}
             was = Plan(tuple(p for p in old.placements if p.shard.table.name in names))
-            return _moving_little(was, config, lambda tables, n_bytes: reorder_columns(
-                _with_room(stays, problem, lambda start: search(Reshard(start, tables, n_bytes))), old))
+            return _moving_little(
+                was,
+                config,
+                lambda tables, n_bytes: reorder_columns(
+                    _with_room(stays, problem, lambda start: search(Reshard(start, tables, n_bytes))), old
+                ),
+            )
         found = search(Reshard(stays))
     except ShardCoreError:
         # A fresh search cannot respect a limit on moves.
@@ -244,8 +276,7 @@ def _searched(old: Plan, problem: Problem, model: CostModel, config: ReplanConfi
     return relabel_devices(found, old, problem)
 
 
-def _moving_little(was: Plan, config: ReplanConfig,
-                   search: Callable[[int | None, int | None], Plan]) -> Plan:
+def _moving_little(was: Plan, config: ReplanConfig, search: Callable[[int | None, int | None], Plan]) -> Plan:
     """The plan of a search that moves no more than the limits.
 
     Annealing counts what moves before columns are dealt out to devices, and new rows as if they moved. So
@@ -299,8 +330,10 @@ def _in_parts(table: Table, plan: Plan, problem: Problem) -> Plan | None:
         left = np.array(held_bytes(problem)) - used
         roomiest = sorted(allowed, key=lambda d: -left[d])[:n]
         width = table.dim // n
-        parts = (Placement(WHOLE_ROWS.name, Shard(table, 0, table.rows, i * width, (i + 1) * width), (d,))
-                 for i, d in enumerate(roomiest))
+        parts = (
+            Placement(WHOLE_ROWS.name, Shard(table, 0, table.rows, i * width, (i + 1) * width), (d,))
+            for i, d in enumerate(roomiest)
+        )
         filled = Plan((*plan.placements, *parts))
         if fits(filled, problem):
             return filled

@@ -56,8 +56,9 @@ T = TypeVar("T")
 # --- reading ---------------------------------------------------------------------------------------------
 
 
-def load_plan(root: str | Path, name: str, version: str | None = None,
-              fits: bool = True) -> tuple[Plan, Problem]:
+def load_plan(
+    root: str | Path, name: str, version: str | None = None, fits: bool = True
+) -> tuple[Plan, Problem]:
     """A problem's current plan, or the given version, with its problem.
 
     Raises ShardCoreError if there is none, its files are damaged, or the plan is not valid. With `fits`, also
@@ -76,8 +77,10 @@ def read_plan(root: str | Path, name: str, version: str | None = None) -> tuple[
         return _while_it_stays(home, lambda: _load(_version(home, current(root, name)), name))
     if not files.DIGEST.fullmatch(version) or not has(root, name, version):
         found = _versions(home)
-        raise ShardCoreError(f"problem {name!r} has no version {schema.show(version)} in {root}; there are "
-                             f"{', '.join(found) or 'none'}")
+        raise ShardCoreError(
+            f"problem {name!r} has no version {schema.show(version)} in {root}; there are "
+            f"{', '.join(found) or 'none'}"
+        )
     return _load(_version(home, version), name)
 
 
@@ -95,8 +98,13 @@ def _version(home: Place, version: str) -> Place:
 def _versions(home: Place) -> list[str]:
     """Names of a problem's versions. Links do not count: they may lead out of the store. Nor do files."""
     folder = home / "versions"
-    return [name for name in places.listed(folder) if files.DIGEST.fullmatch(name)
-            and not places.is_link(folder / name) and not places.is_file(folder / name)]
+    return [
+        name
+        for name in places.listed(folder)
+        if files.DIGEST.fullmatch(name)
+        and not places.is_link(folder / name)
+        and not places.is_file(folder / name)
+    ]
 
 
 def load_page(root: str | Path, name: str, version: str) -> bytes | None:
@@ -111,8 +119,9 @@ def current(root: str | Path, name: str) -> str:
     """A problem's current version. Raises ShardCoreError if nothing was published for it."""
     decision = last(root, name)
     if decision is None:
-        raise ShardCoreError(f"no plan is published for problem {name!r} in {root}; there are "
-                             f"{names(root) or 'none'}")
+        raise ShardCoreError(
+            f"no plan is published for problem {name!r} in {root}; there are {names(root) or 'none'}"
+        )
     return decision.current
 
 
@@ -179,8 +188,9 @@ def _read(home: Place, name: str, found: str) -> Decision:
     if decision.id != found:
         raise ShardCoreError(f"{path} does not match its name; it was edited after ShardCore wrote it")
     if decision.problem != name:
-        raise ShardCoreError(f"{path} is a decision on problem {decision.problem!r}; it needs to be one on "
-                             f"{name!r}")
+        raise ShardCoreError(
+            f"{path} is a decision on problem {decision.problem!r}; it needs to be one on {name!r}"
+        )
     return decision
 
 
@@ -217,15 +227,19 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
                     break
                 except BlockingIOError:
                     if time.monotonic() > until:
-                        raise ShardCoreError(f"plans for problem {name!r} are being published by another, "
-                                             f"which has held {path} for {patience_s:.0f} s or more: "
-                                             f"{_holder(path)}; end it if it hangs, and publish "
-                                             "again") from None
+                        raise ShardCoreError(
+                            f"plans for problem {name!r} are being published by another, "
+                            f"which has held {path} for {patience_s:.0f} s or more: "
+                            f"{_holder(path)}; end it if it hangs, and publish "
+                            "again"
+                        ) from None
                 time.sleep(_LOOK_S)
             # Say who holds the lock, for the message of those who wait.
             f.truncate(0)
-            f.write(f"process {os.getpid()} on {socket.gethostname()} since "
-                    f"{datetime.now().isoformat(' ', 'seconds')}\n")
+            f.write(
+                f"process {os.getpid()} on {socket.gethostname()} since "
+                f"{datetime.now().isoformat(' ', 'seconds')}\n"
+            )
             f.flush()
         yield
 
@@ -274,10 +288,12 @@ def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any],
     if not is_whole(root, problem.name, version):
         folder = _own(_own(_home(root, problem.name) / "versions") / version)
         of_page = {"page_sha256": _sha256(page.encode())} if page else {}
-        contents = {"problem.json": files.json_bytes(files.problem_to_json(problem)),
-                    COST: files.json_bytes(seal({**cost, **of_page})),
-                    **({PAGE: page.encode()} if page else {}),
-                    "plan.json": files.json_bytes(files.plan_to_json(plan, problem))}
+        contents = {
+            "problem.json": files.json_bytes(files.problem_to_json(problem)),
+            COST: files.json_bytes(seal({**cost, **of_page})),
+            **({PAGE: page.encode()} if page else {}),
+            "plan.json": files.json_bytes(files.plan_to_json(plan, problem)),
+        }
         for name, content in contents.items():  # plan.json comes last and completes the version
             places.write(folder / name, content)
     return version
@@ -290,13 +306,16 @@ def record(root: str | Path, decision: Decision) -> None:
     """
     home, name = _home(root, decision.problem), decision.problem
     if not has(root, name, decision.current):
-        raise ShardCoreError(f"problem {name!r} has no version {decision.current!r} in {root} to make "
-                             "current")
+        raise ShardCoreError(
+            f"problem {name!r} has no version {decision.current!r} in {root} to make current"
+        )
     before = last(root, name)
     if decision.parent != (before.id if before else None):
-        raise ShardCoreError(f"problem {name!r}: decision {decision.id} follows {decision.parent}, but "
-                             f"{before and before.id} is the last one in {root}; another publisher was "
-                             "faster, so publish again")
+        raise ShardCoreError(
+            f"problem {name!r}: decision {decision.id} follows {decision.parent}, but "
+            f"{before and before.id} is the last one in {root}; another publisher was "
+            "faster, so publish again"
+        )
     folder = _own(home / "decisions")
     places.write(folder / f"{decision.id}.json", files.json_bytes(decision.document()))
     places.write(home / _POINTER, f"{decision.id}\n".encode())
@@ -308,9 +327,11 @@ def prune(root: str | Path, name: str, keep: int) -> list[str]:
     Decisions stay. Temporary files of killed publishers are removed. Call it within one's own `turn`.
     """
     if keep < FEWEST_KEPT:
-        raise ShardCoreError(f"versions of the last {keep} decisions are to be kept; it needs {FEWEST_KEPT} "
-                             "or more, as a reader "
-                             "may still be at the one before")
+        raise ShardCoreError(
+            f"versions of the last {keep} decisions are to be kept; it needs {FEWEST_KEPT} "
+            "or more, as a reader "
+            "may still be at the one before"
+        )
     named = {v for d in islice(history(root, name), keep) for v in (d.current, d.candidate)}
     home = _home(root, name)
     if isinstance(home, Path):
@@ -337,11 +358,13 @@ def _home(root: str | Path, name: str) -> Place:
     """A problem's folder. Raises ShardCoreError for a link, and for a name that no problem can have."""
     name = name if isinstance(name, str) else repr(name)
     if not is_path_name(name):
-        raise ShardCoreError(f"problem {schema.show(name)} has no plans in {root}; names have letters, "
-                             "digits and . _ -")
+        raise ShardCoreError(
+            f"problem {schema.show(name)} has no plans in {root}; names have letters, digits and . _ -"
+        )
     if name in (REPORT, MODELS, INDEX):
-        raise ShardCoreError(f"problem {name!r} has the name of the file beside the plans in {root}; it "
-                             "needs another")
+        raise ShardCoreError(
+            f"problem {name!r} has the name of the file beside the plans in {root}; it needs another"
+        )
     # Files behind a link belong to somebody else.
     home = _own(places.place(root) / name)
     for folder in ("versions", "decisions"):

@@ -18,18 +18,27 @@ def moves_words(found: Diff) -> list[str]:
     forced, chosen = found.forced, found.chosen
     said = [f"{moved_words(found)} to move" if found.moves else "nothing moves"]
     if forced.moves:
-        said.append(f"{moved_words(forced)} had to ({_few(m.table for m in forced.moves)}), "
-                    f"{moved_words(chosen)} by choice")
+        said.append(
+            f"{moved_words(forced)} had to ({_few(m.table for m in forced.moves)}), "
+            f"{moved_words(chosen)} by choice"
+        )
     if found.resized:
-        said.append(f"{count(len(found.resized), 'table')} of another shape "
-                    f"({_few(r.new.name for r in found.resized)}), {gib(found.new_bytes)} of new weights; a "
-                    "checkpoint of the old shape does not load")
-    said += [f"{count(len(names), 'table')} {words}: {_few(names)}"
-             for names, words in ((found.added, "new"), (found.removed, "gone")) if names]
+        said.append(
+            f"{count(len(found.resized), 'table')} of another shape "
+            f"({_few(r.new.name for r in found.resized)}), {gib(found.new_bytes)} of new weights; a "
+            "checkpoint of the old shape does not load"
+        )
+    said += [
+        f"{count(len(names), 'table')} {words}: {_few(names)}"
+        for names, words in ((found.added, "new"), (found.removed, "gone"))
+        if names
+    ]
     for loses in dict.fromkeys(m.loses for m in found.moves if m.loses):
         names = [m.table for m in found.moves if m.loses == loses]
-        said.append(f"{count(len(names), 'table')} by another kind of sharding or in other parts "
-                    f"({_few(names)}): a checkpoint loses {loses}")
+        said.append(
+            f"{count(len(names), 'table')} by another kind of sharding or in other parts "
+            f"({_few(names)}): a checkpoint loses {loses}"
+        )
     return said
 
 

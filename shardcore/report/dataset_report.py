@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from shardcore.io.replays import ReplaySet
 
 
-def dataset_summary(samples: Sequence[ComputeSample],
-                    repeats: Sequence[Sequence[ComputeSample]]) -> list[tuple[str, str]]:
+def dataset_summary(
+    samples: Sequence[ComputeSample], repeats: Sequence[Sequence[ComputeSample]]
+) -> list[tuple[str, str]]:
     """What a dataset of compute samples covers: rows of name and value.
 
     repeats: timings of each sample that was timed several times, in order of time.
@@ -32,39 +33,47 @@ def dataset_summary(samples: Sequence[ComputeSample],
     rows = [("samples", f"{len(timed)} timed, {len(samples) - len(timed)} failed")]
     if timed:
         shards = [x for s in timed for x in s.request.shards]
-        rows += [("shards an op", _range([len(s.request.shards) for s in timed])),
-                 ("widths", _range([x.width for x in shards])),
-                 ("shard weights", f"{gib(min(x.bytes for x in shards))} to "
-                  f"{gib(max(x.bytes for x in shards))}"),
-                 ("row ranges", f"{np.mean([not x.full_rows for x in shards]):.0%} of shards"),
-                 ("batches", ", ".join(map(str, sorted({s.request.batch for s in timed})))),
-                 ("total ms", _range([s.total_ms for s in timed])),
-                 ("repeats", _range([s.forward.repeats for s in timed])),
-                 ("spread of one sample's repeats", _deciles([_spread(s) for s in timed])),
-                 ("slowdown of the machine (1: usual)", _range([s.slowdown for s in timed]))]
+        rows += [
+            ("shards an op", _range([len(s.request.shards) for s in timed])),
+            ("widths", _range([x.width for x in shards])),
+            ("shard weights", f"{gib(min(x.bytes for x in shards))} to {gib(max(x.bytes for x in shards))}"),
+            ("row ranges", f"{np.mean([not x.full_rows for x in shards]):.0%} of shards"),
+            ("batches", ", ".join(map(str, sorted({s.request.batch for s in timed})))),
+            ("total ms", _range([s.total_ms for s in timed])),
+            ("repeats", _range([s.forward.repeats for s in timed])),
+            ("spread of one sample's repeats", _deciles([_spread(s) for s in timed])),
+            ("slowdown of the machine (1: usual)", _range([s.slowdown for s in timed])),
+        ]
         known = [s.relative_ci for s in timed if s.relative_ci and np.isfinite(s.relative_ci)]
         if known:
             rows += [("a median is known to", _deciles(known))]
     # The reference op is timed throughout. It shows drift, not repeatability.
-    again = repeats[has_reference_op(repeats):]
+    again = repeats[has_reference_op(repeats) :]
     if again:
         pairs = [(a, b) for group in again for a, b in zip(group[:-1], group[1:], strict=True)]
         # total_ms is already corrected for slowdown: the ratio of slowdowns gives back raw times.
-        apart, clock = ([b.measured_at - a.measured_at for a, b in pairs],
-                        [b.slowdown / a.slowdown for a, b in pairs])
+        apart, clock = (
+            [b.measured_at - a.measured_at for a, b in pairs],
+            [b.slowdown / a.slowdown for a, b in pairs],
+        )
         ratios = np.array([b.total_ms / a.total_ms for a, b in pairs])
-        rows += [("samples timed again", f"{len(again)}, {np.median(apart) / 60:.0f} minutes apart (median)"),
-                 ("difference of two timings", _deciles(abs(ratios - 1))),
-                 ("the same as the clock showed them", _deciles(abs(ratios * clock - 1))),
-                 ("agree within √2 × what they are known to",
-                  f"{np.mean([_agree(a, b) for a, b in pairs]):.0%}")]
+        rows += [
+            ("samples timed again", f"{len(again)}, {np.median(apart) / 60:.0f} minutes apart (median)"),
+            ("difference of two timings", _deciles(abs(ratios - 1))),
+            ("the same as the clock showed them", _deciles(abs(ratios * clock - 1))),
+            ("agree within √2 × what they are known to", f"{np.mean([_agree(a, b) for a, b in pairs]):.0%}"),
+        ]
     if len(again) < len(repeats):
         reference = np.array([s.total_ms for s in repeats[0]])
         clock = reference * [s.slowdown for s in repeats[0]]
-        rows += [("reference op: timings", str(len(reference))),
-                 ("reference op: drift as the clock showed it", f"{clock.max() / clock.min() - 1:.0%}"),
-                 ("reference op: deviation at the usual speed",
-                  _deciles(abs(reference / np.median(reference) - 1)))]
+        rows += [
+            ("reference op: timings", str(len(reference))),
+            ("reference op: drift as the clock showed it", f"{clock.max() / clock.min() - 1:.0%}"),
+            (
+                "reference op: deviation at the usual speed",
+                _deciles(abs(reference / np.median(reference) - 1)),
+            ),
+        ]
     return rows
 
 
@@ -75,16 +84,21 @@ def exchange_summary(samples: Sequence[CollectiveSample]) -> list[tuple[str, str
     emulated = Counter(f"{s.request.hosts} {s.request.emulated.words}" for s in timed if s.request.emulated)
     rows = [("exchanges", f"{len(timed)} timed, {len(samples) - len(timed)} failed")]
     if timed:
-        transfers = [x for s in timed for way in (s.forward, s.backward) if way for x in way
-                     if x.median_ms > 0]
-        rows += [("of them", ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())),
-                 ("ranks", _range([len(s.request.widths) for s in timed])),
-                 ("columns a rank", _range([w for s in timed for w in s.request.widths])),
-                 ("transfer ms", _range([x.median_ms for x in transfers])),
-                 ("spread of one transfer's repeats",
-                  _deciles([(x.q3_ms - x.q1_ms) / x.median_ms for x in transfers])),
-                 *((f"over {words}", f"{n} exchanges") for words, n in sorted(emulated.items())),
-                 ("more ranks than cores", f"{sum(s.oversubscribed for s in timed)} exchanges")]
+        transfers = [
+            x for s in timed for way in (s.forward, s.backward) if way for x in way if x.median_ms > 0
+        ]
+        rows += [
+            ("of them", ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())),
+            ("ranks", _range([len(s.request.widths) for s in timed])),
+            ("columns a rank", _range([w for s in timed for w in s.request.widths])),
+            ("transfer ms", _range([x.median_ms for x in transfers])),
+            (
+                "spread of one transfer's repeats",
+                _deciles([(x.q3_ms - x.q1_ms) / x.median_ms for x in transfers]),
+            ),
+            *((f"over {words}", f"{n} exchanges") for words, n in sorted(emulated.items())),
+            ("more ranks than cores", f"{sum(s.oversubscribed for s in timed)} exchanges"),
+        ]
     return rows
 
 
@@ -96,20 +110,29 @@ def _kind(request: CollectiveRequest) -> str:
 def step_summary(kept: Sequence[ReplaySet]) -> list[tuple[str, str]]:
     """What a dataset has of replayed steps: rows of name and value."""
     costs = [cost for one in kept for cost in one.costs.values()]
-    kinds = Counter(name for one in kept for plan in one.plans.values() for name in dict.fromkeys(
-        p.kind for p in plan.placements))
+    kinds = Counter(
+        name
+        for one in kept
+        for plan in one.plans.values()
+        for name in dict.fromkeys(p.kind for p in plan.placements)
+    )
     problems = sum(all(one.problem != other.problem for other in kept[:i]) for i, one in enumerate(kept))
-    return [("steps", f"{len(costs)} plans of {problems} problems"),
-            ("of them with shards of kind", ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())),
-            ("devices", _range([len(one.problem.topology) for one in kept])),
-            ("step ms", _range([c.total_ms for c in costs])),
-            ("spread of one step's repeats",
-             _deciles([(c.step.q3_ms - c.step.q1_ms) / c.step.median_ms for c in costs])),
-            ("more devices than cores", f"{sum(c.oversubscribed for c in costs)} plans")]
+    return [
+        ("steps", f"{len(costs)} plans of {problems} problems"),
+        ("of them with shards of kind", ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())),
+        ("devices", _range([len(one.problem.topology) for one in kept])),
+        ("step ms", _range([c.total_ms for c in costs])),
+        (
+            "spread of one step's repeats",
+            _deciles([(c.step.q3_ms - c.step.q1_ms) / c.step.median_ms for c in costs]),
+        ),
+        ("more devices than cores", f"{sum(c.oversubscribed for c in costs)} plans"),
+    ]
 
 
-def dataset_figure(samples: Sequence[ComputeSample], repeats: Sequence[Sequence[ComputeSample]],
-                   title: str) -> Figure:
+def dataset_figure(
+    samples: Sequence[ComputeSample], repeats: Sequence[Sequence[ComputeSample]], title: str
+) -> Figure:
     """Coverage, noise, drift and repeatability of a dataset, one panel each."""
     from matplotlib.figure import Figure
 
@@ -124,23 +147,33 @@ def dataset_figure(samples: Sequence[ComputeSample], repeats: Sequence[Sequence[
     coverage.scatter([len(s.request.shards) for s in timed], total, s=6)
     coverage.set(title="coverage", xlabel="shards an op", ylabel="forward + backward ms", yscale="log")
     noise.scatter(total, [100 * _spread(s) for s in timed], s=6)
-    noise.set(title="noise of repeats", xlabel="ms", ylabel="interquartile range, % of median", xscale="log",
-              yscale="log")
+    noise.set(
+        title="noise of repeats",
+        xlabel="ms",
+        ylabel="interquartile range, % of median",
+        xscale="log",
+        yscale="log",
+    )
     began = min((s.measured_at for s in timed), default=0.0)
-    drift.scatter([(s.measured_at - began) / 60 for s in timed], [s.slowdown for s in timed], s=6,
-                  label="all samples")
+    drift.scatter(
+        [(s.measured_at - began) / 60 for s in timed], [s.slowdown for s in timed], s=6, label="all samples"
+    )
     if repeats:
         usual = np.median([s.total_ms for s in repeats[0]])
-        drift.scatter([(s.measured_at - began) / 60 for s in repeats[0]],
-                      [s.total_ms * s.slowdown / usual for s in repeats[0]], s=12,
-                      label="the most often timed, at the clock's slowdown")
+        drift.scatter(
+            [(s.measured_at - began) / 60 for s in repeats[0]],
+            [s.total_ms * s.slowdown / usual for s in repeats[0]],
+            s=12,
+            label="the most often timed, at the clock's slowdown",
+        )
         drift.legend()
-        groups = repeats[has_reference_op(repeats):]
+        groups = repeats[has_reference_op(repeats) :]
         changes = [100 * (g[-1].total_ms / g[0].total_ms - 1) for g in groups]
         again.scatter([g[0].total_ms for g in groups], changes, s=6)
     drift.set(title="drift: how slow the machine was", xlabel="minutes", ylabel="slowdown, 1 is usual")
-    again.set(title="last against first timing of a sample", xlabel="ms", ylabel="difference, %",
-              xscale="log")
+    again.set(
+        title="last against first timing of a sample", xlabel="ms", ylabel="difference, %", xscale="log"
+    )
     return figure
 
 

@@ -34,9 +34,17 @@ def ledger_text(ledger: Ledger | None) -> str:
     chosen, entries = ledger.best, ledger.entries
     names = dict.fromkeys(name for entry in entries for name in entry.facts)
     shown = [x for i, x in enumerate(entries) if i < MOST_ENTRIES or x is chosen]
-    rows = [(entry.proposed + " (best)" * (entry is chosen and len(entries) > 1),
-             *(_cell(entry.facts.get(name)) for name in names), _cell(entry.ms), f"{entry.seconds:.1f}",
-             f"{entry.evals:,}", entry.why) for entry in shown]
+    rows = [
+        (
+            entry.proposed + " (best)" * (entry is chosen and len(entries) > 1),
+            *(_cell(entry.facts.get(name)) for name in names),
+            _cell(entry.ms),
+            f"{entry.seconds:.1f}",
+            f"{entry.evals:,}",
+            entry.why,
+        )
+        for entry in shown
+    ]
     table = text_table((ledger.decision, *names, "total ms", "s", "evaluations", "why not"), rows)
     more = f"\n{len(entries) - len(shown)} more are in the plan's provenance" * (len(entries) > len(shown))
     because = f"\n{ledger.chosen}: {ledger.because}" * (len(entries) > 1)
@@ -65,22 +73,52 @@ def hot_rows_table(before: Problem, problem: Problem) -> str:
     before: the problem without hot rows.
     """
     hot = {t.name.removesuffix(HOT): t for t in problem.tables if t.name.endswith(HOT)}
-    rows = [(t.name, f"{t.rows:,}", f"{hot[t.name].rows:,}", f"{hot[t.name].pooling / t.pooling:.1%}")
-            for t in before.tables if t.name in hot]
+    rows = [
+        (t.name, f"{t.rows:,}", f"{hot[t.name].rows:,}", f"{hot[t.name].pooling / t.pooling:.1%}")
+        for t in before.tables
+        if t.name in hot
+    ]
     return text_table(["table", "rows", "hot rows", "their lookups"], rows) if rows else ""
 
 
 def drift_table(found: Sequence[HotDrift]) -> str:
     """A table of how hot the hot rows still are, and of what other hot ids would save and move."""
-    rows = [(x.table, f"{x.rows:,}", f"{x.still_hot:.0%}", f"{x.planned_share:.1%}", f"{x.share:.1%}",
-             f"{x.best_share:.1%}", f"{x.entering:,}", f"{x.saved_bytes / 1e6:,.3f}", gib(x.moved_bytes))
-            for x in found]
+    rows = [
+        (
+            x.table,
+            f"{x.rows:,}",
+            f"{x.still_hot:.0%}",
+            f"{x.planned_share:.1%}",
+            f"{x.share:.1%}",
+            f"{x.best_share:.1%}",
+            f"{x.entering:,}",
+            f"{x.saved_bytes / 1e6:,.3f}",
+            gib(x.moved_bytes),
+        )
+        for x in found
+    ]
     saved, moved = sum(x.saved_bytes for x in found), sum(x.moved_bytes for x in found)
-    return "\n".join([
-        text_table(["table", "hot rows", "still hot", "lookups, planned", "now", "with other ids",
-                    "rows that enter", "MB saved a step", "moves"], rows), "",
-        f"Other hot ids would save {saved / 1e6:,.3f} MB a step between devices, and move {gib(moved)} of "
-        "weights once."])
+    return "\n".join(
+        [
+            text_table(
+                [
+                    "table",
+                    "hot rows",
+                    "still hot",
+                    "lookups, planned",
+                    "now",
+                    "with other ids",
+                    "rows that enter",
+                    "MB saved a step",
+                    "moves",
+                ],
+                rows,
+            ),
+            "",
+            f"Other hot ids would save {saved / 1e6:,.3f} MB a step between devices, and move {gib(moved)} of "
+            "weights once.",
+        ]
+    )
 
 
 # --- memory tiers ------------------------------------------------------------------------------------------
@@ -93,30 +131,57 @@ def tiers_report(problem: Problem) -> str:
     some = sorted((t for t in found.tiers if t.table.in_host_memory), key=lambda t: -t.link_bytes)
     if not some:
         return "All rows fit in device memory."
-    rows = [(t.table.name, t.table.kernel, gib(t.table.bytes), f"{t.table.load_factor:.2%}",
-             f"{t.link_bytes / 1e6:,.3f}") for t in some]
+    rows = [
+        (
+            t.table.name,
+            t.table.kernel,
+            gib(t.table.bytes),
+            f"{t.table.load_factor:.2%}",
+            f"{t.link_bytes / 1e6:,.3f}",
+        )
+        for t in some
+    ]
     more = [(f"{n} GiB", f"{ms:,.3f}") for n, ms in zip(_MORE_GIB, gains_ms(problem, _MORE_GIB), strict=True)]
-    return "\n".join([
-        text_table(("table", "kernel", "weights", "rows cached", "MB over the link"), rows), "",
-        f"{len(some)} of {len(problem.tables)} tables are not all in device memory. Each step "
-        f"{found.link_bytes / 1e6:,.1f} MB cross the link: {found.link_ms:,.3f} ms at least, at "
-        f"{' and '.join(f'{x.gbps:g}' for x in problem.topology.memory)} GB/s a device (given).", "",
-        text_table(("more device memory", "ms saved"), more)])
+    return "\n".join(
+        [
+            text_table(("table", "kernel", "weights", "rows cached", "MB over the link"), rows),
+            "",
+            f"{len(some)} of {len(problem.tables)} tables are not all in device memory. Each step "
+            f"{found.link_bytes / 1e6:,.1f} MB cross the link: {found.link_ms:,.3f} ms at least, at "
+            f"{' and '.join(f'{x.gbps:g}' for x in problem.topology.memory)} GB/s a device (given).",
+            "",
+            text_table(("more device memory", "ms saved"), more),
+        ]
+    )
 
 
 # --- clusters ----------------------------------------------------------------------------------------------
 
-CLUSTER_HEADERS = ("offer", "hosts", "devices", "step ms", "samples/s", "price/h", "price of 10^9 samples",
-                   "kW")
+CLUSTER_HEADERS = (
+    "offer",
+    "hosts",
+    "devices",
+    "step ms",
+    "samples/s",
+    "price/h",
+    "price of 10^9 samples",
+    "kW",
+)
 
 
 def cluster_row(outcome: Outcome) -> tuple[Any, ...]:
     """A row under CLUSTER_HEADERS of a cluster that has a plan. What is not known is "-"."""
     cluster, samples_per_s = outcome.proposal, outcome.proposal.samples_per_s(outcome.ms)
-    return (cluster.offer.name, cluster.hosts, len(cluster.problem.topology), f"{outcome.ms:.2f}",
-            f"{samples_per_s:,.0f}", f"{cluster.price_per_hour:,.2f}",
-            f"{1e9 / samples_per_s / 3600 * cluster.price_per_hour:,.2f}",
-            "-" if cluster.watts is None else f"{cluster.watts / 1e3:.1f}")
+    return (
+        cluster.offer.name,
+        cluster.hosts,
+        len(cluster.problem.topology),
+        f"{outcome.ms:.2f}",
+        f"{samples_per_s:,.0f}",
+        f"{cluster.price_per_hour:,.2f}",
+        f"{1e9 / samples_per_s / 3600 * cluster.price_per_hour:,.2f}",
+        "-" if cluster.watts is None else f"{cluster.watts / 1e3:.1f}",
+    )
 
 
 def clusters(decision: Provision, found: Found) -> Iterator[str]:
@@ -124,12 +189,16 @@ def clusters(decision: Provision, found: Found) -> Iterator[str]:
     outcomes = found.outcomes
     best = best_of_each(outcomes, decision.target)
     chosen = best[0].proposal
-    yield (f"{chosen.words}, {chosen.price_per_hour:,.2f} an hour, {found.ms:.3f} ms a step; {len(outcomes)} "
-           f"clusters searched in {sum(x.seconds for x in outcomes):.0f} s")
+    yield (
+        f"{chosen.words}, {chosen.price_per_hour:,.2f} an hour, {found.ms:.3f} ms a step; {len(outcomes)} "
+        f"clusters searched in {sum(x.seconds for x in outcomes):.0f} s"
+    )
     yield text_table(CLUSTER_HEADERS, list(map(cluster_row, best)))
     if left_out := sum(offer.most_hosts for offer in decision.offers) - len(outcomes):
-        yield (f"{left_out} clusters were left out: their devices do not divide the global batch of "
-               f"{chosen.problem.global_batch:,} evenly")
+        yield (
+            f"{left_out} clusters were left out: their devices do not divide the global batch of "
+            f"{chosen.problem.global_batch:,} evenly"
+        )
     if none := [x for x in outcomes if not x.found]:
         yield f"{len(none)} clusters have no plan, such as {none[0].proposal.words}: {none[0].error}"
 
@@ -151,8 +220,9 @@ def clusters_figure(outcomes: Sequence[Outcome], chosen: Outcome | None) -> Figu
         of = [x for x in outcomes if x.proposal.offer.name == name and x.found]
         axes.plot(*points(of), marker="o", markersize=4, linewidth=1, label=name)
     if chosen:
-        axes.scatter(*points([chosen]), s=120, facecolors="none", edgecolors="black", label="chosen",
-                     zorder=3)
+        axes.scatter(
+            *points([chosen]), s=120, facecolors="none", edgecolors="black", label="chosen", zorder=3
+        )
     axes.set(xlabel="price per hour", ylabel="samples per second", ylim=(0, None), xlim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

@@ -26,10 +26,11 @@ def svg(figure: Figure) -> str:
 
     text = io.StringIO()
     # A fixed salt and no date: equal figures give equal pages.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardcore",
-                                "font.family": "sans-serif"}):
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "shardcore", "font.family": "sans-serif"}
+    ):
         _plain(figure).savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg"):]
+    return text.getvalue()[text.getvalue().index("<svg") :]
 
 
 def _plain(figure: Figure) -> Figure:

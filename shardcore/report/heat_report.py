@@ -25,13 +25,36 @@ def heat_table(problem: Problem, held: float) -> str:
         [heat] = heat_of([table], batch, unseen=True)
         found.append((heat.unique_rows, float(heat.misses(held * table.rows)), table, heat.rows_of(_MOST)))
     found.sort(key=lambda x: -x[0])
-    rows = [(table.name, f"{table.rows:,}", f"{table.pooling:.1f}", f"{hot:,.0f}", f"{hot / table.rows:.1%}",
-             f"{touched:,.0f}", f"{missed / touched:.0%}" if touched else "-")
-            for touched, missed, table, hot in found]
+    rows = [
+        (
+            table.name,
+            f"{table.rows:,}",
+            f"{table.pooling:.1f}",
+            f"{hot:,.0f}",
+            f"{hot / table.rows:.1%}",
+            f"{touched:,.0f}",
+            f"{missed / touched:.0%}" if touched else "-",
+        )
+        for touched, missed, table, hot in found
+    ]
     all_touched, all_missed = (sum(x[i] for x in found) for i in (0, 1))
     share = all_missed / all_touched if all_touched else 0.0
-    return "\n".join([
-        text_table(("table", "rows", "lookups a sample", f"rows with {_MOST:.0%} of them", "of all",
-                    "rows a batch touches", f"misses with {held:.0%} held"), rows),
-        "", f"A batch of {batch:,} samples touches {all_touched:,.0f} rows; a cache of {held:.0%} of each "
-        f"table (LRU) has to fetch {all_missed:,.0f} of them ({share:.0%})."])
+    return "\n".join(
+        [
+            text_table(
+                (
+                    "table",
+                    "rows",
+                    "lookups a sample",
+                    f"rows with {_MOST:.0%} of them",
+                    "of all",
+                    "rows a batch touches",
+                    f"misses with {held:.0%} held",
+                ),
+                rows,
+            ),
+            "",
+            f"A batch of {batch:,} samples touches {all_touched:,.0f} rows; a cache of {held:.0%} of each "
+            f"table (LRU) has to fetch {all_missed:,.0f} of them ({share:.0%}).",
+        ]
+    )

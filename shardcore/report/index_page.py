@@ -24,16 +24,19 @@ def page(decisions: Mapping[str, Decision | None]) -> str:
     decisions: the last decision on each problem. None: it cannot be read.
     """
     rows = "".join(_row(name, decision) for name, decision in sorted(decisions.items()))
-    return "\n".join([
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src "
-        f"'unsafe-inline'\"><title>Published plans</title><style>{_STYLE}</style></head><body>",
-        "<h1>Published plans</h1>",
-        f'<p><a href="{store.MODELS}">Versions of the cost model</a> · '
-        f'<a href="{store.REPORT}">The last publish</a></p>',
-        "<table><thead><tr><th>problem</th><th>ms of a step</th><th>model</th><th>decided</th>"
-        f"<th>outcome</th></tr></thead><tbody>{rows}</tbody></table>",
-        '<p class="note">Costs are those that the model of that time predicted.</p></body></html>\n'])
+    return "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src '
+            f"'unsafe-inline'\"><title>Published plans</title><style>{_STYLE}</style></head><body>",
+            "<h1>Published plans</h1>",
+            f'<p><a href="{store.MODELS}">Versions of the cost model</a> · '
+            f'<a href="{store.REPORT}">The last publish</a></p>',
+            "<table><thead><tr><th>problem</th><th>ms of a step</th><th>model</th><th>decided</th>"
+            f"<th>outcome</th></tr></thead><tbody>{rows}</tbody></table>",
+            '<p class="note">Costs are those that the model of that time predicted.</p></body></html>\n',
+        ]
+    )
 
 
 def _row(name: str, decision: Decision | None) -> str:
@@ -41,7 +44,14 @@ def _row(name: str, decision: Decision | None) -> str:
         return f"<tr><td>{escape(name)}</td><td colspan=4>cannot be read</td></tr>\n"
     link = f"{quote(name)}/versions/{quote(decision.current)}/{store.PAGE}"
     model = decision.provenance.get("model_version")
-    cells = ("-" if decision.total_ms is None else f"{decision.total_ms:.2f}",
-             f"version {model}" if model else "-", when(decision.decided_at), decision.outcome)
-    return (f'<tr><td><a href="{link}">{escape(name)}</a></td>'
-            + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>\n")
+    cells = (
+        "-" if decision.total_ms is None else f"{decision.total_ms:.2f}",
+        f"version {model}" if model else "-",
+        when(decision.decided_at),
+        decision.outcome,
+    )
+    return (
+        f'<tr><td><a href="{link}">{escape(name)}</a></td>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        + "</tr>\n"
+    )

@@ -45,11 +45,14 @@ class Studied:
     def flat(self) -> dict[str, float]:
         """All figures in one flat mapping, for MLflow, which groups what has a slash."""
         found = {f"{split}/{k}": v for split, values in self.metrics.items() for k, v in values.items()}
-        found |= {"test/unseen_tables_compute_mape": self.unseen_tables,
-                  "test/repeatability": self.repeatability}
+        found |= {
+            "test/unseen_tables_compute_mape": self.unseen_tables,
+            "test/repeatability": self.repeatability,
+        }
         if self.curve:
-            found |= {f"learning_curve/{k}": getattr(self.curve, k)
-                      for k in ("constant", "scale", "power", "gain")}
+            found |= {
+                f"learning_curve/{k}": getattr(self.curve, k) for k in ("constant", "scale", "power", "gain")
+            }
         return {k: v for k, v in found.items() if v is not None}
 
 
@@ -64,33 +67,49 @@ def predicted_against_measured(measured_ms: np.ndarray, predicted_ms: np.ndarray
     axes.fill_between(line, line * 0.9, line * 1.1, color="0.85", label="±10%")
     axes.plot(line, line, color="0.4", linewidth=1)
     axes.scatter(measured_ms, predicted_ms, s=8, alpha=0.6, linewidths=0)
-    axes.set(xscale="log", yscale="log", xlabel="measured ms", ylabel="predicted ms", xlim=line, ylim=line,
-             aspect="equal")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="measured ms",
+        ylabel="predicted ms",
+        xlim=line,
+        ylim=line,
+        aspect="equal",
+    )
     _plain_ticks(axes)
-    axes.text(0.97, 0.03, f"{len(measured_ms):,} groups\nmean absolute error "
-              f"{mape(predicted_ms, measured_ms):.1f}%\nKendall tau "
-              f"{kendall_tau(predicted_ms, measured_ms):.3f}", transform=axes.transAxes, ha="right",
-              va="bottom")
+    axes.text(
+        0.97,
+        0.03,
+        f"{len(measured_ms):,} groups\nmean absolute error "
+        f"{mape(predicted_ms, measured_ms):.1f}%\nKendall tau "
+        f"{kendall_tau(predicted_ms, measured_ms):.3f}",
+        transform=axes.transAxes,
+        ha="right",
+        va="bottom",
+    )
     axes.legend(loc="upper left", frameon=False)
     return figure
 
 
-def error_by_size(measured_ms: np.ndarray, predicted_ms: np.ndarray, shards: np.ndarray,
-                  title: str) -> Figure:
+def error_by_size(
+    measured_ms: np.ndarray, predicted_ms: np.ndarray, shards: np.ndarray, title: str
+) -> Figure:
     """Relative errors [S] over measured ms, and over the number of shards in the op."""
     figure, panels = _figure(title, columns=2)
     error = 100 * (predicted_ms / measured_ms - 1)
     # A few outliers would squeeze the rest into a line.
     limit = max(10.0, 1.1 * float(np.percentile(abs(error), 99)))
-    for axes, x, label in zip(panels, (measured_ms, shards), ("measured ms", "shards in the op"),
-                              strict=True):
+    for axes, x, label in zip(
+        panels, (measured_ms, shards), ("measured ms", "shards in the op"), strict=True
+    ):
         axes.axhline(0, color="0.4", linewidth=1)
         axes.scatter(x, np.clip(error, -limit, limit), s=6, alpha=0.35, linewidths=0)
         bins = _equal_bins(x)
         at = [np.median(x[b]) for b in bins]
         low, middle, high = np.array([np.percentile(error[b], [10, 50, 90]) for b in bins]).T
-        axes.fill_between(at, low, high, color="C1", alpha=0.25, linewidth=0,
-                          label="80% of groups of like size")
+        axes.fill_between(
+            at, low, high, color="C1", alpha=0.25, linewidth=0, label="80% of groups of like size"
+        )
         axes.plot(at, middle, color="C1", marker="o", markersize=4, label="their median")
         axes.set(xscale="log", xlabel=label, ylim=(-limit, limit))
         _plain_ticks(axes, "x")
@@ -112,14 +131,25 @@ def calibration(levels: Sequence[float], found: Sequence[float], samples: int, t
     nominal = np.linspace(min(levels), max(levels), 100)
     # Normal approximation of the binomial.
     chance = 1.96 * np.sqrt(nominal * (100 - nominal) / samples)
-    axes.fill_between(nominal, nominal - chance, np.minimum(nominal + chance, 100), color="0.85", linewidth=0,
-                      label=f"within chance, {samples:,} groups")
+    axes.fill_between(
+        nominal,
+        nominal - chance,
+        np.minimum(nominal + chance, 100),
+        color="0.85",
+        linewidth=0,
+        label=f"within chance, {samples:,} groups",
+    )
     axes.plot(nominal, nominal, color="0.4", linewidth=1)
     axes.plot(levels, found, marker="o", label="found")
     for level, value in zip(levels, found, strict=True):
         axes.annotate(f"{value:.0f}", (level, value), xytext=(5, -11), textcoords="offset points", fontsize=8)
-    axes.set(xlabel="the interval is to hold, % of measurements", ylabel="it held, %", xticks=levels,
-             xlim=(min(levels) - 2, 102), ylim=(None, 102))
+    axes.set(
+        xlabel="the interval is to hold, % of measurements",
+        ylabel="it held, %",
+        xticks=levels,
+        xlim=(min(levels) - 2, 102),
+        ylim=(None, 102),
+    )
     axes.legend(loc="upper left", frameon=False)
     return figure
 
@@ -141,10 +171,19 @@ def learning_curve(curve: LearningCurve, repeatability: float | None, title: str
     axes.plot([2 * most], [curve.at(2 * most)], "o", markerfacecolor="none", color="C1")
     axes.scatter(samples, errors, s=24, zorder=3, label="trained on so many")
     if repeatability is not None:
-        axes.axhline(repeatability, color="0.4", linestyle="--", linewidth=1,
-                     label=f"floor: a timing itself is off by {repeatability:.1f}%")
-    axes.set(xscale="log", yscale="log", xlabel="groups trained and validated on",
-             ylabel="error on held-out groups, %")
+        axes.axhline(
+            repeatability,
+            color="0.4",
+            linestyle="--",
+            linewidth=1,
+            label=f"floor: a timing itself is off by {repeatability:.1f}%",
+        )
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="groups trained and validated on",
+        ylabel="error on held-out groups, %",
+    )
     _plain_ticks(axes)
     axes.legend(frameon=False)
     figure.supxlabel(doubling(curve, repeatability).replace("; ", ";\n"), fontsize=9)
@@ -173,8 +212,9 @@ def predicted_against_replayed(rows: Sequence[replay_metrics.ReplayRecord], titl
     """
     figure, (axes,) = _figure(title)
     figure.set_figwidth(8)
-    predicted, replayed, noise = (np.array([getattr(r, k) for r in rows])
-                                  for k in ("predicted_ms", "replayed_ms", "noise_ms"))
+    predicted, replayed, noise = (
+        np.array([getattr(r, k) for r in rows]) for k in ("predicted_ms", "replayed_ms", "noise_ms")
+    )
     both = np.concatenate([predicted, replayed])
     line = np.array([both.min() * 0.9, both.max() * 1.1])
     axes.fill_between(line, line * 0.9, line * 1.1, color="0.85", label="±10%")
@@ -185,16 +225,30 @@ def predicted_against_replayed(rows: Sequence[replay_metrics.ReplayRecord], titl
     for i, name in enumerate(dict.fromkeys(r.algorithm for r in rows)):
         of = np.array([r.algorithm == name for r in rows])
         # A bar must not reach 0 on a log axis.
-        axes.errorbar(replayed[of], predicted[of], xerr=np.minimum(noise[of], 0.9 * replayed[of]),
-                      fmt=_MARKERS[i // 10 % 3], color=f"C{i % 10}", markersize=4, linewidth=0,
-                      elinewidth=0.7, label=name)
+        axes.errorbar(
+            replayed[of],
+            predicted[of],
+            xerr=np.minimum(noise[of], 0.9 * replayed[of]),
+            fmt=_MARKERS[i // 10 % 3],
+            color=f"C{i % 10}",
+            markersize=4,
+            linewidth=0,
+            elinewidth=0.7,
+            label=name,
+        )
     axes.set(xscale="log", yscale="log", xlabel="replayed ms", ylabel="predicted ms", xlim=line, ylim=line)
     _plain_ticks(axes)
     found = replay_metrics.figures(rows)
     tau = f"\nKendall tau within problems {found['kendall_tau']:.2f}" if "kendall_tau" in found else ""
-    axes.text(0.97, 0.03, f"{found['plans']:.0f} plans of {found['problems']:.0f} problems\nmean absolute "
-              f"error {found['mape']:.1f}%{tau}\nregret {found['regret']:.1f}%", transform=axes.transAxes,
-              ha="right", va="bottom")
+    axes.text(
+        0.97,
+        0.03,
+        f"{found['plans']:.0f} plans of {found['problems']:.0f} problems\nmean absolute "
+        f"error {found['mape']:.1f}%{tau}\nregret {found['regret']:.1f}%",
+        transform=axes.transAxes,
+        ha="right",
+        va="bottom",
+    )
     figure.legend(loc="outside right center", frameon=False, fontsize=8)
     return figure
 
@@ -208,12 +262,21 @@ def replayed_cost(rivals: Mapping[str, replay_metrics.SharderComparison], ours: 
         ends = [x if np.isfinite(x) else rival.cost.mean for x in (rival.cost.low, rival.cost.high)]
         axes.plot(ends, [i, i], color="C0", linewidth=2)
         axes.plot(rival.cost.mean, i, "o", color="C0")
-        axes.annotate(f"{rival.cost.mean:.3f}", (rival.cost.mean, i), xytext=(0, 6),
-                      textcoords="offset points", ha="center", fontsize=8)
+        axes.annotate(
+            f"{rival.cost.mean:.3f}",
+            (rival.cost.mean, i),
+            xytext=(0, 6),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
     axes.axvline(1, color="0.4", linewidth=1)
-    axes.set(yticks=range(len(found)), yticklabels=[name for name, _ in found], ylim=(-0.6, len(found) - 0.2),
-             xlabel=f"replayed cost over {ours}'s, mean over {max(r.problems for r in rivals.values())} "
-             "problems")
+    axes.set(
+        yticks=range(len(found)),
+        yticklabels=[name for name, _ in found],
+        ylim=(-0.6, len(found) - 0.2),
+        xlabel=f"replayed cost over {ours}'s, mean over {max(r.problems for r in rivals.values())} problems",
+    )
     return figure
 
 
@@ -258,8 +321,10 @@ def doubling(curve: LearningCurve, repeatability: float | None) -> str:
     """A sentence: what twice the samples would gain."""
     most = max(n for n, _ in curve.rows)
     floor = f"; a timing itself is off by {repeatability:.1f}%" if repeatability is not None else ""
-    return (f"Twice the groups ({2 * most:,} instead of {most:,}) would take {curve.gain:.1f} points off the "
-            f"held-out error of {curve.at(most):.1f}%{floor}.")
+    return (
+        f"Twice the groups ({2 * most:,} instead of {most:,}) would take {curve.gain:.1f} points off the "
+        f"held-out error of {curve.at(most):.1f}%{floor}."
+    )
 
 
 _SPLIT_ROWS = (
@@ -289,92 +354,147 @@ def model_card(model: NeuralModel, studied: Studied, name: str) -> str:
     # The page must stay below 5,000 characters, which is all that a model registry keeps.
     use = _USE.replace("NAME", name).replace("BATCH", str(model.setting.batch))
     refused = model.meta["provenance"].get("not_joined", {})
-    first = [*known_errors.worse_than_usual(model),
-             *(f"{folder} is of the same hardware, but did not join: {why}"
-               for folder, why in refused.items())]
-    return "\n\n".join([f"# Cost model of {model.setting.hardware}", *(f"**{x}.**" for x in first),
-                        known_errors.label(model), _what_it_is(model),
-                        "## Trained on", _trained_on(model), "## Where to trust it", _ranges(model),
-                        "## How good it is", _how_good(studied), "## How to use it", use])
+    first = [
+        *known_errors.worse_than_usual(model),
+        *(f"{folder} is of the same hardware, but did not join: {why}" for folder, why in refused.items()),
+    ]
+    return "\n\n".join(
+        [
+            f"# Cost model of {model.setting.hardware}",
+            *(f"**{x}.**" for x in first),
+            known_errors.label(model),
+            _what_it_is(model),
+            "## Trained on",
+            _trained_on(model),
+            "## Where to trust it",
+            _ranges(model),
+            "## How good it is",
+            _how_good(studied),
+            "## How to use it",
+            use,
+        ]
+    )
 
 
 def _what_it_is(model: NeuralModel) -> str:
-    return ("Predicts what the embedding tables of a recommendation model cost in one training step: the ms "
-            "of fused FBGEMM "
-            f"lookups, forward and backward, and of exchanges between devices. Valid for ({model.setting}); "
-            "what is in another "
-            "setting is refused. A group that grows never costs less, and an empty one costs nothing.")
+    return (
+        "Predicts what the embedding tables of a recommendation model cost in one training step: the ms "
+        "of fused FBGEMM "
+        f"lookups, forward and backward, and of exchanges between devices. Valid for ({model.setting}); "
+        "what is in another "
+        "setting is refused. A group that grows never costs less, and an empty one costs nothing."
+    )
 
 
 def _trained_on(model: NeuralModel) -> str:
     setting, samples, provenance = model.setting, model.meta["samples"], model.meta["provenance"]
-    groups, exchanges = (" / ".join(f"{samples[f'{kind}_{side}']:,}"
-                                    for side in ("train", "validation", "test"))
-                         for kind in ("compute", "comm"))
-    return markdown_table(("", ""), [
-        ("hardware", setting.hardware),
-        ("batch, weights, optimizer", f"{setting.batch:,}, {setting.precision}, {setting.optimizer}"),
-        ("groups: train / validation / test", groups),
-        ("exchanges: train / validation / test", exchanges),
-        *([("replayed steps: exchanges take there, of what they take alone", _in_steps(model))]
-          if "steps" in model.meta else []),
-        ("measurements, DVC version", provenance.get("data_version", "-")),
-        *((f"joined: {folder}, version", version)
-          for folder, version in provenance.get("datasets", {}).items()),
-        ("code, git commit", provenance.get("git_commit", "-")),
-        ("seed", model.meta["config"]["seed"]),
-    ])
+    groups, exchanges = (
+        " / ".join(f"{samples[f'{kind}_{side}']:,}" for side in ("train", "validation", "test"))
+        for kind in ("compute", "comm")
+    )
+    return markdown_table(
+        ("", ""),
+        [
+            ("hardware", setting.hardware),
+            ("batch, weights, optimizer", f"{setting.batch:,}, {setting.precision}, {setting.optimizer}"),
+            ("groups: train / validation / test", groups),
+            ("exchanges: train / validation / test", exchanges),
+            *(
+                [("replayed steps: exchanges take there, of what they take alone", _in_steps(model))]
+                if "steps" in model.meta
+                else []
+            ),
+            ("measurements, DVC version", provenance.get("data_version", "-")),
+            *(
+                (f"joined: {folder}, version", version)
+                for folder, version in provenance.get("datasets", {}).items()
+            ),
+            ("code, git commit", provenance.get("git_commit", "-")),
+            ("seed", model.meta["config"]["seed"]),
+        ],
+    )
 
 
 def _in_steps(model: NeuralModel) -> str:
-    factors = [f"{channel.words} {way} {collective_model.in_step(model.weights, channel, way):.2f}"
-               for channel in CHANNELS for way in channel.row.ways
-               if collective_model.step_weight(channel, way) in model.weights]
+    factors = [
+        f"{channel.words} {way} {collective_model.in_step(model.weights, channel, way):.2f}"
+        for channel in CHANNELS
+        for way in channel.row.ways
+        if collective_model.step_weight(channel, way) in model.weights
+    ]
     return f"{model.meta['steps']:,}: {', '.join(factors)}"
 
 
 def _ranges(model: NeuralModel) -> str:
     """The training ranges, in the words that warn of plans beyond them, and what no range covers."""
-    owners = {"shard": "a shard", "op": "a device", "devices": "a job", "batch": "a job",
-              "exchange": "a device"}
+    owners = {
+        "shard": "a shard",
+        "op": "a device",
+        "devices": "a job",
+        "batch": "a job",
+        "exchange": "a device",
+    }
     lines = []
     for name, ends in model.meta["ranges"].items():
         quantity = ranges.QUANTITIES[name]
         shown = " to ".join(dict.fromkeys(map(quantity.show, ends)))
         lines.append(f"- {owners[name.split('_')[0]]} {quantity.phrase.format(shown)}")
-    return ("\n".join(["Within what it was trained on:\n", *lines]) + "\n\nBeyond it costs go on growing "
-            "with the work to do, but nothing vouches for them: plans and answers name what of theirs is "
-            "beyond (`extrapolated`). So they do with "
-            f"what was not measured but is priced by proxy: {'; '.join(_proxies(model))}.")
+    return (
+        "\n".join(["Within what it was trained on:\n", *lines]) + "\n\nBeyond it costs go on growing "
+        "with the work to do, but nothing vouches for them: plans and answers name what of theirs is "
+        "beyond (`extrapolated`). So they do with "
+        f"what was not measured but is priced by proxy: {'; '.join(_proxies(model))}."
+    )
 
 
 def _proxies(model: NeuralModel) -> list[str]:
     """What is priced without its own measurements, in words."""
     measured = [c for c in CHANNELS if collective_model.is_measured(model.weights, c)]
     known = [collective_model.measured_links(model.weights, c) for c in measured]
-    return [words for words, applies in (
-        ("all exchanges, from the links' bandwidth, which a topology has to give", not measured),
-        *((f"the {c.words} of "
-           f"{kinds_of(c)} shards, "
-           f"with the rates of {collective_model.stands_for(model.weights, c)}", c not in measured)
-          for c in CHANNELS if c != collective_model.ALL_TO_ALL),
-        *((f"links {level.words}, as those of other levels", any(name not in x for x in known))
-          for name, level in links.LEVELS.items()),
-        ("links whose bandwidth a topology gives", True),
-        ("devices of another speed, as the measured one scaled", True)) if applies]
+    return [
+        words
+        for words, applies in (
+            ("all exchanges, from the links' bandwidth, which a topology has to give", not measured),
+            *(
+                (
+                    f"the {c.words} of "
+                    f"{kinds_of(c)} shards, "
+                    f"with the rates of {collective_model.stands_for(model.weights, c)}",
+                    c not in measured,
+                )
+                for c in CHANNELS
+                if c != collective_model.ALL_TO_ALL
+            ),
+            *(
+                (f"links {level.words}, as those of other levels", any(name not in x for x in known))
+                for name, level in links.LEVELS.items()
+            ),
+            ("links whose bandwidth a topology gives", True),
+            ("devices of another speed, as the measured one scaled", True),
+        )
+        if applies
+    ]
 
 
 def _how_good(studied: Studied) -> str:
-    rows = [(words, *(form.format(found[key]) if key in found else "-" for found in studied.metrics.values()))
-            for words, key, form in _SPLIT_ROWS if any(key in found for found in studied.metrics.values())]
-    said = ["Errors are mean absolute ones, relative to what was measured; the test split was kept out of "
-            "training, and judges which version is promoted."]
+    rows = [
+        (words, *(form.format(found[key]) if key in found else "-" for found in studied.metrics.values()))
+        for words, key, form in _SPLIT_ROWS
+        if any(key in found for found in studied.metrics.values())
+    ]
+    said = [
+        "Errors are mean absolute ones, relative to what was measured; the test split was kept out of "
+        "training, and judges which version is promoted."
+    ]
     if studied.unseen_tables is not None:
-        said.append(f"On groups of tables that a training never saw the error is "
-                    f"{studied.unseen_tables:.1f}%.")
+        said.append(
+            f"On groups of tables that a training never saw the error is {studied.unseen_tables:.1f}%."
+        )
     if studied.repeatability is not None:
-        said.append(f"A timing itself is off by {studied.repeatability:.1f}%: no model can be shown to be "
-                    "better than that.")
+        said.append(
+            f"A timing itself is off by {studied.repeatability:.1f}%: no model can be shown to be "
+            "better than that."
+        )
     if studied.curve is not None:
         said.append(doubling(studied.curve, None))
     return markdown_table(("", *studied.metrics), rows) + "\n\n" + " ".join(said)

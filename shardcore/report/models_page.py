@@ -13,8 +13,18 @@ from shardcore.report.figures import svg
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-HEADERS = ("version", "registered", "error, %", "noise, %", "error of replayed plans, %", "their noise, %",
-           "champion", "gate", "setting", "data")
+HEADERS = (
+    "version",
+    "registered",
+    "error, %",
+    "noise, %",
+    "error of replayed plans, %",
+    "their noise, %",
+    "champion",
+    "gate",
+    "setting",
+    "data",
+)
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222;
        max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
@@ -53,11 +63,21 @@ class ModelRecord:
 
 def rows(records: Sequence[ModelRecord]) -> list[tuple[str, ...]]:
     """Rows under HEADERS, the last version first."""
-    return [(x.version, when(x.registered_at), _percent(x.error), _percent(x.noise),
-             _percent(x.replay_error), _percent(x.replay_noise),
-             "; ".join(_reign(*reign) for reign in x.reigns) or "never", x.gate or "-", x.setting,
-             x.data[:8] or "unknown")
-            for x in sorted(records, key=lambda x: -x.registered_at)]
+    return [
+        (
+            x.version,
+            when(x.registered_at),
+            _percent(x.error),
+            _percent(x.noise),
+            _percent(x.replay_error),
+            _percent(x.replay_noise),
+            "; ".join(_reign(*reign) for reign in x.reigns) or "never",
+            x.gate or "-",
+            x.setting,
+            x.data[:8] or "unknown",
+        )
+        for x in sorted(records, key=lambda x: -x.registered_at)
+    ]
 
 
 def page(name: str, records: Sequence[ModelRecord], first: Sequence[str] = ()) -> str:
@@ -66,18 +86,24 @@ def page(name: str, records: Sequence[ModelRecord], first: Sequence[str] = ()) -
     first: sentences about the champion, which come first.
     """
     head = "".join(f"<th>{escape(h)}</th>" for h in HEADERS)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n"
-                   for row in rows(records))
-    return "\n".join([
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src "
-        f"'unsafe-inline'\"><title>{escape(name)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{escape(name)}</h1>", *(f"<p><b>{escape(x)}.</b></p>" for x in first),
-        '<p class="note">Each version was judged on the held-out data of its '
-        "time. Dashed: the noise of those measurements, which a busy machine raises, and errors with it. "
-        "Shaded: plans were published under it.</p>",
-        f"<figure>{svg(figure(records))}</figure>",
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>", "</body></html>\n"])
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows(records)
+    )
+    return "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src '
+            f"'unsafe-inline'\"><title>{escape(name)}</title><style>{_STYLE}</style></head><body>",
+            f"<h1>{escape(name)}</h1>",
+            *(f"<p><b>{escape(x)}.</b></p>" for x in first),
+            '<p class="note">Each version was judged on the held-out data of its '
+            "time. Dashed: the noise of those measurements, which a busy machine raises, and errors with it. "
+            "Shaded: plans were published under it.</p>",
+            f"<figure>{svg(figure(records))}</figure>",
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
+            "</body></html>\n",
+        ]
+    )
 
 
 def figure(records: Sequence[ModelRecord]) -> Figure:
@@ -99,10 +125,9 @@ def figure(records: Sequence[ModelRecord]) -> Figure:
         for begin, end in x.reigns:
             axes.axvspan(at(begin), at(end or last), color="#228833", alpha=0.15, linewidth=0)
     for label, color, errors, noises in (
-            ("held-out groups and exchanges", "#4477aa", [x.error for x in ordered],
-             [x.noise for x in ordered]),
-            ("replayed plans", "#ee6677", [x.replay_error for x in ordered],
-             [x.replay_noise for x in ordered])):
+        ("held-out groups and exchanges", "#4477aa", [x.error for x in ordered], [x.noise for x in ordered]),
+        ("replayed plans", "#ee6677", [x.replay_error for x in ordered], [x.replay_noise for x in ordered]),
+    ):
         for values, style, name in ((errors, "o-", label), (noises, ".--", f"noise of {label}")):
             known = [(at(x.registered_at), v) for x, v in zip(ordered, values, strict=True) if v is not None]
             if known or style == "o-":

@@ -19,10 +19,14 @@ from shardcore.plans.decisions import Version
 from shardcore.plans.diff import diff
 from shardcore.step.memory import held_bytes
 
-PARTS = (("forward compute", "forward_compute_ms", "#4477aa"),
-         ("backward compute", "backward_compute_ms", "#66ccee"),
-         ("waiting", "waiting_ms", "#dddddd"), ("forward exchange", "forward_comm_ms", "#ccbb44"),
-         ("backward exchange", "backward_comm_ms", "#ee6677"), ("ids", "input_ms", "#aa3377"))
+PARTS = (
+    ("forward compute", "forward_compute_ms", "#4477aa"),
+    ("backward compute", "backward_compute_ms", "#66ccee"),
+    ("waiting", "waiting_ms", "#dddddd"),
+    ("forward exchange", "forward_comm_ms", "#ccbb44"),
+    ("backward exchange", "backward_comm_ms", "#ee6677"),
+    ("ids", "input_ms", "#aa3377"),
+)
 """Parts of a step: their words, the field of StepCost, and the color."""
 MOST_TABLES, MOST_DEVICES = 20_000, 2_000
 """That a page has. Larger plans have no such part: it would take browsers too long."""
@@ -55,20 +59,31 @@ def explorer(now: Version, problem: Problem, before: Version | None = None) -> s
         return ""
     # What is in the page cannot end the element that it is in.
     data = json.dumps(_data(now, problem, before), separators=(",", ":")).replace("<", "\\u003c")
-    moved = ('<label><input id="moved" type="checkbox"> only what differs from '
-             f"{escape(before.name)}</label>" if before else "")
+    moved = (
+        f'<label><input id="moved" type="checkbox"> only what differs from {escape(before.name)}</label>'
+        if before
+        else ""
+    )
     against = f" The line on a bar is {escape(before.name)}." if before else ""
-    return "\n".join([
-        "<h2>Devices</h2>", '<p class="note">A bar is a device, and its height the ms of a step: the highest '
-        f"is {_highest_ms(now, before):.3f} ms. Hover to see what is on a device, click to see only its "
-        f"tables.{against}</p>", _legend(), '<svg id="devices" preserveAspectRatio="none"></svg>',
-        '<div id="device"></div>', "<h2>Tables</h2>",
-        '<div class="tools"><input id="filter" type="search" placeholder="name of a table">'
-        f'<select id="kind"></select>{moved}<span id="tables-count" class="note"></span></div>',
-        '<table id="tables"><thead><tr id="tables-head"></tr></thead>',
-        '<tbody id="tables-body"></tbody></table>',
-        '<noscript><p class="note">Sorting and filtering need JavaScript.</p></noscript>',
-        f'<script type="application/json" id="plan-data">{data}</script>', f"<script>{script()}</script>"])
+    return "\n".join(
+        [
+            "<h2>Devices</h2>",
+            '<p class="note">A bar is a device, and its height the ms of a step: the highest '
+            f"is {_highest_ms(now, before):.3f} ms. Hover to see what is on a device, click to see only its "
+            f"tables.{against}</p>",
+            _legend(),
+            '<svg id="devices" preserveAspectRatio="none"></svg>',
+            '<div id="device"></div>',
+            "<h2>Tables</h2>",
+            '<div class="tools"><input id="filter" type="search" placeholder="name of a table">'
+            f'<select id="kind"></select>{moved}<span id="tables-count" class="note"></span></div>',
+            '<table id="tables"><thead><tr id="tables-head"></tr></thead>',
+            '<tbody id="tables-body"></tbody></table>',
+            '<noscript><p class="note">Sorting and filtering need JavaScript.</p></noscript>',
+            f'<script type="application/json" id="plan-data">{data}</script>',
+            f"<script>{script()}</script>",
+        ]
+    )
 
 
 def _legend() -> str:
@@ -94,10 +109,20 @@ def _data(now: Version, problem: Problem, before: Version | None) -> dict[str, A
         "parts": [(words, color) for words, _, color in PARTS],
         "devices": _devices(now, problem),
         "before": before and {"version": before.name, "devices": _devices(before, problem)},
-        "tables": [{"name": t.name, "rows": t.rows, "dim": t.dim, "lookups": t.pooling, "bytes": t.bytes,
-                    "is": _places(is_[t.name], n), "moved": t.name in moved,
-                    "was": _places(was[t.name], n) if t.name in moved and t.name in was else None}
-                   for t in problem.tables]}
+        "tables": [
+            {
+                "name": t.name,
+                "rows": t.rows,
+                "dim": t.dim,
+                "lookups": t.pooling,
+                "bytes": t.bytes,
+                "is": _places(is_[t.name], n),
+                "moved": t.name in moved,
+                "was": _places(was[t.name], n) if t.name in moved and t.name in was else None,
+            }
+            for t in problem.tables
+        ],
+    }
 
 
 def _by_table(plan: Plan) -> dict[str, list[Placement]]:
@@ -109,12 +134,25 @@ def _by_table(plan: Plan) -> dict[str, list[Placement]]:
 
 def _places(placements: Sequence[Placement], n: int) -> list[dict[str, Any]]:
     """on: the devices. None: all."""
-    return [{"kind": p.kind, "columns": [p.shard.col_lo, p.shard.col_hi], "dim": p.shard.table.dim,
-             "on": None if len(p.devices) == n > 1 else list(p.devices)}
-            for p in sorted(placements, key=lambda p: p.shard.col_lo)]
+    return [
+        {
+            "kind": p.kind,
+            "columns": [p.shard.col_lo, p.shard.col_hi],
+            "dim": p.shard.table.dim,
+            "on": None if len(p.devices) == n > 1 else list(p.devices),
+        }
+        for p in sorted(placements, key=lambda p: p.shard.col_lo)
+    ]
 
 
 def _devices(version: Version, problem: Problem) -> list[dict[str, Any]]:
-    return [{"host": device.host, "ms": [round(ms, 6) for ms in of], "used": used, "free": free}
-            for device, of, used, free in zip(problem.topology.devices, _parts_ms(version),
-                                              version.memory_bytes, held_bytes(problem), strict=True)]
+    return [
+        {"host": device.host, "ms": [round(ms, 6) for ms in of], "used": used, "free": free}
+        for device, of, used, free in zip(
+            problem.topology.devices,
+            _parts_ms(version),
+            version.memory_bytes,
+            held_bytes(problem),
+            strict=True,
+        )
+    ]

@@ -39,8 +39,14 @@ figure { margin: 1rem 0; } svg { width: 100%; height: auto; } .note { color: #66
 """
 
 
-def page(now: Version, problem: Problem, explained: Explanation, decisions: Sequence[Decision],
-         moves: Diff | None, before: Version | None = None) -> str:
+def page(
+    now: Version,
+    problem: Problem,
+    explained: Explanation,
+    decisions: Sequence[Decision],
+    moves: Diff | None,
+    before: Version | None = None,
+) -> str:
     """The report page of a version.
 
     now: the version.
@@ -49,22 +55,30 @@ def page(now: Version, problem: Problem, explained: Explanation, decisions: Sequ
     before: the version before, with what it takes now. None: there was none that still fits.
     """
     decision = decisions[0]
-    return "\n".join([
-        _head(problem, now, decision),
-        f"<p><b>{explained.total_ms:.2f} ms</b> predicted for {_what(explained)} of one training step: "
-        f"{len(problem.tables)} tables on {len(problem.topology)} devices, global batch "
-        f"{problem.global_batch:,}.<br>{escape(decision.outcome.capitalize())}: "
-        f"{escape(decision.reason)}.</p>",
-        *([_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
-        f"<figure>{svg(figure(explained))}</figure>",
-        "<h2>What bounds it</h2>", *(f"<p>{escape(line)}</p>" for line in plan_report.sentences(explained)),
-        _shards(explained), _memory(explained),
-        "<h2>Instead</h2>", _alternatives(explained),
-        *(["<h2>Against the version before</h2>", _moves(moves)] if moves is not None else []),
-        explorer(now, problem, before),
-        "<h2>Decisions</h2>", _history(decisions),
-        "<h2>Where it comes from</h2>", _pairs({**decision.provenance, **now.plan.provenance}),
-        "</body></html>\n"])
+    return "\n".join(
+        [
+            _head(problem, now, decision),
+            f"<p><b>{explained.total_ms:.2f} ms</b> predicted for {_what(explained)} of one training step: "
+            f"{len(problem.tables)} tables on {len(problem.topology)} devices, global batch "
+            f"{problem.global_batch:,}.<br>{escape(decision.outcome.capitalize())}: "
+            f"{escape(decision.reason)}.</p>",
+            *([_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
+            f"<figure>{svg(figure(explained))}</figure>",
+            "<h2>What bounds it</h2>",
+            *(f"<p>{escape(line)}</p>" for line in plan_report.sentences(explained)),
+            _shards(explained),
+            _memory(explained),
+            "<h2>Instead</h2>",
+            _alternatives(explained),
+            *(["<h2>Against the version before</h2>", _moves(moves)] if moves is not None else []),
+            explorer(now, problem, before),
+            "<h2>Decisions</h2>",
+            _history(decisions),
+            "<h2>Where it comes from</h2>",
+            _pairs({**decision.provenance, **now.plan.provenance}),
+            "</body></html>\n",
+        ]
+    )
 
 
 def comparison(problem: Problem, now: Version, before: Version) -> str:
@@ -73,11 +87,16 @@ def comparison(problem: Problem, now: Version, before: Version) -> str:
     title = f"{problem.name}: {now.name} against {before.name}"
     ms, was = now.cost.total_ms, before.cost.total_ms
     totals = f"<b>{ms:.2f} ms</b> predicted for a step, {percent_change(ms, was)} against {was:.2f} ms"
-    return "\n".join([
-        _opened(title), f"<h1>{escape(title)}</h1>",
-        f"<p>{totals}. {escape(said[0].upper() + said[1:])}.</p>",
-        *([_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
-        explorer(now, problem, before), "</body></html>\n"])
+    return "\n".join(
+        [
+            _opened(title),
+            f"<h1>{escape(title)}</h1>",
+            f"<p>{totals}. {escape(said[0].upper() + said[1:])}.</p>",
+            *([_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
+            explorer(now, problem, before),
+            "</body></html>\n",
+        ]
+    )
 
 
 def _what(explained: Explanation) -> str:
@@ -89,13 +108,16 @@ def _head(problem: Problem, now: Version, decision: Decision) -> str:
     taken = "" if now.name == version_name(decision.current) else refused
     return (
         f"{_opened(f'{problem.name}, {now.name}')}\n<h1>{escape(problem.name)}</h1>\n"
-        f'<p class="note">{now.name}{taken}, {when(decision.decided_at)}</p>')
+        f'<p class="note">{now.name}{taken}, {when(decision.decided_at)}</p>'
+    )
 
 
 def _opened(title: str) -> str:
-    return ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-            f'<meta http-equiv="Content-Security-Policy" content="{policy()}">'
-            f"<title>{escape(title)}</title><style>{_STYLE}{STYLE}</style></head><body>")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy()}">'
+        f"<title>{escape(title)}</title><style>{_STYLE}{STYLE}</style></head><body>"
+    )
 
 
 def _warning(extrapolated: Sequence[str]) -> str:
@@ -126,14 +148,25 @@ def _stack_costs(axes: Axes, cost: StepCost) -> None:
     for label, name, color in PARTS:
         below = _bars(axes, np.array(getattr(cost, name)), below, color, label)
     axes.set(ylabel="ms of one step", xlabel="device")
-    axes.legend(frameon=False, fontsize=8, ncols=len(PARTS), loc="lower left", bbox_to_anchor=(-0.12, 1.0),
-                columnspacing=0.9, handlelength=1.0, handletextpad=0.4)
+    axes.legend(
+        frameon=False,
+        fontsize=8,
+        ncols=len(PARTS),
+        loc="lower left",
+        bbox_to_anchor=(-0.12, 1.0),
+        columnspacing=0.9,
+        handlelength=1.0,
+        handletextpad=0.4,
+    )
 
 
 def _bar_memory(axes: Axes, explained: Explanation) -> None:
     # The largest unit in which the fullest device reads as 1 or more.
-    unit, name = next((u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (1, "bytes"))
-                      if max(explained.free_bytes) >= u or u == 1)
+    unit, name = next(
+        (u, n)
+        for u, n in ((2**30, "GiB"), (2**20, "MiB"), (1, "bytes"))
+        if max(explained.free_bytes) >= u or u == 1
+    )
     free = np.array(explained.free_bytes) / unit
     used = np.array(explained.memory_bytes) / unit
     _bars(axes, free, np.zeros(len(free)), "#eeeeee", "may be used")
@@ -148,8 +181,15 @@ def _bars(axes: Axes, heights: np.ndarray, below: np.ndarray, color: str, label:
     # One outline per layer: a rectangle per device would bloat the SVG of 1,000 devices.
     edges = np.column_stack([np.arange(n) - 0.4, np.arange(n) + 0.4]).ravel()
     tops, base = (np.column_stack([x, np.full(n, np.nan)]).ravel()[:-1] for x in (below + heights, below))
-    axes.stairs(np.nan_to_num(tops), edges, baseline=np.nan_to_num(base), fill=True, color=color, label=label,
-                linewidth=0)
+    axes.stairs(
+        np.nan_to_num(tops),
+        edges,
+        baseline=np.nan_to_num(base),
+        fill=True,
+        color=color,
+        label=label,
+        linewidth=0,
+    )
     axes.set_xlim(-0.7, n - 0.3)
     axes.set_xticks(np.arange(0, n, -(-n // _MOST_TICKS)))
     return below + heights
@@ -160,17 +200,25 @@ def _bars(axes: Axes, heights: np.ndarray, below: np.ndarray, color: str, label:
 
 def _table(headers: Sequence[str], rows: Iterable[Sequence[Any]], words: Sequence[int] = ()) -> str:
     """An HTML table. words: columns, other than the first, that are left-aligned."""
-    head = "".join(f'<th{" class=words" if i in words else ""}>{escape(h)}</th>'
-                   for i, h in enumerate(headers))
-    body = "".join("<tr>" + "".join(f'<td{" class=words" if i in words else ""}>{escape(str(c))}</td>'
-                                    for i, c in enumerate(row)) + "</tr>\n" for row in rows)
+    head = "".join(
+        f"<th{' class=words' if i in words else ''}>{escape(h)}</th>" for i, h in enumerate(headers)
+    )
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f"<td{' class=words' if i in words else ''}>{escape(str(c))}</td>" for i, c in enumerate(row)
+        )
+        + "</tr>\n"
+        for row in rows
+    )
     return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
 
 
 def _shards(x: Explanation) -> str:
     shown = [(s.shard, s.kind, f"{s.saves_ms:.3f}", gib(s.bytes)) for s in x.shards[:MOST_ROWS]]
-    return _table((f"on device {x.device}", "kind", "without it, ms less", "weights"),
-                  shown) + _rest(len(x.shards))
+    return _table((f"on device {x.device}", "kind", "without it, ms less", "weights"), shown) + _rest(
+        len(x.shards)
+    )
 
 
 def _memory(x: Explanation) -> str:
@@ -197,8 +245,9 @@ def _moves(moves: Diff) -> str:
 
 
 def _history(decisions: Sequence[Decision]) -> str:
-    return _table(plan_report.DECISION_HEADERS, map(plan_report.decision_row, decisions[:MOST_ROWS]),
-                  words=(1, 2, 6))
+    return _table(
+        plan_report.DECISION_HEADERS, map(plan_report.decision_row, decisions[:MOST_ROWS]), words=(1, 2, 6)
+    )
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

@@ -38,8 +38,11 @@ def _paragraphs(x: Explanation) -> Iterator[str]:
     yield "\n".join(sentences(x))
     shown, rest = x.shards[:MOST_SHARDS], x.shards[MOST_SHARDS:]
     rows = [(s.shard, s.kind, f"{s.saves_ms:.3f}", gib(s.bytes)) for s in shown]
-    rows += [(f"{len(rest)} more", "", f"{sum(s.saves_ms for s in rest):.3f}",
-              gib(sum(s.bytes for s in rest)))] if rest else []
+    rows += (
+        [(f"{len(rest)} more", "", f"{sum(s.saves_ms for s in rest):.3f}", gib(sum(s.bytes for s in rest)))]
+        if rest
+        else []
+    )
     if rows:
         yield text_table((f"on device {x.device}", "kind", "without it, ms less", "weights"), rows)
     yield f"{text_table(MEMORY_HEADERS, memory_rows(x))}\n({memory_note(x)})"
@@ -49,16 +52,20 @@ def _paragraphs(x: Explanation) -> Iterator[str]:
 
 def _bounding(x: Explanation) -> str:
     cost, d, waiting = x.cost, x.device, x.cost.waiting_ms
-    last = (f"{x.total_ms:.3f} ms, most of it {x.limit}. Device {d} is ready last, after "
-            f"{cost.forward_compute_ms[d]:.3f} ms of forward and {cost.backward_compute_ms[d]:.3f} ms of "
-            f"backward compute\nand {cost.backward_comm_ms[d]:.3f} ms of backward exchange; then come "
-            f"{max(cost.forward_comm_ms):.3f} ms of forward exchange.{_ids(cost)}")
+    last = (
+        f"{x.total_ms:.3f} ms, most of it {x.limit}. Device {d} is ready last, after "
+        f"{cost.forward_compute_ms[d]:.3f} ms of forward and {cost.backward_compute_ms[d]:.3f} ms of "
+        f"backward compute\nand {cost.backward_comm_ms[d]:.3f} ms of backward exchange; then come "
+        f"{max(cost.forward_comm_ms):.3f} ms of forward exchange.{_ids(cost)}"
+    )
     if len(waiting) == 1:
         return last
     # The bottleneck device itself never waits.
     others = [w for i, w in enumerate(waiting) if i != d]
-    return (f"{last}\nThe others wait {sum(others) / len(others):.3f} ms for it on average, "
-            f"{max(others):.3f} ms at most; compute is {x.balance:.0%} balanced (mean over largest).")
+    return (
+        f"{last}\nThe others wait {sum(others) / len(others):.3f} ms for it on average, "
+        f"{max(others):.3f} ms at most; compute is {x.balance:.0%} balanced (mean over largest)."
+    )
 
 
 def _ids(cost: StepCost) -> str:
@@ -78,22 +85,27 @@ def _exchange(x: Explanation) -> str:
     said = f"Device {x.widest} has most to exchange: {gib(most)} each way, {most / mean:.2f} times the mean."
     ids = max(x.input_bytes)
     if ids:
-        said += (f"\nDevice {x.input_bytes.index(ids)} receives most ids: "
-                 f"{gib(ids)} a step with their lengths.")
+        said += (
+            f"\nDevice {x.input_bytes.index(ids)} receives most ids: {gib(ids)} a step with their lengths."
+        )
     return f"{said}\n{towers_text(x.towers)}" if x.towers else said
 
 
 def towers_text(x: TowerTraffic) -> str:
     """What towers change in the exchange of outputs, for people."""
-    return (f"With towers of ratio {x.ratio:g}, {gib(x.across_bytes)} of outputs cross hosts each way, "
-            f"instead of {gib(x.plain_across_bytes)};\nwithin hosts {gib(x.within_bytes)} travel, instead of "
-            f"{gib(x.plain_within_bytes)}. The tower modules' own work is not counted.")
+    return (
+        f"With towers of ratio {x.ratio:g}, {gib(x.across_bytes)} of outputs cross hosts each way, "
+        f"instead of {gib(x.plain_across_bytes)};\nwithin hosts {gib(x.within_bytes)} travel, instead of "
+        f"{gib(x.plain_within_bytes)}. The tower modules' own work is not counted."
+    )
 
 
 def _memory(x: Explanation) -> str:
-    return (f"Memory is {sum(x.memory_bytes) / max(1, sum(x.free_bytes)):.0%} used; device {x.fullest} is "
-            f"fullest, with {gib(x.memory_bytes[x.fullest])} of {gib(x.free_bytes[x.fullest])}, "
-            f"most of it {max(x.memory.parts, key=x.memory.parts.__getitem__)}.")
+    return (
+        f"Memory is {sum(x.memory_bytes) / max(1, sum(x.free_bytes)):.0%} used; device {x.fullest} is "
+        f"fullest, with {gib(x.memory_bytes[x.fullest])} of {gib(x.free_bytes[x.fullest])}, "
+        f"most of it {max(x.memory.parts, key=x.memory.parts.__getitem__)}."
+    )
 
 
 MEMORY_HEADERS = ("memory of the fullest device", "", "of what it needs")
@@ -102,8 +114,9 @@ MEMORY_HEADERS = ("memory of the fullest device", "", "of what it needs")
 def memory_rows(x: Explanation) -> list[tuple[str, str, str]]:
     """A row under MEMORY_HEADERS for each part that the fullest device needs at its peak."""
     needs = x.memory.bytes
-    rows = [(part, gib(n_bytes), f"{n_bytes / needs:.1%}")
-            for part, n_bytes in x.memory.parts.items() if n_bytes]
+    rows = [
+        (part, gib(n_bytes), f"{n_bytes / needs:.1%}") for part, n_bytes in x.memory.parts.items() if n_bytes
+    ]
     return [*rows, ("reserved", gib(x.reserved_bytes), "not counted")]
 
 
@@ -114,21 +127,32 @@ def memory_note(x: Explanation) -> str:
 
 def _bound(x: Explanation) -> str:
     b = x.bound
-    proved = (f"No plan takes less than {b.proved_ms:.3f} ms (proved; this one: "
-              f"{percent_change(x.total_ms, b.proved_ms)})"
-              if b.proved_ms else "No lower bound is proved")
+    proved = (
+        f"No plan takes less than {b.proved_ms:.3f} ms (proved; this one: "
+        f"{percent_change(x.total_ms, b.proved_ms)})"
+        if b.proved_ms
+        else "No lower bound is proved"
+    )
     # The bound covers only one space of plans: a plan outside it may be cheaper.
     if b.proved_ms and x.total_ms < b.proved_ms:
-        proved = ("This plan is of another kind than those of which none takes less than "
-                  f"{b.proved_ms:.3f} ms (proved)")
-    return (f"{proved}; estimated, about {b.estimate_ms:.3f} ms (this one: "
-            f"{percent_change(x.total_ms, b.estimate_ms)}).\nThe limit is {b.limit}.\nPlans meant: "
-            f"{b.space}; memory not counted.")
+        proved = (
+            "This plan is of another kind than those of which none takes less than "
+            f"{b.proved_ms:.3f} ms (proved)"
+        )
+    return (
+        f"{proved}; estimated, about {b.estimate_ms:.3f} ms (this one: "
+        f"{percent_change(x.total_ms, b.estimate_ms)}).\nThe limit is {b.limit}.\nPlans meant: "
+        f"{b.space}; memory not counted."
+    )
 
 
 def _rows(alternatives: Sequence[Alternative], total_ms: float) -> list[tuple[str, str, str]]:
-    return [(a.what, f"{a.total_ms:.3f}", percent_change(a.total_ms, total_ms)) if a.total_ms is not None
-            else (a.what, "none", (a.error or "")[:60]) for a in alternatives]
+    return [
+        (a.what, f"{a.total_ms:.3f}", percent_change(a.total_ms, total_ms))
+        if a.total_ms is not None
+        else (a.what, "none", (a.error or "")[:60])
+        for a in alternatives
+    ]
 
 
 # --- moves, drift ----------------------------------------------------------------------------------------
@@ -137,8 +161,10 @@ def _rows(alternatives: Sequence[Alternative], total_ms: float) -> list[tuple[st
 def replan_text(found: Diff, config: ReplanConfig) -> str:
     """The moves in words. They say if moves that could not be avoided exceed the limits."""
     beyond = max(config.exceeded_by(found)) > 0
-    return moves_text(found) + (f"; more than the limit of {config.limits}, which does not count what had to "
-                                "move") * beyond
+    return (
+        moves_text(found)
+        + (f"; more than the limit of {config.limits}, which does not count what had to move") * beyond
+    )
 
 
 MOVES_HEADERS = ("table", "moves", "had to", "was", "is")
@@ -146,8 +172,9 @@ MOVES_HEADERS = ("table", "moves", "had to", "was", "is")
 
 def moves_rows(found: Diff) -> list[tuple[str, ...]]:
     """A row under MOVES_HEADERS for each table that moves."""
-    return [(m.table, gib(m.bytes), "yes" if m.forced else "", where(m.old), where(m.new))
-            for m in found.moves]
+    return [
+        (m.table, gib(m.bytes), "yes" if m.forced else "", where(m.old), where(m.new)) for m in found.moves
+    ]
 
 
 def diff_text(found: Diff) -> str:
@@ -172,14 +199,18 @@ def drift_text(x: Drift) -> str:
     """Drift in a few lines, for a terminal."""
     moved = count(len(x.moves.moves), "table")
     limit = "" if x.most_tables is None else f", of {x.most_tables} that may"
-    lines = [f"The plan costs {x.now_ms:.3f} ms now, {percent_change(x.now_ms, x.planned_ms)} against the "
-             f"{x.planned_ms:.3f} ms "
-             "with the statistics that it was made for.",
-             f"The best plan found costs {x.best_ms:.3f} ms: the plan is {x.behind:.1%} behind."]
+    lines = [
+        f"The plan costs {x.now_ms:.3f} ms now, {percent_change(x.now_ms, x.planned_ms)} against the "
+        f"{x.planned_ms:.3f} ms "
+        "with the statistics that it was made for.",
+        f"The best plan found costs {x.best_ms:.3f} ms: the plan is {x.behind:.1%} behind.",
+    ]
     if x.moves.moves:
-        lines.append(f"With {moved} moving{limit} ({gib(x.moves.bytes)} of weights) it costs "
-                     f"{x.replan_ms:.3f} ms: {x.gain}, which {'pays' if x.pays else 'does not pay'}"
-                     f"{threshold_words(x.threshold)}.")
+        lines.append(
+            f"With {moved} moving{limit} ({gib(x.moves.bytes)} of weights) it costs "
+            f"{x.replan_ms:.3f} ms: {x.gain}, which {'pays' if x.pays else 'does not pay'}"
+            f"{threshold_words(x.threshold)}."
+        )
     else:
         within = " within that limit" * (x.most_tables is not None)
         lines.append(f"No better plan was found{within}: keep it.")
@@ -195,8 +226,15 @@ DECISION_HEADERS = ("decided", "outcome", "version", "ms", "considered, ms", "mo
 def decision_row(x: Decision) -> tuple[str, ...]:
     """A row under DECISION_HEADERS. Its ms are those under the model of that time."""
     model, data = x.provenance.get("model_version"), str(x.provenance.get("data", ""))[:8]
-    return (when(x.decided_at), x.outcome, x.current, _ms(x.total_ms), _ms(x.candidate_ms),
-            f"version {model}{f', data {data}' * bool(data)}" if model else "-", x.reason)
+    return (
+        when(x.decided_at),
+        x.outcome,
+        x.current,
+        _ms(x.total_ms),
+        _ms(x.candidate_ms),
+        f"version {model}{f', data {data}' * bool(data)}" if model else "-",
+        x.reason,
+    )
 
 
 def history_text(decisions: Iterable[Decision]) -> str:
@@ -208,4 +246,3 @@ def history_text(decisions: Iterable[Decision]) -> str:
 
 def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-

@@ -8,8 +8,18 @@ from shardcore.plans.publisher import Published
 from shardcore.report.text import percent_change
 from shardcore.search import compare
 
-HEADERS = ("problem", "tables", "devices", "published ms", "best baseline", "against it", "against random",
-           "balance", "extrapolated", "decision")
+HEADERS = (
+    "problem",
+    "tables",
+    "devices",
+    "published ms",
+    "best baseline",
+    "against it",
+    "against random",
+    "balance",
+    "extrapolated",
+    "decision",
+)
 """Headers of a table of published plans."""
 
 
@@ -18,10 +28,15 @@ def row(published: Published) -> tuple[Any, ...]:
     total = published.cost.total_ms
     found = {k: v for k, v in published.baselines.items() if isinstance(v, float)}
     best = min(found, key=found.get, default=None)
-    return (published.problem.name, len(published.problem.tables), len(published.problem.topology),
-            f"{total:.2f}",
-            f"{found[best]:.2f} {best}" if best else "none found one",
-            percent_change(total, found[best]) if best else "-",
-            percent_change(total, found["random"]) if "random" in found else "-",
-            f"{100 * compare.balance(published.cost):.0f}%", "yes" if published.cost.extrapolated else "no",
-            published.decision.outcome)
+    return (
+        published.problem.name,
+        len(published.problem.tables),
+        len(published.problem.topology),
+        f"{total:.2f}",
+        f"{found[best]:.2f} {best}" if best else "none found one",
+        percent_change(total, found[best]) if best else "-",
+        percent_change(total, found["random"]) if "random" in found else "-",
+        f"{100 * compare.balance(published.cost):.0f}%",
+        "yes" if published.cost.extrapolated else "no",
+        published.decision.outcome,
+    )

@@ -12,17 +12,24 @@ MOST_DEVICES = 16
 """Devices that are shown: those with the largest totals."""
 
 
-def replay_text(names: Sequence[str], measured: Sequence[StepSample],
-                predicted: Sequence[StepCost] | None = None) -> str:
+def replay_text(
+    names: Sequence[str], measured: Sequence[StepSample], predicted: Sequence[StepCost] | None = None
+) -> str:
     """Tables for a terminal.
 
     names: of the plans.
     predicted: what a model predicted for each. None: there is no model.
     """
     headers = ["plan", "measured ms", "middle half of the steps", "slowest device"]
-    rows = [[name, f"{found.total_ms:.3f}", f"{found.step.q1_ms:.3f} to {found.step.q3_ms:.3f}",
-             found.device_ms.index(max(found.device_ms))]
-            for name, found in zip(names, measured, strict=True)]
+    rows = [
+        [
+            name,
+            f"{found.total_ms:.3f}",
+            f"{found.step.q1_ms:.3f} to {found.step.q3_ms:.3f}",
+            found.device_ms.index(max(found.device_ms)),
+        ]
+        for name, found in zip(names, measured, strict=True)
+    ]
     if predicted:
         headers[2:2] = ["predicted ms", "error"]
         for row, found, cost in zip(rows, measured, predicted, strict=True):
@@ -39,8 +46,14 @@ def _devices(found: StepSample, predicted: StepCost | None) -> str:
     order = sorted(range(len(found.device_ms)), key=lambda d: -found.device_ms[d])
     rows = []
     for d in sorted(order[:MOST_DEVICES]):
-        parts = (found.compute_ms, found.waiting_ms, found.forward_comm_ms, found.backward_comm_ms,
-                 found.input_ms, found.device_ms)
+        parts = (
+            found.compute_ms,
+            found.waiting_ms,
+            found.forward_comm_ms,
+            found.backward_comm_ms,
+            found.input_ms,
+            found.device_ms,
+        )
         rows.append([d, *(f"{part[d]:.3f}" for part in parts)])
     if predicted:
         headers += ["predicted compute", "total"]

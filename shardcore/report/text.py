@@ -22,8 +22,10 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], words: Con
     columns = list(zip(*cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
     # A column with a number anywhere counts as numbers: cells such as "-" stay aligned.
-    to_left = [i == 0 or i in words or not any(_NUMBER.match(c) for c in column[1:])
-               for i, column in enumerate(columns)]
+    to_left = [
+        i == 0 or i in words or not any(_NUMBER.match(c) for c in column[1:])
+        for i, column in enumerate(columns)
+    ]
 
     def line(row: Sequence[str]) -> str:
         placed = (c.ljust(w) if left else c.rjust(w) for c, w, left in zip(row, widths, to_left, strict=True))
@@ -37,8 +39,9 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], words: Con
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = [headers, ["---"] * len(headers), *rows]
     # A name with a bar would start a new cell.
-    return "\n".join("| " + " | ".join(escaped(str(c)).replace("|", "\\|") for c in line) + " |"
-                     for line in lines)
+    return "\n".join(
+        "| " + " | ".join(escaped(str(c)).replace("|", "\\|") for c in line) + " |" for line in lines
+    )
 
 
 def percent_change(new: float, old: float) -> str:

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from shardcore.measure.pairs import Found
 
 
-def write(found: Found, problem: Problem, out: Path, ranks: Path | None = None,
-          nodes: Sequence[str] | None = None) -> str:
+def write(
+    found: Found, problem: Problem, out: Path, ranks: Path | None = None, nodes: Sequence[str] | None = None
+) -> str:
     """Write the problem with the topology that was found. Returns lines that say what was found.
 
     ranks: where to write the order of ranks, their groups and the times of pairs. None: nowhere.
@@ -23,9 +24,15 @@ def write(found: Found, problem: Problem, out: Path, ranks: Path | None = None,
     """
     files.write_problem(out, problem_of(found.levels, found.links, problem))
     if ranks:
-        files.write_json(ranks, {"order": list(order(found.levels, len(found.pair_ms))),
-                                 "levels": found.levels, "pair_ms": found.pair_ms.round(6).tolist()}
-                         | ({"nodes": list(nodes)} if nodes else {}))
+        files.write_json(
+            ranks,
+            {
+                "order": list(order(found.levels, len(found.pair_ms))),
+                "levels": found.levels,
+                "pair_ms": found.pair_ms.round(6).tolist(),
+            }
+            | ({"nodes": list(nodes)} if nodes else {}),
+        )
     return "\n".join(lines(found))
 
 
@@ -38,10 +45,16 @@ def lines(found: Found) -> list[str]:
     if not found.levels:
         told.append("all ranks are equally near each other: they count as one host")
     links = found.links
-    carried = [f"{name} {gbps:.3g} GB/s" for name, gbps in (("within", links.within_gbps),
-                                                              ("between", links.between_gbps)) if gbps]
+    carried = [
+        f"{name} {gbps:.3g} GB/s"
+        for name, gbps in (("within", links.within_gbps), ("between", links.between_gbps))
+        if gbps
+    ]
     if links.host_gbps:
         carried.append(f"{links.host_gbps:.3g} GB/s between hosts, shared by all ranks of one")
-    return [*told, f"links of a rank carry {' and '.join(carried)}; a collective takes "
-            f"{links.latency_ms:.3g} ms", f"order of ranks: {' '.join(map(str, arranged))}",
-            "Device i of the new problem is that of the i-th rank in this order. Start ranks in it."]
+    return [
+        *told,
+        f"links of a rank carry {' and '.join(carried)}; a collective takes {links.latency_ms:.3g} ms",
+        f"order of ranks: {' '.join(map(str, arranged))}",
+        "Device i of the new problem is that of the i-th rank in this order. Start ranks in it.",
+    ]

@@ -28,5 +28,14 @@ from shardcore.search.sharders import (
     sharder,
 )
 
-__all__ = ["BASELINES", "DEFAULT_SHARDER", "LEARNED", "SHARDERS", "SPACE_OF", "Budget", "Sharder", "known",
-           "sharder"]
+__all__ = [
+    "BASELINES",
+    "DEFAULT_SHARDER",
+    "LEARNED",
+    "SHARDERS",
+    "SPACE_OF",
+    "Budget",
+    "Sharder",
+    "known",
+    "sharder",
+]

@@ -138,8 +138,9 @@ class Beam:
         cache = ShardCostCache(self.problem, self.model, shards)
         state = tuple(sorted(cache.keys(shards)))
         if (search_s := self._search_s(cache, state)) and not self.meter.has_time(search_s):
-            return priced(fitting(self.problem).placements, self.problem, self.model, packed=True, evals=0,
-                          **provenance)
+            return priced(
+                fitting(self.problem).placements, self.problem, self.model, packed=True, evals=0, **provenance
+            )
         before_s = self.meter.seconds()
         [first] = search(cache, [state], self.inner)
         state_s = self.meter.seconds() - before_s
@@ -154,8 +155,15 @@ class Beam:
             of_packing, packing = self._packed(packed)
             if packing is None:  # it has replicas, or divides rows otherwise
                 if not best.devices:
-                    return replace(packed, provenance={**packed.provenance, "packed": True,
-                                                       "evals": self.meter.evals, **provenance})
+                    return replace(
+                        packed,
+                        provenance={
+                            **packed.provenance,
+                            "packed": True,
+                            "evals": self.meter.evals,
+                            **provenance,
+                        },
+                    )
             elif not best.devices:
                 cache, best = of_packing, self._improved(of_packing, packing, state_s)
             elif packing.ms < best.ms:
@@ -163,11 +171,18 @@ class Beam:
         if sampled and self.meter.budget != Budget():
             best = self._sampled(cache, best, sampled)
         placements = placed(cache.bundles(best.state), best.devices, cache.problem)
-        return priced(placements, self.problem, self.model, evals=self.meter.evals,
-                      packed=best is packing and packing is not first, **provenance)
+        return priced(
+            placements,
+            self.problem,
+            self.model,
+            evals=self.meter.evals,
+            packed=best is packing and packing is not first,
+            **provenance,
+        )
 
-    def _divided_otherwise(self, cache: ShardCostCache, first: Found,
-                           state_s: float) -> tuple[ShardCostCache, Found]:
+    def _divided_otherwise(
+        self, cache: ShardCostCache, first: Found, state_s: float
+    ) -> tuple[ShardCostCache, Found]:
         """The cheapest first plan of all kinds that may divide rows, with its cache.
 
         state_s: seconds that one state takes.
@@ -199,8 +214,7 @@ class Beam:
         return best
 
     def _search_s(self, cache: ShardCostCache, state: State) -> float:
-        """About the seconds of an inner search, from one of a few of its shards. 0: no budget asks for them.
-        """
+        """About the seconds of an inner search, from one of a few of its shards. 0: no budget asks for them."""
         if self.meter.budget.seconds is None or len(state) < 10 * _PROBED:
             return 0.0
         before_s = self.meter.seconds()
@@ -229,18 +243,19 @@ class Beam:
         chunk = max(1, min(_ROWS_AT_ONCE // rows, _CELLS_AT_ONCE // (rows * len(cache))))
         best, beam = start, [start.state]
         for _ in range(self.config.steps):
-            states = list(dict.fromkeys(s for state in beam
-                                        for s in _halvings(cache, state, self.config.candidates)))
+            states = list(
+                dict.fromkeys(s for state in beam for s in _halvings(cache, state, self.config.candidates))
+            )
             found: list[Found] = []
             while len(found) < len(states):
                 n = self.meter.affordable(min(chunk, len(states) - len(found)), self.inner.plans, state_s)
                 if n == 0:
                     break
                 before_s = self.meter.seconds()
-                found += search(cache, states[len(found):len(found) + n], self.inner)
+                found += search(cache, states[len(found) : len(found) + n], self.inner)
                 self.meter.evals += n * self.inner.plans
                 state_s = (self.meter.seconds() - before_s) / n
-            beam = [f.state for f in sorted(found, key=lambda f: (f.ms, f.over_bytes))[:self.config.beam]]
+            beam = [f.state for f in sorted(found, key=lambda f: (f.ms, f.over_bytes))[: self.config.beam]]
             best = min([best, *found], key=lambda f: f.ms)
             if len(found) < len(states) or not found:
                 break

@@ -32,8 +32,9 @@ class Budget:
         for name in ("evals", "seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ShardCoreError(f"budget has {name} {value}; it needs to be positive and finite, "
-                                     "or None for no limit")
+                raise ShardCoreError(
+                    f"budget has {name} {value}; it needs to be positive and finite, or None for no limit"
+                )
 
     def part(self, share: float) -> Budget:
         """With a share of the seconds. The limit of evaluations stays, so that a run stays repeatable."""
@@ -41,8 +42,11 @@ class Budget:
 
     def without(self, seconds: float) -> Budget:
         """Budget that is left after these seconds: a tenth at least."""
-        return self if self.seconds is None else replace(self, seconds=max(self.seconds - seconds,
-                                                                           self.seconds / 10))
+        return (
+            self
+            if self.seconds is None
+            else replace(self, seconds=max(self.seconds - seconds, self.seconds / 10))
+        )
 
     def start(self) -> Meter:
         """Start the clock."""
@@ -73,8 +77,11 @@ class Meter:
         if self.budget.seconds is not None and seconds_each > 0:
             # The estimate may be wrong: callers ask again after each chunk of work.
             wanted = min(wanted, int((self.budget.seconds - self.seconds()) / seconds_each))
-        return (wanted if self.budget.evals is None
-                else max(0, min(wanted, (self.budget.evals - self.evals) // evals_each)))
+        return (
+            wanted
+            if self.budget.evals is None
+            else max(0, min(wanted, (self.budget.evals - self.evals) // evals_each))
+        )
 
     def seconds(self) -> float:
         """Seconds since the start."""

@@ -42,8 +42,14 @@ class Outcome:
         return self.priced and self.priced.cost
 
 
-def run(algorithm: str, problem: Problem, model: CostModel, seed: int = 0,
-        budget: Budget | None = None, policy: Policy | None = None) -> Outcome:
+def run(
+    algorithm: str,
+    problem: Problem,
+    model: CostModel,
+    seed: int = 0,
+    budget: Budget | None = None,
+    policy: Policy | None = None,
+) -> Outcome:
     """Run one sharder, a learned one with its policy.
 
     Infeasible becomes part of the outcome; other errors are raised.
@@ -64,15 +70,21 @@ def compile_searches(problem: Problem, model: CostModel) -> None:
     Every sharder except TorchRec's runs once on one of the problem's tables.
     Otherwise the first sharder's seconds would be numba's.
     """
-    few = replace(problem, name="compile", tables=problem.tables[:1], constraints=Constraints(),
-                  job=replace(problem.job, tower_ratio=None))
+    few = replace(
+        problem,
+        name="compile",
+        tables=problem.tables[:1],
+        constraints=Constraints(),
+        job=replace(problem.job, tower_ratio=None),
+    )
     for name in SHARDERS:
         if name != "torchrec":
             run(name, few, model, budget=Budget(evals=1))
 
 
-def plans(problem: Problem, model: CostModel, seed: int = 0, budget: Budget | None = None,
-          random: int = 3) -> list[Outcome]:
+def plans(
+    problem: Problem, model: CostModel, seed: int = 0, budget: Budget | None = None, random: int = 3
+) -> list[Outcome]:
     """Plans of each of WORTH_REPLAYING, and `random` random ones. Sharders without a plan are left out.
 
     The same seed gives the same plans.
@@ -82,8 +94,13 @@ def plans(problem: Problem, model: CostModel, seed: int = 0, budget: Budget | No
     return [o for o in outcomes if o.plan]
 
 
-WORTH_REPLAYING = (DEFAULT_SHARDER, "anneal_columns", "neuroshard",
-                   *(n for n in BASELINES if n != "random"), *(n for n in SHARDERS if n == "torchrec"))
+WORTH_REPLAYING = (
+    DEFAULT_SHARDER,
+    "anneal_columns",
+    "neuroshard",
+    *(n for n in BASELINES if n != "random"),
+    *(n for n in SHARDERS if n == "torchrec"),
+)
 
 
 @dataclass(frozen=True)
@@ -104,8 +121,11 @@ class Standing:
     seconds: float
 
 
-def standings(costs: Mapping[str, Sequence[float | None]], seconds: Mapping[str, Sequence[float]],
-              reference: str | None = None) -> dict[str, Standing]:
+def standings(
+    costs: Mapping[str, Sequence[float | None]],
+    seconds: Mapping[str, Sequence[float]],
+    reference: str | None = None,
+) -> dict[str, Standing]:
     """How sharders compare on several problems.
 
     costs: ms of each sharder on each problem; None or nan for no plan.
@@ -117,14 +137,19 @@ def standings(costs: Mapping[str, Sequence[float | None]], seconds: Mapping[str,
     common = np.isfinite(table).all(0)
     found = {}
     for i, name in enumerate(costs):
-        others = ([list(costs).index(reference)] if reference else [k for k in range(len(table)) if k != i]
-                  or [i])
+        others = (
+            [list(costs).index(reference)] if reference else [k for k in range(len(table)) if k != i] or [i]
+        )
         # [common] cost over the cheapest of the others on the same problem.
         ratios = table[i, common] / table[others][:, common].min(0) if common.any() else np.full(1, np.nan)
         own_s = np.array(seconds[name], dtype=float)
-        found[name] = Standing(float(np.isfinite(table[i]).mean()), int(common.sum()), float(ratios.mean()),
-                               float(ratios.max()),
-                               float(own_s[common].mean()) if len(own_s) and common.any() else float("nan"))
+        found[name] = Standing(
+            float(np.isfinite(table[i]).mean()),
+            int(common.sum()),
+            float(ratios.mean()),
+            float(ratios.max()),
+            float(own_s[common].mean()) if len(own_s) and common.any() else float("nan"),
+        )
     return found
 
 

@@ -107,8 +107,13 @@ class Explanation:
     towers: TowerTraffic | None = None
 
 
-def explain(priced: PricedPlan, problem: Problem, model: CostModel, budget: Budget | None = None,
-            known: Mapping[str, compare.Outcome] | None = None) -> Explanation:
+def explain(
+    priced: PricedPlan,
+    problem: Problem,
+    model: CostModel,
+    budget: Budget | None = None,
+    known: Mapping[str, compare.Outcome] | None = None,
+) -> Explanation:
     """What limits a plan, how close it is to a bound, and what alternatives cost.
 
     Alternatives are searched with the plan's own algorithm and seed. If SHARDERS lacks it, OTHERWISE
@@ -134,28 +139,47 @@ def explain(priced: PricedPlan, problem: Problem, model: CostModel, budget: Budg
         others = [n for n in (*BASELINES, "neuroshard", *SPACE_OF) if n not in (algorithm, searcher)]
         baselines = tuple(_searched(name, problem, name, model, seed, budget) for name in others)
     else:
-        baselines = tuple(Alternative(name, x.cost.total_ms if x.cost else None, x.error)
-                          for name, x in known.items() if name != algorithm)
+        baselines = tuple(
+            Alternative(name, x.cost.total_ms if x.cost else None, x.error)
+            for name, x in known.items()
+            if name != algorithm
+        )
     # Else the gain of another search would look like that of more memory.
     again = AGAIN if searcher == algorithm else searcher
     if again not in (known or ()):
         baselines += (_searched(again, problem, searcher, model, seed, budget),)
     may_hold = tuple(held_bytes(problem))
     # A device may have nothing that is not reserved.
-    shares = [used / free if free > 0 else 0.0
-              for used, free in zip(workload.memory_bytes, may_hold, strict=True)]
+    shares = [
+        used / free if free > 0 else 0.0 for used, free in zip(workload.memory_bytes, may_hold, strict=True)
+    ]
     fullest = int(np.argmax(shares))
-    changes = tuple(_searched(what, changed, searcher, model, seed, budget, cost.total_ms if keeps else None)
-                    for what, changed, keeps in _changes(problem))
+    changes = tuple(
+        _searched(what, changed, searcher, model, seed, budget, cost.total_ms if keeps else None)
+        for what, changed, keeps in _changes(problem)
+    )
     return Explanation(
-        algorithm=algorithm, total_ms=cost.total_ms, device=device,
+        algorithm=algorithm,
+        total_ms=cost.total_ms,
+        device=device,
         limit="compute" if compute_ms >= cost.total_ms - compute_ms else "exchange",
-        cost=cost, shards=_shards(workload, device, model), widest=int(np.argmax(sent)),
-        exchange_bytes=tuple(map(int, sent)), input_bytes=tuple(map(int, ids)),
-        memory_bytes=workload.memory_bytes, free_bytes=may_hold, fullest=fullest,
-        memory=by_part(plan, problem)[fullest], reserved_bytes=problem.constraints.reserved_bytes,
-        balance=compare.balance(cost), bound=bound(problem, model), baselines=baselines, changes=changes,
-        searched=f"{searcher}, seed {seed}, {_words(budget)} each", towers=tower_traffic(plan, problem))
+        cost=cost,
+        shards=_shards(workload, device, model),
+        widest=int(np.argmax(sent)),
+        exchange_bytes=tuple(map(int, sent)),
+        input_bytes=tuple(map(int, ids)),
+        memory_bytes=workload.memory_bytes,
+        free_bytes=may_hold,
+        fullest=fullest,
+        memory=by_part(plan, problem)[fullest],
+        reserved_bytes=problem.constraints.reserved_bytes,
+        balance=compare.balance(cost),
+        bound=bound(problem, model),
+        baselines=baselines,
+        changes=changes,
+        searched=f"{searcher}, seed {seed}, {_words(budget)} each",
+        towers=tower_traffic(plan, problem),
+    )
 
 
 def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCost, ...]:
@@ -168,8 +192,9 @@ def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCos
         without = model.head(sums - codes) if len(codes) > 1 else np.zeros(1)
         saves = (model.head(sums[None])[0] - without) / workload.topology.devices[device].speed
         kind = f"{op.kind}, {op.run.collection}" if op.run.collection else op.kind
-        found += [ShardCost(s.label, kind, float(ms), s.bytes)
-                  for s, ms in zip(op.shards, saves, strict=True)]
+        found += [
+            ShardCost(s.label, kind, float(ms), s.bytes) for s, ms in zip(op.shards, saves, strict=True)
+        ]
     return tuple(sorted(found, key=lambda s: -s.saves_ms))
 
 
@@ -177,10 +202,15 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem, bool]]:
     """Changes to the problem: in words, the changed problem, and whether the plan stays possible."""
     topology = problem.topology
     for share in MORE_MEMORY:
-        devices = tuple(replace(d, memory_bytes=min(MOST_BYTES, int(d.memory_bytes * (1 + share))))
-                        for d in topology.devices)
-        yield (f"{share:.0%} more memory on each device",
-               replace(problem, topology=replace(topology, devices=devices)), True)
+        devices = tuple(
+            replace(d, memory_bytes=min(MOST_BYTES, int(d.memory_bytes * (1 + share))))
+            for d in topology.devices
+        )
+        yield (
+            f"{share:.0%} more memory on each device",
+            replace(problem, topology=replace(topology, devices=devices)),
+            True,
+        )
     n = len(topology)
     # The global batch has to divide evenly over the devices.
     more = next((m for m in range(n + 1, MOST_TIMES_DEVICES * n + 1) if problem.global_batch % m == 0), None)
@@ -189,8 +219,13 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem, bool]]:
         added = more - n
         why = "" if added == 1 else f" (the next number that divides the batch of {problem.global_batch})"
         what = f"{added} more device{'s' * (added > 1)}: {more}{why}"
-        yield what, replace(
-            problem, topology=replace(topology, devices=(*topology.devices, *_like(topology, added)))), False
+        yield (
+            what,
+            replace(
+                problem, topology=replace(topology, devices=(*topology.devices, *_like(topology, added)))
+            ),
+            False,
+        )
 
 
 def _like(topology: Topology, n: int) -> Iterator[Device]:
@@ -204,12 +239,21 @@ def _like(topology: Topology, n: int) -> Iterator[Device]:
         yield replace(device, host=f"{device.host}-more-{i // size}") if several else device
 
 
-def _searched(what: str, problem: Problem, algorithm: str, model: CostModel, seed: int, budget: Budget,
-              kept_ms: float | None = None) -> Alternative:
+def _searched(
+    what: str,
+    problem: Problem,
+    algorithm: str,
+    model: CostModel,
+    seed: int,
+    budget: Budget,
+    kept_ms: float | None = None,
+) -> Alternative:
     """The cost of a problem under an algorithm. kept_ms: cost of the present plan there, if possible."""
     try:
-        ms, error = (SHARDERS[algorithm](problem, model, seed=seed, budget=budget).provenance["predicted_ms"],
-                     None)
+        ms, error = (
+            SHARDERS[algorithm](problem, model, seed=seed, budget=budget).provenance["predicted_ms"],
+            None,
+        )
     # That an alternative has no plan is an answer, not an error.
     except ShardCoreError as refused:  # also where a constraint means nothing on so many devices
         ms, error = None, str(refused)

@@ -34,8 +34,14 @@ Choose = Callable[[float, np.ndarray, np.ndarray], int]
 def random(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
     """Place tables by falling size, each on a random device with memory."""
     rng = np.random.default_rng(seed)
-    return _place("random", problem, model, seed, lambda s: 0.0,
-                  lambda _, fits, left: int(rng.choice(np.flatnonzero(fits))))
+    return _place(
+        "random",
+        problem,
+        model,
+        seed,
+        lambda s: 0.0,
+        lambda _, fits, left: int(rng.choice(np.flatnonzero(fits))),
+    )
 
 
 def size_greedy(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
@@ -53,8 +59,9 @@ def lookup_greedy(problem: Problem, model: CostModel, *, seed: int = 0, budget: 
     return _greedy("lookup_greedy", problem, model, seed, looked_up)
 
 
-def size_lookup_greedy(problem: Problem, model: CostModel, *, seed: int = 0,
-                       budget: Budget | None = None) -> Plan:
+def size_lookup_greedy(
+    problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None
+) -> Plan:
     """Balance pooling factor × dim × log10(rows)."""
     return _greedy("size_lookup_greedy", problem, model, seed, lambda s: looked_up(s) * math.log10(s.rows))
 
@@ -96,8 +103,9 @@ def _greedy(name: str, problem: Problem, model: CostModel, seed: int, load: Call
     return min(plans, key=lambda plan: plan.provenance["predicted_ms"])
 
 
-def _place(name: str, problem: Problem, model: CostModel, seed: int, load: Callable[[Shard], float],
-           choose: Choose) -> Plan:
+def _place(
+    name: str, problem: Problem, model: CostModel, seed: int, load: Callable[[Shard], float], choose: Choose
+) -> Plan:
     """Place all bundles by falling load with `choose`. Falls back to a packing where one does not fit."""
     problem.require_setting(model.setting)
     shards = feasible_shards(problem)
@@ -118,6 +126,10 @@ def _place(name: str, problem: Problem, model: CostModel, seed: int, load: Calla
     return state.plan(algorithm=name, seed=seed, packed=False)
 
 
-ORDERS = {"size_greedy": size_greedy, "dim_greedy": dim_greedy, "lookup_greedy": lookup_greedy,
-          "size_lookup_greedy": size_lookup_greedy}
+ORDERS = {
+    "size_greedy": size_greedy,
+    "dim_greedy": dim_greedy,
+    "lookup_greedy": lookup_greedy,
+    "size_lookup_greedy": size_lookup_greedy,
+}
 """The greedy baselines by name."""

@@ -56,8 +56,14 @@ class NeuroShardConfig(BeamConfig):
         return (*self.scales, float("inf")) if self.uncapped else tuple(self.scales)
 
 
-def neuroshard(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
-               config: NeuroShardConfig = NeuroShardConfig()) -> Plan:  # noqa: B008 (frozen)
+def neuroshard(
+    problem: Problem,
+    model: CostModel,
+    *,
+    seed: int = 0,
+    budget: Budget | None = None,
+    config: NeuroShardConfig = NeuroShardConfig(),
+) -> Plan:  # noqa: B008 (frozen)
     """The best plan of the beam. Deterministic: the seed is only recorded.
 
     Where a budget in seconds does not suffice for a first search, it is some plan that fits.
@@ -83,8 +89,9 @@ class GreedyGrid:
         return Placed(*greedy_grid(cache, in_order, self._caps)).reordered(order)
 
 
-def greedy_grid(cache: ShardCostCache, keys: np.ndarray,
-                caps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def greedy_grid(
+    cache: ShardCostCache, keys: np.ndarray, caps: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """All greedy passes in lockstep.
 
     keys: [C, N, 2] shards as strip and units, in the order of placing.
@@ -115,8 +122,9 @@ def greedy_grid(cache: ShardCostCache, keys: np.ndarray,
         state.place(strip, units, d)
         devices[:, :, i] = d
 
-    total_ms = (np.where(fits_all, state.cost_ms(), np.inf)
-                if fits_all.any() else np.full(fits_all.shape, np.inf))
+    total_ms = (
+        np.where(fits_all, state.cost_ms(), np.inf) if fits_all.any() else np.full(fits_all.shape, np.inf)
+    )
     return total_ms, np.maximum(state.used - np.maximum(state.free, 0), 0).sum(-1), devices
 
 

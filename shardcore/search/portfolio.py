@@ -35,6 +35,7 @@ from shardcore.search.state.shards import priced, searched_tables
 DEFAULT = Budget(evals=1_000_000)
 """The budget where none is given."""
 
+
 def portfolio(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
     """Find the cheapest plan of all searches within the budget (none: DEFAULT).
 
@@ -43,8 +44,15 @@ def portfolio(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budg
     return _Anytime("portfolio", problem, model, seed, budget).plan("all", others=True)
 
 
-def annealing(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
-              space: str = "all", reshard: Reshard | None = None) -> Plan:
+def annealing(
+    problem: Problem,
+    model: CostModel,
+    *,
+    seed: int = 0,
+    budget: Budget | None = None,
+    space: str = "all",
+    reshard: Reshard | None = None,
+) -> Plan:
     """Find the cheapest plan by annealing within the budget (none: DEFAULT).
 
     space: see anneal.sharder.SPACES.
@@ -59,8 +67,9 @@ def annealing(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budg
 class _Anytime:
     """A sequence of searches of one problem, and the cheapest plan so far."""
 
-    def __init__(self, name: str, problem: Problem, model: CostModel, seed: int,
-                 budget: Budget | None) -> None:
+    def __init__(
+        self, name: str, problem: Problem, model: CostModel, seed: int, budget: Budget | None
+    ) -> None:
         problem.require_setting(model.setting)
         self.problem, self.model, self.name, self.seed = problem, model, name, seed
         self.meter = (budget if budget and (budget.evals or budget.seconds) else DEFAULT).start()
@@ -84,9 +93,14 @@ class _Anytime:
             self._keep(fitting(self.problem).placements, self.name)
         if self.best is None:
             raise self.error
-        provenance = {"algorithm": self.name, "seed": self.seed, "space": space, "evals": self.meter.evals,
-                      **({"found_by": self.found_by} if self.found_by != self.name else {}),
-                      **self.best.provenance}
+        provenance = {
+            "algorithm": self.name,
+            "seed": self.seed,
+            "space": space,
+            "evals": self.meter.evals,
+            **({"found_by": self.found_by} if self.found_by != self.name else {}),
+            **self.best.provenance,
+        }
         return replace(self.best, provenance=provenance)
 
     def _search(self, space: str, others: bool, reshard: Reshard | None) -> None:
@@ -116,8 +130,10 @@ class _Anytime:
             return plan
 
     def _beam(self) -> Plan:
-        config, meter = NeuroShardConfig(), Meter(Budget(seconds=self.meter.budget.seconds),
-                                                  self.meter.started_s)
+        config, meter = (
+            NeuroShardConfig(),
+            Meter(Budget(seconds=self.meter.budget.seconds), self.meter.started_s),
+        )
         return Beam(self.problem, self.model, GreedyGrid(config.caps), config, meter).plan()
 
     def _keep(self, placements: Sequence[Placement], found_by: str, ms: float = 0.0) -> None:

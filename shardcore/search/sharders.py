@@ -29,8 +29,9 @@ from shardcore.search.portfolio import annealing, portfolio
 class Sharder(Protocol):
     """The signature of every sharder (see shardcore/search/__init__.py)."""
 
-    def __call__(self, problem: Problem, model: CostModel, *, seed: int = 0,
-                 budget: Budget | None = None) -> Plan: ...
+    def __call__(
+        self, problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None
+    ) -> Plan: ...
 
 
 DEFAULT_SHARDER = "portfolio"
@@ -44,9 +45,11 @@ BASELINES = ("random", *greedy.ORDERS)
 
 def _checked(search: Callable[..., Plan]) -> Sharder:
     """A sharder that names an argument of another type, and collects garbage rarely."""
+
     @wraps(search)
-    def checked(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
-                **given: Any) -> Plan:
+    def checked(
+        problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None, **given: Any
+    ) -> Plan:
         require_type(problem, Problem, "problem", "a Problem")
         require_model(model)
         require_type(budget, (Budget, NoneType), "budget", "a Budget, such as Budget(evals=10_000), or None")
@@ -70,15 +73,21 @@ def _torchrec(problem: Problem, model: CostModel, **given: Any) -> Plan:
 _others = {"random": greedy.random, **greedy.ORDERS, "neuroshard": neuroshard.neuroshard}
 if _is_installed("torchrec") and _is_installed("fbgemm_gpu"):
     _others["torchrec"] = _torchrec
-_all = {"portfolio": portfolio, "anneal": annealing, "anneal_columns": partial(annealing, space="columns"),
-        **_others}
-SHARDERS: dict[str, Sharder] = NamedSharders({name: _checked(of) for name, of in _all.items()},
-                                             lambda name: sharder(name))
+_all = {
+    "portfolio": portfolio,
+    "anneal": annealing,
+    "anneal_columns": partial(annealing, space="columns"),
+    **_others,
+}
+SHARDERS: dict[str, Sharder] = NamedSharders(
+    {name: _checked(of) for name, of in _all.items()}, lambda name: sharder(name)
+)
 """By name. A name that is not known raises ShardCoreError."""
 
 LEARNED: dict[str, tuple[str, BeamConfig]] = {
     **{name: (name, TABLE_WISE) for name in NETS},
-    **{f"{name}_columns": (name, BeamConfig()) for name in NETS}}
+    **{f"{name}_columns": (name, BeamConfig()) for name in NETS},
+}
 """Learned sharders by name: the policy's name, and how tables are cut. NAME_columns cuts them by columns."""
 
 
@@ -87,10 +96,13 @@ def known(name: str) -> str:
     if name in SHARDERS or name in LEARNED:
         return name
     if name == "torchrec":
-        raise ShardCoreError(f"algorithm {name!r} needs TorchRec, which is not installed: "
-                             f"{import_module(_TORCHREC).INSTALL}")
-    raise ShardCoreError(f"algorithm {name!r} is not known; there are "
-                         f"{', '.join(SHARDERS)}; and with a policy {', '.join(LEARNED)}")
+        raise ShardCoreError(
+            f"algorithm {name!r} needs TorchRec, which is not installed: {import_module(_TORCHREC).INSTALL}"
+        )
+    raise ShardCoreError(
+        f"algorithm {name!r} is not known; there are "
+        f"{', '.join(SHARDERS)}; and with a policy {', '.join(LEARNED)}"
+    )
 
 
 def sharder(name: str, policy: Policy | None = None) -> Sharder:
@@ -98,12 +110,16 @@ def sharder(name: str, policy: Policy | None = None) -> Sharder:
     name = known(name)
     if name in SHARDERS:
         if policy is not None:
-            raise ShardCoreError(f"algorithm {name!r} takes no policy; the policy {policy.name!r} that was "
-                                 f"given is for {policy.name} and {policy.name}_columns")
+            raise ShardCoreError(
+                f"algorithm {name!r} takes no policy; the policy {policy.name!r} that was "
+                f"given is for {policy.name} and {policy.name}_columns"
+            )
         return SHARDERS[name]
     wanted, config = LEARNED[name]
     if policy is None or policy.name != wanted:
-        raise ShardCoreError(f"algorithm {name!r} needs a policy {wanted!r}, and "
-                             f"{'none' if policy is None else repr(policy.name)} was given; "
-                             f"python -m shardcore train-policy {wanted} makes one, for --policy")
+        raise ShardCoreError(
+            f"algorithm {name!r} needs a policy {wanted!r}, and "
+            f"{'none' if policy is None else repr(policy.name)} was given; "
+            f"python -m shardcore train-policy {wanted} makes one, for --policy"
+        )
     return _checked(partial(place, policy, name, config=config))

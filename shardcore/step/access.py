@@ -24,8 +24,11 @@ BIN_LOW = np.array([1] + [2 ** (k - 1) + 1 for k in range(1, REUSE_BINS)], dtype
 """Smallest count in each reuse bin."""
 BIN_HIGH = np.array([2**k for k in range(REUSE_BINS - 1)] + [np.inf], dtype=np.float64)
 """Largest count in each reuse bin."""
-BIN_MEAN = np.array([1, 2, 3.38, 6.23, 11.6, 22.4, 45, 88] + [0.7 * 2**k for k in range(8, REUSE_BINS - 1)]
-                    + [1.5 * BIN_LOW[-1]])
+BIN_MEAN = np.array(
+    [1, 2, 3.38, 6.23, 11.6, 22.4, 45, 88]
+    + [0.7 * 2**k for k in range(8, REUSE_BINS - 1)]
+    + [1.5 * BIN_LOW[-1]]
+)
 """Mean count in each reuse bin.
 
 Bins 0 to 9 follow from the public access and unique-row shares of dlrm_datasets (2021), within their
@@ -59,8 +62,13 @@ def reference_counts(table: Table) -> np.ndarray:
     if total == 0:
         return np.zeros(0, dtype=np.int64)
     n_bins, mean_counts = _bin_rows(table)
-    return np.concatenate([_spread_counts(int(n), int(c), k) for k, (n, c) in reversed(
-        list(enumerate(zip(n_bins, mean_counts, strict=True)))) if n > 0])
+    return np.concatenate(
+        [
+            _spread_counts(int(n), int(c), k)
+            for k, (n, c) in reversed(list(enumerate(zip(n_bins, mean_counts, strict=True))))
+            if n > 0
+        ]
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -158,23 +166,28 @@ def unique_rows_of(shards: Sequence[Shard], batch: int) -> np.ndarray:
     ids are ordered by frequency, those of its ranks.
     """
     by_rank = [s.table.ordered and s.table.row_shares is None for s in shards]
-    keys = [(s.table, batch, s.row_lo, s.row_hi) if ranked else (s.table, batch, 0, s.table.rows)
-            for s, ranked in zip(shards, by_rank, strict=True)]
+    keys = [
+        (s.table, batch, s.row_lo, s.row_hi) if ranked else (s.table, batch, 0, s.table.rows)
+        for s, ranked in zip(shards, by_rank, strict=True)
+    ]
     found = [_KNOWN.get(key) for key in keys]
     if new := dict.fromkeys((key for key, rows in zip(keys, found, strict=True) if rows is None), 0.0):
         hit = [key for key in new if lookups(key[0], batch) > 0]
         for access, compute in ((Reuse, _unique_of_reuse), (Zipf, _unique_of_zipf)):
             asked = [key for key in hit if isinstance(key[0].access, access)]
             for i in range(0, len(asked), _AT_ONCE):
-                new.update(zip(asked[i:i + _AT_ONCE], compute(asked[i:i + _AT_ONCE]).tolist(), strict=True))
+                new.update(
+                    zip(asked[i : i + _AT_ONCE], compute(asked[i : i + _AT_ONCE]).tolist(), strict=True)
+                )
         found = [new[key] if rows is None else rows for key, rows in zip(keys, found, strict=True)]
         # Dropping everything is cheap and keeps memory bounded.
         if len(_KNOWN) + len(new) > _MOST_KNOWN:
             _KNOWN.clear()
         if len(new) <= _MOST_KNOWN:
             _KNOWN.update(new)
-    found = np.array(found, dtype=float) * [1.0 if ranked else _unique_share(s)
-                                            for s, ranked in zip(shards, by_rank, strict=True)]
+    found = np.array(found, dtype=float) * [
+        1.0 if ranked else _unique_share(s) for s, ranked in zip(shards, by_rank, strict=True)
+    ]
     return np.minimum(found, [s.rows for s in shards])
 
 
@@ -273,8 +286,12 @@ def _zipf_cdf(ranks: np.ndarray, tables: Sequence[Table]) -> np.ndarray:
     """
     flat = np.array([[abs(t.access.alpha - 1) < 1e-9] for t in tables])
     power = np.where(flat, 0.0, [[1 - t.access.alpha] for t in tables])
-    whole = np.array([[math.log(t.rows + 1.0) if f else (t.rows + 1.0) ** p - 1]
-                      for t, f, p in zip(tables, flat.ravel(), power.ravel().tolist(), strict=True)])
+    whole = np.array(
+        [
+            [math.log(t.rows + 1.0) if f else (t.rows + 1.0) ** p - 1]
+            for t, f, p in zip(tables, flat.ravel(), power.ravel().tolist(), strict=True)
+        ]
+    )
     ranks = ranks + 1.0
     # A scalar power of 0.5 is a sqrt in numpy, but one in an array is not: round alike.
     risen = np.where(power == 0.5, np.sqrt(ranks), ranks**power)
@@ -312,8 +329,10 @@ def row_shares_of(ids: np.ndarray, rows: int, n_devices: int) -> RowShares | Non
         return None
     hit, counts = np.unique(ids, return_counts=True)
     rng, devices = np.random.default_rng(0), min(n_devices, MOST_RANGES)
-    busiest, *hashed = (np.bincount(where, counts, devices).max() for where in (
-        hit * devices // rows, *(rng.integers(0, devices, len(hit)) for _ in range(_HASHED))))
+    busiest, *hashed = (
+        np.bincount(where, counts, devices).max()
+        for where in (hit * devices // rows, *(rng.integers(0, devices, len(hit)) for _ in range(_HASHED)))
+    )
     if busiest <= UNEVEN * max(hashed):
         return None
     # A multiple of the devices, so that ranges end where theirs do.

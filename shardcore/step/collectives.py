@@ -125,45 +125,64 @@ def _sent_back(payloads: Alive, **phases: Alive) -> Turn:
 def _exchanged_back(channel: str) -> Turn:
     """Gradients are put in the order of devices, and of columns if some are cut, cast, and exchanged."""
     sent = _payloads("local back", f"{channel} back")
-    return _sent_back(sent, gradients_of_columns=_gradients("gradient", "cut"),
-                      gradients_in_order={**_gradients("uncut", "joined"), **_payloads("local", "local")},
-                      gradients_cast={**_gradients("uncut", "cut"),
-                                      **_payloads("local", "local clamped", "local recast")},
-                      backward_exchange={**_gradients("uncut", "cut"), **sent})
+    return _sent_back(
+        sent,
+        gradients_of_columns=_gradients("gradient", "cut"),
+        gradients_in_order={**_gradients("uncut", "joined"), **_payloads("local", "local")},
+        gradients_cast={**_gradients("uncut", "cut"), **_payloads("local", "local clamped", "local recast")},
+        backward_exchange={**_gradients("uncut", "cut"), **sent},
+    )
 
 
 def _updated(sent: Alive, channel: str, **phases: Alive) -> Turn:
-    return turn_of(sent, **phases,
-                   gradients_arrive={**_gradients(f"{channel} decoded"), **_payloads(f"{channel} back")},
-                   update={**_gradients(channel), "sorting": {"sorting": 1}})
+    return turn_of(
+        sent,
+        **phases,
+        gradients_arrive={**_gradients(f"{channel} decoded"), **_payloads(f"{channel} back")},
+        update={**_gradients(channel), "sorting": {"sorting": 1}},
+    )
 
 
 def _exchanged(channel: str) -> Stages:
     sent, outputs = _payloads(f"{channel} there", "local there"), _outputs(channel)
-    return (_looked_up(channel, sent,
-                       outputs_cast={**outputs, **_payloads(f"{channel} cast", f"{channel} clamped")},
-                       outputs_sent={**outputs, **_payloads(f"{channel} cast", f"{channel} there",
-                                                            "local there")}),
-            _awaited(sent), _exchanged_back(channel),
-            _updated(_payloads("local back", f"{channel} back"), channel))
+    return (
+        _looked_up(
+            channel,
+            sent,
+            outputs_cast={**outputs, **_payloads(f"{channel} cast", f"{channel} clamped")},
+            outputs_sent={**outputs, **_payloads(f"{channel} cast", f"{channel} there", "local there")},
+        ),
+        _awaited(sent),
+        _exchanged_back(channel),
+        _updated(_payloads("local back", f"{channel} back"), channel),
+    )
 
 
 def _sequences(channel: str) -> Stages:
     """Lookups of all devices are put in order, and are not copied once more to be sent."""
     sent, outputs = _payloads(f"{channel} there", "local there"), _outputs(channel)
     sent_back = _payloads("local back", f"{channel} back")
-    return (_looked_up(channel, sent,
-                       outputs_in_order=_outputs(channel, channel),
-                       outputs_cast={**outputs, **_payloads(f"{channel} clamped", f"{channel} clamped",
-                                                            f"{channel} cast")},
-                       outputs_sent={**outputs, **sent}),
-            _awaited(sent),
-            # Those of features are joined, and sent as they are.
-            _sent_back(sent_back, gradients_joined=_gradients("gradient", "local"),
-                       gradients_cast={**_gradients("local"), **_payloads("local clamped", "local recast")},
-                       backward_exchange={**_gradients("local"),
-                                          **_payloads("local recast", f"{channel} back")}),
-            _updated(sent_back, channel, gradients_in_order=_gradients(channel, channel)))
+    return (
+        _looked_up(
+            channel,
+            sent,
+            outputs_in_order=_outputs(channel, channel),
+            outputs_cast={
+                **outputs,
+                **_payloads(f"{channel} clamped", f"{channel} clamped", f"{channel} cast"),
+            },
+            outputs_sent={**outputs, **sent},
+        ),
+        _awaited(sent),
+        # Those of features are joined, and sent as they are.
+        _sent_back(
+            sent_back,
+            gradients_joined=_gradients("gradient", "local"),
+            gradients_cast={**_gradients("local"), **_payloads("local clamped", "local recast")},
+            backward_exchange={**_gradients("local"), **_payloads("local recast", f"{channel} back")},
+        ),
+        _updated(sent_back, channel, gradients_in_order=_gradients(channel, channel)),
+    )
 
 
 def _summed(channel: str, *crossing: str) -> Stages:
@@ -172,30 +191,46 @@ def _summed(channel: str, *crossing: str) -> Stages:
         return _summed_and_exchanged(channel, *crossing)
     sent, outputs = _payloads(f"{channel} there", "local there"), _outputs(channel)
     gathered = _payloads("local copied", f"{channel} back", f"{channel} back")
-    return (_looked_up(channel, sent,
-                       sums_cast={**outputs, **_payloads(f"{channel} cast", f"{channel} clamped")},
-                       sums_sent={**outputs, **_payloads(f"{channel} cast", f"{channel} there",
-                                                         "local there")}),
-            _awaited(sent), _sent_back(gathered, gradients_gathered={**_gradients("gradient"), **gathered}),
-            _updated(gathered, channel))
+    return (
+        _looked_up(
+            channel,
+            sent,
+            sums_cast={**outputs, **_payloads(f"{channel} cast", f"{channel} clamped")},
+            sums_sent={**outputs, **_payloads(f"{channel} cast", f"{channel} there", "local there")},
+        ),
+        _awaited(sent),
+        _sent_back(gathered, gradients_gathered={**_gradients("gradient"), **gathered}),
+        _updated(gathered, channel),
+    )
 
 
 def _summed_and_exchanged(channel: str, crossing: str) -> Stages:
     """Summed within hosts, and waited for. Then exchanged across them."""
     sent, outputs = _payloads(f"{crossing} there", "local there"), _outputs(channel)
     cast, gathered = f"{channel} cast", f"{channel} back"
-    return (_looked_up(channel, sent,
-                       sums_of_hosts_cast={**outputs, **_payloads(cast, f"{channel} clamped")},
-                       sums_of_hosts_sent={**outputs, **_payloads(cast, f"{channel} there",
-                                                                  f"{crossing} there")},
-                       # Gloo's thread may still have its buffer of sums.
-                       sums_of_hosts_cross={**_outputs(channel, crossing),
-                                            **_payloads(f"{channel} there", f"{crossing} cast",
-                                                        f"{crossing} there", "local there")}),
-            _awaited(sent), _exchanged_back(crossing),
-            _updated(_payloads("local back", f"{crossing} back"), channel,
-                     gradients_gathered={**_gradients(crossing),
-                                         **_payloads(f"{crossing} recast", gathered, gathered)}))
+    return (
+        _looked_up(
+            channel,
+            sent,
+            sums_of_hosts_cast={**outputs, **_payloads(cast, f"{channel} clamped")},
+            sums_of_hosts_sent={**outputs, **_payloads(cast, f"{channel} there", f"{crossing} there")},
+            # Gloo's thread may still have its buffer of sums.
+            sums_of_hosts_cross={
+                **_outputs(channel, crossing),
+                **_payloads(f"{channel} there", f"{crossing} cast", f"{crossing} there", "local there"),
+            },
+        ),
+        _awaited(sent),
+        _exchanged_back(crossing),
+        _updated(
+            _payloads("local back", f"{crossing} back"),
+            channel,
+            gradients_gathered={
+                **_gradients(crossing),
+                **_payloads(f"{crossing} recast", gathered, gathered),
+            },
+        ),
+    )
 
 
 def _replicated(channel: str) -> Stages:
@@ -204,9 +239,12 @@ def _replicated(channel: str) -> Stages:
     Until then, those of its outputs live. They are a part of those of the collection.
     """
     gradients = _gradients("gradient")
-    return (turn_of(after=_outputs("local"), looked_up=_outputs("local")),
-            turn_of(_outputs("local"), _RECEIVED), turn_of(gradients, gradients),
-            turn_of(gradients, gradients_of_replicas={**gradients, "dense gradients": {"dense": 1}}))
+    return (
+        turn_of(after=_outputs("local"), looked_up=_outputs("local")),
+        turn_of(_outputs("local"), _RECEIVED),
+        turn_of(gradients, gradients),
+        turn_of(gradients, gradients_of_replicas={**gradients, "dense gradients": {"dense": 1}}),
+    )
 
 
 # --- draws --------------------------------------------------------------------------------------------------
@@ -232,21 +270,64 @@ def _same(widths: Widths, rng: Any) -> Widths:
 
 
 # Without such shares, too few samples would cover divided rows and data-parallel tables.
-COLLECTIVES: Mapping[str, Collective] = {row.name: row for row in (
-    Collective("all_to_all", "all-to-all", ("forward", "backward"), "all_to_all",
-               Draw(0.2, scope="cross", scope_share=0.4), like="", cast=True,
-               memory=_exchanged, memory_of_sequences=_sequences),
-    # Backward it is an all-gather.
-    Collective("reduce_scatter", "reduce-scatter", ("forward", "backward"), "reduce_scatter",
-               Draw(0.5, scope="host", scope_share=0.5), ring=True, cast=True, memory=_summed),
-    Collective("all_reduce", "all-reduce", ("backward",), "all_reduce",
-               Draw(0.3, loads=_same), ring=True, passes=2, dense=True, memory=_replicated),
-    Collective("all_to_all_ids", "all-to-all of ids", ("forward",), "ids",
-               Draw(0.1, stream=5, loads=_hot), exchanges=3, ids=True),
-    Collective("all_to_all_ids_bucketized", "all-to-all of ids, bucketized", ("forward",), "ids",
-               Draw(0.07, stream=8, loads=_near_even), like="all_to_all_ids", exchanges=3, ids=True,
-               work=Work("bucketize_ids", lambda transfer: transfer.in_buckets(), buckets=True)),
-)}
+COLLECTIVES: Mapping[str, Collective] = {
+    row.name: row
+    for row in (
+        Collective(
+            "all_to_all",
+            "all-to-all",
+            ("forward", "backward"),
+            "all_to_all",
+            Draw(0.2, scope="cross", scope_share=0.4),
+            like="",
+            cast=True,
+            memory=_exchanged,
+            memory_of_sequences=_sequences,
+        ),
+        # Backward it is an all-gather.
+        Collective(
+            "reduce_scatter",
+            "reduce-scatter",
+            ("forward", "backward"),
+            "reduce_scatter",
+            Draw(0.5, scope="host", scope_share=0.5),
+            ring=True,
+            cast=True,
+            memory=_summed,
+        ),
+        Collective(
+            "all_reduce",
+            "all-reduce",
+            ("backward",),
+            "all_reduce",
+            Draw(0.3, loads=_same),
+            ring=True,
+            passes=2,
+            dense=True,
+            memory=_replicated,
+        ),
+        Collective(
+            "all_to_all_ids",
+            "all-to-all of ids",
+            ("forward",),
+            "ids",
+            Draw(0.1, stream=5, loads=_hot),
+            exchanges=3,
+            ids=True,
+        ),
+        Collective(
+            "all_to_all_ids_bucketized",
+            "all-to-all of ids, bucketized",
+            ("forward",),
+            "ids",
+            Draw(0.07, stream=8, loads=_near_even),
+            like="all_to_all_ids",
+            exchanges=3,
+            ids=True,
+            work=Work("bucketize_ids", lambda transfer: transfer.in_buckets(), buckets=True),
+        ),
+    )
+}
 """By name. The first is the stand-in for all that were not measured."""
 
 

@@ -100,8 +100,10 @@ def count_bytes(plan: Plan, problem: Problem) -> int:
 
     Traffic does not contain them: measured exchanges of ids do, in their latency.
     """
-    numbers = {(run, shard.table.sequence and shard.width < shard.table.dim): 3 + shard.table.weighted
-               for run, _, shard in _inputs(plan)}
+    numbers = {
+        (run, shard.table.sequence and shard.width < shard.table.dim): 3 + shard.table.weighted
+        for run, _, shard in _inputs(plan)
+    }
     return COUNT_BYTES * len(problem.topology) * sum(numbers.values())
 
 

@@ -204,32 +204,75 @@ IDS = Channel("all_to_all_ids")
 BUCKETIZED_IDS = Channel("all_to_all_ids_bucketized")
 """Carries ids to devices that hold row ranges, once each device has put its own in buckets."""
 
-LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (
-    Layout("column", "all rows on one device", _each_device,
-           divides_rows=False, cuts_columns=True, local_batch=False, dense_gradient=False, ids=IDS,
-           channels={Channel("all_to_all"): _outputs}, sequence_channels={Channel("all_to_all"): _outputs},
-           torchrec=("table_wise", "column_wise", "table_column_wise"),
-           tower_channels={Channel("all_to_all", HOST): _outputs,
-                           Channel("all_to_all", CROSS): _compressed(_outputs)}),
-    Layout("row", "rows divided over all devices", _all_devices,
-           divides_rows=True, cuts_columns=False, local_batch=False, dense_gradient=False, ids=BUCKETIZED_IDS,
-           channels={Channel("reduce_scatter"): _outputs},
-           # Each lookup is on one device only, so there is nothing to sum.
-           sequence_channels={Channel("all_to_all"): _outputs},
-           torchrec=("row_wise",)),
-    Layout("host_row", "rows divided over one host", _each_host,
-           divides_rows=True, cuts_columns=True, local_batch=False, dense_gradient=False, ids=BUCKETIZED_IDS,
-           channels={Channel("reduce_scatter", HOST): _outputs,
-                     Channel("all_to_all", CROSS): _outputs_of_a_host}, sequence_channels=None,
-           torchrec=("table_row_wise", "grid_shard"),
-           tower_channels={Channel("reduce_scatter", HOST): _outputs,
-                           Channel("all_to_all", CROSS): _compressed(_outputs_of_a_host)}),
-    Layout("data_parallel", "a replica on every device", _all_devices,
-           divides_rows=False, cuts_columns=False, local_batch=True, dense_gradient=True, ids=None,
-           channels={Channel("all_reduce"): _gradients},
-           sequence_channels={Channel("all_reduce"): _gradients},
-           torchrec=("data_parallel",)),
-)}
+LAYOUTS: Mapping[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        Layout(
+            "column",
+            "all rows on one device",
+            _each_device,
+            divides_rows=False,
+            cuts_columns=True,
+            local_batch=False,
+            dense_gradient=False,
+            ids=IDS,
+            channels={Channel("all_to_all"): _outputs},
+            sequence_channels={Channel("all_to_all"): _outputs},
+            torchrec=("table_wise", "column_wise", "table_column_wise"),
+            tower_channels={
+                Channel("all_to_all", HOST): _outputs,
+                Channel("all_to_all", CROSS): _compressed(_outputs),
+            },
+        ),
+        Layout(
+            "row",
+            "rows divided over all devices",
+            _all_devices,
+            divides_rows=True,
+            cuts_columns=False,
+            local_batch=False,
+            dense_gradient=False,
+            ids=BUCKETIZED_IDS,
+            channels={Channel("reduce_scatter"): _outputs},
+            # Each lookup is on one device only, so there is nothing to sum.
+            sequence_channels={Channel("all_to_all"): _outputs},
+            torchrec=("row_wise",),
+        ),
+        Layout(
+            "host_row",
+            "rows divided over one host",
+            _each_host,
+            divides_rows=True,
+            cuts_columns=True,
+            local_batch=False,
+            dense_gradient=False,
+            ids=BUCKETIZED_IDS,
+            channels={
+                Channel("reduce_scatter", HOST): _outputs,
+                Channel("all_to_all", CROSS): _outputs_of_a_host,
+            },
+            sequence_channels=None,
+            torchrec=("table_row_wise", "grid_shard"),
+            tower_channels={
+                Channel("reduce_scatter", HOST): _outputs,
+                Channel("all_to_all", CROSS): _compressed(_outputs_of_a_host),
+            },
+        ),
+        Layout(
+            "data_parallel",
+            "a replica on every device",
+            _all_devices,
+            divides_rows=False,
+            cuts_columns=False,
+            local_batch=True,
+            dense_gradient=True,
+            ids=None,
+            channels={Channel("all_reduce"): _gradients},
+            sequence_channels={Channel("all_reduce"): _gradients},
+            torchrec=("data_parallel",),
+        ),
+    )
+}
 """The kinds by name. Ops, and collectives of one direction, run in this order."""
 
 RUNS: tuple[Layout, ...] = (*LAYOUTS.values(), *(x.as_sequence for x in LAYOUTS.values() if x.as_sequence))
@@ -241,8 +284,10 @@ Each collection has runs of its own (`run_of`). These are those of the collectio
 ID_CHANNELS: tuple[Channel, ...] = tuple(dict.fromkeys(x.ids for x in LAYOUTS.values() if x.ids))
 """The channels of input distribution."""
 _WITHIN_TOWERS = (c for layout in LAYOUTS.values() for c in layout.tower_channels or () if c.scope.within)
-CHANNELS: tuple[Channel, ...] = (*dict.fromkeys(c for layout in LAYOUTS.values() for c in layout.channels),
-                                 *ID_CHANNELS)
+CHANNELS: tuple[Channel, ...] = (
+    *dict.fromkeys(c for layout in LAYOUTS.values() for c in layout.channels),
+    *ID_CHANNELS,
+)
 CHANNELS = (*(c for c in _WITHIN_TOWERS if c not in CHANNELS), *CHANNELS)
 """All channels. Arrays of bytes [C, ...] use this order. Exchanges within hosts come before those across.
 
@@ -259,8 +304,10 @@ def kinds_of(channel: Channel, towers: bool = False) -> str:
     """The kinds that have a channel, in words: in a job with towers, or where no others have it."""
     in_towers = {k: (*(x.tower_channels or x.channels), x.ids) for k, x in LAYOUTS.items()}
     plain = {k: (*x.channels, x.ids) for k, x in LAYOUTS.items()}
-    found = ([k for k, channels in of.items() if channel in channels]
-             for of in ((in_towers,) if towers else (plain, in_towers)))
+    found = (
+        [k for k, channels in of.items() if channel in channels]
+        for of in ((in_towers,) if towers else (plain, in_towers))
+    )
     return " and ".join(next(filter(None, found)))
 
 
@@ -283,12 +330,16 @@ def run_of(kind: str, table: Table) -> Layout:
     layout = layout_of(kind)
     run = layout.as_sequence if table.sequence else layout
     if table.in_host_memory and not layout.caches:
-        raise ShardCoreError(f"plan places table {table.name!r} by {kind}, with load_factor "
-                             f"{table.load_factor:g}; TorchRec has no rows of it in host memory, so it needs "
-                             "another kind, or load_factor 1")
+        raise ShardCoreError(
+            f"plan places table {table.name!r} by {kind}, with load_factor "
+            f"{table.load_factor:g}; TorchRec has no rows of it in host memory, so it needs "
+            "another kind, or load_factor 1"
+        )
     if run is None:
-        raise ShardCoreError(f"plan places table {table.name!r} by {kind}, which TorchRec does not run for a "
-                             "sequence; it needs another kind")
+        raise ShardCoreError(
+            f"plan places table {table.name!r} by {kind}, which TorchRec does not run for a "
+            "sequence; it needs another kind"
+        )
     return _of_collection(run, table.collection)
 
 
@@ -300,8 +351,12 @@ def _of_collection(run: Layout, name: str) -> Layout:
 def runs_of(tables: Iterable[Table]) -> tuple[Layout, ...]:
     """How some of these tables may run together: collection by collection, in the order of RUNS."""
     collections = sorted({(t.collection, t.sequence) for t in tables})
-    return tuple(_of_collection(run, name) for name, sequence in collections for run in RUNS
-                 if run.sequence == sequence)
+    return tuple(
+        _of_collection(run, name)
+        for name, sequence in collections
+        for run in RUNS
+        if run.sequence == sequence
+    )
 
 
 def layout_of_torchrec(sharding_type: str) -> Layout | None:
@@ -351,8 +406,9 @@ def merged(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     found = []
     for (kind, _, _, devices), parts in shards.items():
         lo = min(s.col_lo for s in parts)
-        found.append(Placement(kind, replace(parts[0], col_lo=lo, col_hi=lo + sum(s.width for s in parts)),
-                               devices))
+        found.append(
+            Placement(kind, replace(parts[0], col_lo=lo, col_hi=lo + sum(s.width for s in parts)), devices)
+        )
     return tuple(found)
 
 
@@ -362,16 +418,20 @@ def group_of(layout: Layout, topology: Topology) -> Mapping[frozenset[int], Grou
     return {frozenset(group): group for group in layout.groups(topology)}
 
 
-def possible_groups(layout: Layout, rows: int, topology: Topology,
-                    allowed: Collection[int] | None) -> list[Group]:
+def possible_groups(
+    layout: Layout, rows: int, topology: Topology, allowed: Collection[int] | None
+) -> list[Group]:
     """The groups of a kind that can share a table of so many rows.
 
     allowed: devices where the table may live; None for all.
     """
     # An empty last range would break TorchRec's kernels (see even_share).
-    return [group for group in layout.groups(topology)
-            if (allowed is None or set(group) <= set(allowed))
-            and (not layout.divides_rows or even_share(rows, len(group)))]
+    return [
+        group
+        for group in layout.groups(topology)
+        if (allowed is None or set(group) <= set(allowed))
+        and (not layout.divides_rows or even_share(rows, len(group)))
+    ]
 
 
 def require_placement(placement: Placement, problem: Problem) -> None:
@@ -379,24 +439,29 @@ def require_placement(placement: Placement, problem: Problem) -> None:
     layout, shard, devices = run_of(placement.kind, placement.shard.table), placement.shard, placement.devices
     what = f"plan places {shard.label} by {layout.name} on {device_names(devices)}"
     if max(devices) >= len(problem.topology):
-        raise ShardCoreError(f"plan places {shard.label} on device {max(devices)}; "
-                             f"problem {problem.name!r} has devices 0 to {len(problem.topology) - 1}")
+        raise ShardCoreError(
+            f"plan places {shard.label} on device {max(devices)}; "
+            f"problem {problem.name!r} has devices 0 to {len(problem.topology) - 1}"
+        )
     if layout.name == WHOLE_ROWS.name and len(devices) == 1 and shard.full_rows:
         return  # the most common case
     groups = layout.groups(problem.topology)
     if not groups:
-        raise ShardCoreError(f"{what}; it needs several hosts with the same number of devices each, "
-                             "2 or more")
+        raise ShardCoreError(
+            f"{what}; it needs several hosts with the same number of devices each, 2 or more"
+        )
     # The order matters: row ranges are dealt out in it.
     if group_of(layout, problem.topology).get(frozenset(devices)) != devices:
         shown = " or ".join(device_names(g) for g in groups[:3]) + " or ..." * (len(groups) > 3)
         raise ShardCoreError(f"{what}; such a shard lives on {shown}, in this order")
     if not shard.full_rows or not (layout.cuts_columns or shard.width == shard.table.dim):
-        raise ShardCoreError(f"{what}; it needs all rows{'' if layout.cuts_columns else ' and all columns'} "
-                             "of the table")
+        raise ShardCoreError(
+            f"{what}; it needs all rows{'' if layout.cuts_columns else ' and all columns'} of the table"
+        )
     if layout.divides_rows and not even_share(shard.rows, len(devices)):
-        raise ShardCoreError(f"{what}; {shard.rows} rows in even ranges would leave the last of "
-                             f"{len(devices)} devices none")
+        raise ShardCoreError(
+            f"{what}; {shard.rows} rows in even ranges would leave the last of {len(devices)} devices none"
+        )
 
 
 def device_names(devices: Sequence[int]) -> str:

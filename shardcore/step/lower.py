@@ -70,8 +70,10 @@ def is_sequence(shards: Iterable[Shard]) -> bool:
         raise ShardCoreError("an op has sequences and pooled tables; FBGEMM runs each by themselves")
     if len(found) > 1:
         widths = sorted(width for _, width in found)
-        raise ShardCoreError(f"an op has sequences {' and '.join(map(str, widths[:3]))} columns wide; FBGEMM "
-                             "runs those of one width together")
+        raise ShardCoreError(
+            f"an op has sequences {' and '.join(map(str, widths[:3]))} columns wide; FBGEMM "
+            "runs those of one width together"
+        )
     return any(sequence for sequence, _ in found)
 
 
@@ -97,8 +99,10 @@ class Workload:
 
     def __repr__(self) -> str:
         ops = {id(op): len(op.shards) for ops in self.ops for op in ops}
-        return (f"Workload({sum(ops.values())} shards in {len(ops)} ops, {self.topology!r}, global batch "
-                f"{self.global_batch})")
+        return (
+            f"Workload({sum(ops.values())} shards in {len(ops)} ops, {self.topology!r}, global batch "
+            f"{self.global_batch})"
+        )
 
     def __getstate__(self) -> dict[str, Any]:  # layouts are compared by identity, so they stay in a process
         return {k: v for k, v in self.__dict__.items() if k != "lanes"}
@@ -157,8 +161,14 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
     tick()
     for layout, n_bytes in expected_bytes(plan, problem).items():
         traffic[row_in(own_lanes[layout], layout.ids)] = n_bytes
-    return Workload(tuple(map(tuple, ops)), shared_on_hosts(traffic, problem), tuple(used), problem.topology,
-                    problem.global_batch, problem.job)
+    return Workload(
+        tuple(map(tuple, ops)),
+        shared_on_hosts(traffic, problem),
+        tuple(used),
+        problem.topology,
+        problem.global_batch,
+        problem.job,
+    )
 
 
 def _lanes(among: Container[Layout], tables: Iterable[Table]) -> dict[Layout, int]:
@@ -171,13 +181,18 @@ def entering_bytes(layout: Layout, shards: tuple[Shard, ...], problem: Problem) 
 
     With towers, what crosses hosts is not yet divided over the host (traffic.shared_on_hosts)."""
     outputs = [output_bytes(s, problem.global_batch) for s in shards]
-    of_channel = {c: sum(b(s.bytes, o, problem) for s, o in zip(shards, outputs, strict=True))
-                  for c, b in layout.channels_in(problem.job).items()}
+    of_channel = {
+        c: sum(b(s.bytes, o, problem) for s, o in zip(shards, outputs, strict=True))
+        for c, b in layout.channels_in(problem.job).items()
+    }
     return np.array([float(of_channel.get(c, 0)) for c in CHANNELS])
 
 
-def traffic_of_outputs(outputs: Mapping[Layout, np.ndarray], problem: Problem,
-                       id_bytes: Mapping[Layout, np.ndarray] | None = None) -> np.ndarray:
+def traffic_of_outputs(
+    outputs: Mapping[Layout, np.ndarray],
+    problem: Problem,
+    id_bytes: Mapping[Layout, np.ndarray] | None = None,
+) -> np.ndarray:
     """[L C, ..., D] bytes that enter each channel, if devices have bytes of outputs [..., D] of some runs.
 
     outputs: of replicas, bytes of their gradients.
@@ -215,9 +230,11 @@ def require_cover(plan: Plan, problem: Problem) -> None:
         shard = placement.shard
         found = known.get(shard.table.name)
         if found is not shard.table and found != shard.table:
-            raise ShardCoreError(f"plan places table {shard.table.name!r}, "
-                                 f"which problem {problem.name!r} does not have "
-                                 "(or not with this shape and these statistics)")
+            raise ShardCoreError(
+                f"plan places table {shard.table.name!r}, "
+                f"which problem {problem.name!r} does not have "
+                "(or not with this shape and these statistics)"
+            )
         require_placement(placement, problem)
         by_table[shard.table.name].append(shard)
     for table in problem.tables:
@@ -229,14 +246,17 @@ def require_cover(plan: Plan, problem: Problem) -> None:
         # No cell twice, and the right number of cells: so every cell once.
         placed = sum(s.rows * s.width for s in shards)
         if placed != table.rows * table.dim:
-            raise ShardCoreError(f"plan places {placed} of the {table.rows * table.dim} cells of table "
-                                 f"{table.name!r}")
+            raise ShardCoreError(
+                f"plan places {placed} of the {table.rows * table.dim} cells of table {table.name!r}"
+            )
     most = problem.topology.most_columns
     for placement, width in _widths(p for p in plan.placements if p.shard.table.dim > most):
         if width > most:
-            raise ShardCoreError(f"plan places {width} columns of table {placement.shard.table.name!r} by "
-                                 f"{placement.kind} on {device_names(placement.devices)}; FBGEMM's CUDA op "
-                                 f"runs shards of at most {most} (a CPU, by topology.hardware, has no limit)")
+            raise ShardCoreError(
+                f"plan places {width} columns of table {placement.shard.table.name!r} by "
+                f"{placement.kind} on {device_names(placement.devices)}; FBGEMM's CUDA op "
+                f"runs shards of at most {most} (a CPU, by topology.hardware, has no limit)"
+            )
 
 
 def _widths(placements: Iterable[Placement]) -> Iterable[tuple[Placement, int]]:
@@ -258,15 +278,19 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
     for placement in plan.placements if kinds else ():
         name = placement.shard.table.name
         if placement.kind not in kinds.get(name, (placement.kind,)):
-            raise ShardCoreError(f"plan places {placement.shard.label} by {placement.kind}; it needs "
-                                 f"{' or '.join(kinds[name])} (constraints.kinds)")
+            raise ShardCoreError(
+                f"plan places {placement.shard.label} by {placement.kind}; it needs "
+                f"{' or '.join(kinds[name])} (constraints.kinds)"
+            )
     least = dict(problem.constraints.min_widths)
     for placement, width in _widths(p for p in plan.placements if p.shard.table.name in least):
         table = placement.shard.table
         if width < min(table.dim, least[table.name]):
-            raise ShardCoreError(f"plan places {width} columns of table {table.name!r} on "
-                                 f"{device_names(placement.devices)}; it needs {least[table.name]} or more "
-                                 "(constraints.min_widths)")
+            raise ShardCoreError(
+                f"plan places {width} columns of table {table.name!r} on "
+                f"{device_names(placement.devices)}; it needs {least[table.name]} or more "
+                "(constraints.min_widths)"
+            )
     # Most problems have no others.
     if not problem.whole and not problem.pinned:
         return
@@ -276,16 +300,22 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
         divided = layout_of(placement.kind).divides_rows and len(devices) > 1
         if name in problem.whole and (divided or shard != Shard.whole(shard.table)):
             one = next(s for _, s in shards_on(placement))
-            raise ShardCoreError(f"plan cuts table {name!r}, one shard being {one.label}; it must stay whole "
-                                 f"({problem.kept_whole_by(name)})")
+            raise ShardCoreError(
+                f"plan cuts table {name!r}, one shard being {one.label}; it must stay whole "
+                f"({problem.kept_whole_by(name)})"
+            )
         allowed = problem.pinned.get(name, devices)
         for wrong in (d for d in devices if d not in allowed):
-            raise ShardCoreError(f"plan places {shard.label} on device {wrong}; table {name!r} may only live "
-                                 f"on {device_names(allowed)} (constraints.pinned)")
+            raise ShardCoreError(
+                f"plan places {shard.label} on device {wrong}; table {name!r} may only live "
+                f"on {device_names(allowed)} (constraints.pinned)"
+            )
         if name in problem.bundle_of:
             other, home = homes.setdefault(problem.bundle_of[name], (name, devices))
             if len(devices) > 1 or devices != home:
-                raise ShardCoreError(f"plan places table {name!r} on {device_names(devices)} and "
-                                     f"{other!r} on "
-                                     f"{device_names(home)}; "
-                                     "they need to be together on one (constraints.together)")
+                raise ShardCoreError(
+                    f"plan places table {name!r} on {device_names(devices)} and "
+                    f"{other!r} on "
+                    f"{device_names(home)}; "
+                    "they need to be together on one (constraints.together)"
+                )

@@ -32,8 +32,17 @@ from shardcore.step.kinds import Layout, merged, run_of, shards_on
 from shardcore.step.memory_timeline import phases_of, times_of
 from shardcore.step.shard_memory import local_amounts, run_batches, shard_amounts
 
-PARTS = ("weights", "optimizer state", "ids", "sorting", "outputs", "payloads", "received outputs",
-         "output gradients", "dense gradients")
+PARTS = (
+    "weights",
+    "optimizer state",
+    "ids",
+    "sorting",
+    "outputs",
+    "payloads",
+    "received outputs",
+    "output gradients",
+    "dense gradients",
+)
 """What memory is counted for, in the order in which it is shown.
 
 ids: local batches of the pipeline, and what is sent and received of them, with lengths.
@@ -179,8 +188,9 @@ class Caches:
             if _is_cached(shard.table):
                 widths[run, shard.table.precision].add(shard.width)
         begins = np.cumsum([1, *(1 + len(of) for of in widths.values())]).tolist()
-        return cls({op: (at, tuple(sorted(of)))
-                    for (op, of), at in zip(widths.items(), begins, strict=False)})
+        return cls(
+            {op: (at, tuple(sorted(of))) for (op, of), at in zip(widths.items(), begins, strict=False)}
+        )
 
     def __len__(self) -> int:
         """C. 0 if there are none."""
@@ -209,7 +219,7 @@ class Caches:
         beyond = -counts[..., 0]
         for (_, precision), (at, widths) in self.ops.items():
             rows = np.ceil(counts[..., at] / CACHE_SET_ROWS) * CACHE_SET_ROWS
-            widest = (widths * (counts[..., at + 1:at + 1 + len(widths)] > 0)).max(-1)
+            widest = (widths * (counts[..., at + 1 : at + 1 + len(widths)] > 0)).max(-1)
             beyond = beyond + rows * (widest * PRECISION_BYTES[precision] + CACHED_ROW_BYTES)
         return beyond
 
@@ -247,10 +257,13 @@ def require_fits(plan: Plan, problem: Problem) -> list[int]:
     device = max(too_much, key=too_much.__getitem__)
     parts = by_part(plan, problem)[device].parts
     largest = sorted(filter(parts.get, parts), key=lambda part: -parts[part])[:3]
-    raise Overfull(f"device {device} of problem {problem.name!r} would hold {gib(used[device])} "
-                   f"({', '.join(f'{part} {gib(parts[part])}' for part in largest)}); it may hold "
-                   f"{gib(may_hold[device])}, {gib(too_much[device])} too little. It would fit with as much "
-                   "more memory, or less reserved", too_much[device])
+    raise Overfull(
+        f"device {device} of problem {problem.name!r} would hold {gib(used[device])} "
+        f"({', '.join(f'{part} {gib(parts[part])}' for part in largest)}); it may hold "
+        f"{gib(may_hold[device])}, {gib(too_much[device])} too little. It would fit with as much "
+        "more memory, or less reserved",
+        too_much[device],
+    )
 
 
 def fits(plan: Plan, problem: Problem) -> bool:
@@ -266,13 +279,17 @@ def _require_hosts_fit(plan: Plan, problem: Problem) -> None:
     """Raise Infeasible, naming the first host with a tier of memory that does not hold its devices' rows."""
     topology = problem.topology
     for memory in topology.memory:
-        on_device = [sum(host_bytes(shard, problem) for _, shard in held if shard.table.tier == memory.tier)
-                     for held in _held(plan, problem)]
+        on_device = [
+            sum(host_bytes(shard, problem) for _, shard in held if shard.table.tier == memory.tier)
+            for held in _held(plan, problem)
+        ]
         for host, devices in zip(topology.hosts, topology.on_hosts, strict=True):
             if (taken := sum(on_device[d] for d in devices)) > memory.bytes:
-                raise Infeasible(f"host {host!r} of problem {problem.name!r} would hold {gib(taken)} of rows "
-                                 f"in {TIERS[memory.tier].words}; it may hold {gib(memory.bytes)} there, "
-                                 f"{gib(taken - memory.bytes)} too little")
+                raise Infeasible(
+                    f"host {host!r} of problem {problem.name!r} would hold {gib(taken)} of rows "
+                    f"in {TIERS[memory.tier].words}; it may hold {gib(memory.bytes)} there, "
+                    f"{gib(taken - memory.bytes)} too little"
+                )
 
 
 def gib(n_bytes: float) -> str:

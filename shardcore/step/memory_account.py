@@ -65,8 +65,14 @@ def sums_of(run: Layout, shard: Shard, problem: Problem) -> Sums:
         gradient = shard.bytes * run.dense_gradient
         return Sums(resident + gradient, 0, gradient, lookups, features, 0)
     arrived = received_bytes(shard, problem)
-    return Sums(resident + IDS_ALIVE * arrived, arrived, output_bytes(shard, problem.global_batch), lookups,
-                features, host_bytes(shard, problem))
+    return Sums(
+        resident + IDS_ALIVE * arrived,
+        arrived,
+        output_bytes(shard, problem.global_batch),
+        lookups,
+        features,
+        host_bytes(shard, problem),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +109,9 @@ class Account:
             base += sum(n * times[rows[r, name]] for name, n in amounts.items() if (r, name) in rows)
             coefficients[r, 0] = 1.0
             for f, unit in enumerate(_units(run, problem), start=1):
-                coefficients[r, f] = sum(n * times[rows[r, name]] for name, n in unit.items()
-                                         if (r, name) in rows)
+                coefficients[r, f] = sum(
+                    n * times[rows[r, name]] for name, n in unit.items() if (r, name) in rows
+                )
             # They are resident, too (see Sums).
             coefficients[r, 1] -= IDS_ALIVE * (not run.local_batch)
             coefficients[r, 2] -= run.local_batch
@@ -148,7 +155,7 @@ def own_peaks(problem: Problem) -> Callable[[Layout, Shard], int]:
             ids += sample_bytes(shard.table, problem.job)
         if run.divides_rows:
             ids += bucketized_bytes(shard.table, problem.job, len(run.groups(problem.topology)[0]))
-        largest = account.vector(run, shard)[:account.phases].max()
+        largest = account.vector(run, shard)[: account.phases].max()
         return math.ceil(largest + IDS_ALIVE * problem.local_batch * ids)
 
     return bytes_of
@@ -167,9 +174,9 @@ def local_batch_bytes(problem: Problem) -> int:
     """
     whole = [Placement(WHOLE_ROWS.name, Shard.whole(t), (0,)) for t in problem.tables]
     account = account_of(whole, problem)
-    load = account.loads(whole)[0, :account.phases] / (2 * len(problem.topology))
+    load = account.loads(whole)[0, : account.phases] / (2 * len(problem.topology))
     # Resident bytes are in all phases.
-    return math.ceil((account.base[:account.phases] + load).max() - load.max())
+    return math.ceil((account.base[: account.phases] + load).max() - load.max())
 
 
 def account_of(placements: Iterable[Placement], problem: Problem) -> Account:
@@ -219,9 +226,15 @@ def _local_units(problem: Problem) -> dict[str, np.ndarray]:
     outputs, cut, together, either, gradient, uncut = np.eye(6)
     plain, joined = (outputs_amounts(1.0, problem, False, together) for together in (False, True))
     units = {name: n * outputs for name, n in plain.items()}
-    return units | {"cut": cut, "together": together, "joined": either, "gradient": gradient, "uncut": uncut,
-                    "local copied": plain["local copied"] * outputs
-                    + (joined["local copied"] - plain["local copied"]) * together}
+    return units | {
+        "cut": cut,
+        "together": together,
+        "joined": either,
+        "gradient": gradient,
+        "uncut": uncut,
+        "local copied": plain["local copied"] * outputs
+        + (joined["local copied"] - plain["local copied"]) * together,
+    }
 
 
 def _units(run: Layout, problem: Problem) -> tuple[dict[str, float], ...]:

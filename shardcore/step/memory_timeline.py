@@ -24,8 +24,10 @@ BATCHES = 3
 IDS_ALIVE = 2
 """Batches whose ids are in the order of the plan, in buckets and on their devices at once."""
 
-_IDLE: Alive = {"ids": {"batch": BATCHES, **dict.fromkeys(("permuted", "bucketized", "arrived"), IDS_ALIVE)},
-                "dense gradients": {"dense": 1}}
+_IDLE: Alive = {
+    "ids": {"batch": BATCHES, **dict.fromkeys(("permuted", "bucketized", "arrived"), IDS_ALIVE)},
+    "dense gradients": {"dense": 1},
+}
 """Of a run whenever it is nothing else: ids, and DDP's buckets."""
 
 
@@ -58,9 +60,13 @@ def phases_of(stages: tuple[Stages, ...]) -> tuple[Phase, ...]:
         held, lingering = [turn.before for turn in turns], []
         if stage == 2:  # outputs in one tensor, and its gradient
             received = [*idle, *((run, {"received outputs": {"local": 1}}) for run in runs)]
-            found += [Phase("outputs joined", _sum([*received, *(
-                          (run, {"received outputs": {"together": 1}}) for run in runs)])),
-                      Phase("dense part", _sum([*received, *enumerate(held)]))]
+            found += [
+                Phase(
+                    "outputs joined",
+                    _sum([*received, *((run, {"received outputs": {"together": 1}}) for run in runs)]),
+                ),
+                Phase("dense part", _sum([*received, *enumerate(held)])),
+            ]
         for run in reversed(runs) if stage > 1 else runs:
             held[run] = {}
             for name, alive in turns[run].phases.items():

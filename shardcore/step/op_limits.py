@@ -36,15 +36,19 @@ def may_bind(problem: Problem) -> bool:
     tables = problem.tables
     return not problem.topology.on_cpu and (
         sum(t.features for t in tables) > most_features(problem.global_batch)
-        or sum(t.looked_up for t in tables) * problem.global_batch > MOST_IDS)
+        or sum(t.looked_up for t in tables) * problem.global_batch > MOST_IDS
+    )
 
 
 def require_ops(plan: Plan, problem: Problem) -> None:
     """Raise TooManyInOneOp, naming the first device whose op has too many features or ids."""
     if not may_bind(problem):
         return
-    held = {(run_of(p.kind, s.table), device, s.table, s.row_lo): s
-            for p in plan.placements for device, s in shards_on(p)}
+    held = {
+        (run_of(p.kind, s.table), device, s.table, s.row_lo): s
+        for p in plan.placements
+        for device, s in shards_on(p)
+    }
     features, ids = Counter(), Counter()
     for (run, device, table, _), shard in held.items():
         features[run, device] += 0 if run.sequence else table.features
@@ -52,10 +56,14 @@ def require_ops(plan: Plan, problem: Problem) -> None:
     for (run, device), n in features.items():
         batch, what = run.batch(problem), f"device {device} of problem {problem.name!r} would run"
         if n > (most := most_features(batch)):
-            raise TooManyInOneOp(f"{what} {n} features in one op ({run.name}) over {batch} samples; FBGEMM's "
-                                 f"CUDA op packs both into 32 bits, so at most {most} features: it needs "
-                                 "more devices, or a smaller batch")
+            raise TooManyInOneOp(
+                f"{what} {n} features in one op ({run.name}) over {batch} samples; FBGEMM's "
+                f"CUDA op packs both into 32 bits, so at most {most} features: it needs "
+                "more devices, or a smaller batch"
+            )
         if ids[run, device] > MOST_IDS:
-            raise TooManyInOneOp(f"{what} {ids[run, device]:.3g} ids in one op ({run.name}); FBGEMM's CUDA "
-                                 f"op counts them in 32 bits, so at most {MOST_IDS}: it needs more devices, "
-                                 "or a smaller batch")
+            raise TooManyInOneOp(
+                f"{what} {ids[run, device]:.3g} ids in one op ({run.name}); FBGEMM's CUDA "
+                f"op counts them in 32 bits, so at most {MOST_IDS}: it needs more devices, "
+                "or a smaller batch"
+            )

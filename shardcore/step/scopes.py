@@ -48,12 +48,15 @@ class Scope:
 
 WORLD, HOST, CROSS = "world", "host", "cross"
 
-SCOPES: Mapping[str, Scope] = {row.name: row for row in (
-    Scope(WORLD, "", lambda on_hosts: (tuple(d for devices in on_hosts for d in devices),)),
-    Scope(HOST, " within a host", lambda on_hosts: tuple(map(tuple, on_hosts)), within=True),
-    # By their order on the host.
-    Scope(CROSS, " across hosts", lambda on_hosts: tuple(zip(*on_hosts, strict=True)), across=True),
-)}
+SCOPES: Mapping[str, Scope] = {
+    row.name: row
+    for row in (
+        Scope(WORLD, "", lambda on_hosts: (tuple(d for devices in on_hosts for d in devices),)),
+        Scope(HOST, " within a host", lambda on_hosts: tuple(map(tuple, on_hosts)), within=True),
+        # By their order on the host.
+        Scope(CROSS, " across hosts", lambda on_hosts: tuple(zip(*on_hosts, strict=True)), across=True),
+    )
+}
 """By name. The first has all devices."""
 
 

@@ -40,9 +40,15 @@ def travelling(name: str, n_bytes: float, job: Job, received: bool = False) -> d
     """An amount, as it travels, and its casts. received: whether it arrives, and gradients leave."""
     there, back = (PAYLOADS[p] / OUTPUT_BYTES for p in (job.forward_payload, job.backward_payload))
     leaves, arrives = (back, there) if received else (there, back)
-    return {name: n_bytes, f"{name} there": n_bytes * there, f"{name} back": n_bytes * back,
-            f"{name} cast": n_bytes * leaves * (leaves < 1), f"{name} clamped": n_bytes * (leaves < 1),
-            f"{name} decoded": n_bytes * (arrives < 1), f"{name} recast": n_bytes * back * (back < 1)}
+    return {
+        name: n_bytes,
+        f"{name} there": n_bytes * there,
+        f"{name} back": n_bytes * back,
+        f"{name} cast": n_bytes * leaves * (leaves < 1),
+        f"{name} clamped": n_bytes * (leaves < 1),
+        f"{name} decoded": n_bytes * (arrives < 1),
+        f"{name} recast": n_bytes * back * (back < 1),
+    }
 
 
 @dataclass(frozen=True)
@@ -81,15 +87,18 @@ def run_batches(placements: Iterable[Placement], problem: Problem) -> dict[Layou
             any(s.width < s.table.dim for s in shards),
             local * sum(sample_bytes(s.table, problem.job) for s in shards),
             local * sum(bucketized_bytes(s.table, problem.job, ranges) for s in shards) * run.divides_rows,
-            max(stepped_bytes(run, s, problem) for s in shards))
+            max(stepped_bytes(run, s, problem) for s in shards),
+        )
     return found
 
 
 def table_order(problem: Problem) -> dict[str, tuple[int, int]]:
     """The place of each table's run among runs: that of the first table of its collection, and its own."""
     of_collection: dict[tuple[str, bool], int] = {}
-    return {table.name: (of_collection.setdefault((table.collection, table.sequence), number), number)
-            for number, table in enumerate(problem.tables)}
+    return {
+        table.name: (of_collection.setdefault((table.collection, table.sequence), number), number)
+        for number, table in enumerate(problem.tables)
+    }
 
 
 def local_amounts(batches: Mapping[Layout, RunBatch], problem: Problem) -> dict[Layout, dict[str, float]]:
@@ -100,8 +109,9 @@ def local_amounts(batches: Mapping[Layout, RunBatch], problem: Problem) -> dict[
     found, last = {}, _last_to_need_gradients(batches)
     for run, batch in batches.items():
         joined = collections[run.collection, run.sequence]
-        found[run] = outputs_amounts(batch.outputs, problem, batch.cut,
-                                     batch.cut if run.sequence else len(joined) > 1)
+        found[run] = outputs_amounts(
+            batch.outputs, problem, batch.cut, batch.cut if run.sequence else len(joined) > 1
+        )
         if run.sequence or run in last:
             found[run]["gradient"] = batch.outputs if run.sequence else sum(joined)
         found[run]["uncut"] = found[run].get("gradient", 0) * (not batch.cut)
@@ -134,8 +144,12 @@ def outputs_amounts(outputs: float, problem: Problem, cut: bool, together: bool)
     """Amounts of a local batch's outputs of a run."""
     found = travelling("local", outputs, problem.job, received=True)
     copied = found["local back"] * (together or found["local back"] < outputs)
-    return found | {"local copied": copied, "cut": outputs * cut, "together": outputs * together,
-                    "joined": outputs * (cut or together)}
+    return found | {
+        "local copied": copied,
+        "cut": outputs * cut,
+        "together": outputs * together,
+        "joined": outputs * (cut or together),
+    }
 
 
 def batch_bytes(problem: Problem) -> float:

@@ -82,8 +82,11 @@ def groupings(problem: Problem, sync_every: int, among: Iterable[int]) -> tuple[
     Layouts of one group, and of groups of one device, are the same. They are listed once.
     """
     n = len(problem.topology)
-    return tuple(Grouping(size, layout, sync_every) for size in among
-                 for layout in (GROUP_LAYOUTS if 1 < size < n else GROUP_LAYOUTS[:1]))
+    return tuple(
+        Grouping(size, layout, sync_every)
+        for size in among
+        for layout in (GROUP_LAYOUTS if 1 < size < n else GROUP_LAYOUTS[:1])
+    )
 
 
 def members(topology: Topology, grouping: Grouping) -> tuple[tuple[int, ...], ...]:
@@ -92,11 +95,14 @@ def members(topology: Topology, grouping: Grouping) -> tuple[tuple[int, ...], ..
     Raises ShardCoreError for a size that does not divide the devices evenly.
     """
     n, size = len(topology), grouping.size
-    require(n % size == 0, f"groups have size {size}, which does not divide {n} devices evenly; it needs one "
-            f"of {', '.join(str(d) for d in range(1, n + 1) if n % d == 0)}")
+    require(
+        n % size == 0,
+        f"groups have size {size}, which does not divide {n} devices evenly; it needs one "
+        f"of {', '.join(str(d) for d in range(1, n + 1) if n % d == 0)}",
+    )
     count, ranks = n // size, topology.ranks
     if grouping.layout == CONTIGUOUS:
-        return tuple(ranks[g * size:(g + 1) * size] for g in range(count))
+        return tuple(ranks[g * size : (g + 1) * size] for g in range(count))
     return tuple(ranks[g::count] for g in range(count))
 
 
@@ -118,31 +124,50 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
     each = members(topology, grouping)
     if len(each) == 1:
         return problem
-    require(OPTIMIZERS[problem.optimizer].states in SYNCED_STATES,
-            f"{p} has optimizer {problem.optimizer!r}; replicas of groups need one of "
-            f"{', '.join(name for name, o in OPTIMIZERS.items() if o.states in SYNCED_STATES)}, for TorchRec "
-            "1.8 synchronises no other")
+    require(
+        OPTIMIZERS[problem.optimizer].states in SYNCED_STATES,
+        f"{p} has optimizer {problem.optimizer!r}; replicas of groups need one of "
+        f"{', '.join(name for name, o in OPTIMIZERS.items() if o.states in SYNCED_STATES)}, for TorchRec "
+        "1.8 synchronises no other",
+    )
     pins = dict(problem.constraints.pinned)
-    require(not pins, f"{p} has constraints.pinned {pins}; groups need none, for a device of a group stands "
-            "for one of each group")
+    require(
+        not pins,
+        f"{p} has constraints.pinned {pins}; groups need none, for a device of a group stands "
+        "for one of each group",
+    )
     spread = [numbered([topology.devices[d].host for d in group]) for group in each]
     for number, hosts in enumerate(spread):
         if hosts != spread[0]:
-            raise Infeasible(f"group {number} has {_counts(hosts)} devices on its hosts, group 0 "
-                             f"{_counts(spread[0])}; one plan for all groups needs them alike")
+            raise Infeasible(
+                f"group {number} has {_counts(hosts)} devices on its hosts, group 0 "
+                f"{_counts(spread[0])}; one plan for all groups needs them alike"
+            )
     devices = tuple(
-        Device(min(topology.devices[d].memory_bytes for d in alike),
-               min(topology.devices[d].speed for d in alike), host=topology.devices[alike[0]].host)
-        for alike in replicas(topology, grouping))
+        Device(
+            min(topology.devices[d].memory_bytes for d in alike),
+            min(topology.devices[d].speed for d in alike),
+            host=topology.devices[alike[0]].host,
+        )
+        for alike in replicas(topology, grouping)
+    )
     # Names are limited to 100 characters.
     name = f"{problem.name[:70]}.{grouping.layout}-{grouping.size}"
     links = replace(topology.among(each[0]), devices=devices)
     if topology.memory:
         # Groups on one host share its memory, by their devices there.
-        shares = [len(here) / len(all_here) for here, all_here in zip(
-            links.on_hosts, (topology.on_hosts[topology.hosts.index(h)] for h in links.hosts), strict=True)]
-        links = replace(links, memory=tuple(replace(memory, bytes=int(memory.bytes * min(shares)))
-                                            for memory in topology.memory))
+        shares = [
+            len(here) / len(all_here)
+            for here, all_here in zip(
+                links.on_hosts, (topology.on_hosts[topology.hosts.index(h)] for h in links.hosts), strict=True
+            )
+        ]
+        links = replace(
+            links,
+            memory=tuple(
+                replace(memory, bytes=int(memory.bytes * min(shares))) for memory in topology.memory
+            ),
+        )
     return replace(problem, name=name, topology=links, global_batch=problem.local_batch * grouping.size)
 
 
@@ -172,8 +197,7 @@ def _in_device_memory(shard: Shard) -> Shard:
 
 def replicated_gradient_bytes(plan: Plan) -> int:
     """Bytes of dense gradients, which travel among all devices of all groups at each step."""
-    return sum(p.shard.bytes for p in plan.placements
-               if run_of(p.kind, p.shard.table).dense_gradient)
+    return sum(p.shard.bytes for p in plan.placements if run_of(p.kind, p.shard.table).dense_gradient)
 
 
 def per_host(problem: Problem) -> int:
@@ -189,9 +213,11 @@ def require_size(text: str, problem: Problem) -> tuple[int, ...]:
         return allowed
     if text.isdecimal() and len(text) < 9 and int(text) in allowed:
         return (int(text),)
-    raise ShardCoreError(f"--groups is {text[:40]!r}; it needs 'auto' or a size that divides the "
-                         f"{len(problem.topology)} devices of problem {problem.name!r} evenly: "
-                         f"{', '.join(map(str, reversed(allowed[-8:])))}{', ...' * (len(allowed) > 8)}")
+    raise ShardCoreError(
+        f"--groups is {text[:40]!r}; it needs 'auto' or a size that divides the "
+        f"{len(problem.topology)} devices of problem {problem.name!r} evenly: "
+        f"{', '.join(map(str, reversed(allowed[-8:])))}{', ...' * (len(allowed) > 8)}"
+    )
 
 
 def words(grouping: Grouping, problem: Problem) -> str:

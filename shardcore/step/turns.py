@@ -66,8 +66,13 @@ Stages = tuple[Turn, ...]
 """A run's turns in the four stages."""
 
 
-def turn_of(before: Alive | None = None, after: Alive | None = None, lingers: Alive | None = None,
-            **phases: Alive) -> Turn:
+def turn_of(
+    before: Alive | None = None, after: Alive | None = None, lingers: Alive | None = None, **phases: Alive
+) -> Turn:
     """A turn. Names of phases have underscores for spaces."""
-    return Turn(before or {}, {name.replace("_", " "): alive for name, alive in phases.items()},
-                lingers or {}, after or {})
+    return Turn(
+        before or {},
+        {name.replace("_", " "): alive for name, alive in phases.items()},
+        lingers or {},
+        after or {},
+    )

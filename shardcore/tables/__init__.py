@@ -1,8 +1,8 @@
 """Embedding tables: where pools of them come from, how they are accessed, and batches of row ids.
 
-  generate        a pool calibrated to the published statistics of dlrm_datasets
-  public          public lists of tables
-  statistics      published statistics, and the same statistics of any pool
-  held_out        which tables are kept for testing
-  streams         batches of row ids drawn from them
+generate        a pool calibrated to the published statistics of dlrm_datasets
+public          public lists of tables
+statistics      published statistics, and the same statistics of any pool
+held_out        which tables are kept for testing
+streams         batches of row ids drawn from them
 """

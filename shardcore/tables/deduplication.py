@@ -24,12 +24,19 @@ def dedup_of(features: Sequence[tuple[np.ndarray, np.ndarray]], batch: int) -> f
         raise ShardCoreError(f"features have {sorted(counts)} samples; they need the same number, 1 or more")
     for ids, lengths in features:
         if lengths.sum() != len(ids):
-            raise ShardCoreError(f"a feature has {len(ids)} ids, and lengths of {lengths.sum()} in all; they "
-                                 "need to agree")
+            raise ShardCoreError(
+                f"a feature has {len(ids)} ids, and lengths of {lengths.sum()} in all; they need to agree"
+            )
     samples, distinct = counts.pop(), 0
     ends = [np.cumsum(lengths) for _, lengths in features]
     for first in range(0, samples, batch):
-        distinct += len({tuple(ids[end[i] - lengths[i]:end[i]].tobytes()
-                               for (ids, lengths), end in zip(features, ends, strict=True))
-                         for i in range(first, min(first + batch, samples))})
+        distinct += len(
+            {
+                tuple(
+                    ids[end[i] - lengths[i] : end[i]].tobytes()
+                    for (ids, lengths), end in zip(features, ends, strict=True)
+                )
+                for i in range(first, min(first + batch, samples))
+            }
+        )
     return samples / distinct

@@ -65,8 +65,10 @@ def generate_pool(config: PoolConfig = PoolConfig()) -> tuple[Table, ...]:
         _mend(rows_in_bin, unseen, config.tables)
     specs = [_spec(n, u, batch) for n, u in zip(rows_in_bin, unseen, strict=True)]
     specs += [(1, 0.0, Reuse(_EMPTY, batch))] * n_empty
-    return tuple(Table(f"t{i:03d}", specs[j][0], config.dim, specs[j][1], specs[j][2])
-                 for i, j in enumerate(rng.permutation(len(specs))))
+    return tuple(
+        Table(f"t{i:03d}", specs[j][0], config.dim, specs[j][1], specs[j][2])
+        for i, j in enumerate(rng.permutation(len(specs)))
+    )
 
 
 @contextmanager
@@ -129,8 +131,14 @@ def _statistics(sums: torch.Tensor, tables: int, batch: int) -> torch.Tensor:
     def sd(total, squares):
         return (squares / tables - (total / tables) ** 2).clamp_min(1e-12).sqrt()
 
-    scalars = [rows / tables, sd(rows, rows2), lookups / batch / tables, sd(lookups, lookups2) / batch,
-               lookups, unique]
+    scalars = [
+        rows / tables,
+        sd(rows, rows2),
+        lookups / batch / tables,
+        sd(lookups, lookups2) / batch,
+        lookups,
+        unique,
+    ]
     shares = lookups_in_bin / lookups[..., None]
     return torch.cat([torch.stack(scalars, -1), bins / tables, sd(bins, bins2), shares], -1)
 

@@ -94,8 +94,10 @@ class Heat:
         asked = np.asarray(rows, dtype=float)
         wrong = asked[~((asked >= 0) & (asked <= self.table_rows))]
         if wrong.size:
-            raise ShardCoreError(f"table {self.name!r} was asked for {wrong.flat[0]:.15g} {what}; it has "
-                                 f"{self.table_rows} rows, so 0 to {self.table_rows} would be right")
+            raise ShardCoreError(
+                f"table {self.name!r} was asked for {wrong.flat[0]:.15g} {what}; it has "
+                f"{self.table_rows} rows, so 0 to {self.table_rows} would be right"
+            )
         return asked
 
     @cached_property
@@ -112,8 +114,10 @@ class Heat:
         sizes, hits = held @ self.rows, held @ (self.rows * q)
         sizes, hits = (np.concatenate([[0.0], of]) for of in (sizes, hits))
         unique = self.unique_rows
-        return (np.append(np.maximum.accumulate(sizes), max(sizes[-1], float(self.table_rows))),
-                np.append(np.clip(unique - hits, 0, None), 0.0))
+        return (
+            np.append(np.maximum.accumulate(sizes), max(sizes[-1], float(self.table_rows))),
+            np.append(np.clip(unique - hits, 0, None), 0.0),
+        )
 
 
 def heat_of(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[Heat]:
@@ -126,12 +130,16 @@ def heat_of(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[H
     """
     for table in tables:
         if access.lookups(table, batch) == 0:
-            raise ShardCoreError(f"table {table.name!r} has no access statistics: its pooling of "
-                                 f"{table.pooling:g} gives a batch of {batch} no lookup; it needs some")
+            raise ShardCoreError(
+                f"table {table.name!r} has no access statistics: its pooling of "
+                f"{table.pooling:g} gives a batch of {batch} no lookup; it needs some"
+            )
         if not isinstance(table.access, Zipf) and table.access.batch < batch:
-            raise ShardCoreError(f"table {table.name!r} has a reuse histogram of batch {table.access.batch}, "
-                                 f"which does not tell what a batch of {batch} touches; it needs one of "
-                                 f"{batch} samples or more")
+            raise ShardCoreError(
+                f"table {table.name!r} has a reuse histogram of batch {table.access.batch}, "
+                f"which does not tell what a batch of {batch} touches; it needs one of "
+                f"{batch} samples or more"
+            )
     found: dict[int, Heat] = {}
     reuse = [i for i, table in enumerate(tables) if not isinstance(table.access, Zipf)]
     if reuse:
@@ -147,8 +155,10 @@ def heat_of_ids(table: Table, ids: np.ndarray, batch: int, batches: int = 1) -> 
     Raises ShardCoreError as `row_counts` does, and if there are no ids.
     """
     if len(ids) == 0:
-        raise ShardCoreError(f"table {table.name!r} has no access statistics: {batches} batches of its data "
-                             "have no ids; it needs some")
+        raise ShardCoreError(
+            f"table {table.name!r} has no access statistics: {batches} batches of its data "
+            "have no ids; it needs some"
+        )
     return heat_of_counts(table, row_counts(table, ids), batch, batches)
 
 
@@ -164,8 +174,10 @@ def row_counts(table: Table, ids: np.ndarray) -> np.ndarray:
     ids = np.asarray(ids)
     outside = ids[(ids < 0) | (ids >= table.rows)]
     if outside.size:
-        raise ShardCoreError(f"table {table.name!r} was given id {int(outside[0])}, one of {outside.size} "
-                             f"outside it; it has {table.rows} rows, so ids 0 to {table.rows - 1}")
+        raise ShardCoreError(
+            f"table {table.name!r} was given id {int(outside[0])}, one of {outside.size} "
+            f"outside it; it has {table.rows} rows, so ids 0 to {table.rows - 1}"
+        )
     return np.bincount(ids, minlength=table.rows)
 
 
@@ -184,8 +196,9 @@ def _of_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarray, unse
         each = np.concatenate([counts[more] * max(scale, 0.0), mean]) * keep
         order, all_rows = np.argsort(-each, kind="stable"), np.concatenate([sizes[more], others])
         return Heat(table.name, batch, all_rows[order], each[order], -np.expm1(-each[order]))
-    return Heat(table.name, batch, np.append(sizes, cold), np.append(counts * keep, 0.0),
-                np.append(touched, 0.0))
+    return Heat(
+        table.name, batch, np.append(sizes, cold), np.append(counts * keep, 0.0), np.append(touched, 0.0)
+    )
 
 
 def _tail(first: float, last: float, lookups: float) -> tuple[np.ndarray, np.ndarray]:

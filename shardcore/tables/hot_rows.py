@@ -42,8 +42,9 @@ def hot_counts(problem: Problem, least_lookups: float) -> dict[str, int]:
     Raises ShardCoreError for a threshold that is not above 0, and as `heat_of` does.
     """
     if not 0 < least_lookups < float("inf"):
-        raise ShardCoreError(f"hot rows were asked for from {least_lookups} lookups a batch on; it needs a "
-                             "number above 0")
+        raise ShardCoreError(
+            f"hot rows were asked for from {least_lookups} lookups a batch on; it needs a number above 0"
+        )
     found = {}
     for table, heat in heats(problem):
         rows = int(heat.rows[heat.lookups >= least_lookups].sum())
@@ -55,8 +56,11 @@ def hot_counts(problem: Problem, least_lookups: float) -> dict[str, int]:
 def heats(problem: Problem) -> list[tuple[Table, Heat]]:
     """The tables that may be divided, and how hot their rows are."""
     fixed, batch = problem.kinds_of, problem.global_batch
-    tables = [table for table in problem.tables
-              if table.sequence and table.name not in fixed and access.lookups(table, batch)]
+    tables = [
+        table
+        for table in problem.tables
+        if table.sequence and table.name not in fixed and access.lookups(table, batch)
+    ]
     return list(zip(tables, heat_of(tables, problem.global_batch), strict=True))
 
 
@@ -70,13 +74,17 @@ def with_hot_rows(problem: Problem, rows: Mapping[str, int]) -> Problem:
     known = {table.name: table for table in problem.tables}
     for name, n in rows.items():
         if name not in known:
-            raise ShardCoreError(f"hot rows were asked for of table {name!r}, which problem "
-                                 f"{problem.name!r} does not have")
+            raise ShardCoreError(
+                f"hot rows were asked for of table {name!r}, which problem {problem.name!r} does not have"
+            )
         _require_divisible(known[name], n)
     parts = {name: divided(known[name], n, problem.global_batch) for name, n in rows.items()}
     within = {known[name].collection for name in rows} - {""}
-    tables = [part if part.name == name + HOT else _within(part, within)
-              for name, table in known.items() for part in parts.get(name, (table,))]
+    tables = [
+        part if part.name == name + HOT else _within(part, within)
+        for name, table in known.items()
+        for part in parts.get(name, (table,))
+    ]
     return replace(problem, tables=tuple(tables), constraints=_renamed(problem.constraints, rows))
 
 
@@ -93,11 +101,25 @@ def divided(table: Table, rows: int, batch: int) -> tuple[Table, Table]:
     _require_divisible(table, rows)
     share = access_of_hottest(table, rows, batch)
     # A replica is whole in device memory.
-    hot = replace(table, name=table.name + HOT, rows=rows, pooling=table.pooling * share[0], access=share[1],
-                  load_factor=1.0, ordered=table.ordered and not table.row_shares, row_shares=None)
+    hot = replace(
+        table,
+        name=table.name + HOT,
+        rows=rows,
+        pooling=table.pooling * share[0],
+        access=share[1],
+        load_factor=1.0,
+        ordered=table.ordered and not table.row_shares,
+        row_shares=None,
+    )
     shares = table.row_shares and RowShares(table.row_shares.unique, table.row_shares.unique)
-    cold = replace(table, name=table.name + COLD, rows=table.rows - rows,
-                   pooling=table.pooling * (1 - share[0]), access=share[2], row_shares=shares)
+    cold = replace(
+        table,
+        name=table.name + COLD,
+        rows=table.rows - rows,
+        pooling=table.pooling * (1 - share[0]),
+        access=share[2],
+        row_shares=shares,
+    )
     return hot, cold
 
 
@@ -134,14 +156,20 @@ def _within(table: Table, collections: set[str]) -> Table:
 
 def is_hot(table: Table, problem: Problem) -> bool:
     """Whether a table is hot rows of `with_hot_rows`."""
-    return table.name.endswith(HOT) and problem.kinds_of.get(table.name) == (REPLICA.name,) and any(
-        other.name == table.name.removesuffix(HOT) + COLD for other in problem.tables)
+    return (
+        table.name.endswith(HOT)
+        and problem.kinds_of.get(table.name) == (REPLICA.name,)
+        and any(other.name == table.name.removesuffix(HOT) + COLD for other in problem.tables)
+    )
 
 
 def cold_names(problem: Problem) -> dict[str, str]:
     """Names of the cold parts in a problem of `with_hot_rows`, by the names of the whole tables."""
-    return {table.name.removesuffix(HOT): table.name.removesuffix(HOT) + COLD
-            for table in problem.tables if is_hot(table, problem)}
+    return {
+        table.name.removesuffix(HOT): table.name.removesuffix(HOT) + COLD
+        for table in problem.tables
+        if is_hot(table, problem)
+    }
 
 
 def as_cold(plan: Plan, problem: Problem) -> Plan:
@@ -162,19 +190,28 @@ def as_cold(plan: Plan, problem: Problem) -> Plan:
 
 def _require_divisible(table: Table, rows: int) -> None:
     if not table.sequence:
-        raise ShardCoreError(f"hot rows were asked for of table {table.name!r}, which pools its lookups; it "
-                             "needs to be a sequence, for a pooled output travels if one of its rows is cold")
+        raise ShardCoreError(
+            f"hot rows were asked for of table {table.name!r}, which pools its lookups; it "
+            "needs to be a sequence, for a pooled output travels if one of its rows is cold"
+        )
     if not 1 <= rows < table.rows:
-        raise ShardCoreError(f"table {table.name!r} was asked for {rows} hot rows; it has {table.rows} rows, "
-                             f"so 1 to {table.rows - 1} would be right")
+        raise ShardCoreError(
+            f"table {table.name!r} was asked for {rows} hot rows; it has {table.rows} rows, "
+            f"so 1 to {table.rows - 1} would be right"
+        )
 
 
 def _renamed(asked: Constraints, rows: Mapping[str, int]) -> Constraints:
     """What is asked of tables, asked of their cold parts."""
     cold = {name: name + COLD for name in rows}
-    return replace(asked, unsplit=tuple(cold.get(name, name) for name in asked.unsplit),
-                   pinned=tuple((cold.get(name, name), where) for name, where in asked.pinned),
-                   together=tuple(tuple(cold.get(name, name) for name in group) for group in asked.together),
-                   min_widths=tuple((cold.get(name, name), width) for name, width in asked.min_widths),
-                   kinds=(*((cold.get(name, name), kinds) for name, kinds in asked.kinds),
-                          *((name + HOT, (REPLICA.name,)) for name in rows)))
+    return replace(
+        asked,
+        unsplit=tuple(cold.get(name, name) for name in asked.unsplit),
+        pinned=tuple((cold.get(name, name), where) for name, where in asked.pinned),
+        together=tuple(tuple(cold.get(name, name) for name in group) for group in asked.together),
+        min_widths=tuple((cold.get(name, name), width) for name, width in asked.min_widths),
+        kinds=(
+            *((cold.get(name, name), kinds) for name, kinds in asked.kinds),
+            *((name + HOT, (REPLICA.name,)) for name in rows),
+        ),
+    )

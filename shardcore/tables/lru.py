@@ -12,8 +12,14 @@ WAYS = 32
 """Rows of a set of FBGEMM's cache on a GPU (its warp size)."""
 
 
-def lru_misses(batches: Iterable[np.ndarray], table_rows: int, rows: int, warm: int = 0,
-               ways: int | None = None, seed: int = 0) -> tuple[int, int]:
+def lru_misses(
+    batches: Iterable[np.ndarray],
+    table_rows: int,
+    rows: int,
+    warm: int = 0,
+    ways: int | None = None,
+    seed: int = 0,
+) -> tuple[int, int]:
     """Unique rows that batches of ids touch, and those of them that an LRU cache of so many rows misses.
 
     warm: first batches, which are not counted.
@@ -24,8 +30,10 @@ def lru_misses(batches: Iterable[np.ndarray], table_rows: int, rows: int, warm: 
     cache that is larger than the table.
     """
     if not 0 <= rows <= table_rows:
-        raise ShardCoreError(f"a table was given a cache of {rows} rows; it has {table_rows}, so 0 to "
-                             f"{table_rows} would be right")
+        raise ShardCoreError(
+            f"a table was given a cache of {rows} rows; it has {table_rows}, so 0 to "
+            f"{table_rows} would be right"
+        )
     rng = np.random.default_rng(seed)
     sets = max(1, rows // ways) if ways else 1
     set_of, room = rng.integers(0, sets, table_rows), rows if ways is None else min(ways, rows)
@@ -42,8 +50,7 @@ def lru_misses(batches: Iterable[np.ndarray], table_rows: int, rows: int, warm: 
         last[arriving] = now
         # Those that are cached go before those that arrive, and old ones last.
         those = np.concatenate([np.flatnonzero(cached), rng.permutation(arriving)])
-        order = np.lexsort((np.arange(len(those)) >= len(those) - len(arriving), -last[those],
-                            set_of[those]))
+        order = np.lexsort((np.arange(len(those)) >= len(those) - len(arriving), -last[those], set_of[those]))
         those = those[order]
         starts = np.searchsorted(set_of[those], np.arange(sets))
         kept = np.arange(len(those)) - starts[set_of[those]] < room

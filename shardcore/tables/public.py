@@ -30,8 +30,10 @@ def public_pool(name: str) -> tuple[Table, ...]:
     entry = _lists()[name]
     access = Zipf(entry["zipf_alpha"]) if "zipf_alpha" in entry else DEFAULT_ACCESS
     digits = max(2, len(str(len(entry["tables"]) - 1)))
-    return tuple(Table(f"c{i:0{digits}d}", t["rows"], t["dim"], t["pooling"], access)
-                 for i, t in enumerate(entry["tables"]))
+    return tuple(
+        Table(f"c{i:0{digits}d}", t["rows"], t["dim"], t["pooling"], access)
+        for i, t in enumerate(entry["tables"])
+    )
 
 
 def _lists() -> dict:

@@ -18,8 +18,10 @@ from shardcore.step import access
 PUBLISHED = "2021-856"
 """The release of dlrm_datasets that the generator is calibrated to."""
 _STATISTICS = ("rows mean", "rows sd", "pooling mean", "pooling sd", "lookups", "unique rows") + tuple(
-    f"{name}, bin {k}" for name in ("reuse mean", "reuse sd", "access share", "unique row share")
-    for k in range(REUSE_BINS))
+    f"{name}, bin {k}"
+    for name in ("reuse mean", "reuse sd", "access share", "unique row share")
+    for k in range(REUSE_BINS)
+)
 
 
 def read_release() -> dict:
@@ -31,14 +33,24 @@ def read_release() -> dict:
 def published() -> dict[str, float]:
     """The public figures of dlrm_datasets (2021, 856 tables, batch 65,536), named as in pool_statistics."""
     data = read_release()
-    values = [data["rows"]["mean"], data["rows"]["sd"], data["pooling"]["mean"], data["pooling"]["sd"],
-              data["lookups"], data["unique_rows"], *data["reuse_bins"]["mean"], *data["reuse_bins"]["sd"],
-              *data["access_share_by_reuse_bin"], *data["unique_row_share_by_reuse_bin"]]
+    values = [
+        data["rows"]["mean"],
+        data["rows"]["sd"],
+        data["pooling"]["mean"],
+        data["pooling"]["sd"],
+        data["lookups"],
+        data["unique_rows"],
+        *data["reuse_bins"]["mean"],
+        *data["reuse_bins"]["sd"],
+        *data["access_share_by_reuse_bin"],
+        *data["unique_row_share_by_reuse_bin"],
+    ]
     return dict(zip(_STATISTICS, values, strict=True))
 
 
-def pool_statistics(tables: tuple[Table, ...],
-                    counts_of: Callable[[Table], np.ndarray] = access.reference_counts) -> dict[str, float]:
+def pool_statistics(
+    tables: tuple[Table, ...], counts_of: Callable[[Table], np.ndarray] = access.reference_counts
+) -> dict[str, float]:
     """Statistics of a pool of tables with Reuse access: as specified, or as `counts_of` measures.
 
     counts_of: [U] counts per unique row of a table, in any order. Empty without lookups.
@@ -55,7 +67,16 @@ def pool_statistics(tables: tuple[Table, ...],
     rows = np.array([t.rows for t in tables], dtype=float)
     pooling = lookups / np.array([t.access.batch for t in tables])
     bins = rows_in_bin / np.maximum(unique, 1)[:, None]
-    values = [rows.mean(), rows.std(), pooling.mean(), pooling.std(), lookups.sum(), unique.sum(),
-              *bins.mean(0), *bins.std(0), *(lookups_in_bin.sum(0) / max(lookups.sum(), 1)),
-              *(rows_in_bin.sum(0) / max(unique.sum(), 1))]
+    values = [
+        rows.mean(),
+        rows.std(),
+        pooling.mean(),
+        pooling.std(),
+        lookups.sum(),
+        unique.sum(),
+        *bins.mean(0),
+        *bins.std(0),
+        *(lookups_in_bin.sum(0) / max(lookups.sum(), 1)),
+        *(rows_in_bin.sum(0) / max(unique.sum(), 1)),
+    ]
     return dict(zip(_STATISTICS, map(float, values), strict=True))

@@ -34,8 +34,13 @@ def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndar
     if table.dedup > 1:
         ranks = _fewer(ranks, round(len(ranks) / table.dedup), rng)
     lengths = _lengths(table, len(ranks), access.distinct_values(table, batch), rng)
-    ids = (_scatter(ranks, table.rows) if not table.ordered else
-           ranks if table.row_shares is None else _by_shares(ranks, table))
+    ids = (
+        _scatter(ranks, table.rows)
+        if not table.ordered
+        else ranks
+        if table.row_shares is None
+        else _by_shares(ranks, table)
+    )
     return ids, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 

@@ -32,8 +32,12 @@ if TYPE_CHECKING:
 
 REPLICAS = tuple(layout.name for layout in LAYOUTS.values() if layout.dense_gradient)
 """Kinds that run the dense kernel."""
-KERNELS = {kernel: (tier, has_cache) for tier in BELOW for kernel, has_cache in (
-    (TIERS[tier].kernel, False), (TIERS[tier].cached_kernel, True)) if kernel}
+KERNELS = {
+    kernel: (tier, has_cache)
+    for tier in BELOW
+    for kernel, has_cache in ((TIERS[tier].kernel, False), (TIERS[tier].cached_kernel, True))
+    if kernel
+}
 """Kernels with rows below device memory: the tier that has all, and whether a cache has some."""
 CACHED = 0.2
 """Share of rows in a cache where nobody says. TorchRec's and FBGEMM's default."""
@@ -50,16 +54,22 @@ def require_constraints(asked: Asked | None) -> None:
         what = f"ParameterConstraints of table {shown(name)}"
         require_type(c, ParameterConstraints, f"constraints of table {shown(name)}", "ParameterConstraints")
         for field, kind, right in (
-                ("sharding_types", str, "a list of sharding types, such as ['row_wise'], or None"),
-                ("compute_kernels", str, "a list of kernels, such as ['fused'], or None"),
-                ("pooling_factors", Real, "a list of numbers, one for each feature")):
+            ("sharding_types", str, "a list of sharding types, such as ['row_wise'], or None"),
+            ("compute_kernels", str, "a list of kernels, such as ['fused'], or None"),
+            ("pooling_factors", Real, "a list of numbers, one for each feature"),
+        ):
             value = getattr(c, field)
-            if not (value is None and kind is str
-                    or isinstance(value, Iterable) and not isinstance(value, str)
-                    and all(isinstance(v, kind) for v in value)):
+            if not (
+                value is None
+                and kind is str
+                or isinstance(value, Iterable)
+                and not isinstance(value, str)
+                and all(isinstance(v, kind) for v in value)
+            ):
                 raise ShardCoreError(f"{what} has {field} {shown(value)}; it needs to be {right}")
-        require_type(c.min_partition, (int, NoneType), f"{what}: min_partition",
-                     "a number of columns, or None")
+        require_type(
+            c.min_partition, (int, NoneType), f"{what}: min_partition", "a number of columns, or None"
+        )
 
 
 def require_possible(asked: Asked, theirs: Tables, compute_device: str) -> list[str]:
@@ -74,29 +84,37 @@ def require_possible(asked: Asked, theirs: Tables, compute_device: str) -> list[
     for name, c in asked.items():
         what = f"ParameterConstraints of table {name!r}"
         if name not in of_name:
-            raise ShardCoreError(f"constraints are for table {name!r}, which the model does not have; it has "
-                                 f"{', '.join(map(repr, sorted(of_name)[:5]))}{', ...' * (len(of_name) > 5)}")
+            raise ShardCoreError(
+                f"constraints are for table {name!r}, which the model does not have; it has "
+                f"{', '.join(map(repr, sorted(of_name)[:5]))}{', ...' * (len(of_name) > 5)}"
+            )
         values = fields.values_of(c)
         if set(c.num_poolings or ()) == {1}:  # as if left out
             del values["num_poolings"]
         lines += fields.check(type(c), values, what)
         for kernel in c.compute_kernels or ():
             if kernel not in kernels:
-                raise ShardCoreError(f"{what} has compute kernel {kernel!r}; TorchRec's are "
-                                     f"{', '.join(sorted(kernels))}")
+                raise ShardCoreError(
+                    f"{what} has compute kernel {kernel!r}; TorchRec's are {', '.join(sorted(kernels))}"
+                )
             if why := next((why for part, why in NO_KERNELS.items() if part in kernel), None):
-                raise ShardCoreError(f"{what} has compute_kernels {c.compute_kernels}; {kernel} {why}: "
-                                     "leave it out")
+                raise ShardCoreError(
+                    f"{what} has compute_kernels {c.compute_kernels}; {kernel} {why}: leave it out"
+                )
         for of in c.sharding_types or ():
             if layout_of_torchrec(of) is None:
                 known = [of for layout in LAYOUTS.values() for of in layout.torchrec]
                 raise ShardCoreError(f"{what} has sharding type {of!r}; known are {', '.join(known)}")
         if not _asked_kinds(c):
-            raise ShardCoreError(f"{what} has sharding_types {c.sharding_types} and compute_kernels "
-                                 f"{c.compute_kernels}; 'dense' runs data_parallel tables, and no others")
+            raise ShardCoreError(
+                f"{what} has sharding_types {c.sharding_types} and compute_kernels "
+                f"{c.compute_kernels}; 'dense' runs data_parallel tables, and no others"
+            )
         if c.device_group not in (None, compute_device):
-            raise ShardCoreError(f"{what} has device_group {c.device_group!r}; the topology's "
-                                 f"compute_device is {compute_device!r}, and all tables of a plan live there")
+            raise ShardCoreError(
+                f"{what} has device_group {c.device_group!r}; the topology's "
+                f"compute_device is {compute_device!r}, and all tables of a plan live there"
+            )
         features = of_name[name].config.feature_names
         if c.feature_names is not None and sorted(c.feature_names) != sorted(features):
             raise ShardCoreError(f"{what} has feature_names {c.feature_names}; the table's are {features}")
@@ -112,14 +130,18 @@ def pooling_of(asked: Asked, theirs: Tables) -> dict[str | tuple[str, str], floa
     for key, table in theirs.items():
         found, features = asked.get(table.name), table.config.feature_names
         if found is None:
-            raise ShardCoreError(f"table {table.name!r} has no constraints; it needs "
-                                 f"ParameterConstraints(pooling_factors=[mean lookups per sample of "
-                                 f"{', '.join(features)}]), or give the planner `lookups`")
+            raise ShardCoreError(
+                f"table {table.name!r} has no constraints; it needs "
+                f"ParameterConstraints(pooling_factors=[mean lookups per sample of "
+                f"{', '.join(features)}]), or give the planner `lookups`"
+            )
         by_default = list(found.pooling_factors) == [1.0]
         factors = found.pooling_factors * len(features) if by_default else found.pooling_factors
         if len(factors) != len(features):
-            raise ShardCoreError(f"table {table.name!r} has pooling_factors {factors} for its "
-                                 f"{len(features)} features {', '.join(features)}; it needs one for each")
+            raise ShardCoreError(
+                f"table {table.name!r} has pooling_factors {factors} for its "
+                f"{len(features)} features {', '.join(features)}; it needs one for each"
+            )
         stated = dict(zip(features, factors, strict=True))
         own = {} if by_default else {(key, feature): factor for feature, factor in stated.items()}
         pooling = stated | pooling if by_default else pooling | stated | own
@@ -130,8 +152,14 @@ def default_pooling(asked: Asked, theirs: Tables) -> list[str]:
     """A line where tables have TorchRec's default of one lookup a sample, which nobody may have meant."""
     names = [t.name for t in theirs.values() if (c := asked.get(t.name)) and list(c.pooling_factors) == [1.0]]
     shown = ", ".join(map(repr, names[:5])) + ", ..." * (len(names) > 5)
-    return [f"tables {shown} are priced with one lookup a sample, for their pooling_factors are [1.0]; that "
-            "is TorchRec's default too"] if names else []
+    return (
+        [
+            f"tables {shown} are priced with one lookup a sample, for their pooling_factors are [1.0]; that "
+            "is TorchRec's default too"
+        ]
+        if names
+        else []
+    )
 
 
 def unused_pooling(asked: Asked, theirs: Tables) -> list[str]:
@@ -177,9 +205,11 @@ def _kinds_of(c: ParameterConstraints, topology: Topology, what: str) -> tuple[s
     there = tuple(kind for kind in kinds if _is_on(kind, topology))
     if not there:
         able = [t for layout in LAYOUTS.values() if _is_on(layout.name, topology) for t in layout.torchrec]
-        raise ShardCoreError(f"{what} has sharding_types {c.sharding_types}; with {len(topology)} devices in "
-                             f"all and {len(topology.on_hosts[0])} on a host ShardCore runs a table "
-                             f"by {', '.join(able)}")
+        raise ShardCoreError(
+            f"{what} has sharding_types {c.sharding_types}; with {len(topology)} devices in "
+            f"all and {len(topology.on_hosts[0])} on a host ShardCore runs a table "
+            f"by {', '.join(able)}"
+        )
     return None if set(kinds) == set(LAYOUTS) else there
 
 
@@ -250,13 +280,20 @@ def as_asked(plan: ShardingPlan, asked: Asked, theirs: Tables) -> list[str]:
     """
     lines = []
     for path in dict.fromkeys(t.path for t in theirs.values() if t.pooled and not t.replica):
-        allowed = {t.name: getattr(asked.get(t.name), "sharding_types", None) for t in theirs.values()
-                   if t.path == path}
+        allowed = {
+            t.name: getattr(asked.get(t.name), "sharding_types", None)
+            for t in theirs.values()
+            if t.path == path
+        }
         shardings = plan.plan[path]
         layouts = {name: layout_of_torchrec(shardings[name].sharding_type) for name in allowed}
-        as_cut = {layouts[name].torchrec_cut for name, types in allowed.items()
-                  if shardings[name].sharding_type == layouts[name].torchrec_cut
-                  or types and shardings[name].sharding_type not in types}
+        as_cut = {
+            layouts[name].torchrec_cut
+            for name, types in allowed.items()
+            if shardings[name].sharding_type == layouts[name].torchrec_cut
+            or types
+            and shardings[name].sharding_type not in types
+        }
         for name, types in allowed.items():
             whole, cut = layouts[name].torchrec_whole, layouts[name].torchrec_cut
             written = cut if cut in as_cut and (not types or cut in types) else shardings[name].sharding_type
@@ -264,15 +301,18 @@ def as_asked(plan: ShardingPlan, asked: Asked, theirs: Tables) -> list[str]:
                 written = whole
             shardings[name] = replace(shardings[name], sharding_type=written)
         runs = {shardings[name].sharding_type for name in allowed}
-        lines += [f"module {path!r} runs {layout.torchrec_whole} and {layout.torchrec_cut} tables, for their "
-                  "sharding_types allow no single one; they are priced as one op"
-                  for layout in LAYOUTS.values() if layout.cuts_columns
-                  and {layout.torchrec_whole, layout.torchrec_cut} <= runs]
+        lines += [
+            f"module {path!r} runs {layout.torchrec_whole} and {layout.torchrec_cut} tables, for their "
+            "sharding_types allow no single one; they are priced as one op"
+            for layout in LAYOUTS.values()
+            if layout.cuts_columns and {layout.torchrec_whole, layout.torchrec_cut} <= runs
+        ]
     return lines
 
 
-def without(kinds: Mapping[str, tuple[str, ...]], refused: Mapping[str, str], asked: Asked,
-            theirs: Tables) -> dict[str, tuple[str, ...]]:
+def without(
+    kinds: Mapping[str, tuple[str, ...]], refused: Mapping[str, str], asked: Asked, theirs: Tables
+) -> dict[str, tuple[str, ...]]:
     """Kinds of tables, without those that ran as a type that was not asked for.
 
     Raises ShardCoreError if they leave a table none.
@@ -282,8 +322,10 @@ def without(kinds: Mapping[str, tuple[str, ...]], refused: Mapping[str, str], as
         left[name] = tuple(k for k in kinds[name] if found not in layout_of(k).torchrec)
         if not left[name]:
             types = asked[theirs[name].name].sharding_types
-            raise ShardCoreError(f"the plan shards table {name!r} {found}; its constraints have "
-                                 f"sharding_types {', '.join(types)}: allow it too")
+            raise ShardCoreError(
+                f"the plan shards table {name!r} {found}; its constraints have "
+                f"sharding_types {', '.join(types)}: allow it too"
+            )
     return left
 
 
@@ -292,9 +334,11 @@ def require_no_grid(plan: ShardingPlan) -> None:
     for path, module in plan.plan.items():
         for name, sharding in module.items():
             if sharding.sharding_type == "grid_shard":
-                raise ShardCoreError(f"table {name!r} of module {path!r} runs grid_shard, for its "
-                                     "sharding_types allow no other, and its batches have sizes of their own "
-                                     "(VBE), which TorchRec's grid_shard does not take: allow another type")
+                raise ShardCoreError(
+                    f"table {name!r} of module {path!r} runs grid_shard, for its "
+                    "sharding_types allow no other, and its batches have sizes of their own "
+                    "(VBE), which TorchRec's grid_shard does not take: allow another type"
+                )
 
 
 def settings_of(asked: Asked, theirs: Tables) -> ShardingPlan:
@@ -305,8 +349,13 @@ def settings_of(asked: Asked, theirs: Tables) -> ShardingPlan:
     for table in theirs.values():
         if c := asked.get(table.name):
             modules.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = ParameterSharding(
-                "", kernel_of(c), cache_params=c.cache_params, enforce_hbm=c.enforce_hbm,
+                "",
+                kernel_of(c),
+                cache_params=c.cache_params,
+                enforce_hbm=c.enforce_hbm,
                 stochastic_rounding=c.stochastic_rounding,
-                bounds_check_mode=c.bounds_check_mode, output_dtype=c.output_dtype,
-                key_value_params=c.key_value_params)
+                bounds_check_mode=c.bounds_check_mode,
+                output_dtype=c.output_dtype,
+                key_value_params=c.key_value_params,
+            )
     return ShardingPlan(modules)

@@ -48,21 +48,34 @@ class Arguments:
 
     def __post_init__(self) -> None:
         require_within(self, "arguments", world_size=(1, MOST_DEVICES))
-        for part, whole in (("sharding_group_size", "world_size"),
-                            ("node_group_size", "sharding_group_size")):
+        for part, whole in (
+            ("sharding_group_size", "world_size"),
+            ("node_group_size", "sharding_group_size"),
+        ):
             n, of = getattr(self, part), getattr(self, whole)
-            require(1 <= n <= of and of % n == 0,
-                    f"arguments have {part} {n}; it needs to divide {whole} {of} evenly")
+            require(
+                1 <= n <= of and of % n == 0,
+                f"arguments have {part} {n}; it needs to divide {whole} {of} evenly",
+            )
 
 
 def arguments_of(grouped: GroupedPlan, problem: Problem) -> Arguments:
     """problem: the whole."""
-    return Arguments(len(problem.topology), grouped.grouping.size, per_host(grouped.problem),
-                     grouped.grouping.layout == CONTIGUOUS)
+    return Arguments(
+        len(problem.topology),
+        grouped.grouping.size,
+        per_host(grouped.problem),
+        grouped.grouping.layout == CONTIGUOUS,
+    )
 
 
-def to_dmp_collection(grouped: GroupedPlan, problem: Problem, module: nn.Module | str,
-                      compute_device: str | None = None, **others: Any) -> dict[str, Any]:
+def to_dmp_collection(
+    grouped: GroupedPlan,
+    problem: Problem,
+    module: nn.Module | str,
+    compute_device: str | None = None,
+    **others: Any,
+) -> dict[str, Any]:
     """Keyword arguments of DMPCollection: `plan`, of one group, those of Arguments, and others.
 
     The parameters are those of `to_torchrec`, which raises the same. problem: the whole.
@@ -71,8 +84,10 @@ def to_dmp_collection(grouped: GroupedPlan, problem: Problem, module: nn.Module 
     Raises ShardCoreError for one of the others that follows from the plan, or under which its price does not
     hold (see `torchrec_fields`).
     """
-    own = {"plan": to_torchrec(grouped.plan, grouped.problem, module, compute_device),
-           **asdict(arguments_of(grouped, problem))}
+    own = {
+        "plan": to_torchrec(grouped.plan, grouped.problem, module, compute_device),
+        **asdict(arguments_of(grouped, problem)),
+    }
     if twice := sorted({"module", *own} & set(others)):
         raise ShardCoreError(f"DMPCollection's {twice[0]} follows from the plan; leave it out")
     if others:
@@ -83,8 +98,11 @@ def to_dmp_collection(grouped: GroupedPlan, problem: Problem, module: nn.Module 
 def write_dmp_collection(path: str | Path, arguments: Mapping[str, Any], sync_every: int) -> None:
     """Write keyword arguments of DMPCollection, and how often replicas synchronise."""
     numbers = {name: value for name, value in arguments.items() if name != "plan"}
-    body = {"arguments": asdict(schema.build(Arguments, numbers, "arguments")), "sync_every": sync_every,
-            "modules": to_json(arguments["plan"])}
+    body = {
+        "arguments": asdict(schema.build(Arguments, numbers, "arguments")),
+        "sync_every": sync_every,
+        "modules": to_json(arguments["plan"]),
+    }
     files.write_json(path, {"schema": SCHEMA, "version": VERSION, "digest": files.digest(body), **body})
 
 
@@ -98,12 +116,16 @@ def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:
     if found != SCHEMA:
         raise ShardCoreError(f"{path} has schema {schema.show(found)}; expected {SCHEMA!r}")
     if data.get("version") != VERSION:
-        raise ShardCoreError(f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this "
-                             f"ShardCore reads {VERSION}")
+        raise ShardCoreError(
+            f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this "
+            f"ShardCore reads {VERSION}"
+        )
     body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
     if data.get("digest") != files.digest(body):
-        raise ShardCoreError(f"{path} does not match its digest {schema.show(data.get('digest'))}; it was "
-                             "edited after ShardCore wrote it")
+        raise ShardCoreError(
+            f"{path} does not match its digest {schema.show(data.get('digest'))}; it was "
+            "edited after ShardCore wrote it"
+        )
     made = schema.build(_File, body, str(path))
     arguments = schema.build(Arguments, made.arguments, f"{path}: arguments")
     return {"plan": from_json(made.modules, str(path)), **asdict(arguments)}, made.sync_every

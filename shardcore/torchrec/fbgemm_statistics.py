@@ -106,9 +106,13 @@ def write_tables_of_ops(model: nn.Module, folder: str | Path) -> None:
             # Data-parallel lookups are wrapped in DDP, hence `module`.
             for kernel in getattr(getattr(lookup, "module", lookup), "_emb_modules", ()):
                 if uuid := getattr(getattr(kernel, "emb_module", None), "uuid", None):
-                    files.write_json(Path(folder) / TABLES.format(op=uuid), [
-                        asdict(_part(path_in_model(path, model), table))
-                        for table in kernel._config.embedding_tables])
+                    files.write_json(
+                        Path(folder) / TABLES.format(op=uuid),
+                        [
+                            asdict(_part(path_in_model(path, model), table))
+                            for table in kernel._config.embedding_tables
+                        ],
+                    )
 
 
 def _part(path: str, table: Any) -> TablePart:
@@ -122,20 +126,26 @@ def read_statistics(path: str | Path) -> list[PartLookups]:
     Raises ShardCoreError for a folder without reports, and for a damaged report.
     """
     path = Path(path)
-    reports = ([path / name for name in schema.names_in(path) if REPORT.fullmatch(name)] if path.is_dir()
-               else [path])
+    reports = (
+        [path / name for name in schema.names_in(path) if REPORT.fullmatch(name)] if path.is_dir() else [path]
+    )
     if not reports:
-        raise ShardCoreError(f"folder {str(path)!r} has no reports of FBGEMM "
-                             "(tbe-OP-config-estimation-STEP.json); run the job with "
-                             "FBGEMM_TBE_REPORT_INPUT_PARAMS=1, and FBGEMM_REPORT_INPUT_PARAMS_BUCKET "
-                             "naming it")
+        raise ShardCoreError(
+            f"folder {str(path)!r} has no reports of FBGEMM "
+            "(tbe-OP-config-estimation-STEP.json); run the job with "
+            "FBGEMM_TBE_REPORT_INPUT_PARAMS=1, and FBGEMM_REPORT_INPUT_PARAMS_BUCKET "
+            "naming it"
+        )
     steps: dict[tuple[str, int], list[PartLookups]] = defaultdict(list)
     for report in reports:
         named = REPORT.fullmatch(report.name)
         op = named["op"] if named else report.name
         names = report.with_name(TABLES.format(op=op))
-        parts = (schema.read(schema.read_json(names), tuple[TablePart, ...], str(names))
-                 if names.exists() else None)
+        parts = (
+            schema.read(schema.read_json(names), tuple[TablePart, ...], str(names))
+            if names.exists()
+            else None
+        )
         # Several steps of an op are averaged.
         for i, found in _tables_of(schema.read_json(report), f"FBGEMM report {str(report)!r}", parts).items():
             steps[op, i].append(found)
@@ -155,9 +165,15 @@ def reported_tables(path: str | Path) -> tuple[Table, ...]:
     for part in (f.part for f in found if f.part):
         parts[part.module, part.table].append(part)
     having = Counter(table for _, table in parts)
-    shapes = {table if having[table] == 1 else f"{module}.{table}":
-              (module, table, max(p.row_hi for p in held), max(p.col_hi for p in held))
-              for (module, table), held in sorted(parts.items())}
+    shapes = {
+        table if having[table] == 1 else f"{module}.{table}": (
+            module,
+            table,
+            max(p.row_hi for p in held),
+            max(p.col_hi for p in held),
+        )
+        for (module, table), held in sorted(parts.items())
+    }
     named = {(f.part.module, f.part.table): f for f in found if f.part}
     tables = []
     for name, statistics in matched(found, shapes).items():
@@ -165,8 +181,13 @@ def reported_tables(path: str | Path) -> tuple[Table, ...]:
         of = named[module, table]
         tables.append(Table(name, rows, dim, *statistics, features=of.features, weighted=of.weighted))
     unnamed = [f for f in found if not f.part]
-    return tuple(tables + [Table(f"t{i}", f.rows, f.dim, f.pooling, _reuse([f]), features=f.features,
-                                 weighted=f.weighted) for i, f in enumerate(unnamed)])
+    return tuple(
+        tables
+        + [
+            Table(f"t{i}", f.rows, f.dim, f.pooling, _reuse([f]), features=f.features, weighted=f.weighted)
+            for i, f in enumerate(unnamed)
+        ]
+    )
 
 
 def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dict[int, PartLookups]:
@@ -175,17 +196,22 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
         specs = schema.read(report["embedding_specs"], tuple[tuple[int, int], ...], "embedding_specs")
         table_of = schema.read(report["feature_table_map"], tuple[int, ...], "feature_table_map")
         pooling, seen, batches = defaultdict(float), defaultdict(lambda: np.zeros(REUSE_BINS)), {}
-        for table, mean, batch, law in zip(table_of, report["pooling_params"]["Ls"],
-                                           report["batch_params"]["Bs"],
-                                           report["indices_params_list"], strict=True):
+        for table, mean, batch, law in zip(
+            table_of,
+            report["pooling_params"]["Ls"],
+            report["batch_params"]["Bs"],
+            report["indices_params_list"],
+            strict=True,
+        ):
             hitters = schema.read(law["heavy_hitters"], tuple[float, ...], "heavy_hitters")
             if not all(0 <= share <= 1 for share in hitters):
                 raise ValueError(f"heavy_hitters are {schema.show(hitters)}, not shares within 0 and 1")
             q, s = schema.read(law["zipf_q"], float, "zipf_q"), schema.read(law["zipf_s"], float, "zipf_s")
             mean, batch = schema.read(mean, float, "Ls"), schema.read(batch, int, "Bs")
             if not (0 <= mean <= MOST_POOLING and 1 <= batch <= MOST_BATCH):
-                raise ValueError(f"Ls has {mean:g} and Bs {batch}; they need 0 to {MOST_POOLING:g} and "
-                                 f"1 to {MOST_BATCH}")
+                raise ValueError(
+                    f"Ls has {mean:g} and Bs {batch}; they need 0 to {MOST_POOLING:g} and 1 to {MOST_BATCH}"
+                )
             batches[table] = batch
             pooling[table] += mean
             # Features of a table are assumed to look up different ids.
@@ -194,25 +220,33 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
         if not all(0 <= i < len(specs) for i in table_of):
             raise ValueError(f"feature_table_map is {schema.show(table_of)}, for {len(specs)} tables")
         features, weighted = Counter(table_of), schema.read(report.get("weighted", False), bool, "weighted")
-        found = {i: PartLookups(*specs[i], parts[i] if parts else None, pooling[i], seen[i], batches[i],
-                                features[i], weighted)
-                 for i in pooling}
-        if not all(np.isfinite(f.seen).all() and 0 <= f.pooling < math.inf and f.batch >= 1
-                   for f in found.values()):
+        found = {
+            i: PartLookups(
+                *specs[i], parts[i] if parts else None, pooling[i], seen[i], batches[i], features[i], weighted
+            )
+            for i in pooling
+        }
+        if not all(
+            np.isfinite(f.seen).all() and 0 <= f.pooling < math.inf and f.batch >= 1 for f in found.values()
+        ):
             raise ValueError("lookups are not finite, or less than none")
         return found
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
         said = error if isinstance(error, ShardCoreError) else f"{type(error).__name__}: {error}"
-        raise ShardCoreError(f"{what} is not what FBGEMM 1.8 writes ({said}); it needs embedding_specs, "
-                             "feature_table_map, and for each feature Ls, Bs and "
-                             "indices_params_list") from None
+        raise ShardCoreError(
+            f"{what} is not what FBGEMM 1.8 writes ({said}); it needs embedding_specs, "
+            "feature_table_map, and for each feature Ls, Bs and "
+            "indices_params_list"
+        ) from None
 
 
 def _mean(steps: list[PartLookups]) -> PartLookups:
     first, n = steps[0], len(steps)
     if differs := next((s for s in steps if (s.rows, s.dim) != (first.rows, first.dim)), None):
-        raise ShardCoreError(f"FBGEMM's reports of one op have a table of {first.rows} x {first.dim} and, at "
-                             f"another step, of {differs.rows} x {differs.dim}; they need to be of one job")
+        raise ShardCoreError(
+            f"FBGEMM's reports of one op have a table of {first.rows} x {first.dim} and, at "
+            f"another step, of {differs.rows} x {differs.dim}; they need to be of one job"
+        )
     return replace(first, pooling=sum(s.pooling for s in steps) / n, seen=sum(s.seen for s in steps) / n)
 
 
@@ -249,16 +283,20 @@ def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, 
     # Bisection over the number of ids: both counts fall as it grows.
     for _ in range(60):
         middle = (low + high) / 2
-        more = (count(middle, middle) > LAST_COUNT and count(first + 0.5, middle) > least
-                or count(first + 0.5, middle) > most)
+        more = (
+            count(middle, middle) > LAST_COUNT
+            and count(first + 0.5, middle) > least
+            or count(first + 0.5, middle) > most
+        )
         low, high = (middle, high) if more else (low, middle)
     scale = left / mass(high)
     edges = np.clip([(scale / (c + 0.5)) ** (1 / s) - q + 0.5 for c in BIN_HIGH], first, high)
     return seen - np.diff(edges, prepend=high)
 
 
-def matched(found: list[PartLookups],
-            shapes: Mapping[str, tuple[str, str, int, int]]) -> dict[str, tuple[float, Reuse]]:
+def matched(
+    found: list[PartLookups], shapes: Mapping[str, tuple[str, str, int, int]]
+) -> dict[str, tuple[float, Reuse]]:
     """Pooling and reuse of tables, by our names.
 
     found: what was reported.
@@ -275,21 +313,31 @@ def matched(found: list[PartLookups],
             by_shape[f.rows, f.dim].append(f)
     result = {}
     for name, (module, table, rows, dim) in shapes.items():
-        ranges = {(f.part.row_lo, f.part.row_hi): f
-                  for f in named if (f.part.module, f.part.table) == (module, table)}
+        ranges = {
+            (f.part.row_lo, f.part.row_hi): f
+            for f in named
+            if (f.part.module, f.part.table) == (module, table)
+        }
         parts = list(ranges.values()) or by_shape[rows, dim]
         same = [n for n, shape in shapes.items() if shape[2:] == (rows, dim)]
         if not ranges and parts and (len(parts) > 1 or len(same) > 1):
-            raise ShardCoreError(f"FBGEMM reported {len(parts)} tables of {rows} rows and dim {dim}, and "
-                                 f"does not say which is table {name!r} (there are {', '.join(same[:5])}); "
-                                 "call write_tables_of_ops in the job")
+            raise ShardCoreError(
+                f"FBGEMM reported {len(parts)} tables of {rows} rows and dim {dim}, and "
+                f"does not say which is table {name!r} (there are {', '.join(same[:5])}); "
+                "call write_tables_of_ops in the job"
+            )
         reported = sum(high - low for low, high in ranges) if ranges else rows
         if not parts or reported != rows:
-            lacks = (f"reported {reported} of the {rows} rows" if parts
-                     else f"did not report a table of {rows} rows and dim {dim}")
-            raise ShardCoreError(f"FBGEMM {lacks}, as table {name!r} has; each rank reports its fused ops "
-                                 "alone (data_parallel tables none), and a job that cuts tables needs to "
-                                 "call write_tables_of_ops")
+            lacks = (
+                f"reported {reported} of the {rows} rows"
+                if parts
+                else f"did not report a table of {rows} rows and dim {dim}"
+            )
+            raise ShardCoreError(
+                f"FBGEMM {lacks}, as table {name!r} has; each rank reports its fused ops "
+                "alone (data_parallel tables none), and a job that cuts tables needs to "
+                "call write_tables_of_ops"
+            )
         result[name] = (sum(p.pooling for p in parts), _reuse(parts))
     return result
 

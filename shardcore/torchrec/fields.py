@@ -68,22 +68,28 @@ _CONFIG = {
     "total_num_buckets": _refused("buckets would divide rows elsewhere than a plan does: leave it out"),
     "use_virtual_table": _refused(_VIRTUAL),
     "virtual_table_eviction_policy": _refused(_VIRTUAL),
-    "enable_embedding_update": _honoured("the module keeps it", "writes of rows by DistributedModelParallel."
-                                         "write are not priced"),
-    "stash_weights": _refused("weights that leave the device between passes are neither counted nor priced: "
-                              "leave it out"),
+    "enable_embedding_update": _honoured(
+        "the module keeps it", "writes of rows by DistributedModelParallel.write are not priced"
+    ),
+    "stash_weights": _refused(
+        "weights that leave the device between passes are neither counted nor priced: leave it out"
+    ),
 }
 FIELDS: Mapping[str, Mapping[str, Treatment]] = {
     "ParameterConstraints": {
         "sharding_types": _honoured("the kinds that the search may choose"),
-        "compute_kernels": _honoured("the first that is not dense runs the table; without 'dense' there are "
-                                     "no replicas, and with nothing else only they are. fused_uvm and "
-                                     "fused_uvm_caching are priced with rows in host memory"),
+        "compute_kernels": _honoured(
+            "the first that is not dense runs the table; without 'dense' there are "
+            "no replicas, and with nothing else only they are. fused_uvm and "
+            "fused_uvm_caching are priced with rows in host memory"
+        ),
         "min_partition": _honoured("fewest columns of a cut that the search may choose"),
         "pooling_factors": _priced("lookups a sample, an entry per feature"),
         "num_poolings": _refused("each feature is pooled once a sample: leave it out, or have 1 for each"),
-        "batch_sizes": _refused("ShardCore prices one batch for all features: leave it out, or give the "
-                                "planner a batch with its strides as lookups"),
+        "batch_sizes": _refused(
+            "ShardCore prices one batch for all features: leave it out, or give the "
+            "planner a batch with its strides as lookups"
+        ),
         "is_weighted": _priced("weights of lookups travel with ids"),
         "cache_params": _priced("load_factor: share of rows in device memory. All of it is " + _PASSED_ON),
         "enforce_hbm": _honoured(_PASSED_ON),
@@ -102,8 +108,9 @@ FIELDS: Mapping[str, Mapping[str, Treatment]] = {
         "ddr_cap": _honoured("memory of a device on a CPU; elsewhere host memory for fused_uvm tables"),
         "ssd_cap": _honoured("no plan has rows on SSD"),
         "local_world_size": _honoured("devices of a host"),
-        "pod_size": _refused("ShardCore knows links within a host and between hosts, and none between hosts "
-                             "of a pod"),
+        "pod_size": _refused(
+            "ShardCore knows links within a host and between hosts, and none between hosts of a pod"
+        ),
         "hbm_mem_bw": _refused(_MEASURED),
         "ddr_mem_bw": _refused(_MEASURED),
         "ssd_mem_bw": _refused("no plan has rows on SSD: leave it at its default"),
@@ -114,8 +121,9 @@ FIELDS: Mapping[str, Mapping[str, Treatment]] = {
         "custom_topology_data": _honoured("memory of each device"),
         "weighted_feature_bwd_compute_multiplier": _refused(_MEASURED),
         "uneven_sharding_perf_multiplier": _refused(_MEASURED),
-        "generalized_comms_bandwidths": _priced("BasicCommsBandwidths, as intra_host_bw and inter_host_bw; "
-                                                "others are refused"),
+        "generalized_comms_bandwidths": _priced(
+            "BasicCommsBandwidths, as intra_host_bw and inter_host_bw; others are refused"
+        ),
         "created_by_factory": _honoured("neither plan nor price depends on it"),
     },
     "QCommsConfig": {
@@ -123,10 +131,14 @@ FIELDS: Mapping[str, Mapping[str, Treatment]] = {
         "backward_precision": _priced("payload of gradients: FP32, FP16 or BF16; others are refused"),
         "forward_loss_scale": _honoured("a factor; as many bytes travel"),
         "backward_loss_scale": _honoured("a factor; as many bytes travel"),
-        **dict.fromkeys(("fp8_quantize_dim", "fp8_quantize_dim_bwd", "fp8_bwd_uses_143", "fp8_output_dtype"),
-                        _refused("payloads of 8 bits are not priced: use FP16 or BF16")),
-        **dict.fromkeys(("mx4_quantize_dim", "mx4_quantize_dim_bwd", "mx4_rounding_mode"),
-                        _refused("payloads of 4 bits are not priced: use FP16 or BF16")),
+        **dict.fromkeys(
+            ("fp8_quantize_dim", "fp8_quantize_dim_bwd", "fp8_bwd_uses_143", "fp8_output_dtype"),
+            _refused("payloads of 8 bits are not priced: use FP16 or BF16"),
+        ),
+        **dict.fromkeys(
+            ("mx4_quantize_dim", "mx4_quantize_dim_bwd", "mx4_rounding_mode"),
+            _refused("payloads of 4 bits are not priced: use FP16 or BF16"),
+        ),
         "output_dtype": _refused("outputs are priced in FP32 at both ends: leave it out"),
     },
     "EmbeddingConfig": _CONFIG,
@@ -181,8 +193,10 @@ def _default_of(field: dataclasses.Field) -> Any:
 
 def values_of(record: object) -> dict[str, Any]:
     """Values of all fields. UNKNOWN: the object does not keep it."""
-    return {name: getattr(record, name, getattr(record, f"_{name}", UNKNOWN))
-            for name in defaults_of(type(record))}
+    return {
+        name: getattr(record, name, getattr(record, f"_{name}", UNKNOWN))
+        for name in defaults_of(type(record))
+    }
 
 
 def require_treated(record: object, what: str) -> list[str]:
@@ -207,8 +221,10 @@ def check(kind: type, values: Mapping[str, Any], what: str) -> list[str]:
         elif value is UNKNOWN:
             continue
         elif treatment is None:
-            raise ShardCoreError(f"{what} has {name} {_shown(value)}, which this ShardCore does not know; "
-                                 f"leave it at its default, {_shown(defaults.get(name))}")
+            raise ShardCoreError(
+                f"{what} has {name} {_shown(value)}, which this ShardCore does not know; "
+                f"leave it at its default, {_shown(defaults.get(name))}"
+            )
         elif treatment.how == REFUSED:
             raise ShardCoreError(f"{what} has {name} {_shown(value)}; {treatment.note}")
         elif treatment.unpriced:
@@ -236,5 +252,14 @@ def records() -> dict[str, type]:
     from torchrec.distributed.model_parallel import DMPCollection
     from torchrec.distributed.planner import ParameterConstraints, Topology
 
-    return {c.__name__: c for c in (ParameterConstraints, Topology, QCommsConfig, EmbeddingBagConfig,
-                                    EmbeddingConfig, DMPCollection)}
+    return {
+        c.__name__: c
+        for c in (
+            ParameterConstraints,
+            Topology,
+            QCommsConfig,
+            EmbeddingBagConfig,
+            EmbeddingConfig,
+            DMPCollection,
+        )
+    }

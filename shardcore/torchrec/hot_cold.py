@@ -39,8 +39,12 @@ class HotColdEmbeddingCollection(nn.Module):
     Raises ShardCoreError for hot ids of another table, and for a feature of several tables.
     """
 
-    def __init__(self, tables: Sequence[EmbeddingConfig], hot: Mapping[str, HotIds],
-                 device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        hot: Mapping[str, HotIds],
+        device: torch.device | str | None = None,
+    ) -> None:
         from torchrec import EmbeddingCollection  # takes seconds
 
         super().__init__()
@@ -55,8 +59,12 @@ class HotColdEmbeddingCollection(nn.Module):
             # Part of each checkpoint, so that weights of other hot ids are not loaded.
             self.register_buffer(f"hot_ids_{name}", torch.from_numpy(ids.ids.copy()))
         self.cold = EmbeddingCollection(
-            [replace(c, name=c.name + COLD, num_embeddings=hot[c.name].cold_rows) if c.name in hot else c
-             for c in tables], device=torch.device(device or "cpu"))
+            [
+                replace(c, name=c.name + COLD, num_embeddings=hot[c.name].cold_rows) if c.name in hot else c
+                for c in tables
+            ],
+            device=torch.device(device or "cpu"),
+        )
 
     @property
     def hot_ids(self) -> Mapping[str, HotIds]:
@@ -64,8 +72,10 @@ class HotColdEmbeddingCollection(nn.Module):
 
     def hot_tables(self) -> dict[str, EmbeddingConfig]:
         """The configs of hot rows, by name of the whole table."""
-        return {name: replace(self._tables[name], num_embeddings=len(ids.ids))
-                for name, ids in self._hot_ids.items()}
+        return {
+            name: replace(self._tables[name], num_embeddings=len(ids.ids))
+            for name, ids in self._hot_ids.items()
+        }
 
     def whole_tables(self) -> dict[str, EmbeddingConfig]:
         return dict(self._tables)
@@ -82,14 +92,20 @@ class HotColdEmbeddingCollection(nn.Module):
             self._require_same_everywhere()
             self._checked = True
         asked = features.to_dict()
-        split = {f: self._split(asked[f], name) for f, name in self._features.items()
-                 if name in self._hot_ids}
-        cold = self.cold(KeyedJaggedTensor(
-            keys=list(self._features),
-            values=torch.cat([split[f].cold_ids if f in split else asked[f].values()
-                              for f in self._features]),
-            lengths=torch.cat([split[f].cold_lengths if f in split else asked[f].lengths()
-                               for f in self._features])))
+        split = {
+            f: self._split(asked[f], name) for f, name in self._features.items() if name in self._hot_ids
+        }
+        cold = self.cold(
+            KeyedJaggedTensor(
+                keys=list(self._features),
+                values=torch.cat(
+                    [split[f].cold_ids if f in split else asked[f].values() for f in self._features]
+                ),
+                lengths=torch.cat(
+                    [split[f].cold_lengths if f in split else asked[f].lengths() for f in self._features]
+                ),
+            )
+        )
         found = {f: cold[f] for f in self._features}
         for f, parts in split.items():
             hot = nn.functional.embedding(parts.hot_rows, self.hot[self._features[f]])
@@ -99,10 +115,15 @@ class HotColdEmbeddingCollection(nn.Module):
 
     def _split(self, feature: JaggedTensor, name: str) -> _Split:
         ids, hot = feature.values(), getattr(self, f"hot_ids_{name}")
-        if ids.device.type == "cpu" and len(ids) and not 0 <= int(ids.min()) <= int(
-                ids.max()) < self._tables[name].num_embeddings:
-            raise ShardCoreError(f"table {name!r} was given ids {int(ids.min())} to {int(ids.max())}; it has "
-                                 f"{self._tables[name].num_embeddings} rows")
+        if (
+            ids.device.type == "cpu"
+            and len(ids)
+            and not 0 <= int(ids.min()) <= int(ids.max()) < self._tables[name].num_embeddings
+        ):
+            raise ShardCoreError(
+                f"table {name!r} was given ids {int(ids.min())} to {int(ids.max())}; it has "
+                f"{self._tables[name].num_embeddings} rows"
+            )
         below = torch.searchsorted(hot, ids.to(hot.dtype))
         is_hot = hot[below.clamp(max=len(hot) - 1)] == ids
         # Behind the last id, for the end of the last sample.
@@ -110,8 +131,12 @@ class HotColdEmbeddingCollection(nn.Module):
         hot_lengths = torch.diff(before[feature.offsets()])
         n_hot, before = before[-1], before[:-1]
         order = torch.where(is_hot, before, n_hot + torch.arange(len(ids), device=ids.device) - before)
-        return _Split(below[is_hot], (ids - below.to(ids.dtype))[~is_hot],
-                      (feature.lengths() - hot_lengths).to(feature.lengths().dtype), order)
+        return _Split(
+            below[is_hot],
+            (ids - below.to(ids.dtype))[~is_hot],
+            (feature.lengths() - hot_lengths).to(feature.lengths().dtype),
+            order,
+        )
 
     def _require_same_everywhere(self) -> None:
         """Raise ShardCoreError on all ranks if they differ in hot ids."""
@@ -124,17 +149,21 @@ class HotColdEmbeddingCollection(nn.Module):
             if theirs != everywhere[0]:
                 # A rank may also have hot ids of fewer tables.
                 name = next(a[0] for a in (*theirs, *everywhere[0]) if (a in theirs) != (a in everywhere[0]))
-                raise ShardCoreError(f"rank {rank} has other hot ids of {name!r} than rank 0; all ranks need "
-                                     "the same, such as from one file of hot ids")
+                raise ShardCoreError(
+                    f"rank {rank} has other hot ids of {name!r} than rank 0; all ranks need "
+                    "the same, such as from one file of hot ids"
+                )
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         for name in self._hot_ids:
             theirs = state_dict.get(f"{prefix}hot_ids_{name}")
             own = getattr(self, f"hot_ids_{name}")
             if theirs is not None and not torch.equal(theirs.to(own.device), own):
-                raise ShardCoreError(f"a checkpoint has other hot ids of table {name!r} than the module; "
-                                     "make the module with those of the checkpoint, or load rows by ids "
-                                     "(load_rows)")
+                raise ShardCoreError(
+                    f"a checkpoint has other hot ids of table {name!r} than the module; "
+                    "make the module with those of the checkpoint, or load rows by ids "
+                    "(load_rows)"
+                )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -145,16 +174,26 @@ class _HotRows(nn.ParameterDict):
     calls `reset_parameters` of those that have such parameters.
     """
 
-    def __init__(self, tables: Mapping[str, EmbeddingConfig], rows: Mapping[str, int],
-                 device: torch.device | str | None) -> None:
+    def __init__(
+        self,
+        tables: Mapping[str, EmbeddingConfig],
+        rows: Mapping[str, int],
+        device: torch.device | str | None,
+    ) -> None:
         """tables: the configs of the whole tables. rows: how many are hot, of some of them."""
         from torchrec.modules.embedding_configs import data_type_to_dtype
 
         super().__init__()
         self._of = dict(tables)
         for name, n in rows.items():
-            self[name] = nn.Parameter(torch.empty(n, tables[name].embedding_dim, device=device,
-                                                  dtype=data_type_to_dtype(tables[name].data_type)))
+            self[name] = nn.Parameter(
+                torch.empty(
+                    n,
+                    tables[name].embedding_dim,
+                    device=device,
+                    dtype=data_type_to_dtype(tables[name].data_type),
+                )
+            )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -175,8 +214,9 @@ class _Split:
     order: [L] where the output of each id is, hot ones first.
     """
 
-    def __init__(self, hot_rows: torch.Tensor, cold_ids: torch.Tensor, cold_lengths: torch.Tensor,
-                 order: torch.Tensor) -> None:
+    def __init__(
+        self, hot_rows: torch.Tensor, cold_ids: torch.Tensor, cold_lengths: torch.Tensor, order: torch.Tensor
+    ) -> None:
         self.hot_rows, self.cold_ids = hot_rows, cold_ids
         self.cold_lengths, self.order = cold_lengths, order
 
@@ -187,8 +227,10 @@ def _features(tables: Sequence[EmbeddingConfig]) -> dict[str, str]:
     for config in tables:
         for feature in config.feature_names:
             if feature in found:
-                raise ShardCoreError(f"feature {feature!r} has tables {found[feature]!r} and "
-                                     f"{config.name!r}; a HotColdEmbeddingCollection needs one for each")
+                raise ShardCoreError(
+                    f"feature {feature!r} has tables {found[feature]!r} and "
+                    f"{config.name!r}; a HotColdEmbeddingCollection needs one for each"
+                )
             found[feature] = config.name
     return found
 
@@ -197,11 +239,16 @@ def _require_same(ids: HotIds, config: EmbeddingConfig | None, name: str) -> Non
     if config is None:
         raise ShardCoreError(f"hot ids are given for table {name!r}, which is not among the tables")
     if (ids.table, ids.rows) != (name, config.num_embeddings):
-        raise ShardCoreError(f"table {name!r} of {config.num_embeddings} rows was given the hot ids of "
-                             f"{ids.table!r} of {ids.rows} rows; it needs its own")
+        raise ShardCoreError(
+            f"table {name!r} of {config.num_embeddings} rows was given the hot ids of "
+            f"{ids.table!r} of {ids.rows} rows; it needs its own"
+        )
 
 
 def hot_cold_modules(model: nn.Module) -> Iterator[tuple[str, HotColdEmbeddingCollection]]:
     """The HotColdEmbeddingCollections of a model, with their paths, sharded or not."""
-    return ((path, module) for path, module in model.named_modules()
-            if isinstance(module, HotColdEmbeddingCollection))
+    return (
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, HotColdEmbeddingCollection)
+    )

@@ -99,8 +99,10 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
         folder = Path(folder)
         files = _complete(folder)
         parts = list(_parts(model, optimizer, replicas=True))
-        missing = [{name: np.full(len(part.ids), part.columns[1] - part.columns[0]) for name in part.tensors}
-                   for part in parts]
+        missing = [
+            {name: np.full(len(part.ids), part.columns[1] - part.columns[0]) for name in part.tensors}
+            for part in parts
+        ]
         tables = {part.table for part in parts}
         for path, digest in files.items():
             if (rows := _read(path, digest, tables)) is not None:
@@ -110,9 +112,11 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
         for part, lacking in zip(parts, missing, strict=True):
             for name, columns in lacking.items():
                 if (columns > 0).any():
-                    raise ShardCoreError(f"{folder} lacks {name} of {np.count_nonzero(columns)} rows of "
-                                         f"table {part.table!r}, such as id "
-                                         f"{part.ids[np.argmax(columns > 0)]}")
+                    raise ShardCoreError(
+                        f"{folder} lacks {name} of {np.count_nonzero(columns)} rows of "
+                        f"table {part.table!r}, such as id "
+                        f"{part.ids[np.argmax(columns > 0)]}"
+                    )
 
 
 def _fill(part: _Part, missing: dict[str, np.ndarray], found: _Part) -> None:
@@ -133,13 +137,14 @@ def _fill(part: _Part, missing: dict[str, np.ndarray], found: _Part) -> None:
             raise ShardCoreError(
                 f"optimizer state {name!r} of table {part.table!r} is of {kinds[source.ndim]} where its rows "
                 f"were, and of {kinds[tensor.ndim]} where they are now; hot and other rows need the same "
-                "optimizer (both row-wise Adagrad, or neither)")
+                "optimizer (both row-wise Adagrad, or neither)"
+            )
         if tensor.ndim == 1:
             tensor[into.to(tensor.device)] = source[rows].to(tensor)
             missing[name][have] = 0
         else:
-            cells = source[:, lo - columns[0]:hi - columns[0]][rows]
-            tensor[into.to(tensor.device), lo - part.columns[0]:hi - part.columns[0]] = cells.to(tensor)
+            cells = source[:, lo - columns[0] : hi - columns[0]][rows]
+            tensor[into.to(tensor.device), lo - part.columns[0] : hi - part.columns[0]] = cells.to(tensor)
             missing[name][have] -= hi - lo
 
 
@@ -150,8 +155,9 @@ def _parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, replicas: 
     """replicas: whether hot rows, which all ranks have, count."""
     collections = list(hot_cold_modules(model))
     if not collections:
-        raise ShardCoreError(f"a {type(model).__name__} has no HotColdEmbeddingCollection; there are no rows "
-                             "to save or load")
+        raise ShardCoreError(
+            f"a {type(model).__name__} has no HotColdEmbeddingCollection; there are no rows to save or load"
+        )
     for path, module in collections:
         path = path_in_model(path, model)
         if replicas:
@@ -159,15 +165,20 @@ def _parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, replicas: 
         yield from _cold_parts(path, module)
 
 
-def _hot_parts(path: str, module: HotColdEmbeddingCollection,
-               optimizer: torch.optim.Optimizer | None) -> Iterator[_Part]:
+def _hot_parts(
+    path: str, module: HotColdEmbeddingCollection, optimizer: torch.optim.Optimizer | None
+) -> Iterator[_Part]:
     for name, hot in module.hot_ids.items():
         weight = module.hot[name]
         state = optimizer.state.get(weight, {}) if optimizer else {}
         kept = {k: v for k, v in state.items() if torch.is_tensor(v) and k != _STEPS}
         _require_known(kept, _FUSED_STATE.values(), f"{path}.{name}")
-        yield _Part(f"{path}.{name}", hot.ids, (0, weight.shape[1]),
-                    {"weights": weight.detach(), **{k: _state(v, len(hot.ids)) for k, v in kept.items()}})
+        yield _Part(
+            f"{path}.{name}",
+            hot.ids,
+            (0, weight.shape[1]),
+            {"weights": weight.detach(), **{k: _state(v, len(hot.ids)) for k, v in kept.items()}},
+        )
 
 
 def _cold_parts(path: str, module: HotColdEmbeddingCollection) -> Iterator[_Part]:
@@ -180,8 +191,11 @@ def _cold_parts(path: str, module: HotColdEmbeddingCollection) -> Iterator[_Part
             rows, width = tensor.shape
             if not rows or not width:
                 continue
-            ids = (module.hot_ids[name].cold_ids(row, row + rows) if name in module.hot_ids
-                   else np.arange(row, row + rows))
+            ids = (
+                module.hot_ids[name].cold_ids(row, row + rows)
+                if name in module.hot_ids
+                else np.arange(row, row + rows)
+            )
             tensors = {"weights": tensor.detach()}
             for state, shards in states.get(table, {}).items():
                 tensors[state] = _state(shards[i], rows)
@@ -203,8 +217,13 @@ def _fused_states(cold: nn.Module, path: str) -> dict[str, dict[str, list[torch.
         for key, value in states.items():
             table, _, name = key.rpartition(".")
             table = table.rsplit(".", 1)[-1]
-            tensors = ([s.tensor for s in value.local_shards()] if hasattr(value, "local_shards")
-                       else [value] if torch.is_tensor(value) else [])
+            tensors = (
+                [s.tensor for s in value.local_shards()]
+                if hasattr(value, "local_shards")
+                else [value]
+                if torch.is_tensor(value)
+                else []
+            )
             if name in (_STEPS, _FUSED_STEPS) or not tensors:
                 continue
             _require_known({name: None}, _FUSED_STATE, f"{path}.{table}")
@@ -221,8 +240,10 @@ def _state(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 def _require_known(names: Any, known: Any, table: str) -> None:
     for name in names:
         if name not in known:
-            raise ShardCoreError(f"the optimizer of table {table!r} has state {name!r}; rows are saved of "
-                                 f"SGD and Adagrad ({', '.join(known)}) only")
+            raise ShardCoreError(
+                f"the optimizer of table {table!r} has state {name!r}; rows are saved of "
+                f"SGD and Adagrad ({', '.join(known)}) only"
+            )
 
 
 # --- files ------------------------------------------------------------------------------------------------
@@ -248,12 +269,16 @@ def _complete(folder: Path) -> dict[Path, str]:
     """Files of rows, each with its digest. Raises ShardCoreError for a folder that is not whole."""
     path, there = folder / "complete.json", {p.name for p in folder.glob("rows-*.safetensors")}
     if not path.exists():
-        raise ShardCoreError(f"{folder} has {len(there)} files of rows and no complete.json; it needs a "
-                             "folder that save_rows finished")
+        raise ShardCoreError(
+            f"{folder} has {len(there)} files of rows and no complete.json; it needs a "
+            "folder that save_rows finished"
+        )
     said = build(_Complete, unseal(open_document(path, _COMPLETE), path), str(path)).files
     if differ := sorted(there ^ set(said)):
-        raise ShardCoreError(f"{folder} and its complete.json differ in {len(differ)} files, such as "
-                             f"{show(differ[0])}; it needs a folder that save_rows finished")
+        raise ShardCoreError(
+            f"{folder} and its complete.json differ in {len(differ)} files, such as "
+            f"{show(differ[0])}; it needs a folder that save_rows finished"
+        )
     return {folder / name: digest for name, digest in sorted(said.items())}
 
 
@@ -273,8 +298,9 @@ def _read(path: Path, digest: str, tables: Collection[str]) -> _Part | None:
                 return None
             with open(path, "rb") as content:
                 if hashlib.file_digest(content, "sha256").hexdigest() != digest:
-                    raise ShardCoreError(f"{path} does not match its digest in complete.json; it was cut "
-                                         "short or edited")
+                    raise ShardCoreError(
+                        f"{path} does not match its digest in complete.json; it was cut short or edited"
+                    )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         ids, (lo, hi) = tensors.pop("ids").numpy(), header.columns
     except ShardCoreError:
@@ -285,9 +311,11 @@ def _read(path: Path, digest: str, tables: Collection[str]) -> _Part | None:
         raise ShardCoreError(f"{path} has ids {ids.dtype} {list(ids.shape)}; they need to be int64, rising")
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tuple(tensor.shape) not in ((len(ids),), (len(ids), hi - lo)):
-            raise ShardCoreError(f"{path} has {show(name)} {tensor.dtype} {list(tensor.shape)} for "
-                                 f"{len(ids)} rows and columns {lo} to {hi}; it needs numbers of rows or "
-                                 "cells")
+            raise ShardCoreError(
+                f"{path} has {show(name)} {tensor.dtype} {list(tensor.shape)} for "
+                f"{len(ids)} rows and columns {lo} to {hi}; it needs numbers of rows or "
+                "cells"
+            )
     return _Part(header.table, ids, (lo, hi), tensors)
 
 

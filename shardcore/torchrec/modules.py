@@ -98,14 +98,17 @@ def _tables(module: nn.Module, path: str, seen: set[int], whole: bool) -> Iterat
         yield from _of_collection(module, path)
         return
     if isinstance(module, (*_refused(), EmbeddingBagCollection, EmbeddingCollection)):
-        raise ShardCoreError(f"module {path!r} is a {type(module).__name__}; ShardCore plans "
-                             f"{', '.join(_planned())}, and no subclasses of these")
+        raise ShardCoreError(
+            f"module {path!r} is a {type(module).__name__}; ShardCore plans "
+            f"{', '.join(_planned())}, and no subclasses of these"
+        )
     if isinstance(module, HotColdEmbeddingCollection):
         if whole:
             yield from (ModelTable(path, name, c, False) for name, c in module.whole_tables().items())
             return
-        yield from (ModelTable(path, name + HOT, c, False, replica=True)
-                    for name, c in module.hot_tables().items())
+        yield from (
+            ModelTable(path, name + HOT, c, False, replica=True) for name, c in module.hot_tables().items()
+        )
     for name, child in module.named_children():
         yield from _tables(child, f"{path}.{name}" if path else name, seen, whole)
 
@@ -117,9 +120,19 @@ def _of_collection(collection: nn.Module, path: str, wrapper: nn.Module | None =
     within, types = "", ()
     if wrapper is not None:
         within, types = type(wrapper).__name__, tuple(sorted(_sharder_of(wrapper).sharding_types("cuda")))
-    return [ModelTable(path, c.name, c, pooled, weighted, within=within, sharding_types=types,
-                       managed_collision=_managed_collision(wrapper, c))
-            for c in configs]
+    return [
+        ModelTable(
+            path,
+            c.name,
+            c,
+            pooled,
+            weighted,
+            within=within,
+            sharding_types=types,
+            managed_collision=_managed_collision(wrapper, c),
+        )
+        for c in configs
+    ]
 
 
 def _managed_collision(wrapper: nn.Module | None, config: Any) -> ManagedCollision | None:
@@ -130,8 +143,11 @@ def _managed_collision(wrapper: nn.Module | None, config: Any) -> ManagedCollisi
 
     module = collection._managed_collision_modules[config.name]
     rows = config.num_embeddings
-    of_rows = sum(x.element_size() * x.numel() for x in (*module.buffers(), *module.parameters())
-                  if len(x.shape) and x.shape[0] == rows)
+    of_rows = sum(
+        x.element_size() * x.numel()
+        for x in (*module.buffers(), *module.parameters())
+        if len(x.shape) and x.shape[0] == rows
+    )
     if not isinstance(module, MCHManagedCollisionModule):  # a hash table, which keeps no history
         return ManagedCollision(-(-of_rows // rows))
     kept = 1 + sum(of_history for _, _, of_history in module._eviction_policy.metadata_info)
@@ -142,9 +158,11 @@ def _inner() -> dict[type, str]:
     """TorchRec's modules that wrap a collection, and their attribute that has it."""
     from torchrec.modules import fp_embedding_modules, mc_embedding_modules
 
-    return {fp_embedding_modules.FeatureProcessedEmbeddingBagCollection: "_embedding_bag_collection",
-            mc_embedding_modules.ManagedCollisionEmbeddingBagCollection: "_embedding_module",
-            mc_embedding_modules.ManagedCollisionEmbeddingCollection: "_embedding_module"}
+    return {
+        fp_embedding_modules.FeatureProcessedEmbeddingBagCollection: "_embedding_bag_collection",
+        mc_embedding_modules.ManagedCollisionEmbeddingBagCollection: "_embedding_module",
+        mc_embedding_modules.ManagedCollisionEmbeddingCollection: "_embedding_module",
+    }
 
 
 def _refused() -> tuple[type, ...]:
@@ -157,9 +175,14 @@ def _refused() -> tuple[type, ...]:
         pec = ()
     else:
         pec = (PECEmbeddingCollection,)
-    return (embedding_tower.EmbeddingTower, embedding_tower.EmbeddingTowerCollection,
-            itep_embedding_modules.ITEPEmbeddingBagCollection,
-            itep_embedding_modules.ITEPEmbeddingCollection, *pec, *_inner())
+    return (
+        embedding_tower.EmbeddingTower,
+        embedding_tower.EmbeddingTowerCollection,
+        itep_embedding_modules.ITEPEmbeddingBagCollection,
+        itep_embedding_modules.ITEPEmbeddingCollection,
+        *pec,
+        *_inner(),
+    )
 
 
 def _planned() -> list[str]:
@@ -193,29 +216,38 @@ def _attributes() -> dict[type, str]:
     from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
     from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisionEmbeddingCollection
 
-    return {DistributedModelParallel: "_dmp_wrapped_module", DistributedDataParallel: "module",
-            ShardedFeatureProcessedEmbeddingBagCollection: "_embedding_bag_collection",
-            BaseShardedManagedCollisionEmbeddingCollection: "_embedding_module"}
+    return {
+        DistributedModelParallel: "_dmp_wrapped_module",
+        DistributedDataParallel: "module",
+        ShardedFeatureProcessedEmbeddingBagCollection: "_embedding_bag_collection",
+        BaseShardedManagedCollisionEmbeddingCollection: "_embedding_module",
+    }
 
 
 def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
     """Raise ShardCoreError for a module with tables that none of the sharders takes."""
     require_type(sharders, Iterable, "sharders", "a list of TorchRec's sharders, or None")
     for sharder in sharders:
-        require(hasattr(sharder, "module_type"), f"sharders has {shown(sharder)}; it needs TorchRec's "
-                "sharders, such as EmbeddingBagCollectionSharder()")
+        require(
+            hasattr(sharder, "module_type"),
+            f"sharders has {shown(sharder)}; it needs TorchRec's "
+            "sharders, such as EmbeddingBagCollectionSharder()",
+        )
     taken = {sharder.module_type for sharder in sharders}
     children = dict(module.named_modules())
     for table in (t for t in tables_of(module).values() if not t.replica):
         kind = type(children[table.path])
         if kind not in taken:
-            raise ShardCoreError(f"module {table.path!r} is an {kind.__name__}, which no sharder takes; "
-                                 f"there are {sorted(type(s).__name__ for s in sharders)}: add "
-                                 f"{kind.__name__}Sharder()")
+            raise ShardCoreError(
+                f"module {table.path!r} is an {kind.__name__}, which no sharder takes; "
+                f"there are {sorted(type(s).__name__ for s in sharders)}: add "
+                f"{kind.__name__}Sharder()"
+            )
 
 
-def sharders_of(module: nn.Module, tables: Mapping[str, ModelTable],
-                sharders: Sequence[ModuleSharder[Any]]) -> list[ModuleSharder[Any]]:
+def sharders_of(
+    module: nn.Module, tables: Mapping[str, ModelTable], sharders: Sequence[ModuleSharder[Any]]
+) -> list[ModuleSharder[Any]]:
     """Those of the sharders that take a module with tables."""
     types = {type(module.get_submodule(t.path)) for t in tables.values() if not t.replica}
     return [sharder for sharder in sharders if sharder.module_type in types]
@@ -232,12 +264,15 @@ def require_all(plan: ShardingPlan, module: nn.Module, sharders: Sequence[Module
 
     taken = {sharder.module_type: sharder for sharder in sharders or get_default_sharders()}
     if missing := [path for path in _sharded_paths(module, "", taken, set()) if path not in plan.plan]:
-        raise ShardCoreError(f"modules {missing[:5]} are not present in the sharding plan; ShardCore plans "
-                             f"{', '.join(_planned())}")
+        raise ShardCoreError(
+            f"modules {missing[:5]} are not present in the sharding plan; ShardCore plans "
+            f"{', '.join(_planned())}"
+        )
 
 
-def _sharded_paths(module: nn.Module, path: str, taken: Mapping[type, ModuleSharder[Any]],
-                   seen: set[int]) -> Iterator[str]:
+def _sharded_paths(
+    module: nn.Module, path: str, taken: Mapping[type, ModuleSharder[Any]], seen: set[int]
+) -> Iterator[str]:
     """Paths of the modules that sharders take. A module that is used twice has its first path only."""
     if id(module) in seen:
         return
@@ -253,5 +288,8 @@ def _sharded_paths(module: nn.Module, path: str, taken: Mapping[type, ModuleShar
 def unpriced_wrappers(tables: Mapping[str, ModelTable]) -> list[str]:
     """Effects of modules that wrap collections which a price leaves out, a line each."""
     wrappers = {t.path: t.within for t in tables.values() if t.within}
-    return [f"module {path!r} is priced as the collection within; what its {kind} does to ids and weights "
-            "besides is not" for path, kind in wrappers.items()]
+    return [
+        f"module {path!r} is priced as the collection within; what its {kind} does to ids and weights "
+        "besides is not"
+        for path, kind in wrappers.items()
+    ]

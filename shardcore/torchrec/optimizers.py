@@ -20,15 +20,33 @@ if TYPE_CHECKING:
     from torch import nn
     from torchrec.distributed.types import ModuleSharder
 
-PLAIN_PARAMS = frozenset({
-    "optimizer", "learning_rate", "lr", "eps", "beta1", "beta2", "betas", "weight_decay", "momentum", "eta",
-    "gradient_clipping", "max_gradient", "max_norm", "enforce_hbm", "stochastic_rounding",
-    "bounds_check_mode", "prefetch_pipeline"})
+PLAIN_PARAMS = frozenset(
+    {
+        "optimizer",
+        "learning_rate",
+        "lr",
+        "eps",
+        "beta1",
+        "beta2",
+        "betas",
+        "weight_decay",
+        "momentum",
+        "eta",
+        "gradient_clipping",
+        "max_gradient",
+        "max_norm",
+        "enforce_hbm",
+        "stochastic_rounding",
+        "bounds_check_mode",
+        "prefetch_pipeline",
+    }
+)
 """fused_params that change neither bytes nor, by much, time."""
 
 
-def optimizer_of(module: nn.Module, tables: Mapping[str, ModelTable],
-                 sharders: Iterable[ModuleSharder[Any]] = ()) -> str | None:
+def optimizer_of(
+    module: nn.Module, tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]] = ()
+) -> str | None:
     """Our name of the optimizer of a module's tables. None: the job sets none.
 
     Raises ShardCoreError for one that is not in the catalog, several on one table, and tables that differ.
@@ -41,20 +59,27 @@ def optimizer_of(module: nn.Module, tables: Mapping[str, ModelTable],
     by_name = {name: theirs or OPTIMIZERS["exact_sgd"].theirs for name, theirs in of_table.items()}
     for name, theirs in by_name.items():
         if named(theirs, OPTIMIZERS) is None:
-            raise ShardCoreError(f"table {name!r} trains under {theirs}; known are "
-                                 f"{', '.join(o.theirs for o in OPTIMIZERS.values())}")
+            raise ShardCoreError(
+                f"table {name!r} trains under {theirs}; known are "
+                f"{', '.join(o.theirs for o in OPTIMIZERS.values())}"
+            )
     first, *others = dict.fromkeys(by_name.values())
     if others:
         pairs = [(next(n for n, t in by_name.items() if t == kind), kind) for kind in (first, others[0])]
-        of = " and ".join(f"table {name!r} under {theirs}" + " (FBGEMM's default)" * (of_table[name] is None)
-                          for name, theirs in pairs)
-        raise ShardCoreError(f"the model trains {of}; ShardCore counts and prices one optimizer for all "
-                             "tables: set the same on each")
+        of = " and ".join(
+            f"table {name!r} under {theirs}" + " (FBGEMM's default)" * (of_table[name] is None)
+            for name, theirs in pairs
+        )
+        raise ShardCoreError(
+            f"the model trains {of}; ShardCore counts and prices one optimizer for all "
+            "tables: set the same on each"
+        )
     return named(first, OPTIMIZERS)
 
 
-def optimizers_of(module: nn.Module, tables: Mapping[str, ModelTable],
-                  sharders: Iterable[ModuleSharder[Any]] = ()) -> dict[str, str | None]:
+def optimizers_of(
+    module: nn.Module, tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]] = ()
+) -> dict[str, str | None]:
     """FBGEMM's name of the optimizer of each table that TorchRec shards. None: the job sets none."""
     by_type = {sharder.module_type: getattr(sharder, "fused_params", None) or {} for sharder in sharders}
     weights = dict(module.named_parameters())
@@ -64,7 +89,8 @@ def optimizers_of(module: nn.Module, tables: Mapping[str, ModelTable],
             continue
         fused = by_type.get(type(module.get_submodule(table.path)), {}).get("optimizer")
         found[name] = _in_backward(name, _weight_of(table, weights)) or (
-            None if fused is None else str(getattr(fused, "name", fused)))
+            None if fused is None else str(getattr(fused, "name", fused))
+        )
     return found
 
 
@@ -80,8 +106,10 @@ def _in_backward(name: str, weight: Any) -> str | None:
 
     kinds = getattr(weight, "_optimizer_classes", ())
     if len(kinds) > 1:
-        raise ShardCoreError(f"table {name!r} has optimizers {', '.join(k.__name__ for k in kinds)} in "
-                             "backward; TorchRec takes one")
+        raise ShardCoreError(
+            f"table {name!r} has optimizers {', '.join(k.__name__ for k in kinds)} in "
+            "backward; TorchRec takes one"
+        )
     for kind, given in zip(kinds, getattr(weight, "_optimizer_kwargs", ({},)), strict=False):
         try:
             theirs = given.get("optimizer") or optimizer_type_to_emb_opt_type(kind)
@@ -102,8 +130,9 @@ def under(model: CostModel, optimizer: str) -> CostModel:
     return replace(model, setting=replace(model.setting, optimizer=optimizer))
 
 
-def notes(model: CostModel, own: str | None, counted: str,
-          sharders: Sequence[ModuleSharder[Any]]) -> list[str]:
+def notes(
+    model: CostModel, own: str | None, counted: str, sharders: Sequence[ModuleSharder[Any]]
+) -> list[str]:
     """Lines that say which optimizer counts, and which of its settings do not.
 
     own: the job's. None: it sets none.
@@ -111,13 +140,19 @@ def notes(model: CostModel, own: str | None, counted: str,
     """
     lines = []
     if own is None:
-        lines.append(f"no optimizer is set on the tables' weights or in fused_params; their state counts as "
-                     f"under {counted}, the cost model's")
+        lines.append(
+            f"no optimizer is set on the tables' weights or in fused_params; their state counts as "
+            f"under {counted}, the cost model's"
+        )
     elif own != model.setting.optimizer:
-        lines.append(f"tables are priced as under {model.setting.optimizer}, for which the cost model is; "
-                     f"they train under {own}, whose state memory counts")
+        lines.append(
+            f"tables are priced as under {model.setting.optimizer}, for which the cost model is; "
+            f"they train under {own}, whose state memory counts"
+        )
     for sharder in sharders:
         other = sorted(set(getattr(sharder, "fused_params", None) or {}) - PLAIN_PARAMS)
-        lines += [f"fused_params of {type(sharder).__name__} have {', '.join(other)}, which neither price "
-                  "nor memory counts"] * bool(other)
+        lines += [
+            f"fused_params of {type(sharder).__name__} have {', '.join(other)}, which neither price "
+            "nor memory counts"
+        ] * bool(other)
     return lines

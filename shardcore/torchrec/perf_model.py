@@ -44,8 +44,10 @@ class ShardCorePerfModel:
 
         PerfModel.register(type(self))
         if differing := sorted({t.name for t in problem.tables} ^ set(tables_of(module))):
-            raise ShardCoreError(f"problem {problem.name!r} and the module differ in tables {differing[:5]}; "
-                                 "make the problem with problem_for(module, ...)")
+            raise ShardCoreError(
+                f"problem {problem.name!r} and the module differ in tables {differing[:5]}; "
+                "make the problem with problem_for(module, ...)"
+            )
         self.problem, self.module, self.model = problem, module, model.for_problem(problem)
         problem.require_setting(self.model.setting)
         self.rated, self.refused = 0, list[str]()

@@ -12,8 +12,9 @@ from shardcore.core.types import Placement, Shard, Table
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torchrec, shards_on, ways
 
 
-def placements_of(shardings: Mapping[str, Any], tables: Mapping[str, Table],
-                  topology: Topology) -> list[Placement]:
+def placements_of(
+    shardings: Mapping[str, Any], tables: Mapping[str, Table], topology: Topology
+) -> list[Placement]:
     """What TorchRec's plan of a collection places where, in our terms; to be consolidated.
 
     shardings: by the collection's names of tables, ParameterSharding, as an EmbeddingModuleShardingPlan is.
@@ -23,31 +24,39 @@ def placements_of(shardings: Mapping[str, Any], tables: Mapping[str, Table],
     sharding type that is no kind's, and shards that are not as the type has them.
     """
     if missing := sorted(set(tables) ^ set(shardings)):
-        raise ShardCoreError(f"the plan has tables {sorted(shardings)[:5]}, of {sorted(tables)[:5]} "
-                             f"expected; differing are {missing[:5]}")
-    return [p for name, sharding in shardings.items()
-            for p in _placed_as(sharding, tables[name], name, topology)]
+        raise ShardCoreError(
+            f"the plan has tables {sorted(shardings)[:5]}, of {sorted(tables)[:5]} "
+            f"expected; differing are {missing[:5]}"
+        )
+    return [
+        p for name, sharding in shardings.items() for p in _placed_as(sharding, tables[name], name, topology)
+    ]
 
 
 def _placed_as(sharding: Any, table: Table, name: str, topology: Topology) -> list[Placement]:
     layout = layout_of_torchrec(sharding.sharding_type)
     if layout is None:
-        raise ShardCoreError(f"the plan shards table {name!r} {sharding.sharding_type}; known are "
-                             f"{', '.join(t for k in LAYOUTS.values() for t in k.torchrec)}")
+        raise ShardCoreError(
+            f"the plan shards table {name!r} {sharding.sharding_type}; known are "
+            f"{', '.join(t for k in LAYOUTS.values() for t in k.torchrec)}"
+        )
     if layout.dense_gradient:  # TorchRec takes no account of ranks there
         kind = (layout if len(topology) > 1 else WHOLE_ROWS).name
         return [Placement(kind, Shard.whole(table), topology.ranks)]
     if sharding.sharding_spec is None:
-        raise ShardCoreError(f"the plan shards table {name!r} {sharding.sharding_type} without a "
-                             "sharding_spec; it needs one")
+        raise ShardCoreError(
+            f"the plan shards table {name!r} {sharding.sharding_type} without a sharding_spec; it needs one"
+        )
     by_columns: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
     # Ranks that get no rows count: a table may have fewer rows than there are ranks.
     shards = Counter((s.shard_offsets[1], s.shard_sizes[1]) for s in sharding.sharding_spec.shards)
     alone = any(len(group) == 1 for group in layout.groups(topology))
     for (low, width), n in shards.items():
         if layout.divides_rows and n == 1 and not alone:
-            raise ShardCoreError(f"the plan has columns {low} to {low + width} of table {name!r} in one "
-                                 f"shard; TorchRec divides rows over ranks in {sharding.sharding_type}")
+            raise ShardCoreError(
+                f"the plan has columns {low} to {low + width} of table {name!r} in one "
+                f"shard; TorchRec divides rows over ranks in {sharding.sharding_type}"
+            )
     for shard in sharding.sharding_spec.shards:
         (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
         if rows and columns:
@@ -62,8 +71,10 @@ def _placed_as(sharding: Any, table: Table, name: str, topology: Topology) -> li
         placement = Placement(layout.name, Shard(table, 0, table.rows, low, high), tuple(ranges))
         expected = {d: (s.row_lo, s.row_hi) for d, s in shards_on(placement)} if _is_even(placement) else None
         if ranges != expected:
-            raise ShardCoreError(f"the plan has rows {list(ranges.values())[:4]} of table {name!r} on ranks; "
-                                 f"TorchRec runs {sharding.sharding_type} with even ranges only")
+            raise ShardCoreError(
+                f"the plan has rows {list(ranges.values())[:4]} of table {name!r} on ranks; "
+                f"TorchRec runs {sharding.sharding_type} with even ranges only"
+            )
         found.append(placement)
     return found
 
@@ -75,6 +86,7 @@ def _is_even(placement: Placement) -> bool:
 
 def _device(rank: int, devices: Sequence[int], name: str) -> int:
     if not 0 <= rank < len(devices):
-        raise ShardCoreError(f"the plan puts table {name!r} on rank {rank}; "
-                             f"there are ranks 0 to {len(devices) - 1}")
+        raise ShardCoreError(
+            f"the plan puts table {name!r} on rank {rank}; there are ranks 0 to {len(devices) - 1}"
+        )
     return devices[rank]

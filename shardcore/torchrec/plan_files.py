@@ -61,8 +61,10 @@ def _require_of(plan: ShardingPlan, module: nn.Module, what: str) -> None:
     for path in sorted(set(plan.plan) | set(of_path)):
         planned, there = set(plan.plan.get(path, {})), of_path.get(path)
         if there is None:
-            raise ShardCoreError(f"{what} shards module {path!r}, which is no collection of the model; those "
-                                 f"are {sorted(of_path)[:5]}: export with --module")
+            raise ShardCoreError(
+                f"{what} shards module {path!r}, which is no collection of the model; those "
+                f"are {sorted(of_path)[:5]}: export with --module"
+            )
         if missing := sorted(there ^ planned):
             raise ShardCoreError(f"{what} and the model differ in tables {missing[:5]} of module {path!r}")
 
@@ -80,31 +82,45 @@ def _read(path: str | Path) -> dict[str, Any]:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise ShardCoreError(f"{path} has schema {schema.show(found)}; expected {SCHEMA!r}")
     if data.get("version") not in (1, VERSION):
-        raise ShardCoreError(f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this "
-                             f"ShardCore reads up to {VERSION}")
+        raise ShardCoreError(
+            f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this "
+            f"ShardCore reads up to {VERSION}"
+        )
     body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
     # An edited plan could shard a table in a way that nobody priced.
     if data.get("digest") != files.digest(body["modules"] if data["version"] == 1 else body):
-        raise ShardCoreError(f"{path} does not match its digest {schema.show(data.get('digest'))}; it was "
-                             "edited after ShardCore wrote it")
+        raise ShardCoreError(
+            f"{path} does not match its digest {schema.show(data.get('digest'))}; it was "
+            "edited after ShardCore wrote it"
+        )
     schema.read(body["modules"], Mapping[str, Mapping[str, Mapping[str, Any]]], f"{path}, modules")
     return body
 
 
 def to_json(plan: ShardingPlan) -> dict[str, Any]:
     """A plan as JSON, by module path and table. Raises ShardCoreError for a setting that JSON cannot hold."""
-    return {path: {name: encode(sharding, f"table {name!r} of module {path!r}")
-                   for name, sharding in module.items()}
-            for path, module in plan.plan.items()}
+    return {
+        path: {
+            name: encode(sharding, f"table {name!r} of module {path!r}") for name, sharding in module.items()
+        }
+        for path, module in plan.plan.items()
+    }
 
 
 def from_json(modules: Mapping[str, Mapping[str, Any]], what: str = "the plan") -> ShardingPlan:
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
-    return ShardingPlan({path: EmbeddingModuleShardingPlan(
-        {name: _sharding(value, f"{what}, table {name!r} of module {path!r}")
-         for name, value in tables.items()})
-        for path, tables in modules.items()})
+    return ShardingPlan(
+        {
+            path: EmbeddingModuleShardingPlan(
+                {
+                    name: _sharding(value, f"{what}, table {name!r} of module {path!r}")
+                    for name, value in tables.items()
+                }
+            )
+            for path, tables in modules.items()
+        }
+    )
 
 
 def _sharding(value: Any, what: str) -> ParameterSharding:
@@ -118,15 +134,17 @@ def _sharding(value: Any, what: str) -> ParameterSharding:
         # Quantised kernels are for inference: none of a training plan's collections has them.
         known = [kind.value for kind in kinds if not kind.value.startswith("quant")]
         if getattr(made, name) not in known:
-            raise ShardCoreError(f"{what}, {name} is {schema.show(getattr(made, name))}; TorchRec knows "
-                                 f"{', '.join(known)}")
+            raise ShardCoreError(
+                f"{what}, {name} is {schema.show(getattr(made, name))}; TorchRec knows {', '.join(known)}"
+            )
     if wrong := [rank for rank in made.ranks or () if not 0 <= rank < MOST_DEVICES]:
         raise ShardCoreError(f"{what}, ranks has {wrong[0]}; ranks are 0 to {MOST_DEVICES - 1}")
     if made.ranks is not None and made.sharding_spec is not None:
         placed = {shard.placement.rank() for shard in made.sharding_spec.shards}
         if set(made.ranks) != placed:
-            raise ShardCoreError(f"{what} has ranks {schema.show(made.ranks)}; its shards are on "
-                                 f"{schema.show(sorted(placed))}")
+            raise ShardCoreError(
+                f"{what} has ranks {schema.show(made.ranks)}; its shards are on {schema.show(sorted(placed))}"
+            )
     if made.sharding_spec is not None:
         _require_shape(made, what)
     return made
@@ -136,16 +154,19 @@ def _require_shape(sharding: ParameterSharding, what: str) -> None:
     """Raise ShardCoreError for shards that are not as their sharding type has them."""
     kind, shards = sharding.sharding_type, sharding.sharding_spec.shards
     ranges = [{(s.shard_offsets[i], s.shard_sizes[i]) for s in shards} for i in (0, 1)]
-    right = {"table_wise": (len(shards) == 1, "one shard"),
-             "grid_shard": (len(shards) > 1, "shards on several ranks"),
-             **dict.fromkeys(("column_wise", "table_column_wise"),
-                             (len(ranges[0]) == 1, "all rows in each shard")),
-             **dict.fromkeys(("row_wise", "table_row_wise"),
-                             (len(ranges[1]) == 1, "all columns in each shard"))}
+    right = {
+        "table_wise": (len(shards) == 1, "one shard"),
+        "grid_shard": (len(shards) > 1, "shards on several ranks"),
+        **dict.fromkeys(
+            ("column_wise", "table_column_wise"), (len(ranges[0]) == 1, "all rows in each shard")
+        ),
+        **dict.fromkeys(("row_wise", "table_row_wise"), (len(ranges[1]) == 1, "all columns in each shard")),
+    }
     holds, needed = right.get(kind, (True, ""))
     if not holds:
-        raise ShardCoreError(f"{what} is {kind} in {len(shards)} shards of other rows or columns; it needs "
-                             f"{needed}")
+        raise ShardCoreError(
+            f"{what} is {kind} in {len(shards)} shards of other rows or columns; it needs {needed}"
+        )
 
 
 def encode(value: Any, what: str) -> Any:
@@ -158,20 +179,28 @@ def encode(value: Any, what: str) -> Any:
         return [encode(v, what) for v in value]
     # Compared by name: TorchRec takes seconds to import.
     if type(value).__name__ == "EnumerableShardingSpec":
-        return [{"offsets": list(s.shard_offsets), "sizes": list(s.shard_sizes),
-                 "placement": str(s.placement)}
-                for s in value.shards]
+        return [
+            {"offsets": list(s.shard_offsets), "sizes": list(s.shard_sizes), "placement": str(s.placement)}
+            for s in value.shards
+        ]
     if dataclasses.is_dataclass(value) and not type(value).__name__.endswith("ShardingSpec"):
-        return {f.name: encode(v, f"{what}, {f.name}") for f in dataclasses.fields(value)
-                if (v := getattr(value, f.name)) is not None}
-    raise ShardCoreError(f"{what} is a {type(value).__name__}; a file can hold numbers, text, lists and "
-                         "plain settings")
+        return {
+            f.name: encode(v, f"{what}, {f.name}")
+            for f in dataclasses.fields(value)
+            if (v := getattr(value, f.name)) is not None
+        }
+    raise ShardCoreError(
+        f"{what} is a {type(value).__name__}; a file can hold numbers, text, lists and plain settings"
+    )
 
 
 def decode(kind: Any, value: Any, what: str) -> Any:
     """A value of the annotated kind, strictly checked."""
-    options = ([k for k in get_args(kind) if k is not type(None)]
-               if get_origin(kind) in (Union, UnionType) else [kind])
+    options = (
+        [k for k in get_args(kind) if k is not type(None)]
+        if get_origin(kind) in (Union, UnionType)
+        else [kind]
+    )
     # Fields are X or X | None: one kind is left.
     kind = options[0]
     if value is None:
@@ -195,10 +224,15 @@ def decode(kind: Any, value: Any, what: str) -> Any:
         # TorchRec's own annotations are the schema, so new settings need no code here.
         hints, known = get_type_hints(kind), {f.name for f in dataclasses.fields(kind)}
         if unknown := sorted(set(value) - known):
-            raise ShardCoreError(f"{what} has {schema.show(unknown[0])}; TorchRec's {kind.__name__} has "
-                                 f"{', '.join(sorted(known))}")
-        needed = [f.name for f in dataclasses.fields(kind) if f.init
-                  and f.default is f.default_factory is dataclasses.MISSING]
+            raise ShardCoreError(
+                f"{what} has {schema.show(unknown[0])}; TorchRec's {kind.__name__} has "
+                f"{', '.join(sorted(known))}"
+            )
+        needed = [
+            f.name
+            for f in dataclasses.fields(kind)
+            if f.init and f.default is f.default_factory is dataclasses.MISSING
+        ]
         if missing := [name for name in needed if name not in value]:
             raise ShardCoreError(f"{what} lacks the key {missing[0]!r}")
         try:
@@ -208,8 +242,9 @@ def decode(kind: Any, value: Any, what: str) -> Any:
                 raise ShardCoreError(f"{what}, load_factor is {share}; it needs to be above 0, at most 1")
             return made
         except (ValueError, TypeError) as error:  # TorchRec checks its settings itself
-            raise ShardCoreError(str(error) if isinstance(error, ShardCoreError)
-                                 else f"{what}: {error}") from None
+            raise ShardCoreError(
+                str(error) if isinstance(error, ShardCoreError) else f"{what}: {error}"
+            ) from None
     if kind in (int, float, str, bool):
         found = schema.read(value, kind, what)
         if kind in (int, float) and found < 0:
@@ -217,8 +252,9 @@ def decode(kind: Any, value: Any, what: str) -> Any:
         return found
     if kind is Any and not isinstance(value, list | Mapping):
         return value
-    raise ShardCoreError(f"{what} is {schema.show(value)}; a file can hold no "
-                         f"{getattr(kind, '__name__', kind)}")
+    raise ShardCoreError(
+        f"{what} is {schema.show(value)}; a file can hold no {getattr(kind, '__name__', kind)}"
+    )
 
 
 def _spec(shards: Any, what: str) -> Any:
@@ -227,8 +263,9 @@ def _spec(shards: Any, what: str) -> Any:
 
     found = schema.read(shards, tuple[_ShardOfSpec, ...], what)
     try:
-        return EnumerableShardingSpec([ShardMetadata(list(s.offsets), list(s.sizes), s.placement)
-                                       for s in found])
+        return EnumerableShardingSpec(
+            [ShardMetadata(list(s.offsets), list(s.sizes), s.placement) for s in found]
+        )
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # PyTorch checks shards itself
         raise ShardCoreError(f"{what}: {error}") from None
 
@@ -248,8 +285,10 @@ class _ShardOfSpec:
 
     def __post_init__(self) -> None:
         if not _PLACEMENT.fullmatch(self.placement):
-            raise ShardCoreError(f"a shard has placement {schema.show(self.placement)}; it needs a rank and "
-                                 "a device, such as rank:0/cuda:0")
+            raise ShardCoreError(
+                f"a shard has placement {schema.show(self.placement)}; it needs a rank and "
+                "a device, such as rank:0/cuda:0"
+            )
 
     @property
     def rank(self) -> int:

@@ -1,8 +1,8 @@
 """Planning from a TorchRec model: its tables as a Problem, and a drop-in planner.
 
-    planner = ShardCorePlanner(topology, batch_size=512, constraints=constraints, model=load_model("model/"))
-    plan = planner.collective_plan(module, sharders, dist.group.WORLD)
-    module = DistributedModelParallel(module, plan=plan, sharders=sharders)
+planner = ShardCorePlanner(topology, batch_size=512, constraints=constraints, model=load_model("model/"))
+plan = planner.collective_plan(module, sharders, dist.group.WORLD)
+module = DistributedModelParallel(module, plan=plan, sharders=sharders)
 """
 
 from __future__ import annotations
@@ -55,10 +55,17 @@ RESERVED = 0.15
 """The share of device memory that TorchRec keeps free of embeddings by default."""
 
 
-def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_batch: int, lookups: Lookups,
-                optimizer: str | None = None, constraints: Constraints | None = None,
-                name: str = "model", job: Job | None = None,
-                deduplicated: Sequence[Sequence[str]] = ()) -> Problem:
+def problem_for(
+    module: nn.Module,
+    topology: Topology | TheirTopology,
+    global_batch: int,
+    lookups: Lookups,
+    optimizer: str | None = None,
+    constraints: Constraints | None = None,
+    name: str = "model",
+    job: Job | None = None,
+    deduplicated: Sequence[Sequence[str]] = (),
+) -> Problem:
     """The tables of a model's collections (see `tables_of`) as a Problem.
 
     Hot rows of a HotColdEmbeddingCollection are taken for the hottest ones.
@@ -83,30 +90,46 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
     theirs = tables_of(module, whole=True)
     require_type(global_batch, int, "global_batch", "a whole number, the samples of a step")
     if not theirs:
-        raise ShardCoreError("the model has no EmbeddingBagCollection or EmbeddingCollection; there is "
-                             "nothing to place")
+        raise ShardCoreError(
+            "the model has no EmbeddingBagCollection or EmbeddingCollection; there is nothing to place"
+        )
     for key, table in theirs.items():
         fields.require_treated(table.config, f"config of table {key!r}")
     own = optimizers.optimizer_of(module, theirs)
     if optimizer is not None and own and optimizer != own:
-        raise ShardCoreError(f"optimizer is {optimizer!r}; the model's weights have {own!r} in backward: "
-                             "leave it out")
+        raise ShardCoreError(
+            f"optimizer is {optimizer!r}; the model's weights have {own!r} in backward: leave it out"
+        )
     lookups = list(lookups) if isinstance(lookups, Iterator) else lookups
     statistics = torchrec_lookups.statistics_of(theirs, lookups, global_batch)
     ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
     torchrec_topology.require_no_pods(len(ours.on_hosts[0]))
-    factors, groups = torchrec_lookups.deduplicated_of(theirs, lookups, deduplicated,
-                                                       global_batch // len(ours))
+    factors, groups = torchrec_lookups.deduplicated_of(
+        theirs, lookups, deduplicated, global_batch // len(ours)
+    )
     precision = {key: named(t.config.data_type.name, PRECISIONS) for key, t in theirs.items()}
     for key, table in theirs.items():
         if precision[key] is None:
-            raise ShardCoreError(f"table {key!r} has data type {table.config.data_type.name}; known are "
-                                 f"{', '.join(p.theirs for p in PRECISIONS.values())}")
-    tables = tuple(Table(key, t.config.num_embeddings, t.config.embedding_dim, *statistics[key],
-                         precision=precision[key], features=len(t.config.feature_names),
-                         weighted=t.weighted, sequence=not t.pooled, dedup=factors.get(key, 1.0),
-                         collection=t.path, managed_collision=t.managed_collision)
-                   for key, t in theirs.items())
+            raise ShardCoreError(
+                f"table {key!r} has data type {table.config.data_type.name}; known are "
+                f"{', '.join(p.theirs for p in PRECISIONS.values())}"
+            )
+    tables = tuple(
+        Table(
+            key,
+            t.config.num_embeddings,
+            t.config.embedding_dim,
+            *statistics[key],
+            precision=precision[key],
+            features=len(t.config.feature_names),
+            weighted=t.weighted,
+            sequence=not t.pooled,
+            dedup=factors.get(key, 1.0),
+            collection=t.path,
+            managed_collision=t.managed_collision,
+        )
+        for key, t in theirs.items()
+    )
     tables = with_row_shares(tables, theirs, lookups, len(ours))
     if optimizer is None:
         optimizer = own or "exact_sgd"
@@ -120,24 +143,41 @@ def problem_for(module: nn.Module, topology: Topology | TheirTopology, global_ba
         kinds |= _kinds_of_variable(tables, kinds, variable)
         # TorchRec's grid_shard is host_row that is cut.
         widths |= {t.name: t.dim for t in tables if set(kinds[t.name]) <= _GRID}
-    return replace(problem, constraints=replace(
-        constraints, together=(*constraints.together, *groups), kinds=tuple(kinds.items()),
-        min_widths=tuple(widths.items())))
+    return replace(
+        problem,
+        constraints=replace(
+            constraints,
+            together=(*constraints.together, *groups),
+            kinds=tuple(kinds.items()),
+            min_widths=tuple(widths.items()),
+        ),
+    )
 
 
 def _hot_rows(module: nn.Module, theirs: Mapping[str, ModelTable]) -> dict[str, int]:
     """How many rows of tables are hot. theirs: whole tables."""
     from shardcore.torchrec.hot_cold import hot_cold_modules  # loads torch
 
-    hot = {(path, name): len(ids.ids) for path, collection in hot_cold_modules(module)
-           for name, ids in collection.hot_ids.items()}
+    hot = {
+        (path, name): len(ids.ids)
+        for path, collection in hot_cold_modules(module)
+        for name, ids in collection.hot_ids.items()
+    }
     return {key: hot[t.path, t.name] for key, t in theirs.items() if (t.path, t.name) in hot}
 
 
-def plan_for(module: nn.Module, topology: Topology | TheirTopology, model: CostModel, lookups: Lookups,
-             algorithm: str = DEFAULT_SHARDER, seed: int = 0, budget: Budget | None = None,
-             constraints: Constraints | None = None,
-             global_batch: int | None = None, job: Job | None = None) -> tuple[Plan, Problem]:
+def plan_for(
+    module: nn.Module,
+    topology: Topology | TheirTopology,
+    model: CostModel,
+    lookups: Lookups,
+    algorithm: str = DEFAULT_SHARDER,
+    seed: int = 0,
+    budget: Budget | None = None,
+    constraints: Constraints | None = None,
+    global_batch: int | None = None,
+    job: Job | None = None,
+) -> tuple[Plan, Problem]:
     """A plan of a module's tables, and the problem that it solves.
 
     global_batch: samples of a step over all devices. None: the cost model's.
@@ -176,10 +216,20 @@ class ShardCorePlanner:
     range.
     """
 
-    def __init__(self, topology: TheirTopology | Topology, batch_size: int | None = BATCH_SIZE,
-                 constraints: Mapping[str, ParameterConstraints] | None = None, *, model: CostModel,
-                 algorithm: str = DEFAULT_SHARDER, seed: int = 0, budget: Budget | None = None,
-                 lookups: Lookups | None = None, reserved: float = RESERVED, job: Job | None = None) -> None:
+    def __init__(
+        self,
+        topology: TheirTopology | Topology,
+        batch_size: int | None = BATCH_SIZE,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        model: CostModel,
+        algorithm: str = DEFAULT_SHARDER,
+        seed: int = 0,
+        budget: Budget | None = None,
+        lookups: Lookups | None = None,
+        reserved: float = RESERVED,
+        job: Job | None = None,
+    ) -> None:
         from torchrec.distributed.types import ShardingPlanner
 
         _require_model(model)
@@ -196,10 +246,14 @@ class ShardCorePlanner:
         in_host = constrained.uses_host_memory(self.constraints)
         self.theirs = None if isinstance(topology, Topology) else topology
         self.reserved = reserved
-        self.topology = (topology if isinstance(topology, Topology)
-                         else our_topology(topology, reserved, in_host))
-        require(self.theirs is not None or reserved == RESERVED, f"reserved is {reserved}; it is a share of "
-                "TorchRec's topology. Beside ShardCore's, give its devices less memory")
+        self.topology = (
+            topology if isinstance(topology, Topology) else our_topology(topology, reserved, in_host)
+        )
+        require(
+            self.theirs is not None or reserved == RESERVED,
+            f"reserved is {reserved}; it is a share of "
+            "TorchRec's topology. Beside ShardCore's, give its devices less memory",
+        )
         if self.compute_device == "cpu" and model.setting.hardware.startswith("cpu"):
             self.topology = replace(self.topology, hardware=model.setting.hardware)
         self.model, self.algorithm, self.seed, self.budget, self.job = model, algorithm, seed, budget, job
@@ -223,53 +277,81 @@ class ShardCorePlanner:
         for name, table in theirs.items():
             notes += fields.require_treated(table.config, f"config of table {name!r}")
         own = optimizers.optimizer_of(module, theirs, sharders)
-        self.problem = self._problem(module, theirs, own or self.model.setting.optimizer,
-                                     payloads_of(sharders))
+        self.problem = self._problem(
+            module, theirs, own or self.model.setting.optimizer, payloads_of(sharders)
+        )
         model = optimizers.under(self.model, self.problem.optimizer)
         try:
             model = model.for_problem(self.problem)
         except SettingMismatch as error:
-            raise SettingMismatch(f"batch_size {self.batch_size} on {len(self.topology)} devices: "
-                                  f"{error}") from None
+            raise SettingMismatch(
+                f"batch_size {self.batch_size} on {len(self.topology)} devices: {error}"
+            ) from None
         self.found = self._search(theirs, model)
-        made = to_torchrec(self.found, self.problem, module, self.compute_device,
-                           constrained.settings_of(self.constraints, theirs))
+        made = to_torchrec(
+            self.found,
+            self.problem,
+            module,
+            self.compute_device,
+            constrained.settings_of(self.constraints, theirs),
+        )
         notes += constrained.as_asked(made, self.constraints, theirs)
         if self.lookups is not None and torchrec_lookups.variable_features(self.lookups):
             constrained.require_no_grid(made)
         require_all(made, module, all_sharders)
         self.unpriced = [
-            *unpriced(made, sharders, self.problem), *notes,
+            *unpriced(made, sharders, self.problem),
+            *notes,
             *optimizers.notes(self.model, own, self.problem.optimizer, sharders),
-            *unpriced_wrappers(theirs), *self._notes_of_lookups(theirs),
-            *([] if self.theirs is None else torchrec_topology.notes(
-                self.theirs, bool(self.topology.memory))),
+            *unpriced_wrappers(theirs),
+            *self._notes_of_lookups(theirs),
+            *(
+                []
+                if self.theirs is None
+                else torchrec_topology.notes(self.theirs, bool(self.topology.memory))
+            ),
             *unpriced_hardware(self.model.setting, self.compute_device),
-            *(f"extrapolated: {line}" for line in model.out_of_range(lower(self.found, self.problem)))]
+            *(f"extrapolated: {line}" for line in model.out_of_range(lower(self.found, self.problem))),
+        ]
         return made
 
-    def _problem(self, module: nn.Module, theirs: Mapping[str, ModelTable], optimizer: str,
-                 payloads: tuple[str, str]) -> Problem:
-        lookups = (self.lookups if self.lookups is not None
-                   else constrained.pooling_of(self.constraints, theirs))
+    def _problem(
+        self, module: nn.Module, theirs: Mapping[str, ModelTable], optimizer: str, payloads: tuple[str, str]
+    ) -> Problem:
+        lookups = (
+            self.lookups if self.lookups is not None else constrained.pooling_of(self.constraints, theirs)
+        )
         job = self.job or Job(forward_payload=payloads[0], backward_payload=payloads[1])
-        problem = problem_for(module, self.topology, self.batch_size * len(self.topology), lookups, optimizer,
-                              constrained.ours(self.constraints, theirs, self.topology,
-                                               self.compute_device), job=job)
-        return replace(problem, tables=constrained.applied(problem.tables, self.constraints, theirs,
-                                                           self.topology))
+        problem = problem_for(
+            module,
+            self.topology,
+            self.batch_size * len(self.topology),
+            lookups,
+            optimizer,
+            constrained.ours(self.constraints, theirs, self.topology, self.compute_device),
+            job=job,
+        )
+        return replace(
+            problem, tables=constrained.applied(problem.tables, self.constraints, theirs, self.topology)
+        )
 
     def _notes_of_lookups(self, theirs: Mapping[str, ModelTable]) -> list[str]:
         if self.lookups is None:
             return constrained.default_pooling(self.constraints, theirs)
         variable = torchrec_lookups.variable_features(self.lookups)
         shown = ", ".join(map(repr, variable[:5])) + ", ..." * (len(variable) > 5)
-        of_vbe = (f"features {shown} have batches of their own sizes (VBE): their lookups are those of the "
-                  f"data, their outputs count as those of batch_size {self.batch_size}")
+        of_vbe = (
+            f"features {shown} have batches of their own sizes (VBE): their lookups are those of the "
+            f"data, their outputs count as those of batch_size {self.batch_size}"
+        )
         return [*constrained.unused_pooling(self.constraints, theirs), *([of_vbe] if variable else [])]
 
-    def collective_plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None,
-                        pg: dist.ProcessGroup | None = None) -> ShardingPlan:
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: Sequence[ModuleSharder[Any]] | None = None,
+        pg: dist.ProcessGroup | None = None,
+    ) -> ShardingPlan:
         """Rank 0's plan on all ranks. If rank 0 fails, all ranks raise its error instead of waiting."""
         import torch.distributed as dist
         from torchrec.distributed.collective_utils import invoke_on_rank_and_broadcast_result
@@ -298,8 +380,10 @@ class ShardCorePlanner:
             except Infeasible as error:
                 if self.theirs is None:
                     raise
-                taken = (torchrec_topology.default_memory(self.theirs),
-                         f"of a device's memory, {self.reserved:.0%} stays free (reserved)")
+                taken = (
+                    torchrec_topology.default_memory(self.theirs),
+                    f"of a device's memory, {self.reserved:.0%} stays free (reserved)",
+                )
                 raise Infeasible("; ".join([str(error), *filter(None, taken)])) from None
             refused = constrained.broken(found, self.constraints, theirs, self.topology)
             if not refused:
@@ -309,8 +393,9 @@ class ShardCorePlanner:
             self.problem = replace(self.problem, constraints=replace(constraints, kinds=tuple(kinds.items())))
 
 
-def _only_kinds(theirs: Mapping[str, ModelTable], asked: Mapping[str, tuple[str, ...]],
-                topology: Topology) -> dict[str, tuple[str, ...]]:
+def _only_kinds(
+    theirs: Mapping[str, ModelTable], asked: Mapping[str, tuple[str, ...]], topology: Topology
+) -> dict[str, tuple[str, ...]]:
     """Kinds of the tables for whose wrapper TorchRec has some sharding types only.
 
     asked: kinds that may run tables.
@@ -323,14 +408,19 @@ def _only_kinds(theirs: Mapping[str, ModelTable], asked: Mapping[str, tuple[str,
             continue
         able = {layout.name for t in table.sharding_types if (layout := layout_of_torchrec(t))}
         kinds = tuple(kind for kind in asked.get(name, LAYOUTS) if kind in able)
-        what = (f"table {name!r} is in {table.path!r}, a {table.within}, which TorchRec shards "
-                f"{' or '.join(table.sharding_types)} only")
+        what = (
+            f"table {name!r} is in {table.path!r}, a {table.within}, which TorchRec shards "
+            f"{' or '.join(table.sharding_types)} only"
+        )
         if not kinds:
-            raise ShardCoreError(f"{what}; constraints have it run by {', '.join(asked[name])}: allow "
-                                 f"{', '.join(sorted(able))}")
+            raise ShardCoreError(
+                f"{what}; constraints have it run by {', '.join(asked[name])}: allow "
+                f"{', '.join(sorted(able))}"
+            )
         if name not in asked and len(kinds) == 1 and layout_of(kinds[0]) not in ways(topology):
-            raise ShardCoreError(f"{what}; the topology has {len(topology)} device, and it needs 2 or more "
-                                 "to divide rows")
+            raise ShardCoreError(
+                f"{what}; the topology has {len(topology)} device, and it needs 2 or more to divide rows"
+            )
         if kinds != tuple(LAYOUTS):
             found[name] = kinds
     return found
@@ -339,8 +429,9 @@ def _only_kinds(theirs: Mapping[str, ModelTable], asked: Mapping[str, tuple[str,
 _GRID = {layout.name for layout in LAYOUTS.values() if layout.divides_rows and layout.cuts_columns}
 
 
-def _kinds_of_variable(tables: Sequence[Table], asked: Mapping[str, tuple[str, ...]],
-                       variable: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _kinds_of_variable(
+    tables: Sequence[Table], asked: Mapping[str, tuple[str, ...]], variable: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
     """Kinds that run tables whose features have batches of their own sizes (VBE): those that TorchRec has.
 
     It fails with data_parallel, and has no grid_shard. So rows are divided over a host only where nothing
@@ -353,13 +444,16 @@ def _kinds_of_variable(tables: Sequence[Table], asked: Mapping[str, tuple[str, .
         able = tuple(kind for kind in asked.get(table.name, LAYOUTS) if kind not in constrained.REPLICAS)
         found[table.name] = tuple(kind for kind in able if kind not in _GRID) or able
         if not able:
-            raise ShardCoreError(f"table {table.name!r} may run data_parallel only, and feature "
-                                 f"{variable[0]!r} has batches of a size of its own (VBE), with which "
-                                 "TorchRec fails: allow another kind")
+            raise ShardCoreError(
+                f"table {table.name!r} may run data_parallel only, and feature "
+                f"{variable[0]!r} has batches of a size of its own (VBE), with which "
+                "TorchRec fails: allow another kind"
+            )
     return found
 
 
 def _require_model(model: CostModel) -> None:
     if not isinstance(model, CostModel):
-        raise ShardCoreError(f"model is {model!r}; it needs a cost model, as shardcore.load_model(FOLDER) "
-                             "gives")
+        raise ShardCoreError(
+            f"model is {model!r}; it needs a cost model, as shardcore.load_model(FOLDER) gives"
+        )

@@ -29,8 +29,13 @@ class Busy:
 
     def __add__(self, other: Any) -> Busy:
         # Speed divides compute, not communication.
-        return Busy(self.speed, self.total + (other.fwd_compute + other.bwd_compute) / self.speed
-                     + other.fwd_comms + other.bwd_comms)
+        return Busy(
+            self.speed,
+            self.total
+            + (other.fwd_compute + other.bwd_compute) / self.speed
+            + other.fwd_comms
+            + other.bwd_comms,
+        )
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,9 @@ class OurBytes:
     def estimate(self, sharding_options: list[Any], sharder_data_map: Any = None) -> None:
         from torchrec.distributed.planner.types import Storage
 
-        sharding_options.sort(key=lambda o: (int(o.name[1:]),
-                                             (*ALL_TYPES, *HOST_TYPES).index(o.sharding_type)))
+        sharding_options.sort(
+            key=lambda o: (int(o.name[1:]), (*ALL_TYPES, *HOST_TYPES).index(o.sharding_type))
+        )
         bytes_of = own_peaks(self.problem)
         for option in sharding_options:
             layout = WHOLE_ROWS if option.num_shards == 1 else layout_of_torchrec(option.sharding_type)
@@ -110,8 +116,10 @@ def quiet() -> Iterator[None]:
     """Silence TorchRec: it logs every call, and warns of each table that it replicates or does not cut."""
     from torchrec.distributed.logger import method_logger
 
-    root, levels = logging.getLogger(), {name: logging.getLogger(name).level
-                                         for name in ("torchrec", method_logger.name)}
+    root, levels = (
+        logging.getLogger(),
+        {name: logging.getLogger(name).level for name in ("torchrec", method_logger.name)},
+    )
     for name in levels:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     root.addFilter(_not_of_replicas)

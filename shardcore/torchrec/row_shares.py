@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from shardcore.torchrec.modules import ModelTable
 
 
-def with_row_shares(tables: Sequence[Table], theirs: Mapping[str, ModelTable], lookups: Any,
-                    n_devices: int) -> tuple[Table, ...]:
+def with_row_shares(
+    tables: Sequence[Table], theirs: Mapping[str, ModelTable], lookups: Any, n_devices: int
+) -> tuple[Table, ...]:
     """The tables, ordered by measured row shares where ids lie unevenly. Only batches of data tell that.
 
     lookups: as in `planner.problem_for`.

@@ -51,8 +51,9 @@ def with_settings(settings: Mapping[str, Any], what: str) -> ParameterSharding:
     if placed := sorted(set(settings) & set(PLACEMENT)):
         raise ShardCoreError(f"{what} has {placed[0]!r} among its settings, which follows from the plan")
     if "compute_kernel" not in settings:
-        raise ShardCoreError(f"{what} has settings {sorted(settings)} and no compute_kernel; it needs one, "
-                             "such as 'fused'")
+        raise ShardCoreError(
+            f"{what} has settings {sorted(settings)} and no compute_kernel; it needs one, such as 'fused'"
+        )
     return plan_files.decode(ParameterSharding, {"sharding_type": "", **settings}, what)
 
 
@@ -96,14 +97,17 @@ def _sent(sharder: ModuleSharder[Any]) -> dict[str, tuple[str, str]]:
         for name, (field, codec) in zip(names, both.items(), strict=True):
             if name not in _TORCH:
                 precision = getattr(getattr(codec, "_comm_precision", None), "name", name)
-                raise ShardCoreError(f"{op.lower()} of {type(sharder).__name__} has {field}_precision "
-                                     f"{precision}; priced are {', '.join(PAYLOADS)}")
+                raise ShardCoreError(
+                    f"{op.lower()} of {type(sharder).__name__} has {field}_precision "
+                    f"{precision}; priced are {', '.join(PAYLOADS)}"
+                )
         found[op.lower()] = tuple(_TORCH[name] for name in names)
     return found or {"output": ("fp32", "fp32")}
 
 
-def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (),
-             problem: Problem | None = None) -> list[str]:
+def unpriced(
+    plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (), problem: Problem | None = None
+) -> list[str]:
     """Effects that the price of a plan leaves out, a line each.
 
     Tables are priced as fused ops, in device memory unless the problem has rows of theirs in host memory, and
@@ -114,26 +118,41 @@ def unpriced(plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (),
     Raises ShardCoreError for payloads of sharders that are not priced.
     """
     job = problem.job if problem else Job()
-    in_host = {(t.collection, t.name.removeprefix(f"{t.collection}."))
-               for t in (problem.tables if problem else ()) if t.in_host_memory}
+    in_host = {
+        (t.collection, t.name.removeprefix(f"{t.collection}."))
+        for t in (problem.tables if problem else ())
+        if t.in_host_memory
+    }
     lines = _unpriced_replicas(plan, problem)
     for path, module in plan.plan.items():
         for name, sharding in module.items():
             priced = (path, name) in in_host
             known = (*PLACEMENT, "compute_kernel", *(["cache_params"] if priced else []))
-            given = [f"{f.name}={value}" for f in fields(sharding)
-                     if f.name not in known and (value := getattr(sharding, f.name)) is not None]
+            given = [
+                f"{f.name}={value}"
+                for f in fields(sharding)
+                if f.name not in known and (value := getattr(sharding, f.name)) is not None
+            ]
             if sharding.compute_kernel not in PLAIN_KERNELS and not priced or given:
                 where = "with rows in host memory" if priced else "in device memory"
-                lines.append(f"table {name!r} of module {path!r} is priced as fused, {where}; it has "
-                             + ", ".join([f"kernel {sharding.compute_kernel}", *given]))
-    lines += [f"{type(sharder).__name__} has use_index_dedup, which sends each id once; ids are priced as "
-              "if it sent all" for sharder in sharders if getattr(
-                  _of_collection(sharder), "_use_index_dedup", False)]
+                lines.append(
+                    f"table {name!r} of module {path!r} is priced as fused, {where}; it has "
+                    + ", ".join([f"kernel {sharding.compute_kernel}", *given])
+                )
+    lines += [
+        f"{type(sharder).__name__} has use_index_dedup, which sends each id once; ids are priced as "
+        "if it sent all"
+        for sharder in sharders
+        if getattr(_of_collection(sharder), "_use_index_dedup", False)
+    ]
     own = job.forward_payload, job.backward_payload
-    return lines + [f"{op} of {type(sharder).__name__} is priced with {own[0]} forward, {own[1]} backward; "
-                    f"it sends {sent[0]} forward, {sent[1]} backward"
-                    for sharder in sharders for op, sent in _sent(sharder).items() if sent != own]
+    return lines + [
+        f"{op} of {type(sharder).__name__} is priced with {own[0]} forward, {own[1]} backward; "
+        f"it sends {sent[0]} forward, {sent[1]} backward"
+        for sharder in sharders
+        for op, sent in _sent(sharder).items()
+        if sent != own
+    ]
 
 
 def unpriced_hardware(setting: Setting, compute_device: str) -> list[str]:
@@ -144,9 +163,19 @@ def unpriced_hardware(setting: Setting, compute_device: str) -> list[str]:
 
 
 def _unpriced_replicas(plan: ShardingPlan, problem: Problem | None) -> list[str]:
-    replicas = [name for module in plan.plan.values() for name, sharding in module.items()
-                if (layout := layout_of_torchrec(sharding.sharding_type)) and layout.dense_gradient]
+    replicas = [
+        name
+        for module in plan.plan.values()
+        for name, sharding in module.items()
+        if (layout := layout_of_torchrec(sharding.sharding_type)) and layout.dense_gradient
+    ]
     shown = ", ".join(map(repr, replicas[:3])) + (", ..." if len(replicas) > 3 else "")
     under, by = (f", under {problem.optimizer}", f", {problem.replica_optimizer},") if problem else ("", "")
-    return [f"replicas of {shown} are priced as if updated in backward{under}; a dense optimizer{by} steps "
-            "over all of their weights later, which is not timed"] if replicas else []
+    return (
+        [
+            f"replicas of {shown} are priced as if updated in backward{under}; a dense optimizer{by} steps "
+            "over all of their weights later, which is not timed"
+        ]
+        if replicas
+        else []
+    )

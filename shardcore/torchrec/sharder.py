@@ -78,8 +78,10 @@ from shardcore.torchrec.planner_pieces import (
 )
 from shardcore.torchrec.rates import column_bytes, exchange_ms, lookup_ms
 
-INSTALL = ("pip install --no-deps torchrec==1.8.0 && "
-           "pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath")
+INSTALL = (
+    "pip install --no-deps torchrec==1.8.0 && "
+    "pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions iopath"
+)
 
 
 _TRIES = 4
@@ -116,8 +118,14 @@ def require_installed(what: str) -> None:
         raise ShardCoreError(f"{what}, and it is not installed: {INSTALL}")
 
 
-def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None,
-             config: TorchRecConfig = TorchRecConfig()) -> Plan:  # noqa: B008 (frozen)
+def torchrec(
+    problem: Problem,
+    model: CostModel,
+    *,
+    seed: int = 0,
+    budget: Budget | None = None,
+    config: TorchRecConfig = TorchRecConfig(),
+) -> Plan:  # noqa: B008 (frozen)
     """The cheapest plan of the sweep. Deterministic: the seed is only recorded.
 
     One evaluation is one proposal of TorchRec's planner.
@@ -144,14 +152,24 @@ def torchrec(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budge
                     break
                 found = theirs.plan(all_types, min_partition, config.grid, meter)
                 if found is not None and _allowed([*given.placements, *found], problem):
-                    plans.append(priced([*given.placements, *found], problem, model, algorithm="torchrec",
-                                        seed=seed, packed=False, swept=[all_types, min_partition]))
+                    plans.append(
+                        priced(
+                            [*given.placements, *found],
+                            problem,
+                            model,
+                            algorithm="torchrec",
+                            seed=seed,
+                            packed=False,
+                            swept=[all_types, min_partition],
+                        )
+                    )
         if not plans or any(fits(plan, problem) for plan in plans):
             break
         more -= max(min(lacking(plan, problem) for plan in plans), -more)
     if not any(fits(plan, problem) for plan in plans):
-        plans = [priced(fitting(problem).placements, problem, model, algorithm="torchrec", seed=seed,
-                        packed=True)]
+        plans = [
+            priced(fitting(problem).placements, problem, model, algorithm="torchrec", seed=seed, packed=True)
+        ]
     best = cheapest(plans, problem)
     return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config)})
 
@@ -202,8 +220,10 @@ def _constrained_first(problem: Problem, model: CostModel) -> _Given | None:
     keys = cache.keys(shards)
     cache.add(keys)
     state = PlacementState(cache, keys, priced=False)
-    order = sorted(bundles(map(Shard.whole, chosen), problem),
-                   key=lambda b: (freedom(b, problem), -load(b).min(), -sum(s.bytes for s in b)))
+    order = sorted(
+        bundles(map(Shard.whole, chosen), problem),
+        key=lambda b: (freedom(b, problem), -load(b).min(), -sum(s.bytes for s in b)),
+    )
     for bundle in order:
         roomy = state.fits(*cache.key(bundle[0]))
         if not roomy.any():
@@ -233,10 +253,19 @@ class _Theirs:
 
         self.problem, self.given, self.names = problem, given, {f"t{i}": t for i, t in enumerate(tables)}
         self.sharders = [EmbeddingBagCollectionSharder()]
-        self.module = EmbeddingBagCollection(device=torch.device("meta"), tables=[
-            EmbeddingBagConfig(name=n, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[n],
-                               data_type=DataType[PRECISIONS[t.precision].theirs])
-            for n, t in self.names.items()])
+        self.module = EmbeddingBagCollection(
+            device=torch.device("meta"),
+            tables=[
+                EmbeddingBagConfig(
+                    name=n,
+                    num_embeddings=t.rows,
+                    embedding_dim=t.dim,
+                    feature_names=[n],
+                    data_type=DataType[PRECISIONS[t.precision].theirs],
+                )
+                for n, t in self.names.items()
+            ],
+        )
         devices, hosts = problem.topology.devices, problem.topology.hosts
         self.ranks = problem.topology.ranks
         per_host = Counter(d.host for d in devices)
@@ -253,14 +282,20 @@ class _Theirs:
             if gbps or one_ms > 0:
                 known[level.torchrec[0]] = gbps * 1e6 if gbps else column_bytes(self.problem) / one_ms
         topology = self.topology(known)
-        options = self.enumerator(topology, self.constraints(False, None)).enumerate(self.module,
-                                                                                     self.sharders)
+        options = self.enumerator(topology, self.constraints(False, None)).enumerate(
+            self.module, self.sharders
+        )
         # Scale memory bandwidth so that both sides agree on the cost of all tables.
-        theirs_ms = sum(s.perf.fwd_compute + s.perf.bwd_compute for o in options
-                        if o.sharding_type == WHOLE_ROWS.torchrec_whole for s in o.shards)
+        theirs_ms = sum(
+            s.perf.fwd_compute + s.perf.bwd_compute
+            for o in options
+            if o.sharding_type == WHOLE_ROWS.torchrec_whole
+            for s in o.shards
+        )
         ours_ms = lookup_ms(self.problem, model) * sum(looked_up(Shard.whole(t)) for t in self.names.values())
-        return known | ({"hbm_mem_bw": topology.hbm_mem_bw * theirs_ms / ours_ms} if theirs_ms > 0
-                        and ours_ms > 0 else {})
+        return known | (
+            {"hbm_mem_bw": topology.hbm_mem_bw * theirs_ms / ours_ms} if theirs_ms > 0 and ours_ms > 0 else {}
+        )
 
     def topology(self, bandwidths: Mapping[str, float]) -> Any:
         """TorchRec's Topology with our devices' memory, speed and work given before."""
@@ -268,8 +303,15 @@ class _Theirs:
 
         # Memory differs by device; TorchRec's constructor takes one value for all.
         left = [int(self.given.left[d]) for d in self.ranks]
-        topology = Topology(len(left), "cuda", hbm_cap=left[0], ddr_cap=0, ssd_cap=0,
-                            local_world_size=self.per_host, **bandwidths)
+        topology = Topology(
+            len(left),
+            "cuda",
+            hbm_cap=left[0],
+            ddr_cap=0,
+            ssd_cap=0,
+            local_world_size=self.per_host,
+            **bandwidths,
+        )
         for device, d in zip(topology.devices, self.ranks, strict=True):
             device.storage.hbm = int(self.given.left[d])
             device.perf = Busy(self.problem.topology.devices[d].speed, float(self.given.busy[d]))
@@ -284,8 +326,13 @@ class _Theirs:
         every_type = (*ALL_TYPES, *(HOST_TYPES if several else ()))
         types = every_type if all_types else COLUMN_TYPES
         # Devices over which a type divides rows.
-        over = {name: len(group) for layout in LAYOUTS.values() if layout.divides_rows
-                for group in layout.groups(self.problem.topology)[:1] for name in layout.torchrec}
+        over = {
+            name: len(group)
+            for layout in LAYOUTS.values()
+            if layout.divides_rows
+            for group in layout.groups(self.problem.topology)[:1]
+            for name in layout.torchrec
+        }
 
         least = dict(self.problem.constraints.min_widths)
 
@@ -293,28 +340,41 @@ class _Theirs:
             layout = layout_of_torchrec(type_)
             if not self.problem.may_run(layout, table):
                 return False
-            return ((type_ not in over or even_rows(table.rows, over[type_]))
-                    and (layout.caches or not table.in_host_memory)
-                    and (layout.as_sequence is not None or not table.sequence))
+            return (
+                (type_ not in over or even_rows(table.rows, over[type_]))
+                and (layout.caches or not table.in_host_memory)
+                and (layout.as_sequence is not None or not table.sequence)
+            )
 
         def of(table: Table) -> list[str]:
             whole = table.name in self.problem.whole
-            return [WHOLE_ROWS.torchrec_whole] if whole else [
-                k for k in types if runs(k, table)] or [k for k in every_type if runs(k, table)]
+            return (
+                [WHOLE_ROWS.torchrec_whole]
+                if whole
+                else [k for k in types if runs(k, table)] or [k for k in every_type if runs(k, table)]
+            )
 
-        return {n: ParameterConstraints(sharding_types=of(t),
-                                        compute_kernels=["fused", "dense"],  # dense: what data_parallel runs
-                                        pooling_factors=[t.pooling],
-                                        min_partition=max(min_partition or 0, least.get(t.name, 0)) or None)
-                for n, t in self.names.items()}
+        return {
+            n: ParameterConstraints(
+                sharding_types=of(t),
+                compute_kernels=["fused", "dense"],  # dense: what data_parallel runs
+                pooling_factors=[t.pooling],
+                min_partition=max(min_partition or 0, least.get(t.name, 0)) or None,
+            )
+            for n, t in self.names.items()
+        }
 
     def enumerator(self, topology: Any, constraints: dict[str, Any]) -> Any:
         """Its enumerator of sharding options, with our bytes."""
         from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
         from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 
-        return EmbeddingEnumerator(topology, self.problem.local_batch, constraints, estimator=[
-            EmbeddingPerfEstimator(topology, constraints), OurBytes(self.problem, self.names)])
+        return EmbeddingEnumerator(
+            topology,
+            self.problem.local_batch,
+            constraints,
+            estimator=[EmbeddingPerfEstimator(topology, constraints), OurBytes(self.problem, self.names)],
+        )
 
     def distinct(self, config: TorchRecConfig) -> Iterator[tuple[bool, int | None]]:
         """The settings to sweep. Those with the same column cuts as an earlier one are skipped."""
@@ -323,15 +383,17 @@ class _Theirs:
         seen = set()
         weights = [bag.weight for bag in self.module.embedding_bags.values()]
         for all_types, min_partition in product(config.all_types, config.min_partition):
-            shards = (calculate_shard_sizes_and_offsets(w, 1, 1, "column_wise", min_partition)[0]
-                      for w in weights)
+            shards = (
+                calculate_shard_sizes_and_offsets(w, 1, 1, "column_wise", min_partition)[0] for w in weights
+            )
             key = (all_types, *map(len, shards))
             if key not in seen:
                 seen.add(key)
                 yield all_types, min_partition
 
-    def plan(self, all_types: bool, min_partition: int | None, grid: int,
-             meter: Meter) -> list[Placement] | None:
+    def plan(
+        self, all_types: bool, min_partition: int | None, grid: int, meter: Meter
+    ) -> list[Placement] | None:
         """The planner's best plan. None if it finds none."""
         from torchrec.distributed.planner import EmbeddingShardingPlanner
         from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
@@ -339,13 +401,23 @@ class _Theirs:
         from torchrec.distributed.planner.types import PlannerError
 
         topology, constraints = self.topology(self.bandwidths), self.constraints(all_types, min_partition)
-        proposers = [GridSearchProposer(grid), GreedyProposer(), GreedyProposer(use_depth=False),
-                     UniformProposer()]
+        proposers = [
+            GridSearchProposer(grid),
+            GreedyProposer(),
+            GreedyProposer(use_depth=False),
+            UniformProposer(),
+        ]
         planner = EmbeddingShardingPlanner(
-            topology, self.problem.local_batch, self.enumerator(topology, constraints),
-            constraints=constraints, stats=[],
+            topology,
+            self.problem.local_batch,
+            self.enumerator(topology, constraints),
+            constraints=constraints,
+            stats=[],
             storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-            performance_model=Slowest(topology), proposer=Metered(proposers, meter), debug=False)
+            performance_model=Slowest(topology),
+            proposer=Metered(proposers, meter),
+            debug=False,
+        )
         try:
             plan = planner.plan(self.module, self.sharders)
         except PlannerError:

@@ -65,8 +65,13 @@ class Sharded:
 # --- to TorchRec --------------------------------------------------------------------------------------------
 
 
-def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_device: str | None = None,
-                like: ShardingPlan | None = None) -> ShardingPlan:
+def to_torchrec(
+    plan: Plan,
+    problem: Problem,
+    module: nn.Module | str,
+    compute_device: str | None = None,
+    like: ShardingPlan | None = None,
+) -> ShardingPlan:
     """The plan as DistributedModelParallel(module, plan=...) takes it, with fused kernels.
 
     Tables whose load factor is not 1 get TorchRec's kernels with rows in host memory, and its cache.
@@ -82,24 +87,33 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
 
     require_cover(plan, problem)
     compute_device = compute_device or _device_of(like) or "cuda"
-    theirs = (_as_named(problem, module) if isinstance(module, str)
-              else _matched(problem, tables_of(module)))
+    theirs = _as_named(problem, module) if isinstance(module, str) else _matched(problem, tables_of(module))
     placed: dict[str, list[Placement]] = defaultdict(list)
     for placement in plan.placements:
         placed[placement.shard.table.name].append(placement)
     shardings = {name: sharded(placed[name], problem.topology) for name in theirs}
-    kept = {} if like else {name: with_settings(settings, f"table {name!r} of the plan's provenance")
-                            for name, settings in plan.provenance.get("torchrec", {}).items()}
+    kept = (
+        {}
+        if like
+        else {
+            name: with_settings(settings, f"table {name!r} of the plan's provenance")
+            for name, settings in plan.provenance.get("torchrec", {}).items()
+        }
+    )
     if unknown := sorted(set(kept) - set(theirs)):
-        raise ShardCoreError(f"the plan's provenance has settings of table {unknown[0]!r}; the model has "
-                             f"{sorted(theirs)[:5]}")
-    cut = {(theirs[name].path, found.sharding_type)
-           for name, found in shardings.items() if theirs[name].pooled}
+        raise ShardCoreError(
+            f"the plan's provenance has settings of table {unknown[0]!r}; the model has {sorted(theirs)[:5]}"
+        )
+    cut = {
+        (theirs[name].path, found.sharding_type) for name, found in shardings.items() if theirs[name].pooled
+    }
     modules: dict[str, Any] = {}
     for name in [name for name, table in theirs.items() if table.replica]:
         if not shardings.pop(name).layout.dense_gradient:
-            raise ShardCoreError(f"plan places table {name!r} by {placed[name][0].kind}; its rows are hot, "
-                                 "so the model has them on every rank: plan them so (constraints.kinds)")
+            raise ShardCoreError(
+                f"plan places table {name!r} by {placed[name][0].kind}; its rows are hot, "
+                "so the model has them on every rank: plan them so (constraints.kinds)"
+            )
     for name, found in shardings.items():
         table = theirs[name]
         if_cut = found.layout.torchrec_cut
@@ -107,13 +121,16 @@ def to_torchrec(plan: Plan, problem: Problem, module: nn.Module | str, compute_d
         if (table.path, if_cut) in cut:
             found = replace(found, sharding_type=if_cut)
         if table.sharding_types and found.sharding_type not in table.sharding_types:
-            raise ShardCoreError(f"plan shards table {name!r} {found.sharding_type}; TorchRec shards module "
-                                 f"{table.path!r}, {table.within}, {' or '.join(table.sharding_types)} only: "
-                                 "plan it so (constraints.kinds)")
+            raise ShardCoreError(
+                f"plan shards table {name!r} {found.sharding_type}; TorchRec shards module "
+                f"{table.path!r}, {table.within}, {' or '.join(table.sharding_types)} only: "
+                "plan it so (constraints.kinds)"
+            )
         old = like.plan.get(table.path, {}).get(table.name) if like else kept.get(name)
         _require_replicable(found, old, name)
         modules.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = _sharding(
-            found, problem.topology, compute_device, old)
+            found, problem.topology, compute_device, old
+        )
     _require_sequences(shardings, theirs, compute_device)
     return ShardingPlan(modules)
 
@@ -124,12 +141,16 @@ def _as_named(problem: Problem, path: str) -> dict[str, ModelTable]:
     Raises ShardCoreError for a path that no module of a model has, or that no table is in.
     """
     if not _PATH.fullmatch(path):
-        raise ShardCoreError(f"module is {path!r}; it needs the path of the collection in the model, such as "
-                             "sparse_arch.embedding_bag_collection")
+        raise ShardCoreError(
+            f"module is {path!r}; it needs the path of the collection in the model, such as "
+            "sparse_arch.embedding_bag_collection"
+        )
     named = list(dict.fromkeys(t.collection for t in problem.tables))
     if "" not in named and path not in named:
-        raise ShardCoreError(f"module is {path!r}; all tables of problem {problem.name!r} name their "
-                             f"collections, which are {', '.join(map(repr, named[:5]))}: give one of them")
+        raise ShardCoreError(
+            f"module is {path!r}; all tables of problem {problem.name!r} name their "
+            f"collections, which are {', '.join(map(repr, named[:5]))}: give one of them"
+        )
     hot = {t.name: t.collection or path for t in problem.tables if is_hot(t, problem)}
     divided = set(hot.values())
     found = {}
@@ -141,15 +162,19 @@ def _as_named(problem: Problem, path: str) -> dict[str, ModelTable]:
         if own in divided and table.sequence and table.name not in hot:
             own += INSIDE
         name = table.name.removeprefix(f"{named}.")
-        found[table.name] = ModelTable(own, name, None, not table.sequence, table.weighted,
-                                       replica=table.name in hot)
+        found[table.name] = ModelTable(
+            own, name, None, not table.sequence, table.weighted, replica=table.name in hot
+        )
     return found
 
 
 def _device_of(plan: ShardingPlan | None) -> str | None:
     """The type of device that a TorchRec plan is for. None: it does not say."""
-    specs = [sharding.sharding_spec for module in (plan.plan.values() if plan else ())
-             for sharding in module.values()]
+    specs = [
+        sharding.sharding_spec
+        for module in (plan.plan.values() if plan else ())
+        for sharding in module.values()
+    ]
     return next((spec.shards[0].placement.device().type for spec in specs if spec and spec.shards), None)
 
 
@@ -160,8 +185,10 @@ def sharded(placements: Sequence[Placement], topology: Topology) -> Sharded:
     """
     table, kinds = placements[0].shard.table, sorted({p.kind for p in placements})
     if len(kinds) > 1:
-        raise ShardCoreError(f"plan places table {table.name!r} by {' and '.join(kinds)}; TorchRec shards a "
-                             "table by one of them")
+        raise ShardCoreError(
+            f"plan places table {table.name!r} by {' and '.join(kinds)}; TorchRec shards a "
+            "table by one of them"
+        )
     layout, rank_of = layout_of(kinds[0]), {d: rank for rank, d in enumerate(topology.ranks)}
     if layout.dense_gradient:
         return Sharded(layout, layout.torchrec_whole)
@@ -171,8 +198,9 @@ def sharded(placements: Sequence[Placement], topology: Topology) -> Sharded:
     return Sharded(layout, layout.torchrec_whole if len(placements) == 1 else layout.torchrec_cut, shards)
 
 
-def _require_sequences(shardings: Mapping[str, Sharded], theirs: Mapping[str, ModelTable],
-                       compute_device: str) -> None:
+def _require_sequences(
+    shardings: Mapping[str, Sharded], theirs: Mapping[str, ModelTable], compute_device: str
+) -> None:
     """Raise ShardCoreError for what TorchRec supports only for EmbeddingBagCollections."""
     width: dict[str, int] = {}
     for name, table in theirs.items():
@@ -180,23 +208,29 @@ def _require_sequences(shardings: Mapping[str, Sharded], theirs: Mapping[str, Mo
             continue
         found, what = shardings[name], f"table {name!r} of the EmbeddingCollection {table.path!r}"
         if found.layout.sequence_channels is None:
-            raise ShardCoreError(f"plan cuts {what} by rows over one host; TorchRec does so for "
-                                 "EmbeddingBagCollections alone")
+            raise ShardCoreError(
+                f"plan cuts {what} by rows over one host; TorchRec does so for EmbeddingBagCollections alone"
+            )
         if found.layout.dense_gradient and compute_device == "cpu":
-            raise ShardCoreError(f"plan replicates {what}; on a CPU TorchRec cannot, for its dense kernel "
-                                 "pools there")
+            raise ShardCoreError(
+                f"plan replicates {what}; on a CPU TorchRec cannot, for its dense kernel pools there"
+            )
         for _, shard in found.shards if len(found.shards) > 1 and found.layout.cuts_columns else ():
             if width.setdefault(table.path, shard.width) != shard.width:
-                raise ShardCoreError(f"plan cuts {what} into shards {shard.width} wide, and one "
-                                     f"{width[table.path]}; TorchRec there needs all shards of tables cut by "
-                                     "columns equally wide")
+                raise ShardCoreError(
+                    f"plan cuts {what} into shards {shard.width} wide, and one "
+                    f"{width[table.path]}; TorchRec there needs all shards of tables cut by "
+                    "columns equally wide"
+                )
 
 
 def _require_replicable(found: Sharded, old: ParameterSharding | None, name: str) -> None:
     if found.layout.dense_gradient and old is not None and old.compute_kernel not in PLAIN_KERNELS:
-        raise ShardCoreError(f"plan replicates table {name!r}, which has kernel {old.compute_kernel}; "
-                             "TorchRec replicates with its dense kernel alone, in device memory: change the "
-                             "kernel to 'fused', or the plan")
+        raise ShardCoreError(
+            f"plan replicates table {name!r}, which has kernel {old.compute_kernel}; "
+            "TorchRec replicates with its dense kernel alone, in device memory: change the "
+            "kernel to 'fused', or the plan"
+        )
 
 
 def _matched(problem: Problem, theirs: Mapping[str, ModelTable]) -> dict[str, ModelTable]:
@@ -205,22 +239,30 @@ def _matched(problem: Problem, theirs: Mapping[str, ModelTable]) -> dict[str, Mo
     ours = {t.name: t for t in problem.tables}
     if missing := sorted(set(theirs) ^ set(ours)):
         where = "the model lacks" if missing[0] in ours else "the problem lacks"
-        raise ShardCoreError(f"problem {problem.name!r} has tables {sorted(ours)[:5]}, the model "
-                             f"{sorted(theirs)[:5]}; {where} {missing[0]!r}")
+        raise ShardCoreError(
+            f"problem {problem.name!r} has tables {sorted(ours)[:5]}, the model "
+            f"{sorted(theirs)[:5]}; {where} {missing[0]!r}"
+        )
     for name, table in theirs.items():
-        shape, found = ((ours[name].rows, ours[name].dim),
-                        (table.config.num_embeddings, table.config.embedding_dim))
+        shape, found = (
+            (ours[name].rows, ours[name].dim),
+            (table.config.num_embeddings, table.config.embedding_dim),
+        )
         if shape != found:
-            raise ShardCoreError(f"table {name!r} has (rows, dim) {shape} in problem {problem.name!r} and "
-                                 f"{found} in the model")
+            raise ShardCoreError(
+                f"table {name!r} has (rows, dim) {shape} in problem {problem.name!r} and {found} in the model"
+            )
         if ours[name].collection not in ("", table.path):
-            raise ShardCoreError(f"table {name!r} has collection {ours[name].collection!r} in problem "
-                                 f"{problem.name!r} and {table.path!r} in the model")
+            raise ShardCoreError(
+                f"table {name!r} has collection {ours[name].collection!r} in problem "
+                f"{problem.name!r} and {table.path!r} in the model"
+            )
     return dict(theirs)
 
 
-def _sharding(found: Sharded, on: Topology, compute_device: str,
-              old: ParameterSharding | None) -> ParameterSharding:
+def _sharding(
+    found: Sharded, on: Topology, compute_device: str, old: ParameterSharding | None
+) -> ParameterSharding:
     from torch.distributed._shard.metadata import ShardMetadata
     from torchrec.distributed.sharding_plan import placement
     from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
@@ -230,9 +272,14 @@ def _sharding(found: Sharded, on: Topology, compute_device: str,
         ranks, spec, kernel = list(range(len(on))), None, "dense"
     else:
         ranks = [rank for rank, _ in found.shards]
-        spec = EnumerableShardingSpec([ShardMetadata([s.row_lo, s.col_lo], [s.rows, s.width],
-                                                     placement(compute_device, rank, per_host))
-                                       for rank, s in found.shards])
+        spec = EnumerableShardingSpec(
+            [
+                ShardMetadata(
+                    [s.row_lo, s.col_lo], [s.rows, s.width], placement(compute_device, rank, per_host)
+                )
+                for rank, s in found.shards
+            ]
+        )
         # A table that was replicated has a dense kernel. It needs a fused one now.
         was = None if old is None else layout_of_torchrec(old.sharding_type)
         kernel = "fused" if old is None or (was and was.dense_gradient) else old.compute_kernel
@@ -241,8 +288,9 @@ def _sharding(found: Sharded, on: Topology, compute_device: str,
     if table and table.in_host_memory:
         kernel = table.kernel
         base = replace(base, cache_params=_cache_of(table, base.cache_params) if table.load_factor else None)
-    return replace(base, sharding_type=found.sharding_type, compute_kernel=kernel, ranks=ranks,
-                   sharding_spec=spec)
+    return replace(
+        base, sharding_type=found.sharding_type, compute_kernel=kernel, ranks=ranks, sharding_spec=spec
+    )
 
 
 def _cache_of(table: Table, old: CacheParams | None) -> CacheParams:
@@ -275,11 +323,16 @@ def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Modu
     found = [Placement(REPLICA.name, Shard.whole(t), problem.topology.ranks) for t in replicas]
     for path, tables in by_path.items():
         if path not in sharding_plan.plan:
-            raise ShardCoreError(f"the TorchRec plan has no module {path!r}; it has "
-                                 f"{sorted(sharding_plan.plan)[:5]}")
+            raise ShardCoreError(
+                f"the TorchRec plan has no module {path!r}; it has {sorted(sharding_plan.plan)[:5]}"
+            )
         found += placements_of(sharding_plan.plan[path], tables, problem.topology)
-    kept = {name: settings for name, table in theirs.items() if not table.replica
-            if (settings := settings_of(sharding_plan.plan[table.path][table.name], f"table {name!r}"))}
+    kept = {
+        name: settings
+        for name, table in theirs.items()
+        if not table.replica
+        if (settings := settings_of(sharding_plan.plan[table.path][table.name], f"table {name!r}"))
+    }
     plan = Plan(consolidate(found), {"algorithm": "torchrec plan"} | ({"torchrec": kept} if kept else {}))
     require_cover(plan, problem)
     return plan

@@ -42,20 +42,33 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bo
     on_cpu = topology.compute_device == "cpu"
     for d in topology.devices:
         held = d.storage.ddr if on_cpu else d.storage.hbm
-        require(held * (1 - reserved) >= 1, f"topology has {'ddr_cap' if on_cpu else 'hbm_cap'} {held} on "
-                f"rank {d.rank}; it needs bytes, of which some are left with {reserved:.0%} reserved")
-    devices = tuple(Device(int((d.storage.ddr if on_cpu else d.storage.hbm) * (1 - reserved)),
-                           host=f"host-{d.rank // topology.local_world_size}") for d in topology.devices)
+        require(
+            held * (1 - reserved) >= 1,
+            f"topology has {'ddr_cap' if on_cpu else 'hbm_cap'} {held} on "
+            f"rank {d.rank}; it needs bytes, of which some are left with {reserved:.0%} reserved",
+        )
+    devices = tuple(
+        Device(
+            int((d.storage.ddr if on_cpu else d.storage.hbm) * (1 - reserved)),
+            host=f"host-{d.rank // topology.local_world_size}",
+        )
+        for d in topology.devices
+    )
     ddr = host_memory and not on_cpu
     return Topology(
-        devices, links=links_of(**given_bandwidths(topology)),
-        memory=tuple(_memory(topology, TIERS[tier]) for tier in BELOW if ddr and TIERS[tier].torchrec))
+        devices,
+        links=links_of(**given_bandwidths(topology)),
+        memory=tuple(_memory(topology, TIERS[tier]) for tier in BELOW if ddr and TIERS[tier].torchrec),
+    )
 
 
 def _memory(topology: TheirTopology, tier: MemoryTier) -> Memory:
     storage, bandwidth = tier.torchrec
-    return Memory(tier.name, min(getattr(d.storage, storage) for d in topology.devices)
-                  * topology.local_world_size, getattr(topology, bandwidth) / BYTES_PER_MS_PER_GBPS)
+    return Memory(
+        tier.name,
+        min(getattr(d.storage, storage) for d in topology.devices) * topology.local_world_size,
+        getattr(topology, bandwidth) / BYTES_PER_MS_PER_GBPS,
+    )
 
 
 def _treated(topology: TheirTopology) -> list[str]:
@@ -65,18 +78,22 @@ def _treated(topology: TheirTopology) -> list[str]:
     if pod == 1:  # one host is what we know
         values.pop("pod_size")
     elif pod is not None:
-        raise ShardCoreError(f"topology has pod_size {pod}: {hosts} hosts of {topology.local_world_size} "
-                             f"devices, {pod} hosts a pod; ShardCore knows links within a host and between "
-                             "hosts, and none between hosts of a pod: leave it out, or have 1")
+        raise ShardCoreError(
+            f"topology has pod_size {pod}: {hosts} hosts of {topology.local_world_size} "
+            f"devices, {pod} hosts a pod; ShardCore knows links within a host and between "
+            "hosts, and none between hosts of a pod: leave it out, or have 1"
+        )
     return fields.check(type(topology), values, "topology")
 
 
 def require_no_pods(per_host: int) -> None:
     """Raise ShardCoreError if the environment makes TorchRec divide rows over several hosts."""
     if (pod := os.environ.get(POD_SIZE)) not in (None, "1"):
-        raise ShardCoreError(f"the environment has {POD_SIZE}={pod}: TorchRec would divide rows over {pod} "
-                             f"hosts of {per_host} devices; ShardCore plans them over one host: unset it, or "
-                             "have 1")
+        raise ShardCoreError(
+            f"the environment has {POD_SIZE}={pod}: TorchRec would divide rows over {pod} "
+            f"hosts of {per_host} devices; ShardCore plans them over one host: unset it, or "
+            "have 1"
+        )
 
 
 def given_bandwidths(topology: TheirTopology) -> dict[str, float | None]:
@@ -86,8 +103,10 @@ def given_bandwidths(topology: TheirTopology) -> dict[str, float | None]:
 
     theirs = topology.comms_bandwidths
     if type(theirs) is not BasicCommsBandwidths:
-        raise ShardCoreError(f"topology has generalized_comms_bandwidths {type(theirs).__name__}; ShardCore "
-                             "prices BasicCommsBandwidths, or intra_host_bw and inter_host_bw")
+        raise ShardCoreError(
+            f"topology has generalized_comms_bandwidths {type(theirs).__name__}; ShardCore "
+            "prices BasicCommsBandwidths, or intra_host_bw and inter_host_bw"
+        )
     found = {}
     for level in (row for row in LEVELS.values() if row.torchrec):
         value, default = getattr(theirs, level.torchrec[0]), getattr(constants, level.torchrec[1])
@@ -103,21 +122,30 @@ def default_memory(topology: TheirTopology) -> str:
     name, default = ("ddr_cap", constants.DDR_CAP) if on_cpu else ("hbm_cap", constants.HBM_CAP)
     if any((d.storage.ddr if on_cpu else d.storage.hbm) != default for d in topology.devices):
         return ""
-    return (f"devices count as {default / 2**30:g} GiB, TorchRec's default, which holds where {name} is not "
-            f"given: Topology({name}=bytes of a device)")
+    return (
+        f"devices count as {default / 2**30:g} GiB, TorchRec's default, which holds where {name} is not "
+        f"given: Topology({name}=bytes of a device)"
+    )
 
 
 def notes(topology: TheirTopology, host_memory: bool) -> list[str]:
     """Defaults of a topology that were taken or left, a line each."""
     inner = next(iter(LEVELS))
     several = topology.world_size > topology.local_world_size
-    unused = [LEVELS[name].torchrec[0] for name, gbps in given_bandwidths(topology).items()
-              if gbps is None and (several or name == inner)]
+    unused = [
+        LEVELS[name].torchrec[0]
+        for name, gbps in given_bandwidths(topology).items()
+        if gbps is None and (several or name == inner)
+    ]
     lines = [default_memory(topology)]
     if unused:
-        lines.append(f"{' and '.join(unused)} of the topology {'is' if len(unused) == 1 else 'are'} "
-                     "TorchRec's default and not used: exchanges are priced as the cost model knows them")
+        lines.append(
+            f"{' and '.join(unused)} of the topology {'is' if len(unused) == 1 else 'are'} "
+            "TorchRec's default and not used: exchanges are priced as the cost model knows them"
+        )
     if host_memory:
-        lines.append(f"host memory is TorchRec's ddr_cap of each device, its link "
-                     f"{topology.hbm_to_ddr_mem_bw / 1e6:g} GB/s (hbm_to_ddr_mem_bw)")
+        lines.append(
+            f"host memory is TorchRec's ddr_cap of each device, its link "
+            f"{topology.hbm_to_ddr_mem_bw / 1e6:g} GB/s (hbm_to_ddr_mem_bw)"
+        )
     return [line for line in lines if line] + _treated(topology)

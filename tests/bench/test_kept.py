@@ -9,8 +9,10 @@ from shardcore.step import memory
 
 
 def found(**costs: float | None) -> dict:
-    return {name: {"ms": ms, "seconds": 1.0} if ms else {"refused": "too large", "seconds": 1.0}
-            for name, ms in costs.items()}
+    return {
+        name: {"ms": ms, "seconds": 1.0} if ms else {"refused": "too large", "seconds": 1.0}
+        for name, ms in costs.items()
+    }
 
 
 def test_dearer_and_refused_plans_are_named_and_others_are_not():
@@ -36,11 +38,18 @@ def test_a_problem_of_another_run_keeps_its_memory():
 def test_published_shards_of_a_table_on_one_rank_are_one(tmp_path):
     with open(tmp_path / production.PLACEMENTS, "w") as file:
         lines = csv.writer(file)
-        lines.writerows([("table", "sharding", "cw_dim", "ranks"), ("a", "CW", "16", "0,1,1"),
-                         ("b", "RW", "8", "0-1")])
-    problem = Problem("p", (Table("a", 100, 48, 1.0), Table("b", 100, 8, 5.0, sequence=True)),
-                      Topology((Device(1 << 30),) * 2), 64)
+        lines.writerows(
+            [("table", "sharding", "cw_dim", "ranks"), ("a", "CW", "16", "0,1,1"), ("b", "RW", "8", "0-1")]
+        )
+    problem = Problem(
+        "p",
+        (Table("a", 100, 48, 1.0), Table("b", 100, 8, 5.0, sequence=True)),
+        Topology((Device(1 << 30),) * 2),
+        64,
+    )
     plan = production.published(tmp_path, problem)
     assert sorted((p.kind, p.shard.label, p.devices) for p in plan.placements) == [
-        ("column", "a[0:100, 0:16]", (0,)), ("column", "a[0:100, 16:48]", (1,)),
-        ("row", "b[0:100, 0:8]", (0, 1))]
+        ("column", "a[0:100, 0:16]", (0,)),
+        ("column", "a[0:100, 16:48]", (1,)),
+        ("row", "b[0:100, 0:8]", (0, 1)),
+    ]

@@ -21,10 +21,18 @@ def groups(n: int = 120) -> list[ComputeSample]:
     """Groups of 1 to 6 tables. Forward takes a fixed time a cell looked up, backward twice as long."""
     rng, found = np.random.default_rng(0), []
     for i in range(n):
-        shards = tuple(Shard.whole(Table(f"t{i}-{k}", int(rng.integers(100, 9000)),
-                                         int(rng.choice([4, 16, 64])), float(rng.integers(1, 9)),
-                                         Reuse((0.9, 0.1) + (0.0,) * 15, 64)))
-                       for k in range(rng.integers(1, 7)))
+        shards = tuple(
+            Shard.whole(
+                Table(
+                    f"t{i}-{k}",
+                    int(rng.integers(100, 9000)),
+                    int(rng.choice([4, 16, 64])),
+                    float(rng.integers(1, 9)),
+                    Reuse((0.9, 0.1) + (0.0,) * 15, 64),
+                )
+            )
+            for k in range(rng.integers(1, 7))
+        )
         ms = 0.01 * sum(s.width * s.table.pooling for s in shards)
         forward, backward = (Spread(x, x, x, 3) for x in (ms, 2 * ms))
         found.append(ComputeSample(f"{i:04d}", SETTING, ComputeRequest(shards, 64), forward, backward, 0.0))

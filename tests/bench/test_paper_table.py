@@ -53,8 +53,10 @@ def test_what_an_arm_did_not_find_itself_is_not_solved():
 
 
 def test_figures_are_of_the_tasks_that_were_solved():
-    rows = [row(index=0, **{"random": 4.0, OURS: 2.0, "neuroshard": 3.0}),
-            row(index=1, **{"random": None, OURS: 10.0, "neuroshard": 5.0})]
+    rows = [
+        row(index=0, **{"random": 4.0, OURS: 2.0, "neuroshard": 3.0}),
+        row(index=1, **{"random": None, OURS: 10.0, "neuroshard": 5.0}),
+    ]
     random = paper_table.Cell.of(rows, "random")
     assert random.spoken_ms() == "4.00 (1 of 2)" and np.isnan(random.mean_ms)
     assert random.spoken_ratio().startswith("2.000")
@@ -64,8 +66,10 @@ def test_figures_are_of_the_tasks_that_were_solved():
 
 
 def test_the_gain_is_over_the_best_baseline_that_solved_all():
-    rows = [row(index=0, **{"random": 10.0, "torchrec": 5.0, "neuroshard": 4.0}),
-            row(index=1, **{"random": 10.0, "torchrec": None, "neuroshard": 4.0})]
+    rows = [
+        row(index=0, **{"random": 10.0, "torchrec": 5.0, "neuroshard": 4.0}),
+        row(index=1, **{"random": 10.0, "torchrec": None, "neuroshard": 4.0}),
+    ]
     assert paper_table.gain(rows, "neuroshard") == "+60.0%"
     assert paper_table.gain(rows[:1], "neuroshard") == "+20.0%"
     assert paper_table.gain(rows[1:], "torchrec") == "-"
@@ -79,12 +83,17 @@ def test_the_table_has_a_row_an_arm_and_a_column_a_cell():
 
 
 def test_replays_become_rows_like_predictions():
-    records = [ReplayRecord(problem=problem, algorithm="random", plan="x", predicted_ms=1.0, replayed_ms=ms,
-                            noise_ms=0.1) for problem, ms in (("p", 3.0), ("q", 4.0))]
+    records = [
+        ReplayRecord(
+            problem=problem, algorithm="random", plan="x", predicted_ms=1.0, replayed_ms=ms, noise_ms=0.1
+        )
+        for problem, ms in (("p", 3.0), ("q", 4.0))
+    ]
     seconds = {("p", "random"): 0.5, ("p", "milp"): 0.7}
     assert paper_table.of_replays(records, "p", ["random", "milp"], seconds) == {
         "random": {"ms": 3.0, "seconds": 0.5, "solved": True},
-        "milp": {"ms": None, "seconds": 0.7, "solved": False}}
+        "milp": {"ms": None, "seconds": 0.7, "solved": False},
+    }
 
 
 def test_tasks_are_kept_and_read_again(tmp_path: Path):

@@ -20,8 +20,9 @@ MIB = 1 << 20
 def model(tmp_path_factory) -> Path:
     """A model's folder."""
     folder = tmp_path_factory.mktemp("cli") / "model"
-    trained = fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING,
-                        fit.FitConfig(epochs=2)).model
+    trained = fit.train(
+        compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=2)
+    ).model
     neural.save(trained, folder)
     return folder
 
@@ -29,16 +30,20 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture
 def problem() -> Problem:
     rng = np.random.default_rng(0)
-    tables = tuple(Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10)), Zipf(1.0))
-                   for i in range(24))
+    tables = tuple(
+        Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10)), Zipf(1.0))
+        for i in range(24)
+    )
     return Problem("shifting", tables, Topology((Device(4 * MIB),) * 4), SETTING.batch)
 
 
 @pytest.fixture
 def now(problem) -> Problem:
     """The problem as it is now: a few tables are looked up much more."""
-    return replace(problem, tables=tuple(replace(t, pooling=3 * t.pooling) if i < 6 else t
-                                         for i, t in enumerate(problem.tables)))
+    return replace(
+        problem,
+        tables=tuple(replace(t, pooling=3 * t.pooling) if i < 6 else t for i, t in enumerate(problem.tables)),
+    )
 
 
 @pytest.fixture

@@ -14,8 +14,16 @@ from shardcore.io.grouped_plans import read_grouped
 @pytest.fixture
 def asked(stored, model):
     """Of the problem of four devices, whose model is good for batches of 64 to 256."""
-    return ["plan", str(stored / "problem.json"), "--model", str(model), "--algorithm", "size_greedy",
-            "--out", str(stored / "grouped.json")]
+    return [
+        "plan",
+        str(stored / "problem.json"),
+        "--model",
+        str(model),
+        "--algorithm",
+        "size_greedy",
+        "--out",
+        str(stored / "grouped.json"),
+    ]
 
 
 @pytest.fixture
@@ -31,10 +39,22 @@ def test_all_sizes_and_layouts_are_shown_and_the_best_is_written(asked, stored, 
     header, _, *lines, because = table.splitlines()
     rows = [re.split("  +", line) for line in lines]
     words = [row[0].removesuffix(" (best)") for row in rows]
-    assert words == ["all 4 devices as one group", "2 contiguous groups of 2 devices",
-                     "2 strided groups of 2 devices", "4 groups of 1 device"]
-    assert re.split("  +", header) == ["sharding groups", "step ms", "sync ms a step", "fullest device",
-                                       "total ms", "s", "evaluations", "why not"]
+    assert words == [
+        "all 4 devices as one group",
+        "2 contiguous groups of 2 devices",
+        "2 strided groups of 2 devices",
+        "4 groups of 1 device",
+    ]
+    assert re.split("  +", header) == [
+        "sharding groups",
+        "step ms",
+        "sync ms a step",
+        "fullest device",
+        "total ms",
+        "s",
+        "evaluations",
+        "why not",
+    ]
     totals = [float(row[4]) if row[4] != "-" else math.inf for row in rows]
     # A device has no room for all tables.
     assert totals[-1] == math.inf > max(totals[:-1]) and "MiB" in lines[-1]
@@ -72,29 +92,49 @@ def test_price_of_groups_is_what_plan_said(grouped, stored, model, capsys):
     assert found["extrapolated"][0].startswith("synchronising: ")
     assert len(found["memory_bytes"]) == len(found["waiting_ms"]) == 2
     assert main([*price, "--explain"]) == 0
-    assert re.search(r"^sharding groups .*2 strided groups of 2 devices.*^The plan of one group:$",
-                     capsys.readouterr().out, re.MULTILINE | re.DOTALL)
+    assert re.search(
+        r"^sharding groups .*2 strided groups of 2 devices.*^The plan of one group:$",
+        capsys.readouterr().out,
+        re.MULTILINE | re.DOTALL,
+    )
 
 
 @pytest.mark.parametrize("command", [["replay"], ["diff", "SAME"], ["plan", "--start"]])
 def test_other_commands_refuse_a_plan_of_groups_in_one_line(grouped, stored, model, capsys, command):
     problem = str(stored / "problem.json")
-    made = {"replay": ["replay", str(grouped), "--problem", problem],
-            "diff": ["diff", str(grouped), str(grouped), "--problem", problem],
-            "plan": ["plan", problem, "--model", str(model), "--start", str(grouped), "--out",
-                     str(stored / "new.json")]}[command[0]]
+    made = {
+        "replay": ["replay", str(grouped), "--problem", problem],
+        "diff": ["diff", str(grouped), str(grouped), "--problem", problem],
+        "plan": [
+            "plan",
+            problem,
+            "--model",
+            str(model),
+            "--start",
+            str(grouped),
+            "--out",
+            str(stored / "new.json"),
+        ],
+    }[command[0]]
     assert main(made) == 1
     assert capsys.readouterr().err == (
         f"error: {grouped} has schema 'shardcore/grouped-plan': it is of one sharding group, which only "
-        "price and export read; expected 'shardcore/plan'\n")
+        "price and export read; expected 'shardcore/plan'\n"
+    )
 
 
-@pytest.mark.parametrize("options, says", [
-    (["--groups", "3"], "--groups is '3'; it needs 'auto' or a size that divides the 4 devices of problem "
-     "'shifting' evenly: 1, 2, 4"),
-    (["--sync-every", "5"], "--sync-every 5 needs --groups, whose replicas it is for"),
-    (["--groups", "--sync-every", "2000000"], "groups has sync_every 2000000; it needs 1 to 1,000,000"),
-])
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (
+            ["--groups", "3"],
+            "--groups is '3'; it needs 'auto' or a size that divides the 4 devices of problem "
+            "'shifting' evenly: 1, 2, 4",
+        ),
+        (["--sync-every", "5"], "--sync-every 5 needs --groups, whose replicas it is for"),
+        (["--groups", "--sync-every", "2000000"], "groups has sync_every 2000000; it needs 1 to 1,000,000"),
+    ],
+)
 def test_a_wrong_option_is_one_line(asked, stored, capsys, options, says):
     assert main([*asked, *options]) == 1
     assert capsys.readouterr().err == f"error: {says}\n" and not (stored / "grouped.json").exists()
@@ -107,13 +147,29 @@ def test_a_plan_of_groups_is_exported_for_dmp_collection(grouped, stored, capsys
     from shardcore.torchrec.plan_files import read_torchrec
 
     out = stored / "torchrec.json"
-    assert main(["export", str(grouped), "--problem", str(stored / "problem.json"), "--module", "ebc",
-                 "--out", str(out)]) == 0
+    assert (
+        main(
+            [
+                "export",
+                str(grouped),
+                "--problem",
+                str(stored / "problem.json"),
+                "--module",
+                "ebc",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     arguments, every = read_dmp_collection(out)
     layout = read_grouped(grouped, files.read_problem(stored / "problem.json")).grouping.layout
     assert every == 20 and {k: v for k, v in arguments.items() if k != "plan"} == {
-        "world_size": 4, "sharding_group_size": 2, "node_group_size": 2,
-        "use_inter_host_allreduce": layout == "contiguous"}
+        "world_size": 4,
+        "sharding_group_size": 2,
+        "node_group_size": 2,
+        "use_inter_host_allreduce": layout == "contiguous",
+    }
     assert {rank for s in arguments["plan"].plan["ebc"].values() for rank in s.ranks} == {0, 1}
     with pytest.raises(ShardCoreError, match="schema 'shardcore/dmp-collection'"):
         read_torchrec(out)

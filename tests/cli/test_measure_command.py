@@ -35,22 +35,28 @@ def folder(tmp_path):
     return tmp_path / "data"
 
 
-@pytest.mark.parametrize("asked, said", [
-    (["--exchanges", "1000000000000"], "measure has exchanges 1000000000000; it needs 0 to 1,000,000"),
-    (["--steps", "1000000000000"], "measure has steps 1000000000000; it needs 0 to 1,000,000"),
-    (["--exchanges", "1", "--ranks", "1000000"], "measure has ranks 1000000; it needs 1 to 1,024"),
-    (["--hang-s", "1e12"], "measure has hang_s 1000000000000.0; it needs 0.001 to 1,000,000"),
-    (["--max-repeats", "1000000000000"], "max_repeats 1000000000000; it needs 6 to 1,000,000"),
-    (["--max-shards", "1000000000000"], "group config has max_shards 1000000000000"),
-    (["--between-gbit-s", "1"], "--within-gbit-s are of emulated hosts; they need --hosts"),
-    (["--exchanges", "1", "--hosts", "2"], "hosts need --between-gbit-s"),
-    ([*BOXED, "--hosts", "2"], "it needs --exchanges, no --steps"),
-    ([*BOXED, "--exchanges", "1", "--hosts", "3"], "--ranks is 4; each of 3 hosts needs as many"),
-    ([*BOXED, "--exchanges", "1", "--hosts", "1"], "box has hosts 1; it needs 2 to 64"),
-    ([*BOXED, "--exchanges", "1", "--hosts", "2", "--within-gbit-s", "1e9"], "within_gbit_s 1000000000.0"),
-    (["--device", "cuda"], "there is no CUDA device here"),
-    (["--device", "cuda", "--hardware", "nvidia-h200"], "there is no CUDA device here"),
-])
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        (["--exchanges", "1000000000000"], "measure has exchanges 1000000000000; it needs 0 to 1,000,000"),
+        (["--steps", "1000000000000"], "measure has steps 1000000000000; it needs 0 to 1,000,000"),
+        (["--exchanges", "1", "--ranks", "1000000"], "measure has ranks 1000000; it needs 1 to 1,024"),
+        (["--hang-s", "1e12"], "measure has hang_s 1000000000000.0; it needs 0.001 to 1,000,000"),
+        (["--max-repeats", "1000000000000"], "max_repeats 1000000000000; it needs 6 to 1,000,000"),
+        (["--max-shards", "1000000000000"], "group config has max_shards 1000000000000"),
+        (["--between-gbit-s", "1"], "--within-gbit-s are of emulated hosts; they need --hosts"),
+        (["--exchanges", "1", "--hosts", "2"], "hosts need --between-gbit-s"),
+        ([*BOXED, "--hosts", "2"], "it needs --exchanges, no --steps"),
+        ([*BOXED, "--exchanges", "1", "--hosts", "3"], "--ranks is 4; each of 3 hosts needs as many"),
+        ([*BOXED, "--exchanges", "1", "--hosts", "1"], "box has hosts 1; it needs 2 to 64"),
+        (
+            [*BOXED, "--exchanges", "1", "--hosts", "2", "--within-gbit-s", "1e9"],
+            "within_gbit_s 1000000000.0",
+        ),
+        (["--device", "cuda"], "there is no CUDA device here"),
+        (["--device", "cuda", "--hardware", "nvidia-h200"], "there is no CUDA device here"),
+    ],
+)
 def test_what_cannot_be_is_one_line_before_anything_starts(asked, said, command, folder, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([*command, *asked]) == 1
@@ -87,10 +93,16 @@ def command(tables, tmp_path, folder, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("asked, said", [
-    (["--optimizer", "lamb"], "FBGEMM does not train fp32 weights with lamb on cpu (Optimizer lamb is not"),
-    (["--precision", "bf16"], "FBGEMM does not train bf16 weights with exact_sgd on cpu ("),
-])
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        (
+            ["--optimizer", "lamb"],
+            "FBGEMM does not train fp32 weights with lamb on cpu (Optimizer lamb is not",
+        ),
+        (["--precision", "bf16"], "FBGEMM does not train bf16 weights with exact_sgd on cpu ("),
+    ],
+)
 def test_what_fbgemm_does_not_train_is_one_line_that_names_what_it_does(asked, said, command, folder, capsys):
     assert main([*command, "--samples", "1", *asked]) == 1
     err = capsys.readouterr().err
@@ -125,8 +137,9 @@ def measured(request, total_ms: float = 1.0, **fields) -> ComputeSample:
 
 
 def drawn(live, n: int) -> list:
-    draws = different(lambda i: compute_request(live, i, SETTING, 0, SHAPE),
-                               lambda r: dataset.compute_id(SETTING, r), n)
+    draws = different(
+        lambda i: compute_request(live, i, SETTING, 0, SHAPE), lambda r: dataset.compute_id(SETTING, r), n
+    )
     return [request for _, request in draws]
 
 
@@ -151,9 +164,7 @@ def test_it_says_what_is_missing_measures_it_and_has_it(command, live, folder, c
     reference = reference_request(live, SETTING, SHAPE)
     assert {s.request for s in dataset.read_compute(folder)} == {reference, *drawn(live, 6)}
     assert all(s.error is None and s.setting == SETTING for s in dataset.read_compute(folder))
-    assert {s.request for s in dataset.read_comm(folder)} == {
-        comm_request(i, 2, 64) for i in range(2)
-    }
+    assert {s.request for s in dataset.read_comm(folder)} == {comm_request(i, 2, 64) for i in range(2)}
     assert len(list(folder.glob("compute-*.parquet"))) == len(list(folder.glob("comm-*.parquet"))) == 1
     assert main(["report", str(folder)]) == 0 and re.search(
         r"steps +2 plans of 1 problems", capsys.readouterr().out
@@ -188,9 +199,18 @@ def test_nothing_starts_where_nothing_is_missing_or_the_machine_lacks_what_is_as
     ms = (Spread(1.0, 1.0, 1.0, 7),) * 2
     dataset.write_comm(
         folder,
-        [CollectiveSample(dataset.comm_id(SETTING, r), SETTING, r,
-                          None if r.collective == "all_reduce" else ms, ms, (0.0, 0.0), 1.0)
-         for r in exchanges],
+        [
+            CollectiveSample(
+                dataset.comm_id(SETTING, r),
+                SETTING,
+                r,
+                None if r.collective == "all_reduce" else ms,
+                ms,
+                (0.0, 0.0),
+                1.0,
+            )
+            for r in exchanges
+        ],
     )
     assert main([*command, "--samples", "6", "--exchanges", "2"]) == 0
     assert capsys.readouterr().out == f"{folder} holds the first 6 samples already\n"

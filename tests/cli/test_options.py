@@ -26,8 +26,16 @@ def here(stored, problem, model, monkeypatch):
         files.write_atomic(stored / "m" / file.name, file.read_bytes())
     (stored / "link").symlink_to("m")
     (stored / "loop").symlink_to("loop")
-    files.write_json(stored / "offers.json", {"schema": "shardcore/offers", "version": 1, "offers": [
-        {"name": "box", "devices": 2, "memory_bytes": 1 << 30, "price_per_hour": 3.0, "model": "m"}]})
+    files.write_json(
+        stored / "offers.json",
+        {
+            "schema": "shardcore/offers",
+            "version": 1,
+            "offers": [
+                {"name": "box", "devices": 2, "memory_bytes": 1 << 30, "price_per_hour": 3.0, "model": "m"}
+            ],
+        },
+    )
     monkeypatch.chdir(stored)
     return stored
 
@@ -36,43 +44,64 @@ def content(folder):
     return {p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-@pytest.mark.parametrize("asked, said", [
-    ("plan problem.json --model m --out m/model.json", "--out m/model.json is in the model that is read"),
-    ("plan problem.json --model m --out m/new.json", "--out m/new.json is in the model that is read"),
-    ("plan problem.json --model m --out link/model.json", "--out link/model.json is in the model that"),
-    ("plan problem.json --model link --out m/sub/plan.json", "--out m/sub/plan.json is in the model that"),
-    ("plan problem.json --model m --out .", "--out . is a folder; it needs to be a file"),
-    ("plan problem.json --model m --out m", "--out m is a folder; it needs to be a file"),
-    ("plan problem.json --model m --out plan.json/x", "--out plan.json/x cannot be written: Not a"),
-    ("plan problem.json --model m --out /proc/x", "--out /proc/x cannot be written: No such file"),
-    (f"plan problem.json --model m --out {'x' * 250}", "cannot be written: File name too long"),
-    ("price plan.json --problem problem.json --model m --out m/weights.safetensors", "is in the model that"),
-    ("replay plan.json --problem problem.json --append plan.json", "--append plan.json is a file"),
-    ("replay plan.json --problem problem.json --out plan.json", "--out plan.json is the plans that is read"),
-    ("drift old problem --fresh problem.json --model m --out plan.json", "--out plan.json is a file"),
-    ("drift old problem --fresh problem.json --model m --out .", "--out problem.json is the fresh"),
-    ("drift old problem --fresh problem.json --model m --out old", "--out old/problem.json is in the"),
-    ("drift file://old problem --fresh problem.json --model m --out old/x", "is in the plans that is read"),
-    ("diff old/plan.json new/plan.json --model m --page new/problem.json", "--page new/problem.json is"),
-    ("train datasets --out plan.json", "--out plan.json is a file; it needs to be a folder"),
-    ("train m --out m", "--out m/model.json is in the datasets that is read"),
-    ("train old --start m --out m", "--out m/model.json is in the start that is read"),
-    ("train-policy dreamshard --model m --out m", "--out m/policy.json is in the model that is read"),
-    ("report old --out plan.json", "--out plan.json is a file; it needs to be a folder"),
-    ("measure --out plan.json", "--out plan.json is a file; it needs to be a folder"),
-    ("provision problem.json --offers offers.json --step-ms 1 --out m", "--out m/problem.json is in"),
-    ("provision problem.json --offers offers.json --step-ms 1 --out .", "--out problem.json is"),
-    ("problem old --out old/p.json", "--out old/p.json is in the tables that is read"),
-    ("hot-rows problem.json --model m --out x.json --plan m/p.json", "--plan m/p.json is in the model that"),
-    ("tiers problem.json --host-gib 1 --model m --out x --plan x", "--out and --plan are both x; they need"),
-    ("topology measure problem.json --out x --ranks problem.json", "--ranks problem.json is the"),
-    ("export plan.json --problem problem.json --module x --out plan.json", "--out plan.json is the plan"),
-    ("train absent --out x", "absent is no folder; it needs to be one of measurements"),
-    ("report absent", "absent is no folder; it needs to be one of measurements"),
-    ("report old", "old holds no compute samples; it needs to be a folder of measurements"),
-    ("plan loop --model m --out x", "cannot read loop: Too many levels of symbolic links"),
-    ("plan problem.json --model m --out loop/x", "--out loop/x cannot be written: Too many levels of"),
-])
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        ("plan problem.json --model m --out m/model.json", "--out m/model.json is in the model that is read"),
+        ("plan problem.json --model m --out m/new.json", "--out m/new.json is in the model that is read"),
+        ("plan problem.json --model m --out link/model.json", "--out link/model.json is in the model that"),
+        (
+            "plan problem.json --model link --out m/sub/plan.json",
+            "--out m/sub/plan.json is in the model that",
+        ),
+        ("plan problem.json --model m --out .", "--out . is a folder; it needs to be a file"),
+        ("plan problem.json --model m --out m", "--out m is a folder; it needs to be a file"),
+        ("plan problem.json --model m --out plan.json/x", "--out plan.json/x cannot be written: Not a"),
+        ("plan problem.json --model m --out /proc/x", "--out /proc/x cannot be written: No such file"),
+        (f"plan problem.json --model m --out {'x' * 250}", "cannot be written: File name too long"),
+        (
+            "price plan.json --problem problem.json --model m --out m/weights.safetensors",
+            "is in the model that",
+        ),
+        ("replay plan.json --problem problem.json --append plan.json", "--append plan.json is a file"),
+        (
+            "replay plan.json --problem problem.json --out plan.json",
+            "--out plan.json is the plans that is read",
+        ),
+        ("drift old problem --fresh problem.json --model m --out plan.json", "--out plan.json is a file"),
+        ("drift old problem --fresh problem.json --model m --out .", "--out problem.json is the fresh"),
+        ("drift old problem --fresh problem.json --model m --out old", "--out old/problem.json is in the"),
+        (
+            "drift file://old problem --fresh problem.json --model m --out old/x",
+            "is in the plans that is read",
+        ),
+        ("diff old/plan.json new/plan.json --model m --page new/problem.json", "--page new/problem.json is"),
+        ("train datasets --out plan.json", "--out plan.json is a file; it needs to be a folder"),
+        ("train m --out m", "--out m/model.json is in the datasets that is read"),
+        ("train old --start m --out m", "--out m/model.json is in the start that is read"),
+        ("train-policy dreamshard --model m --out m", "--out m/policy.json is in the model that is read"),
+        ("report old --out plan.json", "--out plan.json is a file; it needs to be a folder"),
+        ("measure --out plan.json", "--out plan.json is a file; it needs to be a folder"),
+        ("provision problem.json --offers offers.json --step-ms 1 --out m", "--out m/problem.json is in"),
+        ("provision problem.json --offers offers.json --step-ms 1 --out .", "--out problem.json is"),
+        ("problem old --out old/p.json", "--out old/p.json is in the tables that is read"),
+        (
+            "hot-rows problem.json --model m --out x.json --plan m/p.json",
+            "--plan m/p.json is in the model that",
+        ),
+        (
+            "tiers problem.json --host-gib 1 --model m --out x --plan x",
+            "--out and --plan are both x; they need",
+        ),
+        ("topology measure problem.json --out x --ranks problem.json", "--ranks problem.json is the"),
+        ("export plan.json --problem problem.json --module x --out plan.json", "--out plan.json is the plan"),
+        ("train absent --out x", "absent is no folder; it needs to be one of measurements"),
+        ("report absent", "absent is no folder; it needs to be one of measurements"),
+        ("report old", "old holds no compute samples; it needs to be a folder of measurements"),
+        ("plan loop --model m --out x", "cannot read loop: Too many levels of symbolic links"),
+        ("plan problem.json --model m --out loop/x", "--out loop/x cannot be written: Too many levels of"),
+    ],
+)
 def test_an_output_that_cannot_be_written_or_lies_on_what_is_read_is_refused_first(here, capsys, asked, said):
     before = content(here)
     assert main(asked.split()) == 1
@@ -81,22 +110,45 @@ def test_an_output_that_cannot_be_written_or_lies_on_what_is_read_is_refused_fir
     assert content(here) == before
 
 
-@pytest.mark.parametrize("asked", [
-    ["plan", "problem.json", "--model", "m", "--out", ""],
-    ["plan", "", "--model", "m", "--out", "x.json"],
-    ["price", "plan.json", "--problem", "problem.json", "--model", "", "--out", "x.json"],
-    ["train", "m", "--out", ""],
-    ["plan", "problem.json", "--model", "m", "--out", "a\0b"],
-    ["plan", "problem.json", "--model", "m", "--out", "x.json", "--start", "plan.json", "--max-moved-gib",
-     "8589934592"],
-    ["plan", "problem.json", "--model", "m", "--out", "x.json", "--start", "plan.json", "--max-moved-gib",
-     "nan"],
-    ["plan", "problem.json", "--model", "m", "--out", "x.json", "--seed", "1.5"],
-    ["plan", "problem.json", "--model", "m", "--out", "x.json", "--budget-evals", "1e9"],
-    ["plan", "problem.json", "--model", "m", "--out", "x.json", "--budget-s", "ten"],
-    ["problem", "mlperf-dlrm-dcnv2", "--memory-gib", "1e9", "--out", "x.json"],
-    ["tiers", "problem.json", "--host-gib", "1e300", "--out", "x.json"],
-])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["plan", "problem.json", "--model", "m", "--out", ""],
+        ["plan", "", "--model", "m", "--out", "x.json"],
+        ["price", "plan.json", "--problem", "problem.json", "--model", "", "--out", "x.json"],
+        ["train", "m", "--out", ""],
+        ["plan", "problem.json", "--model", "m", "--out", "a\0b"],
+        [
+            "plan",
+            "problem.json",
+            "--model",
+            "m",
+            "--out",
+            "x.json",
+            "--start",
+            "plan.json",
+            "--max-moved-gib",
+            "8589934592",
+        ],
+        [
+            "plan",
+            "problem.json",
+            "--model",
+            "m",
+            "--out",
+            "x.json",
+            "--start",
+            "plan.json",
+            "--max-moved-gib",
+            "nan",
+        ],
+        ["plan", "problem.json", "--model", "m", "--out", "x.json", "--seed", "1.5"],
+        ["plan", "problem.json", "--model", "m", "--out", "x.json", "--budget-evals", "1e9"],
+        ["plan", "problem.json", "--model", "m", "--out", "x.json", "--budget-s", "ten"],
+        ["problem", "mlperf-dlrm-dcnv2", "--memory-gib", "1e9", "--out", "x.json"],
+        ["tiers", "problem.json", "--host-gib", "1e300", "--out", "x.json"],
+    ],
+)
 def test_an_empty_path_and_a_number_that_no_machine_has_are_bad_usage(here, capsys, asked):
     before = content(here)
     with pytest.raises(SystemExit) as error:
@@ -124,12 +176,24 @@ def test_no_control_character_of_a_name_or_text_reaches_the_terminal(here, capsy
     problem = files.read_problem("problem.json")
     plan = files.read_plan("plan.json", problem)
     version = store.add("plans", problem, plan, {})
-    store.record("plans", Decision(problem.name, "first", "\x1b[2J\x1b]0;x\x07 none", version, version,
-                                   files.problem_digest(problem), 1.0, provenance={"model": "\x1b[31m\r"}))
-    for asked in (["history", "plans", problem.name],
-                  ["price", "plan.json", "--problem", "problem.json", "--model", "m"],
-                  ["plan", "problem.json", "--model", "m", "--budget-evals", "9", "--out",
-                   "a\x1b[31m\udcff.json"]):
+    store.record(
+        "plans",
+        Decision(
+            problem.name,
+            "first",
+            "\x1b[2J\x1b]0;x\x07 none",
+            version,
+            version,
+            files.problem_digest(problem),
+            1.0,
+            provenance={"model": "\x1b[31m\r"},
+        ),
+    )
+    for asked in (
+        ["history", "plans", problem.name],
+        ["price", "plan.json", "--problem", "problem.json", "--model", "m"],
+        ["plan", "problem.json", "--model", "m", "--budget-evals", "9", "--out", "a\x1b[31m\udcff.json"],
+    ):
         assert main(asked) == 0
         out, err = capsys.readouterr()
         assert all(line.isprintable() for line in (out + err).split("\n")), asked
@@ -140,10 +204,18 @@ def test_every_path_that_a_command_writes_is_an_output():
     """By its help: a command that forgot one would write over what it reads."""
     parsers = _commands(parser_of_all())
     assert len(parsers) > 15
-    writes = {(name, a.dest) for name, p in parsers.items() for a in p._actions if a.type is Path
-              and (a.dest in ("out", "append", "page") or re.search(r"\bwrite\b", a.help or ""))}
-    assert writes == {(name, option) for name, p in parsers.items() for option in p.get_default("outputs")
-                      if option in {a.dest for a in p._actions}}
+    writes = {
+        (name, a.dest)
+        for name, p in parsers.items()
+        for a in p._actions
+        if a.type is Path and (a.dest in ("out", "append", "page") or re.search(r"\bwrite\b", a.help or ""))
+    }
+    assert writes == {
+        (name, option)
+        for name, p in parsers.items()
+        for option in p.get_default("outputs")
+        if option in {a.dest for a in p._actions}
+    }
 
 
 def _commands(parser):

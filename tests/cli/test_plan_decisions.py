@@ -21,16 +21,28 @@ MIB = 1 << 20
 
 def stored(problem, folder, model, *options) -> list[str]:
     files.write_problem(folder / "p.json", problem)
-    return ["plan", str(folder / "p.json"), "--model", str(model), "--budget-evals", "200", "--out",
-            str(folder / "plan.json"), *options]
+    return [
+        "plan",
+        str(folder / "p.json"),
+        "--model",
+        str(model),
+        "--budget-evals",
+        "200",
+        "--out",
+        str(folder / "plan.json"),
+        *options,
+    ]
 
 
 @pytest.fixture
 def large(problem):
     """Three tables on two devices, which hold only two of them. The host has 1 GiB."""
     tables = tuple(Table(f"t{i}", 50_000, 64, 5.0, Zipf(0.6 + 0.2 * i)) for i in range(3))
-    return replace(problem, tables=tables, topology=Topology(
-        (Device(15 * MIB),) * 2, memory=(Memory("host", 1 << 30, 25.0),)))
+    return replace(
+        problem,
+        tables=tables,
+        topology=Topology((Device(15 * MIB),) * 2, memory=(Memory("host", 1 << 30, 25.0),)),
+    )
 
 
 def test_groups_and_memory_tiers_are_decided_together(large, model, tmp_path, capsys):
@@ -54,15 +66,25 @@ def test_groups_and_memory_tiers_are_decided_together(large, model, tmp_path, ca
 
 
 def test_hot_rows_and_towers_are_decided_together(problem, model, tmp_path, capsys):
-    tables = tuple(replace(t, sequence=True, access=Zipf(1.3), collection="ec") if i < 3 else t
-                   for i, t in enumerate(problem.tables))
+    tables = tuple(
+        replace(t, sequence=True, access=Zipf(1.3), collection="ec") if i < 3 else t
+        for i, t in enumerate(problem.tables)
+    )
     devices = tuple(replace(d, host=f"host-{i // 2}") for i, d in enumerate(problem.topology.devices))
     links = Topology(devices, links=links_of(within_host=0.2, between_hosts=0.1, latency_ms=0.01))
     towers = {"schema": "shardcore/towers", "version": 1, "compression_ratio": 4, "towers": [["t0", "t5"]]}
     (tmp_path / "towers.json").write_text(json.dumps(towers))
     hot = tmp_path / "hot.json"
-    asked = stored(replace(problem, tables=tables, topology=links), tmp_path, model, "--hot-rows", "--towers",
-                   str(tmp_path / "towers.json"), "--out-problem", str(hot))
+    asked = stored(
+        replace(problem, tables=tables, topology=links),
+        tmp_path,
+        model,
+        "--hot-rows",
+        "--towers",
+        str(tmp_path / "towers.json"),
+        "--out-problem",
+        str(hot),
+    )
     assert main(asked) == 0
     said = capsys.readouterr().out
     assert "their lookups" in said and "With towers of ratio 4" in said and "hosts found" in said
@@ -76,23 +98,55 @@ def test_a_plan_is_gone_on_from_with_rows_in_host_memory(large, model, tmp_path,
     roomy = replace(large, topology=replace(large.topology, devices=(Device(1 << 30),) * 2))
     files.write_problem(tmp_path / "roomy.json", roomy)
     old = tmp_path / "old.json"
-    assert main(["plan", str(tmp_path / "roomy.json"), "--model", str(model), "--algorithm", "size_greedy",
-                 "--out", str(old)]) == 0
-    asked = stored(large, tmp_path, model, "--tiers", "--out-problem", str(tmp_path / "t.json"), "--start",
-                   str(old), "--start-problem", str(tmp_path / "roomy.json"), "--max-moved-tables", "0")
+    assert (
+        main(
+            [
+                "plan",
+                str(tmp_path / "roomy.json"),
+                "--model",
+                str(model),
+                "--algorithm",
+                "size_greedy",
+                "--out",
+                str(old),
+            ]
+        )
+        == 0
+    )
+    asked = stored(
+        large,
+        tmp_path,
+        model,
+        "--tiers",
+        "--out-problem",
+        str(tmp_path / "t.json"),
+        "--start",
+        str(old),
+        "--start-problem",
+        str(tmp_path / "roomy.json"),
+        "--max-moved-tables",
+        "0",
+    )
     assert main(asked) == 0
     said = capsys.readouterr().out
     assert f"starting from {old}; " in said and "plan to start from" in said
     now = files.read_plan(tmp_path / "plan.json", files.read_problem(tmp_path / "t.json"))
     moved, was = now.provenance["moved"], files.read_plan(old, roomy)
     assert moved["chosen"]["bytes"] == 0
-    stay = [{p.shard.table.name: p.devices for p in plan.placements
-             if p.shard.table.name not in moved["forced"]["tables"]} for plan in (was, now)]
+    stay = [
+        {
+            p.shard.table.name: p.devices
+            for p in plan.placements
+            if p.shard.table.name not in moved["forced"]["tables"]
+        }
+        for plan in (was, now)
+    ]
     assert stay[0] == stay[1] and stay[0]
 
 
-def test_a_plan_without_memory_of_hosts_is_gone_on_from_where_an_option_gives_it(problem, model, tmp_path,
-                                                                                 capsys):
+def test_a_plan_without_memory_of_hosts_is_gone_on_from_where_an_option_gives_it(
+    problem, model, tmp_path, capsys
+):
     asked = stored(problem, tmp_path, model)
     assert main(asked) == 0
     old, new = tmp_path / "plan.json", tmp_path / "new.json"
@@ -106,29 +160,60 @@ def test_a_plan_without_memory_of_hosts_is_gone_on_from_where_an_option_gives_it
 
 def test_a_cluster_is_chosen_with_groups(problem, model, tmp_path, capsys):
     (tmp_path / "model").symlink_to(model)
-    offer = {"name": "box", "devices": 2, "memory_bytes": 1 << 30, "price_per_hour": 3.0, "model": "model",
-             "most_hosts": 2, "links": [{"level": "within_host", "gbps": 10.0, "latency_ms": 0.1},
-                                    {"level": "between_hosts", "gbps": 1.0, "latency_ms": 0.1}]}
-    (tmp_path / "offers.json").write_text(json.dumps({"schema": "shardcore/offers", "version": 1,
-                                                      "offers": [offer]}))
+    offer = {
+        "name": "box",
+        "devices": 2,
+        "memory_bytes": 1 << 30,
+        "price_per_hour": 3.0,
+        "model": "model",
+        "most_hosts": 2,
+        "links": [
+            {"level": "within_host", "gbps": 10.0, "latency_ms": 0.1},
+            {"level": "between_hosts", "gbps": 1.0, "latency_ms": 0.1},
+        ],
+    }
+    (tmp_path / "offers.json").write_text(
+        json.dumps({"schema": "shardcore/offers", "version": 1, "offers": [offer]})
+    )
     files.write_problem(tmp_path / "p.json", problem)
     own = tmp_path / "own.json"
-    assert main(["plan", str(tmp_path / "p.json"), "--offers", str(tmp_path / "offers.json"), "--step-ms",
-                 "1e6", "--groups", "2", "--algorithm", "size_greedy", "--out", str(tmp_path / "plan.json"),
-                 "--out-problem", str(own)]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                str(tmp_path / "p.json"),
+                "--offers",
+                str(tmp_path / "offers.json"),
+                "--step-ms",
+                "1e6",
+                "--groups",
+                "2",
+                "--algorithm",
+                "size_greedy",
+                "--out",
+                str(tmp_path / "plan.json"),
+                "--out-problem",
+                str(own),
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "1 x 'box': cheapest with step_ms 1e+06" in said and "all 2 devices as one group" in said
     assert files.read_plan(tmp_path / "plan.json", files.read_problem(own)).provenance["model_digest"]
 
 
-@pytest.mark.parametrize("options, says", [
-    (["--tiers"], "needs --out-problem, the problem with the load factors that it is a plan of"),
-    (["--hot-rows"], "needs --out-problem, the problem with the hot rows as tables that it is a plan of"),
-    (["--host-gib", "4"], "--host-gib 4.0 needs --tiers, of which it is the memory"),
-    (["--step-ms", "4"], "--step-ms 4.0 needs --offers, of which a cluster is chosen"),
-    (["--hot-rows", "--out-problem", "hot.json"], "has no sequence tables that are looked up"),
-    (["--groups", "3"], "--groups is '3'; it needs 'auto' or a size"),
-])
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["--tiers"], "needs --out-problem, the problem with the load factors that it is a plan of"),
+        (["--hot-rows"], "needs --out-problem, the problem with the hot rows as tables that it is a plan of"),
+        (["--host-gib", "4"], "--host-gib 4.0 needs --tiers, of which it is the memory"),
+        (["--step-ms", "4"], "--step-ms 4.0 needs --offers, of which a cluster is chosen"),
+        (["--hot-rows", "--out-problem", "hot.json"], "has no sequence tables that are looked up"),
+        (["--groups", "3"], "--groups is '3'; it needs 'auto' or a size"),
+    ],
+)
 def test_an_option_that_lacks_another_is_one_line(large, model, tmp_path, monkeypatch, capsys, options, says):
     monkeypatch.chdir(tmp_path)
     assert main(stored(large, tmp_path, model, *options)) == 1

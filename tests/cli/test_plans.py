@@ -28,12 +28,18 @@ def test_plan_improves_a_plan_that_there_is(stored, model, capsys):
     assert before == after and f"starting from {old}, which cost" in said
     assert f"under {SETTING}, data unknown, model {model_digest(model)[:8]}" in said
     assert main(again) == 0
-    assert (files.read_plan(new, files.read_problem(problem)).provenance["predicted_ms"]
-            < before.provenance["predicted_ms"])
-    assert (main([*again, "--algorithm", "neuroshard"]) == 1
-            and "a plan to start from is for algorithm portfolio" in capsys.readouterr().err)
-    assert (main([*again[:-2], "--max-moved-gib", "1"]) == 1
-            and "--max-moved-gib 1.0 needs --start" in capsys.readouterr().err)
+    assert (
+        files.read_plan(new, files.read_problem(problem)).provenance["predicted_ms"]
+        < before.provenance["predicted_ms"]
+    )
+    assert (
+        main([*again, "--algorithm", "neuroshard"]) == 1
+        and "a plan to start from is for algorithm portfolio" in capsys.readouterr().err
+    )
+    assert (
+        main([*again[:-2], "--max-moved-gib", "1"]) == 1
+        and "--max-moved-gib 1.0 needs --start" in capsys.readouterr().err
+    )
 
 
 def test_a_plan_goes_on_where_tables_grew_and_a_device_is_gone(stored, model, problem, capsys):
@@ -44,22 +50,44 @@ def test_a_plan_goes_on_where_tables_grew_and_a_device_is_gone(stored, model, pr
     plan = Plan(tuple(column(t, i % 8) for i, t in enumerate(six.tables)))
     files.write_plan(old, plan, six)
     grown = tuple(replace(t, rows=t.rows * 3 // 2) for t in problem.tables)
-    files.write_problem(now, replace(six, tables=grown, topology=replace(
-        six.topology, devices=six.topology.devices[:4])))
-    asked = ["plan", str(now), "--model", str(model), "--budget-evals", "2000", "--start", str(old),
-             "--start-problem", str(path), "--max-moved-tables", "1", "--out", str(new)]
+    files.write_problem(
+        now, replace(six, tables=grown, topology=replace(six.topology, devices=six.topology.devices[:4]))
+    )
+    asked = [
+        "plan",
+        str(now),
+        "--model",
+        str(model),
+        "--budget-evals",
+        "2000",
+        "--start",
+        str(old),
+        "--start-problem",
+        str(path),
+        "--max-moved-tables",
+        "1",
+        "--out",
+        str(new),
+    ]
     assert main([*asked, "--without", "1", "2", "--without", "5", "6"]) == 0
     said = capsys.readouterr().out
     found = files.read_plan(new, files.read_problem(now))
     moved, homes = found.provenance["moved"], {p.shard.table.name: p.devices for p in found.placements}
     assert moved["forced"]["tables"] and not moved["added"] and len(moved["chosen"]["tables"]) <= 1
     assert set(moved["forced"]["tables"]) == {f"t{i}" for i in range(24) if i % 8 in (1, 2, 5, 6)}
-    stays = {p.shard.table.name: (0, 3, 4, 7).index(p.devices[0]) for p in plan.placements
-             if p.devices[0] in (0, 3, 4, 7)}
+    stays = {
+        p.shard.table.name: (0, 3, 4, 7).index(p.devices[0])
+        for p in plan.placements
+        if p.devices[0] in (0, 3, 4, 7)
+    }
     others = {name for name, device in stays.items() if homes[name] != (device,)}
     assert others == set(moved["chosen"]["tables"])
-    assert ("12 tables," in said and "had to (" in said and "24 tables of another shape" in said
-            and "more than the limit of 1 tables, which does not count what had to move" in said)
+    assert (
+        "12 tables," in said
+        and "had to (" in said
+        and "24 tables of another shape" in said
+        and "more than the limit of 1 tables, which does not count what had to move" in said
+    )
     assert moved["new_bytes"] == sum(t.bytes for t in grown) - sum(t.bytes for t in problem.tables)
     assert main([*asked, "--without", "9"]) == 1
     assert "device 9 of problem 'shifting' cannot be gone" in capsys.readouterr().err
@@ -72,8 +100,12 @@ def test_a_plan_that_fits_no_more_is_named_and_can_be_a_start(stored, model, cap
     old, new, path = stored / "old.json", stored / "new.json", stored / "problem.json"
     given = files.read_problem(path)
     plan = Plan(tuple(column(t, i % 2) for i, t in enumerate(given.tables)))
-    tight = replace(given, topology=replace(given.topology, devices=(
-        Device(max(used_bytes(plan, given)) - 1000),) * len(given.topology)))
+    tight = replace(
+        given,
+        topology=replace(
+            given.topology, devices=(Device(max(used_bytes(plan, given)) - 1000),) * len(given.topology)
+        ),
+    )
     files.write_problem(path, tight)
     files.write_plan(old, plan, tight)
     asked = ["--problem", str(path), "--model", str(model)]
@@ -81,18 +113,33 @@ def test_a_plan_that_fits_no_more_is_named_and_can_be_a_start(stored, model, cap
         assert main(command) == 1
         said = capsys.readouterr().err
         assert said.startswith(f"error: {old}: device ") and said.count("\n") == 1
-        assert re.search(r"would hold .* MiB \(weights .*\); it may hold .*, 1000 bytes too little\. .*"
-                         r"counted less when the plan was made; .*plan --start PLAN\.json searches one", said)
-    assert main(["plan", str(path), *asked[2:], "--budget-evals", "500", "--start", str(old), "--out",
-                 str(new)]) == 0
+        assert re.search(
+            r"would hold .* MiB \(weights .*\); it may hold .*, 1000 bytes too little\. .*"
+            r"counted less when the plan was made; .*plan --start PLAN\.json searches one",
+            said,
+        )
+    assert (
+        main(["plan", str(path), *asked[2:], "--budget-evals", "500", "--start", str(old), "--out", str(new)])
+        == 0
+    )
     assert f"starting from {old}, which cost" in capsys.readouterr().out
     assert main(["price", str(new), *asked]) == 0
 
 
 def test_plan_and_price_explain(stored, model, capsys):
     problem, plan = (str(stored / n) for n in ("problem.json", "plan.json"))
-    asked = ["plan", problem, "--model", str(model), "--algorithm", "neuroshard", "--budget-evals", "400",
-             "--out", plan]
+    asked = [
+        "plan",
+        problem,
+        "--model",
+        str(model),
+        "--algorithm",
+        "neuroshard",
+        "--budget-evals",
+        "400",
+        "--out",
+        plan,
+    ]
     assert main([*asked, "--explain"]) == 0
     said = capsys.readouterr().out
     assert "is ready last" in said and "size_greedy" in said
@@ -110,20 +157,37 @@ def test_a_file_that_is_read_is_not_written_over(stored, model, capsys):
     assert problem.read_bytes() == before
 
 
-@pytest.mark.parametrize("asked, said", [
-    ("replay plan.json other.json --problem problem.json --out other.json",
-     "--out other.json is the plans that"),
-    ("plan problem.json --model m --start plan.json --start-problem other.json --out other.json",
-     "--out other.json is the start-problem that"),
-    ("plan problem.json --model m --start plan.json --out plan.json", "--out plan.json is the start that"),
-    ("diff plan.json other.json --page other.json", "--page other.json is the new that"),
-    ("hot-rows problem.json --model m --out hot.json --plan problem.json",
-     "--plan problem.json is the problem that"),
-    ("tiers problem.json --out tiers.json --plan problem.json", "--plan problem.json is the problem that"),
-    ("tiers problem.json --out tiers.json --plan tiers.json", "--out and --plan are both tiers.json"),
-    ("topology measure problem.json --out found.json --ranks problem.json",
-     "--ranks problem.json is the problem that"),
-])
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        (
+            "replay plan.json other.json --problem problem.json --out other.json",
+            "--out other.json is the plans that",
+        ),
+        (
+            "plan problem.json --model m --start plan.json --start-problem other.json --out other.json",
+            "--out other.json is the start-problem that",
+        ),
+        (
+            "plan problem.json --model m --start plan.json --out plan.json",
+            "--out plan.json is the start that",
+        ),
+        ("diff plan.json other.json --page other.json", "--page other.json is the new that"),
+        (
+            "hot-rows problem.json --model m --out hot.json --plan problem.json",
+            "--plan problem.json is the problem that",
+        ),
+        (
+            "tiers problem.json --out tiers.json --plan problem.json",
+            "--plan problem.json is the problem that",
+        ),
+        ("tiers problem.json --out tiers.json --plan tiers.json", "--out and --plan are both tiers.json"),
+        (
+            "topology measure problem.json --out found.json --ranks problem.json",
+            "--ranks problem.json is the problem that",
+        ),
+    ],
+)
 def test_no_file_that_any_command_writes_is_one_that_it_reads(asked, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("problem.json", "plan.json", "other.json"):
@@ -139,8 +203,15 @@ def exporting(stored):
     problem = files.read_problem(stored / "problem.json")
     plan = Plan(tuple(column(t, i % len(problem.topology)) for i, t in enumerate(problem.tables)))
     files.write_plan(stored / "plan.json", plan, problem)
-    return ["export", str(stored / "plan.json"), "--problem", str(stored / "problem.json"), "--out",
-            str(stored / "torchrec.json"), "--module"]
+    return [
+        "export",
+        str(stored / "plan.json"),
+        "--problem",
+        str(stored / "problem.json"),
+        "--out",
+        str(stored / "torchrec.json"),
+        "--module",
+    ]
 
 
 @pytest.mark.parametrize("module", ["", ".", "a..b", "a/b", " m", "m.", "\x1b[1m"])
@@ -192,8 +263,9 @@ def test_a_problem_says_how_a_step_runs_and_keeps_memory_for_the_dense_part(tmp_
 
 
 @pytest.mark.parametrize("command", ["price", "export", "replay"])
-def test_a_plan_is_validated_once_and_what_is_wrong_names_its_file(stored, model, command, capsys,
-                                                                   monkeypatch):
+def test_a_plan_is_validated_once_and_what_is_wrong_names_its_file(
+    stored, model, command, capsys, monkeypatch
+):
     counted, validated = memory.require_fits, []
     monkeypatch.setattr(memory, "require_fits", lambda *args: validated.append(args) or counted(*args))
     problem = files.read_problem(stored / "problem.json")
@@ -202,8 +274,20 @@ def test_a_plan_is_validated_once_and_what_is_wrong_names_its_file(stored, model
     files.write_problem(stored / "small.json", small)
     files.write_plan(stored / "large.json", Plan(tuple(column(t, 0) for t in small.tables)), small)
     more = {"price": ["--model", str(model)], "export": ["--module", "m"], "replay": ["--device", "cpu"]}
-    assert main([command, str(stored / "large.json"), "--problem", str(stored / "small.json"), *more[command],
-                 "--out", str(stored / "out.json")]) == 1
+    assert (
+        main(
+            [
+                command,
+                str(stored / "large.json"),
+                "--problem",
+                str(stored / "small.json"),
+                *more[command],
+                "--out",
+                str(stored / "out.json"),
+            ]
+        )
+        == 1
+    )
     err = capsys.readouterr().err
     assert err.startswith(f"error: {stored / 'large.json'}: device 0 of problem ") and "plan --start" in err
     assert len(validated) == 1 and not (stored / "out.json").exists()

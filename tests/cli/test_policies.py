@@ -12,8 +12,20 @@ from shardcore.core.types import Table
 from shardcore.io import files, model_files
 from shardcore.search.learned.policy import read_policy, write_policy
 
-QUICK = ["--devices", "2", "--min-tables", "4", "--max-tables", "6", "--max-dim", "16", "--problems", "3",
-         "--rounds", "2"]
+QUICK = [
+    "--devices",
+    "2",
+    "--min-tables",
+    "4",
+    "--max-tables",
+    "6",
+    "--max-dim",
+    "16",
+    "--problems",
+    "3",
+    "--rounds",
+    "2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +37,24 @@ def pool(tmp_path_factory):
 
 def test_a_policy_is_trained_and_plans_with_and_without_a_budget(stored, model, pool, capsys):
     problem, policy, plan = (str(stored / n) for n in ("problem.json", "policy", "plan.json"))
-    assert main(["train-policy", "dreamshard_direct", "--model", str(model), "--pool", str(pool), "--like",
-                 problem, *QUICK, "--out", policy]) == 0
+    assert (
+        main(
+            [
+                "train-policy",
+                "dreamshard_direct",
+                "--model",
+                str(model),
+                "--pool",
+                str(pool),
+                "--like",
+                problem,
+                *QUICK,
+                "--out",
+                policy,
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr()
     assert "round 2: validation_cost" in said.err and json.loads(said.out)["test_solved"] == 1
     meta = read_policy(policy).meta
@@ -42,14 +70,24 @@ def test_a_policy_is_trained_and_plans_with_and_without_a_budget(stored, model, 
     assert "by dreamshard_direct_columns" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments, said", [
-    (["--algorithm", "dreamshard"], "algorithm 'dreamshard' needs a policy 'dreamshard', and none was given; "
-     "python -m shardcore train-policy dreamshard makes one, for --policy"),
-    (["--algorithm", "autoshard_columns"], "algorithm 'autoshard_columns' needs a policy 'autoshard'"),
-    (["--policy", "POLICY", "--algorithm", "anneal"], "algorithm 'anneal' takes no policy"),
-    (["--policy", "POLICY"], "policy 'autoshard' was trained for hardware 'other'; the cost model is for"),
-    (["--policy", "nowhere"], "cannot read nowhere/policy.json: No such file"),
-    (["--policy", "MODEL"], "policy.json: No such file")])
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (
+            ["--algorithm", "dreamshard"],
+            "algorithm 'dreamshard' needs a policy 'dreamshard', and none was given; "
+            "python -m shardcore train-policy dreamshard makes one, for --policy",
+        ),
+        (["--algorithm", "autoshard_columns"], "algorithm 'autoshard_columns' needs a policy 'autoshard'"),
+        (["--policy", "POLICY", "--algorithm", "anneal"], "algorithm 'anneal' takes no policy"),
+        (
+            ["--policy", "POLICY"],
+            "policy 'autoshard' was trained for hardware 'other'; the cost model is for",
+        ),
+        (["--policy", "nowhere"], "cannot read nowhere/policy.json: No such file"),
+        (["--policy", "MODEL"], "policy.json: No such file"),
+    ],
+)
 def test_a_policy_that_is_missing_or_of_no_use_is_refused_in_one_line(arguments, said, stored, model, capsys):
     write_policy(stored / "policy", untrained("autoshard", hardware="other"))
     named = {"POLICY": str(stored / "policy"), "MODEL": str(model)}
@@ -62,16 +100,35 @@ def test_a_policy_that_is_missing_or_of_no_use_is_refused_in_one_line(arguments,
 
 def test_groups_are_planned_by_a_policy_too(stored, model, capsys):
     write_policy(stored / "policy", untrained("dreamshard", hardware=SETTING.hardware))
-    assert main(["plan", str(stored / "problem.json"), "--model", str(model), "--groups", "4",
-                 "--policy", str(stored / "policy"), "--out", str(stored / "plan.json")]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                str(stored / "problem.json"),
+                "--model",
+                str(model),
+                "--groups",
+                "4",
+                "--policy",
+                str(stored / "policy"),
+                "--out",
+                str(stored / "plan.json"),
+            ]
+        )
+        == 0
+    )
     assert "by dreamshard" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("more, said", [
-    (["alphashard"], "there is no policy 'alphashard'; known are dreamshard"),
-    (["autoshard", "--min-tables", "9", "--max-tables", "6"], "has max_tables 6; it needs 9 to"),
-    (["autoshard", "--devices", "7"], "batch 256, which 7 devices do not divide evenly"),
-    (["autoshard", "--min-tables", "30", "--max-tables", "60"], "half of the pool is for training")])
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["alphashard"], "there is no policy 'alphashard'; known are dreamshard"),
+        (["autoshard", "--min-tables", "9", "--max-tables", "6"], "has max_tables 6; it needs 9 to"),
+        (["autoshard", "--devices", "7"], "batch 256, which 7 devices do not divide evenly"),
+        (["autoshard", "--min-tables", "30", "--max-tables", "60"], "half of the pool is for training"),
+    ],
+)
 def test_training_refuses_what_it_cannot_do(more, said, stored, model, pool, capsys):
     asked = ["train-policy", *more, "--model", str(model), "--pool", str(pool)]
     assert main([*asked, "--out", str(stored / "policy")]) == 1
@@ -80,8 +137,10 @@ def test_training_refuses_what_it_cannot_do(more, said, stored, model, pool, cap
 
 def test_what_is_trained_needs_a_folder_before_it_begins(stored, model, pool, capsys):
     out = str(stored / "problem.json")
-    for asked in (["train-policy", "autoshard", "--model", str(model), "--pool", str(pool), *QUICK],
-                  ["train", str(stored)]):
+    for asked in (
+        ["train-policy", "autoshard", "--model", str(model), "--pool", str(pool), *QUICK],
+        ["train", str(stored)],
+    ):
         assert main([*asked, "--out", out]) == 1
         said = capsys.readouterr().err
         assert said == f"error: --out {out} is a file; it needs to be a folder\n"

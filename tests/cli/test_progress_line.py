@@ -54,8 +54,9 @@ def test_compiling_is_announced_before_it_begins():
     with shown(out, silent_s=3600):
         report(COMPILING)
         report(COMPILING)
-    assert out.getvalue() == (f"0 s: compiling the search, once in this installation, about {COMPILING_S} s "
-                              "of one core\n")
+    assert out.getvalue() == (
+        f"0 s: compiling the search, once in this installation, about {COMPILING_S} s of one core\n"
+    )
 
 
 def test_a_failure_ends_it():

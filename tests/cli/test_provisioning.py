@@ -5,20 +5,40 @@ import json
 from shardcore.cli import main
 from shardcore.io import files
 
-OFFER = {"name": "box", "devices": 2, "memory_bytes": 1 << 30, "price_per_hour": 3.0, "model": "model",
-         "most_hosts": 2, "links": [
-             {"level": "within_host", "gbps": 10.0, "latency_ms": 0.1},
-             {"level": "between_hosts", "gbps": 1.0, "shared": True, "latency_ms": 0.1}]}
+OFFER = {
+    "name": "box",
+    "devices": 2,
+    "memory_bytes": 1 << 30,
+    "price_per_hour": 3.0,
+    "model": "model",
+    "most_hosts": 2,
+    "links": [
+        {"level": "within_host", "gbps": 10.0, "latency_ms": 0.1},
+        {"level": "between_hosts", "gbps": 1.0, "shared": True, "latency_ms": 0.1},
+    ],
+}
 
 
 def asked(folder, model, problem, *target):
     files.write_problem(folder / "problem.json", problem)
     (folder / "model").symlink_to(model)  # named in the offer, relative to its file
     offers = [OFFER, OFFER | {"name": "poor", "memory_bytes": 1000, "price_per_hour": 1.0}]
-    (folder / "offers.json").write_text(json.dumps({"schema": "shardcore/offers", "version": 1,
-                                                    "offers": offers}))
-    return main(["provision", str(folder / "problem.json"), "--offers", str(folder / "offers.json"), *target,
-                 "--budget-evals", "500", "--out", str(folder / "out")])
+    (folder / "offers.json").write_text(
+        json.dumps({"schema": "shardcore/offers", "version": 1, "offers": offers})
+    )
+    return main(
+        [
+            "provision",
+            str(folder / "problem.json"),
+            "--offers",
+            str(folder / "offers.json"),
+            *target,
+            "--budget-evals",
+            "500",
+            "--out",
+            str(folder / "out"),
+        ]
+    )
 
 
 def test_it_writes_the_cheapest_clusters_plan_and_all_that_it_searched(problem, model, tmp_path, capsys):
@@ -47,15 +67,27 @@ def test_an_offer_whose_name_looks_like_a_formula_is_drawn_as_it_is(problem, mod
     """matplotlib takes what is between two dollars for a formula."""
     monkeypatch.setitem(OFFER, "name", r"A$_$ \frac{ $^$")
     assert asked(tmp_path, model, problem, "--step-ms", "1e6") == 0
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"problem.json", "plan.json", "clusters.json",
-                                                              "curve.png"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "problem.json",
+        "plan.json",
+        "clusters.json",
+        "curve.png",
+    }
 
 
 def test_a_folder_whose_problem_is_read_is_refused_before_any_search(problem, model, tmp_path, capsys):
     assert asked(tmp_path, model, problem, "--step-ms", "1") == 1  # no cluster is so fast
     capsys.readouterr()
-    command = ["provision", str(tmp_path / "problem.json"), "--offers", str(tmp_path / "offers.json"),
-               "--step-ms", "1000", "--out", str(tmp_path)]
+    command = [
+        "provision",
+        str(tmp_path / "problem.json"),
+        "--offers",
+        str(tmp_path / "offers.json"),
+        "--step-ms",
+        "1000",
+        "--out",
+        str(tmp_path),
+    ]
     before = (tmp_path / "problem.json").read_text()
     assert main(command) == 1 and "problem.json is the problem that is read" in capsys.readouterr().err
     assert (tmp_path / "problem.json").read_text() == before

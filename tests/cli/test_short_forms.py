@@ -15,13 +15,24 @@ from shardcore.tables.hot_rows import with_hot_rows
 
 
 def asked(folder, model) -> list[str]:
-    return ["hot-rows", str(folder / "problem.json"), "--model", str(model), "--budget-evals", "200",
-            "--out", str(folder / "hot.json"), "--plan", str(folder / "plan.json")]
+    return [
+        "hot-rows",
+        str(folder / "problem.json"),
+        "--model",
+        str(model),
+        "--budget-evals",
+        "200",
+        "--out",
+        str(folder / "hot.json"),
+        "--plan",
+        str(folder / "plan.json"),
+    ]
 
 
 def test_it_writes_a_problem_with_hot_rows_and_its_plan(problem, model, tmp_path, capsys):
-    tables = tuple(replace(t, sequence=True, access=Zipf(1.3)) if i < 3 else t
-                   for i, t in enumerate(problem.tables))
+    tables = tuple(
+        replace(t, sequence=True, access=Zipf(1.3)) if i < 3 else t for i, t in enumerate(problem.tables)
+    )
     links = replace(problem.topology, links=links_of(within_host=0.2, latency_ms=0.01))
     files.write_problem(tmp_path / "problem.json", replace(problem, tables=tables, topology=links))
     assert main(asked(tmp_path, model)) == 0
@@ -46,8 +57,16 @@ def test_drift_of_hot_rows_is_told_and_new_ids_are_written(problem, tmp_path, ca
     counts = np.ones(rows, np.int64)
     counts[[0, 1, 7]] = 50
     write_row_counts(tmp_path / "counts.safetensors", RowCounts(10, {name: counts}))
-    given = ["hot-drift", str(tmp_path / "hot.json"), "--hot-ids", str(tmp_path / "ids.safetensors"),
-             "--row-counts", str(tmp_path / "counts.safetensors"), "--out", str(tmp_path / "new.safetensors")]
+    given = [
+        "hot-drift",
+        str(tmp_path / "hot.json"),
+        "--hot-ids",
+        str(tmp_path / "ids.safetensors"),
+        "--row-counts",
+        str(tmp_path / "counts.safetensors"),
+        "--out",
+        str(tmp_path / "new.safetensors"),
+    ]
     assert main(given) == 0
     assert "67%" in capsys.readouterr().out  # of the three rows two are still hot
     assert list(read_hot_ids(tmp_path / "new.safetensors")[name].ids) == [0, 1, 7]

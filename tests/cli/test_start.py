@@ -8,8 +8,20 @@ import pytest
 from shardcore.cli import main
 from shardcore.search import DEFAULT_SHARDER
 
-COMMANDS = ("plan", "price", "replay", "export", "problem", "measure", "train", "train-policy", "report",
-            "history", "diff", "drift")
+COMMANDS = (
+    "plan",
+    "price",
+    "replay",
+    "export",
+    "problem",
+    "measure",
+    "train",
+    "train-policy",
+    "report",
+    "history",
+    "diff",
+    "drift",
+)
 RUN = """
 import sys
 from shardcore.cli import main
@@ -45,7 +57,8 @@ def test_help_names_the_default_sharder(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "-h"])
     assert f"--algorithm ALGORITHM {DEFAULT_SHARDER}, the default" in " ".join(
-        capsys.readouterr().out.split())
+        capsys.readouterr().out.split()
+    )
 
 
 def test_planning_and_pricing_need_no_torch(stored, model):
@@ -64,7 +77,11 @@ def test_output_that_nobody_reads_is_no_error(tmp_path):
 
 @pytest.mark.parametrize("command", [["-h"], ["plan", "-h"]])
 def test_help_whose_reader_is_gone_ends_without_a_word(command):
-    running = subprocess.Popen([sys.executable, "-m", "shardcore", *command], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        [sys.executable, "-m", "shardcore", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     running.stdout.close()
     assert running.stderr.read() == "" and running.wait() in (0, 141)  # argparse itself may see it

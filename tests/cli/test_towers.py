@@ -23,8 +23,18 @@ def on_two_hosts(problem, tmp_path):
 
 def asked(folder, model, towers) -> list[str]:
     (folder / "towers.json").write_text(json.dumps({"schema": "shardcore/towers", "version": 1, **towers}))
-    return ["plan", str(folder / "problem.json"), "--model", str(model), "--budget-evals", "2000",
-            "--towers", str(folder / "towers.json"), "--out", str(folder / "plan.json")]
+    return [
+        "plan",
+        str(folder / "problem.json"),
+        "--model",
+        str(model),
+        "--budget-evals",
+        "2000",
+        "--towers",
+        str(folder / "towers.json"),
+        "--out",
+        str(folder / "plan.json"),
+    ]
 
 
 def test_plan_keeps_groups_on_hosts_and_says_what_crosses_them(on_two_hosts, model, capsys):
@@ -39,12 +49,26 @@ def test_plan_keeps_groups_on_hosts_and_says_what_crosses_them(on_two_hosts, mod
     host_of = {p.shard.table.name: plain.topology.devices[p.devices[0]].host for p in plan.placements}
     assert all(len({host_of[name] for name in group}) == 1 for group in groups)
     assert plan.provenance["tower_ratio"] == 8 and plan.provenance["towers"]["affinity_inside"] == 1
-    price = ["price", str(on_two_hosts / "plan.json"), "--problem", str(on_two_hosts / "problem.json"),
-             "--model", str(model)]
+    price = [
+        "price",
+        str(on_two_hosts / "plan.json"),
+        "--problem",
+        str(on_two_hosts / "problem.json"),
+        "--model",
+        str(model),
+    ]
     assert main(price) == 0
     assert json.loads(capsys.readouterr().out)["total_ms"] == pytest.approx(plan.provenance["predicted_ms"])
-    again = ["plan", str(on_two_hosts / "problem.json"), "--model", str(model), "--out",
-             str(on_two_hosts / "again.json"), "--start", str(on_two_hosts / "plan.json")]
+    again = [
+        "plan",
+        str(on_two_hosts / "problem.json"),
+        "--model",
+        str(model),
+        "--out",
+        str(on_two_hosts / "again.json"),
+        "--start",
+        str(on_two_hosts / "plan.json"),
+    ]
     assert main(again) == 1
     assert capsys.readouterr().err == "error: the plan to start from has towers; give the towers, too\n"
     assert main([*again, "--towers", str(on_two_hosts / "towers.json"), "--max-moved-tables", "0"]) == 0
@@ -52,11 +76,16 @@ def test_plan_keeps_groups_on_hosts_and_says_what_crosses_them(on_two_hosts, mod
     assert files.read_plan(on_two_hosts / "again.json", plain) == plan
 
 
-@pytest.mark.parametrize("towers, said", [
-    ({"compression_ratio": 0.5, "towers": [["t0"]]}, "compression_ratio 0.5; it needs 1 to 1,000,000"),
-    ({"compression_ratio": 2, "towers": [["nobody"]]},
-     "table 'nobody', which problem 'shifting' does not have"),
-])
+@pytest.mark.parametrize(
+    "towers, said",
+    [
+        ({"compression_ratio": 0.5, "towers": [["t0"]]}, "compression_ratio 0.5; it needs 1 to 1,000,000"),
+        (
+            {"compression_ratio": 2, "towers": [["nobody"]]},
+            "table 'nobody', which problem 'shifting' does not have",
+        ),
+    ],
+)
 def test_towers_that_cannot_be_are_one_line(on_two_hosts, model, capsys, towers, said):
     assert main(asked(on_two_hosts, model, towers)) == 1
     err = capsys.readouterr().err
@@ -68,5 +97,7 @@ def test_towers_need_hosts_and_no_groups(stored, model, capsys):
     assert main(command) == 1
     assert "problem 'shifting' has 1 host; towers need 2 or more" in capsys.readouterr().err
     assert main([*command, "--groups"]) == 1
-    assert capsys.readouterr().err == ("error: sharding groups and towers were both asked for; towers are of "
-                                       "all hosts of a problem, so leave one out\n")
+    assert capsys.readouterr().err == (
+        "error: sharding groups and towers were both asked for; towers are of "
+        "all hosts of a problem, so leave one out\n"
+    )

@@ -5,14 +5,17 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
 
 
-@pytest.mark.parametrize("lookups, unique, said", [
-    ((), (), "have 0 lookups; they need one for each range of rows, 1 to 4096"),
-    ((1.0,), (0.5, 0.5), "have 1 lookups and 2 unique; they need as many of each"),
-    ((0.5, 0.6), (0.5, 0.5), "lookups that sum to 1.1; they need to be fractions that sum to 1"),
-    ((0.5, 0.5), (1.5, -0.5), "unique that sum to 1; they need to be fractions"),
-    ((float("nan"), 1.0), (0.5, 0.5), "lookups that sum to nan"),
-    ((1 / (MOST_RANGES + 1),) * (MOST_RANGES + 1), (1.0,), "have 4097 lookups"),
-])
+@pytest.mark.parametrize(
+    "lookups, unique, said",
+    [
+        ((), (), "have 0 lookups; they need one for each range of rows, 1 to 4096"),
+        ((1.0,), (0.5, 0.5), "have 1 lookups and 2 unique; they need as many of each"),
+        ((0.5, 0.6), (0.5, 0.5), "lookups that sum to 1.1; they need to be fractions that sum to 1"),
+        ((0.5, 0.5), (1.5, -0.5), "unique that sum to 1; they need to be fractions"),
+        ((float("nan"), 1.0), (0.5, 0.5), "lookups that sum to nan"),
+        ((1 / (MOST_RANGES + 1),) * (MOST_RANGES + 1), (1.0,), "have 4097 lookups"),
+    ],
+)
 def test_row_shares_that_are_none_are_refused(lookups, unique, said):
     with pytest.raises(ShardCoreError, match=said):
         RowShares(lookups, unique)

@@ -17,16 +17,20 @@ WIDTHS = (8, 64)
 def state_bytes(optimizer: str, precision: str) -> int:
     """Bytes of the optimizer state of a CUDA op with one row a table, built without its memory."""
     op = fused_op.build(WIDTHS, optimizer, precision, "meta")
-    return sum(state.numel() * state.element_size() for n in (1, 2)
-               if (state := getattr(op, f"momentum{n}_dev")).is_floating_point())
+    return sum(
+        state.numel() * state.element_size()
+        for n in (1, 2)
+        if (state := getattr(op, f"momentum{n}_dev")).is_floating_point()
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_state_is_what_fbgemm_allocates(optimizer, precision):
     given = OPTIMIZERS[optimizer]
-    assert (state_bytes(optimizer, precision)
-            == len(WIDTHS) * given.state_bytes("row") + sum(WIDTHS) * given.state_bytes("cell"))
+    assert state_bytes(optimizer, precision) == len(WIDTHS) * given.state_bytes("row") + sum(
+        WIDTHS
+    ) * given.state_bytes("cell")
 
 
 def test_fbgemm_builds_no_cuda_op_of_bf16_weights():
@@ -38,6 +42,7 @@ def test_fbgemm_builds_no_cuda_op_of_bf16_weights():
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_shard_takes_its_state_too(optimizer):
     """Of a hundred rows it is a hundred times what FBGEMM allocates for one."""
+
     def extra(width: int) -> int:
         table, one = Table("t", 100, width, 1.0), Topology((Device(1 << 30),))
         given, sgd = (Problem("p", (table,), one, 32, optimizer=name) for name in (optimizer, "exact_sgd"))

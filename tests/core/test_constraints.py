@@ -16,34 +16,41 @@ def constrained(**constraints) -> Problem:
     return Problem("p", FOUR, HOSTS, 4, constraints=Constraints(**constraints))
 
 
-@pytest.mark.parametrize("make, named", [
-    (lambda: constrained(unsplit=("x",)), ["'p'", "forbids splitting ['x']"]),
-    (lambda: constrained(pinned=(("x", (0,)),)), ["'p'", "pins ['x']"]),
-    (lambda: constrained(pinned=(("s", (0, 4)),)), ["'s' to 4", "devices are 0 to 3", "hosts a, b"]),
-    (lambda: constrained(pinned=(("s", (-1,)),)), ["'s' to -1"]),
-    (lambda: constrained(pinned=(("s", ("c",)),)), ["'s' to 'c'", "hosts a, b"]),
-    (lambda: constrained(pinned=(("s", ()),)), ["'s' pinned to ()", "one or more devices"]),
-    (lambda: constrained(pinned=(("s", "a"),)), ["'s' pinned to 'a'", "a list"]),
-    (lambda: constrained(pinned=(("s", (0.5,)),)), ["'s' pinned to (0.5,)"]),
-    (lambda: constrained(pinned=(("s", (0,)), ("s", (1,)))), ["pin table 's' twice"]),
-    (lambda: constrained(together=(("s", "x"),)), ["'p'", "keeps together ['x']"]),
-    (lambda: constrained(together=((),)), ["together ()", "one or more names"]),
-    (lambda: constrained(together=("st",)), ["together 'st'", "a list"]),
-    (lambda: constrained(together=(("s", "t"), ("t", "u"))), ["table 't' together twice"]),
-    (lambda: constrained(together=(("s", "s"),)), ["table 's' together twice"]),
-    (lambda: constrained(pinned=(("s", (0, 2)), ("t", ("b", 1)), ("u", ("a",))), together=(("s", "t", "u"),)),
-     ["['s', 't', 'u'] together", "'s' to [0, 2]", "'t' to ['b', 1]", "a device in common"]),
-    (lambda: Constraints(reserved_bytes=2**50 + 1), ["reserved_bytes 1125899906842625"]),
-    (lambda: constrained(reserved_bytes=-1), ["reserved_bytes -1"]),
-    (lambda: constrained(pinned=(("s", (True,)),)), ["'s' pinned to (True,)"]),
-    (lambda: constrained(kinds=(("x", ("row",)),)), ["'p'", "kinds of ['x']"]),
-    (lambda: constrained(kinds=(("s", "row"),)), ["'s' by 'row'", "['row', 'column']"]),
-    (lambda: constrained(kinds=(("s", ()),)), ["'s' by ()", "one or more kinds"]),
-    (lambda: constrained(kinds=(("s", ("row",)), ("s", ("column",)))), ["kinds of table 's' twice"]),
-    (lambda: constrained(min_widths=(("x", 4),)), ["'p'", "min_widths of ['x']"]),
-    (lambda: constrained(min_widths=(("s", 0),)), ["min_widths 0", "'s'", "1 to 65536"]),
-    (lambda: constrained(min_widths=(("s", 4), ("s", 8))), ["min_widths of table 's' twice"]),
-])
+@pytest.mark.parametrize(
+    "make, named",
+    [
+        (lambda: constrained(unsplit=("x",)), ["'p'", "forbids splitting ['x']"]),
+        (lambda: constrained(pinned=(("x", (0,)),)), ["'p'", "pins ['x']"]),
+        (lambda: constrained(pinned=(("s", (0, 4)),)), ["'s' to 4", "devices are 0 to 3", "hosts a, b"]),
+        (lambda: constrained(pinned=(("s", (-1,)),)), ["'s' to -1"]),
+        (lambda: constrained(pinned=(("s", ("c",)),)), ["'s' to 'c'", "hosts a, b"]),
+        (lambda: constrained(pinned=(("s", ()),)), ["'s' pinned to ()", "one or more devices"]),
+        (lambda: constrained(pinned=(("s", "a"),)), ["'s' pinned to 'a'", "a list"]),
+        (lambda: constrained(pinned=(("s", (0.5,)),)), ["'s' pinned to (0.5,)"]),
+        (lambda: constrained(pinned=(("s", (0,)), ("s", (1,)))), ["pin table 's' twice"]),
+        (lambda: constrained(together=(("s", "x"),)), ["'p'", "keeps together ['x']"]),
+        (lambda: constrained(together=((),)), ["together ()", "one or more names"]),
+        (lambda: constrained(together=("st",)), ["together 'st'", "a list"]),
+        (lambda: constrained(together=(("s", "t"), ("t", "u"))), ["table 't' together twice"]),
+        (lambda: constrained(together=(("s", "s"),)), ["table 's' together twice"]),
+        (
+            lambda: constrained(
+                pinned=(("s", (0, 2)), ("t", ("b", 1)), ("u", ("a",))), together=(("s", "t", "u"),)
+            ),
+            ["['s', 't', 'u'] together", "'s' to [0, 2]", "'t' to ['b', 1]", "a device in common"],
+        ),
+        (lambda: Constraints(reserved_bytes=2**50 + 1), ["reserved_bytes 1125899906842625"]),
+        (lambda: constrained(reserved_bytes=-1), ["reserved_bytes -1"]),
+        (lambda: constrained(pinned=(("s", (True,)),)), ["'s' pinned to (True,)"]),
+        (lambda: constrained(kinds=(("x", ("row",)),)), ["'p'", "kinds of ['x']"]),
+        (lambda: constrained(kinds=(("s", "row"),)), ["'s' by 'row'", "['row', 'column']"]),
+        (lambda: constrained(kinds=(("s", ()),)), ["'s' by ()", "one or more kinds"]),
+        (lambda: constrained(kinds=(("s", ("row",)), ("s", ("column",)))), ["kinds of table 's' twice"]),
+        (lambda: constrained(min_widths=(("x", 4),)), ["'p'", "min_widths of ['x']"]),
+        (lambda: constrained(min_widths=(("s", 0),)), ["min_widths 0", "'s'", "1 to 65536"]),
+        (lambda: constrained(min_widths=(("s", 4), ("s", 8))), ["min_widths of table 's' twice"]),
+    ],
+)
 def test_bad_values_are_named(make, named):
     with pytest.raises(ShardCoreError) as error:
         make()
@@ -51,10 +58,17 @@ def test_bad_values_are_named(make, named):
 
 
 def test_pins_and_groups_say_where_tables_may_live_and_which_stay_whole():
-    problem = constrained(unsplit=("v",), pinned=(("s", (3, 0, "a")), ("u", ("b", 0)), ("v", ("a", "b"))),
-                          together=(("s", "t"),))
-    assert [problem.allowed_devices(name) for name in "stuv"] == [(0, 1, 3), (0, 1, 3), (0, 2, 3),
-                                                                  (0, 1, 2, 3)]
+    problem = constrained(
+        unsplit=("v",),
+        pinned=(("s", (3, 0, "a")), ("u", ("b", 0)), ("v", ("a", "b"))),
+        together=(("s", "t"),),
+    )
+    assert [problem.allowed_devices(name) for name in "stuv"] == [
+        (0, 1, 3),
+        (0, 1, 3),
+        (0, 2, 3),
+        (0, 1, 2, 3),
+    ]
     assert set(problem.pinned) == {"s", "t", "u"} and problem.whole == {"s", "t", "v"}
     assert dict(problem.bundle_of) == {"s": ("s", "t"), "t": ("s", "t")}
     on_one = constrained(pinned=(("s", (0, 2)), ("t", ("b",)), ("u", (1,))), together=(("t", "s"),))
@@ -66,8 +80,15 @@ def test_pins_and_groups_say_where_tables_may_live_and_which_stay_whole():
 
 def test_kinds_and_widths_say_what_may_run_a_table():
     tables = Table("narrow", 10, 96, 1.0), Table("wide", 10, 4096, 1.0), Table("free", 10, 8, 1.0)
-    problem = Problem("p", tables, HOSTS, 4, constraints=Constraints(
-        kinds=(("narrow", ("row", "column")),), min_widths=(("narrow", 20), ("wide", 100), ("free", 64))))
+    problem = Problem(
+        "p",
+        tables,
+        HOSTS,
+        4,
+        constraints=Constraints(
+            kinds=(("narrow", ("row", "column")),), min_widths=(("narrow", 20), ("wide", 100), ("free", 64))
+        ),
+    )
     may = {t.name: {kind for kind, layout in LAYOUTS.items() if problem.may_run(layout, t)} for t in tables}
     assert may == {"narrow": {"row", "column"}, "wide": {"column"}, "free": set(LAYOUTS)}
     assert [problem.unit_width(t) for t in tables] == [24, 128, 8]
@@ -83,7 +104,9 @@ def test_ten_thousand_tables_on_a_thousand_devices_are_pinned():
     problem = Problem("p", tables, topology, 1024, constraints=Constraints(pinned=pinned))
     assert sum(len(problem.allowed_devices(t.name)) for t in tables) == sum(
         # a host's eight, and one that may be among them
-        8 + (i % 1024 // 8 != i % 128) for i in range(10_000))
+        8 + (i % 1024 // 8 != i % 128)
+        for i in range(10_000)
+    )
 
 
 @pytest.mark.timeout(30)

@@ -19,6 +19,7 @@ def test_collections_are_rare_within_and_as_before_afterwards():
         raise ValueError
     assert gc.get_threshold() == before
 
+
 def test_every_search_asks_for_it():
     found, before = [], gc.get_threshold()
 

@@ -35,8 +35,9 @@ print(*sorted(path.name.partition("-")[0] for path in jit.cache_folder().glob("*
 @pytest.fixture
 def copy(tmp_path):
     """Of the package, without what is compiled."""
-    return Path(shutil.copytree(PACKAGE, tmp_path / "shardcore",
-                                ignore=shutil.ignore_patterns("__pycache__")))
+    return Path(
+        shutil.copytree(PACKAGE, tmp_path / "shardcore", ignore=shutil.ignore_patterns("__pycache__"))
+    )
 
 
 def test_the_folder_is_another_for_every_edit_of_a_compiled_source_and_for_no_other(copy, monkeypatch):
@@ -74,9 +75,15 @@ def test_where_the_package_cannot_be_written_the_user_s_cache_has_it(copy, tmp_p
 
 def run(code: str, package: Path) -> list[str]:
     """Lines that code prints with this copy of the package."""
-    return subprocess.run([sys.executable, "-c", code], cwd=package.parent,
-                          env={**os.environ, "PYTHONPATH": f"{package.parent}:{PACKAGE.parent}"},
-                          text=True, stdout=subprocess.PIPE, check=True, timeout=300).stdout.splitlines()
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=package.parent,
+        env={**os.environ, "PYTHONPATH": f"{package.parent}:{PACKAGE.parent}"},
+        text=True,
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=300,
+    ).stdout.splitlines()
 
 
 def test_a_copy_that_is_given_what_is_compiled_compiles_nothing(copy):
@@ -88,5 +95,9 @@ def test_a_copy_that_is_given_what_is_compiled_compiles_nothing(copy):
 def test_a_search_compiles_only_what_it_runs(copy):
     [names] = run(SEARCHED, copy)
     # Neither heads of other models nor the bound's loops.
-    assert set(names.split()) == {"compiled.linear", "greedy.greedy", "run.anneal",
-                                  *(f"state.{name}" for name in ("refresh", "rewind", "share"))}
+    assert set(names.split()) == {
+        "compiled.linear",
+        "greedy.greedy",
+        "run.anneal",
+        *(f"state.{name}" for name in ("refresh", "rewind", "share")),
+    }

@@ -14,20 +14,30 @@ def test_ids_hide_behind_the_dense_part_in_torchrecs_pipeline_only():
     assert (alone.hides_ids_ms, alone.dense_ms) == (0, 5)
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"pipeline": "prefetch"}, "job has pipeline 'prefetch'; known are none, sparse_dist"),
-    ({"dense_forward_ms": 1.0}, 
-     "job has dense_forward_ms 1.0 and dense_backward_ms None; it needs both, or neither"),
-    ({"dense_backward_ms": 1.0}, "job has dense_forward_ms None and dense_backward_ms 1.0"),
-    ({"dense_forward_ms": -1.0, "dense_backward_ms": 1.0}, "job has dense_forward_ms -1.0; it needs 0 to"),
-    ({"dense_forward_ms": 1.0, "dense_backward_ms": float("nan")}, "job has dense_backward_ms nan"),
-    ({"id_bytes": 2}, "job has id_bytes 2; it needs 4 or 8"),
-    ({"length_bytes": 0}, "job has length_bytes 0; it needs 4 or 8"),
-    ({"forward_payload": "int8"}, "job has forward_payload 'int8'; known are fp32, fp16, bf16"),
-    ({"replica_optimizer": "lamb"},
-     "job has replica_optimizer 'lamb'; known are sgd, adagrad, rowwise_adagrad, adam"),
-    ({"backward_payload": "fp8"}, "job has backward_payload 'fp8'; known are fp32, fp16, bf16"),
-])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"pipeline": "prefetch"}, "job has pipeline 'prefetch'; known are none, sparse_dist"),
+        (
+            {"dense_forward_ms": 1.0},
+            "job has dense_forward_ms 1.0 and dense_backward_ms None; it needs both, or neither",
+        ),
+        ({"dense_backward_ms": 1.0}, "job has dense_forward_ms None and dense_backward_ms 1.0"),
+        (
+            {"dense_forward_ms": -1.0, "dense_backward_ms": 1.0},
+            "job has dense_forward_ms -1.0; it needs 0 to",
+        ),
+        ({"dense_forward_ms": 1.0, "dense_backward_ms": float("nan")}, "job has dense_backward_ms nan"),
+        ({"id_bytes": 2}, "job has id_bytes 2; it needs 4 or 8"),
+        ({"length_bytes": 0}, "job has length_bytes 0; it needs 4 or 8"),
+        ({"forward_payload": "int8"}, "job has forward_payload 'int8'; known are fp32, fp16, bf16"),
+        (
+            {"replica_optimizer": "lamb"},
+            "job has replica_optimizer 'lamb'; known are sgd, adagrad, rowwise_adagrad, adam",
+        ),
+        ({"backward_payload": "fp8"}, "job has backward_payload 'fp8'; known are fp32, fp16, bf16"),
+    ],
+)
 def test_what_no_job_has_is_refused(given, said):
     with pytest.raises(ShardCoreError) as refused:
         Job(**given)

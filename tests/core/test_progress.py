@@ -18,8 +18,12 @@ def test_phases_carry_the_names_of_the_parts_around_them():
         with part("2 hosts"), part("anneal"):
             report("annealing", 3.0, 9.0)
         report("writing")
-    assert heard == [("2 hosts: begins", None, None), ("2 hosts: anneal: begins", None, None),
-                     ("2 hosts: anneal: annealing", 3.0, 9.0), ("writing", None, None)]
+    assert heard == [
+        ("2 hosts: begins", None, None),
+        ("2 hosts: anneal: begins", None, None),
+        ("2 hosts: anneal: annealing", 3.0, 9.0),
+        ("writing", None, None),
+    ]
 
 
 def test_a_part_that_fails_ends_too():
@@ -51,8 +55,12 @@ def test_a_tick_makes_the_last_report_again_once_it_is_old(clock):
         report("encoding", 2.0)
         clock.now += 2
         tick()
-    assert heard == [("encoding", 3.0, 9.0), ("encoding", 3.0, 7.0), ("encoding", 2.0, None),
-                     ("encoding", 2.0, None)]
+    assert heard == [
+        ("encoding", 3.0, 9.0),
+        ("encoding", 3.0, 7.0),
+        ("encoding", 2.0, None),
+        ("encoding", 2.0, None),
+    ]
 
 
 def test_the_report_of_one_listener_is_not_made_again_to_another(clock):

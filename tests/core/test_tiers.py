@@ -34,13 +34,17 @@ def test_rows_are_all_in_one_tier_and_some_in_a_cache(tier):
     assert Problem("p", (table,), given, 64)
 
 
-@pytest.mark.parametrize(("make", "words"), [
-    (lambda: Memory(DEVICE, GIB, 1.0), "tier 'device'; known are host"),
-    (lambda: Memory("tape", GIB, 1.0), "tier 'tape'; known are host"),
-    (lambda: Memory("host", 0, 1.0), "memory host has bytes 0"),
-    (lambda: Memory("host", GIB, 0.0), "memory host has gbps 0.0"),
-    (lambda: Topology((Device(GIB),), memory=(Memory("host", GIB, 1.0),) * 2), "memory of host, host"),
-    (lambda: Table("t", 100, 8, 1.0, tier="tape"), "table 't' has tier 'tape'; known are host")])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Memory(DEVICE, GIB, 1.0), "tier 'device'; known are host"),
+        (lambda: Memory("tape", GIB, 1.0), "tier 'tape'; known are host"),
+        (lambda: Memory("host", 0, 1.0), "memory host has bytes 0"),
+        (lambda: Memory("host", GIB, 0.0), "memory host has gbps 0.0"),
+        (lambda: Topology((Device(GIB),), memory=(Memory("host", GIB, 1.0),) * 2), "memory of host, host"),
+        (lambda: Table("t", 100, 8, 1.0, tier="tape"), "table 't' has tier 'tape'; known are host"),
+    ],
+)
 def test_what_no_memory_is_is_refused(make, words):
     with pytest.raises(ShardCoreError, match=words):
         make()

@@ -7,28 +7,33 @@ from shardcore.core.topology import Device, Topology
 HOSTS = Topology((Device(1, host="a"), Device(1, host="a"), Device(1, host="b"), Device(1, host="b")))
 
 
-@pytest.mark.parametrize("make, named", [
-    (lambda: Device(0), ["memory_bytes 0"]),
-    (lambda: Topology(()), ["no devices"]),
-    (lambda: Link("within_host", latency_ms=-1.0), ["link within_host has latency_ms -1.0"]),
-    (lambda: Device(1, host="\x1b[31m"), ["a device's host has name"]),
-    (lambda: Device(2**50 + 1), ["memory_bytes 1125899906842625"]),
-    (lambda: Device(1, 1001.0), ["speed 1001.0"]),
-    (lambda: Topology((Device(1),) * 65537), ["65537 devices"]),
-    (lambda: Topology((Device(1),), "../x"), ["hardware '../x'"]),
-    (lambda: Device(1, 0.0), ["speed 0.0"]),
-    (lambda: Device(1, float("inf")), ["speed inf"]),
-    (lambda: Device(1, float("nan")), ["speed nan"]),
-    (lambda: Link("within_host", 0.0), ["link within_host has gbps 0.0", "1e-09"]),
-    (lambda: Link("between_hosts", float("inf")), ["link between_hosts has gbps inf"]),
-    (lambda: Link("between_hosts", 1.0, latency_ms=float("inf")), ["latency_ms inf"]),
-    (lambda: Link("between_hosts", None, True), ["shared True and gbps None"]),
-    (lambda: Link("within_host", 2.0, True), ["within_host has shared True", "only links between"]),
-    (lambda: Link("on_the_moon", 2.0), ["level 'on_the_moon'", "known are within_host, "]),
-    (lambda: links_of(on_the_moon=2.0), ["level 'on_the_moon'", "known are within_host, "]),
-    (lambda: Topology((Device(1),), links=(Link("within_host", 2.0), Link("within_host", 3.0))),
-     ["links of within_host, within_host", "at most one of each level"]),
-])
+@pytest.mark.parametrize(
+    "make, named",
+    [
+        (lambda: Device(0), ["memory_bytes 0"]),
+        (lambda: Topology(()), ["no devices"]),
+        (lambda: Link("within_host", latency_ms=-1.0), ["link within_host has latency_ms -1.0"]),
+        (lambda: Device(1, host="\x1b[31m"), ["a device's host has name"]),
+        (lambda: Device(2**50 + 1), ["memory_bytes 1125899906842625"]),
+        (lambda: Device(1, 1001.0), ["speed 1001.0"]),
+        (lambda: Topology((Device(1),) * 65537), ["65537 devices"]),
+        (lambda: Topology((Device(1),), "../x"), ["hardware '../x'"]),
+        (lambda: Device(1, 0.0), ["speed 0.0"]),
+        (lambda: Device(1, float("inf")), ["speed inf"]),
+        (lambda: Device(1, float("nan")), ["speed nan"]),
+        (lambda: Link("within_host", 0.0), ["link within_host has gbps 0.0", "1e-09"]),
+        (lambda: Link("between_hosts", float("inf")), ["link between_hosts has gbps inf"]),
+        (lambda: Link("between_hosts", 1.0, latency_ms=float("inf")), ["latency_ms inf"]),
+        (lambda: Link("between_hosts", None, True), ["shared True and gbps None"]),
+        (lambda: Link("within_host", 2.0, True), ["within_host has shared True", "only links between"]),
+        (lambda: Link("on_the_moon", 2.0), ["level 'on_the_moon'", "known are within_host, "]),
+        (lambda: links_of(on_the_moon=2.0), ["level 'on_the_moon'", "known are within_host, "]),
+        (
+            lambda: Topology((Device(1),), links=(Link("within_host", 2.0), Link("within_host", 3.0))),
+            ["links of within_host, within_host", "at most one of each level"],
+        ),
+    ],
+)
 def test_bad_values_are_named(make, named):
     with pytest.raises(ShardCoreError) as error:
         make()

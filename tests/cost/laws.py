@@ -27,9 +27,16 @@ WIDTHS = (4, 8, 16, 32, 64)
 
 def pool(n: int = 24) -> list[Table]:
     rng = np.random.default_rng(0)
-    return [Table(f"t{i}", int(10 ** rng.uniform(2.5, 5)), int(rng.choice(WIDTHS)),
-                  round(float(rng.lognormal(1, 1)), 2),
-                  COLD if i % 2 else Zipf(0.9)) for i in range(n)]
+    return [
+        Table(
+            f"t{i}",
+            int(10 ** rng.uniform(2.5, 5)),
+            int(rng.choice(WIDTHS)),
+            round(float(rng.lognormal(1, 1)), 2),
+            COLD if i % 2 else Zipf(0.9),
+        )
+        for i in range(n)
+    ]
 
 
 def linear_law(shards, batch: int) -> tuple[float, float]:
@@ -38,8 +45,11 @@ def linear_law(shards, batch: int) -> tuple[float, float]:
     for s in shards:
         lookups = s.table.pooling * access.access_share(s) * batch
         forward += 2e-6 * batch + 1e-5 * lookups + 1e-7 * lookups * s.width
-        backward += (2e-5 * lookups + 4e-5 * access.unique_rows(s, batch)
-                     + 1e-6 * access.unique_rows(s, batch) * s.width)
+        backward += (
+            2e-5 * lookups
+            + 4e-5 * access.unique_rows(s, batch)
+            + 1e-6 * access.unique_rows(s, batch) * s.width
+        )
     return forward, backward
 
 
@@ -68,8 +78,11 @@ def compute_samples(law, n: int = 240, setting: Setting = SETTING, noise: float 
             shards.append(Shard(table, 0, hi, 0, int(rng.choice([w for w in WIDTHS if w <= table.dim]))))
         request = ComputeRequest(tuple(shards), batch)
         forward, backward = (ms * math.exp(noise * rng.normal()) for ms in law(shards, batch))
-        samples.append(ComputeSample(dataset.compute_id(setting, request), setting, request, spread(forward),
-                                     spread(backward), 0.0))
+        samples.append(
+            ComputeSample(
+                dataset.compute_id(setting, request), setting, request, spread(forward), spread(backward), 0.0
+            )
+        )
     return samples
 
 
@@ -97,8 +110,9 @@ def bucketize_law(widths, batch: int) -> float:
     return 0.3 + sum(widths) * batch * 4.0 / len(widths) / 4e6
 
 
-def comm_samples(n: int = 60, ranks=(2, 3, 4), setting: Setting = SETTING, collective: str = "all_to_all",
-                 **request) -> list[CollectiveSample]:
+def comm_samples(
+    n: int = 60, ranks=(2, 3, 4), setting: Setting = SETTING, collective: str = "all_to_all", **request
+) -> list[CollectiveSample]:
     """request: further fields of the CommRequests."""
     rng, samples = np.random.default_rng(2), []
     for i in range(n):
@@ -111,14 +125,22 @@ def comm_samples(n: int = 60, ranks=(2, 3, 4), setting: Setting = SETTING, colle
         if sum(widths):
             start_ms = (0.0,) * (d - 1) + (float(2 * (i % 8)),)
             asked = CollectiveRequest(widths, 252, start_ms, collective, **request)
-            law = (exchange_law(widths, 252, max(start_ms)) if collective.startswith("all_to_all")
-                   else ring_law(collective, widths, 252))
+            law = (
+                exchange_law(widths, 252, max(start_ms))
+                if collective.startswith("all_to_all")
+                else ring_law(collective, widths, 252)
+            )
             if collective == "all_to_all_ids_bucketized":
                 law = (law[0] + bucketize_law(widths, 252), law[1])
-            forward, backward = (tuple(map(spread, ms)) if way in COLLECTIVES[collective].ways else None
-                                 for way, ms in zip(("forward", "backward"), law, strict=True))
-            samples.append(CollectiveSample(dataset.comm_id(setting, asked), setting, asked, forward,
-                                            backward, (0.0,) * d, 0.0))
+            forward, backward = (
+                tuple(map(spread, ms)) if way in COLLECTIVES[collective].ways else None
+                for way, ms in zip(("forward", "backward"), law, strict=True)
+            )
+            samples.append(
+                CollectiveSample(
+                    dataset.comm_id(setting, asked), setting, asked, forward, backward, (0.0,) * d, 0.0
+                )
+            )
     return samples
 
 

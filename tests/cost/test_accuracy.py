@@ -31,8 +31,11 @@ def sample(n: int, forward: float, backward: float, **fields) -> ComputeSample:
 
 def test_split_is_by_id_alone():
     sides = [accuracy.split_of(f"{i:016x}") for i in range(5000)]
-    assert {s: round(sides.count(s) / 5000, 1) for s in set(sides)} == {"train": 0.8, "validation": 0.1,
-                                                                        "test": 0.1}
+    assert {s: round(sides.count(s) / 5000, 1) for s in set(sides)} == {
+        "train": 0.8,
+        "validation": 0.1,
+        "test": 0.1,
+    }
     # As it ever was, or what was held out of a model's training would be trained on by the next.
     assert {i: accuracy.split_of(i) for i in SIDES} == SIDES
     samples = [dataclasses.replace(sample(1, 1.0, 1.0), id=i) for i in SIDES]
@@ -77,4 +80,7 @@ def test_metrics_by_hand():
     comm = comm_samples(3, collective="all_reduce", payload="bf16")
     assert accuracy.evaluate(by_hand(), [], comm) == {"n_compute": 0, "n_comm": 0}
     assert accuracy.evaluate(by_hand(), [], comm_samples(3)) == {
-        "n_compute": 0, "n_comm": 3, **collective_fit.errors(by_hand().weights, comm_samples(3))}
+        "n_compute": 0,
+        "n_comm": 3,
+        **collective_fit.errors(by_hand().weights, comm_samples(3)),
+    }

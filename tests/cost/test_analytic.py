@@ -19,8 +19,16 @@ from shardcore.step.access import unique_rows
 from shardcore.step.lower import lower
 from shardcore.tables.generate import generate_pool
 
-MODEL = AnalyticModel(Setting("made-up", 1000), launch_us=10, table_us=1, lookup_ns=100, gather_gbps=1,
-                      update_gbps=0.5, exchange_latency_ms=0.25, exchange_gbps=2)
+MODEL = AnalyticModel(
+    Setting("made-up", 1000),
+    launch_us=10,
+    table_us=1,
+    lookup_ns=100,
+    gather_gbps=1,
+    update_gbps=0.5,
+    exchange_latency_ms=0.25,
+    exchange_gbps=2,
+)
 TABLE = Table("t", 500, 8, 2.0, Zipf(1.0))
 
 
@@ -36,8 +44,11 @@ def test_compute_adds_up():
 def test_parts_of_a_table_share_its_load():
     left, right = Shard(TABLE, 0, 500, 0, 4), Shard(TABLE, 0, 500, 4, 8)
     upper, lower_ = Shard(TABLE, 0, 100, 0, 8), Shard(TABLE, 100, 500, 0, 8)
-    whole, columns, rows = (MODEL.encode([Shard.whole(TABLE)])[0], MODEL.encode([left, right]),
-                            MODEL.encode([upper, lower_]))
+    whole, columns, rows = (
+        MODEL.encode([Shard.whole(TABLE)])[0],
+        MODEL.encode([left, right]),
+        MODEL.encode([upper, lower_]),
+    )
     np.testing.assert_allclose(columns.sum(0), whole * [2, 2, 1, 1])  # both look up every id
     np.testing.assert_allclose(rows.sum(0), whole * [2, 1, 1, 1])
     assert rows[1, 1] == pytest.approx(4 * rows[0, 1])
@@ -60,8 +71,9 @@ def test_monotone_and_fusing_never_costs_more(sums):
 
 def test_fusing_pays_one_launch():
     shards = [Shard.whole(Table(f"t{i}", 500, 8, 2.0)) for i in range(5)]
-    assert (sum(group_costs([[s] for s in shards], MODEL)) - group_costs([shards], MODEL)[0]
-            == pytest.approx(4 * 0.010))
+    assert sum(group_costs([[s] for s in shards], MODEL)) - group_costs([shards], MODEL)[0] == pytest.approx(
+        4 * 0.010
+    )
 
 
 def topology(n: int, **fields) -> Topology:
@@ -70,8 +82,9 @@ def topology(n: int, **fields) -> Topology:
 
 def test_transfer_is_latency_and_the_busiest_devices_bytes():
     # Device 0 sends 3 of its 4 MB, which takes 1.5 ms at 2 GB/s; all wait for it.
-    cost = MODEL.comm(sends(all_to_all=np.array([4e6, 1e6, 0, 0])), np.array([1.0, 3.0, 0.0, 2.0]),
-                      topology(4))
+    cost = MODEL.comm(
+        sends(all_to_all=np.array([4e6, 1e6, 0, 0])), np.array([1.0, 3.0, 0.0, 2.0]), topology(4)
+    )
     np.testing.assert_allclose(cost.forward_ms, [1.75] * 4)
     np.testing.assert_allclose(cost.backward_ms, [1.75] * 4)
     np.testing.assert_allclose(cost.waiting_ms, [2, 0, 3, 1])
@@ -79,8 +92,10 @@ def test_transfer_is_latency_and_the_busiest_devices_bytes():
 
 def test_the_topologys_own_links_go_first():
     traffic, compute = sends(all_to_all=np.full(4, 4e6)), np.zeros(4)
-    hosts = Topology(tuple(Device(2**30, host=h) for h in "aabb"),
-                     links=links_of(within_host=10, between_hosts=1, latency_ms=0.0))
+    hosts = Topology(
+        tuple(Device(2**30, host=h) for h in "aabb"),
+        links=links_of(within_host=10, between_hosts=1, latency_ms=0.0),
+    )
     # 2 of 4 MB leave the host, 1 GB/s
     np.testing.assert_allclose(MODEL.comm(traffic, compute, hosts).forward_ms, [2.0] * 4)
     one_host = topology(4, links=links_of(within_host=3.0, latency_ms=1.0))
@@ -108,10 +123,13 @@ def test_devices_of_a_host_share_its_link():
     np.testing.assert_allclose(one.forward_ms, [2.0] * 4)
     # Exchanges across hosts, one of each device of a host, share its link too.
     problem = Problem("p", (TABLE,), shared, 1000)
-    apart = dataclasses.replace(problem, topology=on_hosts(
-        "aabb", links=links_of(within_host=10.0, between_hosts=1.0, latency_ms=0.0)))
-    across = [price(lower(Plan((host_row(TABLE, (0, 1)),)), p), MODEL).forward_comm_ms[2]
-              for p in (problem, apart)]
+    apart = dataclasses.replace(
+        problem,
+        topology=on_hosts("aabb", links=links_of(within_host=10.0, between_hosts=1.0, latency_ms=0.0)),
+    )
+    across = [
+        price(lower(Plan((host_row(TABLE, (0, 1)),)), p), MODEL).forward_comm_ms[2] for p in (problem, apart)
+    ]
     assert across == pytest.approx([2 * 8000 / 1e6, 8000 / 1e6])
 
 
@@ -131,12 +149,16 @@ def test_rows_over_a_host_and_over_all_devices():
     over each link. Those of host a: a half to the other, then half of the rest to the other host."""
     where = on_hosts("aabb", links=links_of(within_host=10.0, between_hosts=1.0, latency_ms=0.5))
     problem = Problem("p", (TABLE,), where, 1000)
-    world, of_host = (price(lower(Plan((p,)), problem), MODEL)
-                      for p in (row(TABLE, where), host_row(TABLE, (0, 1))))
+    world, of_host = (
+        price(lower(Plan((p,)), problem), MODEL) for p in (row(TABLE, where), host_row(TABLE, (0, 1)))
+    )
     assert world.forward_comm_ms == world.backward_comm_ms == pytest.approx([0.5 + 3 * 8000 / 1e6] * 4)
     within, across = 0.5 + 16000 / 10e6, 0.5 + 8000 / 1e6
-    assert (of_host.forward_comm_ms == of_host.backward_comm_ms
-            == pytest.approx([within + across] * 2 + [across] * 2))
+    assert (
+        of_host.forward_comm_ms
+        == of_host.backward_comm_ms
+        == pytest.approx([within + across] * 2 + [across] * 2)
+    )
     halves = lower(Plan((host_row(TABLE, (0, 1), 0, 4), host_row(TABLE, (2, 3), 4, 8))), problem)
     assert price(halves, MODEL).forward_comm_ms == pytest.approx([1 + 8000 / 10e6 + 4000 / 1e6] * 4)
 
@@ -147,15 +169,20 @@ def test_many_plans_at_once_are_the_same_plans_one_by_one():
     loads[0, 0] = 0
     together = MODEL.comm(sends(all_to_all=loads), compute, topology(4)).total_ms
     for i in np.ndindex(3, 2):
-        np.testing.assert_allclose(together[i],
-                                   MODEL.comm(sends(all_to_all=loads[i]), compute[i], topology(4)).total_ms)
+        np.testing.assert_allclose(
+            together[i], MODEL.comm(sends(all_to_all=loads[i]), compute[i], topology(4)).total_ms
+        )
 
 
 def test_shards_encoded_at_once_are_the_same_shards_one_by_one():
     some = (*generate_pool()[:40], Table("idle", 1000, 16, 0.0), Table("few", 9, 16, 3.0))
     tables = [dataclasses.replace(t, name=f"t{i}", ordered=i % 2 == 1) for i, t in enumerate(some)]
-    shards = [Shard(t, lo, hi, 0, width) for t in tables for width in (4, t.dim)
-              for lo, hi in ((0, t.rows), (0, 1 + t.rows // 2), (t.rows // 2, t.rows))]
+    shards = [
+        Shard(t, lo, hi, 0, width)
+        for t in tables
+        for width in (4, t.dim)
+        for lo, hi in ((0, t.rows), (0, 1 + t.rows // 2), (t.rows // 2, t.rows))
+    ]
     model = AnalyticModel(Setting("gpu", 4096))
     assert np.array_equal(model.encode(shards), np.concatenate([model.encode([s]) for s in shards]))
     assert model.encode([]).shape == (0, 4)
@@ -164,8 +191,9 @@ def test_shards_encoded_at_once_are_the_same_shards_one_by_one():
 def test_price_of_a_plan():
     other = Table("o", 100, 4, 1.0)
     problem = Problem("p", (TABLE, other), Topology((Device(2**30), Device(2**30, speed=2.0))), 1000)
-    plan = Plan((Placement("column", Shard.whole(TABLE), (0,)),
-                 Placement("column", Shard.whole(other), (1,))))
+    plan = Plan(
+        (Placement("column", Shard.whole(TABLE), (0,)), Placement("column", Shard.whole(other), (1,)))
+    )
     cost = price(lower(plan, problem), MODEL)
     single = group_costs([[Shard.whole(TABLE)], [Shard.whole(other)]], MODEL)
     transfer_ms = 0.25 + 1000 * 8 * 4 / 2 / 2e6

@@ -20,8 +20,10 @@ def test_exchanges_of_two_ranks_alone_fit_too():
     comm = comm_samples(60, ranks=(2,))
     model = fit.train(compute_samples(linear_law, 60), comm, SETTING, QUICK).model
     assert accuracy.evaluate(model, [], comm)["forward_comm_mape"] < 0.5
-    assert all((model.weights[collective_model.weight(ALL_TO_ALL, way)] >= 0).all()
-               for way in ("forward", "backward"))
+    assert all(
+        (model.weights[collective_model.weight(ALL_TO_ALL, way)] >= 0).all()
+        for way in ("forward", "backward")
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6])
@@ -42,22 +44,26 @@ def test_latency_beyond_one_number_of_ranks_grows_by_a_seventh_a_message(ranks):
 def test_only_exchanges_that_the_model_prices_count():
     compute, comm = compute_samples(linear_law, 60), comm_samples(60, ranks=(2,))
     # TorchRec has no codec for all-reduces.
-    slow = [dataclasses.replace(s, backward=tuple(dataclasses.replace(x, median_ms=99.0) for x in s.backward))
-            for s in comm_samples(60, ranks=(2,), collective="all_reduce", payload="bf16")]
+    slow = [
+        dataclasses.replace(s, backward=tuple(dataclasses.replace(x, median_ms=99.0) for x in s.backward))
+        for s in comm_samples(60, ranks=(2,), collective="all_reduce", payload="bf16")
+    ]
     none = tuple(dataclasses.replace(x, median_ms=0.0) for x in comm[0].forward)
     early = dataclasses.replace(comm[0], id="early", forward=none)
     model, other = (fit.train(compute, c, SETTING, QUICK).model for c in (comm, [*comm, *slow, early]))
     assert all(np.array_equal(model.weights[k], other.weights[k]) for k in model.weights)
     assert accuracy.evaluate(model, [], [*comm, *slow, early]) == accuracy.evaluate(model, [], comm)
-    assert not collective_model.is_measured(fit.train(compute, slow, SETTING, QUICK).model.weights,
-                                            ALL_TO_ALL)
+    assert not collective_model.is_measured(
+        fit.train(compute, slow, SETTING, QUICK).model.weights, ALL_TO_ALL
+    )
 
 
 def test_each_collective_has_its_own_rates():
     rings = {c: comm_samples(collective=c) for c in ("reduce_scatter", "all_reduce")}
     model, without = fitted(comm_samples(), *rings.values()), fitted(comm_samples())
-    found = collective_fit.errors(model.weights,
-                                    [*comm_samples(), *rings["reduce_scatter"], *rings["all_reduce"]])
+    found = collective_fit.errors(
+        model.weights, [*comm_samples(), *rings["reduce_scatter"], *rings["all_reduce"]]
+    )
     assert len(found) == 5 and max(found.values()) < 0.5
     owned, nothing = np.array([64, 0, 256, 128, 32, 640]) * 256 * 4.0, np.zeros(6)
     scattered = [m.comm(sends(reduce_scatter=owned), nothing, on_hosts(6)) for m in (model, without)]
@@ -68,38 +74,54 @@ def test_each_collective_has_its_own_rates():
     assert reduced[0].backward_ms == pytest.approx(ring_law("all_reduce", [640] * 6, 256)[1], rel=0.01)
     assert not reduced[0].forward_ms.any()
     moved = owned[5] * 5 / 6  # at the all-to-all's rates, all busiest
-    assert (scattered[1].forward_ms
-            == pytest.approx(np.full(6, 0.1 + 0.02 * 5 + moved / 1e6 + 2 * moved / 4e6), rel=0.01))
-    assert (reduced[1].backward_ms
-            == pytest.approx(np.full(6, 0.1 + 0.02 * 5 + 2 * moved / 1e6 + 4 * moved / 2e6), rel=0.01))
+    assert scattered[1].forward_ms == pytest.approx(
+        np.full(6, 0.1 + 0.02 * 5 + moved / 1e6 + 2 * moved / 4e6), rel=0.01
+    )
+    assert reduced[1].backward_ms == pytest.approx(
+        np.full(6, 0.1 + 0.02 * 5 + 2 * moved / 1e6 + 4 * moved / 2e6), rel=0.01
+    )
 
 
 def test_too_few_exchanges_of_a_collective_are_none():
     few = comm_samples(collective_fit.FEWEST_SAMPLES - 1, collective="all_reduce")
     model = fitted(comm_samples(), few)
-    assert (collective_model.is_measured(model.weights, ALL_TO_ALL)
-            and not collective_model.is_measured(model.weights, ALL_REDUCE))
+    assert collective_model.is_measured(model.weights, ALL_TO_ALL) and not collective_model.is_measured(
+        model.weights, ALL_REDUCE
+    )
     assert collective_fit.errors(model.weights, few)["all_reduce_backward_mape"] > 1
 
 
 def half(samples, payload):
     """Samples in a payload of 16 bits, in half of the time."""
-    return [dataclasses.replace(s, request=dataclasses.replace(s.request, payload=payload), **{
-        way: tuple(dataclasses.replace(x, median_ms=x.median_ms / 2) for x in getattr(s, way))
-        for way in ("forward", "backward")}) for s in samples]
+    return [
+        dataclasses.replace(
+            s,
+            request=dataclasses.replace(s.request, payload=payload),
+            **{
+                way: tuple(dataclasses.replace(x, median_ms=x.median_ms / 2) for x in getattr(s, way))
+                for way in ("forward", "backward")
+            },
+        )
+        for s in samples
+    ]
 
 
 def test_each_payload_has_its_own_rates():
     model, widths = fitted(comm_samples(), half(comm_samples(), "fp16")), [64, 0, 256, 128]
     found = collective_fit.errors(model.weights, [*comm_samples(), *half(comm_samples(), "fp16")])
-    assert sorted(found) == ["backward_comm_fp16_mape", "backward_comm_mape", "forward_comm_fp16_mape",
-                             "forward_comm_mape"]
+    assert sorted(found) == [
+        "backward_comm_fp16_mape",
+        "backward_comm_mape",
+        "forward_comm_fp16_mape",
+        "forward_comm_mape",
+    ]
     assert max(found.values()) < 0.5
     expected = exchange_law(widths, 256)
     for forward, backward in (("fp32", "fp16"), ("fp16", "fp32"), ("fp16", "fp16")):
         cost = model.for_payloads(forward, backward).comm(columns(widths), np.zeros(4), on_hosts(4))
-        for ms, way, payload in zip((cost.forward_ms, cost.backward_ms), expected, (forward, backward),
-                                    strict=True):
+        for ms, way, payload in zip(
+            (cost.forward_ms, cost.backward_ms), expected, (forward, backward), strict=True
+        ):
             assert ms == pytest.approx(way / (2 if payload == "fp16" else 1), rel=0.01)
 
 
@@ -145,8 +167,11 @@ def test_bucketized_ids_take_what_ids_take_and_the_time_to_put_them_in_buckets()
 def test_what_devices_do_with_ids_is_known_where_samples_tell_it():
     """0.05 ms once and 10 GB/s to put in order what arrived, beside 0.3 ms and 4 GB/s for buckets."""
     ids, bucketized = (comm_samples(collective=c) for c in OF_IDS)
-    told = [dataclasses.replace(s, work_ms=tuple(np.where(b > 0, 0.05 + b / 1e7, 0.0)))
-            for s in ids for b in [collective_fit.owned_bytes(s)]]
+    told = [
+        dataclasses.replace(s, work_ms=tuple(np.where(b > 0, 0.05 + b / 1e7, 0.0)))
+        for s in ids
+        for b in [collective_fit.owned_bytes(s)]
+    ]
     owned, where = np.array([1e6, 3e6]), on_hosts(2)
     for samples, order_ms in ((ids, 0.0 * owned), (told, 0.05 + owned / 1e7)):
         model = fitted([*comm_samples(), *samples, *bucketized])
@@ -159,15 +184,24 @@ def test_what_devices_do_with_ids_is_known_where_samples_tell_it():
         assert not nothing.input_work_ms.any()
 
 
-@pytest.mark.parametrize(("given", "once", "by_bytes"), [
-    ({}, 0, 0), ({"links": links_of(latency_ms=0.1)}, 1, 0), ({"links": links_of(within_host=10.0)}, 0, 1),
-    ({"links": links_of(within_host=10.0, latency_ms=0.1)}, 1, 1)],
-    ids=["measured", "latency", "links", "both"])
+@pytest.mark.parametrize(
+    ("given", "once", "by_bytes"),
+    [
+        ({}, 0, 0),
+        ({"links": links_of(latency_ms=0.1)}, 1, 0),
+        ({"links": links_of(within_host=10.0)}, 0, 1),
+        ({"links": links_of(within_host=10.0, latency_ms=0.1)}, 1, 1),
+    ],
+    ids=["measured", "latency", "links", "both"],
+)
 def test_given_links_leave_the_work_of_putting_ids_in_order(given, once, by_bytes):
     """What rates of measured links include of it. The same samples, with that work told and not."""
     ids, bucketized = (comm_samples(collective=c) for c in OF_IDS)
-    told = [dataclasses.replace(s, work_ms=tuple(np.where(b > 0, 0.05 + b / 1e7, 0.0)))
-            for s in ids for b in [collective_fit.owned_bytes(s)]]
+    told = [
+        dataclasses.replace(s, work_ms=tuple(np.where(b > 0, 0.05 + b / 1e7, 0.0)))
+        for s in ids
+        for b in [collective_fit.owned_bytes(s)]
+    ]
     owned, where = np.array([1e6, 3e6]), on_hosts(2, **given)
     untold, known = (fitted([*comm_samples(), *samples, *bucketized]) for samples in (ids, told))
     for collective in OF_IDS:
@@ -192,16 +226,19 @@ def test_ids_and_gradients_of_replicas_have_no_payload():
 
 def test_groups_of_a_collective_have_rates_of_their_own():
     """A reduce-scatter within hosts takes 3 ms and a byte's 1e-6 ms; among all ranks ten times as long."""
+
     def sample(width, group, factor):
-        own = CollectiveRequest((width,) * 4, 16, (0.0,) * 4, "reduce_scatter", hosts=2, group=group,
-                                emulated=EmulatedLinks(0.05))
+        own = CollectiveRequest(
+            (width,) * 4, 16, (0.0,) * 4, "reduce_scatter", hosts=2, group=group, emulated=EmulatedLinks(0.05)
+        )
         # Half of what a device owns leaves it within a host of two.
         times = (spread(factor * (3.0 + 1e-6 * width * 16 * 4 / 2)),) * 4
         return CollectiveSample("id", SETTING, own, times, times, (0.0,) * 4, 0.0)
 
     widths = (8, 16, 64, 128, 4096, 65536)
-    within, all_ranks = ([sample(w, group, factor) for w in widths] for group, factor in
-                         (("host", 1.0), ("world", 10.0)))
+    within, all_ranks = (
+        [sample(w, group, factor) for w in widths] for group, factor in (("host", 1.0), ("world", 10.0))
+    )
     rates = collective_fit.fit([*within, *all_ranks], [], lambda *_: None)
     for samples, group in ((within, "host"), (all_ranks, "world")):
         assert collective_model.weight(Channel("reduce_scatter", group), "forward") in rates
@@ -212,8 +249,12 @@ def test_groups_of_a_collective_have_rates_of_their_own():
 def test_over_several_hosts_the_last_rank_counts():
     times = tuple(spread(ms) for ms in (3.0, 9.0, 5.0, 4.0))
     request = CollectiveRequest((8, 16, 8, 8), 16, (0.0,) * 4)
-    one, two = (CollectiveSample("id", SETTING, dataclasses.replace(request, hosts=hosts), times, times,
-                                 (0.0,) * 4, 0.0) for hosts in (1, 2))
+    one, two = (
+        CollectiveSample(
+            "id", SETTING, dataclasses.replace(request, hosts=hosts), times, times, (0.0,) * 4, 0.0
+        )
+        for hosts in (1, 2)
+    )
     assert collective_fit.observed([one], "forward")[1].tolist() == [3.0, 9.0, 5.0, 4.0]
     terms, measured = collective_fit.observed([one, two], "backward")
     assert measured.tolist() == [3.0, 9.0, 5.0, 4.0, 9.0] and terms.shape[1] == 5

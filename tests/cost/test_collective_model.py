@@ -1,7 +1,6 @@
 """The communication model is recovered from exchanges, each collective's own, and goes beyond the ranks and
 hosts measured."""
 
-
 from dataclasses import replace
 
 import numpy as np
@@ -26,15 +25,16 @@ QUICK = fit.FitConfig(epochs=3)
 
 
 def fitted(*samples) -> neural.NeuralModel:
-    return neural.NeuralModel(SETTING,
-                              collective_fit.fit([x for s in samples for x in s], [], lambda *_: None),
-                              {"ranges": {}})
+    return neural.NeuralModel(
+        SETTING, collective_fit.fit([x for s in samples for x in s], [], lambda *_: None), {"ranges": {}}
+    )
 
 
 def on_hosts(*devices: int, **given) -> Topology:
     """A topology of so many devices on each host."""
-    return Topology(tuple(Device(1 << 30, host=f"host-{h}") for h, n in enumerate(devices) for _ in range(n)),
-                    **given)
+    return Topology(
+        tuple(Device(1 << 30, host=f"host-{h}") for h, n in enumerate(devices) for _ in range(n)), **given
+    )
 
 
 def columns(widths) -> np.ndarray:
@@ -49,10 +49,14 @@ OF_HOSTS = {*collective_model.LATENCY_TERMS, *LEVELS["within_host"].terms, *LEVE
 
 def terms(collective: str, owned, hosts=(0, 0, 0), skew_ms=0.0) -> dict[str, list[float]]:
     """By name, of each device, in bytes as given."""
-    found = collective_model.exchange_terms(Channel(collective), np.array(owned, dtype=float),
-                                            units_of([str(h) for h in hosts]), skew_ms)
-    return {name: np.broadcast_to(t, len(owned)).round(9).tolist()
-            for name, t in zip(collective_model.EXCHANGE_TERMS, found, strict=True) if name in OF_HOSTS}
+    found = collective_model.exchange_terms(
+        Channel(collective), np.array(owned, dtype=float), units_of([str(h) for h in hosts]), skew_ms
+    )
+    return {
+        name: np.broadcast_to(t, len(owned)).round(9).tolist()
+        for name, t in zip(collective_model.EXCHANGE_TERMS, found, strict=True)
+        if name in OF_HOSTS
+    }
 
 
 def test_terms_of_an_all_to_all_on_one_host_by_hand():
@@ -79,10 +83,19 @@ def test_terms_of_an_all_to_all_on_one_host_by_hand():
 def test_terms_of_an_all_to_all_on_two_hosts_by_hand():
     """Devices 0 and 2 on one host, 1 alone: of each device's bytes a third goes to every device."""
     assert terms("all_to_all", [6, 12, 0], hosts=(7, 3, 7)) == {
-        "once": [1] * 3, "messages": [2] * 3, "far_rounds": [1] * 3, "skew_ms": [0] * 3,
-        "near_bytes": [2, 0, 2], "near_busiest_bytes": [2] * 3, "far_bytes": [2 + 4, 8 + 2, 0 + 4],
-        "far_busiest_bytes": [8] * 3, "port_busiest_bytes": [8] * 3, "uplink_bytes": [8] * 3,
-        "shared_uplink_bytes": [0] * 3, "head_start": [-1] * 3}
+        "once": [1] * 3,
+        "messages": [2] * 3,
+        "far_rounds": [1] * 3,
+        "skew_ms": [0] * 3,
+        "near_bytes": [2, 0, 2],
+        "near_busiest_bytes": [2] * 3,
+        "far_bytes": [2 + 4, 8 + 2, 0 + 4],
+        "far_busiest_bytes": [8] * 3,
+        "port_busiest_bytes": [8] * 3,
+        "uplink_bytes": [8] * 3,
+        "shared_uplink_bytes": [0] * 3,
+        "head_start": [-1] * 3,
+    }
     assert terms("all_to_all", [8, 8, 0, 0], hosts=(0, 0, 1, 1)) == {
         "once": [1] * 4,
         "messages": [3] * 4,
@@ -115,9 +128,18 @@ def test_terms_of_rings_by_hand():
         "near_bytes": [12] * 3,
         "near_busiest_bytes": [6] * 3,
     }
-    alone, apart = ({"far_rounds": [2 * k] * 3, "far_bytes": [12 * k] * 3, "far_busiest_bytes": [6 * k] * 3,
-                     "port_busiest_bytes": [6 * k] * 3, "uplink_bytes": [6 * k] * 3,
-                     "shared_uplink_bytes": [6 * k] * 3, "head_start": [-k] * 3} for k in (0, 1))
+    alone, apart = (
+        {
+            "far_rounds": [2 * k] * 3,
+            "far_bytes": [12 * k] * 3,
+            "far_busiest_bytes": [6 * k] * 3,
+            "port_busiest_bytes": [6 * k] * 3,
+            "uplink_bytes": [6 * k] * 3,
+            "shared_uplink_bytes": [6 * k] * 3,
+            "head_start": [-k] * 3,
+        }
+        for k in (0, 1)
+    )
     assert terms("reduce_scatter", [6, 0, 9]) == {**ring, **alone}
     assert terms("reduce_scatter", [6, 0, 9], hosts=(0, 0, 1)) == {**ring, **apart}
     assert terms("all_reduce", [4.5] * 3) == {**ring, **alone}
@@ -127,8 +149,9 @@ def test_a_late_start_is_that_of_the_first_exchange_measured():
     at = collective_model.EXCHANGE_TERMS.index("skew_ms")
     for collective, of in COLLECTIVES.items():
         request = CollectiveRequest((8, 8), 16, (2.0, 5.0), collective)
-        timed = [(spread(ms),) * 2 if way in of.ways else None
-                 for way, ms in (("forward", 1.0), ("backward", 2.0))]
+        timed = [
+            (spread(ms),) * 2 if way in of.ways else None for way, ms in (("forward", 1.0), ("backward", 2.0))
+        ]
         sample = CollectiveSample("id", SETTING, request, *timed, (0.0, 0.0), 0.0)
         for way in of.ways:
             found, measured = collective_fit.observed([sample] * 2, way)
@@ -140,9 +163,16 @@ def test_ids_take_what_gradients_take_backward_but_three_latencies():
     """How much will be sent, lengths, and ids; bytes count on the device that receives them."""
     owned = np.array([6e6, 0.0, 9e6, 3e6])
     for units in (units_of(list("aaaa")), units_of(list("aabb"))):
-        ids, back = (dict(zip(collective_model.EXCHANGE_TERMS,
-                              collective_model.exchange_terms(c, owned, units), strict=True))
-                     for c in (IDS, Channel("all_to_all")))
+        ids, back = (
+            dict(
+                zip(
+                    collective_model.EXCHANGE_TERMS,
+                    collective_model.exchange_terms(c, owned, units),
+                    strict=True,
+                )
+            )
+            for c in (IDS, Channel("all_to_all"))
+        )
         for name in back:
             times = 3 if name in ("once", "messages", "far_rounds") else 1
             assert np.asarray(ids[name]) == pytest.approx(times * np.asarray(back[name])), name
@@ -155,8 +185,10 @@ def test_ids_take_what_gradients_take_backward_but_three_latencies():
 
 
 def test_a_transfer_takes_its_latency_and_the_slower_links():
-    rates, some = (np.zeros(len(collective_model.EXCHANGE_TERMS)),
-                   dict.fromkeys(collective_model.EXCHANGE_TERMS, 0.0))
+    rates, some = (
+        np.zeros(len(collective_model.EXCHANGE_TERMS)),
+        dict.fromkeys(collective_model.EXCHANGE_TERMS, 0.0),
+    )
     for name, rate, term in (
         ("once", 0.5, 1.0),
         ("skew_ms", 0.1, 3.0),
@@ -183,19 +215,22 @@ def test_links_that_a_topology_gives_replace_what_was_fitted():
     by_name = {name: 1.0 + i for i, name in enumerate(collective_model.EXCHANGE_TERMS)}
     latency = dict.fromkeys(collective_model.LATENCY_TERMS, 0.0)
     near, far = (dict.fromkeys(LEVELS[name].terms, 0.0) for name in ("within_host", "between_hosts"))
-    for given, changed in (({"latency_ms": 0.25}, {**latency, "once": 0.25}),
-                           ({"latency_ms": 0.0}, latency),
-                           ({"within_host": 2.0}, {**near, "near_busiest_bytes": 1 / 2e6}),
-                           ({"between_hosts": 0.5}, {**far, "far_busiest_bytes": 1 / 5e5}),
-                           ({"between_hosts": 0.5, "shared": True}, {**far, "uplink_bytes": 1 / 5e5}),
-                           ({}, {})):
+    for given, changed in (
+        ({"latency_ms": 0.25}, {**latency, "once": 0.25}),
+        ({"latency_ms": 0.0}, latency),
+        ({"within_host": 2.0}, {**near, "near_busiest_bytes": 1 / 2e6}),
+        ({"between_hosts": 0.5}, {**far, "far_busiest_bytes": 1 / 5e5}),
+        ({"between_hosts": 0.5, "shared": True}, {**far, "uplink_bytes": 1 / 5e5}),
+        ({}, {}),
+    ):
         topology, rates = on_hosts(1, 1, links=links_of(**given)), of_terms(**by_name)
         found = collective_model.explicit_links(rates, topology)
         assert found == pytest.approx(of_terms(**{**by_name, **changed}))
         assert rates == pytest.approx(of_terms(**by_name))
     far_only = of_terms(**{name: 1.0 for name in far})
-    given = collective_model.explicit_links(far_only, on_hosts(
-        1, 1, links=links_of(shared=True, between_hosts=0.5)))
+    given = collective_model.explicit_links(
+        far_only, on_hosts(1, 1, links=links_of(shared=True, between_hosts=0.5))
+    )
     # Within hosts no faster.
     assert given == pytest.approx(of_terms(near_busiest_bytes=1 / 5e5, uplink_bytes=1 / 5e5))
 
@@ -205,13 +240,16 @@ def test_links_that_are_all_as_busy_may_take_longer_and_start_ahead():
     law = of_terms(uplink_bytes=0.8, shared_uplink_bytes=0.2, head_start=1.5)
     laws = {collective_model.weight(ALL_TO_ALL, way): law for way in ("forward", "backward")}
     hosts = on_hosts(1, 1, 1)
-    even, uneven, few = (collective_model.collective_ms(laws, ALL_TO_ALL, np.array(owned), hosts)[0]
-                         for owned in ([9.0] * 3, [9.0, 0.0, 0.0], [0.1] * 3))
+    even, uneven, few = (
+        collective_model.collective_ms(laws, ALL_TO_ALL, np.array(owned), hosts)[0]
+        for owned in ([9.0] * 3, [9.0, 0.0, 0.0], [0.1] * 3)
+    )
     # Of 6 bytes that leave a host, 3 share links with those of a third host.
     assert even == pytest.approx([6 * 0.8 + 3 * 0.2 - 1.5] * 3)
     assert uneven == pytest.approx([6 * 0.8 + 1 * 0.2 - 1.5] * 3) and few.tolist() == [0.0] * 3
-    halved, _ = collective_model.collective_ms(laws, ALL_TO_ALL, np.array([9.0] * 3), hosts,
-                                               payloads={"forward": "fp16", "backward": "fp16"})
+    halved, _ = collective_model.collective_ms(
+        laws, ALL_TO_ALL, np.array([9.0] * 3), hosts, payloads={"forward": "fp16", "backward": "fp16"}
+    )
     assert halved == pytest.approx([(6 * 0.8 + 3 * 0.2) / 2 - 1.5] * 3)  # half the bytes, the same head start
     two, _ = collective_model.collective_ms(laws, ALL_TO_ALL, np.array([8.0, 8.0]), on_hosts(1, 1))
     assert two == pytest.approx([4 * 0.8 - 1.5] * 2)
@@ -219,8 +257,15 @@ def test_links_that_are_all_as_busy_may_take_longer_and_start_ahead():
 
 def test_devices_of_a_host_share_its_link_where_the_topology_says_so():
     owned = np.array([0.0, 4e6, 4e6, 4e6])
-    shared, own = (collective_model.collective_ms({}, ALL_TO_ALL, owned, on_hosts(2, 2, links=links_of(
-        0.0, is_shared, within_host=10.0, between_hosts=1.0)))[0] for is_shared in (True, False))
+    shared, own = (
+        collective_model.collective_ms(
+            {},
+            ALL_TO_ALL,
+            owned,
+            on_hosts(2, 2, links=links_of(0.0, is_shared, within_host=10.0, between_hosts=1.0)),
+        )[0]
+        for is_shared in (True, False)
+    )
     assert shared == pytest.approx([4.0] * 4) and own == pytest.approx([2.0] * 4)
 
 
@@ -275,16 +320,23 @@ def test_permuting_devices_with_their_hosts_permutes_costs(of_hosts):
 
 def test_more_bytes_never_take_less_time(of_hosts):
     rng = np.random.default_rng(0)
-    for topology in (on_hosts(5), on_hosts(3, 2), on_hosts(1, 1, 4), on_hosts(16, 16),
-                     on_hosts(2, 2, links=links_of(between_hosts=1.0))):
+    for topology in (
+        on_hosts(5),
+        on_hosts(3, 2),
+        on_hosts(1, 1, 4),
+        on_hosts(16, 16),
+        on_hosts(2, 2, links=links_of(between_hosts=1.0)),
+    ):
         n, c = len(topology), len(CHANNELS)
-        owned = (rng.random((c, 200, n)) * 10.0 ** rng.uniform(2, 7, (c, 200, 1))
-                 * (rng.random((c, 200, n)) < 0.7))
+        owned = (
+            rng.random((c, 200, n)) * 10.0 ** rng.uniform(2, 7, (c, 200, 1)) * (rng.random((c, 200, n)) < 0.7)
+        )
         more = owned + rng.random((c, 200, n)) * 1e6 * (rng.random((c, 200, n)) < 0.3)
         compute = rng.random((200, n))
         before, after = (of_hosts.comm(x, compute, topology) for x in (owned, more))
-        assert ((after.forward_ms >= before.forward_ms - 1e-12).all()
-                and (after.backward_ms >= before.backward_ms - 1e-12).all())
+        assert (after.forward_ms >= before.forward_ms - 1e-12).all() and (
+            after.backward_ms >= before.backward_ms - 1e-12
+        ).all()
         totals = [(compute + x.total_ms).max(-1) for x in (before, after)]
         assert (totals[1] >= totals[0] - 1e-9).all()
 
@@ -302,8 +354,10 @@ def test_links_never_measured_count_as_those_that_were(of_hosts):
     for model, same in ((within, on_hosts(4)), (between, on_hosts(1, 1, 1, 1))):
         a, b = (model.comm(traffic, compute, topology) for topology in (on_hosts(2, 2), same))
         assert np.array_equal(a.forward_ms, b.forward_ms) and np.array_equal(a.backward_ms, b.backward_ms)
-    cost = [of_hosts.comm(traffic, compute, topology).forward_ms.max()
-            for topology in (on_hosts(4), on_hosts(2, 2))]
+    cost = [
+        of_hosts.comm(traffic, compute, topology).forward_ms.max()
+        for topology in (on_hosts(4), on_hosts(2, 2))
+    ]
     assert cost[0] < cost[1]
 
 
@@ -313,28 +367,38 @@ def test_links_never_measured_count_as_those_that_were(of_hosts):
 def said(model: neural.NeuralModel, topology: Topology) -> str:
     """Of a plan with a table of each kind that this topology has."""
     a, b, c, d = (Table(name, 100, 8, 1.0) for name in "abcd")
-    of_host = ([host_row(d, g) for g in LAYOUTS["host_row"].groups(topology)[:1] if len(g) > 1]
-               or [column(d, 0)])
+    of_host = [host_row(d, g) for g in LAYOUTS["host_row"].groups(topology)[:1] if len(g) > 1] or [
+        column(d, 0)
+    ]
     placements = (column(a, 0), row(b, topology), replica(c, topology), *of_host)
     problem = Problem("p", (a, b, c, d), replace(topology, hardware=model.setting.hardware), 256)
-    return "\n".join(line for line in ranges.out_of_range(model, lower(Plan(placements), problem))
-                     if "is replicated" not in line)
+    return "\n".join(
+        line
+        for line in ranges.out_of_range(model, lower(Plan(placements), problem))
+        if "is replicated" not in line
+    )
 
 
 def test_what_was_not_measured_is_named(of_hosts):
     within = fitted(comm_samples())
     assert said(of_hosts, on_hosts(2)) == said(of_hosts, on_hosts(1, 1)) == ""
     alone = said(within, on_hosts(2))
-    assert ("row shards: their reduce-scatter is priced with the rates of the all-to-all, "
-            "not measured" in alone)
-    assert ("data_parallel shards: their all-reduce is priced with the rates of the all-to-all, "
-            "not measured" in alone)
+    assert (
+        "row shards: their reduce-scatter is priced with the rates of the all-to-all, not measured" in alone
+    )
+    assert (
+        "data_parallel shards: their all-reduce is priced with the rates of the all-to-all, "
+        "not measured" in alone
+    )
     two = said(of_hosts, on_hosts(2, 2))
-    assert two == "\n".join([
-        "host_row shards: their reduce-scatter within a host is priced with the rates of the reduce-scatter, "
-        "not measured",
-        "host_row shards: their all-to-all across hosts is priced with the rates of the all-to-all, "
-        "not measured"])
+    assert two == "\n".join(
+        [
+            "host_row shards: their reduce-scatter within a host is priced with the rates of the reduce-scatter, "
+            "not measured",
+            "host_row shards: their all-to-all across hosts is priced with the rates of the all-to-all, "
+            "not measured",
+        ]
+    )
     assert "within a host is priced with the rates of the all-to-all" in said(within, on_hosts(2, 2))
     proxy = "links between hosts were not measured: they count as those within hosts"
     assert proxy in said(within, on_hosts(1, 1))
@@ -342,9 +406,11 @@ def test_what_was_not_measured_is_named(of_hosts):
     proxy = "links within hosts were not measured: they count as those between hosts"
     assert proxy in said(between, on_hosts(2))
     given = said(of_hosts, on_hosts(1, 1, links=links_of(between_hosts=3.0)))
-    assert given == ("the topology gives between_hosts 3 GB/s: the explicit link model prices its exchanges "
-                     "from there, "
-                     "not measured")
+    assert given == (
+        "the topology gives between_hosts 3 GB/s: the explicit link model prices its exchanges "
+        "from there, "
+        "not measured"
+    )
 
 
 def test_a_collective_without_a_law_is_refused_not_taken_for_a_ring(of_hosts, monkeypatch):

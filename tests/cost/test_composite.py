@@ -26,8 +26,9 @@ FOUR = Topology((Device(1 << 30),) * 4)
 
 def of_precision(model, precision, times=1.0):
     weights = {**model.weights, **{name: times * model.weights[name] for name in ("rates", "launch")}}
-    return dataclasses.replace(model, weights=weights,
-                               setting=dataclasses.replace(model.setting, precision=precision))
+    return dataclasses.replace(
+        model, weights=weights, setting=dataclasses.replace(model.setting, precision=precision)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +48,9 @@ def whole(tables):
 def test_an_op_of_each_precision_runs_with_a_launch_of_its_own(both):
     half, full = both.models
     together = group_costs([whole(LONG + SHORT), whole(LONG), whole(SHORT), []], both)
-    assert together[1:3] == pytest.approx([group_costs([whole(LONG)], full)[0],
-                                           group_costs([whole(SHORT)], half)[0]])
+    assert together[1:3] == pytest.approx(
+        [group_costs([whole(LONG)], full)[0], group_costs([whole(SHORT)], half)[0]]
+    )
     assert together[0] == pytest.approx(together[1] + together[2]) and together[3] == 0
 
 
@@ -58,7 +60,8 @@ def test_forward_and_a_quantile_are_those_of_the_ops(both):
     of_half, of_full = half.encode(whole(SHORT)).sum(0), full.encode(whole(LONG)).sum(0)
     parts = ((half, of_half), (full, of_full))
     assert both.forward_share(sums) * both.head(sums) == pytest.approx(
-        sum(model.forward_share(own) * model.head(own) for model, own in parts))
+        sum(model.forward_share(own) * model.head(own) for model, own in parts)
+    )
     assert both.quantile(sums, 0.9) == pytest.approx(sum(model.quantile(own, 0.9) for model, own in parts))
     only = both.encode(whole(LONG)).sum(0)
     assert both.quantile(only, 0.9) == pytest.approx(full.quantile(of_full, 0.9))
@@ -88,8 +91,10 @@ def test_searches_place_tables_of_both(both, name):
 def test_no_bound_is_proved(both):
     given = problem(*LONG, *SHORT)
     plan = SHARDERS["anneal_columns"](given, both, seed=0, budget=Budget(evals=500))
-    assert both.lower is None and explain(
-        price_plan(plan, given, both), given, both, Budget(evals=100)).bound.proved_ms is None
+    assert (
+        both.lower is None
+        and explain(price_plan(plan, given, both), given, both, Budget(evals=100)).bound.proved_ms is None
+    )
 
 
 def test_a_problem_of_one_precision_has_that_ones_model(both):
@@ -98,8 +103,11 @@ def test_a_problem_of_one_precision_has_that_ones_model(both):
     assert both.for_problem(problem(*LONG, *SHORT)).setting.precision == "fp16+fp32"
     three = Composite((of_precision(both.models[0], "bf16"), *both.models))
     assert three.for_problem(problem(*LONG, *SHORT)).setting.precision == "fp16+fp32"
-    with pytest.raises(SettingMismatch, match=r"is for \(.*fp16\+fp32.*\), the cost model for \(.*fp32.*\); "
-                                              r"give a model of each precision .*promote.also of params"):
+    with pytest.raises(
+        SettingMismatch,
+        match=r"is for \(.*fp16\+fp32.*\), the cost model for \(.*fp32.*\); "
+        r"give a model of each precision .*promote.also of params",
+    ):
         problem(*LONG, *SHORT).require_setting(both.models[1].setting)
 
 
@@ -112,7 +120,8 @@ def test_one_folder_or_several_load(both, tmp_path):
         assert shardcore.load_model(one).setting == both.models[1].setting
     assert shardcore.load_model(tmp_path).setting == both.setting  # a subfolder for each precision
     assert model_files.model_digest(tmp_path) == "+".join(
-        model_files.model_digest(tmp_path / name) for name in ("fp16", "fp32"))
+        model_files.model_digest(tmp_path / name) for name in ("fp16", "fp32")
+    )
     with pytest.raises(ShardCoreError, match="cannot read .*nothing/model.json"):
         shardcore.load_model(tmp_path / "nothing")
 
@@ -125,7 +134,8 @@ def test_what_is_beyond_the_measured_is_that_of_its_own_model(both):
     given = problem(*LONG, *SHORT, topology=Topology((Device(1 << 30),)))
     beyond = model.out_of_range(lower(Plan(tuple(column(t, 0) for t in given.tables)), given))
     assert [s for s in beyond if "rows" in s and s.startswith("table 'ht")] and not [
-        s for s in beyond if "rows" in s and s.startswith("table 't")]
+        s for s in beyond if "rows" in s and s.startswith("table 't")
+    ]
 
 
 def test_exchanges_are_priced_by_the_model_that_measured_them(both):
@@ -143,8 +153,11 @@ def test_models_that_cannot_be_mixed_are_named(both, tmp_path):
     with pytest.raises(SettingMismatch, match="models for fp32 and fp32 weights cannot be mixed"):
         Composite((full, full))
     adam = dataclasses.replace(full, setting=dataclasses.replace(full.setting, optimizer="adam"))
-    with pytest.raises(SettingMismatch, match=r"models for \(.*fp16, exact_sgd\) and \(.*fp32, adam\) cannot "
-                                              "be mixed; they need the same hardware and optimizer"):
+    with pytest.raises(
+        SettingMismatch,
+        match=r"models for \(.*fp16, exact_sgd\) and \(.*fp32, adam\) cannot "
+        "be mixed; they need the same hardware and optimizer",
+    ):
         Composite((half, adam))
     for name, model in (("a", full), ("b", half)):
         neural.save(model, tmp_path / name)

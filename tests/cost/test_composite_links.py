@@ -48,8 +48,9 @@ def test_problems_without_such_rows_keep_their_model():
 
 def test_columns_and_row_ranges_have_their_share():
     model, table = MODEL.for_problem(TIERED), TIERED.tables[0]
-    whole, half, range_ = model.encode([Shard.whole(table), Shard(table, 0, table.rows, 0, 8),
-                                        Shard(table, 0, table.rows // 2, 0, 16)])[:, -2:]
+    whole, half, range_ = model.encode(
+        [Shard.whole(table), Shard(table, 0, table.rows, 0, 8), Shard(table, 0, table.rows // 2, 0, 16)]
+    )[:, -2:]
     assert half == pytest.approx(whole / 2) and range_ == pytest.approx(whole / 2)
 
 

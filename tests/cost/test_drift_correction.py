@@ -26,14 +26,17 @@ from shardcore.io.measurements import EmulatedLinks
 def in_turn(samples, slowdown_of, seconds: float = 0.3):
     """The samples as measured one after the other, the clock showing slowdown_of(seconds) times what they
     cost."""
-    return [slowed(dataclasses.replace(s, measured_at=1e9 + i * seconds), slowdown_of(i * seconds))
-            for i, s in enumerate(samples)]
+    return [
+        slowed(dataclasses.replace(s, measured_at=1e9 + i * seconds), slowdown_of(i * seconds))
+        for i, s in enumerate(samples)
+    ]
 
 
 def slowed(sample, by: float):
-    forward, backward = (dataclasses.replace(x, **{k: getattr(x, k) * by
-                                                   for k in ("median_ms", "q1_ms", "q3_ms")})
-                         for x in (sample.forward, sample.backward))
+    forward, backward = (
+        dataclasses.replace(x, **{k: getattr(x, k) * by for k in ("median_ms", "q1_ms", "q3_ms")})
+        for x in (sample.forward, sample.backward)
+    )
     return dataclasses.replace(sample, forward=forward, backward=backward)
 
 
@@ -104,18 +107,24 @@ def test_a_group_that_costs_more_keeps_its_cost():
 def test_the_test_split_corrects_nobody():
     measured = in_turn(compute_samples(linear_law, 300, noise=0.05), lambda s: 1 + 0.2 * math.sin(s / 10))
     other = [slowed(s, 2.0) if accuracy.held_out([s]) else s for s in measured]
-    rest = [(a, b) for a, b in zip(corrected(measured), corrected(other), strict=True)
-            if not accuracy.held_out([a])]
+    rest = [
+        (a, b)
+        for a, b in zip(corrected(measured), corrected(other), strict=True)
+        if not accuracy.held_out([a])
+    ]
     assert all(a == b for a, b in rest)
 
 
 def test_failures_and_few_samples_stay_as_they_are():
     samples = in_turn(compute_samples(linear_law, 30), lambda s: 1 + s)
     assert corrected(samples) == samples
-    failed = [dataclasses.replace(s, id=f"{i}", forward=None, backward=None, error="out of memory")
-              for i, s in enumerate(samples)]
-    assert [s for s in corrected([*in_turn(compute_samples(linear_law, 100), lambda s: 1.0), *failed])
-            if s.error] == failed
+    failed = [
+        dataclasses.replace(s, id=f"{i}", forward=None, backward=None, error="out of memory")
+        for i, s in enumerate(samples)
+    ]
+    assert [
+        s for s in corrected([*in_turn(compute_samples(linear_law, 100), lambda s: 1.0), *failed]) if s.error
+    ] == failed
 
 
 def test_folders_are_read_together_each_sample_once(tmp_path):
@@ -134,14 +143,18 @@ def test_exchanges_of_a_collective_are_those_between_busy_ranks_once_there_are_e
     assert as_in_a_step(few) == few and as_in_a_step(idle) == idle
     assert as_in_a_step([*idle, *few]) == idle
     assert {(s.request.collective, s.request.busy_ms) for s in as_in_a_step([*idle, *enough])} == {
-        ("all_to_all", 20.0), ("all_reduce", 0.0)}
+        ("all_to_all", 20.0),
+        ("all_reduce", 0.0),
+    }
     failed = [dataclasses.replace(s, forward=None, backward=None, error="a rank died") for s in enough]
     assert as_in_a_step([*idle, *failed]) == idle
 
 
 def test_exchanges_over_emulated_links_and_within_groups_are_left_out(tmp_path):
-    real, *others = (comm_samples(10, ranks=(4,), hosts=2, **more) for more in (
-        {}, {"emulated": EmulatedLinks(0.4)}, {"group": "cross"}))
+    real, *others = (
+        comm_samples(10, ranks=(4,), hosts=2, **more)
+        for more in ({}, {"emulated": EmulatedLinks(0.4)}, {"group": "cross"})
+    )
     dataset.write_comm(tmp_path, [s for some in (real, *others) for s in some])
     assert {s.id for s in read([tmp_path], SETTING).comm} == {s.id for s in real}
 

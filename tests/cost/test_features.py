@@ -17,8 +17,18 @@ def drivers(shard: Shard, batch: int = 256) -> dict[str, float]:
     return dict(zip(DRIVERS, features([shard], batch)[0][0], strict=True))
 
 
-@pytest.mark.parametrize(("width", "classes"), [(4, []), (32, []), (36, [32]), (64, [32]), (128, [32, 64]),
-                                               (256, [32, 64, 128]), (260, [32, 64, 128, 256])])
+@pytest.mark.parametrize(
+    ("width", "classes"),
+    [
+        (4, []),
+        (32, []),
+        (36, [32]),
+        (64, [32]),
+        (128, [32, 64]),
+        (256, [32, 64, 128]),
+        (260, [32, 64, 128, 256]),
+    ],
+)
 def test_sums_tell_the_class_of_the_widest_shard(width, classes):
     found = drivers(Shard.whole(dataclasses.replace(TABLE, dim=width)))
     assert [w for w in WIDTH_CLASSES if found[f"wider_than_{w}"]] == classes

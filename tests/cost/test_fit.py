@@ -24,8 +24,11 @@ def test_linear_law_is_recovered():
     compute, comm = compute_samples(linear_law), comm_samples()
     model = fit.train(compute, comm, SETTING, fit.FitConfig(epochs=10)).model
     metrics = accuracy.evaluate(model, accuracy.held_out(compute), accuracy.held_out(comm))
-    assert (metrics["compute_mape"] < 1 and metrics["forward_compute_mape"] < 1
-            and metrics["backward_compute_mape"] < 1)
+    assert (
+        metrics["compute_mape"] < 1
+        and metrics["forward_compute_mape"] < 1
+        and metrics["backward_compute_mape"] < 1
+    )
     assert metrics["compute_kendall_tau"] > 0.99
     assert metrics["forward_comm_mape"] < 0.5 and metrics["backward_comm_mape"] < 0.5
     assert metrics["n_compute"] == len(accuracy.held_out(compute))
@@ -72,8 +75,12 @@ def test_ranges_are_the_smallest_and_largest_of_what_was_trained_on():
     compute = [ComputeSample("id", SETTING, r, spread(1.0), spread(1.0), 0.0) for r in requests]
     comm = [
         CollectiveSample(
-            "id", SETTING, CollectiveRequest(w, 252, (0.0,) * len(w)), *((spread(1.0),) * len(w),) * 2,
-            (0.0,) * len(w), 0.0
+            "id",
+            SETTING,
+            CollectiveRequest(w, 252, (0.0,) * len(w)),
+            *((spread(1.0),) * len(w),) * 2,
+            (0.0,) * len(w),
+            0.0,
         )
         for w in ((4, 8), (12, 0, 4))
     ]
@@ -99,8 +106,10 @@ def test_a_batch_was_measured_where_large_shards_ran_over_it_in_several_groups()
 
     def groups(table, batch, n):
         request = ComputeRequest((Shard.whole(table),), batch)
-        return [ComputeSample(f"{table.name} {batch} {i}", SETTING, request, spread(1.0), spread(1.0), 0.0)
-                for i in range(n)]
+        return [
+            ComputeSample(f"{table.name} {batch} {i}", SETTING, request, spread(1.0), spread(1.0), 0.0)
+            for i in range(n)
+        ]
 
     whole = groups(large, 256, 1) + groups(small, 32, 20) + groups(large, 64, 7)
     assert fit.measured_ranges(whole, [])["batch"] == [256, 256]
@@ -126,16 +135,22 @@ def test_same_seed_same_model():
 def test_test_split_is_not_looked_at():
     compute, comm = compute_samples(cache_law, 80), comm_samples(30)
     test = accuracy.held_out(compute)
-    wrong = [dataclasses.replace(s, forward=s.backward, backward=s.forward) if s in test else s
-             for s in compute]
+    wrong = [
+        dataclasses.replace(s, forward=s.backward, backward=s.forward) if s in test else s for s in compute
+    ]
     a, b = (fit.train(c, comm, SETTING, QUICK).model for c in (compute, wrong))
     assert all(np.array_equal(a.weights[k], b.weights[k]) for k in a.weights)
 
 
 def test_curves_and_progress_agree():
     seen = []
-    trained = fit.train(compute_samples(cache_law, 80), comm_samples(20), SETTING, QUICK,
-                        lambda model, epoch, values: seen.append({"model": model, "epoch": epoch, **values}))
+    trained = fit.train(
+        compute_samples(cache_law, 80),
+        comm_samples(20),
+        SETTING,
+        QUICK,
+        lambda model, epoch, values: seen.append({"model": model, "epoch": epoch, **values}),
+    )
     assert seen == trained.curves
     assert [r["epoch"] for r in seen if r["model"] == "compute"] == [0, 1, 2, 3]
     assert all(math.isfinite(r["train_loss"]) and math.isfinite(r["validation_mape"]) for r in seen)
@@ -149,8 +164,9 @@ def test_failed_samples_are_skipped():
 
 
 def test_too_few_samples():
-    with pytest.raises(ShardCoreError,
-                       match="there are 9 measured groups for .*; training needs at least 50"):
+    with pytest.raises(
+        ShardCoreError, match="there are 9 measured groups for .*; training needs at least 50"
+    ):
         fit.train(compute_samples(linear_law, 9), comm_samples(20), SETTING)
     with pytest.raises(ShardCoreError, match="there are 4 measured exchanges .*; training needs at least 10"):
         fit.train(compute_samples(linear_law, 60), comm_samples(4), SETTING)
@@ -164,9 +180,12 @@ def test_without_exchanges_a_model_prices_only_topologies_that_give_their_links(
     traffic, compute_ms = sends(all_to_all=[4096.0, 8192.0]), np.ones(2)
     with pytest.raises(ShardCoreError, match="give the topology's links .of level 'within_host'"):
         model.comm(traffic, compute_ms, Topology((Device(1),) * 2))
-    assert (model.comm(traffic, compute_ms, Topology((Device(1),) * 2, links=links_of(within_host=1.0))
-                       ).forward_ms
-            > 0).all()
+    assert (
+        model.comm(
+            traffic, compute_ms, Topology((Device(1),) * 2, links=links_of(within_host=1.0))
+        ).forward_ms
+        > 0
+    ).all()
 
 
 def test_samples_of_another_setting():
@@ -175,11 +194,16 @@ def test_samples_of_another_setting():
         fit.train(compute_samples(linear_law, 60, other), comm_samples(20), SETTING)
 
 
-@pytest.mark.parametrize(("params", "message"), [
-    ({"epochs": 0}, "epochs 0"), ({"learning_rate": 2.0}, "learning_rate 2.0"),
-    ({"hidden": [0]}, r"hidden \(0,\)"),
-    ({"lr": 0.1}, "unknown key 'lr'"), ({"epochs": "ten"}, "epochs is 'ten'"),
-])
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"epochs": 0}, "epochs 0"),
+        ({"learning_rate": 2.0}, "learning_rate 2.0"),
+        ({"hidden": [0]}, r"hidden \(0,\)"),
+        ({"lr": 0.1}, "unknown key 'lr'"),
+        ({"epochs": "ten"}, "epochs is 'ten'"),
+    ],
+)
 def test_bad_config(params, message):
     with pytest.raises(ShardCoreError, match=message):
         schema.build(fit.FitConfig, params, "train")
@@ -209,6 +233,7 @@ def known():
 @pytest.mark.long
 def test_ops_that_are_slower_for_one_wide_shard_are_learned():
     """As on GPUs, where the widest table of an op decides which kernel runs."""
+
     def widest_law(shards, batch: int) -> tuple[float, float]:
         slower = 1.5 if max(s.width for s in shards) > 32 else 1.0
         return tuple(slower * ms for ms in linear_law(shards, batch))

@@ -16,13 +16,23 @@ from shardcore.cost.model import at_confidence
 
 @pytest.fixture(scope="module")
 def model():
-    return fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING,
-                     fit.FitConfig(epochs=1)).model
+    return fit.train(
+        compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)
+    ).model
 
 
 def erring(model, compute: float, forward: float, backward: float):
-    return replace(model, meta={**model.meta, "metrics": {
-        "compute_mape": compute, "forward_comm_mape": forward, "backward_comm_mape": backward}})
+    return replace(
+        model,
+        meta={
+            **model.meta,
+            "metrics": {
+                "compute_mape": compute,
+                "forward_comm_mape": forward,
+                "backward_comm_mape": backward,
+            },
+        },
+    )
 
 
 def test_a_model_that_errs_much_more_than_usual_says_so(model):
@@ -36,8 +46,10 @@ def test_a_model_that_errs_much_more_than_usual_says_so(model):
 
 
 def test_models_of_one_setting_are_told_apart_by_their_data(model):
-    first, second = (replace(model, meta={**model.meta, "provenance": {"data": 4 * digits}})
-                     for digits in ("01234567", "89abcdef"))
+    first, second = (
+        replace(model, meta={**model.meta, "provenance": {"data": 4 * digits}})
+        for digits in ("01234567", "89abcdef")
+    )
     assert known_errors.label(first) == f"{SETTING}, data 01234567"
     assert known_errors.label(second) == f"{SETTING}, data 89abcdef"
     assert known_errors.label(AnalyticModel(SETTING)) == f"{SETTING}, data unknown"
@@ -45,12 +57,18 @@ def test_models_of_one_setting_are_told_apart_by_their_data(model):
 
 def test_errors_and_names_are_those_of_the_trained_models_whatever_they_are_part_of(model, tmp_path):
     for precision, error in (("fp16", 40.0), ("fp32", 10.0)):
-        neural.save(replace(erring(model, error, 13.0, 13.0), setting=replace(SETTING, precision=precision)),
-                    tmp_path / precision)
+        neural.save(
+            replace(erring(model, error, 13.0, 13.0), setting=replace(SETTING, precision=precision)),
+            tmp_path / precision,
+        )
     tables = Table("a", 100, 16, 2.0), Table("b", 100, 16, 2.0, precision="fp16")
     mixed = load_model(tmp_path)
-    cached = Problem("p", (replace(tables[0], load_factor=0.5), tables[1]), Topology(
-        (Device(1 << 30),) * 2, memory=(Memory("host", 1 << 40, 10.0),)), SETTING.batch)
+    cached = Problem(
+        "p",
+        (replace(tables[0], load_factor=0.5), tables[1]),
+        Topology((Device(1 << 30),) * 2, memory=(Memory("host", 1 << 40, 10.0),)),
+        SETTING.batch,
+    )
     for whole in (mixed, mixed.for_problem(cached), at_confidence(mixed, 0.9)):
         assert known_errors.errors_of(whole) == pytest.approx((0.4, 0.13))
         assert "fp16+fp32" in known_errors.label(whole)

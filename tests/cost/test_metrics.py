@@ -28,5 +28,9 @@ def test_spearman():
 
 
 def test_coverage_counts_the_ends():
-    assert coverage(np.array([1.0, 1.0, 3.0, 1.0]), np.array([2.0, 2.0, 4.0, 2.0]),
-                    np.array([1.0, 2.0, 2.0, 5.0])) == 50
+    assert (
+        coverage(
+            np.array([1.0, 1.0, 3.0, 1.0]), np.array([2.0, 2.0, 4.0, 2.0]), np.array([1.0, 2.0, 2.0, 5.0])
+        )
+        == 50
+    )

@@ -73,30 +73,39 @@ def test_a_price_says_what_was_not_measured(model):
     task, analytic = problem(1, 1), AnalyticModel(Setting("nvidia-h100", 256))
     work = lower(spread_plan(2), task)
     assert price(work, analytic).extrapolated == CLOSED
-    assert to_plan([Shard.whole(t) for t in TABLES], [0] * len(TABLES), task, analytic
-                   ).provenance["extrapolated"] == list(CLOSED)
+    assert to_plan([Shard.whole(t) for t in TABLES], [0] * len(TABLES), task, analytic).provenance[
+        "extrapolated"
+    ] == list(CLOSED)
     unnamed = ("the topology names no hardware: prices are those of law",)
     assert price(work, model).extrapolated == price(work, at_confidence(model, 0.9)).extrapolated == unnamed
     named = dataclasses.replace(task, topology=dataclasses.replace(task.topology, hardware="law"))
     assert price(lower(spread_plan(2), named), model).extrapolated == ()
-    assert "extrapolated" not in to_plan([Shard.whole(t) for t in TABLES], [0] * len(TABLES), named,
-                                         model).provenance
+    assert (
+        "extrapolated"
+        not in to_plan([Shard.whole(t) for t in TABLES], [0] * len(TABLES), named, model).provenance
+    )
     other = dataclasses.replace(task, topology=dataclasses.replace(task.topology, hardware="nvidia-h100"))
     assert price(lower(spread_plan(2), other), model).extrapolated == (
-        "the topology has nvidia-h100; the model was measured on law",)
+        "the topology has nvidia-h100; the model was measured on law",
+    )
 
 
-@pytest.mark.parametrize("kind, sequence, said", [
-    ("row", False, "row shards: their reduce-scatter is priced with the rates of the all-to-all"),
-    ("row", True, "table 't' is a sequence: its lookups are priced as pooled ones"),
-    ("data_parallel", False, "table 't' is replicated: its dense kernel is priced as a fused op"),
-    ("data_parallel", False, "data_parallel shards: their all-reduce is priced with the rates"),
-])
+@pytest.mark.parametrize(
+    "kind, sequence, said",
+    [
+        ("row", False, "row shards: their reduce-scatter is priced with the rates of the all-to-all"),
+        ("row", True, "table 't' is a sequence: its lookups are priced as pooled ones"),
+        ("data_parallel", False, "table 't' is replicated: its dense kernel is priced as a fused op"),
+        ("data_parallel", False, "data_parallel shards: their all-reduce is priced with the rates"),
+    ],
+)
 def test_kinds_that_were_never_measured_are_named(model, kind, sequence, said):
     table = dataclasses.replace(TABLES[0], name="t", sequence=sequence)
     topology = Topology((Device(1 << 30),) * 2, "law")
-    cost = price(lower(Plan((Placement(kind, Shard.whole(table), (0, 1)),)),
-                       Problem("p", (table,), topology, 256)), model)
+    cost = price(
+        lower(Plan((Placement(kind, Shard.whole(table), (0, 1)),)), Problem("p", (table,), topology, 256)),
+        model,
+    )
     assert any(line.startswith(said) for line in cost.extrapolated), cost.extrapolated
     # The plan without that kind has no such line.
     whole = price(lower(Plan((column(TABLES[0], 0),)), Problem("p", TABLES[:1], topology, 256)), model)
@@ -108,8 +117,11 @@ def test_rows_in_host_memory_are_priced_by_a_link_that_is_given():
     topology = Topology((Device(1 << 30),), memory=(Memory("host", 1 << 30, 25.0),))
     task = Problem("p", (table,), topology, 256)
     cost = price(lower(Plan((column(table, 0),)), task), AnalyticModel(SETTING).for_problem(task))
-    assert cost.extrapolated == (*CLOSED, f"table {table.name!r} has rows in host memory: the topology gives "
-                                 "the 25 GB/s of their link, not measured")
+    assert cost.extrapolated == (
+        *CLOSED,
+        f"table {table.name!r} has rows in host memory: the topology gives "
+        "the 25 GB/s of their link, not measured",
+    )
 
 
 def test_a_device_twice_as_fast_computes_in_half_the_time(any_model):
@@ -143,6 +155,7 @@ def test_replicas_run_at_the_local_batch(any_model):
 
 def test_ids_that_the_dense_part_does_not_hide_make_a_step_longer(any_model):
     """In TorchRec's pipeline ids travel while the dense part runs; without one the step waits for them."""
+
     def cost(**job):
         return price(lower(spread_plan(2), dataclasses.replace(problem(1, 1), job=Job(**job))), any_model)
 
@@ -165,7 +178,7 @@ def test_no_dense_part_hides_what_devices_do_with_ids():
     """To put ids in buckets, each device reads and writes those of its own samples."""
     model, given = AnalyticModel(SETTING, gather_gbps=0.1), problem(1, 1)
     plan = Plan(tuple(row(t, given.topology) for t in TABLES))
-    work_ms = 2 * max(x.mean() for x in lower(plan, given).traffic[-len(ID_CHANNELS):]) / 1e5
+    work_ms = 2 * max(x.mean() for x in lower(plan, given).traffic[-len(ID_CHANNELS) :]) / 1e5
     alone = price(lower(plan, given), model).input_ms[0]
     assert alone > work_ms > 0
     travels_ms = alone - work_ms
@@ -192,8 +205,10 @@ def test_a_model_is_for_the_payloads_of_its_problems_job(any_model):
 def test_halving_columns_of_tables_of_many_lookups_over_two_hosts_raises_the_price(any_model):
     """Each half needs all ids. Outputs and lookups stay as even as they were."""
     a, b = (Table(name, 10_000, 8, 50.0) for name in "ab")
-    where = Topology((Device(1 << 30, host="a"), Device(1 << 30, host="b")),
-                     links=links_of(between_hosts=0.01, latency_ms=0.0))
+    where = Topology(
+        (Device(1 << 30, host="a"), Device(1 << 30, host="b")),
+        links=links_of(between_hosts=0.01, latency_ms=0.0),
+    )
     given = Problem("p", (a, b), where, 256)
 
     def ms(*placements):

@@ -44,13 +44,19 @@ def test_the_correction_is_of_the_clipped_and_scaled_conditions(width, deviation
     slope = np.zeros((len(features.CONDITIONS), 2))
     slope[features.CONDITIONS.index("width")] = (0.1, -0.2)
     most = math.log(8) + 1.5 * math.log(2)
-    model = by_hand(**{"network.0.weight": slope, "network.0.bias": np.array([0.3, 0.0]),
-                       "condition_mean": conditions(width=math.log(8)),
-                       "condition_sd": np.ones(len(features.CONDITIONS)) * math.log(2),
-                       "condition_high": np.full(len(features.CONDITIONS), most)})
+    model = by_hand(
+        **{
+            "network.0.weight": slope,
+            "network.0.bias": np.array([0.3, 0.0]),
+            "condition_mean": conditions(width=math.log(8)),
+            "condition_sd": np.ones(len(features.CONDITIONS)) * math.log(2),
+            "condition_high": np.full(len(features.CONDITIONS), most),
+        }
+    )
     known = np.array([conditions(width=math.log(width))])
     assert nets.correction(model.weights, known)[0] == pytest.approx(
-        [math.exp(1.5 * math.tanh(0.1 * deviation + 0.3)), math.exp(1.5 * math.tanh(-0.2 * deviation))])
+        [math.exp(1.5 * math.tanh(0.1 * deviation + 0.3)), math.exp(1.5 * math.tanh(-0.2 * deviation))]
+    )
 
 
 def test_hidden_layers_are_silu():

@@ -59,7 +59,8 @@ def test_order_does_not_matter(model):
 def test_sums_can_be_kept_by_adding_and_subtracting(model):
     codes = model.encode([Shard.whole(t) for t in pool()])
     assert model.head(codes[:10].sum(0) - codes[3] + codes[20]) == pytest.approx(
-        model.head(codes[[0, 1, 2, 4, 5, 6, 7, 8, 9, 20]].sum(0)))
+        model.head(codes[[0, 1, 2, 4, 5, 6, 7, 8, 9, 20]].sum(0))
+    )
 
 
 def test_fusing_pays(model):
@@ -108,10 +109,14 @@ def test_a_shard_without_lookups_costs_no_more_than_one_with_some(model, sequenc
     for _ in range(20):
         rows, dim = int(10 ** rng.uniform(1, 7)), 4 * int(rng.integers(1, 32))
         access = Zipf(float(rng.choice([0.0, 1.05])))
-        some = [Shard.whole(Table("t", rows, dim, pooling, access, sequence=sequence))
-                for pooling in (0.0002, 0.001, 0.01, 0.05, 0.5, 5.0)]
-        none = [Shard.whole(Table("t", rows, dim, 0.0, access, sequence=sequence))
-                for access in (access, Reuse((0.0,) * REUSE_BINS, 64))]
+        some = [
+            Shard.whole(Table("t", rows, dim, pooling, access, sequence=sequence))
+            for pooling in (0.0002, 0.001, 0.01, 0.05, 0.5, 5.0)
+        ]
+        none = [
+            Shard.whole(Table("t", rows, dim, 0.0, access, sequence=sequence))
+            for access in (access, Reuse((0.0,) * REUSE_BINS, 64))
+        ]
         for beside in (np.zeros(model.encode(none).shape[1]), model.encode([Shard.whole(pool()[0])])[0]):
             least, *others = (model.head(beside + model.encode(shards)) for shards in (none, some))
             assert least.max() <= np.min(others) * (1 + 1e-3)
@@ -143,9 +148,12 @@ def test_several_plans_at_once(model):
 
 def rates(channel, **ways) -> dict[str, np.ndarray]:
     """Weights by which a channel takes ways["forward"] and ways["backward"] of some terms."""
-    return {collective_model.weight(channel, way): np.array([some.get(t, 0.0)
-                                                             for t in collective_model.EXCHANGE_TERMS])
-            for way, some in ways.items()}
+    return {
+        collective_model.weight(channel, way): np.array(
+            [some.get(t, 0.0) for t in collective_model.EXCHANGE_TERMS]
+        )
+        for way, some in ways.items()
+    }
 
 
 def exchanging(**ways) -> neural.NeuralModel:
@@ -173,8 +181,12 @@ def test_waiting_ends_when_the_last_is_ready():
 def test_a_late_start_is_the_first_exchanges(model):
     """Of the compute's skew, 10 ms of it at most; an exchange after an all-to-all begins together."""
     model, own = exchanging(forward={"skew_ms": 0.1}, backward={"once": 1.0}), np.array([1e6, 1e6])
-    for traffic, expected in ((sends(all_to_all=own), 0.4), (sends(reduce_scatter=own), 0.4),
-                              (sends(all_to_all=own, reduce_scatter=own), 0.4), (sends(all_reduce=own), 0.0)):
+    for traffic, expected in (
+        (sends(all_to_all=own), 0.4),
+        (sends(reduce_scatter=own), 0.4),
+        (sends(all_to_all=own, reduce_scatter=own), 0.4),
+        (sends(all_reduce=own), 0.0),
+    ):
         assert model.comm(traffic, np.array([1.0, 5.0]), topology(2)).forward_ms == pytest.approx(
             [expected] * 2
         )
@@ -197,11 +209,14 @@ def test_more_bytes_never_take_less(model):
 def test_links_that_the_topology_gives():
     hosts = tuple(Device(GIB, host=f"host-{d // 2}") for d in range(4))
     links = Topology(hosts, links=links_of(within_host=100.0, between_hosts=10.0, latency_ms=0.5))
-    fitted = {collective_model.weight(ALL_TO_ALL, way): np.full(len(collective_model.EXCHANGE_TERMS), 7.0)
-              for way in ("forward", "backward")}
+    fitted = {
+        collective_model.weight(ALL_TO_ALL, way): np.full(len(collective_model.EXCHANGE_TERMS), 7.0)
+        for way in ("forward", "backward")
+    }
     model = neural.NeuralModel(SETTING, fitted, {})
-    cost = model.comm(sends(all_to_all=np.full(4, 4e6)), np.zeros(4),
-                      links)  # 1 MB to each: 2 MB leave the host at 10 GB/s
+    cost = model.comm(
+        sends(all_to_all=np.full(4, 4e6)), np.zeros(4), links
+    )  # 1 MB to each: 2 MB leave the host at 10 GB/s
     assert cost.forward_ms == pytest.approx(np.full(4, 0.5 + 0.2))
     reduced = model.comm(sends(all_reduce=np.full(4, 4e6)), np.zeros(4), links)
     assert reduced.backward_ms == pytest.approx(np.full(4, 0.5 + 6 / 10))  # 2 · 3/4 of 4 MB at 10 GB/s
@@ -215,10 +230,14 @@ def test_rows_over_a_host_by_hand():
     """A batch of 256 and 8 columns: 8,192 bytes enter the reduce-scatter of host a, half as many its devices'
     all-to-alls."""
     where, table = on_hosts("aabb"), Table("t", 100, 8, 2.0)
-    weights = {**rates(REDUCE_SCATTER, forward={"once": 1.0, "near_busiest_bytes": 1e-3},
-                       backward={"once": 2.0}),
-               **rates(ALL_TO_ALL, forward={"once": 0.5, "far_bytes": 1e-3},
-                       backward={"once": 0.25, "uplink_bytes": 1e-3})}
+    weights = {
+        **rates(REDUCE_SCATTER, forward={"once": 1.0, "near_busiest_bytes": 1e-3}, backward={"once": 2.0}),
+        **rates(
+            ALL_TO_ALL,
+            forward={"once": 0.5, "far_bytes": 1e-3},
+            backward={"once": 0.25, "uplink_bytes": 1e-3},
+        ),
+    }
     problem = Problem("p", (table,), where, 256)
     work = lower(Plan((host_row(table, (0, 1)),)), problem)
     cost = price(work, by_hand(**weights))
@@ -235,8 +254,9 @@ def test_rows_over_a_host_by_hand():
 
 
 def test_rows_over_hosts_unlike_each_other_are_never_exchanged(model):
-    assert not model.comm(sends(reduce_scatter_host=np.full(3, 1e6)), np.zeros(3),
-                          on_hosts("aab")).forward_ms.any()
+    assert not model.comm(
+        sends(reduce_scatter_host=np.full(3, 1e6)), np.zeros(3), on_hosts("aab")
+    ).forward_ms.any()
 
 
 # --- files
@@ -318,34 +338,59 @@ def test_a_model_of_other_features_is_refused(model, tmp_path):
 def test_a_model_that_knows_no_counts_of_wide_shards_prices_as_before(model, tmp_path):
     known = features.DRIVERS.index("wider_than_32")
     body = {k: v for k, v in model.meta.items() if k != "provenance"}
-    short = {name: values[:known] if name in ("rates", "load_typical", "contention.0.weight") else values
-             for name, values in model.weights.items()}
-    model_files.write_model(tmp_path, {**body, "setting": files.setting_to_json(model.setting),
-                                 **neural._NAMES, "drivers": list(features.DRIVERS[:known])}, short)
+    short = {
+        name: values[:known] if name in ("rates", "load_typical", "contention.0.weight") else values
+        for name, values in model.weights.items()
+    }
+    model_files.write_model(
+        tmp_path,
+        {
+            **body,
+            "setting": files.setting_to_json(model.setting),
+            **neural._NAMES,
+            "drivers": list(features.DRIVERS[:known]),
+        },
+        short,
+    )
     old = neural.load(tmp_path)
     shards = [Shard.whole(Table("t", 1000, 32, 3.0)), Shard.whole(Table("u", 1000, 8, 9.0))]
-    assert (old.head(old.encode(shards).sum(0))
-            == pytest.approx(model.head(model.encode(shards).sum(0)), rel=0.2))
+    assert old.head(old.encode(shards).sum(0)) == pytest.approx(
+        model.head(model.encode(shards).sum(0)), rel=0.2
+    )
     assert not old.weights["rates"][known:].any() and not old.weights["contention.0.weight"][known:].any()
 
-    model_files.write_model(tmp_path, {**body, "setting": files.setting_to_json(model.setting),
-                                 **neural._NAMES, "drivers": []}, short)
+    model_files.write_model(
+        tmp_path,
+        {**body, "setting": files.setting_to_json(model.setting), **neural._NAMES, "drivers": []},
+        short,
+    )
     with pytest.raises(ShardCoreError, match=r"was trained on drivers \[\]; "):
         neural.load(tmp_path)
 
 
 def test_a_model_that_knows_fewer_terms_of_exchanges_prices_as_before(model, tmp_path):
     known = collective_model.EXCHANGE_TERMS.index("shared_uplink_bytes")
-    laws = {name for name, law in model.weights.items() if len(law) == len(collective_model.EXCHANGE_TERMS)
-            and name.startswith("exchange_")}
+    laws = {
+        name
+        for name, law in model.weights.items()
+        if len(law) == len(collective_model.EXCHANGE_TERMS) and name.startswith("exchange_")
+    }
     short = {name: law[:known] if name in laws else law for name, law in model.weights.items()}
     body = {k: v for k, v in model.meta.items() if k != "provenance"}
-    model_files.write_model(tmp_path, {
-        **body, "setting": files.setting_to_json(model.setting), **neural._NAMES,
-        "exchange_terms": list(collective_model.EXCHANGE_TERMS[:known])}, short)
+    model_files.write_model(
+        tmp_path,
+        {
+            **body,
+            "setting": files.setting_to_json(model.setting),
+            **neural._NAMES,
+            "exchange_terms": list(collective_model.EXCHANGE_TERMS[:known]),
+        },
+        short,
+    )
     old = neural.load(tmp_path).weights
-    assert laws and all((old[name][:known] == short[name]).all() and not old[name][known:].any()
-                        for name in laws)
+    assert laws and all(
+        (old[name][:known] == short[name]).all() and not old[name][known:].any() for name in laws
+    )
 
 
 def test_a_model_prices_problems_of_all_batches_between_those_that_were_measured():
@@ -357,8 +402,11 @@ def test_a_model_prices_problems_of_all_batches_between_those_that_were_measured
     np.testing.assert_array_equal(half.encode(shards), model.encode(shards, 128))
     assert half.for_batch(256).setting == SETTING and model.for_batch(64).setting.batch == 64
     for batch in (63, 257):
-        with pytest.raises(SettingMismatch, match=rf"global batch {batch} was not measured; .*batch 256.* is "
-                           rf"good for 64 to 256: measure with --batch {batch}"):
+        with pytest.raises(
+            SettingMismatch,
+            match=rf"global batch {batch} was not measured; .*batch 256.* is "
+            rf"good for 64 to 256: measure with --batch {batch}",
+        ):
             model.for_batch(batch)
     earlier = neural.NeuralModel(SETTING, by_hand().weights, {"ranges": {}})
     assert earlier.for_batch(256).setting == SETTING

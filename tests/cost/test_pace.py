@@ -9,9 +9,19 @@ from shardcore.cost.pace import FEWEST, is_equal, pace
 
 
 def slower(samples, by: float):
-    return [replace(s, **{way: replace(getattr(s, way), **{
-        k: by * getattr(getattr(s, way), k) for k in ("median_ms", "q1_ms", "q3_ms")})
-        for way in ("forward", "backward")}) for s in samples]
+    return [
+        replace(
+            s,
+            **{
+                way: replace(
+                    getattr(s, way),
+                    **{k: by * getattr(getattr(s, way), k) for k in ("median_ms", "q1_ms", "q3_ms")},
+                )
+                for way in ("forward", "backward")
+            },
+        )
+        for s in samples
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +36,7 @@ def test_the_pace_is_found_from_other_ops(samples, by, equal):
 
 
 def test_of_few_samples_nothing_is_known(samples):
-    few = samples[:FEWEST - 1]
+    few = samples[: FEWEST - 1]
     failed = [replace(s, error="it failed", forward=None, backward=None) for s in samples[:100]]
     assert pace(few, samples) is pace(samples, few) is pace(failed, samples) is pace([], samples) is None
     assert is_equal(None)

@@ -26,11 +26,13 @@ def test_the_share_below_a_quantile_is_its_level(level):
 def test_quantiles_grow_with_the_cost_and_the_level():
     rng = np.random.default_rng(0)
     predicted = np.exp(rng.uniform(0, 1, 400))
-    weights = quantiles.fit(predicted,
-                            predicted * np.exp(np.where(predicted < 1.6, 2.0, 0.01) * rng.normal(size=400)))
+    weights = quantiles.fit(
+        predicted, predicted * np.exp(np.where(predicted < 1.6, 2.0, 0.01) * rng.normal(size=400))
+    )
     costs = np.exp(np.linspace(-3, 6, 500))
-    of_levels = np.stack([quantiles.quantile(weights, costs, level)
-                          for level in (0.005, 0.1, 0.5, 0.9, 0.995)])
+    of_levels = np.stack(
+        [quantiles.quantile(weights, costs, level) for level in (0.005, 0.1, 0.5, 0.9, 0.995)]
+    )
     assert (np.diff(of_levels, axis=1) > 0).all() and (np.diff(of_levels, axis=0) >= 0).all()
 
 

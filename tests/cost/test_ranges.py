@@ -20,8 +20,12 @@ def beyond(model, tables, n_devices: int, placements, **links) -> list[str]:
 
 def test_nothing_to_say_within_the_range(model):
     tables = tuple(pool()[:8])
-    assert beyond(model, tables, 4, [Placement("column", Shard.whole(t), (i % 4,))
-                                     for i, t in enumerate(tables)]) == []
+    assert (
+        beyond(
+            model, tables, 4, [Placement("column", Shard.whole(t), (i % 4,)) for i, t in enumerate(tables)]
+        )
+        == []
+    )
 
 
 def test_what_lies_beyond_the_range_is_named(model):
@@ -54,30 +58,43 @@ def test_the_slack_of_a_range_and_its_two_ends():
     model = neural.NeuralModel(SETTING, by_hand().weights, {"ranges": measured})
     assert beyond(model, (table,), 1, [Placement("column", Shard.whole(table), (0,))]) == []
     for name, ends, said in (
-            ("shard_width", [4, 7.2], "table 't' is 8 columns wide; widest measured 7.2"),
-            ("shard_width", [9, 16], "table 't' is 8 columns wide; narrowest measured 9"),
-            ("op_batch", [200, 255], "device 0 runs an op over 256 samples; largest measured 255"),
-            ("op_batch", [257, 300], "device 0 runs an op over 256 samples; smallest measured 257"),
-            ("op_shards", [0, 0], "device 0 runs 1 shards in one op; most measured 0"),
-            ("op_bytes", [0, 20000], "device 0 holds 32000 bytes in one op; largest measured 20000 bytes"),
-            ("shard_pooling", [0, 1.5], "table 't' has 2 lookups a sample; most measured 1.5")):
+        ("shard_width", [4, 7.2], "table 't' is 8 columns wide; widest measured 7.2"),
+        ("shard_width", [9, 16], "table 't' is 8 columns wide; narrowest measured 9"),
+        ("op_batch", [200, 255], "device 0 runs an op over 256 samples; largest measured 255"),
+        ("op_batch", [257, 300], "device 0 runs an op over 256 samples; smallest measured 257"),
+        ("op_shards", [0, 0], "device 0 runs 1 shards in one op; most measured 0"),
+        ("op_bytes", [0, 20000], "device 0 holds 32000 bytes in one op; largest measured 20000 bytes"),
+        ("shard_pooling", [0, 1.5], "table 't' has 2 lookups a sample; most measured 1.5"),
+    ):
         model = neural.NeuralModel(SETTING, by_hand().weights, {"ranges": {**measured, name: ends}})
         assert beyond(model, (table,), 1, [Placement("column", Shard.whole(table), (0,))]) == [said]
     clicks = dataclasses.replace(table, sequence=True)
-    for name, said in (("op_batch", ["table 't' is a sequence: its lookups are priced as pooled ones with an "
-                                     "output for each, not measured"]), ("op_sequences", [])):
+    for name, said in (
+        (
+            "op_batch",
+            [
+                "table 't' is a sequence: its lookups are priced as pooled ones with an "
+                "output for each, not measured"
+            ],
+        ),
+        ("op_sequences", []),
+    ):
         model = neural.NeuralModel(SETTING, by_hand().weights, {"ranges": {name: [0, 1000]}})
         assert beyond(model, (clicks,), 1, [Placement("column", Shard.whole(clicks), (0,))]) == said
         others = tuple(dataclasses.replace(clicks, name=f"u{i}", rows=10) for i in range(3))
         placed = [Placement("column", Shard.whole(t), (0,)) for t in (clicks, *others)]
         assert beyond(model, (clicks, *others), 1, placed) == [
-            line.replace("'t' is", "'t' (and 3 more) is") for line in said]
+            line.replace("'t' is", "'t' (and 3 more) is") for line in said
+        ]
     two = [Placement("column", Shard(table, 0, 1000, d * 4, d * 4 + 4), (d,)) for d in (0, 1)]
-    model = neural.NeuralModel(SETTING, exchanging(forward={"once": 1.0}, backward={"once": 1.0}).weights,
-                               {"ranges": {"devices": [3, 4], "exchange_bytes": [0, 2000],
-                                           "exchange_id_bytes": [0, 3000]}})
+    model = neural.NeuralModel(
+        SETTING,
+        exchanging(forward={"once": 1.0}, backward={"once": 1.0}).weights,
+        {"ranges": {"devices": [3, 4], "exchange_bytes": [0, 2000], "exchange_id_bytes": [0, 3000]}},
+    )
     assert beyond(model, (table,), 2, two) == [
         "the topology has 2 devices; fewest measured 3",
         "device 1 exchanges 4096 bytes (and 1 more); largest measured 2000 bytes",
         "device 1 receives 5120 bytes of ids (and 1 more); largest measured 3000 bytes",
-        "column shards: their all-to-all of ids is priced with the rates of the all-to-all, not measured"]
+        "column shards: their all-to-all of ids is priced with the rates of the all-to-all, not measured",
+    ]

@@ -16,10 +16,18 @@ def problem(name, ms, predicted=None, noise_ms=0.0):
     return [ReplayRecord(name, a, a, (predicted or ms)[a], value, noise_ms) for a, value in ms.items()]
 
 
-TWO = [*problem("a", {"portfolio": 10.0, "random": 15.0, "torchrec": 12.0, "dim_greedy": 20.0},
-                {"portfolio": 9.0, "random": 15.0, "torchrec": 12.0, "dim_greedy": 16.0}),
-       *problem("b", {"portfolio": 11.0, "random": 30.0, "torchrec": 10.0, "dim_greedy": 20.0},
-                {"portfolio": 9.9, "random": 33.0, "torchrec": 12.0, "dim_greedy": 20.0})]
+TWO = [
+    *problem(
+        "a",
+        {"portfolio": 10.0, "random": 15.0, "torchrec": 12.0, "dim_greedy": 20.0},
+        {"portfolio": 9.0, "random": 15.0, "torchrec": 12.0, "dim_greedy": 16.0},
+    ),
+    *problem(
+        "b",
+        {"portfolio": 11.0, "random": 30.0, "torchrec": 10.0, "dim_greedy": 20.0},
+        {"portfolio": 9.9, "random": 33.0, "torchrec": 12.0, "dim_greedy": 20.0},
+    ),
+]
 
 
 def test_errors_and_bias_of_all_of_ours_and_of_random_plans():
@@ -34,25 +42,27 @@ def test_errors_and_bias_of_all_of_ours_and_of_random_plans():
 def test_regret_and_rank_correlation_are_within_problems():
     found = replay_metrics.by_problem(TWO)
     assert found["regret"] == pytest.approx([0, 10]) and found["ours_regret"] == pytest.approx([0, 10])
-    assert (found["kendall_tau"] == pytest.approx([1, 2 / 3 * 1])
-            and found["spearman"] == pytest.approx([1, 0.8]))
+    assert found["kendall_tau"] == pytest.approx([1, 2 / 3 * 1]) and found["spearman"] == pytest.approx(
+        [1, 0.8]
+    )
 
 
 def test_a_plan_that_several_algorithms_found_is_judged_once():
-    rows = [ReplayRecord("a", name, "same", 10.0, 20.0, 0.0)
-            for name in ("portfolio", "neuroshard", "random")]
+    rows = [
+        ReplayRecord("a", name, "same", 10.0, 20.0, 0.0) for name in ("portfolio", "neuroshard", "random")
+    ]
     rows.append(ReplayRecord("a", "dim_greedy", "other", 40.0, 40.0, 0.0))
     assert len(replay_metrics.distinct(rows)) == 2
     found = replay_metrics.figures(rows)
-    assert (found["mape"] == pytest.approx(25) and found["plans"] == 2
-            and found["neuroshard_relative_cost"] == 1)
+    assert (
+        found["mape"] == pytest.approx(25) and found["plans"] == 2 and found["neuroshard_relative_cost"] == 1
+    )
 
 
 def test_a_problem_with_one_plan_has_no_rank_correlation():
     found = replay_metrics.by_problem([ReplayRecord("a", "portfolio", "p", 1.0, 2.0, 0.0)])
     assert math.isnan(found["kendall_tau"][0]) and math.isnan(found["spearman"][0]) and found["regret"] == [0]
-    assert "kendall_tau" not in replay_metrics.figures(
-        [ReplayRecord("a", "portfolio", "p", 1.0, 2.0, 0.0)])
+    assert "kendall_tau" not in replay_metrics.figures([ReplayRecord("a", "portfolio", "p", 1.0, 2.0, 0.0)])
 
 
 def test_pairs_within_noise_count_for_nothing():
@@ -68,11 +78,14 @@ def test_rivals_cost_losses_and_the_gap_closed():
     assert found["torchrec"].losses == pytest.approx({"b": 0.1})
     # lacks 20% and 0%; ours 20% less, 10% more
     assert found["torchrec"].gap_closed.mean == pytest.approx((0.2 - 0.1) / 0.2)
-    assert (found["dim_greedy"].gap_closed.mean == pytest.approx((1.0 + 0.9) / (1.0 + 1.0))
-            and not found["dim_greedy"].losses)
+    assert (
+        found["dim_greedy"].gap_closed.mean == pytest.approx((1.0 + 0.9) / (1.0 + 1.0))
+        and not found["dim_greedy"].losses
+    )
     assert found["portfolio"].cost.mean == 1 and found["portfolio"].gap_closed is None
     noisy = replay_metrics.rivals([*problem("a", {"portfolio": 11.0, "torchrec": 10.0}, noise_ms=1.0)])[
-        "torchrec"]
+        "torchrec"
+    ]
     assert noisy.losses == {} and noisy.cost.low == -math.inf  # one problem says nothing of others
     for noise, lost in (
         (0.70, {"a": pytest.approx(0.1)}),
@@ -99,8 +112,9 @@ def test_the_interval_is_over_problems_and_covers_as_it_says():
 
 
 def test_noise_by_hand():
-    assert (replay_metrics.noise_ms(Spread(20.0, 19.0, 21.0, 16))
-            == pytest.approx(1.96 * 1.2533 / 1.349 * 2 / 4))
+    assert replay_metrics.noise_ms(Spread(20.0, 19.0, 21.0, 16)) == pytest.approx(
+        1.96 * 1.2533 / 1.349 * 2 / 4
+    )
 
 
 def test_noise_is_half_the_interval_of_the_median():
@@ -122,14 +136,23 @@ def many(predicted, n=6):
     return [row for i in range(n) for row in problem(f"p{i}", PLANS, predicted)]
 
 
-@pytest.mark.parametrize("challenger, said", [
-    (BLIND, r"regret of 100.0% against 0.0% on the same replays of 6 problems \(worse by 100.0% to 100.0%"),
-    (FLAT, "Kendall tau of 0.667 against 1.000"),
-], ids=["regret", "ranks"])
+@pytest.mark.parametrize(
+    "challenger, said",
+    [
+        (
+            BLIND,
+            r"regret of 100.0% against 0.0% on the same replays of 6 problems \(worse by 100.0% to 100.0%",
+        ),
+        (FLAT, "Kendall tau of 0.667 against 1.000"),
+    ],
+    ids=["regret", "ranks"],
+)
 def test_a_model_that_chooses_worse_is_refused_by_name(challenger, said):
     assert re.match(said, replay_metrics.lost(many(challenger), many(PLANS)))
-    assert (replay_metrics.lost(many(PLANS), many(challenger)) is None
-            and replay_metrics.lost(many(PLANS), many(PLANS)) is None)
+    assert (
+        replay_metrics.lost(many(PLANS), many(challenger)) is None
+        and replay_metrics.lost(many(PLANS), many(PLANS)) is None
+    )
 
 
 def test_few_problems_or_a_difference_by_chance_refuse_nobody():

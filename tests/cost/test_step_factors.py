@@ -24,8 +24,14 @@ from shardcore.step.kinds import BUCKETIZED_IDS, CHANNELS, ID_CHANNELS, IDS, Cha
 from shardcore.step.lower import lower
 
 ANALYTIC = AnalyticModel(SETTING)
-FACTORS = {(ALL_TO_ALL, "forward"): 1.4, (REDUCE_SCATTER, "forward"): 2.0, (REDUCE_SCATTER, "backward"): 1.5,
-           (ALL_REDUCE, "backward"): 1.25, (IDS, "forward"): 1.6, (BUCKETIZED_IDS, "forward"): 1.9}
+FACTORS = {
+    (ALL_TO_ALL, "forward"): 1.4,
+    (REDUCE_SCATTER, "forward"): 2.0,
+    (REDUCE_SCATTER, "backward"): 1.5,
+    (ALL_REDUCE, "backward"): 1.25,
+    (IDS, "forward"): 1.6,
+    (BUCKETIZED_IDS, "forward"): 1.9,
+}
 ALONE = {(c, way): 1.0 for c in CHANNELS for way in COLLECTIVES[c.collective].ways}
 
 
@@ -45,9 +51,12 @@ def workloads(kind, n=step_factors.FEWEST_STEPS, topology=None):
         problem = Problem("p", tables, topology, SETTING.batch)
         plan = SHARDERS["random"](problem, ANALYTIC, seed=seed)
         first, others = tables[0], [p for p in plan.placements if p.shard.table != tables[0]]
-        cut = {"columns": [p for p in plan.placements if p.shard.table == first],
-               "rows": [row(first, topology)], "replicated": [replica(first, topology)],
-               "host rows": [host_row(first, (0, 1))]}[kind]
+        cut = {
+            "columns": [p for p in plan.placements if p.shard.table == first],
+            "rows": [row(first, topology)],
+            "replicated": [replica(first, topology)],
+            "host rows": [host_row(first, (0, 1))],
+        }[kind]
         found.append(lower(Plan((*others, *cut)), problem))
     return found
 
@@ -56,11 +65,19 @@ def replayed(model, workload, factors=FACTORS, slowdown=1.0) -> StepCost:
     """What a machine of this slowdown takes, on which exchanges take `factors` as long as the model says."""
     said = price(workload, model)
     alone = model.collectives(workload.traffic, np.array(said.compute_ms), workload.topology)
-    comm = {way: tuple(sum(slowdown * factors.get((c, way), 1.0) * both[i]
-                           for c, both in alone.items() if c not in ID_CHANNELS))
-            for i, way in enumerate(("forward", "backward"))}
-    compute = (tuple(slowdown * ms for ms in part)
-               for part in (said.forward_compute_ms, said.backward_compute_ms))
+    comm = {
+        way: tuple(
+            sum(
+                slowdown * factors.get((c, way), 1.0) * both[i]
+                for c, both in alone.items()
+                if c not in ID_CHANNELS
+            )
+        )
+        for i, way in enumerate(("forward", "backward"))
+    }
+    compute = (
+        tuple(slowdown * ms for ms in part) for part in (said.forward_compute_ms, said.backward_compute_ms)
+    )
     ids = tuple(sum(slowdown * factors.get((c, "forward"), 1.0) * alone[c][0] for c in ID_CHANNELS))
     return StepCost(*compute, comm["forward"], comm["backward"], said.waiting_ms, input_ms=ids)
 
@@ -88,9 +105,12 @@ def test_a_collective_of_few_steps_has_the_all_to_all_s_factor_and_no_steps_chan
     columns, rows = workloads("columns"), workloads("rows", n=step_factors.FEWEST_STEPS - 1)
     fitted = step_factors.fit(model, [(w, replayed(model, w)) for w in [*columns, *rows]])
     assert found_factors(fitted) == pytest.approx(
-        {(c, way): 1.6 if c in ID_CHANNELS else 1.4 if way == "forward" else 1.0
-         for c, way in found_factors(model)},
-        rel=1e-3)
+        {
+            (c, way): 1.6 if c in ID_CHANNELS else 1.4 if way == "forward" else 1.0
+            for c, way in found_factors(model)
+        },
+        rel=1e-3,
+    )
     assert fitted.meta["steps"] == len(columns)
     for few in ([], [(w, replayed(model, w)) for w in rows]):
         assert step_factors.fit(model, few) is model
@@ -99,13 +119,20 @@ def test_a_collective_of_few_steps_has_the_all_to_all_s_factor_and_no_steps_chan
 def test_sums_of_steps_over_several_hosts_tell_a_factor_of_each_collective(model):
     """However time is told apart within a step."""
     uplink = np.arange(len(EXCHANGE_TERMS)) == EXCHANGE_TERMS.index("uplink_bytes")
-    model = dataclasses.replace(model, weights={n: v + v[collective_model.NEAR].sum() * uplink
-                                                if n.startswith("exchange_") else v
-                                                for n, v in model.weights.items()})
+    model = dataclasses.replace(
+        model,
+        weights={
+            n: v + v[collective_model.NEAR].sum() * uplink if n.startswith("exchange_") else v
+            for n, v in model.weights.items()
+        },
+    )
     own = {ALL_TO_ALL: 1.3, ALL_REDUCE: 8.0, WITHIN: 1.8, ACROSS: 2.5, IDS: 1.5, BUCKETIZED_IDS: 1.5}
     of_ways = {(c, way): own.get(c, 1.0) for c, way in ALONE}
-    seen = [w for kind in ("columns", "host rows", "replicated")
-            for w in workloads(kind, n=12, topology=on_hosts("aabb"))]
+    seen = [
+        w
+        for kind in ("columns", "host rows", "replicated")
+        for w in workloads(kind, n=12, topology=on_hosts("aabb"))
+    ]
     steps = [(w, overlapping(replayed(model, w, of_ways))) for w in seen]
     fitted = step_factors.fit(model, steps)
     told = found_factors(fitted)
@@ -132,12 +159,16 @@ def test_a_second_fit_is_of_what_is_alone_again_and_given_links_tell_nothing(mod
     neural.save(once, tmp_path)
     assert found_factors(neural.load(tmp_path)) == found_factors(once)
     given = Topology((Device(1 << 30),) * 2, links=links_of(within_host=10.0, latency_ms=0.1))
-    assert step_factors.fit(model,
-                            [(w, replayed(model, w)) for w in workloads("columns", topology=given)]) is model
+    assert (
+        step_factors.fit(model, [(w, replayed(model, w)) for w in workloads("columns", topology=given)])
+        is model
+    )
     apart = dataclasses.replace(on_hosts("aabb"), links=links_of(between_hosts=1.0, shared=True))
-    assert step_factors.fit(model,
-                            [(w, replayed(model, w)) for w in workloads("columns", topology=apart)]) is model
-    linked, = workloads("columns", 1, given)
+    assert (
+        step_factors.fit(model, [(w, replayed(model, w)) for w in workloads("columns", topology=apart)])
+        is model
+    )
+    (linked,) = workloads("columns", 1, given)
     assert price(linked, once) == price(linked, model)
 
 
@@ -159,16 +190,19 @@ def test_exchanges_between_hosts_alone_learn_nothing_from_steps_within_one(model
 
 def test_a_model_without_exchanges_learns_nothing_from_steps(model):
     told = [(w, replayed(model, w)) for w in workloads("columns")]
-    bare = dataclasses.replace(model, weights={k: v for k, v in model.weights.items()
-                                               if not k.startswith("exchange")})
+    bare = dataclasses.replace(
+        model, weights={k: v for k, v in model.weights.items() if not k.startswith("exchange")}
+    )
     assert step_factors.fit(bare, told) is bare
 
 
 def test_steps_of_earlier_versions_tell_nothing_of_ids(model):
     """In those no ids travelled."""
     of_today = [(w, replayed(model, w)) for w in workloads("columns", n=step_factors.FEWEST_STEPS - 1)]
-    before = [(w, dataclasses.replace(took, input_ms=())) for w, took in
-              [(w, replayed(model, w)) for w in workloads("rows")]]
+    before = [
+        (w, dataclasses.replace(took, input_ms=()))
+        for w, took in [(w, replayed(model, w)) for w in workloads("rows")]
+    ]
     fitted = step_factors.fit(model, [*of_today, *before])
     assert collective_model.step_weight(IDS, "forward") not in fitted.weights
     assert fitted.meta["steps"] > 0
@@ -177,8 +211,10 @@ def test_steps_of_earlier_versions_tell_nothing_of_ids(model):
 def test_steps_whose_dense_part_hides_ids_tell_nothing_of_them(model):
     """What is left of ids is work, and no transfer."""
     job = Job(dense_forward_ms=100.0, dense_backward_ms=100.0)
-    hidden = [(dataclasses.replace(w, job=job), dataclasses.replace(replayed(model, w), input_ms=(0.1, 0.1)))
-              for w in workloads("columns")]
+    hidden = [
+        (dataclasses.replace(w, job=job), dataclasses.replace(replayed(model, w), input_ms=(0.1, 0.1)))
+        for w in workloads("columns")
+    ]
     fitted = step_factors.fit(model, hidden)
     assert collective_model.step_weight(IDS, "forward") not in fitted.weights
     assert fitted.meta["steps"] == len(hidden)

@@ -17,14 +17,17 @@ def test_repeatability_is_the_error_of_one_timing():
 
     def timed(sample, relative_ci=0.05):
         by = np.exp(0.05 * rng.normal())
-        spreads = {k: dataclasses.replace(getattr(sample, k), median_ms=getattr(sample, k).median_ms * by)
-                   for k in ("forward", "backward")}
+        spreads = {
+            k: dataclasses.replace(getattr(sample, k), median_ms=getattr(sample, k).median_ms * by)
+            for k in ("forward", "backward")
+        }
         return dataclasses.replace(sample, relative_ci=relative_ci, **spreads)
 
     repeats = [[timed(s) for _ in range(3)] for s in samples]
     control = [[timed(samples[0]) for _ in range(50)]]
-    assert study.repeatability([*control, *repeats]) == pytest.approx(100 * 0.05 * np.sqrt(2 / np.pi),
-                                                                      rel=0.15)
+    assert study.repeatability([*control, *repeats]) == pytest.approx(
+        100 * 0.05 * np.sqrt(2 / np.pi), rel=0.15
+    )
     assert study.repeatability(control) is None and study.repeatability([]) is None
     assert study.repeatability([g[:2] for g in repeats]) > 2
 
@@ -61,8 +64,9 @@ def test_unseen_tables_are_judged_by_a_model_that_never_saw_them():
         for s in alone
     ]
     assert found == pytest.approx(100 * np.mean(errors))
-    wrong = [dataclasses.replace(s, forward=s.backward, backward=s.forward) if s in alone else s
-             for s in compute]
+    wrong = [
+        dataclasses.replace(s, forward=s.backward, backward=s.forward) if s in alone else s for s in compute
+    ]
     # of forward + backward, which stay the same
     assert study.unseen_tables(wrong, SETTING, QUICK) == pytest.approx(found)
     assert study.unseen_tables([s for s in compute if s not in alone], SETTING, QUICK) is None

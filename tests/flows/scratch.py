@@ -25,13 +25,28 @@ ROOT = Path(__file__).parents[2]
 TOY = {
     "setting": {"hardware": "auto", "batch": 64},
     "tables": {"tables": 40},
-    "measure": {"compute_samples": 120, "comm_samples": 24, "chunk": 10, "max_shards": 6,
-                "arena_bytes": 1 << 28,
-                "min_repeats": 3, "max_repeats": 3, "comm_repeats": 3, "step_samples": 0, "step_repeats": 3},
+    "measure": {
+        "compute_samples": 120,
+        "comm_samples": 24,
+        "chunk": 10,
+        "max_shards": 6,
+        "arena_bytes": 1 << 28,
+        "min_repeats": 3,
+        "max_repeats": 3,
+        "comm_repeats": 3,
+        "step_samples": 0,
+        "step_repeats": 3,
+    },
     "train": {"epochs": 8, "learning_curve": False},
     "train_policy": {"algorithm": None},
-    "evaluate": {"problems": 2, "min_tables": 5, "max_tables": 8, "budget_evals": 200, "replay_problems": 0,
-                 "replay_repeats": 3},
+    "evaluate": {
+        "problems": 2,
+        "min_tables": 5,
+        "max_tables": 8,
+        "budget_evals": 200,
+        "replay_problems": 0,
+        "replay_repeats": 3,
+    },
     "publish": {"budget_evals": 200},
 }
 
@@ -75,9 +90,18 @@ class Server:
     @classmethod
     def of_mlflow(cls, folder: Path) -> Server:
         held = services.reserve_port()
-        command = ["mlflow", "server", "--port", str(held.getsockname()[1]), "--workers", "1",
-                   "--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination",
-                   str(folder / "artifacts")]
+        command = [
+            "mlflow",
+            "server",
+            "--port",
+            str(held.getsockname()[1]),
+            "--workers",
+            "1",
+            "--backend-store-uri",
+            f"sqlite:///{folder}/mlflow.db",
+            "--artifacts-destination",
+            str(folder / "artifacts"),
+        ]
         return cls(command, folder, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, held, "/health")
 
     @property
@@ -86,9 +110,14 @@ class Server:
 
     def start(self) -> None:
         with open(self.folder / "server.log", "a") as log:
-            self.process = subprocess.Popen([sys.executable, "-m", *self.command], cwd=self.folder,
-                                            start_new_session=True, env={**os.environ, **self.env},
-                                            stdout=log, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *self.command],
+                cwd=self.folder,
+                start_new_session=True,
+                env={**os.environ, **self.env},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
         until(self._healthy, timeout_s=240)
 
     def _healthy(self) -> bool:
@@ -133,8 +162,9 @@ class Run:
 def with_logs(said: str, folder: Path) -> str:
     """What commands in a project's folder printed, and what is in the log files that this names (see
     tasks.console)."""
-    return "\n".join([said,
-                      *((folder / log).read_text() for log in re.findall(r" goes to (logs/\S+)", said))])
+    return "\n".join(
+        [said, *((folder / log).read_text() for log in re.findall(r" goes to (logs/\S+)", said))]
+    )
 
 
 def one_error(code: int, log: str) -> str:
@@ -151,10 +181,18 @@ class Project:
     folder: Path
     env: dict[str, str]
 
-    def run(self, *command: str, check: bool = True, timeout: float = 570,
-            **env: str) -> subprocess.CompletedProcess:
-        done = subprocess.run([sys.executable, "-m", *command], cwd=self.folder, env={**self.env, **env},
-                              text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout)
+    def run(
+        self, *command: str, check: bool = True, timeout: float = 570, **env: str
+    ) -> subprocess.CompletedProcess:
+        done = subprocess.run(
+            [sys.executable, "-m", *command],
+            cwd=self.folder,
+            env={**self.env, **env},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout,
+        )
         assert not check or done.returncode == 0, done.stdout[-4000:]
         return done
 
@@ -168,9 +206,14 @@ class Project:
         """A command that runs meanwhile; what it leaves running ends with the context."""
         output = self.folder / f"{time.time_ns()}.log"
         with open(output, "w") as log:
-            process = subprocess.Popen([sys.executable, "-m", *command], cwd=self.folder,
-                                       env={**self.env, **env}, stdout=log, stderr=subprocess.STDOUT,
-                                       start_new_session=True)
+            process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                cwd=self.folder,
+                env={**self.env, **env},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         try:
             yield Run(process, output)
         finally:
@@ -190,8 +233,9 @@ class Project:
     def mlflow(self):
         import mlflow
 
-        return mlflow.MlflowClient(tracking_uri=self.env["MLFLOW_TRACKING_URI"],
-                                   registry_uri=self.env["MLFLOW_TRACKING_URI"])
+        return mlflow.MlflowClient(
+            tracking_uri=self.env["MLFLOW_TRACKING_URI"], registry_uri=self.env["MLFLOW_TRACKING_URI"]
+        )
 
 
 def copy_project(folder: Path, api: str, home: Path) -> Project:
@@ -205,9 +249,16 @@ def copy_project(folder: Path, api: str, home: Path) -> Project:
     for path in (folder / "problems").glob("*.json"):
         path.unlink()
     (folder / "params.yaml").write_text(yaml.safe_dump(TOY))
-    env = {**os.environ, "PREFECT_API_URL": api, "PREFECT_HOME": str(home), "PYTHONWARNINGS": "ignore",
-           "PYTHONPATH": str(folder), "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
-           "GIT_CONFIG_GLOBAL": "/dev/null", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env = {
+        **os.environ,
+        "PREFECT_API_URL": api,
+        "PREFECT_HOME": str(home),
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": str(folder),
+        "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
+        "GIT_CONFIG_GLOBAL": "/dev/null",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     env.pop("RAY_ADDRESS", None)
     git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.org"]
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "scratch"]):

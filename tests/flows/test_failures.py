@@ -86,8 +86,9 @@ def test_a_refresh_killed_at_a_random_moment_ends_with_every_sample_once(new_pro
     folder = project.folder / "data/measurements"
     outcome.lost = len(before - timings(project))
     samples = dataset.read_compute(folder)
-    outcome.completed = (len(samples) == len({s.id for s in samples}) == 31
-                         and len(dataset.read_comm(folder)) == 12)
+    outcome.completed = (
+        len(samples) == len({s.id for s in samples}) == 31 and len(dataset.read_comm(folder)) == 12
+    )
     assert outcome.lost == 0 and outcome.completed  # 31 with the reference op
 
 
@@ -97,8 +98,10 @@ def of_the_run(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if (process.environ().get("TMPDIR", "").startswith(f"{folder}/")
-                and process.status() != psutil.STATUS_ZOMBIE):
+            if (
+                process.environ().get("TMPDIR", "").startswith(f"{folder}/")
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process)
         except psutil.Error:
             continue
@@ -117,8 +120,16 @@ PYTHON = Path(sys.executable).name
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", [f"{PYTHON} -m tasks.services", f"{PYTHON} -m prefect server",
-                                    f"{PYTHON} -m flows.measure", "raylet ", f"{PYTHON} -I -S"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        f"{PYTHON} -m tasks.services",
+        f"{PYTHON} -m prefect server",
+        f"{PYTHON} -m flows.measure",
+        "raylet ",
+        f"{PYTHON} -I -S",
+    ],
+)
 def test_of_a_killed_flow_nothing_is_left_and_while_it_ran_it_was_closed_to_others(killed, victim):
     """It has a Prefect server and a Ray of its own."""
     project = killed
@@ -131,8 +142,9 @@ def test_of_a_killed_flow_nothing_is_left_and_while_it_ran_it_was_closed_to_othe
             listening, victims = set(), []
             for process in [top := psutil.Process(run.process.pid), *top.children(recursive=True)]:
                 with contextlib.suppress(psutil.NoSuchProcess, ValueError):  # it ended meanwhile
-                    listening |= {c.laddr.ip for c in process.net_connections("inet")
-                                  if c.status == psutil.CONN_LISTEN}
+                    listening |= {
+                        c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN
+                    }
                     program, *rest = process.cmdline()
                     victims += [process] if " ".join([Path(program).name, *rest]).startswith(victim) else []
             assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
@@ -168,12 +180,16 @@ def trained(new_project, tracking):
     project.env["MLFLOW_TRACKING_URI"] = tracking.url
     project.set_params("setting", hardware=SETTING.hardware, batch=SETTING.batch)
     project.set_params("train", epochs=2)
-    measured, compute, comm = (project.folder / "data/measurements", compute_samples(linear_law, 120),
-                               comm_samples(20))
+    measured, compute, comm = (
+        project.folder / "data/measurements",
+        compute_samples(linear_law, 120),
+        comm_samples(20),
+    )
     dataset.write_compute(measured, compute, dataset.write_pool(measured, pool()))
     dataset.write_comm(measured, comm)
-    neural.save(fit.train(compute, comm, SETTING, fit.FitConfig(epochs=2)).model,
-                project.folder / "data/model")
+    neural.save(
+        fit.train(compute, comm, SETTING, fit.FitConfig(epochs=2)).model, project.folder / "data/model"
+    )
     problem = Problem("small", tuple(pool()[:8]), Topology((Device(1 << 30),) * 2), SETTING.batch)
     files.write_problem(project.folder / "problems/small.json", problem)
     return project
@@ -204,10 +220,12 @@ def test_a_prefect_server_restarted_during_a_flow_costs_only_time(measuring, pre
         prefect.start()
         code = run.process.wait(120)
     assert code == 0 and "Traceback" not in run.log(), run.log()
-    query = (json.dumps({"sort": "START_TIME_DESC", "limit": 1, "flows": {"name": {"any_": ["measure"]}}})
-             .encode())
-    asked = urllib.request.Request(f"{prefect.url}/api/flow_runs/filter", query,
-                                   {"Content-Type": "application/json"})
+    query = json.dumps(
+        {"sort": "START_TIME_DESC", "limit": 1, "flows": {"name": {"any_": ["measure"]}}}
+    ).encode()
+    asked = urllib.request.Request(
+        f"{prefect.url}/api/flow_runs/filter", query, {"Content-Type": "application/json"}
+    )
     [last] = json.load(urllib.request.urlopen(asked, timeout=10))
     outcome.said = last["state"]["type"]
     assert outcome.said == "COMPLETED"
@@ -246,8 +264,9 @@ def test_mlflow_killed_while_a_model_is_logged_or_registered(trained, tracking, 
     outcome.lost = len(set(before) - set(versions()))
     outcome.completed = "is champion" in log or "stays champion" in log
     assert outcome.lost == 0 and outcome.completed
-    assert not client.search_runs([e.experiment_id for e in client.search_experiments()],
-                                  "attributes.status = 'RUNNING'")
+    assert not client.search_runs(
+        [e.experiment_id for e in client.search_experiments()], "attributes.status = 'RUNNING'"
+    )
     assert versions() == sorted([*before, model_files.model_digest(trained.folder / "data/model")])
 
 
@@ -303,8 +322,9 @@ class Payload:
 
 
 @pytest.mark.long
-def test_a_model_in_the_registry_that_would_run_code_is_refused_and_runs_none(promoted, tracking, tmp_path,
-                                                                              rng, outcome):
+def test_a_model_in_the_registry_that_would_run_code_is_refused_and_runs_none(
+    promoted, tracking, tmp_path, rng, outcome
+):
     ran, evil = tmp_path / "ran", tmp_path / "evil"
     shutil.copytree(promoted.folder / "data/model", evil / "artifacts/model")
     weights = pickle.dumps(Payload(ran)) + rng.randbytes(8)  # after its end
@@ -312,15 +332,18 @@ def test_a_model_in_the_registry_that_would_run_code_is_refused_and_runs_none(pr
     assert ran.read_text() == "ran"
     ran.unlink()
     (evil / "artifacts/model/weights.safetensors").write_bytes(weights)
-    meta = (schema.read_json(evil / "artifacts/model/model.json")
-            | {"weights_sha256": hashlib.sha256(weights).hexdigest()})
+    meta = schema.read_json(evil / "artifacts/model/model.json") | {
+        "weights_sha256": hashlib.sha256(weights).hexdigest()
+    }
     meta["digest"] = files.digest({k: v for k, v in meta.items() if k not in ("schema", "version", "digest")})
     files.write_json(evil / "artifacts/model/model.json", meta)
     (evil / "code").mkdir()
     (evil / "code/evil.py").write_text(f"open({str(ran)!r}, 'w').write('ran')\n")
     (evil / "python_model.pkl").write_bytes(weights)
-    (evil / "MLmodel").write_text("flavors:\n  python_function:\n    loader_module: evil\n    code: code\n"
-                                  "    python_model: python_model.pkl\n")
+    (evil / "MLmodel").write_text(
+        "flavors:\n  python_function:\n    loader_module: evil\n    code: code\n"
+        "    python_model: python_model.pkl\n"
+    )
     name, client = registry.model_name(SETTING.hardware), mlflow.MlflowClient(tracking.url, tracking.url)
     before = store.last(promoted.folder / "plans", "small")
     good = client.get_model_version_by_alias(name, registry.CHAMPION)
@@ -338,8 +361,9 @@ def test_a_model_in_the_registry_that_would_run_code_is_refused_and_runs_none(pr
     assert not ran.exists()
     outcome.lost = int(store.last(promoted.folder / "plans", "small") != before)
     promoted.run("flows.publish")
-    outcome.completed = (store.last(promoted.folder / "plans", "small").provenance["model_version"]
-                         == str(good.version))
+    outcome.completed = store.last(promoted.folder / "plans", "small").provenance["model_version"] == str(
+        good.version
+    )
     assert outcome.lost == 0 and outcome.completed
 
 
@@ -355,14 +379,17 @@ def watching(promoted, tracking):
     other_model(promoted, random.Random(0))
     promoted.set_params("promote", approval=True)
     promoted.run("flows.promote")
-    with (promoted.started("prefect", "worker", "start", "--pool", "local", PREFECT_WORKER_QUERY_SECONDS="1"),
-          promoted.started("tasks.watch") as watch):
+    with (
+        promoted.started("prefect", "worker", "start", "--pool", "local", PREFECT_WORKER_QUERY_SECONDS="1"),
+        promoted.started("tasks.watch") as watch,
+    ):
         yield watch.log
 
 
 @pytest.mark.long
-def test_the_champion_changed_around_an_outage_of_mlflow_and_plans_follow_once(promoted, tracking, watching,
-                                                                               rng, outcome):
+def test_the_champion_changed_around_an_outage_of_mlflow_and_plans_follow_once(
+    promoted, tracking, watching, rng, outcome
+):
     name, plans = registry.model_name(SETTING.hardware), promoted.folder / "plans"
     client = mlflow.MlflowClient(tracking.url, tracking.url)
     # a person's change while the watch cannot reach the server
@@ -370,8 +397,11 @@ def test_the_champion_changed_around_an_outage_of_mlflow_and_plans_follow_once(p
     now = publish_claim.read(client, name).champion
     until(lambda: publish_claim.read(client, name).published == now, every_s=0.5)
     until(lambda: watching().rstrip().endswith(f"version {now} are published"))
-    ours = {str(v.version) for v in client.search_model_versions(f"name = '{name}'")
-            if registry.DIGEST_TAG in v.tags}
+    ours = {
+        str(v.version)
+        for v in client.search_model_versions(f"name = '{name}'")
+        if registry.DIGEST_TAG in v.tags
+    }
     then = min(ours - {now})
     before, said = [d.id for d in store.history(plans, "small")], len(watching())
     meanwhile = rng.random() < 0.5
@@ -384,7 +414,8 @@ def test_the_champion_changed_around_an_outage_of_mlflow_and_plans_follow_once(p
     if meanwhile:
         mlflow.MlflowClient(beside, beside).set_registered_model_alias(name, registry.CHAMPION, then)
     [outcome.said] = until(
-        lambda: re.findall(r"the registry at \S+ does not answer: .*", watching()[said:])[:1])
+        lambda: re.findall(r"the registry at \S+ does not answer: .*", watching()[said:])[:1]
+    )
     tracking.start()
     until(lambda: publish_claim.read(client, name).published == then, timeout_s=240, every_s=0.5)
     until(lambda: watching().rstrip().endswith(f"version {then} are published"))

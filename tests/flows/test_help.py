@@ -11,13 +11,18 @@ from shardcore.core.errors import ShardCoreError
 from tasks import services
 
 
-@pytest.mark.parametrize("flow", ["tables", "measure", "train", "train_policy", "evaluate", "promote",
-                                  "publish", "refresh", "topology"])
+@pytest.mark.parametrize(
+    "flow",
+    ["tables", "measure", "train", "train_policy", "evaluate", "promote", "publish", "refresh", "topology"],
+)
 @pytest.mark.parametrize("word, code", [("-h", 0), ("--bogus", 2)])
 @pytest.mark.filterwarnings("ignore")  # Prefect's, of a flow that is defined twice in a process
 def test_a_flow_says_what_it_does_or_what_it_does_not_know(flow, word, code, capsys):
-    with (mock.patch.object(sys, "argv", [flow, word]), pytest.raises(SystemExit) as ended,
-          mock.patch.object(services, "run_flow", side_effect=ShardCoreError("the flow ran"))):
+    with (
+        mock.patch.object(sys, "argv", [flow, word]),
+        pytest.raises(SystemExit) as ended,
+        mock.patch.object(services, "run_flow", side_effect=ShardCoreError("the flow ran")),
+    ):
         runpy.run_module(f"flows.{flow}", run_name="__main__")
     said = capsys.readouterr()
     assert ended.value.code == code

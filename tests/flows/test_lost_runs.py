@@ -67,8 +67,12 @@ def ids(found):
 
 
 def test_runs_that_a_dead_worker_took_are_found_and_end_as_crashed(client, api, taken):
-    held = [taken(Pending()), taken(Pending(), Running()), taken(Pending(), Running(), Cancelling()),
-            taken(Pending(), worker=None)]
+    held = [
+        taken(Pending()),
+        taken(Pending(), Running()),
+        taken(Pending(), Running(), Cancelling()),
+        taken(Pending(), worker=None),
+    ]
     taken()  # nobody has taken it
     found = lost_runs.find(api, math.inf)
     assert ids(found) == set(held)
@@ -91,8 +95,12 @@ def test_a_run_whose_process_lives_goes_on(api, taken):
     env = {**os.environ, "PREFECT__FLOW_RUN_ID": run_id}
 
     def start(code):
-        process = subprocess.Popen([sys.executable, "-c", f"print(flush=True); input(){code}"], env=env,
-                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"print(flush=True); input(){code}"],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         process.stdout.readline()
         return process
 

@@ -28,8 +28,16 @@ from tasks.setting import SettingConfig
 
 SAMPLES = 40
 BATCH = 2048
-TOY = {"compute_samples": SAMPLES, "comm_samples": 6, "chunk": 4, "interleave": 4, "min_repeats": 12,
-       "tolerance": 0.9, "max_repeats": 12, "comm_repeats": 3}
+TOY = {
+    "compute_samples": SAMPLES,
+    "comm_samples": 6,
+    "chunk": 4,
+    "interleave": 4,
+    "min_repeats": 12,
+    "tolerance": 0.9,
+    "max_repeats": 12,
+    "comm_repeats": 3,
+}
 BOARD = (Path(__file__).parents[2] / "monitoring/grafana.json").read_text()
 
 
@@ -61,17 +69,24 @@ def measured(project):
 def workers(cluster):
     """The cluster's living processes that measure; one that works is called after its call."""
     raylets = {raylet(node).pid for node in cluster.list_all_nodes()}
-    return [p for p in psutil.process_iter(["cmdline", "ppid"]) if p.info["ppid"] in raylets
-            and "".join(p.info["cmdline"] or []).startswith(("ray::DeviceWorker", "ray::measure["))]
+    return [
+        p
+        for p in psutil.process_iter(["cmdline", "ppid"])
+        if p.info["ppid"] in raylets
+        and "".join(p.info["cmdline"] or []).startswith(("ray::DeviceWorker", "ray::measure["))
+    ]
 
 
 def served(node):
     """The labels of our metrics at a node's Prometheus endpoint, by name."""
-    text = services.get(f"http://{node.node_ip_address}:{node.metrics_export_port}/metrics",
-                        timeout_s=30).decode()
-    return {m[1]: dict(re.findall(r'(\w+)="([^"]*)"', m[2]))
-            for line in text.splitlines()
-            if (m := re.match(r"(ray_shardcore_measure_\w+)\{(.*)\} \S+", line))}
+    text = services.get(
+        f"http://{node.node_ip_address}:{node.metrics_export_port}/metrics", timeout_s=30
+    ).decode()
+    return {
+        m[1]: dict(re.findall(r'(\w+)="([^"]*)"', m[2]))
+        for line in text.splitlines()
+        if (m := re.match(r"(ray_shardcore_measure_\w+)\{(.*)\} \S+", line))
+    }
 
 
 def estimated(project, monkeypatch, capsys):
@@ -100,12 +115,16 @@ def test_a_run_shows_its_metrics_and_frees_the_devices_when_it_is_cancelled(toy,
     for panel in json.loads(BOARD)["panels"]:
         for expression in (target["expr"] for target in panel.get("targets", [])):
             for name in set(re.findall(r"ray_shardcore_measure_\w+", expression)):
-                asked[name] |= {label.strip() for by in re.findall(r" by \(([^)]+)\)", expression)
-                                for label in by.split(",")}
+                asked[name] |= {
+                    label.strip()
+                    for by in re.findall(r" by \(([^)]+)\)", expression)
+                    for label in by.split(",")
+                }
     setting, config = SettingConfig(batch=BATCH).setting(), MeasureConfig(**TOY)
     reference = reference_request([t for t in pool() if t.pooling], setting, config.groups())
-    known = ComputeSample(dataset.compute_id(setting, reference), setting, reference, spread(1.0),
-                          spread(1.0), 0.0)
+    known = ComputeSample(
+        dataset.compute_id(setting, reference), setting, reference, spread(1.0), spread(1.0), 0.0
+    )
     folder, head, seen = toy.folder / "data/measurements", cluster.list_all_nodes()[0], {}
     # so that it need not calibrate
     dataset.write_compute(folder, [known] * 3, dataset.write_pool(folder, pool()))
@@ -168,8 +187,9 @@ def test_a_disk_full_while_a_part_is_written_loses_nothing_that_was(toy, rng, ou
 
 
 @pytest.mark.long
-def test_a_ray_node_killed_while_measuring_costs_what_it_had_in_hand(toy, cluster, second_node, rng, outcome,
-                                                                     monkeypatch, capsys):
+def test_a_ray_node_killed_while_measuring_costs_what_it_had_in_hand(
+    toy, cluster, second_node, rng, outcome, monkeypatch, capsys
+):
     shutil.rmtree(toy.folder / "data/measurements", ignore_errors=True)
     toy.set_params("measure", compute_samples=SAMPLES)
     there = rng.randrange(SAMPLES // 3)
@@ -182,8 +202,13 @@ def test_a_ray_node_killed_while_measuring_costs_what_it_had_in_hand(toy, cluste
         killed.wait()
         cluster.remove_node(second_node, allow_graceful=False)
         assert run.process.wait(240) == 0, run.log()[-3000:]
-    [(outcome.said, again)] = set(re.findall(r"(its process died.*; "
-                                             r"(\d+) samples are measured again one by one)", run.log()))
+    [(outcome.said, again)] = set(
+        re.findall(
+            r"(its process died.*; "
+            r"(\d+) samples are measured again one by one)",
+            run.log(),
+        )
+    )
     assert 1 <= int(again) <= 4 + 4  # a chunk, and the window of ops that run in turn
     outcome.lost = SAMPLES + 1 - measured(toy)  # with the reference op
     outcome.completed = outcome.lost == 0
@@ -194,7 +219,9 @@ def test_a_ray_node_killed_while_measuring_costs_what_it_had_in_hand(toy, cluste
     # by two ranks that share what is left
     assert len(dataset.read_comm(toy.folder / "data/measurements")) == 6
     toy.set_params("measure", compute_samples=SAMPLES + 30)
-    found = (f"{SAMPLES + 30} samples wanted, {SAMPLES} there already, 30 missing, 1 devices; "
-             "about .* at which the dataset grew")
+    found = (
+        f"{SAMPLES + 30} samples wanted, {SAMPLES} there already, 30 missing, 1 devices; "
+        "about .* at which the dataset grew"
+    )
     # Ray forgets a lost node after a while
     until(lambda: re.search(found, estimated(toy, monkeypatch, capsys)), every_s=1.0)

@@ -54,8 +54,9 @@ SAMPLES = {law: compute_samples(law, 120) for law in (linear_law, cache_law)}
 
 
 def write_model(folder, law, seed=0):
-    neural.save(fit.train(SAMPLES[law], comm_samples(20), SETTING, fit.FitConfig(epochs=2, seed=seed)).model,
-                folder)
+    neural.save(
+        fit.train(SAMPLES[law], comm_samples(20), SETTING, fit.FitConfig(epochs=2, seed=seed)).model, folder
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +79,11 @@ def project(new_project):
 @pytest.fixture(scope="module")
 def api(project):
     """A client of the server, which this process uses too; the project's deployments are there."""
-    settings = {PREFECT_API_URL: project.env["PREFECT_API_URL"], PREFECT_LOGGING_TO_API_ENABLED: False,
-                PREFECT_API_AUTH_STRING: project.env["PREFECT_API_AUTH_STRING"]}
+    settings = {
+        PREFECT_API_URL: project.env["PREFECT_API_URL"],
+        PREFECT_LOGGING_TO_API_ENABLED: False,
+        PREFECT_API_AUTH_STRING: project.env["PREFECT_API_AUTH_STRING"],
+    }
     with temporary_settings(settings), get_client(sync_client=True) as client:
         client.create_work_pool(WorkPoolCreate(name="local", type="process"), overwrite=True)
         project.run("prefect", "--no-prompt", "deploy", "--all")
@@ -90,16 +94,20 @@ def api(project):
 def inside(project, api):
     """This process runs flows and looks, in the project's folder, as a command there would, but explains
     plans in short; a client of its registry."""
-    with (contextlib.chdir(project.folder), mock.patch.dict(os.environ, project.env),
-          mock.patch("shardcore.plans.publisher._EXPLAIN", Budget(evals=100))):
+    with (
+        contextlib.chdir(project.folder),
+        mock.patch.dict(os.environ, project.env),
+        mock.patch("shardcore.plans.publisher._EXPLAIN", Budget(evals=100)),
+    ):
         watch._model.cache_clear()
         yield registry.connect()
 
 
 @pytest.fixture(scope="module")
 def worker(project, api):
-    with project.started("prefect", "worker", "start", "--pool", "local",
-                         PREFECT_WORKER_QUERY_SECONDS="1") as run:
+    with project.started(
+        "prefect", "worker", "start", "--pool", "local", PREFECT_WORKER_QUERY_SECONDS="1"
+    ) as run:
         yield run
 
 
@@ -122,15 +130,20 @@ def registered(project, client, law):
     here = {"MLFLOW_TRACKING_URI": project.env["MLFLOW_TRACKING_URI"]}
     with contextlib.chdir(project.folder), mock.patch.dict(os.environ, here):
         registry.connect()
-        return str(registry.register(client, project.folder / law.__name__, None,
-                                     {"data_version": law.__name__}).version)
+        return str(
+            registry.register(
+                client, project.folder / law.__name__, None, {"data_version": law.__name__}
+            ).version
+        )
 
 
 def published(project, client, name, version):
     """Waits until plans are published under a version; the problems' current plans and the last decisions."""
     until(lambda: publish_claim.read(client, name).published == version, every_s=1.0)
-    return {n: (store.load_plan(project.folder / "plans", n)[0], store.last(project.folder / "plans", n))
-            for n in NAMES}
+    return {
+        n: (store.load_plan(project.folder / "plans", n)[0], store.last(project.folder / "plans", n))
+        for n in NAMES
+    }
 
 
 def test_deployments_are_of_one_pool_with_checked_parameters(project, api):
@@ -274,15 +287,17 @@ def test_a_champion_set_by_hand_is_what_publish_uses_and_set_back_its_plans_are_
         assert state.published == state.champion == version and state.publishing is None
         assert abs(state.at - time.time()) < 600
         plans.append({n: store.load_plan(project.folder / "plans", n)[0] for n in NAMES})
-    assert plans[2] == plans[0] and all(set(plans[0][n].placements) != set(plans[1][n].placements)
-                                        for n in NAMES)
+    assert plans[2] == plans[0] and all(
+        set(plans[0][n].placements) != set(plans[1][n].placements) for n in NAMES
+    )
     for n in NAMES:
         back, other, first = decisions(project, n)
         assert [d.outcome for d in (first, other, back)] == ["first", "better", "restored"]
         assert [d.provenance["model_version"] for d in (first, other, back)] == [*versions, versions[0]]
         assert other.previous_ms > other.candidate_ms > 0  # both under the second model
-        assert ({"model", "data_version", "git_commit", "algorithm", "budget_evals", "seed"}
-                <= set(plans[0][n].provenance))
+        assert {"model", "data_version", "git_commit", "algorithm", "budget_evals", "seed"} <= set(
+            plans[0][n].provenance
+        )
     assert "| one |" in (project.folder / "plans/report.md").read_text()
     assert "<h1>shardcore-cost-" in (project.folder / "plans/models.html").read_text()
 
@@ -295,11 +310,17 @@ def champion(project, inside):
     return version
 
 
-def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(project, inside, champion,
-                                                                                monkeypatch):
+def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(
+    project, inside, champion, monkeypatch
+):
     good = files.read_problem(project.folder / "problems/one.json")
-    bad = {"too-big": {"topology": Topology((Device(1 << 16),) * 2)},
-           "other-batch": {"global_batch": 1 << 20}, "one": {}, "report.md": {}, "odd": {}}
+    bad = {
+        "too-big": {"topology": Topology((Device(1 << 16),) * 2)},
+        "other-batch": {"global_batch": 1 << 20},
+        "one": {},
+        "report.md": {},
+        "odd": {},
+    }
 
     def explained(priced, problem, *rest):
         if problem.name == "odd":
@@ -320,13 +341,20 @@ def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(
         for path in made:
             path.unlink()
     said = str(error.value)
-    assert re.match(r"5 of 7 problems have no new plan: problems/z0.json: problem 'too-big' does not fit.* "
-                    r"report.md and the log say why also of z1, z2, z3 \.\.\.$", said), said
+    assert re.match(
+        r"5 of 7 problems have no new plan: problems/z0.json: problem 'too-big' does not fit.* "
+        r"report.md and the log say why also of z1, z2, z3 \.\.\.$",
+        said,
+    ), said
     assert all(store.load_plan(project.folder / "plans", n)[0].placements for n in NAMES)
     report = (project.folder / "plans/report.md").read_text()
-    for reason in ("'too-big' does not fit", "batch 1048576", "is named 'one' too",
-                   "'report.md' has the name of the file beside",
-                   "ZeroDivisionError('of a defect in the code')"):
+    for reason in (
+        "'too-big' does not fit",
+        "batch 1048576",
+        "is named 'one' too",
+        "'report.md' has the name of the file beside",
+        "ZeroDivisionError('of a defect in the code')",
+    ):
         assert reason in report
     assert "| one |" in report and "| two |" in report
     assert publish_claim.read(inside, name).published == champion  # every problem was gone through
@@ -350,26 +378,32 @@ def test_some_problems_or_plans_elsewhere_are_not_on_record(project, inside, cha
     name = registry.model_name(SETTING.hardware)
     inside.set_registered_model_tag(name, publish_claim.PUBLISHED, '{"version": "of before", "at": 1.0}')
     before = publish_claim.read(inside, name)
-    with pytest.raises(ShardCoreError,
-                       match="1 of 2 problems have no new plan: none.json: cannot read none.json"):
+    with pytest.raises(
+        ShardCoreError, match="1 of 2 problems have no new plan: none.json: cannot read none.json"
+    ):
         publish(problems=["problems/one.json", "none.json"], plans="elsewhere")
     assert store.load_plan(project.folder / "elsewhere", "one")[0].placements
     publish(problems=["problems/one.json"])
     publish(plans="elsewhere")
-    assert (publish_claim.read(inside, name) == before
-            and store.names(project.folder / "elsewhere") == sorted(NAMES))
+    assert publish_claim.read(inside, name) == before and store.names(project.folder / "elsewhere") == sorted(
+        NAMES
+    )
 
 
 @pytest.mark.long
-def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(project, api, inside,
-                                                                             monkeypatch):
+def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(
+    project, api, inside, monkeypatch
+):
     """Parameters overridden, data pushed, dvc.lock and params.yaml committed, promoted, published."""
     name = registry.model_name(SETTING.hardware)
     git = ["git", "-C", str(project.folder)]
     write_model(project.folder / "data/model", linear_law, seed=1)
     for stage in yaml.safe_load((project.folder / "dvc.yaml").read_text())["stages"].values():
-        for out in (project.folder / next(iter([o] if isinstance(o, str) else o))
-                    for kind in ("outs", "metrics", "plots") for o in stage.get(kind, ())):
+        for out in (
+            project.folder / next(iter([o] if isinstance(o, str) else o))
+            for kind in ("outs", "metrics", "plots")
+            for o in stage.get(kind, ())
+        ):
             if not out.exists():
                 files.write_atomic(out if out.suffix else out / "part.json", b"{}")
     project.run("dvc", "commit", "--force")  # so all of it counts as made by the stages
@@ -395,10 +429,13 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(pro
     assert watch.step().endswith(f"version {state.champion} are published")
     assert len(runs(api, "publish")) == before  # the watch had nothing to do
     assert yaml.safe_load((project.folder / "params.yaml").read_text())["promote"] == {"may_lose": 100.0}
-    changed = subprocess.check_output([*git, "show", "--name-only", "--format=%s", "HEAD"],
-                                      text=True).split("\n")
-    assert (changed[0] == "Refresh of stage evaluate"
-            and set(changed[1:]) - {""} == {"dvc.lock", "params.yaml"})
+    changed = subprocess.check_output([*git, "show", "--name-only", "--format=%s", "HEAD"], text=True).split(
+        "\n"
+    )
+    assert changed[0] == "Refresh of stage evaluate" and set(changed[1:]) - {""} == {
+        "dvc.lock",
+        "params.yaml",
+    }
     lock = yaml.safe_load(subprocess.check_output([*git, "show", "HEAD:dvc.lock"], text=True))
     [md5] = (out["md5"] for out in lock["stages"]["tables"]["outs"])
     pushed = project.folder / "remote/files/md5" / md5[:2] / md5[2:]
@@ -412,9 +449,11 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(pro
 
 @pytest.mark.long
 def test_repro_says_which_stages_ran_and_why_one_failed(api, tmp_path):
-    stages = {"tables": {"cmd": "echo 1 > pool", "outs": ["pool"]},
-              "measure": {"cmd": "true", "deps": ["pool"]},
-              "train": {"cmd": "echo 'error: 7 is too few'; false", "deps": ["pool"]}}
+    stages = {
+        "tables": {"cmd": "echo 1 > pool", "outs": ["pool"]},
+        "measure": {"cmd": "true", "deps": ["pool"]},
+        "train": {"cmd": "echo 'error: 7 is too few'; false", "deps": ["pool"]},
+    }
     (tmp_path / "dvc.yaml").write_text(yaml.safe_dump({"stages": stages}))
     with contextlib.chdir(tmp_path), disable_run_logger():
         subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "--quiet"], check=True)
@@ -422,8 +461,9 @@ def test_repro_says_which_stages_ran_and_why_one_failed(api, tmp_path):
         assert first[0] == ("tables", True) and first[1][0] == "measure" and again[0] == ("tables", False)
         with pytest.raises(ShardCoreError, match="^7 is too few$"):
             repro.fn("train")
-        with pytest.raises(ShardCoreError, match="stage 'all' is not known; there are tables, measure, "
-                           "train, evaluate"):
+        with pytest.raises(
+            ShardCoreError, match="stage 'all' is not known; there are tables, measure, train, evaluate"
+        ):
             repro.fn("all")
 
 
@@ -456,9 +496,12 @@ def test_whoever_sets_the_champion_plans_follow_once(project, api, worker, reque
     until(lambda: f"version {ours} are published" in watching.log())
     for n in NAMES:
         assert third[n][0] == first[n][0] and third[n][1].outcome == "restored"
-        assert (second[n][0].provenance["model_version"] == other
-                and third[n][0].provenance["model_version"] == ours)
-        assert ({"model", "data_version", "git_commit", "algorithm", "budget_evals", "seed"}
-                <= set(third[n][0].provenance))
+        assert (
+            second[n][0].provenance["model_version"] == other
+            and third[n][0].provenance["model_version"] == ours
+        )
+        assert {"model", "data_version", "git_commit", "algorithm", "budget_evals", "seed"} <= set(
+            third[n][0].provenance
+        )
     until(lambda: all(r.state.is_final() for r in runs(api, "publish")), every_s=0.5)
     assert [(r.state.name, "watch" in r.tags) for r in runs(api, "publish")] == [("Completed", True)] * 3

@@ -50,22 +50,38 @@ def test_a_person_sees_stages_results_and_the_table_and_the_log_has_the_rest(pro
     assert re.match(r"refresh: every line of .* goes to logs/\S+-refresh-\d+\.log$", first)
     assert re.fullmatch(r"done in .*; log: " + re.escape(first.split()[-1]), last)
     heads = [line for line in lines if line.startswith("stage ")]
-    assert heads == [f"stage {i}/6: {stage}" for i, stage in enumerate(
-        ("tables", "measure", "train", "evaluate", "promote", "publish"), 1)]
+    assert heads == [
+        f"stage {i}/6: {stage}"
+        for i, stage in enumerate(("tables", "measure", "train", "evaluate", "promote", "publish"), 1)
+    ]
     results = [lines[lines.index(head) + 1] for head in heads]  # in a line each
-    assert all(re.fullmatch(pattern + r" \((\d+ s|\d+ min)\)", result) for pattern, result in zip((
-        r"  40 tables \(\d+ empty\), .*", r"  measured 120 groups, 24 exchanges and 0 steps of plans",
-        r"  error on held-out groups \d+\.\d%",
-        r"  held-out groups: error \d+\.\d%, Kendall tau -?\d\.\d\d",
-        r"  shardcore-cost-\S+: version 1 is champion, score \d+\.\d+% \(mean error on .*\), the first",
-        r"  2 plans under shardcore-cost-\S+ version 1: 2 first"), results, strict=True)), results
+    assert all(
+        re.fullmatch(pattern + r" \((\d+ s|\d+ min)\)", result)
+        for pattern, result in zip(
+            (
+                r"  40 tables \(\d+ empty\), .*",
+                r"  measured 120 groups, 24 exchanges and 0 steps of plans",
+                r"  error on held-out groups \d+\.\d%",
+                r"  held-out groups: error \d+\.\d%, Kendall tau -?\d\.\d\d",
+                r"  shardcore-cost-\S+: version 1 is champion, score \d+\.\d+% \(mean error on .*\), the first",
+                r"  2 plans under shardcore-cost-\S+ version 1: 2 first",
+            ),
+            results,
+            strict=True,
+        )
+    ), results
     assert len(lines) < 45 and len(shown.splitlines()) < 70, shown
     noise = ("Beginning ", "Finished in state", "View at", "Task run", "Running stage", "Warning", "shown: ")
     assert not [line for line in lines if any(word in line for word in noise)]
     log = with_logs(first, project.folder)
-    for line in ("Running stage 'measure':", "120 compute samples wanted", "Finished in state Completed()",
-                 "epoch 0: train_loss", "pool-0-00: first, ",
-                 *(r.strip().rsplit(" (", 1)[0] for r in results)):
+    for line in (
+        "Running stage 'measure':",
+        "120 compute samples wanted",
+        "Finished in state Completed()",
+        "epoch 0: train_loss",
+        "pool-0-00: first, ",
+        *(r.strip().rsplit(" (", 1)[0] for r in results),
+    ):
         assert line in log
     assert "already exists" not in log and "type hint" not in log and "shown: " not in log
 
@@ -73,11 +89,14 @@ def test_a_person_sees_stages_results_and_the_table_and_the_log_has_the_rest(pro
 def test_prefect_has_what_a_stage_logged_with_its_run(project):
     def asked(what, **query):
         user, _, password = project.env["PREFECT_API_AUTH_STRING"].partition(":")
-        return httpx.post(f"{project.env['PREFECT_API_URL']}/{what}/filter", json=query, timeout=30,
-                          auth=(user, password)).json()
+        return httpx.post(
+            f"{project.env['PREFECT_API_URL']}/{what}/filter", json=query, timeout=30, auth=(user, password)
+        ).json()
 
-    for flow, said in (("measure", "measured 120 groups, 24 exchanges and 0 steps of plans"),
-                       ("refresh", "Running stage 'train':")):
+    for flow, said in (
+        ("measure", "measured 120 groups, 24 exchanges and 0 steps of plans"),
+        ("refresh", "Running stage 'train':"),
+    ):
         ids = [r["id"] for r in asked("flow_runs", flows={"name": {"any_": [flow]}})]
         logged = asked("logs", logs={"flow_run_id": {"any_": ids}}, limit=200, sort="TIMESTAMP_ASC")
         assert said in [line["message"] for line in logged]
@@ -116,26 +135,33 @@ def test_refresh_builds_everything_and_says_what_to_look_at(project):
 
 def test_the_run_in_mlflow_names_its_data_and_commit(project):
     client = project.mlflow()
-    [run] = client.search_runs([client.get_experiment_by_name("shardcore").experiment_id],
-                               "tags.data_version != ''")
+    [run] = client.search_runs(
+        [client.get_experiment_by_name("shardcore").experiment_id], "tags.data_version != ''"
+    )
     lock = yaml.safe_load((project.folder / "dvc.lock").read_text())
     version = lock["stages"]["measure"]["outs"][0]["md5"]
-    assert run.data.tags["data_version"] == version and re.fullmatch(r"[0-9a-f]{40}(-dirty)?",
-                                                                     run.data.tags["git_commit"])
+    assert run.data.tags["data_version"] == version and re.fullmatch(
+        r"[0-9a-f]{40}(-dirty)?", run.data.tags["git_commit"]
+    )
     assert run.inputs.dataset_inputs[0].dataset.digest == version[:36]
     assert {f"{split}/compute_mape" for split in ("train", "validation", "test")} <= set(run.data.metrics)
     assert run.data.params["setting_batch"] == "64"
-    assert {"card.md", "calibration.png", "error_by_size.png", "predicted_against_measured.png",
-            "training_curves.png"} <= {
-                a.path for a in client.list_artifacts(run.info.run_id)}
+    assert {
+        "card.md",
+        "calibration.png",
+        "error_by_size.png",
+        "predicted_against_measured.png",
+        "training_curves.png",
+    } <= {a.path for a in client.list_artifacts(run.info.run_id)}
     assert any(len(client.get_metric_history(run.info.run_id, k)) > 5 for k in run.data.metrics)
     [published, *_] = client.search_runs([run.info.experiment_id], "tags.stage = 'publish'")
     pages = {a.path for a in client.list_artifacts(published.info.run_id, "plans")}
     assert pages == {f"plans/pool-0-0{i}.html" for i in range(2)}
     [model] = client.search_registered_models()
     assert re.match(r"shardcore-cost-", model.name) and set(model.aliases) == {"challenger", "champion"}
-    assert (client.get_model_version(model.name, "1").description
-            == (project.folder / "data/card.md").read_text())
+    assert (
+        client.get_model_version(model.name, "1").description == (project.folder / "data/card.md").read_text()
+    )
 
 
 def test_a_second_run_has_nothing_to_do(project):
@@ -163,8 +189,11 @@ def test_steps_are_measured_and_plans_of_held_out_problems_replayed_where_that_i
     # ran beside replays where there is one
     reference = dataset.reference_op(project.folder / "data/measurements", setting)
     for folder, plans in (("data/measurements/replays", 2), ("data/evaluation/replays", 1)):
-        costs = [cost for kept in replays.read_all(project.folder / folder, setting)
-                 for cost in kept.costs.values()]
+        costs = [
+            cost
+            for kept in replays.read_all(project.folder / folder, setting)
+            for cost in kept.costs.values()
+        ]
         assert len(costs) >= plans and {cost.slowdown != 1 for cost in costs} == {reference is not None}
     metrics = json.loads((project.folder / "data/evaluation/figures.json").read_text())
     shown = json.loads((project.folder / "data/evaluation/metrics.json").read_text())
@@ -179,8 +208,9 @@ def test_edits_make_just_the_stages_stale_that_depend_on_them_and_more_samples_k
     """A comment in the code of measuring, and a parameter."""
     before, stale_before = measured_at(project), stale(project)
     project.edit("shardcore/measure/kernels.py")
-    assert not subprocess.check_output(["git", "status", "--porcelain", "--untracked=no", "data"],
-                                       cwd=project.folder)
+    assert not subprocess.check_output(
+        ["git", "status", "--porcelain", "--untracked=no", "data"], cwd=project.folder
+    )
     assert stale(project) - stale_before == {"measure", "evaluate"}
     project.set_params("measure", compute_samples=140)
     log = with_logs(project.run("dvc", "repro", "measure").stdout, project.folder)

@@ -36,10 +36,21 @@ def compute_sample(tables, i, error=None, at=1.0):
 
 def comm_sample(i):
     request = comm_request(i, 2, 256)
-    timed = ((SPREAD,) * 2 if way in COLLECTIVES[request.collective].ways else None
-             for way in ("forward", "backward"))
-    return CollectiveSample(dataset.comm_id(SETTING, request), SETTING, request, *timed, (0.0, 1.5),
-                            time.time(), None, order=i, oversubscribed=i == 1)
+    timed = (
+        (SPREAD,) * 2 if way in COLLECTIVES[request.collective].ways else None
+        for way in ("forward", "backward")
+    )
+    return CollectiveSample(
+        dataset.comm_id(SETTING, request),
+        SETTING,
+        request,
+        *timed,
+        (0.0, 1.5),
+        time.time(),
+        None,
+        order=i,
+        oversubscribed=i == 1,
+    )
 
 
 def test_parts_round_trip_merge_and_count_once(tables, tmp_path):
@@ -62,8 +73,10 @@ def test_parts_round_trip_merge_and_count_once(tables, tmp_path):
 
 def test_samples_of_sequences_are_not_those_of_pooled_lookups(tables, tmp_path):
     pooled = compute_sample(tables, 0)
-    shards = tuple(dataclasses.replace(s, table=dataclasses.replace(s.table, sequence=True))
-                   for s in pooled.request.shards)
+    shards = tuple(
+        dataclasses.replace(s, table=dataclasses.replace(s.table, sequence=True))
+        for s in pooled.request.shards
+    )
     request = dataclasses.replace(pooled.request, shards=shards)
     sequence = dataclasses.replace(pooled, id=dataset.compute_id(SETTING, request), request=request)
     dataset.write_compute(tmp_path, [pooled, sequence], dataset.write_pool(tmp_path, tables))
@@ -94,8 +107,9 @@ def test_a_timing_replaces_an_error_and_the_later_one_wins(tables, tmp_path):
     assert [s.measured_at for s in repeats] == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"",
-                                    lambda b: b[:-9] + b"x" + b[-8:]])
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:-9] + b"x" + b[-8:]]
+)
 def test_a_damaged_part_is_refused_by_name(tables, tmp_path, damage):
     pool = dataset.write_pool(tmp_path, tables)
     path = dataset.write_compute(tmp_path, [compute_sample(tables, 0)], pool)
@@ -106,8 +120,9 @@ def test_a_damaged_part_is_refused_by_name(tables, tmp_path, damage):
 
 def over_links(emulated):
     request = CollectiveRequest((8,) * 4, 256, (0.0,) * 4, hosts=2, group="cross", emulated=emulated)
-    return CollectiveSample(dataset.comm_id(SETTING, request), SETTING, request, (SPREAD,) * 4, (SPREAD,) * 4,
-                            (0.0,) * 4, 1.0)
+    return CollectiveSample(
+        dataset.comm_id(SETTING, request), SETTING, request, (SPREAD,) * 4, (SPREAD,) * 4, (0.0,) * 4, 1.0
+    )
 
 
 def renamed(path, change):
@@ -127,8 +142,9 @@ def test_an_exchange_says_its_links(tmp_path):
 def test_an_exchange_of_ids_says_what_devices_do_with_them(tmp_path):
     def of_ids(**more):
         request = CollectiveRequest((8, 16), 256, (0.0, 0.0), "all_to_all_ids")
-        return CollectiveSample(dataset.comm_id(SETTING, request), SETTING, request, (SPREAD,) * 2, None,
-                                (0.0, 0.0), 1.0, **more)
+        return CollectiveSample(
+            dataset.comm_id(SETTING, request), SETTING, request, (SPREAD,) * 2, None, (0.0, 0.0), 1.0, **more
+        )
 
     sample = of_ids(work_ms=(0.1, 0.2))
     path = dataset.write_comm(tmp_path, [sample])
@@ -197,8 +213,10 @@ def test_ids_are_those_of_earlier_versions(tables):
     """Or what was measured would be measured anew; a request that keeps nobody busy is one from before there
     was busy_ms."""
     assert dataset.comm_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0))) == "6f0f6a285363b413"
-    assert (dataset.comm_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0), busy_ms=20.0))
-            == "1ddab14afacf5c55")
+    assert (
+        dataset.comm_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0), busy_ms=20.0))
+        == "1ddab14afacf5c55"
+    )
     # Over several hosts, ranks did not start together then: that would be measured anew.
     assert dataset.comm_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0), hosts=2)) != "4547ebc1cbbc8be3"
     shards = (Shard.whole(tables[0]), Shard(tables[3], 5, 50, 4, 8))
@@ -224,8 +242,10 @@ def test_merging_removes_what_a_killed_writer_left_an_hour_ago(tmp_path):
 
 def test_the_better_known_timing_counts(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
-    timed = [dataclasses.replace(compute_sample(tables, 0, at=float(at)), relative_ci=k)
-             for at, k in enumerate((0.5, 0.01, 0.01, 0.2, None))]
+    timed = [
+        dataclasses.replace(compute_sample(tables, 0, at=float(at)), relative_ci=k)
+        for at, k in enumerate((0.5, 0.01, 0.01, 0.2, None))
+    ]
     dataset.write_compute(tmp_path, timed, pool)
     assert dataset.read_compute(tmp_path) == [timed[2]]
     assert dataset.usual_ms(tmp_path, SETTING, timed[0].request) == pytest.approx(2.0)
@@ -250,8 +270,9 @@ def test_an_empty_folder_holds_nothing(tmp_path):
 
 def test_disturbed_samples_are_named_until_they_are_measured_again(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
-    samples = [dataclasses.replace(s, relative_ci=0.03)
-               for s in (compute_sample(tables, i) for i in range(6))]
+    samples = [
+        dataclasses.replace(s, relative_ci=0.03) for s in (compute_sample(tables, i) for i in range(6))
+    ]
     bad = dataclasses.replace(samples[0], relative_ci=0.3)
     dataset.write_compute(tmp_path, [bad, *samples[1:]], pool)
     assert dataset.disturbed_ids(tmp_path, 0.02) == {bad.id} and dataset.disturbed_ids(tmp_path, 0.2) == set()
@@ -282,9 +303,13 @@ def test_parts_whose_timings_meant_something_else_are_left_alone(tables, tmp_pat
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("name, said", [("compute-000000000000000000000000.parquet",
-                                         "is a link that leads nowhere; remove it"),
-                                        ("compute-latest.parquet", "has no name of a part")])
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("compute-000000000000000000000000.parquet", "is a link that leads nowhere; remove it"),
+        ("compute-latest.parquet", "has no name of a part"),
+    ],
+)
 def test_a_link_that_leads_nowhere_is_named(tmp_path, name, said):
     """And does not make a reader look for it forever."""
     (tmp_path / name).symlink_to(tmp_path / "nowhere")
@@ -305,27 +330,37 @@ def rewritten(folder, **columns):
 TIMING = {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0, "repeats": 3}
 
 
-@pytest.mark.parametrize("columns, said", [
-    ({"forward": {**TIMING, "median_ms": -1.0}}, "a timing is -1.0 ms"),
-    ({"forward": {**TIMING, "q3_ms": float("nan")}}, "to nan)"),
-    ({"forward": {**TIMING, "repeats": 0}}, "in 0 repeats"),
-    ({"forward": None}, "has no timing, and no error"),
-    ({"backward": {**TIMING, "median_ms": None}}, "has an entry that is nothing"),
-    ({"slowdown": 0.0}, "has slowdown 0.0"),
-    ({"slowdown": float("inf")}, "slowdown inf"),
-    ({"slowdown": None}, "has nothing in column 'slowdown'"), ({"relative_ci": -0.1}, "relative_ci -0.1"),
-    ({"order": -1}, "order -1"),
-    ({"measured_at": float("nan")}, "measured at nan"), ({"id": "0" * 16}, "its request has the id"),
-    ({"batch": 0}, "batch 0"),
-    ({"pool": "../x"}, "its pool is '../x'"), ({"pool": "0" * 16}, "pool-0000000000000000.json"),
-    ({"hardware": "a/b"}, "'a/b'"),
-    ({"shards": [None]}, "has an entry that is nothing"),
-    ({"shards": None}, "has nothing in column 'shards'"),
-    ({"shards": [{"table": "none", "dim": 4, "row_lo": 0, "row_hi": 1, "col_lo": 0, "col_hi": 4}]},
-     "has no table 'none'"),
-    ({"shards": [{"table": "hot", "dim": 4, "row_lo": 1, "row_hi": 1, "col_lo": 0, "col_hi": 4}]},
-     "has rows [1, 1)"),
-])
+@pytest.mark.parametrize(
+    "columns, said",
+    [
+        ({"forward": {**TIMING, "median_ms": -1.0}}, "a timing is -1.0 ms"),
+        ({"forward": {**TIMING, "q3_ms": float("nan")}}, "to nan)"),
+        ({"forward": {**TIMING, "repeats": 0}}, "in 0 repeats"),
+        ({"forward": None}, "has no timing, and no error"),
+        ({"backward": {**TIMING, "median_ms": None}}, "has an entry that is nothing"),
+        ({"slowdown": 0.0}, "has slowdown 0.0"),
+        ({"slowdown": float("inf")}, "slowdown inf"),
+        ({"slowdown": None}, "has nothing in column 'slowdown'"),
+        ({"relative_ci": -0.1}, "relative_ci -0.1"),
+        ({"order": -1}, "order -1"),
+        ({"measured_at": float("nan")}, "measured at nan"),
+        ({"id": "0" * 16}, "its request has the id"),
+        ({"batch": 0}, "batch 0"),
+        ({"pool": "../x"}, "its pool is '../x'"),
+        ({"pool": "0" * 16}, "pool-0000000000000000.json"),
+        ({"hardware": "a/b"}, "'a/b'"),
+        ({"shards": [None]}, "has an entry that is nothing"),
+        ({"shards": None}, "has nothing in column 'shards'"),
+        (
+            {"shards": [{"table": "none", "dim": 4, "row_lo": 0, "row_hi": 1, "col_lo": 0, "col_hi": 4}]},
+            "has no table 'none'",
+        ),
+        (
+            {"shards": [{"table": "hot", "dim": 4, "row_lo": 1, "row_hi": 1, "col_lo": 0, "col_hi": 4}]},
+            "has rows [1, 1)",
+        ),
+    ],
+)
 def test_a_sample_that_is_none_is_named(tables, tmp_path, columns, said):
     dataset.write_compute(tmp_path, [compute_sample(tables, 0)], dataset.write_pool(tmp_path, tables))
     rewritten(tmp_path, **columns)
@@ -341,8 +376,11 @@ def test_a_sample_that_is_none_takes_no_good_ones_with_it(tables, tmp_path):
     bad = rewritten(tmp_path, id="0" * 16)
     dataset.write_compute(tmp_path, [compute_sample(tables, 1)], pool)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(ShardCoreError, match=rf"{bad.name} is no part of a dataset, sample '0{{16}}': .*; "
-                       r"remove it$"):
+    with pytest.raises(
+        ShardCoreError,
+        match=rf"{bad.name} is no part of a dataset, sample '0{{16}}': .*; "
+        r"remove it$",
+    ):
         dataset.merge_parts(tmp_path)
     assert sorted(tmp_path.iterdir()) == before
     bad.unlink()
@@ -360,8 +398,10 @@ def test_a_part_that_is_sound_but_not_the_one_of_its_name_is_refused(tables, tmp
     pool = dataset.write_pool(tmp_path, tables)
     first, second = (dataset.write_compute(tmp_path, [compute_sample(tables, i)], pool) for i in range(2))
     first.write_bytes(second.read_bytes())
-    with pytest.raises(ShardCoreError, match=f"{first.name} does not match the digest in its name; "
-                       "it was cut short or edited"):
+    with pytest.raises(
+        ShardCoreError,
+        match=f"{first.name} does not match the digest in its name; it was cut short or edited",
+    ):
         dataset.read_compute(tmp_path)
 
 
@@ -370,11 +410,14 @@ def test_a_part_that_is_none_is_named(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
     content = dataset.write_compute(tmp_path, [compute_sample(tables, 0)], pool).read_bytes()
     table = pq.read_table(pa.BufferReader(content))
-    others = {"no part of a dataset": content[:-20],
-              "lacks the column 'slowdown'": table.drop_columns("slowdown"),
-              "has an unknown column 'more'": table.append_column("more", table["slowdown"]),
-              "column 'order' of type string; it needs int64": table.set_column(
-                  table.schema.get_field_index("order"), "order", pa.array(["first"]))}
+    others = {
+        "no part of a dataset": content[:-20],
+        "lacks the column 'slowdown'": table.drop_columns("slowdown"),
+        "has an unknown column 'more'": table.append_column("more", table["slowdown"]),
+        "column 'order' of type string; it needs int64": table.set_column(
+            table.schema.get_field_index("order"), "order", pa.array(["first"])
+        ),
+    }
     for said, other in others.items():
         for old in tmp_path.glob("compute-*"):
             old.unlink()
@@ -407,8 +450,9 @@ def test_many_samples_are_merged_into_several_parts_that_can_be_read(tables, tmp
         assert len(list(tmp_path.glob("compute-*"))) == 3 and len(dataset.read_compute(tmp_path)) == 5
 
 
-@pytest.mark.parametrize("error, rows, said", [("x", 20_000, "values; a part of its size"),
-                                               ("x" * 200_000, 200, "characters;")])
+@pytest.mark.parametrize(
+    "error, rows, said", [("x", 20_000, "values; a part of its size"), ("x" * 200_000, 200, "characters;")]
+)
 def test_a_small_part_that_unpacks_to_much_is_refused(tables, tmp_path, error, rows, said):
     """To read, and also to write: such a part would spoil its dataset."""
     pool, sample = dataset.write_pool(tmp_path, tables), compute_sample(tables, 0, error=error)
@@ -453,9 +497,10 @@ def test_a_damaged_pool_is_written_anew(tables, tmp_path, content):
     assert len(dataset.read_compute(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("wrong",
-                         [{"forward": Spread(0.0, 0.0, 0.0, 7), "backward": Spread(0.0, 0.0, 0.0, 7)},
-                          {"slowdown": 1e300}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"forward": Spread(0.0, 0.0, 0.0, 7), "backward": Spread(0.0, 0.0, 0.0, 7)}, {"slowdown": 1e300}],
+)
 def test_an_op_takes_time_at_a_slowdown_that_machines_have(tables, wrong):
     with pytest.raises(ShardCoreError, match="took 0 ms|a slowdown of"):
         dataclasses.replace(compute_sample(tables, 0), **wrong)
@@ -475,9 +520,11 @@ print(threads() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_no_thread_is_started_to_read(tables, tmp_path):
     """A thread of Arrow's that still ran aborted one in a hundred commands after their work was done."""
-    dataset.write_compute(tmp_path, [compute_sample(tables, i) for i in range(9)],
-                          dataset.write_pool(tmp_path, tables))
+    dataset.write_compute(
+        tmp_path, [compute_sample(tables, i) for i in range(9)], dataset.write_pool(tmp_path, tables)
+    )
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}  # by which Arrow goes
-    done = subprocess.run([sys.executable, "-c", THREADS, str(tmp_path)], env=env,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS, str(tmp_path)], env=env, capture_output=True, text=True
+    )
     assert done.stdout == "0\n", done.stdout + done.stderr

@@ -25,9 +25,10 @@ OFFSETS = torch.cat([torch.zeros(1, dtype=torch.int64), LENGTHS.flatten().cumsum
 def save(tmp_path):
     def write(content, name="fbgemm_t3_bs4.pt.gz"):
         path = tmp_path / name
-        with (gzip.open(path, "wb") if name.endswith(".gz") else path.open("wb")) as file:
+        with gzip.open(path, "wb") if name.endswith(".gz") else path.open("wb") as file:
             torch.save(content, file)
         return path
+
     return write
 
 
@@ -52,20 +53,32 @@ def test_a_generated_pool_comes_back_from_a_file_of_the_release(save):
         assert found.access.bins == pytest.approx(table.access.bins, abs=1e-9)
 
 
-@pytest.mark.parametrize("content", [
-    {"weights": INDICES}, (INDICES, OFFSETS), (INDICES, OFFSETS, LENGTHS.float()),
-    (INDICES[:-1], OFFSETS, LENGTHS),
-    (INDICES, OFFSETS[:-1], LENGTHS), (INDICES, OFFSETS, LENGTHS.flatten()),
-    (INDICES, OFFSETS, LENGTHS.flip(0)),
-    (INDICES - 1, OFFSETS, LENGTHS), (INDICES, OFFSETS + 1, LENGTHS), "text"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"weights": INDICES},
+        (INDICES, OFFSETS),
+        (INDICES, OFFSETS, LENGTHS.float()),
+        (INDICES[:-1], OFFSETS, LENGTHS),
+        (INDICES, OFFSETS[:-1], LENGTHS),
+        (INDICES, OFFSETS, LENGTHS.flatten()),
+        (INDICES, OFFSETS, LENGTHS.flip(0)),
+        (INDICES - 1, OFFSETS, LENGTHS),
+        (INDICES, OFFSETS + 1, LENGTHS),
+        "text",
+    ],
+)
 def test_refuses_a_foreign_file(save, content):
     with pytest.raises(ShardCoreError, match="dlrm_datasets file .* needs to be the torch.save of"):
         dlrm_datasets_pool(save(content))
 
 
 def test_refuses_a_file_that_is_no_torch_file_or_missing(tmp_path):
-    for name, content in (("a.pt", b"rows,dim\n3,4\n"), ("b.pt.gz", gzip.compress(b"rows,dim\n3,4\n")),
-                          ("c.pt", b"")):
+    for name, content in (
+        ("a.pt", b"rows,dim\n3,4\n"),
+        ("b.pt.gz", gzip.compress(b"rows,dim\n3,4\n")),
+        ("c.pt", b""),
+    ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ShardCoreError, match=name):
             dlrm_datasets_pool(tmp_path / name)
@@ -99,11 +112,16 @@ def test_a_file_that_unpacks_to_far_more_than_its_size_is_refused_unread(save, t
         dlrm_datasets_pool(path)
 
 
-@pytest.mark.parametrize("content", [
-    (INDICES[:1].expand(1 << 40), OFFSETS, LENGTHS),
-    (INDICES, OFFSETS, LENGTHS[:1, :1].expand(1 << 20, 1 << 20)),
-    (INDICES.to_sparse(), OFFSETS, LENGTHS), (INDICES.to("meta"), OFFSETS, LENGTHS),
-    (torch.zeros(0, dtype=torch.int64), torch.tensor([0, 1, 0]), torch.tensor([[1, -1]]))])
+@pytest.mark.parametrize(
+    "content",
+    [
+        (INDICES[:1].expand(1 << 40), OFFSETS, LENGTHS),
+        (INDICES, OFFSETS, LENGTHS[:1, :1].expand(1 << 20, 1 << 20)),
+        (INDICES.to_sparse(), OFFSETS, LENGTHS),
+        (INDICES.to("meta"), OFFSETS, LENGTHS),
+        (torch.zeros(0, dtype=torch.int64), torch.tensor([0, 1, 0]), torch.tensor([[1, -1]])),
+    ],
+)
 def test_tensors_that_are_larger_than_their_file_or_no_batch_are_refused(save, content):
     with pytest.raises(ShardCoreError, match="dlrm_datasets file"):
         dlrm_datasets_pool(save(content))

@@ -30,22 +30,37 @@ def problem_path(problem, tmp_path):
 
 
 def whole(problem):
-    return Plan(tuple(Placement("column", Shard.whole(t), (i % 4,)) for i, t in enumerate(problem.tables)),
-                {"algorithm": "by hand"})
+    return Plan(
+        tuple(Placement("column", Shard.whole(t), (i % 4,)) for i, t in enumerate(problem.tables)),
+        {"algorithm": "by hand"},
+    )
 
 
 def test_problems_round_trip(problem, problem_path, tmp_path):
     assert files.read_problem(problem_path) == problem
-    unequal = Problem("u", problem.tables, Topology((Device(1 << 24), Device(1 << 25, 2.0, "b"),
-                                                     Device(1 << 25, 2.0, "b"),
-                      Device(1 << 24)), "nvidia-h200",
-                      links_of(0.01, within_host=400.0, between_hosts=50.0)), 256, "rowwise_adagrad",
-                      Constraints(7, ("hot",)))
+    unequal = Problem(
+        "u",
+        problem.tables,
+        Topology(
+            (Device(1 << 24), Device(1 << 25, 2.0, "b"), Device(1 << 25, 2.0, "b"), Device(1 << 24)),
+            "nvidia-h200",
+            links_of(0.01, within_host=400.0, between_hosts=50.0),
+        ),
+        256,
+        "rowwise_adagrad",
+        Constraints(7, ("hot",)),
+    )
     files.write_problem(tmp_path / "u.json", unequal)
     assert files.read_problem(tmp_path / "u.json") == unequal
-    pinned = dataclasses.replace(unequal, constraints=Constraints(
-        pinned=(("hot", (0, "b")), ("cold", (3,))), together=(("hot", "wide"),),
-        kinds=(("zipf", ("row", "column")),), min_widths=(("zipf", 8),)))
+    pinned = dataclasses.replace(
+        unequal,
+        constraints=Constraints(
+            pinned=(("hot", (0, "b")), ("cold", (3,))),
+            together=(("hot", "wide"),),
+            kinds=(("zipf", ("row", "column")),),
+            min_widths=(("zipf", 8),),
+        ),
+    )
     files.write_problem(tmp_path / "c.json", pinned)
     assert files.read_problem(tmp_path / "c.json") == pinned
     data = json.loads((tmp_path / "c.json").read_text())["constraints"]
@@ -56,14 +71,20 @@ def test_problems_round_trip(problem, problem_path, tmp_path):
 def test_jobs_and_tables_of_several_features_round_trip(problem, problem_path, tmp_path):
     first, *rest = problem.tables
     several = dataclasses.replace(first, features=3, weighted=True, collection="model.users")
-    for job in (Job("none"),
-                Job(replica_optimizer="adam"),
-                Job(dense_forward_ms=1.5, dense_backward_ms=3.0, id_bytes=4, forward_payload="fp16")):
+    for job in (
+        Job("none"),
+        Job(replica_optimizer="adam"),
+        Job(dense_forward_ms=1.5, dense_backward_ms=3.0, id_bytes=4, forward_payload="fp16"),
+    ):
         other = dataclasses.replace(problem, tables=(several, *rest), job=job)
         files.write_problem(tmp_path / "j.json", other)
         assert files.read_problem(tmp_path / "j.json") == other
     assert json.loads((tmp_path / "j.json").read_text())["job"] == {
-        "dense_forward_ms": 1.5, "dense_backward_ms": 3.0, "id_bytes": 4, "forward_payload": "fp16"}
+        "dense_forward_ms": 1.5,
+        "dense_backward_ms": 3.0,
+        "id_bytes": 4,
+        "forward_payload": "fp16",
+    }
     # What is as by default is not written: plans of earlier versions know their problem.
     before = json.loads(problem_path.read_text())
     assert "job" not in before and not any({"features", "weighted"} & set(t) for t in before["tables"])
@@ -81,10 +102,13 @@ def test_constraints_that_a_problem_does_not_have_leave_its_file_and_digest_alon
     assert dataclasses.replace(found, constraints=problem.constraints) == problem
 
 
-@pytest.mark.parametrize("constraints, reserved", [
-    (None, 150), ({}, 150), ({"unsplit": []}, 150), ({"reserved_bytes": 0}, 0), ({"reserved_bytes": 7}, 7)])
-def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dense_part(tmp_path, constraints,
-                                                                                       reserved):
+@pytest.mark.parametrize(
+    "constraints, reserved",
+    [(None, 150), ({}, 150), ({"unsplit": []}, 150), ({"reserved_bytes": 0}, 0), ({"reserved_bytes": 7}, 7)],
+)
+def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dense_part(
+    tmp_path, constraints, reserved
+):
     """Of the smallest device. What is written says it, so that it does not change."""
     problem = Problem("p", (Table("t", 10, 4, 1.0),), Topology((Device(2000), Device(1000))), 4)
     data = files.problem_to_json(problem)
@@ -96,52 +120,73 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
     assert files.read_problem(tmp_path / "q.json") == problem
 
 
-
-@pytest.mark.parametrize("edit, named", [
-    (lambda d: d.update(batchsize=3), ["unknown key 'batchsize'", "global_batch"]),
-    (lambda d: d.pop("global_batch"), ["lacks the key 'global_batch'"]),
-    (lambda d: d.update(job={"pipline": "none"}), ["job", "unknown key 'pipline'", "pipeline"]),
-    (lambda d: d.update(job={"pipeline": "semi_sync"}), ["'semi_sync'", "known are none, sparse_dist"]),
-    (lambda d: d.update(job={"replica_optimizer": 3}), ["replica_optimizer", "3"]),
-    (lambda d: d.update(job={"dense_forward_ms": -2.0, "dense_backward_ms": 1.0}), ["dense_forward_ms -2.0"]),
-    (lambda d: d.update(job={"dense_forward_ms": 2.0}), ["dense_backward_ms None", "both, or neither"]),
-    (lambda d: d["tables"][0].update(features=0), ["'cold'", "0 features", "1 to 10000"]),
-    (lambda d: d["tables"][0].update(rows="many"), ["'cold'", "rows", "'many'", "whole number"]),
-    (lambda d: d["tables"][0].update(row=3), ["'cold'", "unknown key 'row'"]),
-    (lambda d: d["tables"][0].pop("dim"), ["'cold'", "lacks the key 'dim'"]),
-    (lambda d: d["tables"][0].update(zipf_alpha=1.0), ["'cold'", "both"]),
-    (lambda d: d.update(schema="shardcore/plan"), ["schema 'shardcore/plan'", "shardcore/problem"]),
-    (lambda d: d.update(version=99), ["version 99", "reads 1"]),
-    (lambda d: d.update(version=2), ["version 2", "reads 1"]),
-    (lambda d: d.pop("version"), ["version None"]),
-    (lambda d: d.update(global_batch=True), ["global_batch is True", "whole number"]),
-    (lambda d: d.update(global_batch=256.0), ["global_batch is 256.0", "whole number"]),
-    (lambda d: d["topology"]["devices"][0].update(count=True), ["count True"]),
-    (lambda d: d["topology"]["devices"][0].update(count=0), ["count 0"]),
-    (lambda d: d["topology"]["devices"][0].update(count=10**9),
-     ["count 1000000000", "65536 devices at most"]),
-    (lambda d: d["topology"]["devices"][0].update(memory_gb=3), ["unknown key 'memory_gb'", "memory_bytes"]),
-    (lambda d: d.pop("topology"), ["topology"]),
-    (lambda d: d.update(tables=7), ["tables"]),
-    (lambda d: d["tables"].append(7), ["7"]),
-    (lambda d: d["tables"].append(d["tables"][0]), ["'cold'"]),
-    (lambda d: d.update(constraints=[]), ["constraints", "[]", "object"]),
-    (lambda d: d["constraints"].update(pin={}), ["unknown key 'pin'", "unsplit", "pinned", "together"]),
-    (lambda d: d["constraints"].update(pinned=["hot"]), ["pinned is ['hot']", "object of tables"]),
-    (lambda d: d["constraints"].update(pinned={"hot": 0}), ["constraints", "'hot' pinned to 0", "a list"]),
-    (lambda d: d["constraints"].update(pinned={"hot": [True]}), ["'hot' pinned to [True]"]),
-    (lambda d: d["constraints"].update(kinds={"hot": "row"}), ["table 'hot' by 'row'", "['row', 'column']"]),
-    (lambda d: d["constraints"].update(kinds={"hot": ["row", "rows"]}),
-     ["kinds of table 'hot' has 'rows'; known are column, row, host_row"]),
-    (lambda d: d["constraints"].update(kinds=["hot"]), ["kinds is ['hot']", "object of tables"]),
-    (lambda d: d["constraints"].update(min_widths={"hot": "8"}), ["min_widths '8'", "table 'hot'"]),
-    (lambda d: d["constraints"].update(min_widths=8), ["min_widths is 8", "object of tables"]),
-    (lambda d: d["constraints"].update(pinned={"hot": ["host-9"]}), ["'hot' to 'host-9'", "hosts host-0"]),
-    (lambda d: d["constraints"].update(pinned={"hut": [0]}), ["pins ['hut']"]),
-    (lambda d: d["constraints"].update(together={}), ["together is {}", "list of groups"]),
-    (lambda d: d["constraints"].update(together=["hot"]), ["together 'hot'", "a list"]),
-    (lambda d: d["constraints"].update(together=[["hot", "hot"]]), ["'hot' together twice"]),
-])
+@pytest.mark.parametrize(
+    "edit, named",
+    [
+        (lambda d: d.update(batchsize=3), ["unknown key 'batchsize'", "global_batch"]),
+        (lambda d: d.pop("global_batch"), ["lacks the key 'global_batch'"]),
+        (lambda d: d.update(job={"pipline": "none"}), ["job", "unknown key 'pipline'", "pipeline"]),
+        (lambda d: d.update(job={"pipeline": "semi_sync"}), ["'semi_sync'", "known are none, sparse_dist"]),
+        (lambda d: d.update(job={"replica_optimizer": 3}), ["replica_optimizer", "3"]),
+        (
+            lambda d: d.update(job={"dense_forward_ms": -2.0, "dense_backward_ms": 1.0}),
+            ["dense_forward_ms -2.0"],
+        ),
+        (lambda d: d.update(job={"dense_forward_ms": 2.0}), ["dense_backward_ms None", "both, or neither"]),
+        (lambda d: d["tables"][0].update(features=0), ["'cold'", "0 features", "1 to 10000"]),
+        (lambda d: d["tables"][0].update(rows="many"), ["'cold'", "rows", "'many'", "whole number"]),
+        (lambda d: d["tables"][0].update(row=3), ["'cold'", "unknown key 'row'"]),
+        (lambda d: d["tables"][0].pop("dim"), ["'cold'", "lacks the key 'dim'"]),
+        (lambda d: d["tables"][0].update(zipf_alpha=1.0), ["'cold'", "both"]),
+        (lambda d: d.update(schema="shardcore/plan"), ["schema 'shardcore/plan'", "shardcore/problem"]),
+        (lambda d: d.update(version=99), ["version 99", "reads 1"]),
+        (lambda d: d.update(version=2), ["version 2", "reads 1"]),
+        (lambda d: d.pop("version"), ["version None"]),
+        (lambda d: d.update(global_batch=True), ["global_batch is True", "whole number"]),
+        (lambda d: d.update(global_batch=256.0), ["global_batch is 256.0", "whole number"]),
+        (lambda d: d["topology"]["devices"][0].update(count=True), ["count True"]),
+        (lambda d: d["topology"]["devices"][0].update(count=0), ["count 0"]),
+        (
+            lambda d: d["topology"]["devices"][0].update(count=10**9),
+            ["count 1000000000", "65536 devices at most"],
+        ),
+        (
+            lambda d: d["topology"]["devices"][0].update(memory_gb=3),
+            ["unknown key 'memory_gb'", "memory_bytes"],
+        ),
+        (lambda d: d.pop("topology"), ["topology"]),
+        (lambda d: d.update(tables=7), ["tables"]),
+        (lambda d: d["tables"].append(7), ["7"]),
+        (lambda d: d["tables"].append(d["tables"][0]), ["'cold'"]),
+        (lambda d: d.update(constraints=[]), ["constraints", "[]", "object"]),
+        (lambda d: d["constraints"].update(pin={}), ["unknown key 'pin'", "unsplit", "pinned", "together"]),
+        (lambda d: d["constraints"].update(pinned=["hot"]), ["pinned is ['hot']", "object of tables"]),
+        (
+            lambda d: d["constraints"].update(pinned={"hot": 0}),
+            ["constraints", "'hot' pinned to 0", "a list"],
+        ),
+        (lambda d: d["constraints"].update(pinned={"hot": [True]}), ["'hot' pinned to [True]"]),
+        (
+            lambda d: d["constraints"].update(kinds={"hot": "row"}),
+            ["table 'hot' by 'row'", "['row', 'column']"],
+        ),
+        (
+            lambda d: d["constraints"].update(kinds={"hot": ["row", "rows"]}),
+            ["kinds of table 'hot' has 'rows'; known are column, row, host_row"],
+        ),
+        (lambda d: d["constraints"].update(kinds=["hot"]), ["kinds is ['hot']", "object of tables"]),
+        (lambda d: d["constraints"].update(min_widths={"hot": "8"}), ["min_widths '8'", "table 'hot'"]),
+        (lambda d: d["constraints"].update(min_widths=8), ["min_widths is 8", "object of tables"]),
+        (
+            lambda d: d["constraints"].update(pinned={"hot": ["host-9"]}),
+            ["'hot' to 'host-9'", "hosts host-0"],
+        ),
+        (lambda d: d["constraints"].update(pinned={"hut": [0]}), ["pins ['hut']"]),
+        (lambda d: d["constraints"].update(together={}), ["together is {}", "list of groups"]),
+        (lambda d: d["constraints"].update(together=["hot"]), ["together 'hot'", "a list"]),
+        (lambda d: d["constraints"].update(together=[["hot", "hot"]]), ["'hot' together twice"]),
+    ],
+)
 def test_bad_problems_are_refused_by_name(problem_path, edit, named):
     data = json.loads(problem_path.read_text())
     edit(data)
@@ -152,8 +197,9 @@ def test_bad_problems_are_refused_by_name(problem_path, edit, named):
 
 
 def test_of_a_key_that_appears_twice_neither_counts(problem_path):
-    problem_path.write_text(problem_path.read_text().replace('"global_batch": 256', '"global_batch": 256, '
-                                                             '"global_batch": 512'))
+    problem_path.write_text(
+        problem_path.read_text().replace('"global_batch": 256', '"global_batch": 256, "global_batch": 512')
+    )
     with pytest.raises(ShardCoreError, match="'global_batch' appears twice"):
         files.read_problem(problem_path)
 
@@ -187,9 +233,18 @@ def test_plans_round_trip_and_know_their_problem(problem, tmp_path):
 def test_a_plan_of_each_kind_round_trips(problem, tmp_path):
     two = dataclasses.replace(problem, topology=on_hosts("xyxy", 16 << 20))
     cold, hot, wide, zipf, one, empty = two.tables
-    plan = Plan((host_row(cold, (1, 3), 0, 12), host_row(cold, (0, 2), 12, 16), row(hot, two.topology),
-                 column(wide, 0, 0, 24),
-                 column(wide, 3, 24, 64), replica(zipf, two.topology), column(one, 1), column(empty, 1)))
+    plan = Plan(
+        (
+            host_row(cold, (1, 3), 0, 12),
+            host_row(cold, (0, 2), 12, 16),
+            row(hot, two.topology),
+            column(wide, 0, 0, 24),
+            column(wide, 3, 24, 64),
+            replica(zipf, two.topology),
+            column(one, 1),
+            column(empty, 1),
+        )
+    )
     files.write_plan(tmp_path / "plan.json", plan, two)
     assert files.read_plan(tmp_path / "plan.json", two) == plan
 
@@ -211,29 +266,44 @@ def test_files_have_a_line_for_each_record_and_no_slow_indents(problem, tmp_path
 
 def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
     files.write_plan(tmp_path / "plan.json", whole(problem), problem)
-    for other in (dataclasses.replace(problem, global_batch=512),
-                  dataclasses.replace(problem, constraints=Constraints(1))):
+    for other in (
+        dataclasses.replace(problem, global_batch=512),
+        dataclasses.replace(problem, constraints=Constraints(1)),
+    ):
         assert files.problem_digest(other) != files.problem_digest(problem)
         with pytest.raises(ShardCoreError, match="is a plan for problem 'small' with digest"):
             files.read_plan(tmp_path / "plan.json", other)
 
 
-@pytest.mark.parametrize("change, said", [
-    (lambda p: p.pop(), "plan places 0 of the"), (lambda p: p.append(p[0]), "plan places cells twice"),
-    (lambda p: p[0].update(devices=[4]), "on device 4; problem 'small' has devices 0 to 3"),
-    (lambda p: p[0].update(devices=[0.9]), "placements[0]: devices[0] is 0.9; it needs to be a whole"),
-    (lambda p: p[0].update(devices=[True]), "placements[0]: devices[0] is True; it needs to be a whole"),
-    (lambda p: p[0].update(columns=[0]), "placements[0]: columns is [0]; it needs to be [a whole number, a "),
-    (lambda p: p[0].update(table="none"), "places table 'none', which problem 'small' does not have"),
-    (lambda p: p[0].update(rows=[0, 1]), "placements[0] has an unknown key 'rows'"),
-    (lambda p: p[0].pop("kind"), "placements[0] lacks the key 'kind'"),
-    (lambda p: p[0].update(kind="twin"), "a placement or constraint has kind 'twin'; known are column, row, "
-     "host_row, data_parallel"),
-    (lambda p: p[0].update(kind="row"), "plan places cold[0:50000, 0:16] by row on device 0; such a shard "
-     "lives on devices 0, 1"),
-    (lambda p: p[0].update(kind="host_row", devices=[0, 1]), "it needs several hosts with the same number of "
-     "devices each"),
-])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda p: p.pop(), "plan places 0 of the"),
+        (lambda p: p.append(p[0]), "plan places cells twice"),
+        (lambda p: p[0].update(devices=[4]), "on device 4; problem 'small' has devices 0 to 3"),
+        (lambda p: p[0].update(devices=[0.9]), "placements[0]: devices[0] is 0.9; it needs to be a whole"),
+        (lambda p: p[0].update(devices=[True]), "placements[0]: devices[0] is True; it needs to be a whole"),
+        (
+            lambda p: p[0].update(columns=[0]),
+            "placements[0]: columns is [0]; it needs to be [a whole number, a ",
+        ),
+        (lambda p: p[0].update(table="none"), "places table 'none', which problem 'small' does not have"),
+        (lambda p: p[0].update(rows=[0, 1]), "placements[0] has an unknown key 'rows'"),
+        (lambda p: p[0].pop("kind"), "placements[0] lacks the key 'kind'"),
+        (
+            lambda p: p[0].update(kind="twin"),
+            "a placement or constraint has kind 'twin'; known are column, row, host_row, data_parallel",
+        ),
+        (
+            lambda p: p[0].update(kind="row"),
+            "plan places cold[0:50000, 0:16] by row on device 0; such a shard lives on devices 0, 1",
+        ),
+        (
+            lambda p: p[0].update(kind="host_row", devices=[0, 1]),
+            "it needs several hosts with the same number of devices each",
+        ),
+    ],
+)
 def test_a_plan_that_is_none_of_the_problem_is_refused_with_its_file(problem, tmp_path, change, said):
     path, data = tmp_path / "plan.json", files.plan_to_json(whole(problem), problem)
     change(data["placements"])
@@ -266,11 +336,14 @@ def test_models_round_trip_and_a_touched_one_is_refused(tmp_path):
     np.testing.assert_array_equal(read["w"], tensors["w"])
     weights = tmp_path / model_files.MODEL_WEIGHTS
     content = weights.read_bytes()
-    for touched in (content[:-1], content[:-8]
-                    + np.float64(7.0).tobytes()):  # the second is whole safetensors
+    for touched in (
+        content[:-1],
+        content[:-8] + np.float64(7.0).tobytes(),
+    ):  # the second is whole safetensors
         weights.write_bytes(touched)
-        with pytest.raises(ShardCoreError,
-                           match="weights.safetensors does not match the digest in model.json"):
+        with pytest.raises(
+            ShardCoreError, match="weights.safetensors does not match the digest in model.json"
+        ):
             model_files.read_model(tmp_path)
 
 
@@ -307,8 +380,9 @@ def test_a_model_file_whose_digest_is_right_runs_no_code(tmp_path, written):
     content, ran = written(Payload(tmp_path / "ran")), tmp_path / "ran"
     model_files.write_model(tmp_path, {"a": 1}, {"w": np.zeros(1)})
     (tmp_path / model_files.MODEL_WEIGHTS).write_bytes(content)
-    meta = (json.loads((tmp_path / model_files.MODEL_JSON).read_text())
-            | {"weights_sha256": hashlib.sha256(content).hexdigest()})
+    meta = json.loads((tmp_path / model_files.MODEL_JSON).read_text()) | {
+        "weights_sha256": hashlib.sha256(content).hexdigest()
+    }
     meta["digest"] = files.digest({k: v for k, v in meta.items() if k not in ("schema", "version", "digest")})
     files.write_json(tmp_path / model_files.MODEL_JSON, meta)
     with pytest.raises(ShardCoreError, match="weights.safetensors is not safetensors"):
@@ -341,8 +415,9 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
 def test_a_table_needs_no_access_statistics_but_needs_to_be_an_object():
     with pytest.raises(ShardCoreError, match="needs to be a table"):
         files.table_from_json([], "x.json")
-    assert files.table_from_json({"name": "t", "rows": 3, "dim": 4, "pooling": 1},
-                                 "x.json") == Table("t", 3, 4, 1)
+    assert files.table_from_json({"name": "t", "rows": 3, "dim": 4, "pooling": 1}, "x.json") == Table(
+        "t", 3, 4, 1
+    )
 
 
 def test_writing_leaves_what_a_link_of_its_temporary_name_leads_to(tmp_path):
@@ -368,8 +443,15 @@ files.write_atomic(sys.argv[1], b"slow")
 
 def test_what_a_killed_writer_left_goes_and_what_a_living_one_writes_stays(tmp_path):
     path = tmp_path / "plan.json"
-    writers = [subprocess.Popen([sys.executable, "-c", SLOW_WRITER, path], stdin=subprocess.PIPE, text=True,
-                                stdout=subprocess.PIPE) for _ in range(2)]
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", SLOW_WRITER, path],
+            stdin=subprocess.PIPE,
+            text=True,
+            stdout=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]
     assert [w.stdout.readline() for w in writers] == ["writing\n"] * 2
     writers[0].kill()
     writers[0].communicate()
@@ -382,8 +464,12 @@ def test_what_a_killed_writer_left_goes_and_what_a_living_one_writes_stays(tmp_p
     assert not left.exists() and living.exists() and path.read_bytes() == b"quick"
     writers[1].communicate("go on\n")
     assert path.read_bytes() == b"slow"
-    assert {p.name for p in tmp_path.iterdir()} == {"plan.json", ".plan.json.notes", ".other.json.1.tmp",
-                                                    ".plan.json.1.tmp"}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "plan.json",
+        ".plan.json.notes",
+        ".other.json.1.tmp",
+        ".plan.json.1.tmp",
+    }
 
 
 def test_a_device_or_pipe_is_written_to_and_stays(tmp_path):

@@ -29,25 +29,28 @@ def on(**changed) -> Problem:
     return replace(WHOLE, topology=Topology(devices))
 
 
-@pytest.mark.parametrize(("other", "said"), [
-    (with_table(name="d"), "name of tables"),
-    (replace(WHOLE, tables=TABLES[::-1]), "order of tables"),
-    (replace(WHOLE, tables=TABLES[:2]), "name of tables"),
-    (with_table(rows=101), "rows of tables"),
-    (with_table(dim=32), "dim of tables"),
-    (with_table(pooling=2.5), "pooling of tables"),
-    (with_table(access=Zipf(1.2)), "access of tables"),
-    (with_table(features=2, weighted=True), "features of tables, weighted of tables"),
-    (on(host="h9"), "host of devices"),
-    (on(memory_bytes=2 * 10**9), "memory_bytes of devices"),
-    (on(speed=2.0), "speed of devices"),
-    (replace(WHOLE, topology=Topology(WHOLE.topology.devices[:2])), "number of devices"),
-    (replace(WHOLE, topology=replace(WHOLE.topology, links=links_of(within_host=9.0))), "topology.links"),
-    (replace(WHOLE, global_batch=128), "global_batch"),
-    (replace(WHOLE, optimizer="adam"), "optimizer"),
-    (replace(WHOLE, job=Job(id_bytes=4)), "job.id_bytes"),
-    (replace(WHOLE, constraints=Constraints(unsplit=("a",))), "constraints"),
-])
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (with_table(name="d"), "name of tables"),
+        (replace(WHOLE, tables=TABLES[::-1]), "order of tables"),
+        (replace(WHOLE, tables=TABLES[:2]), "name of tables"),
+        (with_table(rows=101), "rows of tables"),
+        (with_table(dim=32), "dim of tables"),
+        (with_table(pooling=2.5), "pooling of tables"),
+        (with_table(access=Zipf(1.2)), "access of tables"),
+        (with_table(features=2, weighted=True), "features of tables, weighted of tables"),
+        (on(host="h9"), "host of devices"),
+        (on(memory_bytes=2 * 10**9), "memory_bytes of devices"),
+        (on(speed=2.0), "speed of devices"),
+        (replace(WHOLE, topology=Topology(WHOLE.topology.devices[:2])), "number of devices"),
+        (replace(WHOLE, topology=replace(WHOLE.topology, links=links_of(within_host=9.0))), "topology.links"),
+        (replace(WHOLE, global_batch=128), "global_batch"),
+        (replace(WHOLE, optimizer="adam"), "optimizer"),
+        (replace(WHOLE, job=Job(id_bytes=4)), "job.id_bytes"),
+        (replace(WHOLE, constraints=Constraints(unsplit=("a",))), "constraints"),
+    ],
+)
 def test_a_plan_of_another_problem_names_what_differs(tmp_path, other, said):
     path = tmp_path / "plan.json"
     files.write_plan(path, Plan(tuple(column(t, 0) for t in TABLES)), WHOLE)

@@ -32,8 +32,10 @@ def problem(tables) -> Problem:
 
 @cache
 def plans_of(problem):
-    return tuple((o.algorithm, o.plan)
-                 for o in compare.plans(problem, MODEL, seed=3, budget=Budget(evals=200), random=2))
+    return tuple(
+        (o.algorithm, o.plan)
+        for o in compare.plans(problem, MODEL, seed=3, budget=Budget(evals=200), random=2)
+    )
 
 
 @pytest.fixture
@@ -50,10 +52,15 @@ def clock():
     def replay(workloads):
         ran.append(len(workloads))
         costs = [price(w, MODEL) for w in workloads]
-        return [StepSample(**{part: tuple(1.875 * ms for ms in getattr(c, part)) for part in PARTS},
-                           step=Spread(1.875 * c.total_ms, 1.75 * c.total_ms, 2 * c.total_ms, 4),
-                           oversubscribed=False, slowdown=1.25)
-                for c in costs]
+        return [
+            StepSample(
+                **{part: tuple(1.875 * ms for ms in getattr(c, part)) for part in PARTS},
+                step=Spread(1.875 * c.total_ms, 1.75 * c.total_ms, 2 * c.total_ms, 4),
+                oversubscribed=False,
+                slowdown=1.25,
+            )
+            for c in costs
+        ]
 
     replay.ran = ran
     return replay
@@ -76,15 +83,18 @@ def test_what_is_kept_is_not_replayed_again_and_reads_as_it_was(problem, made, c
     assert "backward_compute_ms" in ratios and all(ratio == pytest.approx(1.5) for ratio in ratios.values())
 
 
-@pytest.mark.parametrize("change", [
-    lambda body: body.update(measurement_version=2), lambda body: body["replays"][0].pop("slowdown")])
+@pytest.mark.parametrize(
+    "change",
+    [lambda body: body.update(measurement_version=2), lambda body: body["replays"][0].pop("slowdown")],
+)
 def test_replays_that_mean_something_else_or_lack_something_run_again(problem, made, clock, tmp_path, change):
     replays.keep(tmp_path / "kept", problem, made, SETTING, CONFIG, clock)
     path = tmp_path / "kept/replays.json"
     body = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("schema", "version", "digest")}
     change(body)
-    path.write_text(json.dumps({"schema": "shardcore/replays", "version": 3, **body,
-                                "digest": files.digest(body)}))
+    path.write_text(
+        json.dumps({"schema": "shardcore/replays", "version": 3, **body, "digest": files.digest(body)})
+    )
     assert not replays.is_kept(tmp_path / "kept", problem, made, SETTING, CONFIG)
     replays.keep(tmp_path / "kept", problem, made, SETTING, CONFIG, clock)
     assert len(clock.ran) == 2 and replays.is_kept(tmp_path / "kept", problem, made, SETTING, CONFIG)
@@ -96,8 +106,9 @@ def test_a_replay_at_a_slowdown_that_no_machine_has_is_refused(slowdown, problem
     path = tmp_path / "kept/replays.json"
     body = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("schema", "version", "digest")}
     body["replays"][0]["slowdown"] = slowdown
-    path.write_text(json.dumps({"schema": "shardcore/replays", "version": 3, **body,
-                                "digest": files.digest(body)}))
+    path.write_text(
+        json.dumps({"schema": "shardcore/replays", "version": 3, **body, "digest": files.digest(body)})
+    )
     with pytest.raises(ShardCoreError, match=f"has slowdown {slowdown}; it needs 0.001 to 1000"):
         replays.read(tmp_path / "kept")
 
@@ -118,12 +129,21 @@ def test_what_was_disturbed_tells_nothing_and_is_replayed_again(problem, made, c
     first = replays.append(tmp_path, problem, made[-2:], SETTING, CONFIG, disturbed)
     assert len(first) == 2 and replays.steps([tmp_path], SETTING) == []
     assert replays.missing(tmp_path, [(problem, made[-2:])], SETTING) == [(problem, made[-2:])]
-    again = replays.append(tmp_path, problem, made[-2:], SETTING, CONFIG, steady := (
-        lambda workloads: [dataclasses.replace(cost, slowdown=1.2) for cost in clock(workloads)]))
-    assert ({cost.slowdown for cost in again.values()} == {1.2}
-            and len(replays.steps([tmp_path], SETTING)) == 2)
-    assert (replays.append(tmp_path, problem, made[-2:], SETTING, CONFIG, steady) == again
-            and clock.ran == [2, 2])
+    again = replays.append(
+        tmp_path,
+        problem,
+        made[-2:],
+        SETTING,
+        CONFIG,
+        steady := (lambda workloads: [dataclasses.replace(cost, slowdown=1.2) for cost in clock(workloads)]),
+    )
+    assert {cost.slowdown for cost in again.values()} == {1.2} and len(
+        replays.steps([tmp_path], SETTING)
+    ) == 2
+    assert replays.append(tmp_path, problem, made[-2:], SETTING, CONFIG, steady) == again and clock.ran == [
+        2,
+        2,
+    ]
     assert len(replays.digests(tmp_path)) == 1
 
 
@@ -142,11 +162,13 @@ def test_a_replay_is_disturbed_at_a_slowdown_of_half_as_much_again_either_way(
 
 
 @pytest.mark.parametrize("hosts, name", [(1, "STEP_VERSION"), (2, "OVER_HOSTS_VERSION")])
-def test_replays_whose_timings_meant_something_else_are_none(hosts, name, problem, made, clock, tmp_path,
-                                                             monkeypatch):
+def test_replays_whose_timings_meant_something_else_are_none(
+    hosts, name, problem, made, clock, tmp_path, monkeypatch
+):
     folder = tmp_path / "replays" / "kept"
-    devices = (dataclasses.replace(d, host=f"host-{i % hosts}")
-               for i, d in enumerate(problem.topology.devices))
+    devices = (
+        dataclasses.replace(d, host=f"host-{i % hosts}") for i, d in enumerate(problem.topology.devices)
+    )
     problem = dataclasses.replace(problem, topology=Topology(tuple(devices)))
     monkeypatch.setattr(replays, name, 2)  # steps without ids
     replays.keep(folder, problem, made[-1:], SETTING, CONFIG, clock)
@@ -155,8 +177,9 @@ def test_replays_whose_timings_meant_something_else_are_none(hosts, name, proble
     assert replays.read_all(tmp_path / "replays", SETTING) == replays.steps([tmp_path], SETTING) == []
 
 
-def test_what_is_appended_to_a_dataset_lies_beside_what_it_had_and_is_read_as_steps(problem, made,
-                                                                                    clock, tmp_path):
+def test_what_is_appended_to_a_dataset_lies_beside_what_it_had_and_is_read_as_steps(
+    problem, made, clock, tmp_path
+):
     first, more = made[-2:], made[-4:]  # random ones: all differ
     replays.append(tmp_path, problem, first, SETTING, CONFIG, clock)
     before = replays.digests(tmp_path)
@@ -164,23 +187,35 @@ def test_what_is_appended_to_a_dataset_lies_beside_what_it_had_and_is_read_as_st
         known = replays.append(tmp_path, problem, more, SETTING, config, clock)
         assert {replays.plan_digest(plan) for _, plan in more} <= set(known)
     assert clock.ran == [2, len({p for _, p in more}) - 2] and set(before) < set(replays.digests(tmp_path))
-    fresh = dataclasses.replace(problem, tables=tuple(dataclasses.replace(t, pooling=2 * t.pooling)
-                                                      for t in problem.tables))
-    plans = [(
-        n, Plan(tuple(dataclasses.replace(x, shard=dataclasses.replace(x.shard, table=of[x.shard.table.name]))
-                      for x in p.placements))) for of in [{t.name: t for t in fresh.tables}]
-             for n, p in first]
+    fresh = dataclasses.replace(
+        problem, tables=tuple(dataclasses.replace(t, pooling=2 * t.pooling) for t in problem.tables)
+    )
+    plans = [
+        (
+            n,
+            Plan(
+                tuple(
+                    dataclasses.replace(x, shard=dataclasses.replace(x.shard, table=of[x.shard.table.name]))
+                    for x in p.placements
+                )
+            ),
+        )
+        for of in [{t.name: t for t in fresh.tables}]
+        for n, p in first
+    ]
     replays.append(tmp_path, fresh, plans, SETTING, CONFIG, clock)
     steps = replays.steps([tmp_path, tmp_path], SETTING)
     assert len(steps) == len({plan for _, plan in more}) + len(first)
-    assert all(took.total_ms == pytest.approx(1.5 * price(workload, MODEL).total_ms)
-               for workload, took in steps)
+    assert all(
+        took.total_ms == pytest.approx(1.5 * price(workload, MODEL).total_ms) for workload, took in steps
+    )
     assert replays.steps([tmp_path / "none"], SETTING) == []
     assert replays.missing(tmp_path, [(problem, more), (fresh, plans)], SETTING) == []
     [(of, lacks)] = replays.missing(tmp_path, [(problem, made)], SETTING)
     assert of == problem and len(lacks) == len([p for _, p in made if p not in [q for _, q in more]])
-    with pytest.raises(ShardCoreError,
-                       match=r"holds replays for \(test, batch 240.*none for \(test, batch 64"):
+    with pytest.raises(
+        ShardCoreError, match=r"holds replays for \(test, batch 240.*none for \(test, batch 64"
+    ):
         replays.steps([tmp_path], dataclasses.replace(SETTING, batch=64))
 
 
@@ -194,13 +229,18 @@ def rewrite(path, change):
     path.write_text(change(path.read_text()))
 
 
-@pytest.mark.parametrize("spoil", [
-    lambda folder: (folder / "replays.json").unlink(),
-    lambda folder: rewrite(folder / "replays.json", lambda text: text[:-20]),
-    lambda folder: rewrite(folder / "replays.json",
-                           lambda text: text.replace('"repeats": 4', '"repeats": 5')),
-    lambda folder: next(p for p in folder.glob("*.json") if len(p.stem) == 16).unlink(),
-], ids=["killed before the last file", "cut short", "edited", "a plan lost"])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: (folder / "replays.json").unlink(),
+        lambda folder: rewrite(folder / "replays.json", lambda text: text[:-20]),
+        lambda folder: rewrite(
+            folder / "replays.json", lambda text: text.replace('"repeats": 4', '"repeats": 5')
+        ),
+        lambda folder: next(p for p in folder.glob("*.json") if len(p.stem) == 16).unlink(),
+    ],
+    ids=["killed before the last file", "cut short", "edited", "a plan lost"],
+)
 def test_what_was_killed_or_edited_runs_again(spoil, problem, made, clock, tmp_path):
     kept = replays.keep(tmp_path, problem, made, SETTING, CONFIG, clock)
     spoil(tmp_path)
@@ -224,8 +264,9 @@ def test_a_version_that_is_not_known_is_named(problem, made, clock, tmp_path):
     replays.keep(tmp_path, problem, made[:1], SETTING, CONFIG, clock)
     path = tmp_path / "replays.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 4}))
-    with pytest.raises(ShardCoreError, match="is not shardcore/replays of version 3; "
-                       "remove .* to replay its plans again"):
+    with pytest.raises(
+        ShardCoreError, match="is not shardcore/replays of version 3; remove .* to replay its plans again"
+    ):
         replays.read(tmp_path)
 
 
@@ -301,13 +342,18 @@ def test_damaged_replays_of_one_problem_are_only_its_own(problem, made, clock, t
     assert len(clock.ran) == 3 and len(replays.steps([tmp_path], SETTING)) == 2 * len({p for _, p in made})
 
 
-@pytest.mark.parametrize("spoil, said", [
-    (lambda body: body["replays"][0].update(total_ms=1e9), "has total_ms 1000000000.0; its parts sum to"),
-    (lambda body: body["replays"].append({**body["replays"][0], "slowdown": 1.1}),
-     "two replays of different times"),
-    (lambda body: body.update(version=True), "is not shardcore/replays of version 3"),
-    (lambda body: body.update(version=3.0), "is not shardcore/replays of version 3"),
-])
+@pytest.mark.parametrize(
+    "spoil, said",
+    [
+        (lambda body: body["replays"][0].update(total_ms=1e9), "has total_ms 1000000000.0; its parts sum to"),
+        (
+            lambda body: body["replays"].append({**body["replays"][0], "slowdown": 1.1}),
+            "two replays of different times",
+        ),
+        (lambda body: body.update(version=True), "is not shardcore/replays of version 3"),
+        (lambda body: body.update(version=3.0), "is not shardcore/replays of version 3"),
+    ],
+)
 def test_replays_that_contradict_themselves_are_refused(problem, made, clock, tmp_path, spoil, said):
     replays.keep(tmp_path, problem, made[:1], SETTING, CONFIG, clock)
     path = tmp_path / "replays.json"

@@ -39,56 +39,84 @@ WHOLE = {"name": "n", "inner": {"number": 1}}
 
 
 def test_a_record_is_made_with_all_within_it():
-    given = {**WHOLE, "many": [{"number": 2, "share": 1}], "pair": [3, "x"], "by_name": {"k": 2}, "kind": "b",
-             "free": [1, {"a": None}], "flag": True, "either": "text"}
+    given = {
+        **WHOLE,
+        "many": [{"number": 2, "share": 1}],
+        "pair": [3, "x"],
+        "by_name": {"k": 2},
+        "kind": "b",
+        "free": [1, {"a": None}],
+        "flag": True,
+        "either": "text",
+    }
     assert schema.build(Outer, given, "it") == Outer(
-        "n", Inner(1), (Inner(2, 1),), (3, "x"), {"k": 2}, "b", [1, {"a": None}], True, "text")
+        "n", Inner(1), (Inner(2, 1),), (3, "x"), {"k": 2}, "b", [1, {"a": None}], True, "text"
+    )
     assert schema.build(Outer, WHOLE, "it") == Outer("n", Inner(1))
     assert schema.build(Outer, {"name": "n"}, "it", inner=Inner(7)).inner.number == 7
 
 
-@pytest.mark.parametrize("given, said", [
-    ([], "it is []; it needs to be an object with keys"),
-    ({**WHOLE, "x": 1},
-     "it has an unknown key 'x'; known are name, inner, many, pair, by_name, kind, free, flag, either"),
-    ({"name": "n"}, "it lacks the key 'inner'"),
-    ({**WHOLE, "name": 1}, "it: name is 1; it needs to be a text"),
-    ({**WHOLE, "flag": 1}, "it: flag is 1; it needs to be True or False"),
-    ({**WHOLE, "inner": {"number": True}}, "it: inner: number is True; it needs to be a whole number"),
-    ({**WHOLE, "inner": {"number": 1.0}}, "it: inner: number is 1.0; it needs to be a whole number"),
-    ({**WHOLE, "inner": {"number": 2**53 + 1}}, 
-     "it: inner: number is 9007199254740993; it needs to be a whole number"),
-    ({**WHOLE, "inner": {"number": 1, "share": float("nan")}},
-     "it: inner: share is nan; it needs to be a number"),
-    ({**WHOLE, "inner": {"number": 1, "share": False}}, "it: inner: share is False; it needs to be a number"),
-    ({**WHOLE, "inner": {"number": -1}}, "it: inner: inner has number -1; it needs 0 or more"),
-    ({**WHOLE, "many": [{"number": 1}, 3]}, "it: many[1] is 3; it needs to be an object with keys"),
-    ({**WHOLE, "many": "text"}, "it: many is 'text'; it needs to be a list of Inners"),
-    ({**WHOLE, "pair": [1]}, "it: pair is [1]; it needs to be [a whole number, a text]"),
-    ({**WHOLE, "pair": [1, 2]}, "it: pair[1] is 2; it needs to be a text"),
-    ({**WHOLE, "by_name": {"k": "v"}}, "it: by_name: 'k' is 'v'; it needs to be a number"),
-    ({**WHOLE, "by_name": {1: 1.0}}, "it: by_name is {1: 1.0}; it needs to be a mapping"),
-    ({**WHOLE, "kind": "c"}, "it: kind is 'c'; it needs to be 'a' or 'b'"),
-    ({**WHOLE, "either": None}, "it: either is None; it needs to be a number or a text"),
-])
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ([], "it is []; it needs to be an object with keys"),
+        (
+            {**WHOLE, "x": 1},
+            "it has an unknown key 'x'; known are name, inner, many, pair, by_name, kind, free, flag, either",
+        ),
+        ({"name": "n"}, "it lacks the key 'inner'"),
+        ({**WHOLE, "name": 1}, "it: name is 1; it needs to be a text"),
+        ({**WHOLE, "flag": 1}, "it: flag is 1; it needs to be True or False"),
+        ({**WHOLE, "inner": {"number": True}}, "it: inner: number is True; it needs to be a whole number"),
+        ({**WHOLE, "inner": {"number": 1.0}}, "it: inner: number is 1.0; it needs to be a whole number"),
+        (
+            {**WHOLE, "inner": {"number": 2**53 + 1}},
+            "it: inner: number is 9007199254740993; it needs to be a whole number",
+        ),
+        (
+            {**WHOLE, "inner": {"number": 1, "share": float("nan")}},
+            "it: inner: share is nan; it needs to be a number",
+        ),
+        (
+            {**WHOLE, "inner": {"number": 1, "share": False}},
+            "it: inner: share is False; it needs to be a number",
+        ),
+        ({**WHOLE, "inner": {"number": -1}}, "it: inner: inner has number -1; it needs 0 or more"),
+        ({**WHOLE, "many": [{"number": 1}, 3]}, "it: many[1] is 3; it needs to be an object with keys"),
+        ({**WHOLE, "many": "text"}, "it: many is 'text'; it needs to be a list of Inners"),
+        ({**WHOLE, "pair": [1]}, "it: pair is [1]; it needs to be [a whole number, a text]"),
+        ({**WHOLE, "pair": [1, 2]}, "it: pair[1] is 2; it needs to be a text"),
+        ({**WHOLE, "by_name": {"k": "v"}}, "it: by_name: 'k' is 'v'; it needs to be a number"),
+        ({**WHOLE, "by_name": {1: 1.0}}, "it: by_name is {1: 1.0}; it needs to be a mapping"),
+        ({**WHOLE, "kind": "c"}, "it: kind is 'c'; it needs to be 'a' or 'b'"),
+        ({**WHOLE, "either": None}, "it: either is None; it needs to be a number or a text"),
+    ],
+)
 def test_what_is_wrong_is_named(given, said):
     with pytest.raises(ShardCoreError) as error:
         schema.build(Outer, given, "it")
     assert str(error.value) == said
 
 
-@pytest.mark.parametrize("content, said", [
-    (b'{"a": 1, "b": [2, 3], "a": 4}', "is not whole JSON: key 'a' appears twice"),
-    (b'{"a": NaN}', "the number NaN is not finite"),
-    (b'{"a": -Infinity}', "the number -Infinity is not finite"),
-    (b"1e999", "the number 1e999 is not finite"),
-    (b"9007199254740993", "the number 9007199254740993 is too large"), (b"1" * 5000, "is too large"),
-    (b"-" + b"9" * 400, "is too large"), (b"[1, 2", "is not whole JSON"), (b"", "is not whole JSON"),
-    (b"-9007199254740993", "the number -9007199254740993 is too large"), (b"[" * 100_000, "deeper than 24"),
-    (b"[" * 25 + b"]" * 25, "has values within values, deeper than 24"),
-    (b'"\\ud800"', "surrogates not allowed"),
-    (b'{"a": "\xff"}', "is no text in UTF-8: invalid start byte at byte 7"),
-])
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b'{"a": 1, "b": [2, 3], "a": 4}', "is not whole JSON: key 'a' appears twice"),
+        (b'{"a": NaN}', "the number NaN is not finite"),
+        (b'{"a": -Infinity}', "the number -Infinity is not finite"),
+        (b"1e999", "the number 1e999 is not finite"),
+        (b"9007199254740993", "the number 9007199254740993 is too large"),
+        (b"1" * 5000, "is too large"),
+        (b"-" + b"9" * 400, "is too large"),
+        (b"[1, 2", "is not whole JSON"),
+        (b"", "is not whole JSON"),
+        (b"-9007199254740993", "the number -9007199254740993 is too large"),
+        (b"[" * 100_000, "deeper than 24"),
+        (b"[" * 25 + b"]" * 25, "has values within values, deeper than 24"),
+        (b'"\\ud800"', "surrogates not allowed"),
+        (b'{"a": "\xff"}', "is no text in UTF-8: invalid start byte at byte 7"),
+    ],
+)
 def test_json_is_bounded(tmp_path, content, said):
     (tmp_path / "f.json").write_bytes(content)
     with pytest.raises(ShardCoreError) as error:
@@ -109,8 +137,11 @@ def test_json_of_too_many_values_is_refused_before_it_fills_memory(monkeypatch):
 
 
 def test_what_json_may_hold_is_read(tmp_path):
-    value = {"deep": json.loads("[" * 23 + "]" * 23), "n": [2**53, -(2**53), 1e308, 0.1],
-             "text": "\U0001f600 名\n"}
+    value = {
+        "deep": json.loads("[" * 23 + "]" * 23),
+        "n": [2**53, -(2**53), 1e308, 0.1],
+        "text": "\U0001f600 名\n",
+    }
     for ascii_only in (True, False):
         (tmp_path / "f.json").write_text(json.dumps(value, ensure_ascii=ascii_only), "utf-8")
         assert schema.read_json(str(tmp_path / "f.json")) == value
@@ -129,8 +160,9 @@ def test_only_files_of_a_bounded_size_are_read(tmp_path):
         schema.read_bytes(tmp_path / "absent")
     with open(tmp_path / "large", "wb") as f:
         f.truncate(schema.MOST_FILE_BYTES + 1)
-    with pytest.raises(ShardCoreError,
-                       match="large has 536,870,913 bytes; files of at most 536,870,912 are read"):
+    with pytest.raises(
+        ShardCoreError, match="large has 536,870,913 bytes; files of at most 536,870,912 are read"
+    ):
         schema.read_json(tmp_path / "large")
     (tmp_path / "four").write_bytes(b"four")
     assert schema.read_bytes(tmp_path / "four", 4) == b"four"
@@ -138,16 +170,24 @@ def test_only_files_of_a_bounded_size_are_read(tmp_path):
         schema.read_bytes(tmp_path / "four", 3)
 
 
-@pytest.mark.parametrize("text, said", [
-    ("a: &x [1]\nb: *x\n", "line 2 has an alias, *x; write it out"),
-    ("a: 1\n<<<<<<< HEAD\nb: 2\n=======\n", "is not YAML"),
-    ("a: !!python/tuple [1]\n", "is not YAML"), ("a: 2024-13-45\n", "is not YAML"),
-    ("? {a: 1}\n: 2\n", "is not YAML"),
-    ("a: 1\nb: 2\na: 3\n", "key 'a' appears twice"), ("a: .nan\n", "the number nan is not finite"),
-    ("a: 1:9:9:9:9:9:9:9:9:9:9:9\n", "is too large"), ("a: [.inf]\n", "the number inf is not finite"),
-    ("<<: 3\n", "is not YAML"), ("a: [1\n", "is not YAML"), ("[" * 3000, "is not YAML|deeper than 24"),
-    ("a: " + "[" * 24 + "]" * 24, "deeper than 24"),
-])
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("a: &x [1]\nb: *x\n", "line 2 has an alias, *x; write it out"),
+        ("a: 1\n<<<<<<< HEAD\nb: 2\n=======\n", "is not YAML"),
+        ("a: !!python/tuple [1]\n", "is not YAML"),
+        ("a: 2024-13-45\n", "is not YAML"),
+        ("? {a: 1}\n: 2\n", "is not YAML"),
+        ("a: 1\nb: 2\na: 3\n", "key 'a' appears twice"),
+        ("a: .nan\n", "the number nan is not finite"),
+        ("a: 1:9:9:9:9:9:9:9:9:9:9:9\n", "is too large"),
+        ("a: [.inf]\n", "the number inf is not finite"),
+        ("<<: 3\n", "is not YAML"),
+        ("a: [1\n", "is not YAML"),
+        ("[" * 3000, "is not YAML|deeper than 24"),
+        ("a: " + "[" * 24 + "]" * 24, "deeper than 24"),
+    ],
+)
 def test_yaml_is_bounded(tmp_path, text, said):
     (tmp_path / "f.yaml").write_text(text)
     with pytest.raises(ShardCoreError) as error:
@@ -165,8 +205,11 @@ def test_a_message_is_one_line_of_bounded_length():
     assert len(str(long)) == MOST_CHARACTERS
     assert str(long).startswith("table 'xxx") and str(long).endswith("xxx' has rows -1; it needs at least 1")
     assert str(ShardCoreError("a\nb\x1b[31m\ud800\u202e")) == "a\\nb\\x1b[31m\\ud800\\u202e"
-    assert (escaped("名 plain") == "名 plain" and shortened("abc", 3) == "abc"
-            and len(shortened("a" * 99, 20)) == 20)
+    assert (
+        escaped("名 plain") == "名 plain"
+        and shortened("abc", 3) == "abc"
+        and len(shortened("a" * 99, 20)) == 20
+    )
 
 
 def test_a_value_in_a_message_is_short_however_large_it_is():
@@ -175,14 +218,25 @@ def test_a_value_in_a_message_is_short_however_large_it_is():
         bomb = [bomb] * 9  # 5 million entries
     assert len(schema.show(bomb)) <= 80 and schema.show(bomb).startswith("[[[[...], [...]")
     assert schema.show(10**5000) == "a whole number of 16610 bits"
-    assert (schema.show({"a": [1, "x"]}) == "{'a': [1, 'x']}" and schema.show((1,)) == "(1)"
-            and schema.show([]) == "[]")
+    assert (
+        schema.show({"a": [1, "x"]}) == "{'a': [1, 'x']}"
+        and schema.show((1,)) == "(1)"
+        and schema.show([]) == "[]"
+    )
     assert schema.show(list(range(9))) == "[0, 1, 2, 3, 4, 5, ...]" and schema.show("a\n") == "'a\\n'"
 
 
-@pytest.mark.parametrize("text", [
-    f"a: 1{':0' * 300}.5", 'a: !!int ""', 'a: !!float ""', f"a: !!set {{? 0x{'f' * 5000}}}", 'a: "\\uD800"',
-    f"a: 1{':0' * 5000}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"a: 1{':0' * 300}.5",
+        'a: !!int ""',
+        'a: !!float ""',
+        f"a: !!set {{? 0x{'f' * 5000}}}",
+        'a: "\\uD800"',
+        f"a: 1{':0' * 5000}",
+    ],
+)
 def test_yaml_of_odd_numbers_tags_and_half_characters_is_refused(text, tmp_path):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ShardCoreError, match="is not YAML"):

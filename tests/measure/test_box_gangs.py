@@ -33,8 +33,9 @@ SLOW = Box(hosts=2, ranks_per_host=2, between_gbit_s=0.08)
 @pytest.mark.long
 def test_shuffled_ranks_are_found():
     with box_of(SLOW) as places:
-        found = pairs.measure(4, pairs.PairConfig(sweeps=2, repeats=2, load_kib=256),
-                              on=[places[i] for i in (0, 2, 3, 1)])
+        found = pairs.measure(
+            4, pairs.PairConfig(sweeps=2, repeats=2, load_kib=256), on=[places[i] for i in (0, 2, 3, 1)]
+        )
     assert found.levels == [((0, 3), (1, 2))]
     assert found.links.between_gbps < 2 * SLOW.between_gbit_s / 8
     assert found.links.within_gbps > found.links.between_gbps
@@ -72,9 +73,15 @@ def test_plans_are_replayed_over_hosts_with_their_compute_measured_before():
 @pytest.mark.long
 def test_a_plan_with_towers_sends_less_to_other_hosts():
     tables = tuple(Table(f"t{i}", 2000, 32, 2.0) for i in range(4))
-    plain = Problem("p", tables, on_hosts("aabb", 1 << 30), 1024,
-                    constraints=Constraints(pinned=tuple((t.name, (d // 2 * 2, d // 2 * 2 + 1))
-                                                         for d, t in enumerate(tables))))
+    plain = Problem(
+        "p",
+        tables,
+        on_hosts("aabb", 1 << 30),
+        1024,
+        constraints=Constraints(
+            pinned=tuple((t.name, (d // 2 * 2, d // 2 * 2 + 1)) for d, t in enumerate(tables))
+        ),
+    )
     towered = replace(plain, job=replace(plain.job, tower_ratio=8.0))
     plan = Plan(tuple(column(t, d) for d, t in enumerate(tables)))
     took, config = [], ReplayConfig(repeats=3, warmups=1, batches=2, evict_bytes=1 << 20)

@@ -35,8 +35,12 @@ def children():
 
 def test_a_gang_measures_every_kind_of_exchange_until_a_rank_is_killed(tmp_path):
     late = CollectiveRequest((8, 8), 96, (0.0, 50.0))
-    each = [CollectiveRequest((16, 16), 96, STILL, c, p) for c, row in COLLECTIVES.items()
-            for p in ("fp32", "bf16") if not row.ids or p == "fp32"]
+    each = [
+        CollectiveRequest((16, 16), 96, STILL, c, p)
+        for c, row in COLLECTIVES.items()
+        for p in ("fp32", "bf16")
+        if not row.ids or p == "fp32"
+    ]
     requests, found = [late, *each, comm_request(1, 2, 96, max_start_ms=10.0)], []
     with pytest.raises(ShardCoreError, match="exchange: rank 1 of 2 failed: it was killed by SIGKILL"):
         for sample in collectives.measure_all(
@@ -77,8 +81,11 @@ def test_requests_that_do_not_fit_the_gang_are_refused_before_it_starts():
 
 
 WIDTHS = (8, 12, 4)
-THREE = [CollectiveRequest((WIDTHS, WIDTHS, (8,) * 3)[i], 6, (0.0,) * 3, c, p) for p in ("fp32", "bf16")
-         for i, c in enumerate(["all_to_all", "reduce_scatter", "all_reduce"])]
+THREE = [
+    CollectiveRequest((WIDTHS, WIDTHS, (8,) * 3)[i], 6, (0.0,) * 3, c, p)
+    for p in ("fp32", "bf16")
+    for i, c in enumerate(["all_to_all", "reduce_scatter", "all_reduce"])
+]
 PINGS = [(10.0 * k, 1.0 if k == 7 else 5.0) for k in range(collectives._PINGS)]
 """When a rank that is not the first sends, and how long the answer takes."""
 
@@ -111,10 +118,21 @@ def _one_of_three(rank, init_method, say, folder):
     busy = float(member._scratch.min())
     times = iter([t for sent, took in PINGS for t in (sent, sent + took)])
     exact = collectives.estimate_clock_offset(clock=lambda: 1000.0 if rank == 0 else next(times))
-    listening = {c.laddr.ip for c in psutil.Process().net_connections("inet")
-                 if c.status == psutil.CONN_LISTEN}
-    say((listening, uneven, member.hosts, arrived, (idle, busy), exact, collectives.estimate_clock_offset(),
-         (going_on, _going_on(member))))
+    listening = {
+        c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN
+    }
+    say(
+        (
+            listening,
+            uneven,
+            member.hosts,
+            arrived,
+            (idle, busy),
+            exact,
+            collectives.estimate_clock_offset(),
+            (going_on, _going_on(member)),
+        )
+    )
     member.close()
 
 
@@ -157,8 +175,9 @@ def test_each_collective_delivers_what_it_says(three, rank):
     expected, (_, _, _, found, *_) = [], three[rank]
     for payload in ("fp32", "bf16"):
         outputs = [values(r, 6 * w, payload) for r, w in enumerate(WIDTHS)]
-        gradients, given, partial, dense = ([values(r, n, payload) for r in range(3)]
-                                            for n in (2 * sum(WIDTHS), 2 * 12, 6 * 12, 6 * 8))
+        gradients, given, partial, dense = (
+            [values(r, n, payload) for r in range(3)] for n in (2 * sum(WIDTHS), 2 * 12, 6 * 12, 6 * 8)
+        )
         expected += [
             torch.cat([outputs[d].chunk(3)[rank] for d in range(3)]),
             torch.cat([gradients[d].split([2 * w for w in WIDTHS])[rank] for d in range(3)]),
@@ -191,8 +210,9 @@ def test_ranks_of_one_host_listen_at_its_loopback_only(three):
 def test_waiting_is_until_the_last_start_and_transfer_is_from_there():
     request = CollectiveRequest((8, 4), 16, (0.0, 5.0))
     early = collectives.RankTimes(((1.000, 2.000), (1.009, 2.009)), ((3.000, 4.000), (3.004, 4.004)))
-    late = collectives.RankTimes(((1.005, 2.005), (1.008, 2.010)), ((3.001, 4.001), (3.003, 4.005)),
-                                 oversubscribed=True)
+    late = collectives.RankTimes(
+        ((1.005, 2.005), (1.008, 2.010)), ((3.001, 4.001), (3.003, 4.005)), oversubscribed=True
+    )
     sample = collectives.combine(Setting("test", 16), request, [early, late], order=7)
     assert sample.waiting_ms == pytest.approx((5.0, 0.0))
     assert [s.median_ms for s in sample.forward] == pytest.approx([4.0, 4.0])
@@ -202,5 +222,8 @@ def test_waiting_is_until_the_last_start_and_transfer_is_from_there():
     reduce = CollectiveRequest((8, 8), 16, (0.0, 1.0), "all_reduce")
     backward = [collectives.RankTimes(None, r.backward) for r in (early, late)]
     sample = collectives.combine(Setting("test", 16), reduce, backward)
-    assert (sample.forward is None and sample.waiting_ms == pytest.approx((1.0, 0.0))
-            and not sample.oversubscribed)
+    assert (
+        sample.forward is None
+        and sample.waiting_ms == pytest.approx((1.0, 0.0))
+        and not sample.oversubscribed
+    )

@@ -9,10 +9,13 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.measure import hardware
 
 
-@pytest.mark.parametrize("model, name", [
-    ("AMD EPYC 9654 96-Core Processor", "cpu-amd-epyc-9654"),
-    ("Intel(R) Xeon(R) Platinum 8370C CPU @ 2.80GHz", "cpu-intel-xeon-platinum-8370c"),
-])
+@pytest.mark.parametrize(
+    "model, name",
+    [
+        ("AMD EPYC 9654 96-Core Processor", "cpu-amd-epyc-9654"),
+        ("Intel(R) Xeon(R) Platinum 8370C CPU @ 2.80GHz", "cpu-intel-xeon-platinum-8370c"),
+    ],
+)
 def test_a_cpu_is_named_after_its_model(model, name, tmp_path, monkeypatch):
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nmodel\t\t: 17\nmodel name\t: {model}\nstepping\t: 1\n")

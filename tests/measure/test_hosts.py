@@ -29,12 +29,15 @@ ROOT = Path(__file__).parents[2]
 SENT_BYTES = 1 << 20
 
 
-@pytest.mark.parametrize("config, said", [
-    ({"hosts": 1}, "box has hosts 1; it needs 2 to 64"),
-    ({"ranks_per_host": 0}, "box has ranks_per_host 0; it needs 1 to 64"),
-    ({"between_gbit_s": 0.0}, "box has between_gbit_s 0.0; it needs 0.001 to 100.0"),
-    ({"within_gbit_s": float("nan")}, "box has within_gbit_s nan; it needs 0.001 to 100.0"),
-])
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        ({"hosts": 1}, "box has hosts 1; it needs 2 to 64"),
+        ({"ranks_per_host": 0}, "box has ranks_per_host 0; it needs 1 to 64"),
+        ({"between_gbit_s": 0.0}, "box has between_gbit_s 0.0; it needs 0.001 to 100.0"),
+        ({"within_gbit_s": float("nan")}, "box has within_gbit_s nan; it needs 0.001 to 100.0"),
+    ],
+)
 def test_a_box_that_cannot_be_is_one_line(config, said):
     with pytest.raises(ShardCoreError) as refused:
         Box(**config)
@@ -52,13 +55,19 @@ def exchange_all(rank, init_method, say):
     sides = [dist.new_group(list(side)) for side in SIDES]
     arriving = [of[rank] for of in LEAVING]
     found = []
-    for n_in, n_out, splits in ((8, 8, {}), (sum(arriving), sum(LEAVING[rank]),
-                                             {"arriving": arriving, "leaving": LEAVING[rank]}),
-                                (6, 6, {"group": sides[rank % 2]})):
+    for n_in, n_out, splits in (
+        (8, 8, {}),
+        (sum(arriving), sum(LEAVING[rank]), {"arriving": arriving, "leaving": LEAVING[rank]}),
+        (6, 6, {"group": sides[rank % 2]}),
+    ):
         sent, both = 100.0 * rank + torch.arange(n_out), [torch.empty(n_in) for _ in range(2)]
         all_to_all.run(both[0], sent, **splits)
-        dist.all_to_all_single(both[1], sent, *(splits.get(name) and list(splits[name])
-                                                for name in ("arriving", "leaving")), splits.get("group"))
+        dist.all_to_all_single(
+            both[1],
+            sent,
+            *(splits.get(name) and list(splits[name]) for name in ("arriving", "leaving")),
+            splits.get("group"),
+        )
         found.append([of.tolist() for of in both])
     member.close()
     say(found)
@@ -96,8 +105,14 @@ def maker(tmp_path):
     path = os.pathsep.join(map(str, [ROOT, ROOT / "tests/measure", ROOT / "tests"]))
 
     def start(**options):
-        return subprocess.Popen([sys.executable, tmp_path / "maker.py"], stdout=subprocess.PIPE, text=True,
-                                stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path, **options})
+        return subprocess.Popen(
+            [sys.executable, tmp_path / "maker.py"],
+            stdout=subprocess.PIPE,
+            text=True,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path, **options},
+        )
+
     return start
 
 
@@ -109,8 +124,10 @@ def test_without_its_tools_it_says_so(maker, tmp_path):
 @boxed
 @pytest.mark.skipif(os.geteuid() != 0, reason="is root nowhere")
 def test_without_root_it_says_so():
-    code = ("import os\nfrom shardcore.measure.hosts import Box, box_of\nos.setuid(65534)\n"
-            "try:\n    box_of(Box()).__enter__()\nexcept Exception as error:\n    print(error)")
+    code = (
+        "import os\nfrom shardcore.measure.hosts import Box, box_of\nos.setuid(65534)\n"
+        "try:\n    box_of(Box()).__enter__()\nexcept Exception as error:\n    print(error)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == ("a cluster in a box needs root, to make network namespaces; this is user 65534\n")
 
@@ -133,8 +150,16 @@ def _seen(rank, init_method, say):
     member = Rank(rank, 4, init_method)
     total = torch.tensor([float(rank)])
     dist.all_reduce(total)
-    say((member.hosts, member._oversubscribed, total.item(), _took_s(rank, 2, 3), _took_s(rank, 0, 3),
-         member._clock_offset_s()))
+    say(
+        (
+            member.hosts,
+            member._oversubscribed,
+            total.item(),
+            _took_s(rank, 2, 3),
+            _took_s(rank, 0, 3),
+            member._clock_offset_s(),
+        )
+    )
     member.close()
 
 
@@ -156,15 +181,28 @@ def test_a_gang_sees_its_hosts_and_their_links():
 def test_hosts_have_a_tcp_of_their_own_whatever_the_machine_has():
     with box_of(Box()) as places:
         for place in places:
-            said = subprocess.run(["nsenter", f"--net={place.namespace}", "cat",
-                                   *(f"/proc/sys/net/ipv4/tcp_{name}" for name in (
-                                       "congestion_control", "slow_start_after_idle", "early_retrans"))],
-                                  capture_output=True, text=True).stdout.split()
+            said = subprocess.run(
+                [
+                    "nsenter",
+                    f"--net={place.namespace}",
+                    "cat",
+                    *(
+                        f"/proc/sys/net/ipv4/tcp_{name}"
+                        for name in ("congestion_control", "slow_start_after_idle", "early_retrans")
+                    ),
+                ],
+                capture_output=True,
+                text=True,
+            ).stdout.split()
             assert said == ["reno", "0", "0"]
 
 
-GROUPED = [("all_to_all", "cross"), ("reduce_scatter", "host"), ("all_reduce", "host"),
-           ("all_to_all", "world")]
+GROUPED = [
+    ("all_to_all", "cross"),
+    ("reduce_scatter", "host"),
+    ("all_reduce", "host"),
+    ("all_to_all", "world"),
+]
 
 
 def _delivered(rank, init_method, say):
@@ -189,8 +227,9 @@ def test_groups_exchange_within_hosts_and_across_them():
     with box_of(Box()) as places:
         said = list(local_ranks.run("box", _delivered, 4, (), 60.0, places))
     for rank in range(4):
-        host, across = ([r + 1 for r in ranks] for ranks in (
-            [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]))
+        host, across = (
+            [r + 1 for r in ranks] for ranks in ([rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2])
+        )
         arrived = [across, across, [sum(host)], host, [sum(host)], [1, 2, 3, 4], [1, 2, 3, 4]]
         # equally much of each
         assert [[x for x in dict.fromkeys(values)] for r, values in said if r == rank] == arrived
@@ -211,8 +250,14 @@ def test_exchanges_over_emulated_hosts_are_measured_at_their_rate():
     assert all(s.oversubscribed == (4 > len(os.sched_getaffinity(0))) for s in samples)
 
 
-@pytest.mark.parametrize("box, said", [(None, "hosts 2 does not fit"), (Box(2, 4), "4 widths"),
-                                       (Box(between_gbit_s=0.2), "between_gbit_s=0.4.*between_gbit_s=0.2")])
+@pytest.mark.parametrize(
+    "box, said",
+    [
+        (None, "hosts 2 does not fit"),
+        (Box(2, 4), "4 widths"),
+        (Box(between_gbit_s=0.2), "between_gbit_s=0.4.*between_gbit_s=0.2"),
+    ],
+)
 def test_exchanges_of_another_box_are_refused(box, said):
     with pytest.raises(ShardCoreError, match=said):
         measure_all([over_links("all_to_all", "world")], box.ranks if box else 4, Setting("test", 4), box=box)
@@ -221,8 +266,10 @@ def test_exchanges_of_another_box_are_refused(box, said):
 @boxed
 def test_a_killed_rank_is_named_and_a_lost_host_is_one_line():
     with box_of(Box()) as places:
-        with closing(local_ranks.run("box", wait_forever, 4, (), 60.0, places)) as said, \
-                pytest.raises(ShardCoreError, match="^box: rank 2 of 4 failed: it was killed by SIGKILL"):
+        with (
+            closing(local_ranks.run("box", wait_forever, 4, (), 60.0, places)) as said,
+            pytest.raises(ShardCoreError, match="^box: rank 2 of 4 failed: it was killed by SIGKILL"),
+        ):
             os.kill(next(pid for rank, pid in said if rank == 2), signal.SIGKILL)
             list(said)
         with pytest.raises(ShardCoreError, match="host 1 of the box is gone"):  # another has its number

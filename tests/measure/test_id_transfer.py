@@ -63,8 +63,9 @@ def test_a_replayed_step_sends_as_many_ids_as_its_workload_says():
     """Columns of a table on a device are one feature; replicas get no ids."""
     where = on_hosts("aabb")
     problem = Problem("p", (A, B, C), where, 64)
-    plan = Plan((column(A, 0, 0, 4), column(A, 0, 4, 8), column(A, 3, 8, 16), host_row(B, (2, 3)),
-                 replica(C, where)))
+    plan = Plan(
+        (column(A, 0, 0, 4), column(A, 0, 4, 8), column(A, 3, 8, 16), host_row(B, (2, 3)), replica(C, where))
+    )
     workload = lower(plan, problem)
     columns, divided = id_transfer.of_workload(workload, 3)
     assert (columns._lengths_to, columns._ids_to) == ([16, 0, 0, 16], [32, 0, 0, 32])
@@ -80,14 +81,17 @@ def test_a_replayed_step_sends_as_many_ids_as_its_workload_says():
     assert id_transfer.of_workload(nothing, 0) == []
 
 
-BUCKETS = {"one group": ([2, 2, 2], [9, 3, 5], [(0, 1, 2)]),
-           "two groups": ([2, 2, 1, 1], [9, 3, 5, 2], [(0, 1), (2, 3)])}
+BUCKETS = {
+    "one group": ([2, 2, 2], [9, 3, 5], [(0, 1, 2)]),
+    "two groups": ([2, 2, 1, 1], [9, 3, 5, 2], [(0, 1), (2, 3)]),
+}
 
 
 def _bucketized(rank, init_method, say, features, ids, groups):
     dist.init_process_group("gloo", init_method, rank=rank, world_size=len(features))
-    transfer = id_transfer.IdTransfer(features, ids, LOCAL, rank, groups=groups,
-                                       work=collective_of("all_to_all_ids_bucketized").work)
+    transfer = id_transfer.IdTransfer(
+        features, ids, LOCAL, rank, groups=groups, work=collective_of("all_to_all_ids_bucketized").work
+    )
     given = transfer.lengths.tolist(), transfer.ids.tolist()
     say((given, *(x.tolist() for x in transfer.run())))
     dist.destroy_process_group()
@@ -102,13 +106,13 @@ def test_ids_in_buckets_arrive_at_the_rank_that_has_their_rows(of):
             (sent_lengths, sent), lengths, arrived = found[rank]
             assert len(arrived) == n * ids[rank]
             # All ranks send the same ids, feature by feature of the groups.
-            first = sum(features[g[0]] for g in groups[:groups.index(group)])
+            first = sum(features[g[0]] for g in groups[: groups.index(group)])
             ends = np.cumsum([0, *sent_lengths])
             expected = []
             for f in range(first, first + features[rank]):
                 for _ in range(n):
                     for b in range(LOCAL):
-                        bag = sent[ends[f * LOCAL + b]:ends[f * LOCAL + b + 1]]
+                        bag = sent[ends[f * LOCAL + b] : ends[f * LOCAL + b + 1]]
                         expected.append([i % 2**20 for i in bag if i // 2**20 == bucket])
             assert [len(bag) for bag in expected] == [x for row in lengths for x in row]
             assert [i for bag in expected for i in bag] == arrived

@@ -21,11 +21,20 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 
 
-@pytest.mark.parametrize("device, precision, optimizer", [
-    ("cpu", "fp32", "exact_sgd"), ("cpu", "fp16", "exact_sgd"), ("cpu", "fp32", "rowwise_adagrad"),
-    ("cpu", "fp16", "rowwise_adagrad"),
-    *(pytest.param("cuda", precision, optimizer, marks=GPU) for precision in ("fp32", "fp16")
-      for optimizer in OPTIMIZERS)])
+@pytest.mark.parametrize(
+    "device, precision, optimizer",
+    [
+        ("cpu", "fp32", "exact_sgd"),
+        ("cpu", "fp16", "exact_sgd"),
+        ("cpu", "fp32", "rowwise_adagrad"),
+        ("cpu", "fp16", "rowwise_adagrad"),
+        *(
+            pytest.param("cuda", precision, optimizer, marks=GPU)
+            for precision in ("fp32", "fp16")
+            for optimizer in OPTIMIZERS
+        ),
+    ],
+)
 def test_groups_are_measured_forward_and_backward(tables, device, precision, optimizer):
     groups, setting = GroupConfig(max_shard_bytes=4 << 20), Setting("test", 256, precision, optimizer)
     requests = [compute_request(tables, i, setting, config=groups) for i in range(12)]
@@ -50,7 +59,7 @@ def test_an_op_over_the_arena_computes_what_fbgemm_computes(tables, device):
     _, *places = run.op.weights_offsets.tolist()
     expected = []
     for shard, place in zip(shards, places, strict=True):
-        weights = before[place:place + shard.rows * shard.width].view(shard.rows, shard.width)
+        weights = before[place : place + shard.rows * shard.width].view(shard.rows, shard.width)
         ids, offsets = streams.shard_stream(shard, 256)
         ids, offsets = torch.from_numpy(ids), torch.from_numpy(offsets[:-1])
         pooled = torch.nn.functional.embedding_bag(ids, weights, offsets, mode="sum")
@@ -62,13 +71,19 @@ def test_an_op_over_the_arena_computes_what_fbgemm_computes(tables, device):
         counts = np.bincount(streams.shard_stream(shard, 256)[0], minlength=shard.rows)
         step = torch.from_numpy(counts).float()[:, None] * 1e-3 * 1e-3
         region = slice(place, place + shard.rows * shard.width)
-        torch.testing.assert_close((before - after)[region].view(shard.rows, shard.width),
-                                   step.expand(-1, shard.width), rtol=1e-2, atol=1e-7)
+        torch.testing.assert_close(
+            (before - after)[region].view(shard.rows, shard.width),
+            step.expand(-1, shard.width),
+            rtol=1e-2,
+            atol=1e-7,
+        )
 
 
 def sequences(tables, *widths):
-    return [Shard(dataclasses.replace(t, dim=w, sequence=True), 0, t.rows // 2 * (1 + i % 2), 0, w)
-            for i, (t, w) in enumerate(zip(tables, widths, strict=False))]
+    return [
+        Shard(dataclasses.replace(t, dim=w, sequence=True), 0, t.rows // 2 * (1 + i % 2), 0, w)
+        for i, (t, w) in enumerate(zip(tables, widths, strict=False))
+    ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -81,21 +96,26 @@ def test_each_lookup_of_a_sequence_is_an_output(tables, device):
     output = run.op(run.indices, run.offsets)
     places, expected = run.op.weights_offsets.tolist(), []
     for shard, place in zip(shards, places, strict=True):
-        weights = before[place:place + shard.rows * 16].view(shard.rows, 16)
+        weights = before[place : place + shard.rows * 16].view(shard.rows, 16)
         expected.append(weights[torch.from_numpy(streams.shard_stream(shard, 256)[0])])
     torch.testing.assert_close(output.detach().cpu(), torch.cat(expected))
     assert len(expected[0]) and len(expected[1])
     output.backward(run.gradient)
-    moved = (before != bench._arena.detach().cpu())
+    moved = before != bench._arena.detach().cpu()
     for shard, place in zip(shards, places, strict=True):
         rows = np.unique(streams.shard_stream(shard, 256)[0])
-        assert np.array_equal(np.flatnonzero(moved[place:place + shard.rows * 16].view(-1, 16).all(1)), rows)
+        assert np.array_equal(
+            np.flatnonzero(moved[place : place + shard.rows * 16].view(-1, 16).all(1)), rows
+        )
 
 
-@pytest.mark.parametrize("shards, said", [
-    (lambda t: sequences(t, 16, 32), "sequences 16 and 32 columns wide; FBGEMM runs those of one width"),
-    (lambda t: [*sequences(t, 16), Shard.whole(t[1])], "has sequences and pooled tables"),
-])
+@pytest.mark.parametrize(
+    "shards, said",
+    [
+        (lambda t: sequences(t, 16, 32), "sequences 16 and 32 columns wide; FBGEMM runs those of one width"),
+        (lambda t: [*sequences(t, 16), Shard.whole(t[1])], "has sequences and pooled tables"),
+    ],
+)
 def test_sequences_that_no_op_runs_together_cost_that_sample_only(tables, shards, said):
     request = ComputeRequest(tuple(shards(tables)), 256)
     [sample] = KernelBench(Setting("test", 256), "cpu", CONFIG).measure([request])
@@ -112,16 +132,19 @@ def test_what_does_not_fit_costs_that_sample_only(tables):
     assert next(s for s in samples if s.request == good).error is None
 
 
-@pytest.mark.parametrize("table, batch",
-                         [(Table("odd", 10, 4, 1e6), 1 << 20), (Table("odd", 10, 4, 1.0), 1 << 40)])
+@pytest.mark.parametrize(
+    "table, batch", [(Table("odd", 10, 4, 1e6), 1 << 20), (Table("odd", 10, 4, 1.0), 1 << 40)]
+)
 def test_a_batch_that_no_memory_holds_costs_that_sample_only(tables, table, batch):
     """It was drawn until the machine had no memory left."""
     good = ComputeRequest((Shard.whole(tables[3]),), 64)
     bench = KernelBench(Setting("test", 256), "cpu", CONFIG)
-    failed, fine = sorted(bench.measure([ComputeRequest((Shard.whole(table),), batch), good]),
-                          key=lambda s: s.error is None)
-    assert (f"a batch of {batch} has" in failed.error and "fewer samples" in failed.error
-            and fine.error is None)
+    failed, fine = sorted(
+        bench.measure([ComputeRequest((Shard.whole(table),), batch), good]), key=lambda s: s.error is None
+    )
+    assert (
+        f"a batch of {batch} has" in failed.error and "fewer samples" in failed.error and fine.error is None
+    )
 
 
 def test_tables_that_exceed_the_arena_together_share_it(tables):
@@ -154,9 +177,14 @@ def test_a_shard_in_another_precision_fails_alone(tables):
     assert "weights in fp16; the setting is (test, batch 256, fp32" in sample.error
 
 
-@pytest.mark.parametrize("device, optimizer", [
-    ("cpu", "rowwise_adagrad"), ("cpu", "adagrad"),
-    *(pytest.param("cuda", optimizer, marks=GPU) for optimizer in OPTIMIZERS)])
+@pytest.mark.parametrize(
+    "device, optimizer",
+    [
+        ("cpu", "rowwise_adagrad"),
+        ("cpu", "adagrad"),
+        *(pytest.param("cuda", optimizer, marks=GPU) for optimizer in OPTIMIZERS),
+    ],
+)
 def test_an_optimizer_keeps_state_of_what_was_looked_up(tables, device, optimizer, monkeypatch):
     """For each row, or each cell of it. FBGEMM's plain Adagrad is the only one with cells on CPU."""
     monkeypatch.setitem(OPTIMIZERS, "adagrad", Optimizer("EXACT_ADAGRAD", ("cell",)))
@@ -166,16 +194,19 @@ def test_an_optimizer_keeps_state_of_what_was_looked_up(tables, device, optimize
     bench.once_ms(bench.prepare(ComputeRequest(shards, 256)))
     rows = [(len(np.unique(streams.shard_stream(s, 256)[0])), s.width) for s in shards]
     seen = {"row": sum(n for n, _ in rows), "cell": sum(n * width for n, width in rows)}
-    assert [int((state != 0).sum()) for state in bench._states] == [seen[per] for per in
-                                                                    OPTIMIZERS[optimizer].states]
+    assert [int((state != 0).sum()) for state in bench._states] == [
+        seen[per] for per in OPTIMIZERS[optimizer].states
+    ]
 
 
 @pytest.mark.parametrize("precision", PRECISION_BYTES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_setting_is_measured_or_refused_with_what_runs_instead(tables, optimizer, precision):
     """Found by running FBGEMM 1.8 on CPU."""
-    setting, runs = Setting("test", 64, precision, optimizer), (
-        "exact_sgd", "rowwise_adagrad", "exact_adagrad")
+    setting, runs = (
+        Setting("test", 64, precision, optimizer),
+        ("exact_sgd", "rowwise_adagrad", "exact_adagrad"),
+    )
     if optimizer in runs and precision in ("fp32", "fp16"):
         request = compute_request(tables, 0, setting, config=GroupConfig(max_shard_bytes=1 << 20))
         [sample] = KernelBench(setting, "cpu", CONFIG).measure([request])

@@ -64,14 +64,27 @@ def test_each_rank_is_heard_in_its_own_order():
     assert not processes()
 
 
-@pytest.mark.parametrize("work, arguments, timeout_s, message", [
-    (refuse, (), 60, "toy: rank 1 of 2 failed: table 't' is too wide"),
-    (crash, (), 60, "toy: rank 1 of 2 failed: it ended with exit code 7"),
-    (signal_itself, (signal.SIGKILL,), 60,
-     "toy: rank 1 of 2 failed: it was killed by SIGKILL (out of memory?)"),
-    (lose, (), 60, "toy: rank 1 does not answer the others (60 s are allowed); rank 0: connection closed"),
-    (signal_itself, (signal.SIGSTOP,), 1, "toy: no word for 1 s from rank 0, 1: it hangs"),
-], ids=["fails", "crashes", "dies", "lost", "hangs"])
+@pytest.mark.parametrize(
+    "work, arguments, timeout_s, message",
+    [
+        (refuse, (), 60, "toy: rank 1 of 2 failed: table 't' is too wide"),
+        (crash, (), 60, "toy: rank 1 of 2 failed: it ended with exit code 7"),
+        (
+            signal_itself,
+            (signal.SIGKILL,),
+            60,
+            "toy: rank 1 of 2 failed: it was killed by SIGKILL (out of memory?)",
+        ),
+        (
+            lose,
+            (),
+            60,
+            "toy: rank 1 does not answer the others (60 s are allowed); rank 0: connection closed",
+        ),
+        (signal_itself, (signal.SIGSTOP,), 1, "toy: no word for 1 s from rank 0, 1: it hangs"),
+    ],
+    ids=["fails", "crashes", "dies", "lost", "hangs"],
+)
 def test_the_rank_that_fails_ends_the_gang_and_is_named(work, arguments, timeout_s, message):
     with pytest.raises(ShardCoreError, match=re.escape(message)):
         heard(work, 2, *arguments, timeout_s=timeout_s)
@@ -111,10 +124,13 @@ if __name__ == "__main__":
 @pytest.mark.long
 def test_ranks_end_with_the_process_that_started_them_though_it_was_killed(tmp_path):
     (tmp_path / "parent.py").write_text(PARENT)
-    env = {**os.environ,
-           "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])}
-    parent = subprocess.Popen([sys.executable, tmp_path / "parent.py"], env=env,
-                              stdout=subprocess.PIPE, text=True)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)]),
+    }
+    parent = subprocess.Popen(
+        [sys.executable, tmp_path / "parent.py"], env=env, stdout=subprocess.PIPE, text=True
+    )
     ranks = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(ranks) == 2 and all(map(psutil.pid_exists, ranks))
     parent.kill()

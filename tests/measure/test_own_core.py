@@ -16,8 +16,13 @@ def _threads():
     found = []
     for thread in Path("/proc/self/task").iterdir():
         number = int(thread.name)
-        found.append(((thread / "comm").read_text().strip(), tuple(sorted(os.sched_getaffinity(number))),
-                      os.sched_getscheduler(number)))
+        found.append(
+            (
+                (thread / "comm").read_text().strip(),
+                tuple(sorted(os.sched_getaffinity(number))),
+                os.sched_getscheduler(number),
+            )
+        )
     return found
 
 

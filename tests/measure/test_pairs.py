@@ -54,9 +54,15 @@ def test_links_are_those_of_given_groups_on_all_ranks():
     assert len(set(found)) == 1 and found[0].within_gbps > 0 and found[0].between_gbps > 0
 
 
-@pytest.mark.parametrize(("groups", "expected"), [
-    (((0, 2), (1, 3)), [(0, 1), (2, 3)]), (((0, 1, 2),), []), (((0, 1), (2,)), [(0, 2)]),
-    (((0,), (1,), (2,), (3,)), [(0, 2), (1, 3)])])
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        (((0, 2), (1, 3)), [(0, 1), (2, 3)]),
+        (((0, 1, 2),), []),
+        (((0, 1), (2,)), [(0, 2)]),
+        (((0,), (1,), (2,), (3,)), [(0, 2), (1, 3)]),
+    ],
+)
 def test_ranks_of_different_groups_are_loaded_at_once(groups, expected):
     assert pairs._between(groups) == expected
 
@@ -81,8 +87,17 @@ def test_the_command_writes_the_problem_and_the_order(problem, tmp_path, capsys)
 
 def test_a_problem_with_towers_is_refused_before_anything_is_measured(tmp_path, capsys):
     path, pinned = tmp_path / "towers.json", (("t", ("a",)),)
-    files.write_problem(path, Problem("p", (Table("t", 100, 16, 2.0),), on_hosts("aabb"), 96,
-                                      constraints=Constraints(pinned=pinned), job=Job(tower_ratio=2.0)))
+    files.write_problem(
+        path,
+        Problem(
+            "p",
+            (Table("t", 100, 16, 2.0),),
+            on_hosts("aabb"),
+            96,
+            constraints=Constraints(pinned=pinned),
+            job=Job(tower_ratio=2.0),
+        ),
+    )
     assert main(["topology", "measure", str(path), "--out", str(tmp_path / "found.json")]) == 1
     assert "problem 'p' has towers (job.tower_ratio)" in capsys.readouterr().err
 
@@ -92,29 +107,58 @@ def test_the_ranks_of_a_job_measure_together(problem, tmp_path):
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
-        given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1]),
-                 "WORLD_SIZE": "3"}
-        asked = [sys.executable, "-m", "shardcore", "topology", "measure", str(problem),
-                 "--message-kib", "16", "--repeats", "2", "--out", str(tmp_path / "found.json")]
-        ranks = [subprocess.Popen(asked, env={**given, "RANK": str(r)}, stdout=subprocess.PIPE, text=True)
-                 for r in range(3)]
+        given = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(held.getsockname()[1]),
+            "WORLD_SIZE": "3",
+        }
+        asked = [
+            sys.executable,
+            "-m",
+            "shardcore",
+            "topology",
+            "measure",
+            str(problem),
+            "--message-kib",
+            "16",
+            "--repeats",
+            "2",
+            "--out",
+            str(tmp_path / "found.json"),
+        ]
+        ranks = [
+            subprocess.Popen(asked, env={**given, "RANK": str(r)}, stdout=subprocess.PIPE, text=True)
+            for r in range(3)
+        ]
         said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
     assert "order of ranks" in said[0] and said[1:] == ["", ""]
     assert files.read_problem(tmp_path / "found.json").topology.slowest.latency_ms > 0
 
 
-@pytest.mark.parametrize(("variables", "says"), [
-    ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE is '2' and problem 'p' has 3 devices"),
-    ({"RANK": "0"}, "WORLD_SIZE is None"),
-    ({"RANK": "first", "WORLD_SIZE": "3"}, "RANK is 'first'; it needs a whole number of 0 to 2"),
-    ({"RANK": "3", "WORLD_SIZE": "3"}, "RANK is '3'; it needs a whole number of 0 to 2"),
-    ({"RANK": "0", "WORLD_SIZE": "3"}, "MASTER_ADDR is not set"),
-    ({"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "x", "MASTER_PORT": "abc"},
-     "MASTER_PORT is 'abc'; it needs a whole number of 0 to 65535"),
-    ({"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "x", "MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
-    ({"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "x", "MASTER_PORT": "1", "LOCAL_RANK": "x"},
-     "LOCAL_RANK is 'x'; it needs a whole number of 0 to 2")])
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE is '2' and problem 'p' has 3 devices"),
+        ({"RANK": "0"}, "WORLD_SIZE is None"),
+        ({"RANK": "first", "WORLD_SIZE": "3"}, "RANK is 'first'; it needs a whole number of 0 to 2"),
+        ({"RANK": "3", "WORLD_SIZE": "3"}, "RANK is '3'; it needs a whole number of 0 to 2"),
+        ({"RANK": "0", "WORLD_SIZE": "3"}, "MASTER_ADDR is not set"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "x", "MASTER_PORT": "abc"},
+            "MASTER_PORT is 'abc'; it needs a whole number of 0 to 65535",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "x", "MASTER_PORT": "65536"},
+            "MASTER_PORT is '65536'",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "x", "MASTER_PORT": "1", "LOCAL_RANK": "x"},
+            "LOCAL_RANK is 'x'; it needs a whole number of 0 to 2",
+        ),
+    ],
+)
 def test_a_job_of_another_size_is_refused(variables, says, problem, tmp_path, capsys, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

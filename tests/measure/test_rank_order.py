@@ -18,8 +18,12 @@ LINKS = Links(5.0, 0.5, None, 0.1)
 def times(places, seed=0, noise=0.15, of=(1.0, 10.0, 40.0)):
     """[D, D] ms between ranks at places such as "1a" (rack 1, host a): on a host, in a rack, beyond."""
     rng, n = np.random.default_rng(seed), len(places)
-    apart = np.array([[sum(a != b for a, b in zip(x, y, strict=True)) if x[0] == y[0] else 2 for y in places]
-                      for x in places])
+    apart = np.array(
+        [
+            [sum(a != b for a, b in zip(x, y, strict=True)) if x[0] == y[0] else 2 for y in places]
+            for x in places
+        ]
+    )
     ms = np.take(of, apart) * np.exp(noise * rng.normal(size=(n, n)))
     return ms * (1 - np.eye(n))
 
@@ -69,10 +73,15 @@ def test_a_host_may_have_one_rank():
     assert levels(times(list("aab"))) == [((0, 1), (2,))]
 
 
-@pytest.mark.parametrize(("ms", "says"), [
-    (np.ones((2, 3)), r"shape \[2, 3\]; they need one of each rank to each"),
-    (np.ones((1, 1)), "of 2 or more"), (np.zeros((3, 3)), "finite and above 0"),
-    (np.full((3, 3), np.nan), "finite and above 0")])
+@pytest.mark.parametrize(
+    ("ms", "says"),
+    [
+        (np.ones((2, 3)), r"shape \[2, 3\]; they need one of each rank to each"),
+        (np.ones((1, 1)), "of 2 or more"),
+        (np.zeros((3, 3)), "finite and above 0"),
+        (np.full((3, 3), np.nan), "finite and above 0"),
+    ],
+)
 def test_times_that_are_none_are_refused(ms, says):
     with pytest.raises(ShardCoreError, match=says):
         levels(ms)
@@ -94,8 +103,10 @@ def test_devices_move_with_their_ranks_and_links_are_those_found():
     assert [d.host for d in found.devices] == ["host-0", "host-0", "host-1", "host-1"]
     assert [d.memory_bytes >> 30 for d in found.devices] == [1, 3, 2, 4]
     assert [d.speed for d in found.devices] == [1.0, 3.0, 2.0, 4.0]
-    assert found.links == (Link("within_host", 5.0, latency_ms=0.1),
-                           Link("between_hosts", 0.5, latency_ms=0.1))
+    assert found.links == (
+        Link("within_host", 5.0, latency_ms=0.1),
+        Link("between_hosts", 0.5, latency_ms=0.1),
+    )
     assert found.hardware == "cpu"
     shared = topology_of(levels(times(places)), replace(LINKS, host_gbps=0.9), before)
     assert shared.link("between_hosts") == Link("between_hosts", 0.9, shared=True, latency_ms=0.1)
@@ -109,8 +120,10 @@ def test_pins_stay_with_their_devices():
     """Ranks 0 and 2, and 1 and 3 are near each other: devices 1 and 2 change places."""
     where = Topology(tuple(Device(1 << 30, host=host) for host in "xxyy"), "cpu")
     tables = tuple(Table(name, 100, 8, 1.0) for name in ("on 1", "on y", "anywhere", "with on 1"))
-    asked = Constraints(pinned=(("on 1", (1,)), ("on y", ("y",)), ("anywhere", (0, 1, 2, 3))),
-                        together=(("on 1", "with on 1"),))
+    asked = Constraints(
+        pinned=(("on 1", (1,)), ("on y", ("y",)), ("anywhere", (0, 1, 2, 3))),
+        together=(("on 1", "with on 1"),),
+    )
     before = Problem("p", tables, where, 64, constraints=asked)
     found = problem_of(levels(times(["a", "b", "a", "b"])), LINKS, before)
     assert found.pinned == {"on 1": (2,), "with on 1": (2,), "on y": (1, 3)}

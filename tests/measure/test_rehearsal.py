@@ -25,15 +25,44 @@ def measuring(tmp_path):
     """Starts `python -m shardcore measure --device cuda`; the folder of what is to happen."""
     folder, started = tmp_path / "cuda", []
     folder.mkdir()
-    env = {**os.environ, "SHARDCORE_REHEARSAL": "fake_cuda:FakeCuda", "FAKE_CUDA": str(folder),
-           "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"}
+    env = {
+        **os.environ,
+        "SHARDCORE_REHEARSAL": "fake_cuda:FakeCuda",
+        "FAKE_CUDA": str(folder),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}",
+    }
 
     def start(*arguments):
-        started.append(subprocess.Popen(
-            [sys.executable, "-m", "shardcore", "measure", "--device", "cuda", "--batch", "64",
-             "--tolerance", "0.5", "--max-repeats", "6", "--max-shards", "4", "--interleave", "4",
-             "--out", str(tmp_path / "data"), *arguments], env=env, cwd=tmp_path, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        started.append(
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "shardcore",
+                    "measure",
+                    "--device",
+                    "cuda",
+                    "--batch",
+                    "64",
+                    "--tolerance",
+                    "0.5",
+                    "--max-repeats",
+                    "6",
+                    "--max-shards",
+                    "4",
+                    "--interleave",
+                    "4",
+                    "--out",
+                    str(tmp_path / "data"),
+                    *arguments,
+                ],
+                env=env,
+                cwd=tmp_path,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        )
         return started[-1]
 
     start.folder, start.data = folder, tmp_path / "data"
@@ -59,8 +88,10 @@ def test_an_op_starts_on_a_device_that_is_busy_and_ids_are_drawn_again_where_the
     assert max(s.bytes for x in found for s in x.request.shards) <= 64 << 20  # the default arena
 
 
-@pytest.mark.parametrize(("happens", "said"), [
-    ("out_of_memory", ""), ("fault", "illegal memory access"), ("hang", "it hung: no op ended for 3 s")])
+@pytest.mark.parametrize(
+    ("happens", "said"),
+    [("out_of_memory", ""), ("fault", "illegal memory access"), ("hang", "it hung: no op ended for 3 s")],
+)
 def test_what_fails_once_costs_no_sample(measuring, happens, said):
     process = measuring("--samples", "8", "--minutes", "2", "--hang-s", "3")
     assert any(line.startswith("the reference op takes") for line in iter(process.stdout.readline, ""))

@@ -52,16 +52,27 @@ def problem_of(tables, devices) -> Problem:
 def whole(problem):
     """Whole tables, round-robin."""
     devices = len(problem.topology)
-    return lower(Plan(tuple(Placement("column", Shard.whole(t), (i % devices,))
-                            for i, t in enumerate(problem.tables))), problem)
+    return lower(
+        Plan(
+            tuple(Placement("column", Shard.whole(t), (i % devices,)) for i, t in enumerate(problem.tables))
+        ),
+        problem,
+    )
 
 
 def mixed_plan(problem) -> Plan:
     """Whole, cut, divided and replicated tables; with three devices all-to-alls are uneven."""
     cold, hot, wide, *rest = problem.tables
     last = len(problem.topology) - 1
-    return Plan((row(cold, problem.topology), column(hot, 0, 0, 12), column(hot, last, 12),
-                 replica(wide, problem.topology), *(column(t, 0) for t in rest)))
+    return Plan(
+        (
+            row(cold, problem.topology),
+            column(hot, 0, 0, 12),
+            column(hot, last, 12),
+            replica(wide, problem.topology),
+            *(column(t, 0) for t in rest),
+        )
+    )
 
 
 # --- a gang of three ----------------------------------------------------------------------------------------
@@ -78,8 +89,10 @@ def _told(rank, init_method, say, workloads, reference):
     made, saw = [], {}
 
     def told(tensors):
-        return {f"{run.name} {run.collection}".strip(): x.detach().flatten().numpy().copy()
-                for run, x in tensors.items()}
+        return {
+            f"{run.name} {run.collection}".strip(): x.detach().flatten().numpy().copy()
+            for run, x in tensors.items()
+        }
 
     class Told(module._Step):
         """A step whose buffers tell rank and position. (What it pools tells them by itself: rows of weights
@@ -98,14 +111,21 @@ def _told(rank, init_method, say, workloads, reference):
             sent = told(buffers)
             marks = super().once(batch)
             dense = {kind: x._dense for kind, x in chains.items() if hasattr(x, "_dense")}
-            saw[self] = (sent, told({**self._compute.gradients, **dense}),
-                         told(self._compute.outputs),
-                         told({kind: x._arrived for kind, x in chains.items() if kind not in dense}))
+            saw[self] = (
+                sent,
+                told({**self._compute.gradients, **dense}),
+                told(self._compute.outputs),
+                told({kind: x._arrived for kind, x in chains.items() if kind not in dense}),
+            )
             return marks
 
     module._Step = Told
-    say((module.replay_rank(rank, init_method, workloads, SETTING, CONFIG, reference=reference),
-         [saw[step] for step in made]))
+    say(
+        (
+            module.replay_rank(rank, init_method, workloads, SETTING, CONFIG, reference=reference),
+            [saw[step] for step in made],
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +148,10 @@ def test_all_parts_of_all_plans_are_measured(three):
                 assert value > 0 or "compute" in part and not workload.ops[device] and value >= 0
         assert min(cost.waiting_ms) >= 0 < min(cost.input_ms)
         assert cost.total_ms == max(sum(getattr(cost, p)[d] for p in PARTS) for d in range(3))
-        assert (0 < cost.step.q1_ms <= cost.step.median_ms <= cost.step.q3_ms
-                and cost.step.repeats == CONFIG.repeats)
+        assert (
+            0 < cost.step.q1_ms <= cost.step.median_ms <= cost.step.q3_ms
+            and cost.step.repeats == CONFIG.repeats
+        )
         assert cost.oversubscribed == (3 > len(os.sched_getaffinity(0)))
         assert cost.slowdown == pytest.approx(np.mean([np.median(ms) for (_, ms), _ in said]))
     assert all(len(ms) == CONFIG.repeats and min(ms) > 0 for (_, ms), _ in said)
@@ -166,8 +188,13 @@ def test_every_collective_of_a_step_delivers_what_the_plan_says(three, which):
     n = ["whole", "mixed", "lopsided"].index(which)
     sent, received, outputs, arrived = zip(*(saw[n] for _, saw in said), strict=True)
     runs = {"column": "", "column users": "users"} if which != "lopsided" else {"column": ""}
-    columns = {run: [sum(s.width for op in ops if op.kind == "column" and op.run.collection == name
-                         for s in op.shards) for ops in workloads[n].ops] for run, name in runs.items()}
+    columns = {
+        run: [
+            sum(s.width for op in ops if op.kind == "column" and op.run.collection == name for s in op.shards)
+            for ops in workloads[n].ops
+        ]
+        for run, name in runs.items()
+    }
     for rank in range(3):
         for run, of in columns.items():
             to_rank = [split(sent[d][run], [80 * w for w in of])[rank] for d in range(3)]
@@ -210,8 +237,11 @@ def replayed_as_lower_says(plan, problem, collective):
     for part in PARTS[:4]:
         assert min(getattr(cost, part)) > 0
     assert min(cost.input_ms) > 0 and cost.step.repeats == CONFIG.repeats
-    entering = [of for c, of in zip(workload.channels, workload.traffic, strict=True)
-                if c.collective == "all_to_all" and of.any()]
+    entering = [
+        of
+        for c, of in zip(workload.channels, workload.traffic, strict=True)
+        if c.collective == "all_to_all" and of.any()
+    ]
     assert len(entering) == collective
     for rank, (_, sent) in enumerate(ranks):
         steps = np.reshape(sent, (CONFIG.warmups + CONFIG.repeats, 2 * len(entering)))
@@ -227,21 +257,39 @@ def test_lookups_of_sequences_travel_as_lower_says():
     drawn = (dataclasses.replace(t, name=f"{t.name} clicks", sequence=True) for t in (cold, hot, wide, zipf))
     problem = problem_of((hot, *drawn), 2)
     pooled, whole_, cut, divided, copied = problem.tables
-    plan = Plan((column(pooled, 0), column(whole_, 1), column(cut, 0, 0, 8), column(cut, 1, 8),
-                 row(divided, problem.topology), replica(copied, problem.topology)))
+    plan = Plan(
+        (
+            column(pooled, 0),
+            column(whole_, 1),
+            column(cut, 0, 0, 8),
+            column(cut, 1, 8),
+            row(divided, problem.topology),
+            replica(copied, problem.topology),
+        )
+    )
     # Of the pooled table, of sequences by columns, and of those by rows.
     replayed_as_lower_says(plan, problem, 3)
 
 
 def test_distinct_values_of_deduplicated_tables_travel_as_lower_says():
     """By columns beside one that is not deduplicated, by rows, a replica, and a sequence."""
-    session = [dataclasses.replace(t, name=f"{t.name} session", dedup=4.0, features=1 + i)
-               for i, t in enumerate(TABLES[:4])]
+    session = [
+        dataclasses.replace(t, name=f"{t.name} session", dedup=4.0, features=1 + i)
+        for i, t in enumerate(TABLES[:4])
+    ]
     session[3] = dataclasses.replace(session[3], sequence=True)
     problem = problem_of((TABLES[1], *session), 2)
     pooled, cut, divided, copied, clicks = problem.tables
-    plan = Plan((column(pooled, 0), column(cut, 0, 0, 8), column(cut, 1, 8), row(divided, problem.topology),
-                 replica(copied, problem.topology), column(clicks, 1)))
+    plan = Plan(
+        (
+            column(pooled, 0),
+            column(cut, 0, 0, 8),
+            column(cut, 1, 8),
+            row(divided, problem.topology),
+            replica(copied, problem.topology),
+            column(clicks, 1),
+        )
+    )
     replayed_as_lower_says(plan, problem, 2)
 
 
@@ -259,7 +307,7 @@ def _over_hosts(rank, init_method, say, workload):
         member = Rank(rank, 4, init_method, "cpu", CollectiveConfig(timeout_s=30.0))
         own = exchanges.groups(rank, workload.topology, exchanges.used_channels(workload))
         chain = exchanges.chains(workload, rank, full, own)[LAYOUTS["host_row"]]
-        op, = workload.ops[rank]
+        (op,) = workload.ops[rank]
         outputs = torch.from_numpy(_marked(rank, (op.batch, sum(s.width for s in op.shards))))
         arrived = exchanges.forward(chain, outputs).numpy().copy()
         chain[-1]._sent.copy_(torch.from_numpy(_marked(rank, chain[-1]._sent.shape)))
@@ -281,13 +329,15 @@ def test_rows_over_a_host_are_summed_there_and_cross_hosts():
     workload = lower(Plan((host_row(wide, (0, 1)), host_row(slim, (2, 3)))), problem)
     last = dict(local_ranks.run("replay", _over_hosts, 4, (workload,), 60.0))
     of_host = [sum(_marked(r, (16, width)) for r in ranks) for ranks, width in (((0, 1), 8), ((2, 3), 4))]
-    sent = [[[part.reshape(4, -1) for part in np.split(_marked(2 * h + i, (48,)), [4 * 8])] for h in range(2)]
-            for i in range(2)]
+    sent = [
+        [[part.reshape(4, -1) for part in np.split(_marked(2 * h + i, (48,)), [4 * 8])] for h in range(2)]
+        for i in range(2)
+    ]
     for h in range(2):
         for i in range(2):
             arrived, back = last[2 * h + i]
             first = 8 * i + 4 * h
-            same(arrived.ravel(), np.concatenate([x[first:first + 4].ravel() for x in of_host]))
+            same(arrived.ravel(), np.concatenate([x[first : first + 4].ravel() for x in of_host]))
             same(back, np.concatenate([sent[k][g][h] for k in range(2) for g in range(2)]))
 
 
@@ -325,8 +375,13 @@ def test_each_step_meets_caches_that_were_overwritten_and_another_batch(tables, 
     workload, progress = whole(problem_of(tables[3:4], 1)), []
     # ten times as large as the plan's
     reference = (ComputeRequest((Shard.whole(tables[0]),), SETTING.batch), 1.0)
-    marks, reference_ms = alone([workload] * 2, SETTING, dataclasses.replace(CONFIG, arena_bytes=MIB),
-                              progress=lambda: progress.append(1), reference=reference)
+    marks, reference_ms = alone(
+        [workload] * 2,
+        SETTING,
+        dataclasses.replace(CONFIG, arena_bytes=MIB),
+        progress=lambda: progress.append(1),
+        reference=reference,
+    )
     assert events == [x for i in range(6) for x in ["evict", ("step", i % 2)] * 2 + ["evict", "reference"]]
     assert [m.shape for m in marks] == [(CONFIG.repeats, 6)] * 2 and reference_ms.shape == (CONFIG.repeats,)
     assert all((np.diff(m) >= 0).all() for m in marks) and len(progress) == 2 + 6
@@ -341,7 +396,8 @@ def test_one_device_computes_and_exchanges_nothing(tables, alone):
     cost = combine(
         alone(
             [whole(problem_of(tables, 1))], dataclasses.replace(SETTING, optimizer="rowwise_adagrad"), CONFIG
-        )[0], JOB
+        )[0],
+        JOB,
     )
     assert cost.forward_compute_ms[0] > 0 and cost.backward_compute_ms[0] > 0 and cost.waiting_ms == (0.0,)
     assert cost.input_ms == (0.0,)
@@ -361,11 +417,15 @@ def test_a_reference_op_tells_the_slowdown(three):
 
 def test_waiting_and_transfer_are_told_apart_by_the_last_start():
     # begin, ids received, gradients received, updated, pooled, outputs received
-    ms = np.array([[[-4.0, 0.0, 3.0, 5.0, 6.0, 12.0]] * 3,
-                   [[-3.5, 1.0, 3.5, 6.0, 8.0, 11.0]] * 3])
-    expected = StepCost(forward_compute_ms=(1.0, 2.0), backward_compute_ms=(2.0, 2.5),
-                        forward_comm_ms=(4.0, 3.0), backward_comm_ms=(2.0, 2.5), waiting_ms=(2.0, 0.0),
-                        input_ms=(4.5, 4.5))
+    ms = np.array([[[-4.0, 0.0, 3.0, 5.0, 6.0, 12.0]] * 3, [[-3.5, 1.0, 3.5, 6.0, 8.0, 11.0]] * 3])
+    expected = StepCost(
+        forward_compute_ms=(1.0, 2.0),
+        backward_compute_ms=(2.0, 2.5),
+        forward_comm_ms=(4.0, 3.0),
+        backward_comm_ms=(2.0, 2.5),
+        waiting_ms=(2.0, 0.0),
+        input_ms=(4.5, 4.5),
+    )
     dense = {"dense_forward_ms": 1.0, "dense_backward_ms": 2.0}
     for job, ids_ms in ((JOB, 4.5), (Job("none", **dense), 4.5), (Job(**dense), 1.5)):
         cost = combine(ms / 1e3, job)
@@ -380,8 +440,9 @@ def test_a_workload_of_another_setting_is_refused_before_anything_starts(tables)
     problem = problem_of(tables, 2)
     with pytest.raises(SettingMismatch, match=r"batch 240.*batch 512"):
         replay(whole(problem), dataclasses.replace(SETTING, batch=512), CONFIG)
-    h200 = dataclasses.replace(problem,
-                               topology=dataclasses.replace(problem.topology, hardware="nvidia-h200"))
+    h200 = dataclasses.replace(
+        problem, topology=dataclasses.replace(problem.topology, hardware="nvidia-h200")
+    )
     with pytest.raises(SettingMismatch, match="nvidia-h200"):
         replay(whole(h200), SETTING, CONFIG)
     with pytest.raises(ShardCoreError, match="3 and 2 devices"):
@@ -407,8 +468,11 @@ def test_a_shard_larger_than_the_arena_is_named(tables, alone):
 
 def test_a_plan_with_a_shard_larger_than_the_arena_starts_no_process(tables):
     """A rank's own error would begin with its number."""
-    with pytest.raises(ShardCoreError, match=r"^shard cold\[0:50000, 0:16\] is 3.1 MiB; the arena holds "
-                                             r"1.0 MiB: give more \(--arena-gib"):
+    with pytest.raises(
+        ShardCoreError,
+        match=r"^shard cold\[0:50000, 0:16\] is 3.1 MiB; the arena holds "
+        r"1.0 MiB: give more \(--arena-gib",
+    ):
         replay(whole(problem_of(tables, 1)), SETTING, dataclasses.replace(CONFIG, arena_bytes=MIB))
 
 
@@ -421,8 +485,11 @@ def test_a_rank_that_dies_in_a_step_ends_the_gang_and_is_named(tables):
     rounds = 0
     with pytest.raises(ShardCoreError, match="rank 1 of 2 failed: it was killed by SIGKILL"):
         for rank, _ in local_ranks.run(
-            "replay", module._work, 2,
-            ([whole(problem_of(tables, 2))], SETTING, forever, "cpu", None, None), 60.0
+            "replay",
+            module._work,
+            2,
+            ([whole(problem_of(tables, 2))], SETTING, forever, "cpu", None, None),
+            60.0,
         ):
             rounds += rank == 1
             if rounds == 4:  # its op is built, and steps are under way
@@ -448,12 +515,18 @@ def test_the_command_replays_plans_of_one_problem(tables, tmp_path, capsys):
     assert shown.count(f"{plan}  {total_ms:>11.3f}") == 4 and "{" not in shown
     assert shown.count("ms of each device") == 4 and "predicted" not in shown
     [kept] = (tmp_path / "replays").iterdir()
-    assert (json.loads((kept / "replays.json").read_text())["replays"][0]["total_ms"]
-            == written["replays"][0]["total_ms"])
+    assert (
+        json.loads((kept / "replays.json").read_text())["replays"][0]["total_ms"]
+        == written["replays"][0]["total_ms"]
+    )
     assert written["setting"]["batch"] == problem.global_batch and written["setting"]["hardware"]
     for cost in written["replays"]:
-        assert (cost["plan"] == plan and cost["total_ms"] > 0 and cost["step"]["repeats"] == 2
-                and set(PARTS) < set(cost))
+        assert (
+            cost["plan"] == plan
+            and cost["total_ms"] > 0
+            and cost["step"]["repeats"] == 2
+            and set(PARTS) < set(cost)
+        )
     assert main(["replay", plan, str(tmp_path / "other.json"), *arguments]) == 1
     assert "'other'" in capsys.readouterr().err
 

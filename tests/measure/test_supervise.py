@@ -25,7 +25,8 @@ HUGE = ComputeRequest((Shard.whole(Table("huge", 10_000_000, 64, 1.0, Zipf(1.0))
 
 def supervised(config=None, reference=None, reference_ms=None, hang_s=60.0):
     transport = LocalTransport(
-        BenchSpec(SETTING, "cpu", config or KernelConfig(arena_bytes=8 << 20), reference), hang_s)
+        BenchSpec(SETTING, "cpu", config or KernelConfig(arena_bytes=8 << 20), reference), hang_s
+    )
     return Supervisor(transport, reference_ms=reference_ms, hang_s=hang_s)
 
 
@@ -178,8 +179,10 @@ def test_a_worker_that_draws_ids_does_not_hang(draws):
 def test_calibrating_leaves_out_what_ends_the_process():
     with Supervisor(struck := Struck(fewest=2)) as bench:
         assert bench.calibrate([HUGE] * 9, 2.0) == bench.reference_ms == 7.0 and struck.told == [9, 4, 2, 1]
-    with (pytest.raises(ShardCoreError, match="the reference op cannot be measured on cpu: it hung"),
-          Supervisor(struck := Struck(fewest=0)) as bench):
+    with (
+        pytest.raises(ShardCoreError, match="the reference op cannot be measured on cpu: it hung"),
+        Supervisor(struck := Struck(fewest=0)) as bench,
+    ):
         bench.calibrate([HUGE] * 3, 2.0)
     assert struck.told == [3, 1, 0]
 
@@ -205,9 +208,15 @@ def test_what_cannot_start_is_one_clear_error():
     assert not children()
 
 
-@pytest.mark.parametrize("waiting, devices, most, sizes", [
-    (40, 2, 8, [8, 8, 6, 5, 4, 3, 2, 1, 1, 1, 1]), (5, 1, 16, [3, 1, 1]), (3, 4, 16, [1, 1, 1]),
-    (0, 1, 4, [])])
+@pytest.mark.parametrize(
+    "waiting, devices, most, sizes",
+    [
+        (40, 2, 8, [8, 8, 6, 5, 4, 3, 2, 1, 1, 1, 1]),
+        (5, 1, 16, [3, 1, 1]),
+        (3, 4, 16, [1, 1, 1]),
+        (0, 1, 4, []),
+    ],
+)
 def test_calls_get_smaller_towards_the_end(waiting, devices, most, sizes):
     found = []
     while left := waiting - sum(found):

@@ -38,8 +38,14 @@ def wandering(rng, ops, runs, noise=0.02):
     levels = {k: float(10 ** rng.uniform(-0.5, 1.5)) for k in range(ops)}
     slowdown = np.exp(np.convolve(rng.normal(0, 0.1, runs + 50), np.ones(50) / 7, "valid")[:runs])
     order = np.concatenate([rng.permutation(ops) for _ in range(runs // ops + 1)])[:runs]
-    return levels, [(int(k), levels[k] * p * math.exp(rng.normal(0, noise)))
-                    for k, p in zip(order, slowdown, strict=True)], slowdown
+    return (
+        levels,
+        [
+            (int(k), levels[k] * p * math.exp(rng.normal(0, noise)))
+            for k, p in zip(order, slowdown, strict=True)
+        ],
+        slowdown,
+    )
 
 
 def test_the_slowdown_is_told_from_neighbouring_runs(rng):

@@ -37,12 +37,22 @@ def model(kind: str, optimizer: str, rows: int = 10):
     module = torch.nn.ModuleDict({"s": EmbeddingBagCollection(device=torch.device("meta"), tables=tables)})
     made = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowWiseAdagrad}
     _apply_optimizer_in_backward(made[optimizer], module.parameters(), {"lr": 0.1})
-    how = {"table_wise": plans.table_wise(rank=0), "row_wise": plans.row_wise(),
-           "column_wise": plans.column_wise(ranks=[0, 1]), "data_parallel": plans.data_parallel()}[kind]
-    plan = plans.construct_module_sharding_plan(module["s"], {"t": how}, local_size=2, world_size=2,
-                                                device_type="cpu")
-    return DistributedModelParallel(module, ShardingEnv.from_process_group(dist.group.WORLD),
-                                    torch.device("cpu"), ShardingPlan({"s": plan}), get_default_sharders())
+    how = {
+        "table_wise": plans.table_wise(rank=0),
+        "row_wise": plans.row_wise(),
+        "column_wise": plans.column_wise(ranks=[0, 1]),
+        "data_parallel": plans.data_parallel(),
+    }[kind]
+    plan = plans.construct_module_sharding_plan(
+        module["s"], {"t": how}, local_size=2, world_size=2, device_type="cpu"
+    )
+    return DistributedModelParallel(
+        module,
+        ShardingEnv.from_process_group(dist.group.WORLD),
+        torch.device("cpu"),
+        ShardingPlan({"s": plan}),
+        get_default_sharders(),
+    )
 
 
 def train(sharded) -> None:
@@ -88,9 +98,14 @@ def change(before: str, after: str, optimizer: str, rows: int = 10) -> dict[str,
     states = old.fused_optimizer.state_dict(), new.fused_optimizer.state_dict()
     fits = loads({"state": states[0]}, {"state": states[1]})
     kept = [any(x["state"].values()) for x in states]
-    return {"before": before, "after": after, "optimizer": optimizer, "rows": rows,
-            "weights": loaded and (rows != 10 or torch.equal(whole(old), whole(new))),
-            "state": "fails" if not fits else "lost" if kept[0] and not kept[1] else "loads"}
+    return {
+        "before": before,
+        "after": after,
+        "optimizer": optimizer,
+        "rows": rows,
+        "weights": loaded and (rows != 10 or torch.equal(whole(old), whole(new))),
+        "state": "fails" if not fits else "lost" if kept[0] and not kept[1] else "loads",
+    }
 
 
 def rank(number: int, store: str, optimizers: list[str]) -> None:

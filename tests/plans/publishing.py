@@ -13,12 +13,19 @@ def plan(problem, device, **provenance):
 def publish(root, problem, device, outcome="better", **fields):
     """A plan with everything on a device becomes current; the decision."""
     with store.turn(root, problem.name):
-        version = store.add(root, problem, plan(problem, device), {"total_ms": float(device)},
-                            f"<html>{device}</html>")
+        version = store.add(
+            root, problem, plan(problem, device), {"total_ms": float(device)}, f"<html>{device}</html>"
+        )
         before = store.last(root, problem.name)
-        fields = {"reason": "of a test", "current": version, "candidate": version,
-                  "candidate_ms": float(device), "problem_digest": files.problem_digest(problem),
-                  "parent": before and before.id, **fields}
+        fields = {
+            "reason": "of a test",
+            "current": version,
+            "candidate": version,
+            "candidate_ms": float(device),
+            "problem_digest": files.problem_digest(problem),
+            "parent": before and before.id,
+            **fields,
+        }
         decision = Decision(problem.name, outcome, **fields)
         store.record(root, decision)
     return decision

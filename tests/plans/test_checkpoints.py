@@ -17,26 +17,34 @@ from shardcore.plans.words import moves_text
 
 TWO = on_hosts("xx", 1 << 30)
 TABLE = Table("t", 10, 8, 2.0)
-OF = {"table_wise": [column(TABLE, 0)], "column_wise": [column(TABLE, 0, 0, 4), column(TABLE, 1, 4)],
-      "row_wise": [row(TABLE, TWO)], "data_parallel": [replica(TABLE, TWO)]}
+OF = {
+    "table_wise": [column(TABLE, 0)],
+    "column_wise": [column(TABLE, 0, 0, 4), column(TABLE, 1, 4)],
+    "row_wise": [row(TABLE, TWO)],
+    "data_parallel": [replica(TABLE, TWO)],
+}
 
 
 def problem(optimizer: str) -> Problem:
     return Problem("changed", (TABLE,), TWO, 16, optimizer)
 
 
-@pytest.mark.parametrize("optimizer, before, after, loses", [
-    ("rowwise_adagrad", "data_parallel", "row_wise", checkpoints.FROM_REPLICAS),
-    ("rowwise_adagrad", "table_wise", "data_parallel", checkpoints.TO_REPLICAS),
-    ("rowwise_adagrad", "table_wise", "column_wise", checkpoints.OTHER_PARTS),
-    ("rowwise_adagrad", "column_wise", "row_wise", checkpoints.OTHER_PARTS),
-    ("partial_rowwise_adam", "column_wise", "table_wise", checkpoints.OTHER_PARTS),
-    ("rowwise_adagrad", "row_wise", "table_wise", checkpoints.ALL_LOADS),
-    ("adam", "column_wise", "table_wise", checkpoints.ALL_LOADS),
-    ("adam", "data_parallel", "table_wise", checkpoints.FROM_REPLICAS),
-    ("exact_sgd", "data_parallel", "row_wise", checkpoints.NOTHING),
-    ("exact_sgd", "column_wise", "row_wise", checkpoints.NOTHING),
-    ("adam", "row_wise", "row_wise", "")])
+@pytest.mark.parametrize(
+    "optimizer, before, after, loses",
+    [
+        ("rowwise_adagrad", "data_parallel", "row_wise", checkpoints.FROM_REPLICAS),
+        ("rowwise_adagrad", "table_wise", "data_parallel", checkpoints.TO_REPLICAS),
+        ("rowwise_adagrad", "table_wise", "column_wise", checkpoints.OTHER_PARTS),
+        ("rowwise_adagrad", "column_wise", "row_wise", checkpoints.OTHER_PARTS),
+        ("partial_rowwise_adam", "column_wise", "table_wise", checkpoints.OTHER_PARTS),
+        ("rowwise_adagrad", "row_wise", "table_wise", checkpoints.ALL_LOADS),
+        ("adam", "column_wise", "table_wise", checkpoints.ALL_LOADS),
+        ("adam", "data_parallel", "table_wise", checkpoints.FROM_REPLICAS),
+        ("exact_sgd", "data_parallel", "row_wise", checkpoints.NOTHING),
+        ("exact_sgd", "column_wise", "row_wise", checkpoints.NOTHING),
+        ("adam", "row_wise", "row_wise", ""),
+    ],
+)
 def test_what_is_lost_is_said_with_the_moves(optimizer, before, after, loses):
     found = diff(Plan(tuple(OF[before])), Plan(tuple(OF[after])), problem(optimizer))
     assert [m.loses for m in found.moves] == [loses] * (before != after)
@@ -54,8 +62,18 @@ def test_the_optimizer_of_replicas_counts_too():
 @pytest.mark.long
 def test_torchrec_loads_what_is_said_to_load():
     pytest.importorskip("torchrec")
-    done = subprocess.run([sys.executable, str(Path(__file__).with_name("changed_kinds.py")), "sgd",
-                           "rowwise_adagrad", "adagrad"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(Path(__file__).with_name("changed_kinds.py")),
+            "sgd",
+            "rowwise_adagrad",
+            "adagrad",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     *rows, grown = map(json.loads, done.stdout.splitlines())
     assert len(rows) == 48 and all(r["weights"] for r in rows)
@@ -66,6 +84,9 @@ def test_torchrec_loads_what_is_said_to_load():
         else:
             fused = {"sgd": "exact_sgd"}.get(r["optimizer"], r["optimizer"])
         loses = checkpoints.lost(OF[r["before"]], OF[r["after"]], problem(fused))
-        state = {checkpoints.FROM_REPLICAS: "fails", checkpoints.OTHER_PARTS: "fails",
-                 checkpoints.TO_REPLICAS: "lost"}.get(loses, "loads")
+        state = {
+            checkpoints.FROM_REPLICAS: "fails",
+            checkpoints.OTHER_PARTS: "fails",
+            checkpoints.TO_REPLICAS: "lost",
+        }.get(loses, "loads")
         assert r["state"] == state, r

@@ -12,8 +12,14 @@ from shardcore.report import plan_report
 
 
 def test_history_tells_models_of_one_name_apart_by_their_data(problem, tmp_path):
-    made = [publish(tmp_path, problem, device, "first", provenance=given) for device, given in (
-        (0, {"model_version": "3", "data": "0123456789abcdef"}), (1, {"model_version": "4"}), (2, {}))]
+    made = [
+        publish(tmp_path, problem, device, "first", provenance=given)
+        for device, given in (
+            (0, {"model_version": "3", "data": "0123456789abcdef"}),
+            (1, {"model_version": "4"}),
+            (2, {}),
+        )
+    ]
     assert [plan_report.decision_row(x)[5] for x in made] == ["version 3, data 01234567", "version 4", "-"]
 
 
@@ -37,19 +43,27 @@ def test_a_decision_tells_what_the_version_that_it_chose_costs():
     assert Decision(outcome="kept", current="b" * 16, candidate="a" * 16, **of).total_ms == 2.0
 
 
-@pytest.mark.parametrize("changes, said", [
-    ({"current": "../../other/versions/v"}, "has current '../../other/versions/v'; it needs 16 hex digits"),
-    ({"candidate": "x"}, "has candidate 'x'"), ({"parent": "../x"}, "has parent '../x'"),
-    ({"problem": "other"}, "on problem 'other'"),
-    ({"problem": "../x"}, "has problem '../x'"),
-    ({"candidate_ms": -1.0}, "has candidate_ms -1.0; it needs 0 or more"),
-    ({"candidate_ms": "1"}, "candidate_ms is '1'; it needs to be a number or None"),
-    ({"decided_at": None}, "decided_at is None"),
-    ({"provenance": []}, "provenance is []"), ({"provenance": {"model": 1}},
-                                               "provenance: model is 1; it needs to be a text"),
-    ({"extra": 1}, "unknown key 'extra'"), ({"outcome": "good"}, "outcome 'good'"),
-    ({"version": 2}, "no decision of a version"),
-])
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (
+            {"current": "../../other/versions/v"},
+            "has current '../../other/versions/v'; it needs 16 hex digits",
+        ),
+        ({"candidate": "x"}, "has candidate 'x'"),
+        ({"parent": "../x"}, "has parent '../x'"),
+        ({"problem": "other"}, "on problem 'other'"),
+        ({"problem": "../x"}, "has problem '../x'"),
+        ({"candidate_ms": -1.0}, "has candidate_ms -1.0; it needs 0 or more"),
+        ({"candidate_ms": "1"}, "candidate_ms is '1'; it needs to be a number or None"),
+        ({"decided_at": None}, "decided_at is None"),
+        ({"provenance": []}, "provenance is []"),
+        ({"provenance": {"model": 1}}, "provenance: model is 1; it needs to be a text"),
+        ({"extra": 1}, "unknown key 'extra'"),
+        ({"outcome": "good"}, "outcome 'good'"),
+        ({"version": 2}, "no decision of a version"),
+    ],
+)
 def test_a_decision_that_says_nonsense_is_refused(problem, tmp_path, changes, said):
     done = publish(tmp_path, problem, 0, "first")
     sealed_decision(tmp_path, "small", done, **changes)

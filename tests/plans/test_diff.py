@@ -33,8 +33,11 @@ def random_plan(problem, seed: int, rows: bool = True) -> Plan:
             cut = 4 * int(rng.integers(1, t.dim // 4))
             placements += [column(t, first, 0, cut), column(t, second, cut)]
         elif kind == 3 and even_share(t.rows, len(topology)):
-            placements.append(row(t, topology) if rng.random() < 0.5 or len(topology.hosts) == 1
-                              else host_row(t, topology.on_hosts[rng.integers(len(topology.hosts))]))
+            placements.append(
+                row(t, topology)
+                if rng.random() < 0.5 or len(topology.hosts) == 1
+                else host_row(t, topology.on_hosts[rng.integers(len(topology.hosts))])
+            )
         else:
             placements.append(replica(t, topology) if kind == 2 else column(t, first))
     return Plan(tuple(placements))
@@ -42,9 +45,16 @@ def random_plan(problem, seed: int, rows: bool = True) -> Plan:
 
 def counted_bytes(old: Plan, new: Plan, name: str) -> int:
     """Cell by cell."""
+
     def cells(plan):
-        return {(d, r, c) for p in plan.placements if p.shard.table.name == name for d, s in shards_on(p)
-                for r in range(s.row_lo, s.row_hi) for c in range(s.col_lo, s.col_hi)}
+        return {
+            (d, r, c)
+            for p in plan.placements
+            if p.shard.table.name == name
+            for d, s in shards_on(p)
+            for r in range(s.row_lo, s.row_hi)
+            for c in range(s.col_lo, s.col_hi)
+        }
 
     return 4 * len(cells(new) - cells(old))
 
@@ -52,8 +62,9 @@ def counted_bytes(old: Plan, new: Plan, name: str) -> int:
 @pytest.fixture
 def small(problem):
     """The same tables with few rows, so that cells can be counted."""
-    return replace(problem, tables=tuple(replace(t, rows=min(t.rows, 40)) for t in problem.tables),
-                   topology=TWO)
+    return replace(
+        problem, tables=tuple(replace(t, rows=min(t.rows, 40)) for t in problem.tables), topology=TWO
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -61,7 +72,8 @@ def test_moves_are_the_cells_that_devices_get(small, seed):
     old, new = random_plan(small, seed), random_plan(small, seed + 100)
     found = diff(old, new)
     assert {m.table: m.bytes for m in found.moves if m.bytes} == {
-        t.name: n for t in small.tables if (n := counted_bytes(old, new, t.name))}
+        t.name: n for t in small.tables if (n := counted_bytes(old, new, t.name))
+    }
     assert found.bytes == sum(m.bytes for m in found.moves) and not diff(old, old) and bool(found)
     assert [m.bytes for m in found.moves] == sorted((m.bytes for m in found.moves), reverse=True)
 
@@ -69,20 +81,30 @@ def test_moves_are_the_cells_that_devices_get(small, seed):
 TWO = on_hosts("xyxy", 16 << 20)
 
 
-@pytest.mark.parametrize("old, new, cells", [
-    (lambda t: [column(t, 0)], lambda t: [column(t, 1)], 640),
-    (lambda t: [column(t, 0)], lambda t: [replica(t, TWO)], 3 * 640),
-    (lambda t: [replica(t, TWO)], lambda t: [column(t, 1)], 0),
-    (lambda t: [column(t, 0, 0, 8), column(t, 1, 8)], lambda t: [column(t, 0, 0, 12), column(t, 1, 12)],
-     40 * 4),
-    # in one part what was in two
-    (lambda t: [column(t, 0, 0, 4), column(t, 0, 4)], lambda t: [column(t, 0)], 0),
-    (lambda t: [row(t, TWO)], lambda t: [column(t, 1)], 640 - 10 * 16),
-    (lambda t: [column(t, 1)], lambda t: [row(t, TWO)], 3 * 10 * 16),
-    # 0 has 10 of its 20 rows, 2 none of its
-    (lambda t: [row(t, TWO)], lambda t: [host_row(t, (0, 2))], 10 * 16 + 20 * 16),
-    (lambda t: [host_row(t, (0, 2), 0, 8), host_row(t, (1, 3), 8)], lambda t: [host_row(t, (0, 2))], 40 * 8),
-])
+@pytest.mark.parametrize(
+    "old, new, cells",
+    [
+        (lambda t: [column(t, 0)], lambda t: [column(t, 1)], 640),
+        (lambda t: [column(t, 0)], lambda t: [replica(t, TWO)], 3 * 640),
+        (lambda t: [replica(t, TWO)], lambda t: [column(t, 1)], 0),
+        (
+            lambda t: [column(t, 0, 0, 8), column(t, 1, 8)],
+            lambda t: [column(t, 0, 0, 12), column(t, 1, 12)],
+            40 * 4,
+        ),
+        # in one part what was in two
+        (lambda t: [column(t, 0, 0, 4), column(t, 0, 4)], lambda t: [column(t, 0)], 0),
+        (lambda t: [row(t, TWO)], lambda t: [column(t, 1)], 640 - 10 * 16),
+        (lambda t: [column(t, 1)], lambda t: [row(t, TWO)], 3 * 10 * 16),
+        # 0 has 10 of its 20 rows, 2 none of its
+        (lambda t: [row(t, TWO)], lambda t: [host_row(t, (0, 2))], 10 * 16 + 20 * 16),
+        (
+            lambda t: [host_row(t, (0, 2), 0, 8), host_row(t, (1, 3), 8)],
+            lambda t: [host_row(t, (0, 2))],
+            40 * 8,
+        ),
+    ],
+)
 @pytest.mark.parametrize("precision, bytes_a_cell", [("fp32", 4), ("fp16", 2)])
 def test_moves_counted_by_hand(old, new, cells, precision, bytes_a_cell):
     table = Table("t", 40, 16, 1.0, precision=precision)
@@ -96,17 +118,24 @@ def test_moves_counted_by_hand(old, new, cells, precision, bytes_a_cell):
 def test_devices_are_not_exchanged_where_the_order_of_columns_is_enough(problem):
     wide, small = problem.tables[2], problem.tables[1]
     halves = (0, 32), (32, 64)
-    old, new = (Plan((*(column(wide, device, *half) for device, half in zip(order, halves, strict=True)),
-                      column(small, 0)))
-                for order in ((0, 1), (1, 0)))
+    old, new = (
+        Plan(
+            (
+                *(column(wide, device, *half) for device, half in zip(order, halves, strict=True)),
+                column(small, 0),
+            )
+        )
+        for order in ((0, 1), (1, 0))
+    )
     assert wide.bytes > small.bytes and diff(old, new).bytes == wide.bytes
     assert not diff(old, relabel_devices(new, old, replace(problem, tables=(wide, small))))
 
 
 def test_statistics_do_not_move_tables(problem):
     old = random_plan(problem, 1)
-    livelier = replace(problem, tables=tuple(replace(t, pooling=t.pooling + 1, access=Zipf(0.5))
-                                             for t in problem.tables))
+    livelier = replace(
+        problem, tables=tuple(replace(t, pooling=t.pooling + 1, access=Zipf(0.5)) for t in problem.tables)
+    )
     assert not diff(old, rebind_tables(old, livelier)) and lower(rebind_tables(old, livelier), livelier)
     other = replace(problem, tables=(*problem.tables[1:], Table("new", 10, 4, 1.0)))
     found = diff(old, random_plan(other, 1))
@@ -116,24 +145,39 @@ def test_statistics_do_not_move_tables(problem):
         lower(rebind_tables(old, other), other)
 
 
-@pytest.mark.parametrize("old, new, shape, moved, added", [
-    (lambda t: [column(t, 0)], lambda t: [column(t, 0)], (60, 16), 0, 20 * 16),
-    (lambda t: [column(t, 0)], lambda t: [column(t, 1)], (60, 16), 40 * 16, 20 * 16),
-    (lambda t: [column(t, 0)], lambda t: [column(t, 1)], (40, 24), 40 * 16, 40 * 8),
-    (lambda t: [column(t, 0)], lambda t: [column(t, 1)], (20, 8), 20 * 8, 0),
-    (lambda t: [column(t, 0, 0, 8), column(t, 1, 8)], lambda t: [column(t, 0, 0, 8), column(t, 1, 8)],
-     (40, 24), 0, 40 * 8),
-    # ranges of 10 rows become ranges of 15: 10 to 15, 20 to 30 and 30 to 40 come from others
-    (lambda t: [row(t, TWO)], lambda t: [row(t, TWO)], (60, 16), (0 + 5 + 10 + 10 - 0) * 16, None),
-    (lambda t: [column(t, 0)], lambda t: [replica(t, TWO)], (60, 16), 3 * 40 * 16, 4 * 20 * 16),
-])
+@pytest.mark.parametrize(
+    "old, new, shape, moved, added",
+    [
+        (lambda t: [column(t, 0)], lambda t: [column(t, 0)], (60, 16), 0, 20 * 16),
+        (lambda t: [column(t, 0)], lambda t: [column(t, 1)], (60, 16), 40 * 16, 20 * 16),
+        (lambda t: [column(t, 0)], lambda t: [column(t, 1)], (40, 24), 40 * 16, 40 * 8),
+        (lambda t: [column(t, 0)], lambda t: [column(t, 1)], (20, 8), 20 * 8, 0),
+        (
+            lambda t: [column(t, 0, 0, 8), column(t, 1, 8)],
+            lambda t: [column(t, 0, 0, 8), column(t, 1, 8)],
+            (40, 24),
+            0,
+            40 * 8,
+        ),
+        # ranges of 10 rows become ranges of 15: 10 to 15, 20 to 30 and 30 to 40 come from others
+        (lambda t: [row(t, TWO)], lambda t: [row(t, TWO)], (60, 16), (0 + 5 + 10 + 10 - 0) * 16, None),
+        (lambda t: [column(t, 0)], lambda t: [replica(t, TWO)], (60, 16), 3 * 40 * 16, 4 * 20 * 16),
+    ],
+)
 def test_rows_and_columns_that_were_there_move_and_new_ones_are_told_apart(old, new, shape, moved, added):
     was, now = Table("t", 40, 16, 1.0), Table("t", *shape, 2.0, features=2)
     plans = Plan(tuple(old(was))), Plan(tuple(new(now)))
     found = diff(*plans)
-    before, after = ({(d, r, c) for p in plan.placements for d, s in shards_on(p)
-                      for r in range(s.row_lo, s.row_hi) for c in range(s.col_lo, s.col_hi)}
-                     for plan in plans)
+    before, after = (
+        {
+            (d, r, c)
+            for p in plan.placements
+            for d, s in shards_on(p)
+            for r in range(s.row_lo, s.row_hi)
+            for c in range(s.col_lo, s.col_hi)
+        }
+        for plan in plans
+    )
     known = {cell for cell in after if cell[1] < 40 and cell[2] < 16}
     assert found.bytes == 4 * len(known - before) and found.new_bytes == 4 * len(after - known)
     assert added is None or (found.bytes, found.new_bytes) == (4 * moved, 4 * added)
@@ -161,8 +205,11 @@ def test_a_plan_goes_on_with_tables_of_another_shape(problem):
 
 def rotated(placement: Placement, by: int) -> Placement:
     """What is on one of four devices, so many on."""
-    return (replace(placement, devices=((placement.devices[0] + by) % 4,)) if placement.kind == "column"
-            else placement)
+    return (
+        replace(placement, devices=((placement.devices[0] + by) % 4,))
+        if placement.kind == "column"
+        else placement
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -173,15 +220,18 @@ def test_equal_devices_are_exchanged_so_that_least_moves_at_the_same_cost(proble
     problem = replace(problem, topology=topology)
     old, new = random_plan(problem, seed, rows=False), random_plan(problem, seed + 50, rows=False)
     near = relabel_devices(new, old, problem)
-    assert (price(lower(near, problem), model).total_ms
-            == pytest.approx(price(lower(new, problem), model).total_ms))
+    assert price(lower(near, problem), model).total_ms == pytest.approx(
+        price(lower(new, problem), model).total_ms
+    )
     assert diff(old, near).bytes <= diff(old, reorder_columns(new, old)).bytes
     swapped = Plan(tuple(rotated(p, 2) for p in old.placements))
     assert diff(old, swapped).bytes > 0 and not diff(old, relabel_devices(swapped, old, problem))
     moved_on = Plan(tuple(rotated(p, 1) for p in old.placements))
     back = relabel_devices(moved_on, old, problem)  # hosts are not exchanged
-    hosts = [{(p.shard.table.name, p.shard.width, d % 2) for p in x.placements for d in p.devices}
-             for x in (moved_on, back)]
+    hosts = [
+        {(p.shard.table.name, p.shard.width, d % 2) for p in x.placements for d in p.devices}
+        for x in (moved_on, back)
+    ]
     assert hosts[0] == hosts[1]
 
 
@@ -204,8 +254,12 @@ def test_columns_come_in_the_old_order_of_devices(problem):
 
     def cut(*parts):
         ends = np.cumsum([0, *(n for n, _ in parts)])
-        return Plan(tuple(column(wide, d, int(lo), int(hi))
-                          for lo, hi, (_, d) in zip(ends, ends[1:], parts, strict=False)))
+        return Plan(
+            tuple(
+                column(wide, d, int(lo), int(hi))
+                for lo, hi, (_, d) in zip(ends, ends[1:], parts, strict=False)
+            )
+        )
 
     old = cut((24, 3), (16, 1), (24, 0))
     assert not diff(old, reorder_columns(cut((24, 0), (16, 1), (24, 3)), old))
@@ -218,8 +272,9 @@ def test_columns_come_in_the_old_order_of_devices(problem):
 def test_a_search_afresh_hardly_moves_what_it_finds_again(problem):
     """The devices of two searches have other numbers, their plans are much the same."""
     model = AnalyticModel(Setting("made-up", 256), lookup_ns=30)
-    first, second = (SHARDERS["anneal"](problem, model, seed=seed, budget=Budget(evals=20_000))
-                     for seed in (0, 1))
+    first, second = (
+        SHARDERS["anneal"](problem, model, seed=seed, budget=Budget(evals=20_000)) for seed in (0, 1)
+    )
     near = relabel_devices(second, first, problem)
     assert diff(first, near).bytes <= diff(first, second).bytes
     assert price(lower(near, problem), model).total_ms == pytest.approx(second.provenance["predicted_ms"])
@@ -229,7 +284,9 @@ def test_places_are_told_in_words(problem):
     t = problem.tables[2]
     found = diff(Plan((column(t, 0),)), Plan((column(t, 1, 0, 32), column(t, 0, 32, 64))))
     text = plan_report.diff_text(found)
-    assert ("1 table, 0.2 MiB of weights to move" in text and "device 1 columns 0:32 of 64; "
-            "device 0 columns 32:64 of 64" in text)
+    assert (
+        "1 table, 0.2 MiB of weights to move" in text
+        and "device 1 columns 0:32 of 64; device 0 columns 32:64 of 64" in text
+    )
     shared = plan_report.diff_text(diff(Plan((column(t, 0),)), Plan((replica(t, problem.topology),))))
     assert "a replica on every device" in shared and "a replica" not in text

@@ -20,8 +20,9 @@ from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
 from shardcore.step.lower import lower
 
-MODEL = AnalyticModel(SETTING, launch_us=2, table_us=1, lookup_ns=10, exchange_latency_ms=0.001,
-                      exchange_gbps=4)
+MODEL = AnalyticModel(
+    SETTING, launch_us=2, table_us=1, lookup_ns=10, exchange_latency_ms=0.001, exchange_gbps=4
+)
 BUDGET = Budget(evals=20_000)
 
 
@@ -29,13 +30,16 @@ BUDGET = Budget(evals=20_000)
 def shifted():
     """A problem and its plan; and the problem as it is now, a few tables being looked up much more."""
     rng = np.random.default_rng(0)
-    tables = tuple(Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10)), Zipf(1.0))
-                   for i in range(24))
+    tables = tuple(
+        Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10)), Zipf(1.0))
+        for i in range(24)
+    )
     problem = Problem("shifting", tables, Topology((Device(4 << 20),) * 4), SETTING.batch)
     plan = SHARDERS["anneal"](problem, MODEL, budget=BUDGET)
     busiest = {p.shard.table.name for p in plan.placements if p.devices == (0,)}
-    now = replace(problem, tables=tuple(replace(t, pooling=3 * t.pooling) if t.name in busiest else t
-                                        for t in tables))
+    now = replace(
+        problem, tables=tuple(replace(t, pooling=3 * t.pooling) if t.name in busiest else t for t in tables)
+    )
     return plan, problem, now
 
 
@@ -43,16 +47,20 @@ def test_a_plan_falls_behind_and_a_few_moves_bring_most_of_it_back(shifted):
     plan, problem, now = shifted
     found = drift(plan, problem, now, MODEL, ReplanConfig(3, budget=BUDGET))
     assert found.planned_ms == pytest.approx(plan.provenance["predicted_ms"])
-    assert (found.best_ms <= found.replan_ms < found.now_ms
-            and found.behind == found.now_ms / found.best_ms - 1 > 0.1)
+    assert (
+        found.best_ms <= found.replan_ms < found.now_ms
+        and found.behind == found.now_ms / found.best_ms - 1 > 0.1
+    )
     assert 1 <= len(found.moves.moves) <= 3 and found.pays
     assert price(lower(found.replan, now), MODEL).total_ms == found.replan_ms
     assert found.now_ms - found.replan_ms > 0.5 * (found.now_ms - found.best_ms)
     assert found.moves == diff(plan, found.replan, now)
     text = plan_report.drift_text(found)
     dearer = 100 * (found.now_ms / found.planned_ms - 1)
-    assert (dearer > 0 and f"costs {found.now_ms:.3f} ms now, "
-            f"+{dearer:.1f}% against the {found.planned_ms:.3f} ms" in text)
+    assert (
+        dearer > 0
+        and f"costs {found.now_ms:.3f} ms now, +{dearer:.1f}% against the {found.planned_ms:.3f} ms" in text
+    )
     assert f"{found.behind:.1%} behind" in text and "of 3 that may" in text and "which pays." in text
 
 
@@ -84,7 +92,8 @@ def test_grown_tables_drift_and_what_they_had_counts_as_moved(shifted):
     assert not found.moves.added and not found.moves.removed and 1 <= len(found.moves.moves) <= 3
     old = {t.name: t for t in problem.tables}
     assert {m.table: m.bytes for m in found.moves.moves} == {
-        m.table: old[m.table].bytes for m in found.moves.moves}
+        m.table: old[m.table].bytes for m in found.moves.moves
+    }
     assert found.moves.new_bytes == sum(t.bytes - old[t.name].bytes for t in grown.tables)
     assert "24 tables of another shape" in plan_report.drift_text(found)
 
@@ -92,8 +101,13 @@ def test_grown_tables_drift_and_what_they_had_counts_as_moved(shifted):
 def test_a_plan_that_is_none_any_more_is_refused(shifted):
     plan, problem, now = shifted
     with pytest.raises(Infeasible):
-        drift(plan, problem, replace(now, topology=Topology((Device(20_000),) * 4)), MODEL,
-              ReplanConfig(budget=BUDGET))
+        drift(
+            plan,
+            problem,
+            replace(now, topology=Topology((Device(20_000),) * 4)),
+            MODEL,
+            ReplanConfig(budget=BUDGET),
+        )
 
 
 def test_fresh_statistics_replace_those_of_the_same_tables_alone(shifted):

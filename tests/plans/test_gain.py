@@ -66,8 +66,10 @@ def test_another_kind_on_the_same_devices_is_another_op(problem):
     divided, copied = (Plan((make(alone.tables[0], alone.topology),)) for make in (row, replica))
     assert margin(divided, copied, alone) == pytest.approx(independent(divided, copied, alone))
     wide = replace(problem, tables=(Table("w", 4000, 32, 5.0),))
-    halves = [Plan((column(wide.tables[0], 0, *a), column(wide.tables[0], 1, *b)))
-              for a, b in (((0, 16), (16, 32)), ((16, 32), (0, 16)))]
+    halves = [
+        Plan((column(wide.tables[0], 0, *a), column(wide.tables[0], 1, *b)))
+        for a, b in (((0, 16), (16, 32)), ((16, 32), (0, 16)))
+    ]
     assert margin(*halves, wide) == 0  # which columns it has does not change what a device does
 
 
@@ -82,7 +84,8 @@ def test_a_model_that_errs_more_is_less_sure(problem):
     assert errors_of(MODEL) == USUAL_ERRORS
     assert errors_of(erring) == errors_of(both) == (0.1, 0.4)
     assert margin(spread(problem), spread(problem, 1), problem, erring) > margin(
-        spread(problem), spread(problem, 1), problem)
+        spread(problem), spread(problem, 1), problem
+    )
 
 
 def test_a_gain_has_to_exceed_its_margin_and_what_was_asked():

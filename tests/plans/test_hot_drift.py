@@ -15,8 +15,12 @@ from shardcore.io.tensor_files import write_tensors
 from shardcore.plans.hot_drift import hot_drift
 from shardcore.tables.hot_rows import with_hot_rows
 
-PLAIN = Problem("p", (Table("a", 8, 4, 2.0, Zipf(1.0), sequence=True), Table("b", 6, 8, 1.0, sequence=True)),
-                Topology((Device(1 << 20),) * 4), 64)
+PLAIN = Problem(
+    "p",
+    (Table("a", 8, 4, 2.0, Zipf(1.0), sequence=True), Table("b", 6, 8, 1.0, sequence=True)),
+    Topology((Device(1 << 20),) * 4),
+    64,
+)
 HOT = with_hot_rows(PLAIN, {"a": 2})
 IDS = {"a": HotIds("a", 8, [1, 5])}
 
@@ -59,9 +63,12 @@ def test_counts_are_read_as_they_were_written(tmp_path):
     assert found.samples == 7 and list(found.of("a", 8)) == list(range(8))
     content = path.read_bytes()
     one_more = content[:-8] + (1).to_bytes(8, "little")
-    for damaged, said in ((content[:-3], "is not safetensors"), (b"", "is not safetensors"),
-                          (one_more, "tensors that do not match their digests"),
-                          (content.replace(b'samples\\": 7', b'samples\\": 9'), "does not match its digest")):
+    for damaged, said in (
+        (content[:-3], "is not safetensors"),
+        (b"", "is not safetensors"),
+        (one_more, "tensors that do not match their digests"),
+        (content.replace(b'samples\\": 7', b'samples\\": 9'), "does not match its digest"),
+    ):
         assert damaged != content
         path.write_bytes(damaged)
         with pytest.raises(ShardCoreError, match=said):
@@ -78,19 +85,31 @@ def test_counts_whose_sum_would_overflow_are_refused(tmp_path):
         read_row_counts(tmp_path / "counts.safetensors")
 
 
-@pytest.mark.parametrize(("do", "words"), [
-    (lambda: drift(1, 2, of=HOT), "has 8 rows, its row counts 2"),
-    (lambda: drift(*[0] * 8), "has no access statistics: its row counts are all 0"),
-    (lambda: drift(*[1] * 8, of=PLAIN), "has no tables NAME_hot and NAME_cold"),
-    (lambda: drift(*[1] * 8, ids={}), "no hot ids of table 'a'; problem 'p' has 2 hot rows of it"),
-    (lambda: drift(*[1] * 8, ids={"a": HotIds("a", 8, [1])}), "given 1 hot ids of 8 rows; problem 'p' has 2"),
-    (lambda: drift(*[1] * 8, ids={"a": HotIds("a", 9, [1, 2])}), "2 hot ids of 9 rows; .* another table"),
-    (lambda: drift(*[1] * 8, ids={**IDS, "b": HotIds("b", 6, [1])}), "hot ids of table 'b', which has no"),
-    (lambda: hot_drift(HOT, IDS, RowCounts(1, {"b": np.ones(6, np.int64)})), "no row counts of table 'a'"),
-    (lambda: RowCounts(0, {}), "samples 0; it needs"),
-    (lambda: RowCounts(1, {"a": np.array([-1])}), "row counts of table 'a' are int64"),
-    (lambda: RowCounts(1, {"a": np.array([1.5])}), "row counts of table 'a' are float64"),
-])
+@pytest.mark.parametrize(
+    ("do", "words"),
+    [
+        (lambda: drift(1, 2, of=HOT), "has 8 rows, its row counts 2"),
+        (lambda: drift(*[0] * 8), "has no access statistics: its row counts are all 0"),
+        (lambda: drift(*[1] * 8, of=PLAIN), "has no tables NAME_hot and NAME_cold"),
+        (lambda: drift(*[1] * 8, ids={}), "no hot ids of table 'a'; problem 'p' has 2 hot rows of it"),
+        (
+            lambda: drift(*[1] * 8, ids={"a": HotIds("a", 8, [1])}),
+            "given 1 hot ids of 8 rows; problem 'p' has 2",
+        ),
+        (lambda: drift(*[1] * 8, ids={"a": HotIds("a", 9, [1, 2])}), "2 hot ids of 9 rows; .* another table"),
+        (
+            lambda: drift(*[1] * 8, ids={**IDS, "b": HotIds("b", 6, [1])}),
+            "hot ids of table 'b', which has no",
+        ),
+        (
+            lambda: hot_drift(HOT, IDS, RowCounts(1, {"b": np.ones(6, np.int64)})),
+            "no row counts of table 'a'",
+        ),
+        (lambda: RowCounts(0, {}), "samples 0; it needs"),
+        (lambda: RowCounts(1, {"a": np.array([-1])}), "row counts of table 'a' are int64"),
+        (lambda: RowCounts(1, {"a": np.array([1.5])}), "row counts of table 'a' are float64"),
+    ],
+)
 def test_what_cannot_be_told_is_refused(do, words):
     with pytest.raises(ShardCoreError, match=words):
         do()

@@ -39,8 +39,9 @@ def short_explanations(monkeypatch):
 
 @pytest.fixture(scope="module")
 def model():
-    return fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING,
-                     fit.FitConfig(epochs=1)).model
+    return fit.train(
+        compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)
+    ).model
 
 
 @pytest.fixture
@@ -50,14 +51,22 @@ def problem():
 
 def drawn() -> Problem:
     rng = np.random.default_rng(0)
-    tables = tuple(Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10)), Zipf(1.0))
-                   for i in range(8))
+    tables = tuple(
+        Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10)), Zipf(1.0))
+        for i in range(8)
+    )
     return Problem("published", tables, Topology((Device(8 << 20),) * 4), SETTING.batch)
 
 
 def publish(root, problem, model, version=1, config=CONFIG):
-    provenance = {"model": "shardcore-cost-law", "model_version": str(version), "setting": str(model.setting),
-                  "algorithm": config.algorithm, "seed": config.seed, "git_commit": "c1"}
+    provenance = {
+        "model": "shardcore-cost-law",
+        "model_version": str(version),
+        "setting": str(model.setting),
+        "algorithm": config.algorithm,
+        "seed": config.seed,
+        "git_commit": "c1",
+    }
     return Publisher(model, root, config, provenance, plan_page.page).publish(problem)
 
 
@@ -87,18 +96,28 @@ def slow(model):
 
 
 def worse(problem):
-    return Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in problem.tables),
-                {"algorithm": "by hand"})
+    return Plan(
+        tuple(Placement("column", Shard.whole(t), (0,)) for t in problem.tables), {"algorithm": "by hand"}
+    )
 
 
 def put(root, problem, plan, version=1):
     """A plan made elsewhere becomes current."""
     last = store.last(root, problem.name)
     added = store.add(root, problem, plan, {"baselines": {}})
-    store.record(root, store.Decision(problem.name, "first", "put", added, added,
-                                      files.problem_digest(problem), parent=last and
-                                      last.id, provenance={"model": "shardcore-cost-law",
-                                                           "model_version": str(version)}))
+    store.record(
+        root,
+        store.Decision(
+            problem.name,
+            "first",
+            "put",
+            added,
+            added,
+            files.problem_digest(problem),
+            parent=last and last.id,
+            provenance={"model": "shardcore-cost-law", "model_version": str(version)},
+        ),
+    )
 
 
 def test_a_first_plan_names_what_it_comes_from_and_has_a_page(problem, model, tmp_path):
@@ -106,12 +125,14 @@ def test_a_first_plan_names_what_it_comes_from_and_has_a_page(problem, model, tm
     plan, its_problem = store.load_plan(tmp_path, "published")
     assert published.decision.outcome == "first" and its_problem == problem
     assert dict(plan.provenance) | dict(published.decision.provenance) == plan.provenance
-    assert (plan.provenance["model_version"] == "1"
-            and plan.provenance["predicted_ms"] == published.cost.total_ms)
+    assert (
+        plan.provenance["model_version"] == "1" and plan.provenance["predicted_ms"] == published.cost.total_ms
+    )
     page = store.load_page(tmp_path, "published", published.decision.current).decode()
     assert "<svg" in page and "no plan was published" in page and f"{published.cost.total_ms:.2f} ms" in page
-    cost = json.loads((tmp_path / "published/versions" / published.decision.current / "cost.json")
-                      .read_bytes())
+    cost = json.loads(
+        (tmp_path / "published/versions" / published.decision.current / "cost.json").read_bytes()
+    )
     assert cost["total_ms"] == published.cost.total_ms == price(lower(plan, problem), model).total_ms
     assert set(cost["baselines"]) == {*BASELINES, "neuroshard"} and row(published)[0] == "published"
     best = min(cost["baselines"], key=cost["baselines"].get)
@@ -144,8 +165,9 @@ def test_a_damaged_plan_is_replaced_and_the_decision_says_why(problem, model, tm
     with pytest.raises(ShardCoreError):
         store.load_plan(tmp_path, problem.name)
     again = publish(tmp_path, problem, model).decision
-    assert (again.outcome == "no longer fits" and "of the plan before: " in again.reason
-            and file in again.reason)
+    assert (
+        again.outcome == "no longer fits" and "of the plan before: " in again.reason and file in again.reason
+    )
     assert len(store.load_plan(tmp_path, problem.name)[0].placements) >= len(problem.tables)
     assert publish(tmp_path, problem, model).decision.outcome == "kept"
 
@@ -169,15 +191,19 @@ def test_a_better_plan_takes_the_place_and_a_plan_that_is_hardly_better_does_not
     assert better.outcome == "better" and better.current == better.candidate
     assert 0 < better.margin_ms < gained
     share, margin = (100 * ms / better.previous_ms for ms in (gained, better.margin_ms))
-    assert (f"gain {share:.1f}% ± {margin:.1f}% at 90% confidence: replaced" in better.reason
-            and "to move" in better.reason)
+    assert (
+        f"gain {share:.1f}% ± {margin:.1f}% at 90% confidence: replaced" in better.reason
+        and "to move" in better.reason
+    )
     page = store.load_page(tmp_path, "published", better.current).decode()
     assert f"gain {share:.1f}% ± {margin:.1f}%" in page
     kept = publish(tmp_path, problem, model).decision
     assert kept.outcome == "kept" and kept.current == better.current
     before = store.last(tmp_path, "published")
-    assert (publish(tmp_path, problem, model).decision.repeats(kept)
-            and store.last(tmp_path, "published") == before)
+    assert (
+        publish(tmp_path, problem, model).decision.repeats(kept)
+        and store.last(tmp_path, "published") == before
+    )
     put(tmp_path, problem, worse(problem))
     stubborn = publish(tmp_path, problem, model, config=replace(CONFIG, threshold=0.9)).decision
     assert "(at least 90.0% asked): kept" in stubborn.reason
@@ -190,18 +216,26 @@ def test_a_gain_within_the_models_error_replaces_nothing(problem, model, tmp_pat
     """The same two plans: the model that errs more is not believed."""
     put(tmp_path / "sure", problem, worse(problem))
     put(tmp_path / "unsure", problem, worse(problem))
-    unsure = replace(model, meta={**model.meta, "metrics": {
-        "compute_mape": 150.0, "forward_comm_mape": 150.0, "backward_comm_mape": 150.0}})
-    taken, left = (publish(tmp_path / name, problem, m).decision
-                   for name, m in (("sure", model), ("unsure", unsure)))
+    unsure = replace(
+        model,
+        meta={
+            **model.meta,
+            "metrics": {"compute_mape": 150.0, "forward_comm_mape": 150.0, "backward_comm_mape": 150.0},
+        },
+    )
+    taken, left = (
+        publish(tmp_path / name, problem, m).decision for name, m in (("sure", model), ("unsure", unsure))
+    )
     assert taken.candidate_ms == left.candidate_ms and taken.previous_ms == left.previous_ms
     assert taken.outcome == "better" and left.outcome == "kept" and left.margin_ms > taken.margin_ms
     assert left.margin_ms > left.previous_ms - left.candidate_ms > 0 and "confidence: kept" in left.reason
 
 
 def test_a_plan_that_no_longer_fits_is_replaced_however_cheap(problem, model, tmp_path, first):
-    grown = replace(problem, tables=(replace(problem.tables[0], rows=9_000), *problem.tables[1:],
-                                     Table("new", 900, 16, 2.0)))
+    grown = replace(
+        problem,
+        tables=(replace(problem.tables[0], rows=9_000), *problem.tables[1:], Table("new", 900, 16, 2.0)),
+    )
     decision = publish(tmp_path, grown, model).decision
     assert decision.outcome == "no longer fits" and decision.previous_ms is None
     assert "'new'" in decision.reason
@@ -224,17 +258,23 @@ def test_a_new_table_finds_room_beside_the_others(problem, model, tmp_path, firs
 def test_an_object_store_gets_what_a_folder_gets(problem, model, tmp_path):
     where = f"memory://{uuid.uuid4()}"
     for version in (1, 2, 1):
-        there, here = (publish(where, problem, model, version).decision,
-                       publish(tmp_path, problem, model, version).decision)
-        assert (there.outcome, there.current, there.candidate_ms) == (here.outcome, here.current,
-                                                                      here.candidate_ms)
-    assert (here.outcome == "restored"
-            and store.load_plan(where, "published") == store.load_plan(tmp_path, "published"))
+        there, here = (
+            publish(where, problem, model, version).decision,
+            publish(tmp_path, problem, model, version).decision,
+        )
+        assert (there.outcome, there.current, there.candidate_ms) == (
+            here.outcome,
+            here.current,
+            here.candidate_ms,
+        )
+    assert here.outcome == "restored" and store.load_plan(where, "published") == store.load_plan(
+        tmp_path, "published"
+    )
 
 
-def test_a_plan_kept_under_fresh_statistics_is_published_anew_for_them_and_nothing_moves(problem,
-                                                                                         model, tmp_path,
-                                                                                         first):
+def test_a_plan_kept_under_fresh_statistics_is_published_anew_for_them_and_nothing_moves(
+    problem, model, tmp_path, first
+):
     plan, _ = store.load_plan(tmp_path, "published")
     livelier = replace(problem, tables=tuple(replace(t, pooling=1.01 * t.pooling) for t in problem.tables))
     kept = publish(tmp_path, livelier, model).decision
@@ -247,10 +287,13 @@ def test_a_plan_kept_under_fresh_statistics_is_published_anew_for_them_and_nothi
     for version, taken in ((again.current, True), (again.candidate, False)):
         page = store.load_page(tmp_path, "published", version).decode()
         assert f"version {version}" in page and ("(considered, not taken)" in page) is not taken
-    skewed = replace(problem, tables=tuple(replace(t, pooling=t.pooling * (9 if p.devices == (0,) else 1))
-                                           for t, p in (
-                                               (t, next(p for p in plan.placements if p.shard.table == t))
-                                               for t in problem.tables)))
+    skewed = replace(
+        problem,
+        tables=tuple(
+            replace(t, pooling=t.pooling * (9 if p.devices == (0,) else 1))
+            for t, p in ((t, next(p for p in plan.placements if p.shard.table == t)) for t in problem.tables)
+        ),
+    )
     drifted = publish(tmp_path, skewed, model, config=replace(CONFIG, max_moved_tables=2)).decision
     assert drifted.outcome == "better" and drifted.candidate_ms < drifted.previous_ms
     assert 1 <= len(diff(now, store.load_plan(tmp_path, "published")[0]).moves) <= 2
@@ -261,8 +304,9 @@ def test_setting_the_champion_back_restores_its_plan(problem, model, tmp_path, f
     back = publish(tmp_path, problem, model, 1)
     assert back.decision.outcome == "restored" and back.decision.current == first.current
     assert row(back)[4:] == row(publish(tmp_path / "other", problem, model, 1))[4:9] + ("restored",)
-    assert (store.load_plan(tmp_path, "published")[0]
-            == store.load_plan(tmp_path, "published", first.current)[0])
+    assert (
+        store.load_plan(tmp_path, "published")[0] == store.load_plan(tmp_path, "published", first.current)[0]
+    )
     livelier = replace(problem, tables=tuple(replace(t, pooling=2 * t.pooling) for t in problem.tables))
     assert publish(tmp_path, livelier, model, 2).decision.outcome != "restored"  # another problem than then
     third = publish(tmp_path, livelier, slow(model), 3).decision
@@ -281,17 +325,24 @@ def test_old_versions_go_and_the_page_tells_the_history(problem, model, tmp_path
 
 def test_any_algorithm_can_publish(problem, model, tmp_path):
     for algorithm in ("size_greedy", "neuroshard"):
-        published = publish(tmp_path / algorithm, problem, model,
-                            config=replace(CONFIG, algorithm=algorithm, budget_evals=300))
+        published = publish(
+            tmp_path / algorithm,
+            problem,
+            model,
+            config=replace(CONFIG, algorithm=algorithm, budget_evals=300),
+        )
         assert algorithm not in published.baselines
         found = SHARDERS[algorithm](problem, model, budget=Budget(evals=300))
         assert store.load_plan(tmp_path / algorithm, "published")[0] == found
 
 
 def test_bad_settings_are_named():
-    for fields, named in (({"threshold": 1.5}, "threshold 1.5"), ({"keep_versions": 1}, "keep_versions 1"),
-                          ({"algorithm": "magic"}, "'magic'"),
-                          ({"algorithm": "milp", "max_moved_tables": 3}, "'milp'")):
+    for fields, named in (
+        ({"threshold": 1.5}, "threshold 1.5"),
+        ({"keep_versions": 1}, "keep_versions 1"),
+        ({"algorithm": "magic"}, "'magic'"),
+        ({"algorithm": "milp", "max_moved_tables": 3}, "'milp'"),
+    ):
         with pytest.raises(ShardCoreError, match=named):
             PublishConfig(**fields)
 
@@ -303,8 +354,9 @@ def test_plans_need_a_folder(plans):
 
 
 @pytest.mark.parametrize("algorithm", ["size_greedy", "anneal"])
-def test_a_plan_is_lowered_and_priced_once_on_its_way_to_the_store(problem, model, tmp_path, monkeypatch,
-                                                                   algorithm):
+def test_a_plan_is_lowered_and_priced_once_on_its_way_to_the_store(
+    problem, model, tmp_path, monkeypatch, algorithm
+):
     """Beside what searches lower: the plans of each that ran, the one before, and a new one that is found."""
     counts = Counter()
 
@@ -312,6 +364,7 @@ def test_a_plan_is_lowered_and_priced_once_on_its_way_to_the_store(problem, mode
         def call(*args, **kwargs):
             counts[name] += sys._getframe(1).f_globals["__name__"] != "shardcore.search.state.shards"
             return original(*args, **kwargs)
+
         return call
 
     for name, original in (("lower", workload.lower), ("price", price), ("run", compare.run)):

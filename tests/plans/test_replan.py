@@ -25,8 +25,9 @@ MIB = 1 << 20
 @pytest.fixture
 def problem() -> Problem:
     rng = np.random.default_rng(0)
-    tables = tuple(Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10)))
-                   for i in range(12))
+    tables = tuple(
+        Table(f"t{i}", int(rng.integers(100, 4000)), 16, float(rng.uniform(1, 10))) for i in range(12)
+    )
     return Problem("again", tables, Topology((Device(2 * MIB),) * 4), 240)
 
 
@@ -42,8 +43,9 @@ def cost(plan: Plan, problem: Problem) -> float:
 @pytest.mark.parametrize("most", [0, 1, 3, None])
 def test_no_more_tables_move_than_may_and_the_plan_is_no_dearer(problem, old, most):
     found = replan(old, problem, MODEL, ReplanConfig(most, budget=BUDGET))
-    assert (len(diff(old, found).moves) <= (12 if most is None else most)
-            and cost(found, problem) <= cost(old, problem))
+    assert len(diff(old, found).moves) <= (12 if most is None else most) and cost(found, problem) <= cost(
+        old, problem
+    )
 
 
 def test_no_more_bytes_move_than_may(problem, old):
@@ -55,8 +57,11 @@ def test_no_more_bytes_move_than_may(problem, old):
 def test_it_is_searched_where_the_old_plan_was_unless_told(problem, old, space, kept):
     by_halves = Plan(old.placements, {"space": "halves"})
     found = replan(by_halves, problem, MODEL, ReplanConfig(space=space, seed=5, budget=BUDGET))
-    assert (found.provenance["space"] == kept and found.provenance["seed"] == 5
-            and found.provenance["evals"] <= 4_000)
+    assert (
+        found.provenance["space"] == kept
+        and found.provenance["seed"] == 5
+        and found.provenance["evals"] <= 4_000
+    )
 
 
 def test_what_is_new_or_was_on_a_device_that_is_gone_is_placed_and_does_not_count(problem, old):
@@ -65,8 +70,11 @@ def test_what_is_new_or_was_on_a_device_that_is_gone_is_placed_and_does_not_coun
     found = replan(old, fewer, MODEL, ReplanConfig(0, budget=BUDGET))
     homes = {p.shard.table.name: p.devices for p in found.placements}
     stay = [p for p in old.placements if p.devices != (3,)]
-    assert (0 < len(stay) < 12 and all(homes[p.shard.table.name] == p.devices for p in stay)
-            and lower(found, fewer))
+    assert (
+        0 < len(stay) < 12
+        and all(homes[p.shard.table.name] == p.devices for p in stay)
+        and lower(found, fewer)
+    )
 
 
 def test_what_a_device_cannot_hold_any_more_has_to_move(problem):
@@ -91,9 +99,14 @@ def test_what_a_device_cannot_hold_any_more_has_to_move(problem):
 
 
 def test_rows_that_grow_do_not_escape_the_limits(problem, old):
-    grown = replace(problem, tables=tuple(replace(t, rows=t.rows * 3 // 2, pooling=t.pooling * (1 + i % 3))
-                                          for i, t in enumerate(problem.tables)),
-                    topology=Topology((Device(8 * MIB),) * 4))
+    grown = replace(
+        problem,
+        tables=tuple(
+            replace(t, rows=t.rows * 3 // 2, pooling=t.pooling * (1 + i % 3))
+            for i, t in enumerate(problem.tables)
+        ),
+        topology=Topology((Device(8 * MIB),) * 4),
+    )
     for config in (ReplanConfig(2, budget=BUDGET), ReplanConfig(max_moved_bytes=300_000, budget=BUDGET)):
         moved = diff(old, replan(old, grown, MODEL, config), grown)
         assert not moved.added and max(config.exceeded_by(moved)) <= 0 and len(moved.resized) == 12
@@ -104,7 +117,7 @@ def test_rows_that_grow_do_not_escape_the_limits(problem, old):
 @pytest.mark.parametrize("replaced", [True, False], ids=["stays in the problem", "leaves it"])
 def test_tables_of_a_named_device_move_and_the_others_stay(problem, old, gone, replaced):
     devices = problem.topology.devices
-    fewer = problem if replaced else replace(problem, topology=Topology(devices[len(gone):]))
+    fewer = problem if replaced else replace(problem, topology=Topology(devices[len(gone) :]))
     was, of = without_devices(old, problem, fewer, gone)
     found = replan(was, of, MODEL, ReplanConfig(0, budget=BUDGET))
     moved = diff(was, found, fewer, forced_moves(was, of))
@@ -114,8 +127,11 @@ def test_tables_of_a_named_device_move_and_the_others_stay(problem, old, gone, r
     left = [d for d in range(4) if d not in gone]
     homes = {p.shard.table.name: p.devices[0] for p in found.placements}
     now = {d: d if replaced else left.index(d) for d in left}
-    assert all(homes[p.shard.table.name] == now[p.devices[0]] for p in old.placements
-               if p.shard.table.name not in on_gone)
+    assert all(
+        homes[p.shard.table.name] == now[p.devices[0]]
+        for p in old.placements
+        if p.shard.table.name not in on_gone
+    )
     assert set(homes.values()) <= set(now.values())
 
 
@@ -130,7 +146,9 @@ def test_what_has_to_move_is_cut_where_no_device_has_room_for_it_whole():
     for config in (ReplanConfig(0, budget=BUDGET), ReplanConfig(max_moved_bytes=0, budget=BUDGET)):
         found = replan(was, of, MODEL, config)
         assert {p.shard.table.name: p.devices for p in found.placements if p.shard.width == 64} == {
-            "t1": (0,), "t2": (1,)}
+            "t1": (0,),
+            "t2": (1,),
+        }
         assert sorted(p.devices for p in found.placements if p.shard.table.name == "t0") == [(0,), (1,)]
         assert lower(found, fewer)
     whole = replace(fewer, constraints=Constraints(unsplit=("t0",)))
@@ -140,10 +158,15 @@ def test_what_has_to_move_is_cut_where_no_device_has_room_for_it_whole():
 
 def test_devices_that_cannot_be_gone_are_refused_by_name(problem, old):
     three = replace(problem, topology=Topology(problem.topology.devices[:3]))
-    for gone, now, said in (((4,), problem, "device 4 of problem 'again'.*0 to 3"),
-                            ((0, 1, 2, 3), problem, "all 4 devices"),
-                            ((1,), replace(three, topology=Topology(three.topology.devices[:2])),
-                             "has 2 devices; 'again' has 3 without device 1")):
+    for gone, now, said in (
+        ((4,), problem, "device 4 of problem 'again'.*0 to 3"),
+        ((0, 1, 2, 3), problem, "all 4 devices"),
+        (
+            (1,),
+            replace(three, topology=Topology(three.topology.devices[:2])),
+            "has 2 devices; 'again' has 3 without device 1",
+        ),
+    ):
         with pytest.raises(ShardCoreError, match=said):
             without_devices(old, problem, now, gone)
     pinned = replace(problem, constraints=Constraints(pinned=(("t3", (2,)),)))
@@ -167,8 +190,9 @@ def test_a_plan_that_no_search_can_start_from_gives_way_to_one_afresh_unless_mov
         replan(on_two, problem, MODEL, ReplanConfig(3, budget=BUDGET))
     assert lower(replan(on_two, problem, MODEL, ReplanConfig(budget=BUDGET)), problem)
     with pytest.raises(Infeasible):
-        replan(old, replace(problem, topology=Topology((Device(1000),) * 4)), MODEL,
-               ReplanConfig(budget=BUDGET))
+        replan(
+            old, replace(problem, topology=Topology((Device(1000),) * 4)), MODEL, ReplanConfig(budget=BUDGET)
+        )
 
 
 @pytest.mark.parametrize("config", [ReplanConfig(budget=BUDGET), ReplanConfig(2, budget=BUDGET)])
@@ -198,8 +222,9 @@ def test_where_all_tables_are_new_it_searches_afresh(problem, old):
 def test_a_table_with_a_part_on_a_device_that_is_gone_is_placed_anew(problem, old):
     cut, *others = old.placements
     table = cut.shard.table
-    halves = [Placement("column", Shard(table, 0, table.rows, lo, lo + 8), (d,))
-              for lo, d in ((0, 0), (8, 3))]
+    halves = [
+        Placement("column", Shard(table, 0, table.rows, lo, lo + 8), (d,)) for lo, d in ((0, 0), (8, 3))
+    ]
     stay = [p for p in others if p.devices != (3,)]
     fewer = replace(problem, topology=Topology(problem.topology.devices[:3]))
     found = replan(Plan((*halves, *others)), fewer, MODEL, ReplanConfig(0, budget=BUDGET))
@@ -208,8 +233,11 @@ def test_a_table_with_a_part_on_a_device_that_is_gone_is_placed_anew(problem, ol
 
 @pytest.mark.parametrize("most", [1, 2, 4])
 def test_tables_that_are_kept_together_count_each(problem, most):
-    together = replace(problem, constraints=Constraints(together=(tuple(f"t{i}" for i in range(4)),)),
-                       topology=Topology((Device(8 * MIB),) * 4))
+    together = replace(
+        problem,
+        constraints=Constraints(together=(tuple(f"t{i}" for i in range(4)),)),
+        topology=Topology((Device(8 * MIB),) * 4),
+    )
     alone = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in problem.tables))
     found = replan(alone, together, MODEL, ReplanConfig(most, budget=BUDGET))
     assert 0 < len(diff(alone, found).moves) <= most and cost(found, together) < cost(alone, together)
@@ -219,8 +247,9 @@ def test_tables_that_are_kept_together_count_each(problem, most):
 def test_no_more_bytes_of_cut_tables_move_than_may(seed):
     """Columns that a device keeps may have other numbers once they are dealt out in order."""
     rng, placements = np.random.default_rng(seed), []
-    tables = tuple(Table(f"t{i}", int(rng.integers(500, 8000)), 64, float(rng.uniform(1, 30)))
-                   for i in range(5))
+    tables = tuple(
+        Table(f"t{i}", int(rng.integers(500, 8000)), 64, float(rng.uniform(1, 30))) for i in range(5)
+    )
     for table in tables:
         low = 0
         for device, units in zip(rng.permutation(4)[:3], rng.multinomial(13, [1 / 3] * 3) + 1, strict=True):

@@ -19,8 +19,11 @@ def read_cost(root, version):
 
 @pytest.fixture(params=["folder", "file URL", "object store"])
 def root(request, tmp_path):
-    return {"folder": tmp_path, "file URL": f"file://{tmp_path}/plans",
-            "object store": f"memory://{uuid.uuid4()}/plans"}[request.param]
+    return {
+        "folder": tmp_path,
+        "file URL": f"file://{tmp_path}/plans",
+        "object store": f"memory://{uuid.uuid4()}/plans",
+    }[request.param]
 
 
 def test_versions_are_kept_and_the_pointer_moves(problem, root):
@@ -53,7 +56,7 @@ def test_a_version_with_any_damaged_file_is_written_anew(problem, root, file, da
         places.remove(path)
     else:
         at = content.index(b"1" if file == "cost.json" else b"p")
-        places.write(path, content[:at] + (b"7" + content[at + 1:] if damage == "flipped" else b""))
+        places.write(path, content[:at] + (b"7" + content[at + 1 :] if damage == "flipped" else b""))
     assert not store.is_whole(root, "small", version)
     assert store.add(root, *given) == version and store.is_whole(root, "small", version)
     assert path.read_bytes() == content
@@ -112,16 +115,20 @@ def test_a_decision_that_was_edited_or_is_missing_is_named(problem, tmp_path):
         list(store.history(tmp_path, "small"))
 
 
-@pytest.mark.parametrize("name", ["current", "versions/{}/plan.json", "versions/{}/problem.json",
-                                  "decisions/{}.json"])
+@pytest.mark.parametrize(
+    "name", ["current", "versions/{}/plan.json", "versions/{}/problem.json", "decisions/{}.json"]
+)
 @pytest.mark.parametrize("cut", [0, 0.5])
 def test_what_was_cut_short_is_named_and_not_taken_for_nothing(problem, tmp_path, name, cut):
     done = publish(tmp_path, problem, 0, "first")
     path = tmp_path / "small" / name.format(done.id if "decisions" in name else done.current)
-    path.write_bytes(path.read_bytes()[:int(cut * path.stat().st_size)])
+    path.write_bytes(path.read_bytes()[: int(cut * path.stat().st_size)])
     empty = (name, cut) == ("current", 0)
-    why = ("is empty; it was cut short" if empty else ".*(cut short|there is no|No such file|needs 16 "
-           "hex digits)")
+    why = (
+        "is empty; it was cut short"
+        if empty
+        else ".*(cut short|there is no|No such file|needs 16 hex digits)"
+    )
     with pytest.raises(ShardCoreError, match=rf"small/\S+ {why}"):
         store.load_plan(tmp_path, "small")
     if "versions" not in name:
@@ -141,8 +148,9 @@ def test_what_the_system_refuses_is_named(problem, tmp_path):
 
 
 def test_a_url_that_cannot_be_opened_is_named():
-    with pytest.raises(ShardCoreError, match="plans are at unheard-of://x/y, which cannot be opened: "
-                       ".*unheard-of"):
+    with pytest.raises(
+        ShardCoreError, match="plans are at unheard-of://x/y, which cannot be opened: .*unheard-of"
+    ):
         store.load_plan("unheard-of://x/y", "small")
 
 
@@ -163,13 +171,15 @@ def test_a_plan_that_counts_as_too_large_today_is_still_known(problem, tmp_path,
     assert store.load_plan(tmp_path, "small", fits=False)[0] == plan(problem, 0)
 
 
-@pytest.mark.parametrize("content",
-                         [b"../../other/versions/v\n", b"\xff\xfe", b"x" * 10**6, b"0123456789ABCDEF"])
+@pytest.mark.parametrize(
+    "content", [b"../../other/versions/v\n", b"\xff\xfe", b"x" * 10**6, b"0123456789ABCDEF"]
+)
 def test_a_pointer_that_names_no_decision_is_refused(problem, tmp_path, content):
     publish(tmp_path, problem, 0, "first")
     (tmp_path / "small/current").write_bytes(content)
-    with pytest.raises(ShardCoreError,
-                       match="small/current (names decision .*; it needs 16 hex digits|has 1,000,000 bytes)"):
+    with pytest.raises(
+        ShardCoreError, match="small/current (names decision .*; it needs 16 hex digits|has 1,000,000 bytes)"
+    ):
         store.load_plan(tmp_path, "small")
 
 
@@ -184,8 +194,10 @@ def test_names_that_are_paths_are_refused(problem, tmp_path):
 
 
 def test_a_version_of_another_problem_is_not_read_as_ones_own(problem, tmp_path):
-    mine, theirs = (publish(tmp_path, problem, 0, "first"),
-                    publish(tmp_path, replace(problem, name="other"), 1, "first"))
+    mine, theirs = (
+        publish(tmp_path, problem, 0, "first"),
+        publish(tmp_path, replace(problem, name="other"), 1, "first"),
+    )
     versions = tmp_path / "small/versions"
     (tmp_path / "other/versions" / theirs.current).rename(versions / theirs.current)
     sealed_decision(tmp_path, "small", mine, current=theirs.current, candidate=theirs.current)
@@ -214,8 +226,10 @@ def test_links_in_a_circle_are_no_problems(problem, tmp_path):
         store.load_plan(tmp_path, "nothere")
 
 
-@pytest.mark.parametrize("put", [lambda path: os.mkfifo(path), lambda path: path.symlink_to("/dev/null"),
-                                 lambda path: path.mkdir()])
+@pytest.mark.parametrize(
+    "put",
+    [lambda path: os.mkfifo(path), lambda path: path.symlink_to("/dev/null"), lambda path: path.mkdir()],
+)
 @pytest.mark.timeout(30)
 def test_only_a_regular_file_is_written_over(tmp_path, put):
     """Writing to a pipe would never end."""

@@ -23,13 +23,46 @@ from shardcore.io import files
 from shardcore.plans import places, store
 from shardcore.plans.decisions import Decision
 
-FOLDER = [(builtins, "open"), (io, "open"), (fcntl, "flock"), *((os, name) for name in (
-    "fsync", "link", "listdir", "mkdir", "remove", "rename", "replace", "rmdir", "scandir", "stat",
-    "truncate", "unlink"))]
-OBJECT_STORE = [(MemoryFileSystem, name)
-                for name in ("cat_file", "info", "ls", "open", "pipe_file", "rm", "rm_file")]
-CHANGES = {"link", "mkdir", "remove", "rename", "replace", "rmdir", "truncate", "unlink", "write", "open",
-           "pipe_file", "rm", "rm_file"}
+FOLDER = [
+    (builtins, "open"),
+    (io, "open"),
+    (fcntl, "flock"),
+    *(
+        (os, name)
+        for name in (
+            "fsync",
+            "link",
+            "listdir",
+            "mkdir",
+            "remove",
+            "rename",
+            "replace",
+            "rmdir",
+            "scandir",
+            "stat",
+            "truncate",
+            "unlink",
+        )
+    ),
+]
+OBJECT_STORE = [
+    (MemoryFileSystem, name) for name in ("cat_file", "info", "ls", "open", "pipe_file", "rm", "rm_file")
+]
+CHANGES = {
+    "link",
+    "mkdir",
+    "remove",
+    "rename",
+    "replace",
+    "rmdir",
+    "truncate",
+    "unlink",
+    "write",
+    "open",
+    "pipe_file",
+    "rm",
+    "rm_file",
+}
 ALL = CHANGES | {"cat_file", "flock", "fsync", "info", "listdir", "ls", "read", "scandir", "stat"}
 
 
@@ -45,10 +78,10 @@ class HalfWriting:
 
     def write(self, content):
         self._act("write")
-        done = self._file.write(content[:len(content) // 2])
+        done = self._file.write(content[: len(content) // 2])
         self._file.flush()
         self._act("write")
-        return done + self._file.write(content[len(content) // 2:])
+        return done + self._file.write(content[len(content) // 2 :])
 
     def __enter__(self):
         return self
@@ -77,18 +110,28 @@ def operations(root, act, kinds=ALL, after=False):
 
     def counted(real, name):
         def call(file, *args, **options):
-            here = (isinstance(file, (int, HalfWriting, MemoryFileSystem)) or "dir_fd" in options
-                    or str(root) in str(file))
-            writes = (name == "open"
-                      and not set("wax+").isdisjoint(str(args[0] if args else options.get("mode", "r"))))
-            kind = (name if name != "open" or isinstance(file, MemoryFileSystem) else "write"
-                    if writes else "read")
+            here = (
+                isinstance(file, (int, HalfWriting, MemoryFileSystem))
+                or "dir_fd" in options
+                or str(root) in str(file)
+            )
+            writes = name == "open" and not set("wax+").isdisjoint(
+                str(args[0] if args else options.get("mode", "r"))
+            )
+            kind = (
+                name
+                if name != "open" or isinstance(file, MemoryFileSystem)
+                else "write"
+                if writes
+                else "read"
+            )
             if here and not after:
                 acting(kind)
             found = None if name == "fsync" else real(file, *args, **options)
             if here and after:
                 acting(kind)
             return HalfWriting(found, acting) if here and kind == "write" else found
+
         return call
 
     with contextlib.ExitStack() as patched:
@@ -103,10 +146,19 @@ def publish_all(root, problem, device, number):
         if before := store.last(root, problem.name):
             store.load_plan(root, problem.name)
         version = store.add(root, problem, plan(problem, device), {"total_ms": 1.0}, "<html>")
-        store.record(root,
-                     Decision(problem.name, "better" if before else "first", "of a test", version, version,
-                              files.problem_digest(problem), decided_at=float(number),
-                              parent=before and before.id))
+        store.record(
+            root,
+            Decision(
+                problem.name,
+                "better" if before else "first",
+                "of a test",
+                version,
+                version,
+                files.problem_digest(problem),
+                decided_at=float(number),
+                parent=before and before.id,
+            ),
+        )
         store.prune(root, problem.name, 2)
     store.write(root, "report.md", b"for people")
 
@@ -128,11 +180,13 @@ class Reader:
 
 def ending(number, how):
     """Kills the process or raises at an operation."""
+
     def act(now):
         if now == number:
             if how == signal.SIGKILL:
                 os.kill(os.getpid(), how)
             raise how
+
     return act
 
 
@@ -184,8 +238,11 @@ def test_at_each_operation_of_a_publisher_readers_find_the_old_plan_or_the_new_o
     for number, device in ((2, 2), (3, 0)):
         with operations(begun, read):
             publish_all(begun, two, device, number)
-    assert (numbers == sorted(numbers)
-            and {n: numbers.count(n) > 5 for n in numbers} == {1.0: True, 2.0: True, 3.0: True})
+    assert numbers == sorted(numbers) and {n: numbers.count(n) > 5 for n in numbers} == {
+        1.0: True,
+        2.0: True,
+        3.0: True,
+    }
 
 
 def test_a_reader_that_is_overtaken_at_any_operation_finds_a_plan_of_meanwhile(two, begun):
@@ -212,22 +269,39 @@ def test_a_reader_that_is_overtaken_at_any_operation_finds_a_plan_of_meanwhile(t
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("begun, how, kinds, after", [
-    pytest.param("folder", signal.SIGKILL, CHANGES, False, marks=pytest.mark.long),
-    pytest.param("folder", OSError(errno.EIO, "Input/output error"), CHANGES, False, marks=pytest.mark.long),
-    pytest.param("folder", OSError(errno.EIO, "Input/output error"), ALL, False, marks=pytest.mark.long),
-    ("object store", Killed(), CHANGES, False),
-    pytest.param("object store", OSError("no answer"), ALL, False, marks=pytest.mark.long),
-    pytest.param("object store", OSError("no answer"), ALL, True, marks=pytest.mark.long),
-], ids=["folder, killed", "folder, a change fails", "folder, fails", "object store, killed",
-        "object store, fails", "object store, done and fails"],
-    indirect=["begun"])
-def test_whatever_ends_a_publisher_readers_find_a_whole_state_and_the_next_one_completes(two, begun, how,
-                                                                                         kinds, after):
+@pytest.mark.parametrize(
+    "begun, how, kinds, after",
+    [
+        pytest.param("folder", signal.SIGKILL, CHANGES, False, marks=pytest.mark.long),
+        pytest.param(
+            "folder", OSError(errno.EIO, "Input/output error"), CHANGES, False, marks=pytest.mark.long
+        ),
+        pytest.param("folder", OSError(errno.EIO, "Input/output error"), ALL, False, marks=pytest.mark.long),
+        ("object store", Killed(), CHANGES, False),
+        pytest.param("object store", OSError("no answer"), ALL, False, marks=pytest.mark.long),
+        pytest.param("object store", OSError("no answer"), ALL, True, marks=pytest.mark.long),
+    ],
+    ids=[
+        "folder, killed",
+        "folder, a change fails",
+        "folder, fails",
+        "object store, killed",
+        "object store, fails",
+        "object store, done and fails",
+    ],
+    indirect=["begun"],
+)
+def test_whatever_ends_a_publisher_readers_find_a_whole_state_and_the_next_one_completes(
+    two, begun, how, kinds, after
+):
     """At each operation in turn, of a publisher that adds a plan and removes the last but one. The next
     publisher publishes the plan that was only begun to be added, or to be removed."""
-    run, reader, ended, unhindered = (in_a_process if how == signal.SIGKILL else in_this_process,
-                                      Reader(begun, two), [], [])
+    run, reader, ended, unhindered = (
+        in_a_process if how == signal.SIGKILL else in_this_process,
+        Reader(begun, two),
+        [],
+        [],
+    )
     with operations(begun, unhindered.append, kinds, after):
         publish_all(begun, two, 2, 2)
     before, now = 1, 2
@@ -248,7 +322,8 @@ def test_whatever_ends_a_publisher_readers_find_a_whole_state_and_the_next_one_c
         reader()
         assert reader.number == 10 * at + 1 and store.load_plan(begun, "small") == (plan(two, now), two)
         assert places.listed(store._home(begun, "small") / "versions") == sorted(
-            store.version_of(plan(two, device), two) for device in (before, now))
+            store.version_of(plan(two, device), two) for device in (before, now)
+        )
         assert not isinstance(begun, Path) or not list((begun / "small").rglob(".*.tmp"))
         if at > len(unhindered) and not any(ended[-3:]):  # (some failures hinder nothing)
             break

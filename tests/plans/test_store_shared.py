@@ -34,9 +34,11 @@ def start_publisher(problem, folder, times):
     path = folder / "problem.json"
     files.write_problem(path, problem)
     here = Path(__file__).parent
-    return subprocess.Popen([sys.executable, "-c", PUBLISHER, str(path), str(times), str(here),
-                             str(here.parent)],
-                            stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", PUBLISHER, str(path), str(times), str(here), str(here.parent)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def test_two_publishers_at_once_lose_no_decision(problem, tmp_path):
@@ -57,11 +59,15 @@ with store.turn(sys.argv[1], "small"):
 
 def test_whose_turn_it_is_is_named_where_it_does_not_end(problem, tmp_path):
     publish(tmp_path, problem, 0, "first")
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE,
-                          text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as holder:
         holder.stdout.readline()
-        with pytest.raises(ShardCoreError, match=rf"'small'.*{tmp_path}/small/.turn .*: "
-                           rf"process {holder.pid} on \S+ since \d+-"):
+        with pytest.raises(
+            ShardCoreError,
+            match=rf"'small'.*{tmp_path}/small/.turn .*: "
+            rf"process {holder.pid} on \S+ since \d+-",
+        ):
             with store.turn(tmp_path, "small", patience_s=0.1):
                 pytest.fail("it was the other's turn")
         with store.turn(tmp_path, "another", patience_s=0.1):  # problems wait for each other in no case
@@ -73,8 +79,12 @@ def test_whose_turn_it_is_is_named_where_it_does_not_end(problem, tmp_path):
 def test_what_killed_publishers_left_goes_with_the_next_publish(problem, tmp_path):
     done = publish(tmp_path, problem, 0, "first")
     home = tmp_path / "small"
-    left = [home / f"versions/{done.current}/.plan.json.77.tmp", home / "decisions/.x.json.77.tmp",
-            home / ".current.77.tmp", home / "versions/0123456789abcdef/.problem.json.77.tmp"]
+    left = [
+        home / f"versions/{done.current}/.plan.json.77.tmp",
+        home / "decisions/.x.json.77.tmp",
+        home / ".current.77.tmp",
+        home / "versions/0123456789abcdef/.problem.json.77.tmp",
+    ]
     for path in left:
         path.parent.mkdir(exist_ok=True)
         path.write_text("cut sho")
@@ -127,8 +137,10 @@ def test_files_for_people_leave_nothing_behind_but_what_others_write_now(tmp_pat
     with open(others) as writer:
         fcntl.flock(writer, fcntl.LOCK_EX)
         store.write(tmp_path, "report.md", b"whole")
-        assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"report.md": "whole",
-                                                                       others.name: "cut sho"}
+        assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
+            "report.md": "whole",
+            others.name: "cut sho",
+        }
     store.write(tmp_path, "report.md", b"whole")
     assert os.listdir(tmp_path) == ["report.md"]
 
@@ -148,11 +160,14 @@ def test_a_publisher_killed_at_any_moment_leaves_one_whole_state(problem, tmp_pa
     assert store.load_plan(tmp_path, "small")[0] in [plan(problem, d) for d in range(4)]
     outcome.said = f"decision {history[0].id} is the last one"
     last = publish(tmp_path, problem, 2)
-    assert (store.last(tmp_path, "small") == last
-            and len(list(store.history(tmp_path, "small"))) == len(history) + 1)
+    assert (
+        store.last(tmp_path, "small") == last
+        and len(list(store.history(tmp_path, "small"))) == len(history) + 1
+    )
     outcome.completed = True
-    assert (json.loads((tmp_path / "small/decisions" / f"{last.id}.json").read_text())["parent"]
-            == history[0].id)
+    assert (
+        json.loads((tmp_path / "small/decisions" / f"{last.id}.json").read_text())["parent"] == history[0].id
+    )
     with store.turn(tmp_path, "small"):
         store.prune(tmp_path, "small", 2)
     assert not list((tmp_path / "small").rglob(".*.tmp"))
@@ -208,6 +223,8 @@ def test_a_holder_that_says_nothing_readable_is_waited_for(problem, tmp_path):
     path.write_bytes(b"\xff")
     with open(path) as f:
         fcntl.flock(f, fcntl.LOCK_EX)
-        with (pytest.raises(ShardCoreError, match="are being published by another"),
-              store.turn(tmp_path, problem.name, 0.0)):
+        with (
+            pytest.raises(ShardCoreError, match="are being published by another"),
+            store.turn(tmp_path, problem.name, 0.0),
+        ):
             pass

@@ -7,8 +7,10 @@ INNER = Ledger("memory tiers", "all", "least ms of 1 with a plan", (Entry("all",
 
 
 def ledger(n: int) -> Ledger:
-    entries = (*(Entry(f"way {i}", None, 0.25, 0, f"too much by {i}", {"hot": 1000 * i}) for i in range(n)),
-               Entry("last", 2.0, 12.0, 30_000, within=INNER))
+    entries = (
+        *(Entry(f"way {i}", None, 0.25, 0, f"too much by {i}", {"hot": 1000 * i}) for i in range(n)),
+        Entry("last", 2.0, 12.0, 30_000, within=INNER),
+    )
     return Ledger("ways", "last", "least ms of 1 with a plan", entries)
 
 
@@ -16,8 +18,11 @@ def test_all_that_was_proposed_is_shown_and_what_is_within_the_best():
     text = ledger_text(ledger(2))
     outer, inner = text.split("\n\n")
     assert [line.split() for line in outer.splitlines()[2:]] == [
-        "way 0 0 - 0.2 0 too much by 0".split(), "way 1 1,000 - 0.2 0 too much by 1".split(),
-        "last (best) - 2.000 12.0 30,000".split(), "last: least ms of 1 with a plan".split()]
+        "way 0 0 - 0.2 0 too much by 0".split(),
+        "way 1 1,000 - 0.2 0 too much by 1".split(),
+        "last (best) - 2.000 12.0 30,000".split(),
+        "last: least ms of 1 with a plan".split(),
+    ]
     # One proposal is no choice: it wins by itself.
     assert inner.splitlines()[2:] == ["all              2.000  0.5           10"]
     assert has_choice(ledger(1)) and not has_choice(INNER) and not has_choice(None)

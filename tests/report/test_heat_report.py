@@ -9,8 +9,10 @@ def test_the_table_has_hot_rows_and_misses_of_each_table(problem):
     said = heat_table(problem, 0.1)
     lines = {line.split()[0]: line for line in said.splitlines() if line}
     assert {t.name for t in problem.tables} <= lines.keys()
-    touched, fetched = (int(x.replace(",", "")) for x in re.search(
-        r"touches ([\d,]+) rows.* has to fetch ([\d,]+) of them", said).groups())
+    touched, fetched = (
+        int(x.replace(",", ""))
+        for x in re.search(r"touches ([\d,]+) rows.* has to fetch ([\d,]+) of them", said).groups()
+    )
     assert 0 < fetched <= touched
     assert lines["empty"].split()[-1] == "-"
     everything = heat_table(problem, 1.0)

@@ -6,9 +6,17 @@ from shardcore.plans import store
 from shardcore.plans.decisions import Decision
 from shardcore.report.index_page import page
 
-DECISION = Decision(problem="p", outcome="first", reason="the first", current="c" * 16, candidate="c" * 16,
-                    problem_digest="d" * 16, candidate_ms=12.3456, decided_at=1.7e9,
-                    provenance={"model_version": "3"})
+DECISION = Decision(
+    problem="p",
+    outcome="first",
+    reason="the first",
+    current="c" * 16,
+    candidate="c" * 16,
+    problem_digest="d" * 16,
+    candidate_ms=12.3456,
+    decided_at=1.7e9,
+    provenance={"model_version": "3"},
+)
 
 
 def test_each_problem_is_linked_to_its_current_plan_and_beside_them_the_models():

@@ -19,18 +19,35 @@ PREDICTED = MEASURED * np.exp(0.1 * RNG.normal(size=300))
 
 def model(comm):
     trained = fit.train(compute_samples(cache_law, 60), comm, SETTING, fit.FitConfig(epochs=1)).model
-    return dataclasses.replace(trained, meta={**trained.meta, "provenance": {
-        "data_version": "md5-of-the-data", "git_commit": "abc", "datasets": {"datasets/x": "digest-of-x"}}})
+    return dataclasses.replace(
+        trained,
+        meta={
+            **trained.meta,
+            "provenance": {
+                "data_version": "md5-of-the-data",
+                "git_commit": "abc",
+                "datasets": {"datasets/x": "digest-of-x"},
+            },
+        },
+    )
 
 
-STUDIED = model_report.Studied({"train": {"compute_mape": 4.0, "n_compute": 48.0},
-                                "test": {"compute_mape": 5.25, "n_compute": 6.0,
-                                         "compute_coverage_90": 88.0}}, 7.5, 3.125, CURVE)
+STUDIED = model_report.Studied(
+    {
+        "train": {"compute_mape": 4.0, "n_compute": 48.0},
+        "test": {"compute_mape": 5.25, "n_compute": 6.0, "compute_coverage_90": 88.0},
+    },
+    7.5,
+    3.125,
+    CURVE,
+)
 
 
-REPLAYS = [replay_metrics.ReplayRecord(f"p{i}", name, name, ms, ms * by, 0.1)
-           for i, ms in enumerate((10.0, 30.0))
-           for name, by in ((replay_metrics.OURS, 1.0), ("random", 1.5), ("torchrec", 1.2))]
+REPLAYS = [
+    replay_metrics.ReplayRecord(f"p{i}", name, name, ms, ms * by, 0.1)
+    for i, ms in enumerate((10.0, 30.0))
+    for name, by in ((replay_metrics.OURS, 1.0), ("random", 1.5), ("torchrec", 1.2))
+]
 
 
 def texts(figure):
@@ -40,30 +57,52 @@ def texts(figure):
 
 
 FIGURES = {
-    "predictions": (lambda: model_report.predicted_against_measured(MEASURED, PREDICTED, "title"),
-                    "300 groups"),
-    "sizes": (lambda: model_report.error_by_size(MEASURED, PREDICTED, RNG.integers(1, 9, 300), "title"),
-              "shards in the op"),
-    "sizes of few": (lambda: model_report.error_by_size(MEASURED[:3], PREDICTED[:3], np.ones(3), "title"),
-                     "measured ms"),
-    "calibration": (lambda: model_report.calibration((50, 90), (40.0, 91.0), 30, "title"), "within chance, "
-                    "30 groups"),
+    "predictions": (
+        lambda: model_report.predicted_against_measured(MEASURED, PREDICTED, "title"),
+        "300 groups",
+    ),
+    "sizes": (
+        lambda: model_report.error_by_size(MEASURED, PREDICTED, RNG.integers(1, 9, 300), "title"),
+        "shards in the op",
+    ),
+    "sizes of few": (
+        lambda: model_report.error_by_size(MEASURED[:3], PREDICTED[:3], np.ones(3), "title"),
+        "measured ms",
+    ),
+    "calibration": (
+        lambda: model_report.calibration((50, 90), (40.0, 91.0), 30, "title"),
+        "within chance, 30 groups",
+    ),
     "replays": (lambda: model_report.predicted_against_replayed(REPLAYS, "title"), "6 plans of 2 problems"),
-    "replays of one plan": (lambda: model_report.predicted_against_replayed(REPLAYS[:1], "title"),
-                            "regret 0.0%"),
-    "rivals": (lambda: model_report.replayed_cost(replay_metrics.rivals(REPLAYS), replay_metrics.OURS,
-                                                  "title"),
-               "over portfolio's, mean over 2"),
-    "rivals on one problem": (lambda: model_report.replayed_cost(replay_metrics.rivals(REPLAYS[:3]),
-                                                                 replay_metrics.OURS, "title"), "1.200"),
-    "learning": (lambda: model_report.learning_curve(CURVE, 3.125, "title"),
-                 "a timing itself is off by 3.1%"),
-    "learning, no floor": (lambda: model_report.learning_curve(CURVE, None, "title"), "Twice the groups (800 "
-                           "instead of 400)"),
-    "training": (lambda: model_report.training_curves(
-        [{"model": "compute", "epoch": i, "validation_mape": 9.0 - i} for i in range(3)]
-        + [{"model": "forward_comm", "epoch": 0, "validation_mape": 1.0}], "validation_mape", "title"),
-                 "best: 7.00 after epoch 2"),
+    "replays of one plan": (
+        lambda: model_report.predicted_against_replayed(REPLAYS[:1], "title"),
+        "regret 0.0%",
+    ),
+    "rivals": (
+        lambda: model_report.replayed_cost(replay_metrics.rivals(REPLAYS), replay_metrics.OURS, "title"),
+        "over portfolio's, mean over 2",
+    ),
+    "rivals on one problem": (
+        lambda: model_report.replayed_cost(replay_metrics.rivals(REPLAYS[:3]), replay_metrics.OURS, "title"),
+        "1.200",
+    ),
+    "learning": (
+        lambda: model_report.learning_curve(CURVE, 3.125, "title"),
+        "a timing itself is off by 3.1%",
+    ),
+    "learning, no floor": (
+        lambda: model_report.learning_curve(CURVE, None, "title"),
+        "Twice the groups (800 instead of 400)",
+    ),
+    "training": (
+        lambda: model_report.training_curves(
+            [{"model": "compute", "epoch": i, "validation_mape": 9.0 - i} for i in range(3)]
+            + [{"model": "forward_comm", "epoch": 0, "validation_mape": 1.0}],
+            "validation_mape",
+            "title",
+        ),
+        "best: 7.00 after epoch 2",
+    ),
 }
 
 
@@ -102,23 +141,34 @@ def test_doubling_says_the_gain_beside_the_floor():
 
 def test_the_card_says_what_it_was_trained_on_where_to_trust_it_how_good_it_is_and_how_to_use_it():
     card = model_report.model_card(model(comm_samples(20)), STUDIED, "shardcore-cost-law")
-    for said in ("Valid for (law, batch 256, fp32, exact_sgd)", "| measurements, DVC version | "
-                 "md5-of-the-data |",
-                 "| joined: datasets/x, version | digest-of-x |", "| groups: train / validation / test | ",
-                 "- a shard is 4 to 64 columns wide", "- a device runs 1 to 8 shards in one op", "- a job "
-                 "has 2 to 4 devices",
-                 "| error of a group's ms | 4.0% | 5.2% |", "| within their 90% interval | - | 88% |",
-                 "never saw the error is 7.5%", "off by 3.1%", "Twice the groups",
-                 "models:/shardcore-cost-law@champion", '"batch": 256', "links between hosts, as those of "
-                 "other levels"):
+    for said in (
+        "Valid for (law, batch 256, fp32, exact_sgd)",
+        "| measurements, DVC version | md5-of-the-data |",
+        "| joined: datasets/x, version | digest-of-x |",
+        "| groups: train / validation / test | ",
+        "- a shard is 4 to 64 columns wide",
+        "- a device runs 1 to 8 shards in one op",
+        "- a job has 2 to 4 devices",
+        "| error of a group's ms | 4.0% | 5.2% |",
+        "| within their 90% interval | - | 88% |",
+        "never saw the error is 7.5%",
+        "off by 3.1%",
+        "Twice the groups",
+        "models:/shardcore-cost-law@champion",
+        '"batch": 256',
+        "links between hosts, as those of other levels",
+    ):
         assert said in card, said
     assert len(card) < 5000 and "NAME" not in card
 
 
 def test_the_card_says_what_exchanges_take_in_steps():
     told = model(comm_samples(20))
-    weights = {**told.weights, "exchange_in_step_all_to_all_forward": np.array([1.4]),
-               "exchange_in_step_reduce_scatter_backward": np.array([0.75])}
+    weights = {
+        **told.weights,
+        "exchange_in_step_all_to_all_forward": np.array([1.4]),
+        "exchange_in_step_reduce_scatter_backward": np.array([0.75]),
+    }
     card = model_report.model_card(
         dataclasses.replace(told, weights=weights, meta={**told.meta, "steps": 1200}), STUDIED, "m"
     )
@@ -133,7 +183,10 @@ def test_the_card_of_little_data_leaves_out_what_nobody_knows():
 
 def test_all_figures_have_a_name_each():
     flat = STUDIED.flat()
-    assert (flat["test/compute_mape"] == 5.25 and flat["test/unseen_tables_compute_mape"] == 7.5
-            and flat["test/repeatability"] == 3.125)
+    assert (
+        flat["test/compute_mape"] == 5.25
+        and flat["test/unseen_tables_compute_mape"] == 7.5
+        and flat["test/repeatability"] == 3.125
+    )
     assert flat["learning_curve/gain"] == pytest.approx(100 / 20 - 100 / 800**0.5)
     assert set(model_report.Studied({"test": {}}).flat()) == set()

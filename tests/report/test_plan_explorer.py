@@ -26,8 +26,10 @@ needs_browser = pytest.mark.skipif(shutil.which("chromium") is None, reason="no 
 
 def version(name: str, moved: int = 0, problem: Problem = PROBLEM) -> Version:
     """Tables over the devices in turn, the last one on all. The first few are one device further."""
-    placements = [Placement("column", Shard.whole(t), ((i + (i < moved)) % 4,))
-                  for i, t in enumerate(problem.tables[:-1])]
+    placements = [
+        Placement("column", Shard.whole(t), ((i + (i < moved)) % 4,))
+        for i, t in enumerate(problem.tables[:-1])
+    ]
     placements.append(Placement("row", Shard.whole(problem.tables[-1]), (0, 1, 2, 3)))
     work = lower(Plan(tuple(placements)), problem)
     return Version(name, Plan(tuple(placements)), price(work, MODEL), work.memory_bytes)
@@ -75,22 +77,41 @@ def test_very_large_plans_have_none(monkeypatch):
 def in_browser(part: str, actions: str, folder) -> str:
     """The page in headless Chromium, once a script of the test has acted on it."""
     allowed = policy().replace("script-src", "script-src 'unsafe-hashes' 'nonce-test'")
-    page = ('<!DOCTYPE html><meta charset="utf-8">'
-            f'<meta http-equiv="Content-Security-Policy" content="{allowed}">'
-            f'<body>{part}<script nonce="test">{actions}</script></body>')
+    page = (
+        '<!DOCTYPE html><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{allowed}">'
+        f'<body>{part}<script nonce="test">{actions}</script></body>'
+    )
     (folder / "page.html").write_text(page)
     done = subprocess.run(
-        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync",
-         "--disable-background-networking", "--disable-component-update", "--disable-extensions",
-         "--disable-dev-shm-usage", f"--user-data-dir={folder}/profile", "--dump-dom",
-         f"file://{folder}/page.html"], capture_output=True, text=True, timeout=200, check=True)
+        [
+            "chromium",
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--disable-sync",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-extensions",
+            "--disable-dev-shm-usage",
+            f"--user-data-dir={folder}/profile",
+            "--dump-dom",
+            f"file://{folder}/page.html",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
     return done.stdout
 
 
 def rows(dom: str) -> list[list[str]]:
     body = re.search(r'<tbody id="tables-body">(.*?)</tbody>', dom, re.DOTALL)[1]
-    return [[unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", row)]
-            for row in body.split("</tr>")[:-1]]
+    return [
+        [unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", row)] for row in body.split("</tr>")[:-1]
+    ]
 
 
 @needs_browser
@@ -101,27 +122,39 @@ def test_tables_are_sorted_and_filtered_and_a_device_shows_what_it_has(tmp_path)
     assert [row[0] for row in seen] == ["t5", "t4", "t3", "t2", "t1", "t0"]  # by weights
     assert seen[0][7] == "row on all devices"
     assert seen[-1][7:] == ["column on device 1", "column on device 0"]
-    dom = in_browser(part, """
+    dom = in_browser(
+        part,
+        """
       const click = (column) => document.querySelector(`th[data-column=${column}]`).click();
       click("lookups"); click("lookups");
       document.querySelector("[data-device='2']").dispatchEvent(new MouseEvent("mouseenter"));
       document.querySelector("[data-device='2']").dispatchEvent(new MouseEvent("click"));
-    """, tmp_path)
+    """,
+        tmp_path,
+    )
     # Ascending by lookups: those on device 2, of which t5 is on all.
     assert [row[0] for row in rows(dom)] == ["t5", "t2", "t1"]
     assert "3 of 6 tables on device 2" in dom
     panel = re.search(r'<div id="device">(.*?)</div></div>', dom, re.DOTALL)[1]
     assert "Device 2, h1" in panel and "3 tables: t5, t2, t1" in panel and "(was " in panel
-    dom = in_browser(part, """
+    dom = in_browser(
+        part,
+        """
       document.getElementById("moved").click();
       const filter = document.getElementById("filter");
       filter.value = "T1"; filter.dispatchEvent(new Event("input"));
-    """, tmp_path)
+    """,
+        tmp_path,
+    )
     assert [row[0] for row in rows(dom)] == ["t1"] and "1 of 6 tables" in dom
-    dom = in_browser(part, """
+    dom = in_browser(
+        part,
+        """
       const kind = document.getElementById("kind");
       kind.value = "row"; kind.dispatchEvent(new Event("change"));
-    """, tmp_path)
+    """,
+        tmp_path,
+    )
     assert [row[0] for row in rows(dom)] == ["t5"]
 
 
@@ -133,8 +166,10 @@ def test_columns_of_a_cut_table_are_named(tmp_path):
     work = lower(plan, problem)
     part = explorer(Version("v", plan, price(work, MODEL), work.memory_bytes), problem)
     [row] = rows(in_browser(part, "", tmp_path))
-    assert row[6:] == ["32,000 bytes",
-                       "column on device 0, columns 0:4 of 8; column on device 1, columns 4:8 of 8"]
+    assert row[6:] == [
+        "32,000 bytes",
+        "column on device 0, columns 0:4 of 8; column on device 1, columns 4:8 of 8",
+    ]
 
 
 @needs_browser

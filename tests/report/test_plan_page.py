@@ -34,17 +34,32 @@ BUDGET = Budget(evals=300)
 def made(problem, **fields) -> str:
     """The page of a searched plan that took the place of a greedy one."""
     old, new = (SHARDERS[name](problem, MODEL, budget=BUDGET) for name in ("size_greedy", "neuroshard"))
-    first = Decision(problem.name, "first", "no plan was published", *[store.version_of(old, problem)] * 2,
-                     files.problem_digest(problem), old.provenance["predicted_ms"], decided_at=1.7e9)
+    first = Decision(
+        problem.name,
+        "first",
+        "no plan was published",
+        *[store.version_of(old, problem)] * 2,
+        files.problem_digest(problem),
+        old.provenance["predicted_ms"],
+        decided_at=1.7e9,
+    )
     version = store.version_of(new, problem)
     fields = {"outcome": "better", "current": version, "reason": "cheaper <b>by far</b>", **fields}
-    second = replace(first, parent=first.id, decided_at=1.7e9 + 3600, candidate=version, previous_ms=2.0,
-                     candidate_ms=new.provenance["predicted_ms"], **fields,
-                     provenance={"model_version": "7", "git_commit": "abc"})
+    second = replace(
+        first,
+        parent=first.id,
+        decided_at=1.7e9 + 3600,
+        candidate=version,
+        previous_ms=2.0,
+        candidate_ms=new.provenance["predicted_ms"],
+        **fields,
+        provenance={"model_version": "7", "git_commit": "abc"},
+    )
     explained = explain(price_plan(new, problem, MODEL), problem, MODEL, BUDGET, {})
     beyond = ("a table is <huge>", "2 is much", "3 is more", "4 is most")
-    now = Version(version_name(version), new,
-                                replace(explained.cost, extrapolated=beyond), explained.memory_bytes)
+    now = Version(
+        version_name(version), new, replace(explained.cost, extrapolated=beyond), explained.memory_bytes
+    )
     return plan_page.page(now, problem, explained, [second, first], diff(old, new))
 
 
@@ -61,24 +76,40 @@ class Text(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        self.loads += [v for k, v in attributes if k in ("src", "href", "xlink:href", "data")
-                       and not v.startswith("#")]
+        self.loads += [
+            v for k, v in attributes if k in ("src", "href", "xlink:href", "data") and not v.startswith("#")
+        ]
 
 
 def test_the_page_tells_all_of_a_plan_and_escapes_what_it_is_told(problem):
     page = made(problem)
     parsed = Text(page)
     words = " ".join(" ".join(parsed.words).split())
-    for expected in ("small", "6 tables on 4 devices", "cheaper <b>by far</b>", "is ready last",
-                     "No plan takes less than", "10% more memory", "to move", "no plan was published",
-                     "model_version 7", "git_commit abc", "forward compute", "memory, MiB",
-                     "a table is <huge>; 2 is much; 3 is more; 4 is most.", "2023-11-14 23:13:20 UTC"):
+    for expected in (
+        "small",
+        "6 tables on 4 devices",
+        "cheaper <b>by far</b>",
+        "is ready last",
+        "No plan takes less than",
+        "10% more memory",
+        "to move",
+        "no plan was published",
+        "model_version 7",
+        "git_commit abc",
+        "forward compute",
+        "memory, MiB",
+        "a table is <huge>; 2 is much; 3 is more; 4 is most.",
+        "2023-11-14 23:13:20 UTC",
+    ):
         assert expected in words, expected
     assert words.count("cheaper <b>by far</b>") == 2  # above, and among the decisions
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{own_script()}'"
     assert f'content="{policy}">' in page
-    assert ("svg" in parsed.tags and not {"link", "img", "iframe", "object"} & set(parsed.tags)
-            and not parsed.loads)
+    assert (
+        "svg" in parsed.tags
+        and not {"link", "img", "iframe", "object"} & set(parsed.tags)
+        and not parsed.loads
+    )
 
 
 def own_script() -> str:
@@ -92,8 +123,14 @@ def test_the_figure_stacks_the_parts_of_a_step_and_shows_memory_used_of_memory_f
     costs, memory = plan_page.figure(explained).axes
     tops = [patch.get_data().values[::2] for patch in costs.patches]
     cost = explained.cost
-    parts = (cost.forward_compute_ms, cost.backward_compute_ms, cost.waiting_ms, cost.forward_comm_ms,
-             cost.backward_comm_ms, cost.input_ms)
+    parts = (
+        cost.forward_compute_ms,
+        cost.backward_compute_ms,
+        cost.waiting_ms,
+        cost.forward_comm_ms,
+        cost.backward_comm_ms,
+        cost.input_ms,
+    )
     for top, total in zip(tops, np.cumsum(parts, axis=0), strict=True):
         np.testing.assert_allclose(top, total)
     free, used = (patch.get_data().values[::2] * (1 << 20) for patch in memory.patches)
@@ -146,25 +183,41 @@ def screenshot(path, folder, proxy) -> np.ndarray:
     """[H, W, 3] pixels of a page in headless Chromium, all of whose requests go through the proxy."""
     from matplotlib.image import imread
 
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-               "--disable-background-networking", "--disable-component-update", "--disable-sync",
-               "--disable-extensions", "--disable-dev-shm-usage", f"--proxy-server={proxy}",
-               "--proxy-bypass-list=<-loopback>", f"--user-data-dir={folder}/profile", "--hide-scrollbars",
-               "--window-size=1100,2400", f"--screenshot={folder}/shot.png", f"file://{path}"]
+    command = [
+        "chromium",
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-extensions",
+        "--disable-dev-shm-usage",
+        f"--proxy-server={proxy}",
+        "--proxy-bypass-list=<-loopback>",
+        f"--user-data-dir={folder}/profile",
+        "--hide-scrollbars",
+        "--window-size=1100,2400",
+        f"--screenshot={folder}/shot.png",
+        f"file://{path}",
+    ]
     subprocess.run(command, check=True, timeout=200, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return (imread(folder / "shot.png")[..., :3] * 255).round().astype(int)
 
 
 def pixels_of(shot: np.ndarray, color: str) -> int:
-    return int((abs(shot - [int(color[i:i + 2], 16) for i in (1, 3, 5)]).max(-1) <= 3).sum())
+    return int((abs(shot - [int(color[i : i + 2], 16) for i in (1, 3, 5)]).max(-1) <= 3).sum())
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this machine")
 def test_a_browser_shows_the_figures_and_sends_no_request(problem, tmp_path):
     path, frame = tmp_path / "page.html", tmp_path / "frame.html"
     path.write_text(made(problem).replace("<h1>", '<img src="http://page.test/injected.png"><h1>'))
-    frame.write_text(f'<img src="http://page.test/asked.png"><iframe src="file://{path}" width=1060 '
-                     'height=2300></iframe>')
+    frame.write_text(
+        f'<img src="http://page.test/asked.png"><iframe src="file://{path}" width=1060 height=2300></iframe>'
+    )
     with recording_proxy() as (proxy, asked):
         shot = screenshot(frame, tmp_path, proxy)
     asked = [a for a in asked if "page.test" in a]  # a browser has requests of its own, such as for updates

@@ -6,8 +6,15 @@ from shardcore.core.step_cost import StepCost
 from shardcore.io.measurements import Spread, StepSample
 from shardcore.report.replay_report import MOST_DEVICES, replay_text
 
-MEASURED = StepSample((1.0, 2.0), (1.0, 2.0), (0.5, 0.5), (0.5, 0.5), (2.0, 0.0),
-                      step=Spread(5.5, 5.25, 6.0, 9), oversubscribed=False)
+MEASURED = StepSample(
+    (1.0, 2.0),
+    (1.0, 2.0),
+    (0.5, 0.5),
+    (0.5, 0.5),
+    (2.0, 0.0),
+    step=Spread(5.5, 5.25, 6.0, 9),
+    oversubscribed=False,
+)
 PREDICTED = StepCost((1.0, 1.5), (1.0, 1.5), (0.5, 0.5), (0.5, 0.5), (1.0, 0.0))
 
 
@@ -20,8 +27,10 @@ def test_each_plan_stands_with_what_was_measured_and_predicted_and_each_of_its_d
     for name in ("a.json", "b.json"):
         assert [name, "5.000", "4.000", "-20.0%", "5.250", "to", "6.000", "0"] in found
     rows = [line for line in found if line and line[0] in ("0", "1")]
-    assert rows[:2] == [["0", "2.000", "2.000", "0.500", "0.500", "0.000", "5.000", "2.000", "4.000"],
-                        ["1", "4.000", "0.000", "0.500", "0.500", "0.000", "5.000", "3.000", "4.000"]]
+    assert rows[:2] == [
+        ["0", "2.000", "2.000", "0.500", "0.500", "0.000", "5.000", "2.000", "4.000"],
+        ["1", "4.000", "0.000", "0.500", "0.500", "0.000", "5.000", "3.000", "4.000"],
+    ]
 
 
 def test_without_a_model_nothing_is_predicted():

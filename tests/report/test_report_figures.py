@@ -8,8 +8,9 @@ from matplotlib.figure import Figure
 from shardcore.report import figures
 
 
-@pytest.mark.parametrize("name", ["A$_$", "$", "$$", r"a$\mathdefault{x}$b", r"$\frac{1}$", "100 $ to 200 $",
-                                  r"\$_\$"])
+@pytest.mark.parametrize(
+    "name", ["A$_$", "$", "$$", r"a$\mathdefault{x}$b", r"$\frac{1}$", "100 $ to 200 $", r"\$_\$"]
+)
 def test_a_name_is_plain_text_wherever_it_stands(name):
     made = Figure()
     axes = made.subplots()

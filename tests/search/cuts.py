@@ -39,16 +39,30 @@ class SlowScatter(AnalyticModel):
         return super().comm((traffic.T * times).T, compute_ms, topology)
 
 
-MODEL = SlowScatter(Setting("made-up", BATCH), launch_us=2, table_us=1, lookup_ns=10,
-                    exchange_latency_ms=0.001, exchange_gbps=1)
+MODEL = SlowScatter(
+    Setting("made-up", BATCH),
+    launch_us=2,
+    table_us=1,
+    lookup_ns=10,
+    exchange_latency_ms=0.001,
+    exchange_gbps=1,
+)
 
 
-def draw_problem(seed: int, n_tables: int = 12, n_devices: int = 4, memory: int = 2**22,
-                 optimizer: str = "exact_sgd") -> Problem:
+def draw_problem(
+    seed: int, n_tables: int = 12, n_devices: int = 4, memory: int = 2**22, optimizer: str = "exact_sgd"
+) -> Problem:
     rng = np.random.default_rng(seed)
-    tables = tuple(Table(f"t{i}", int(rng.integers(1, 2000)), int(rng.choice([4, 8, 12, 32, 64])),
-                         float(rng.choice([0, 1, 7.5, 30])), Zipf(float(rng.uniform(0, 1.5))))
-                   for i in range(n_tables))
+    tables = tuple(
+        Table(
+            f"t{i}",
+            int(rng.integers(1, 2000)),
+            int(rng.choice([4, 8, 12, 32, 64])),
+            float(rng.choice([0, 1, 7.5, 30])),
+            Zipf(float(rng.uniform(0, 1.5))),
+        )
+        for i in range(n_tables)
+    )
     devices = tuple(Device(memory, float(rng.choice([1, 1, 2]))) for _ in range(n_devices))
     return with_room(Problem("drawn", tables, Topology(devices), BATCH, optimizer))
 
@@ -64,8 +78,10 @@ def plan_of(shards, devices, problem) -> Plan:
 
 
 def total_ms(shards, devices, problem) -> float:
-    return price(lower(plan_of(shards, devices, problem), problem),
-                 replace(MODEL, setting=replace(MODEL.setting, optimizer=problem.optimizer))).total_ms
+    return price(
+        lower(plan_of(shards, devices, problem), problem),
+        replace(MODEL, setting=replace(MODEL.setting, optimizer=problem.optimizer)),
+    ).total_ms
 
 
 def draw_cuts(rng: np.random.Generator, problem: Problem, rows: bool) -> list[Shard]:
@@ -78,7 +94,7 @@ def draw_cuts(rng: np.random.Generator, problem: Problem, rows: bool) -> list[Sh
     for _ in range(8):
         i = rng.integers(len(shards))
         if shards[i].full_rows:
-            shards[i:i + 1] = halve_columns(shards[i]) or [shards[i]]
+            shards[i : i + 1] = halve_columns(shards[i]) or [shards[i]]
     return shards
 
 
@@ -91,30 +107,58 @@ def draw_all_kinds(seed: int, caches: bool = False) -> Problem:
 
     caches: whether tables of two precisions have a cache in device memory, or none of their rows there."""
     rng = np.random.default_rng([seed, 1])
-    pooled = tuple(Table(f"t{i}", int(rng.integers(8, 2000)), int(rng.choice([8, 16, 32, 64])),
-                         float(rng.choice([0, 1, 7.5, 30])), features=int(rng.integers(1, 3)),
-                         collection=str(rng.choice(["left", "right"]))) for i in range(14))
-    tables = tuple(replace(t, sequence=True, dim=16, collection="sequences") if t.name in ("t3", "t7") else t
-                   for t in pooled)
+    pooled = tuple(
+        Table(
+            f"t{i}",
+            int(rng.integers(8, 2000)),
+            int(rng.choice([8, 16, 32, 64])),
+            float(rng.choice([0, 1, 7.5, 30])),
+            features=int(rng.integers(1, 3)),
+            collection=str(rng.choice(["left", "right"])),
+        )
+        for i in range(14)
+    )
+    tables = tuple(
+        replace(t, sequence=True, dim=16, collection="sequences") if t.name in ("t3", "t7") else t
+        for t in pooled
+    )
     if caches:
-        tables = tuple(t if t.name == "t5" else replace(t, load_factor=float(rng.choice([0, 0.1, 0.5, 1])),
-                                                        precision=str(rng.choice(["fp16", "fp32"])))
-                       for t in tables)
+        tables = tuple(
+            t
+            if t.name == "t5"
+            else replace(
+                t,
+                load_factor=float(rng.choice([0, 0.1, 0.5, 1])),
+                precision=str(rng.choice(["fp16", "fp32"])),
+            )
+            for t in tables
+        )
     there, back = (str(rng.choice(list(PAYLOADS))) for _ in range(2))
-    asked = Constraints(together=(tuple(f"t{i}" for i in rng.choice([0, 1, 2, 3], 2, replace=False)),),
-                        kinds=(("t5", ("data_parallel",)), ("t6", ("row",))), pinned=(("t8", ("x",)),))
+    asked = Constraints(
+        together=(tuple(f"t{i}" for i in rng.choice([0, 1, 2, 3], 2, replace=False)),),
+        kinds=(("t5", ("data_parallel",)), ("t6", ("row",))),
+        pinned=(("t8", ("x",)),),
+    )
     hardware = (None, "cpu-some", "nvidia-h200")[seed % 3]
-    topology = on_hosts("xyxy", 1 << 40, hardware=hardware,
-                        memory=(Memory("host", 1 << 40, 25.0),) if caches else ())
-    return Problem("all-kinds", tables, topology, BATCH,
-                   str(rng.choice(["exact_sgd", "rowwise_adagrad", "adam"])), asked,
-                   job=Job(forward_payload=there, backward_payload=back))
+    topology = on_hosts(
+        "xyxy", 1 << 40, hardware=hardware, memory=(Memory("host", 1 << 40, 25.0),) if caches else ()
+    )
+    return Problem(
+        "all-kinds",
+        tables,
+        topology,
+        BATCH,
+        str(rng.choice(["exact_sgd", "rowwise_adagrad", "adam"])),
+        asked,
+        job=Job(forward_payload=there, backward_payload=back),
+    )
 
 
 def with_memory(problem: Problem, n_bytes: Iterable[int]) -> Problem:
     """The problem with so many bytes on each device."""
-    devices = tuple(replace(d, memory_bytes=int(n))
-                    for d, n in zip(problem.topology.devices, n_bytes, strict=True))
+    devices = tuple(
+        replace(d, memory_bytes=int(n)) for d, n in zip(problem.topology.devices, n_bytes, strict=True)
+    )
     return replace(problem, topology=replace(problem.topology, devices=devices))
 
 
@@ -126,8 +170,14 @@ def draw_two_cuts(rng: np.random.Generator, problem: Problem) -> list[list[Shard
         divided = division(table, problem) if rng.random() < 0.2 and table.name not in problem.whole else None
         parts = 2 if rng.random() < 0.25 and table.name not in problem.whole else 1
         shards += [s for _, s in shards_on(divided)] if divided else equal_parts(table, parts)
-    may_be_cut = [s for s in shards if s == Shard.whole(s.table) and s.width > 4 and not s.table.sequence
-                  and s.table.name not in problem.whole]
+    may_be_cut = [
+        s
+        for s in shards
+        if s == Shard.whole(s.table)
+        and s.width > 4
+        and not s.table.sequence
+        and s.table.name not in problem.whole
+    ]
     cut = [may_be_cut[i] for i in rng.permutation(len(may_be_cut))[:2]]
     return [[part for s in shards for part in (halve_columns(s) if s == one else [s])] for one in cut]
 

@@ -35,8 +35,11 @@ def test_seconds_end_it_whatever_is_left_of_evaluations():
 
 def test_what_takes_longer_than_there_is_time_left_is_not_begun():
     half = used(Budget(seconds=1000.0), seconds=500)
-    assert (half.affordable(9, 1, 100.0) == 4 and half.affordable(9, 1, 501.0) == 0
-            and half.affordable(3, 1, 1.0) == 3)
+    assert (
+        half.affordable(9, 1, 100.0) == 4
+        and half.affordable(9, 1, 501.0) == 0
+        and half.affordable(3, 1, 1.0) == 3
+    )
     assert half.has_time(400) and not half.has_time(501)
     assert used(Budget(evals=100), evals=100).has_time(10**9)  # evaluations take no time
 
@@ -68,8 +71,11 @@ def test_a_meter_reports_to_who_listens_and_to_no_other():
 
 
 def test_work_ends_with_the_seconds_of_a_budget_but_for_some_to_spare():
-    for meter, ends in ((used(Budget(seconds=50.0), seconds=51), True),
-                        (used(Budget(seconds=50.0), seconds=40), False), (used(Budget(evals=1), 5), False)):
+    for meter, ends in (
+        (used(Budget(seconds=50.0), seconds=51), True),
+        (used(Budget(seconds=50.0), seconds=40), False),
+        (used(Budget(evals=1), 5), False),
+    ):
         with pytest.raises(OutOfTime) if ends else nullcontext(), meter.enforced():
             tick()
     with pytest.raises(OutOfTime), used(Budget(seconds=50.0), seconds=40).enforced(20.0):
@@ -84,9 +90,15 @@ def test_without_limits_there_is_always_more():
     assert before <= started.started_s <= clock() and started.evals == 0
 
 
-@pytest.mark.parametrize("given, said", [({"evals": 0}, "evals 0"), ({"seconds": -1.0}, "seconds -1.0"),
-                                         ({"seconds": math.inf}, "seconds inf"),
-                                         ({"seconds": math.nan}, "seconds nan")])
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"evals": 0}, "evals 0"),
+        ({"seconds": -1.0}, "seconds -1.0"),
+        ({"seconds": math.inf}, "seconds inf"),
+        ({"seconds": math.nan}, "seconds nan"),
+    ],
+)
 def test_a_budget_that_makes_no_sense_is_refused(given, said):
     with pytest.raises(ShardCoreError, match=f"budget has {said}; it needs to be positive and finite"):
         Budget(**given)

@@ -19,8 +19,10 @@ from shardcore.step.lower import lower
 def problem(hosts: str = "aabb", several: bool = True) -> Problem:
     """Three collections in turns, the last of which has a sequence too."""
     drawn = draw_tables(np.random.default_rng(3), 12)
-    tables = (replace(t, rows=t.rows + 8, sequence=i == 11, collection="abc"[i % 3] if several else "")
-              for i, t in enumerate(drawn))
+    tables = (
+        replace(t, rows=t.rows + 8, sequence=i == 11, collection="abc"[i % 3] if several else "")
+        for i, t in enumerate(drawn)
+    )
     return Problem("p", tuple(tables), on_hosts(hosts, MIB), BATCH)
 
 
@@ -44,8 +46,12 @@ def test_a_search_that_knows_of_collections_finds_better_plans(name):
     knowing = SHARDERS[name](given, slow, seed=1, budget=budget)
     blind = SHARDERS[name](one, slow, seed=1, budget=budget)
     own = {t.name: t for t in given.tables}
-    as_run = replace(blind, placements=tuple(
-        replace(p, shard=replace(p.shard, table=own[p.shard.table.name])) for p in blind.placements))
+    as_run = replace(
+        blind,
+        placements=tuple(
+            replace(p, shard=replace(p.shard, table=own[p.shard.table.name])) for p in blind.placements
+        ),
+    )
     ms = [price(lower(plan, given), slow).total_ms for plan in (knowing, as_run)]
     assert ms[0] <= ms[1] * (1 + 1e-9)
     assert ms[1] > blind.provenance["predicted_ms"]
@@ -63,8 +69,10 @@ def test_nothing_is_proved_of_several_collections():
 def test_a_sequence_is_not_cut_into_unequal_widths(algorithm):
     """TorchRec runs none. Cut so, searches would even out devices better."""
     rng = np.random.default_rng(4)
-    tables = tuple(Table(f"t{i}", 2000, int(rng.choice([16, 32, 64, 128])), float(rng.integers(2, 60)),
-                         sequence=True) for i in range(5))
+    tables = tuple(
+        Table(f"t{i}", 2000, int(rng.choice([16, 32, 64, 128])), float(rng.integers(2, 60)), sequence=True)
+        for i in range(5)
+    )
     asked = Problem("p", tables, Topology((Device(1 << 30),) * 4), 256)
     model = AnalyticModel(Setting("made-up", 256), lookup_ns=5.0)
     found = SHARDERS[algorithm](asked, model, budget=Budget(evals=2000))

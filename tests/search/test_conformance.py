@@ -40,8 +40,12 @@ from shardcore.step.kinds import shards_on
 def test_every_sharder_is_in_one_file_of_the_suite():
     files = {name: importlib.import_module(f"test_conformance_{name}") for name in FILES}
     names = [name for file in files.values() for name in file.SHARDERS_HERE]
-    assert (len(set(names)) == len(names)
-            and {*SHARDERS, *PEERS} <= set(names) <= {*SHARDERS, *PEERS, *LEARNED, "torchrec"})
+    assert len(set(names)) == len(names) and {*SHARDERS, *PEERS} <= set(names) <= {
+        *SHARDERS,
+        *PEERS,
+        *LEARNED,
+        "torchrec",
+    }
     learned = [LEARNED[name] for name in names if name in LEARNED]
     assert {name for name, _ in learned} == set(NETS)
     assert {cuts for _, cuts in learned} == {cuts for _, cuts in LEARNED.values()}
@@ -58,8 +62,10 @@ def with_a_table_twice(plan: Plan) -> Plan:
 
 def with_the_halves_of_a_table_on_one_device(plan: Plan) -> Plan:
     first = next(p for p in plan.placements if p.shard.width > MIN_WIDTH)
-    halves = [replace(first, shard=replace(first.shard, col_hi=first.shard.col_lo + MIN_WIDTH)),
-              replace(first, shard=replace(first.shard, col_lo=first.shard.col_lo + MIN_WIDTH))]
+    halves = [
+        replace(first, shard=replace(first.shard, col_hi=first.shard.col_lo + MIN_WIDTH)),
+        replace(first, shard=replace(first.shard, col_lo=first.shard.col_lo + MIN_WIDTH)),
+    ]
     return Plan((*halves, *(p for p in plan.placements if p != first)))
 
 
@@ -71,13 +77,21 @@ def all_on_the_first_device(plan: Plan) -> Plan:
     return Plan(consolidate(replace(p, devices=(0,)) for p in plan.placements))
 
 
-@pytest.mark.parametrize("spoil", [without_a_table, with_a_table_twice,
-                                   with_the_halves_of_a_table_on_one_device,
-                                   on_a_device_that_is_not_there, all_on_the_first_device])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        without_a_table,
+        with_a_table_twice,
+        with_the_halves_of_a_table_on_one_device,
+        on_a_device_that_is_not_there,
+        all_on_the_first_device,
+    ],
+)
 def test_the_suite_catches_a_broken_sharder(spoil, monkeypatch):
     def broken(problem, model, *, seed=0, budget=None):
-        return replace(spoil(sound(problem, model, seed=seed)),
-                       provenance={"algorithm": "broken", "seed": seed})
+        return replace(
+            spoil(sound(problem, model, seed=seed)), provenance={"algorithm": "broken", "seed": seed}
+        )
 
     sound = SHARDERS["size_greedy"]
     monkeypatch.setitem(SHARDERS, "broken", broken)
@@ -98,18 +112,40 @@ def test_the_suites_own_counts_are_exact_for_large_tables(table):
 
 def test_the_suites_own_parts_are_those_of_the_layouts():
     where = on_hosts("xyxy")
-    for placement in (column(HUGE, 2, 4, 8), row(HUGE, where), host_row(HUGE, (1, 3), 0, 32),
-                      replica(HUGE, where)):
+    for placement in (
+        column(HUGE, 2, 4, 8),
+        row(HUGE, where),
+        host_row(HUGE, (1, 3), 0, 32),
+        replica(HUGE, where),
+    ):
         assert parts_of(placement) == list(shards_on(placement))
 
 
-@pytest.mark.parametrize("problem, said", [
-    (Problem("kept", SMALL, Topology((Device(MIB),) * 2), BATCH,
-             constraints=Constraints(reserved_bytes=2 * MIB)),
-     "hold 0 bytes.* too little .* more per device"),
-    (Problem("whole", (HUGE, *SMALL), Topology((Device(HUGE.bytes // 2),) * 4), BATCH,
-             constraints=Constraints(unsplit=("huge",))),
-     "'huge', which must stay whole.* 1.3 MiB.* 0.6 MiB.* more per device")])
+@pytest.mark.parametrize(
+    "problem, said",
+    [
+        (
+            Problem(
+                "kept",
+                SMALL,
+                Topology((Device(MIB),) * 2),
+                BATCH,
+                constraints=Constraints(reserved_bytes=2 * MIB),
+            ),
+            "hold 0 bytes.* too little .* more per device",
+        ),
+        (
+            Problem(
+                "whole",
+                (HUGE, *SMALL),
+                Topology((Device(HUGE.bytes // 2),) * 4),
+                BATCH,
+                constraints=Constraints(unsplit=("huge",)),
+            ),
+            "'huge', which must stay whole.* 1.3 MiB.* 0.6 MiB.* more per device",
+        ),
+    ],
+)
 def test_what_would_help_is_found_however_much_that_takes(problem, said):
     """One sharder stands for all: it takes seconds."""
     with pytest.raises(Infeasible, match=said):
@@ -134,10 +170,12 @@ def tight(seed: int) -> Problem:
     needed = sum(table_bytes(t, optimizer) for t in tables)
     devices = tuple(Device(max(1, int(needed * s)), float(rng.choice([0.5, 1, 2]))) for s in shares)
     unsplit = tuple(t.name for t in tables if rng.random() < 0.2)
-    pinned = tuple((t.name, tuple(rng.integers(n_devices, size=2).tolist())) for t in tables
-                   if rng.random() < 0.15)
-    return with_room(Problem(f"tight-{seed}", tables, Topology(devices), BATCH, optimizer,
-                             Constraints(0, unsplit, pinned)))
+    pinned = tuple(
+        (t.name, tuple(rng.integers(n_devices, size=2).tolist())) for t in tables if rng.random() < 0.15
+    )
+    return with_room(
+        Problem(f"tight-{seed}", tables, Topology(devices), BATCH, optimizer, Constraints(0, unsplit, pinned))
+    )
 
 
 def test_none_is_infeasible_where_another_finds_a_plan():
@@ -145,8 +183,9 @@ def test_none_is_infeasible_where_another_finds_a_plan():
     with_a_plan, only_exceptions = 0, 0
     for seed in range(6):
         problem = tight(seed)
-        found = {name: compare.run(name, problem, model_for(problem), seed, Budget(evals=1))
-                 for name in SHARDERS}
+        found = {
+            name: compare.run(name, problem, model_for(problem), seed, Budget(evals=1)) for name in SHARDERS
+        }
         solved = {name for name, outcome in found.items() if outcome.plan}
         assert solved in (set(), TRIES_MORE_CUTS, TRIES_REPLICAS, set(SHARDERS)), (problem.name, solved)
         errors = [outcome.error for outcome in found.values() if not outcome.plan]

@@ -39,8 +39,12 @@ def test_an_alternative_that_means_nothing_is_told_and_the_rest_stands():
     """Ten rows cannot be divided over eight devices. No device may have more memory than these."""
     tables = (Table("small", 10, 8, 2.0), *PROBLEM.tables)
     devices = (Device(MOST_BYTES),) * 4
-    problem = replace(PROBLEM, tables=tables, topology=Topology(devices),
-                      constraints=Constraints(kinds=(("small", ("row",)),)))
+    problem = replace(
+        PROBLEM,
+        tables=tables,
+        topology=Topology(devices),
+        constraints=Constraints(kinds=(("small", ("row",)),)),
+    )
     found = explained(solved(problem, "size_greedy"), problem, model_for(problem), SMALL)
     refused = [a for a in found.changes if a.total_ms is None]
     assert len(refused) == 1 and "more devices" in refused[0].what and "rows" in refused[0].error
@@ -66,7 +70,7 @@ class OwnLink(AnalyticModel):
     """Backward, each device waits for what it sends itself, at 1 GB/s; forward is free."""
 
     def comm(self, traffic, compute_ms, topology):
-        backward = traffic[:-len(ID_CHANNELS)].sum(0) / 1e6
+        backward = traffic[: -len(ID_CHANNELS)].sum(0) / 1e6
         ready = compute_ms + backward
         nothing = 0 * backward
         return CommCost(nothing, backward, ready.max(-1, keepdims=True) - ready, nothing, nothing)
@@ -76,11 +80,13 @@ def test_the_device_that_bounds_a_plan_need_not_be_the_one_that_computes_most():
     tables = Table("narrow", 100, 4, 50.0), Table("wide", 100, 64, 1.0), Table("small", 100, 4, 1.0)
     topology = Topology((Device(MIB), Device(MIB, 2.0)))
     problem = Problem("p", tables, topology, BATCH, constraints=Constraints(reserved_bytes=100))
-    placements = tuple(Placement("column", Shard.whole(t), (d,))
-                       for t, d in zip(tables, (0, 1, 1), strict=True))
+    placements = tuple(
+        Placement("column", Shard.whole(t), (d,)) for t, d in zip(tables, (0, 1, 1), strict=True)
+    )
     plan = Plan(placements, {"algorithm": "size_greedy"})
-    model = OwnLink(Setting("made-up", BATCH), launch_us=0, table_us=1, lookup_ns=1, gather_gbps=1e9,
-                    update_gbps=1e9)
+    model = OwnLink(
+        Setting("made-up", BATCH), launch_us=0, table_us=1, lookup_ns=1, gather_gbps=1e9, update_gbps=1e9
+    )
     found = explained(plan, problem, model, SMALL, known={})
     compute_ms = 1e-3 + 2400e-6, (2e-3 + 96e-6) / 2
     assert found.cost.compute_ms == pytest.approx(compute_ms, rel=1e-3)
@@ -89,12 +95,12 @@ def test_the_device_that_bounds_a_plan_need_not_be_the_one_that_computes_most():
     # 8 bytes an id, and 4 for the length of each sample.
     assert found.input_bytes == (BATCH * (50 * 8 + 4), BATCH * (2 * 8 + 2 * 4))
     assert found.total_ms == pytest.approx(compute_ms[1] + sent[1] / 1e6, rel=1e-3)
-    assert ([s.shard for s in found.shards] == ["wide[0:100, 0:64]", "small[0:100, 0:4]"]
-            and [x.what for x in found.baselines] == ["searched again, same memory"])
+    assert [s.shard for s in found.shards] == ["wide[0:100, 0:64]", "small[0:100, 0:4]"] and [
+        x.what for x in found.baselines
+    ] == ["searched again, same memory"]
     assert [s.saves_ms for s in found.shards] == pytest.approx([compute_ms[1] / 2] * 2, rel=1e-2)
     assert [(s.kind, s.bytes) for s in found.shards] == [("column", 25_600), ("column", 1600)]
-    assert (found.memory_bytes == tuple(used_bytes(plan, problem))
-            and found.free_bytes == (MIB - 100,) * 2)
+    assert found.memory_bytes == tuple(used_bytes(plan, problem)) and found.free_bytes == (MIB - 100,) * 2
     assert sum(found.memory.parts.values()) == found.memory_bytes[found.fullest]
     assert found.memory.parts["weights"] == (1600, 27_200)[found.fullest] and found.reserved_bytes == 100
     assert found.balance == pytest.approx(sum(compute_ms) / 2 / compute_ms[0], rel=1e-3)
@@ -106,12 +112,19 @@ def test_the_device_that_bounds_a_plan_need_not_be_the_one_that_computes_most():
 def test_alternatives_are_baselines_memory_and_the_next_number_of_devices():
     plan = solved(PROBLEM)
     found = explained(plan, PROBLEM, model_for(PROBLEM), SMALL)
-    assert [a.what for a in found.baselines] == [*BASELINES, "portfolio", "anneal", "anneal_columns",
-                                                 "searched again, same memory"]
+    assert [a.what for a in found.baselines] == [
+        *BASELINES,
+        "portfolio",
+        "anneal",
+        "anneal_columns",
+        "searched again, same memory",
+    ]
     assert found.baselines[-1].total_ms == found.total_ms
-    for baseline in found.baselines[:len(BASELINES)]:
-        assert (baseline.total_ms
-                == SHARDERS[baseline.what](PROBLEM, model_for(PROBLEM)).provenance["predicted_ms"])
+    for baseline in found.baselines[: len(BASELINES)]:
+        assert (
+            baseline.total_ms
+            == SHARDERS[baseline.what](PROBLEM, model_for(PROBLEM)).provenance["predicted_ms"]
+        )
     *memory, devices = found.changes
     assert [a.what for a in memory] == ["10% more memory on each device", "50% more memory on each device"]
     assert all(a.total_ms <= found.total_ms for a in memory) and devices.what == "1 more device: 3"
@@ -143,8 +156,13 @@ def test_more_memory_helps_where_memory_is_what_binds():
     found = explained(solved(tight), tight, model_for(tight), SMALL)
     assert found.changes[1].total_ms < found.total_ms
     text = plan_report.text(found)
-    assert ("50% more memory on each device" in text and "No plan takes less than" in text
-            and "is fullest" in text and "memory of the fullest device" in text and "sorting" in text)
+    assert (
+        "50% more memory on each device" in text
+        and "No plan takes less than" in text
+        and "is fullest" in text
+        and "memory of the fullest device" in text
+        and "sorting" in text
+    )
 
 
 def test_the_fullest_device_is_that_of_which_most_is_taken():
@@ -159,8 +177,9 @@ def test_the_fullest_device_is_that_of_which_most_is_taken():
 
 def test_it_is_plain_data_and_reads_well_for_one_device_and_for_a_plan_from_elsewhere():
     alone = draw_problem(2, 4, [MIB])
-    elsewhere = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in alone.tables),
-                     {"algorithm": "by hand"})
+    elsewhere = Plan(
+        tuple(Placement("column", Shard.whole(t), (0,)) for t in alone.tables), {"algorithm": "by hand"}
+    )
     found = explained(elsewhere, alone, model_for(alone), SMALL)
     json.dumps(dataclasses.asdict(found), allow_nan=False)
     assert "Nothing is exchanged." in plan_report.text(found) and found.searched.startswith("anneal, seed 0")

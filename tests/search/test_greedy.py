@@ -37,12 +37,15 @@ WIDE, LONG = Table("wide", 100, 64, 1.0), Table("long", 4000, 4, 5.0)
 BUSY, REST = Table("busy", 10, 8, 50.0), Table("rest", 20, 8, 6.0)
 
 
-@pytest.mark.parametrize("name, first, others", [
-    ("size_greedy", "long", {"wide", "busy", "rest"}),  # 16,000 cells against 6,400 + 80 + 160
-    ("dim_greedy", "wide", {"long", "busy", "rest"}),  # 64 columns against 4 + 8 + 8
-    ("lookup_greedy", "busy", {"wide", "long", "rest"}),  # 400 elements a sample against 64 + 20 + 48
-    ("size_lookup_greedy", "busy", {"wide", "long", "rest"}),  # 400 against 128 + 72 + 62
-])
+@pytest.mark.parametrize(
+    "name, first, others",
+    [
+        ("size_greedy", "long", {"wide", "busy", "rest"}),  # 16,000 cells against 6,400 + 80 + 160
+        ("dim_greedy", "wide", {"long", "busy", "rest"}),  # 64 columns against 4 + 8 + 8
+        ("lookup_greedy", "busy", {"wide", "long", "rest"}),  # 400 elements a sample against 64 + 20 + 48
+        ("size_lookup_greedy", "busy", {"wide", "long", "rest"}),  # 400 against 128 + 72 + 62
+    ],
+)
 def test_each_greedy_balances_its_own_measure(name, first, others):
     devices = device_of(name, problem_of([WIDE, LONG, BUSY, REST]))
     assert {devices[o] for o in others} == {1 - devices[first]}
@@ -50,8 +53,9 @@ def test_each_greedy_balances_its_own_measure(name, first, others):
 
 def test_size_lookup_weighs_rows_by_their_logarithm():
     # Lookups 50 | 20 + 20; times the logarithm 80 + 50 | 80.
-    problem = problem_of([Table("flat", 10, 4, 12.5), Table("deep0", 10**4, 4, 5.0),
-                          Table("deep1", 10**4, 4, 5.0)])
+    problem = problem_of(
+        [Table("flat", 10, 4, 12.5), Table("deep0", 10**4, 4, 5.0), Table("deep1", 10**4, 4, 5.0)]
+    )
     by_lookups, by_both = device_of("lookup_greedy", problem), device_of("size_lookup_greedy", problem)
     assert by_lookups["deep0"] == by_lookups["deep1"] != by_lookups["flat"]
     assert by_both["deep0"] != by_both["deep1"]
@@ -90,8 +94,11 @@ def test_random_uses_its_seed_and_every_device():
 
 
 def test_tables_that_fit_no_device_are_halved_or_divided_by_rows():
-    wide, deep, small = (Table("wide", 1000, 24, 1.0), Table("deep", 50_000, 4, 1.0),
-                         Table("small", 10, 8, 1.0))
+    wide, deep, small = (
+        Table("wide", 1000, 24, 1.0),
+        Table("deep", 50_000, 4, 1.0),
+        Table("small", 10, 8, 1.0),
+    )
     problem = problem_of([wide, deep, small], memory=(10**5, 10**6, 10**6))
     assert feasible_shards(problem) == [Shard.whole(t) for t in problem.tables]
     where = on_hosts("a" * 24)
@@ -109,17 +116,22 @@ def test_rows_are_divided_by_the_kind_with_the_cheapest_plan(name):
     """Within a host where links between hosts are slow; over all devices where most work is on these rows."""
     cheapest = []
     for between_gbps, pooling in ((1.0, 1.0), (200.0, 400.0)):
-        topology = Topology(on_hosts("aabb", 1000 * MIB).devices,
-                            links=links_of(within_host=200.0, between_hosts=between_gbps))
+        topology = Topology(
+            on_hosts("aabb", 1000 * MIB).devices,
+            links=links_of(within_host=200.0, between_hosts=between_gbps),
+        )
         cold = tuple(Table(f"t{i}", 1000, 8, 1.0) for i in range(4))
         problem = Problem("p", (Table("deep", 9000, 16, pooling), *cold), topology, 8192)
 
         def costs(*kinds, problem=problem):
-            plan = SHARDERS[name](replace(problem, constraints=Constraints(kinds=(("deep", kinds),))),
-                                  AnalyticModel(Setting("made-up", 8192)))
+            plan = SHARDERS[name](
+                replace(problem, constraints=Constraints(kinds=(("deep", kinds),))),
+                AnalyticModel(Setting("made-up", 8192)),
+            )
             assert not plan.provenance["packed"]
-            return plan.provenance["predicted_ms"], next(p.kind for p in plan.placements
-                                                         if p.shard.table.name == "deep")
+            return plan.provenance["predicted_ms"], next(
+                p.kind for p in plan.placements if p.shard.table.name == "deep"
+            )
 
         by_row, by_host_row = costs("row"), costs("host_row")
         assert costs("row", "host_row") == min(by_row, by_host_row)
@@ -132,11 +144,16 @@ def test_what_has_few_places_is_placed_first(name):
     """The busiest tables would fill the device that the others are pinned to."""
     busy = tuple(Table(f"busy{i}", 1000, 16, 40.0) for i in range(4))
     pinned = tuple(Table(f"t{i}", 1000, 16, 1.0) for i in range(3))
-    given = problem_of([*busy, *pinned], (MIB,) * 3, constraints=Constraints(
-        together=(("busy0", "busy1"),), pinned=tuple((t.name, (2,)) for t in pinned)))
+    given = problem_of(
+        [*busy, *pinned],
+        (MIB,) * 3,
+        constraints=Constraints(together=(("busy0", "busy1"),), pinned=tuple((t.name, (2,)) for t in pinned)),
+    )
     only = Plan(tuple(column(t, d) for t, d in zip(given.tables, (0, 0, 1, 1, 2, 2, 2), strict=True)))
-    problem = replace(given, topology=Topology(tuple(
-        Device(n + (d < 2) * MIB) for d, n in enumerate(used_bytes(only, given)))))
+    problem = replace(
+        given,
+        topology=Topology(tuple(Device(n + (d < 2) * MIB) for d, n in enumerate(used_bytes(only, given)))),
+    )
     for seed in range(5):
         plan = SHARDERS[name](problem, AnalyticModel(Setting("made-up", BATCH)), seed=seed)
         assert not plan.provenance["packed"]

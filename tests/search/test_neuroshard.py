@@ -44,8 +44,9 @@ def test_the_ledgers_total_is_the_price_of_the_plan(seed, rows):
 @given(seed=st.integers(0, 10**6))
 def test_tables_kept_together_are_one_bundle_that_costs_what_they_cost_fused(seed):
     rng = np.random.default_rng(seed)
-    constraints = Constraints(together=(("t1", "t4", "t5"), ("t0", "t3")),
-                              pinned=(("t4", (0, 2)), ("t2", (1,))))
+    constraints = Constraints(
+        together=(("t1", "t4", "t5"), ("t0", "t3")), pinned=(("t4", (0, 2)), ("t2", (1,)))
+    )
     problem = replace(draw_problem(seed, n_tables=6, n_devices=3), constraints=constraints)
     cache = ShardCostCache(problem, MODEL, [Shard.whole(t) for t in problem.tables])
     keys = cache.keys([Shard.whole(t) for t in problem.tables])
@@ -60,8 +61,11 @@ def test_tables_kept_together_are_one_bundle_that_costs_what_they_cost_fused(see
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10**6), rows=st.booleans(),
-       optimizer=st.sampled_from(["exact_sgd", "rowwise_adagrad"]))
+@given(
+    seed=st.integers(0, 10**6),
+    rows=st.booleans(),
+    optimizer=st.sampled_from(["exact_sgd", "rowwise_adagrad"]),
+)
 def test_the_grids_totals_are_the_prices_of_its_plans(seed, rows, optimizer):
     rng = np.random.default_rng(seed)
     problem = draw_problem(seed, n_tables=6, memory=500_000, optimizer=optimizer)
@@ -108,9 +112,12 @@ def plain_greedy(problem: Problem, scale: float) -> tuple[float, list[int]]:
         return sum(table_bytes(s.table, problem) for s in group)
 
     for i in sorted(range(len(shards)), key=lambda i: (-single[i], -shards[i].bytes)):
-        options = [d for d in range(n_devices)
-                   if memory_of([*held[d], shards[i]]) <= memory
-                   and sum(s.width for s in [*held[d], shards[i]]) <= scale * mean]
+        options = [
+            d
+            for d in range(n_devices)
+            if memory_of([*held[d], shards[i]]) <= memory
+            and sum(s.width for s in [*held[d], shards[i]]) <= scale * mean
+        ]
         if not options:
             return float("inf"), []
         devices[i] = min(options, key=lambda d: (group_costs([held[d]], MODEL)[0], memory_of(held[d])))
@@ -121,12 +128,14 @@ def plain_greedy(problem: Problem, scale: float) -> tuple[float, list[int]]:
 @pytest.mark.parametrize("seed", range(5))
 def test_without_cuts_it_is_the_best_of_the_published_passes(seed):
     problem = draw_problem(seed)
-    problem = replace(problem,
-                      topology=Topology(tuple(replace(d, speed=1.0) for d in problem.topology.devices)))
+    problem = replace(
+        problem, topology=Topology(tuple(replace(d, speed=1.0) for d in problem.topology.devices))
+    )
     config = NeuroShardConfig(steps=0)
     best = min(plain_greedy(problem, scale)[0] for scale in config.caps)
-    assert (neuroshard(problem, MODEL, config=config).provenance["predicted_ms"]
-            == pytest.approx(best, rel=1e-9))
+    assert neuroshard(problem, MODEL, config=config).provenance["predicted_ms"] == pytest.approx(
+        best, rel=1e-9
+    )
 
 
 def test_cutting_the_table_that_costs_most_pays():
@@ -145,8 +154,9 @@ def test_cutting_the_table_that_costs_most_pays():
 def test_a_pass_without_cap_solves_what_the_caps_forbid():
     """One wide table beside narrow ones: no device may hold it within 1.5 × the mean of columns."""
     tables = (Table("wide", 50, 64, 1.0), *(Table(f"t{i}", 50, 4, 1.0) for i in range(3)))
-    problem = Problem("wide", tables, Topology((Device(2**20),) * 4), BATCH,
-                      constraints=Constraints(unsplit=("wide",)))
+    problem = Problem(
+        "wide", tables, Topology((Device(2**20),) * 4), BATCH, constraints=Constraints(unsplit=("wide",))
+    )
     assert not neuroshard(problem, MODEL).provenance["packed"]
     capped = NeuroShardConfig(uncapped=False)
     assert neuroshard(problem, MODEL, config=capped).provenance["packed"]
@@ -164,8 +174,10 @@ def test_the_cap_does_not_hold_for_pinned_tables():
 def test_where_no_pass_fits_cuts_go_where_memory_is_short():
     """Six tables on four devices that hold one and a half each: two are to be cut, though many others cost
     more."""
-    tables = (*(Table(f"t{i}", 5000, 32, 20.0) for i in range(6)),
-              *(Table(f"small{i}", 50, 8, 90.0) for i in range(30)))
+    tables = (
+        *(Table(f"t{i}", 5000, 32, 20.0) for i in range(6)),
+        *(Table(f"small{i}", 50, 8, 90.0) for i in range(30)),
+    )
     ample = Problem("short", tables, Topology((Device(1),) * 4), BATCH)
     small = sum(table_bytes(t, ample) for t in tables[6:])
     # Beside their share of the small tables.
@@ -173,8 +185,10 @@ def test_where_no_pass_fits_cuts_go_where_memory_is_short():
     problem = with_room(replace(ample, topology=Topology((Device(each),) * 4)))
     plan = neuroshard(problem, MODEL, config=NeuroShardConfig(candidates=4))
     assert not plan.provenance["packed"]
-    assert (plan.provenance["predicted_ms"]
-            < 1.02 * SHARDERS["anneal_columns"](problem, MODEL).provenance["predicted_ms"])
+    assert (
+        plan.provenance["predicted_ms"]
+        < 1.02 * SHARDERS["anneal_columns"](problem, MODEL).provenance["predicted_ms"]
+    )
 
 
 @pytest.mark.parametrize("evals", [1, 12, 13, 100, 600])
@@ -202,15 +216,23 @@ def test_it_beats_the_baselines_on_average():
     ratios = []
     for seed in range(4):
         problem = draw_problem(seed, n_tables=16)
-        costs = {name: SHARDERS[name](problem, MODEL).provenance["predicted_ms"]
-                 for name in (*BASELINES, "neuroshard")}
+        costs = {
+            name: SHARDERS[name](problem, MODEL).provenance["predicted_ms"]
+            for name in (*BASELINES, "neuroshard")
+        }
         ratios.append(costs.pop("neuroshard") / min(costs.values()))
     assert np.mean(ratios) < 0.95 and max(ratios) < 1.02, ratios
 
 
-@pytest.mark.parametrize("make", [lambda: NeuroShardConfig(beam=0),
-                                  lambda: NeuroShardConfig(scales=(), uncapped=False),
-                                  lambda: Budget(evals=0), lambda: Budget(seconds=-1.0)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: NeuroShardConfig(beam=0),
+        lambda: NeuroShardConfig(scales=(), uncapped=False),
+        lambda: Budget(evals=0),
+        lambda: Budget(seconds=-1.0),
+    ],
+)
 def test_settings_that_make_no_sense_are_refused(make):
     with pytest.raises(ShardCoreError, match="needs"):
         make()

@@ -37,9 +37,16 @@ def gpu(problem: Problem) -> AnalyticModel:
 def mixed(seed: int) -> Problem:
     """Pooled tables and sequences, of which some are long."""
     rng = np.random.default_rng(seed)
-    tables = tuple(Table(f"t{i}", int(rng.integers(100, 200_000)), int(rng.choice([16, 32, 64])),
-                         float(rng.choice([1, 10, 100])), sequence=bool(rng.random() < 0.4))
-                   for i in range(int(rng.integers(3, 25))))
+    tables = tuple(
+        Table(
+            f"t{i}",
+            int(rng.integers(100, 200_000)),
+            int(rng.choice([16, 32, 64])),
+            float(rng.choice([1, 10, 100])),
+            sequence=bool(rng.random() < 0.4),
+        )
+        for i in range(int(rng.integers(3, 25)))
+    )
     return Problem(f"mixed-{seed}", tables, on_hosts("a" * int(rng.choice([2, 4, 8])), GIB), 2048)
 
 
@@ -99,8 +106,15 @@ def test_what_does_not_fit_is_refused_by_name():
 def test_a_bundle_of_two_collections_fits_to_the_byte(name):
     """Annealing takes them for one. It ends with a plan that fits all the same."""
     tables = tuple(Table(f"t{i}", 500, 64, 20.0, collection="ab"[i % 2]) for i in range(4))
-    given = Problem("two", tables, on_hosts("aa", GIB), 48, constraints=Constraints(
-        together=(("t0", "t1"), ("t2", "t3")), kinds=tuple((t.name, ("column",)) for t in tables)))
+    given = Problem(
+        "two",
+        tables,
+        on_hosts("aa", GIB),
+        48,
+        constraints=Constraints(
+            together=(("t0", "t1"), ("t2", "t3")), kinds=tuple((t.name, ("column",)) for t in tables)
+        ),
+    )
     only = Plan(tuple(column(t, i // 2) for i, t in enumerate(tables)))
     needed = used_bytes(only, given)[0]
     for n_bytes, found in ((needed, {(0,), (1,)}), (needed - 1, None)):
@@ -132,8 +146,9 @@ def test_rows_of_a_plan_that_is_to_be_kept_stay_where_they_are():
     assert kept("aabb", host_row(LARGE, (2, 3)))
 
 
-@pytest.mark.xfail(strict=True, reason="a table cut by columns and divided over hosts is placed anew, "
-                   "whatever the limit")
+@pytest.mark.xfail(
+    strict=True, reason="a table cut by columns and divided over hosts is placed anew, whatever the limit"
+)
 def test_a_grid_of_a_plan_that_is_to_be_kept_stays_where_it_is():
     """A table the way TorchRec's grid_shard has it."""
     assert kept("aabb", host_row(LARGE, (0, 1), 0, 4), host_row(LARGE, (2, 3), 4, 8), space="halves")
@@ -159,8 +174,9 @@ def clock_of_calls(monkeypatch):
 def test_very_many_tables_keep_the_budget_and_are_not_silent(clock_of_calls):
     live = [t for t in generate_pool() if t.pooling > 0]
     rng = np.random.default_rng(0)
-    tables = tuple(replace(live[i % len(live)], name=f"t{i}", dim=int(rng.choice([16, 32, 64, 128])))
-                   for i in range(200))
+    tables = tuple(
+        replace(live[i % len(live)], name=f"t{i}", dim=int(rng.choice([16, 32, 64, 128]))) for i in range(200)
+    )
     problem = Problem("p", tables, on_hosts("a" * 8, 1 << 40), 2048)
     began, heard, budget_s = progress.clock(), [], 12.0
     with progress.listening(lambda phase, ms, left_s: heard.append((progress.clock() - began, ms, left_s))):

@@ -65,22 +65,25 @@ def test_a_replica_needs_nothing_of_others():
 def test_ids_of_a_given_batch_are_counted():
     given = problem(hosts="aa", job=Job(id_bytes=4, length_bytes=8))
     lookups = {(0, 500): np.array([3, 4]), (500, 1000): np.array([1, 0])}
-    sent, received = input_bytes(Plan((row(TABLE, given.topology),)), given,
-                                 lambda shard: lookups[shard.row_lo, shard.row_hi])
+    sent, received = input_bytes(
+        Plan((row(TABLE, given.topology),)), given, lambda shard: lookups[shard.row_lo, shard.row_hi]
+    )
     assert sent.tolist() == [4 * 4 + 2 * 8 * 8, 4 * 4 + 2 * 8 * 8]
     assert received.tolist() == [7 * 4 + 16 * 8, 1 * 4 + 16 * 8]
 
 
-@pytest.mark.parametrize("shard", [Shard.whole(TABLE), Shard(TABLE, 0, 1000, 8, 16),
-                                   Shard(TABLE, 250, 500, 0, 64)])
+@pytest.mark.parametrize(
+    "shard", [Shard.whole(TABLE), Shard(TABLE, 0, 1000, 8, 16), Shard(TABLE, 250, 500, 0, 64)]
+)
 def test_a_shard_receives_the_same_in_searches_as_in_plans(shard):
     given = problem(job=Job(id_bytes=4))
     of_shard = {(0, 1000): 5.0, (250, 500): 1.25}[shard.row_lo, shard.row_hi]
     assert received_bytes(shard, given) == pytest.approx(32 * (4 * of_shard + 4))
 
 
-@pytest.mark.parametrize("access", [Zipf(1.05), Zipf(0.0),
-                                    Reuse((0.5, 0.2, 0.2, 0.1) + (0.0,) * 13, 1 << 14)])
+@pytest.mark.parametrize(
+    "access", [Zipf(1.05), Zipf(0.0), Reuse((0.5, 0.2, 0.2, 0.1) + (0.0,) * 13, 1 << 14)]
+)
 def test_what_statistics_make_us_expect_is_near_what_drawn_batches_have(access):
     """Within 2%, on each device of a plan with all kinds."""
     ordered = isinstance(access, Zipf)
@@ -93,8 +96,12 @@ def test_what_statistics_make_us_expect_is_near_what_drawn_batches_have(access):
 
     def lookups(shard: Shard) -> np.ndarray:
         ids, offsets = streams.stream(shard.table, given.global_batch, seed=3)
-        return np.array([np.count_nonzero((mine >= shard.row_lo) & (mine < shard.row_hi)) for mine in
-                         (ids[offsets[d * local]:offsets[(d + 1) * local]] for d in range(4))])
+        return np.array(
+            [
+                np.count_nonzero((mine >= shard.row_lo) & (mine < shard.row_hi))
+                for mine in (ids[offsets[d * local] : offsets[(d + 1) * local]] for d in range(4))
+            ]
+        )
 
     _, arrived = input_bytes(plan, given, lookups)
     assert sum(expected_bytes(plan, given).values()) == pytest.approx(arrived, rel=0.02)

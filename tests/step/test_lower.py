@@ -38,26 +38,40 @@ PLAN = place(column(A, 0, 0, 4), column(A, 1, 4, 8), row(B, TWO), replica(C, TWO
 def test_a_plan_runs_one_op_a_kind_and_device():
     work = lower(PLAN, PROBLEM)
     assert [[(op.kind, op.batch, len(op.shards)) for op in ops] for ops in work.ops] == [
-        [("column", 64, 1), ("row", 64, 1), ("data_parallel", 32, 1)]] * 2
+        [("column", 64, 1), ("row", 64, 1), ("data_parallel", 32, 1)]
+    ] * 2
     assert entering(work.traffic) == {
-        "all_to_all": [64 * 4 * 4] * 2, "reduce_scatter": [64 * 4 * 4] * 2, "all_reduce": [10 * 16 * 4] * 2}
+        "all_to_all": [64 * 4 * 4] * 2,
+        "reduce_scatter": [64 * 4 * 4] * 2,
+        "all_reduce": [10 * 16 * 4] * 2,
+    }
     weights = 100 * 4 * 4 + 30 * 4 * 4 + 10 * 16 * 4
     assert memory.by_part(PLAN, PROBLEM)[0].parts["weights"] == weights
     assert work.memory_bytes == tuple(memory.used_bytes(PLAN, PROBLEM))
 
 
-@pytest.mark.parametrize("plan, named", [
-    (place(column(A, 0), column(B, 1)), ["0 of the 160 cells of table 'c'"]),
-    (place(column(A, 0, 0, 4), column(B, 1), column(C, 0)), ["400 of the 800 cells of table 'a'"]),
-    (place(column(A, 0), column(A, 1, 4, 8), column(B, 1), column(C, 0)), ["cells twice", "a[0:100, 4:8]"]),
-    (place(column(A, 0), row(A, TWO), column(B, 1), column(C, 0)), ["cells twice", "a[0:100, 0:8]"]),
-    (place(column(A, 2), column(B, 1), column(C, 0)), ["device 2", "0 to 1"]),
-    (place(column(A, 1), column(B, 1), Placement("data_parallel", Shard.whole(C), (0, 2))),
-     ["device 2", "0 to 1"]),
-    (place(column(A, 1), column(B, 1), Placement("column", Shard.whole(C), (0, 1))),
-     ["c[0:10, 0:16] by column", "lives on"]),
-    (place(column(dataclasses.replace(A, pooling=9.0), 0), column(B, 1), column(C, 0)), ["'a'"]),
-])
+@pytest.mark.parametrize(
+    "plan, named",
+    [
+        (place(column(A, 0), column(B, 1)), ["0 of the 160 cells of table 'c'"]),
+        (place(column(A, 0, 0, 4), column(B, 1), column(C, 0)), ["400 of the 800 cells of table 'a'"]),
+        (
+            place(column(A, 0), column(A, 1, 4, 8), column(B, 1), column(C, 0)),
+            ["cells twice", "a[0:100, 4:8]"],
+        ),
+        (place(column(A, 0), row(A, TWO), column(B, 1), column(C, 0)), ["cells twice", "a[0:100, 0:8]"]),
+        (place(column(A, 2), column(B, 1), column(C, 0)), ["device 2", "0 to 1"]),
+        (
+            place(column(A, 1), column(B, 1), Placement("data_parallel", Shard.whole(C), (0, 2))),
+            ["device 2", "0 to 1"],
+        ),
+        (
+            place(column(A, 1), column(B, 1), Placement("column", Shard.whole(C), (0, 1))),
+            ["c[0:10, 0:16] by column", "lives on"],
+        ),
+        (place(column(dataclasses.replace(A, pooling=9.0), 0), column(B, 1), column(C, 0)), ["'a'"]),
+    ],
+)
 def test_a_plan_that_does_not_cover_its_problem_is_refused(plan, named):
     with pytest.raises(ShardCoreError) as error:
         lower(plan, PROBLEM)
@@ -68,22 +82,41 @@ SPREAD = on_hosts("axxa", 1 << 20)
 """Of which ranks are 0, 3, 1, 2."""
 
 
-@pytest.mark.parametrize("constraints, named", [
-    (Constraints(unsplit=("a",)),
-     ["cuts table 'a'", "a[0:100, 0:4]", "must stay whole (constraints.unsplit)"]),
-    (Constraints(unsplit=("b",)),
-     ["cuts table 'b'", "b[0:15, 0:4]", "must stay whole (constraints.unsplit)"]),
-    (Constraints(together=(("a", "c"),)), ["cuts table 'a'", "(constraints.together)"]),
-    (Constraints(kinds=(("a", ("row", "host_row")),)), ["a[0:100, 0:4] by column", "needs row or host_row"]),
-    (Constraints(min_widths=(("a", 8),)), ["4 columns of table 'a' on device 0", "8 or more", "min_widths"]),
-    (Constraints(pinned=(("a", (1,)),)), ["cuts table 'a'", "(constraints.pinned)"]),
-    (Constraints(pinned=(("b", (1, 2)),)),
-     ["b[0:60, 0:4] on device 0", "table 'b' may only live on devices 1, 2"]),
-    (Constraints(pinned=(("c", ("x",)),)),
-     ["c[0:10, 0:16] on device 0", "table 'c' may only live on devices 1, 2"]),
-    (Constraints(together=(("c",),)),
-     ["'c' on devices 0, 3, 1, 2", "together on one (constraints.together)"]),
-])
+@pytest.mark.parametrize(
+    "constraints, named",
+    [
+        (
+            Constraints(unsplit=("a",)),
+            ["cuts table 'a'", "a[0:100, 0:4]", "must stay whole (constraints.unsplit)"],
+        ),
+        (
+            Constraints(unsplit=("b",)),
+            ["cuts table 'b'", "b[0:15, 0:4]", "must stay whole (constraints.unsplit)"],
+        ),
+        (Constraints(together=(("a", "c"),)), ["cuts table 'a'", "(constraints.together)"]),
+        (
+            Constraints(kinds=(("a", ("row", "host_row")),)),
+            ["a[0:100, 0:4] by column", "needs row or host_row"],
+        ),
+        (
+            Constraints(min_widths=(("a", 8),)),
+            ["4 columns of table 'a' on device 0", "8 or more", "min_widths"],
+        ),
+        (Constraints(pinned=(("a", (1,)),)), ["cuts table 'a'", "(constraints.pinned)"]),
+        (
+            Constraints(pinned=(("b", (1, 2)),)),
+            ["b[0:60, 0:4] on device 0", "table 'b' may only live on devices 1, 2"],
+        ),
+        (
+            Constraints(pinned=(("c", ("x",)),)),
+            ["c[0:10, 0:16] on device 0", "table 'c' may only live on devices 1, 2"],
+        ),
+        (
+            Constraints(together=(("c",),)),
+            ["'c' on devices 0, 3, 1, 2", "together on one (constraints.together)"],
+        ),
+    ],
+)
 def test_a_plan_that_breaks_a_constraint_is_refused(constraints, named):
     problem = dataclasses.replace(PROBLEM, topology=SPREAD, constraints=constraints)
     plan = place(column(A, 0, 0, 4), column(A, 1, 4, 8), row(B, SPREAD), replica(C, SPREAD))
@@ -94,12 +127,13 @@ def test_a_plan_that_breaks_a_constraint_is_refused(constraints, named):
 
 def test_rows_over_a_host_respect_pins_and_tables_that_stay_whole():
     plan = place(column(A, 0), host_row(B, (1, 2)), column(C, 3))
-    lower(plan,
-          dataclasses.replace(PROBLEM, topology=SPREAD, constraints=Constraints(pinned=(("b", ("x",)),))))
-    for constraints, said in ((Constraints(pinned=(("b", ("a", 1)),)),
-                               "on device 2; table 'b' may only live on devices 0, 1, 3"),
-                              (Constraints(unsplit=("b",)),
-                               r"cuts table 'b', one shard being b\[0:30, 0:4\]")):
+    lower(
+        plan, dataclasses.replace(PROBLEM, topology=SPREAD, constraints=Constraints(pinned=(("b", ("x",)),)))
+    )
+    for constraints, said in (
+        (Constraints(pinned=(("b", ("a", 1)),)), "on device 2; table 'b' may only live on devices 0, 1, 3"),
+        (Constraints(unsplit=("b",)), r"cuts table 'b', one shard being b\[0:30, 0:4\]"),
+    ):
         with pytest.raises(ShardCoreError, match=said):
             lower(plan, dataclasses.replace(PROBLEM, topology=SPREAD, constraints=constraints))
 
@@ -118,8 +152,12 @@ def test_a_column_too_few_or_too_many_is_noticed_however_large_the_table():
 def test_shards_cover_a_table_in_whatever_order_they_are_listed():
     wide = Table("wide", 100, 16, 2.0)
     problem = Problem("p", (wide,), on_hosts("aabb"), 64)
-    quarters = [column(wide, 0, 0, 4), column(wide, 3, 4, 8), host_row(wide, (0, 1), 8, 12),
-                host_row(wide, (2, 3), 12, 16)]
+    quarters = [
+        column(wide, 0, 0, 4),
+        column(wide, 3, 4, 8),
+        host_row(wide, (0, 1), 8, 12),
+        host_row(wide, (2, 3), 12, 16),
+    ]
     for order in permutations(quarters):
         lower(place(*order), problem)
         with pytest.raises(ShardCoreError, match="cells twice"):
@@ -131,11 +169,14 @@ def test_shards_cover_a_table_in_whatever_order_they_are_listed():
 def test_tables_kept_together_share_a_device():
     def plan(device_of_c):
         return place(column(A, 0), column(B, 1), column(C, device_of_c))
-    problem = dataclasses.replace(PROBLEM,
-                                  constraints=Constraints(pinned=(("b", (1,)),), together=(("a", "c"),)))
+
+    problem = dataclasses.replace(
+        PROBLEM, constraints=Constraints(pinned=(("b", (1,)),), together=(("a", "c"),))
+    )
     lower(plan(0), problem)
-    with pytest.raises(ShardCoreError,
-                       match="table 'c' on device 1 and 'a' on device 0; they need to be together"):
+    with pytest.raises(
+        ShardCoreError, match="table 'c' on device 1 and 'a' on device 0; they need to be together"
+    ):
         lower(plan(1), problem)
 
 
@@ -157,10 +198,18 @@ def test_a_device_holds_what_it_has_to_the_byte(n_bytes, reserved):
     assert memory.held_bytes(enough) == [1 - reserved, needed]
 
 
-@pytest.mark.parametrize("n_bytes, shown",
-                         [(3 * 2**30, "3.0 GiB"), (2**30 // 10 + 1, "0.1 GiB"), (2**30 // 11, "93.1 MiB"),
-                          (2**20, "1.0 MiB"), (104_857, "104857 bytes"), (0, "0 bytes"),
-                          (-(2**30), "-1.0 GiB")])
+@pytest.mark.parametrize(
+    "n_bytes, shown",
+    [
+        (3 * 2**30, "3.0 GiB"),
+        (2**30 // 10 + 1, "0.1 GiB"),
+        (2**30 // 11, "93.1 MiB"),
+        (2**20, "1.0 MiB"),
+        (104_857, "104857 bytes"),
+        (0, "0 bytes"),
+        (-(2**30), "-1.0 GiB"),
+    ],
+)
 def test_sizes_for_people(n_bytes, shown):
     assert memory.gib(n_bytes) == shown
 
@@ -169,24 +218,33 @@ def test_what_devices_exchange_adds_up_by_kind():
     """Four devices on two hosts, unlike in all but the replica."""
     d, where = Table("d", 41, 8, 1.0), on_hosts("xyxy", 1 << 20)
     problem = Problem("p", (A, B, C, d), where, 48)
-    plan = place(column(A, 0, 0, 4), column(A, 2, 4, 8), row(B, where), host_row(d, (1, 3)),
-                 replica(C, where))
+    plan = place(
+        column(A, 0, 0, 4), column(A, 2, 4, 8), row(B, where), host_row(d, (1, 3)), replica(C, where)
+    )
     work = lower(plan, problem)
     copy = ("data_parallel", 12, ["c[0:10, 0:16]"])
     assert [[(op.kind, op.batch, [s.label for s in op.shards]) for op in ops] for ops in work.ops] == [
         [("column", 48, ["a[0:100, 0:4]"]), ("row", 48, ["b[0:15, 0:4]"]), copy],
         [("row", 48, ["b[30:45, 0:4]"]), ("host_row", 48, ["d[0:21, 0:8]"]), copy],
         [("column", 48, ["a[0:100, 4:8]"]), ("row", 48, ["b[15:30, 0:4]"]), copy],
-        [("row", 48, ["b[45:60, 0:4]"]), ("host_row", 48, ["d[21:41, 0:8]"]), copy]]
+        [("row", 48, ["b[45:60, 0:4]"]), ("host_row", 48, ["d[21:41, 0:8]"]), copy],
+    ]
     assert entering(work.traffic) == {
-        "all_to_all": [48 * 4 * 4, 0, 48 * 4 * 4, 0], "reduce_scatter": [48 * 4 * 4] * 4,
+        "all_to_all": [48 * 4 * 4, 0, 48 * 4 * 4, 0],
+        "reduce_scatter": [48 * 4 * 4] * 4,
         "reduce_scatter_host": [0, 48 * 8 * 4, 0, 48 * 8 * 4],
-        "all_to_all_cross": [0, 24 * 8 * 4, 0, 24 * 8 * 4], "all_reduce": [10 * 16 * 4] * 4}
+        "all_to_all_cross": [0, 24 * 8 * 4, 0, 24 * 8 * 4],
+        "all_reduce": [10 * 16 * 4] * 4,
+    }
     # Ids of rows divided over all devices, and over those of a host, travel by themselves.
     assert work.traffic.shape == (2 * len(CHANNELS), 4) and work.traffic.dtype == float
     everywhere, columns, ranges = 15 * 4 * 4 + 10 * 16 * 4, 100 * 4 * 4, [rows * 8 * 4 for rows in (21, 20)]
     assert [device.parts["weights"] for device in memory.by_part(plan, problem)] == [
-        everywhere + columns, everywhere + ranges[0], everywhere + columns, everywhere + ranges[1]]
+        everywhere + columns,
+        everywhere + ranges[0],
+        everywhere + columns,
+        everywhere + ranges[1],
+    ]
     assert (work.topology, work.global_batch) == (problem.topology, 48)
 
 
@@ -195,9 +253,11 @@ def test_shards_of_a_kind_on_a_device_are_one_op_and_add_their_bytes():
     problem = Problem("p", (A, B, other), where, 64)
     work = lower(place(column(A, 1), host_row(B, (0, 1)), host_row(other, (0, 1))), problem)
     assert work.ops[0] == (Op("host_row", (Shard(B, 0, 30, 0, 4), Shard(other, 0, 30, 0, 4)), 64),)
-    assert entering(work.traffic) == {"all_to_all": [0, 64 * 8 * 4, 0, 0],
-                                      "reduce_scatter_host": [64 * 8 * 4] * 2 + [0, 0],
-                                      "all_to_all_cross": [32 * 8 * 4] * 2 + [0, 0]}
+    assert entering(work.traffic) == {
+        "all_to_all": [0, 64 * 8 * 4, 0, 0],
+        "reduce_scatter_host": [64 * 8 * 4] * 2 + [0, 0],
+        "all_to_all_cross": [32 * 8 * 4] * 2 + [0, 0],
+    }
     assert work.ops[2:] == ((), ())
 
 
@@ -207,14 +267,35 @@ def test_each_collection_runs_ops_and_exchanges_of_its_own():
     a, b, copy = (dataclasses.replace(A, name=name, collection="users") for name in ("a2", "b2", "c2"))
     sequence = dataclasses.replace(a, name="s", sequence=True)
     problem = Problem("p", (A, a, b, C, copy, sequence), where, 64)
-    work = lower(place(column(A, 0), column(a, 0), row(b, where), replica(C, where), replica(copy, where),
-                       column(sequence, 1)), problem)
-    assert [[(op.kind, op.run.collection, [s.table.name for s in op.shards]) for op in ops]
-            for ops in work.ops[:2]] == [
-        [("column", "", ["a"]), ("data_parallel", "", ["c"]), ("column", "users", ["a2"]),
-         ("row", "users", ["b2"]), ("data_parallel", "users", ["c2"])],
-        [("data_parallel", "", ["c"]), ("row", "users", ["b2"]), ("data_parallel", "users", ["c2"]),
-         ("column", "users", ["s"])]]
+    work = lower(
+        place(
+            column(A, 0),
+            column(a, 0),
+            row(b, where),
+            replica(C, where),
+            replica(copy, where),
+            column(sequence, 1),
+        ),
+        problem,
+    )
+    assert [
+        [(op.kind, op.run.collection, [s.table.name for s in op.shards]) for op in ops]
+        for ops in work.ops[:2]
+    ] == [
+        [
+            ("column", "", ["a"]),
+            ("data_parallel", "", ["c"]),
+            ("column", "users", ["a2"]),
+            ("row", "users", ["b2"]),
+            ("data_parallel", "users", ["c2"]),
+        ],
+        [
+            ("data_parallel", "", ["c"]),
+            ("row", "users", ["b2"]),
+            ("data_parallel", "users", ["c2"]),
+            ("column", "users", ["s"]),
+        ],
+    ]
     users, of_a = work.ops[0][2].run, [64 * 8 * 4, 0, 0, 0]
     assert list(work.lanes.values()) == [0, 0, 1, 0, 0, 2]
     assert pickle.loads(pickle.dumps(work)).lanes == work.lanes
@@ -236,13 +317,17 @@ def test_parts_of_a_table_on_a_device_cost_what_one_shard_of_their_columns_does(
     table, where = Table("t", 1000, 32, 5.0, sequence=sequence), on_hosts("xyxy")
     problem = Problem("p", (table, B), where, 64)
     edges = [0, *sorted(4 * e for e in data.draw(st.sets(st.integers(1, 7)))), 32]
-    parts = [host_row(table, data.draw(st.sampled_from([(0, 2), (1, 3)])), a, b)
-             if of_hosts and not sequence
-             else column(table, data.draw(st.integers(0, 1)), a, b)
-             for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [
+        host_row(table, data.draw(st.sampled_from([(0, 2), (1, 3)])), a, b)
+        if of_hosts and not sequence
+        else column(table, data.draw(st.integers(0, 1)), a, b)
+        for a, b in zip(edges, edges[1:], strict=False)
+    ]
     plan = place(*data.draw(st.permutations([*parts, column(B, 0)])))
-    model, works = AnalyticModel(Setting("m", 64)), [lower(p, problem) for p in
-                                                     (plan, place(*consolidate(plan.placements)))]
+    model, works = (
+        AnalyticModel(Setting("m", 64)),
+        [lower(p, problem) for p in (plan, place(*consolidate(plan.placements)))],
+    )
     assert price(works[0], model).device_ms == pytest.approx(price(works[1], model).device_ms)
     assert works[0].memory_bytes == works[1].memory_bytes
     np.testing.assert_array_equal(works[0].traffic, works[1].traffic)
@@ -253,8 +338,9 @@ def test_parts_of_a_table_on_a_device_cost_what_one_shard_of_their_columns_does(
 
 def test_a_table_in_many_parts_on_one_device_is_whole():
     table = Table("t", 100_000, 128, 20.0)
-    problem = Problem("p", (table, B), Topology((Device(1 << 34),) * 2), 4096,
-                      constraints=Constraints(unsplit=("t",)))
+    problem = Problem(
+        "p", (table, B), Topology((Device(1 << 34),) * 2), 4096, constraints=Constraints(unsplit=("t",))
+    )
     parts, whole = ([column(table, 0, lo, lo + wide) for lo in range(0, 128, wide)] for wide in (4, 128))
     works = [lower(place(*of, column(B, 1)), problem) for of in (parts, whole)]
     assert works[0].ops == works[1].ops
@@ -267,8 +353,9 @@ def test_traffic_of_columns_without_shards():
     widths = np.array([[[0, 4, 8, 12], [4, 4, 4, 4]]])
     outputs = 64 * 4 * widths
     found = traffic_of_outputs({LAYOUTS["column"]: outputs, LAYOUTS["host_row"]: 2 * outputs}, problem)
-    np.testing.assert_array_equal(found, sends(all_to_all=256 * widths, reduce_scatter_host=512 * widths,
-                                               all_to_all_cross=256 * widths))
+    np.testing.assert_array_equal(
+        found, sends(all_to_all=256 * widths, reduce_scatter_host=512 * widths, all_to_all_cross=256 * widths)
+    )
 
 
 def test_devices_that_hold_the_same_replicas_share_their_op_and_its_price():
@@ -285,11 +372,18 @@ def test_devices_that_hold_the_same_replicas_share_their_op_and_its_price():
     assert len(asked) == 5  # of six ops
 
 
-@pytest.mark.parametrize("plan, columns", [
-    (lambda t, on: place(column(t, 0)), "4096 columns of table 'wide' by column on device 0"),
-    (lambda t, on: place(column(t, 0, 0, 2000), column(t, 0, 2000, 2052), column(t, 1, 2052)), "2052 col"),
-    (lambda t, on: place(row(t, on)), "4096 columns of table 'wide' by row on devices 0, 1"),
-    (lambda t, on: place(replica(t, on)), "4096 columns of table 'wide' by data_parallel")])
+@pytest.mark.parametrize(
+    "plan, columns",
+    [
+        (lambda t, on: place(column(t, 0)), "4096 columns of table 'wide' by column on device 0"),
+        (
+            lambda t, on: place(column(t, 0, 0, 2000), column(t, 0, 2000, 2052), column(t, 1, 2052)),
+            "2052 col",
+        ),
+        (lambda t, on: place(row(t, on)), "4096 columns of table 'wide' by row on devices 0, 1"),
+        (lambda t, on: place(replica(t, on)), "4096 columns of table 'wide' by data_parallel"),
+    ],
+)
 def test_shards_wider_than_fbgemm_runs_are_refused_but_on_a_cpu(plan, columns):
     wide = Table("wide", 10, 4096, 1.0)
     problem = Problem("p", (wide,), Topology((Device(1 << 30),) * 2), 64)
@@ -309,6 +403,6 @@ def test_cells_that_are_placed_twice_are_found_among_many_parts():
     order = np.random.default_rng(0).permutation(n)
     require_cover(place(*(parts[i] for i in order)), problem)
     for i in (1, n // 2):
-        doubled = [*parts[:i], column(wide, 0, 4 * i - 4, 4 * i + 4), *parts[i + 1:]]
+        doubled = [*parts[:i], column(wide, 0, 4 * i - 4, 4 * i + 4), *parts[i + 1 :]]
         with pytest.raises(ShardCoreError, match="places cells twice: wide"):
             require_cover(place(*(doubled[k] for k in order)), problem)

@@ -56,14 +56,24 @@ def test_16_bits_take_more_at_first_by_hand(payload):
     assert table_bytes(TABLE, short) == 1000 * 8 * 4 + max(3 * arrived, 2 * arrived + 2.5 * pooled)
     amounts = memory.shard_amounts(WHOLE_ROWS, [Shard.whole(TABLE)], short)
     assert [amounts[f"all_to_all world{what}"] for what in ("", " there", " back", " cast", " clamped")] == [
-        pooled, pooled / 2, pooled, pooled / 2, pooled]
+        pooled,
+        pooled / 2,
+        pooled,
+        pooled / 2,
+        pooled,
+    ]
     # Gradients are cast once a device, in the order in which they are sent.
     back = replace(plain, job=Job(backward_payload=payload))
     given = Plan((column(TABLE, 0), column(OTHER, 1)))
     ordered = 32 * (8 + 16) * 4
     [found] = local_of(given, back).values()
     assert [found[f"local{what}"] for what in ("", " there", " back", " recast", " clamped")] == [
-        ordered, ordered, ordered / 2, ordered / 2, ordered]
+        ordered,
+        ordered,
+        ordered / 2,
+        ordered / 2,
+        ordered,
+    ]
     [found] = local_of(given, short).values()
     assert (found["local there"], found["local decoded"], found["local recast"]) == (ordered / 2, ordered, 0)
 
@@ -83,7 +93,10 @@ def test_parts_say_what_payloads_of_16_bits_take():
     [found] = memory.by_part(Plan((column(wide, 0),)), problem)
     outputs = 64 * 512 * 4
     assert (found.phase, found.parts["payloads"], found.parts["output gradients"]) == (
-        "gradients cast", 2.5 * outputs, outputs)
+        "gradients cast",
+        2.5 * outputs,
+        outputs,
+    )
 
 
 def test_a_cut_copies_ids():
@@ -94,17 +107,28 @@ def test_a_cut_copies_ids():
     assert 2 * half - whole >= 2 * ids + 2 * 2 * local_ids
 
 
-@pytest.mark.parametrize("optimizer, cell, row_bytes, of_replicas", [
-    ("exact_sgd", 0, 0, "sgd"), ("rowwise_adagrad", 0, 4, "rowwise_adagrad"),
-    ("exact_adagrad", 4, 0, "adagrad"), ("adam", 8, 0, "adam"),
-    ("partial_rowwise_adam", 4, 4, "adam"), ("lamb", 8, 0, "adam")])
+@pytest.mark.parametrize(
+    "optimizer, cell, row_bytes, of_replicas",
+    [
+        ("exact_sgd", 0, 0, "sgd"),
+        ("rowwise_adagrad", 0, 4, "rowwise_adagrad"),
+        ("exact_adagrad", 4, 0, "adagrad"),
+        ("adam", 8, 0, "adam"),
+        ("partial_rowwise_adam", 4, 4, "adam"),
+        ("lamb", 8, 0, "adam"),
+    ],
+)
 def test_optimizer_state(optimizer, cell, row_bytes, of_replicas):
     """As FBGEMM keeps it, whatever updates replicas. Their state has the type of their weights."""
     half, given = Shard(replace(TABLE, precision="fp16"), 0, 1000, 0, 4), problem_of(optimizer=optimizer)
     assert given.replica_optimizer == of_replicas
     copied = next(layout for layout in LAYOUTS.values() if layout.dense_gradient)
-    for name, state in (("sgd", 0), ("adagrad", 1000 * 2 * 4), ("rowwise_adagrad", 1000 * 2),
-                        ("adam", 1000 * 2 * 2 * 4)):
+    for name, state in (
+        ("sgd", 0),
+        ("adagrad", 1000 * 2 * 4),
+        ("rowwise_adagrad", 1000 * 2),
+        ("adam", 1000 * 2 * 2 * 4),
+    ):
         job = Job(replica_optimizer=None if name == of_replicas else name)
         problem = replace(given, job=job)
         assert memory.resident_bytes(WHOLE_ROWS, half, problem) == (8000, 1000 * (4 * cell + row_bytes))
@@ -134,7 +158,10 @@ def test_parts_of_a_replica_are_weights_gradients_and_buckets():
     problem = problem_of(big)  # its optimizer is SGD, without scratch
     [found, _] = memory.by_part(Plan((replica(big, problem.topology),)), problem)
     assert (found.phase, found.parts["weights"], found.parts["dense gradients"]) == (
-        "gradients of replicas", big.bytes, 2 * big.bytes)
+        "gradients of replicas",
+        big.bytes,
+        2 * big.bytes,
+    )
     assert found.parts["sorting"] == 0 and found.bytes == sum(found.parts.values())
 
 
@@ -151,9 +178,14 @@ def test_a_dense_optimizer_has_scratch_of_the_largest_replica(name, scratch):
 def test_received_outputs_are_the_same_for_all_plans_on_all_devices():
     problem = problem_of(replace(OTHER, dim=512), hardware="cpu-some")
     [table] = problem.tables
-    each = [local_of(plan, problem).values() for plan in (
-        Plan((column(table, 0),)), Plan((row(table, problem.topology),)),
-        Plan((replica(table, problem.topology),)))]
+    each = [
+        local_of(plan, problem).values()
+        for plan in (
+            Plan((column(table, 0),)),
+            Plan((row(table, problem.topology),)),
+            Plan((replica(table, problem.topology),)),
+        )
+    ]
     assert [found["local"] for [found] in each] == [32 * 512 * 4] * 3
 
 
@@ -162,10 +194,22 @@ def test_runs_are_in_the_order_of_their_first_tables():
     tables = [Table(name, 1000, 8, 3.0, collection=name[0]) for name in ("b0", "b1", "a0", "a1", "b2")]
     problem = problem_of(*tables)
     b0, b1, a0, a1, b2 = tables
-    plan = Plan((column(a1, 0), replica(b2, problem.topology), row(a0, problem.topology),
-                 row(b1, problem.topology), column(b0, 1)))
+    plan = Plan(
+        (
+            column(a1, 0),
+            replica(b2, problem.topology),
+            row(a0, problem.topology),
+            row(b1, problem.topology),
+            column(b0, 1),
+        )
+    )
     assert [(run.collection, run.name) for run in local_of(plan, problem)] == [
-        ("b", "column"), ("b", "row"), ("b", "data_parallel"), ("a", "row"), ("a", "column")]
+        ("b", "column"),
+        ("b", "row"),
+        ("b", "data_parallel"),
+        ("a", "row"),
+        ("a", "column"),
+    ]
 
 
 def test_the_order_of_kinds_decides_what_is_there_at_once():
@@ -187,9 +231,11 @@ def test_gradients_of_all_outputs_live_until_the_last_kind_has_its_own():
     a, b = Table("a", 100, 64, 1.0), Table("b", 100, 64, 1.0)
     problem = problem_of(a, b)
     on, outputs = problem.topology, 32 * 2 * 64 * 4
-    for plan, needs in (((row(a, on), column(b, 0)), [(outputs, outputs), (0, 0)]),
-                        ((column(a, 0), replica(b, on)), [(0, 0), (outputs, outputs)]),
-                        ((column(a, 0, 0, 32), column(a, 1, 32), row(b, on)), [(outputs, 0), (0, 0)])):
+    for plan, needs in (
+        ((row(a, on), column(b, 0)), [(outputs, outputs), (0, 0)]),
+        ((column(a, 0), replica(b, on)), [(0, 0), (outputs, outputs)]),
+        ((column(a, 0, 0, 32), column(a, 1, 32), row(b, on)), [(outputs, 0), (0, 0)]),
+    ):
         each = local_of(Plan(plan), problem).values()
         assert [(n.get("gradient", 0), n["uncut"]) for n in each] == needs
 
@@ -197,11 +243,18 @@ def test_gradients_of_all_outputs_live_until_the_last_kind_has_its_own():
 def summed(plan: Plan, problem: Problem) -> list[int]:
     """[D] bytes of a plan as searches count them: sums over shards, and a local batch."""
     account = memory_account.account_of(placements := merged(plan.placements), problem)
-    return np.rint((account.base + account.loads(placements))[:, :account.phases].max(1)).astype(int).tolist()
+    return (
+        np.rint((account.base + account.loads(placements))[:, : account.phases].max(1)).astype(int).tolist()
+    )
 
 
-JOBS = [Job(), Job(forward_payload="fp16"), Job(backward_payload="bf16"), Job(replica_optimizer="adam"),
-        Job(forward_payload="bf16", backward_payload="fp16")]
+JOBS = [
+    Job(),
+    Job(forward_payload="fp16"),
+    Job(backward_payload="bf16"),
+    Job(replica_optimizer="adam"),
+    Job(forward_payload="bf16", backward_payload="fp16"),
+]
 
 
 @pytest.mark.parametrize("job", JOBS[:3])
@@ -232,8 +285,12 @@ def test_sums_over_shards_are_what_a_plan_takes(seed):
 
     rng = np.random.default_rng(seed)
     given = training.problem(*((1, 2), (2, 2))[seed // 2 % 2], ordered=seed % 5 == 0)
-    given = replace(given, topology=replace(given.topology, hardware=[None, "cpu-x"][seed % 2]),
-                    job=JOBS[seed % len(JOBS)], optimizer=str(rng.choice(list(memory.STATE_BYTES))))
+    given = replace(
+        given,
+        topology=replace(given.topology, hardware=[None, "cpu-x"][seed % 2]),
+        job=JOBS[seed % len(JOBS)],
+        optimizer=str(rng.choice(list(memory.STATE_BYTES))),
+    )
     for problem, plan in ((given, training.draw(given, rng)), drawn(seed)):
         assert summed(plan, problem) == memory.used_bytes(plan, problem)
 
@@ -242,9 +299,18 @@ def test_sums_over_shards_are_what_a_plan_takes(seed):
 def test_sums_over_tables_are_what_a_device_has(job):
     """To the byte. But an op's cache has whole sets of rows, of all its tables together."""
     rng = np.random.default_rng(0)
-    tables = [Table(f"t{i}", int(rng.integers(1, 10**6)), 4 * int(rng.integers(1, 33)),
-                    float(rng.choice([0, 1, 7.5, 100])), features=1 + i % 3, weighted=i % 5 == 0,
-                    sequence=i % 7 == 0) for i in range(200)]
+    tables = [
+        Table(
+            f"t{i}",
+            int(rng.integers(1, 10**6)),
+            4 * int(rng.integers(1, 33)),
+            float(rng.choice([0, 1, 7.5, 100])),
+            features=1 + i % 3,
+            weighted=i % 5 == 0,
+            sequence=i % 7 == 0,
+        )
+        for i in range(200)
+    ]
     host = replace(problem_of().topology, memory=(Memory("host", 1 << 40, 1.0),))
     some = tuple(replace(t, load_factor=(1.0, 0.0)[i % 2]) for i, t in enumerate(tables))
     cached = tuple(replace(t, load_factor=(1.0, 0.0, 0.3)[i % 3]) for i, t in enumerate(tables))
@@ -260,8 +326,10 @@ def test_sums_over_tables_are_what_a_device_has(job):
 @pytest.mark.parametrize("optimizer", ["exact_sgd", "rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("factor", [0.0, 0.1, 0.999])
 def test_rows_in_host_memory_leave_a_cache_a_map_and_state_of_rows(factor, optimizer):
-    plain = replace(problem_of(optimizer=optimizer), topology=Topology(
-        (Device(1 << 30),) * 2, memory=(Memory("host", 1 << 30, 1.0),)))
+    plain = replace(
+        problem_of(optimizer=optimizer),
+        topology=Topology((Device(1 << 30),) * 2, memory=(Memory("host", 1 << 30, 1.0),)),
+    )
     tiered = replace(TABLE, load_factor=factor)
     (a_cell, a_row), peak = memory.STATE_BYTES[optimizer], memory_account.own_peaks(plain)
     for width in (4, 8):
@@ -281,14 +349,17 @@ def cached(name: str, rows: int, dim: int, load_factor: float = 0.2, precision: 
     return Table(name, rows, dim, 2.0, load_factor=load_factor, precision=precision)
 
 
-@pytest.mark.parametrize("tables", [
-    (cached("a", 4_000_000, 128), cached("b", 1_000_000, 1024)),
-    (cached("a", 4_000_000, 128), cached("b", 1_000_000, 1024, 1.0)),
-    (cached("a", 4_000_000, 128), cached("b", 1_000_000, 1024, 0.0)),
-    (cached("a", 4_000_001, 128, 0.1), cached("b", 33, 64, 0.5), cached("c", 1000, 512, 0.9)),
-    (cached("a", 9, 8),),
-    (cached("a", 4_000, 128, precision="fp16"), cached("b", 1_000, 256, precision="fp16")),
-])
+@pytest.mark.parametrize(
+    "tables",
+    [
+        (cached("a", 4_000_000, 128), cached("b", 1_000_000, 1024)),
+        (cached("a", 4_000_000, 128), cached("b", 1_000_000, 1024, 1.0)),
+        (cached("a", 4_000_000, 128), cached("b", 1_000_000, 1024, 0.0)),
+        (cached("a", 4_000_001, 128, 0.1), cached("b", 33, 64, 0.5), cached("c", 1000, 512, 0.9)),
+        (cached("a", 9, 8),),
+        (cached("a", 4_000, 128, precision="fp16"), cached("b", 1_000, 256, precision="fp16")),
+    ],
+)
 def test_a_cache_is_as_wide_as_the_widest_shard_of_its_op(tables, monkeypatch):
     """By FBGEMM's own op, on the meta device, as if there was a card with room for it."""
     pytest.importorskip("fbgemm_gpu")
@@ -301,13 +372,18 @@ def test_a_cache_is_as_wide_as_the_widest_shard_of_its_op(tables, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 40))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
-    where = {"fused": EmbeddingLocation.DEVICE, "fused_uvm": EmbeddingLocation.MANAGED,
-             "fused_uvm_caching": EmbeddingLocation.MANAGED_CACHING}
+    where = {
+        "fused": EmbeddingLocation.DEVICE,
+        "fused_uvm": EmbeddingLocation.MANAGED,
+        "fused_uvm_caching": EmbeddingLocation.MANAGED_CACHING,
+    }
     few = [t for t in tables if 0 < t.load_factor < 1]
     op = SplitTableBatchedEmbeddingBagsCodegen(
-        [(t.rows, t.dim, where[t.kernel], ComputeDevice.CUDA) for t in tables], device=torch.device("meta"),
+        [(t.rows, t.dim, where[t.kernel], ComputeDevice.CUDA) for t in tables],
+        device=torch.device("meta"),
         weights_precision=SparseType(tables[0].precision),
-        cache_load_factor=sum(t.rows * t.load_factor for t in few) / sum(t.rows for t in few))
+        cache_load_factor=sum(t.rows * t.load_factor for t in few) / sum(t.rows for t in few),
+    )
     names = ("weights_dev", "lxu_cache_weights", "lxu_cache_state", "lxu_state", "cache_index_table_map")
     real = sum(x.numel() * x.element_size() for x in (getattr(op, name) for name in names))
     own = Topology((Device(1 << 40),), memory=(Memory("host", 1 << 40, 1.0),))
@@ -341,16 +417,19 @@ def test_managed_collision_takes_bytes_for_each_row_and_lookup():
     two = problem.topology
     for placed, rows, lookups in ((column(table, 0), 1000, 64 * 3), (row(table, two), 500, 64 * 1.5)):
         before = replace(placed, shard=replace(placed.shard, table=TABLE))
-        more = memory.by_part(Plan((placed,)), problem)[0].parts["weights"] - memory.by_part(
-            Plan((before,)), plain)[0].parts["weights"]
+        more = (
+            memory.by_part(Plan((placed,)), problem)[0].parts["weights"]
+            - memory.by_part(Plan((before,)), plain)[0].parts["weights"]
+        )
         assert more == rows * 32 + lookups * 40
     assert table_bytes(table, problem) - table_bytes(TABLE, plain) == 1000 * 32 + 64 * 3 * 40
 
 
 def test_a_host_that_cannot_hold_its_rows_is_named():
     table = replace(TABLE, load_factor=0.5)
-    own = Topology((Device(1 << 30, host="a"), Device(1 << 30, host="b")),
-                   memory=(Memory("host", 31_999, 1.0),))
+    own = Topology(
+        (Device(1 << 30, host="a"), Device(1 << 30, host="b")), memory=(Memory("host", 31_999, 1.0),)
+    )
     plan = Plan((Placement("column", Shard.whole(table), (1,)),))
     with pytest.raises(Infeasible, match="host 'b' of problem .* would hold 32000 bytes of rows"):
         memory.require_fits(plan, Problem("p", (table,), own, 64))
@@ -377,8 +456,11 @@ def test_a_short_last_range_of_rows_takes_no_more_than_the_others():
 
 def test_what_does_not_fit_is_said_by_part_and_by_how_much():
     problem = replace(problem_of(), topology=on_hosts("xx", 40_000))
-    with pytest.raises(Infeasible, match=r"device 0 .* would hold 100608 bytes \(weights .*\); it may hold "
-                                         r"40000 bytes, 60608 bytes too little. It would fit with"):
+    with pytest.raises(
+        Infeasible,
+        match=r"device 0 .* would hold 100608 bytes \(weights .*\); it may hold "
+        r"40000 bytes, 60608 bytes too little. It would fit with",
+    ):
         lower(Plan((column(TABLE, 0), column(OTHER, 0))), problem)
 
 
@@ -396,8 +478,7 @@ def test_a_divided_sequence_keeps_where_each_id_was_by_hand():
     [device, _] = memory.by_part(plan, problem)
     assert device.parts["ids"] == pytest.approx(11 * local, rel=1e-3)
     pooled = replace(LONG, sequence=False)
-    [amounts] = local_of(Plan((row(pooled, problem.topology),)),
-                                     replace(problem, tables=(pooled,))).values()
+    [amounts] = local_of(Plan((row(pooled, problem.topology),)), replace(problem, tables=(pooled,))).values()
     assert amounts["bucketized"] == local + 128 * 2 * 4
 
 

@@ -38,14 +38,18 @@ def bags(n: int, features: int = 1, pooling: float = 1.0) -> list[Table]:
 
 
 def plan(of: Problem, name: str) -> Plan:
-    return SHARDERS[name](of, AnalyticModel(Setting(of.topology.hardware or "x", of.global_batch)),
-                          budget=Budget(evals=100))
+    return SHARDERS[name](
+        of, AnalyticModel(Setting(of.topology.hardware or "x", of.global_batch)), budget=Budget(evals=100)
+    )
 
 
 def test_too_many_features_on_one_device_are_refused_but_on_a_cpu():
     given = problem(bags(20, 100), 1, 1 << 22)
-    with pytest.raises(Infeasible, match="device 0 of problem 'many' would run 2000 features in one op "
-                       r"\(column\) over 4194304 samples; .* at most 511 features: it needs more devices"):
+    with pytest.raises(
+        Infeasible,
+        match="device 0 of problem 'many' would run 2000 features in one op "
+        r"\(column\) over 4194304 samples; .* at most 511 features: it needs more devices",
+    ):
         plan(given, "size_greedy")
     on_cpu = problem(bags(20, 100), 1, 1 << 22, "cpu-x")
     lower(plan(on_cpu, "size_greedy"), on_cpu)

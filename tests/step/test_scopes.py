@@ -11,10 +11,14 @@ from shardcore.step.scopes import SCOPES, WORLD, even_hosts, groups_of
 UNEVEN = on_hosts("aab")
 
 
-@pytest.mark.parametrize("hosts, groups", [
-    ("aaaa", {"world": [(0, 1, 2, 3)], "host": [(0, 1, 2, 3)], "cross": [(0,), (1,), (2,), (3,)]}),
-    ("xyxy", {"world": [(0, 2, 1, 3)], "host": [(0, 2), (1, 3)], "cross": [(0, 1), (2, 3)]}),
-    ("aab", {"world": [(0, 1, 2)], "host": [], "cross": []})])
+@pytest.mark.parametrize(
+    "hosts, groups",
+    [
+        ("aaaa", {"world": [(0, 1, 2, 3)], "host": [(0, 1, 2, 3)], "cross": [(0,), (1,), (2,), (3,)]}),
+        ("xyxy", {"world": [(0, 2, 1, 3)], "host": [(0, 2), (1, 3)], "cross": [(0, 1), (2, 3)]}),
+        ("aab", {"world": [(0, 1, 2)], "host": [], "cross": []}),
+    ],
+)
 def test_groups_by_hand(hosts, groups):
     topology = on_hosts(hosts)
     for name, expected in groups.items():

@@ -33,8 +33,14 @@ GIB = 1 << 30
 
 def problem(hosts=("h0",) * 4 + ("h1",) * 4, optimizer="exact_sgd", **constraints) -> Problem:
     tables = tuple(Table(f"t{i}", 100, 16, 2.0) for i in range(4))
-    return Problem("whole", tables, Topology(tuple(Device(GIB, host=h) for h in hosts)), 64 * len(hosts),
-                   optimizer, Constraints(**constraints))
+    return Problem(
+        "whole",
+        tables,
+        Topology(tuple(Device(GIB, host=h) for h in hosts)),
+        64 * len(hosts),
+        optimizer,
+        Constraints(**constraints),
+    )
 
 
 def test_groups_are_those_of_torchrec():
@@ -51,8 +57,14 @@ def test_groups_are_those_of_torchrec():
 def test_ways_to_divide_are_listed_once():
     assert sizes(problem()) == (8, 4, 2, 1)
     found = [(g.size, g.layout) for g in groupings(problem(), 3, sizes(problem()))]
-    assert found == [(8, "contiguous"), (4, "contiguous"), (4, "strided"), (2, "contiguous"), (2, "strided"),
-                     (1, "contiguous")]
+    assert found == [
+        (8, "contiguous"),
+        (4, "contiguous"),
+        (4, "strided"),
+        (2, "contiguous"),
+        (2, "strided"),
+        (1, "contiguous"),
+    ]
     assert {g.sync_every for g in groupings(problem(), 3, (2,))} == {3}
 
 
@@ -67,11 +79,14 @@ def test_a_group_has_its_hosts_and_its_share_of_the_batch(layout, hosts, on_each
 
 def test_a_device_of_a_group_is_the_least_of_its_replicas():
     given = problem(("h0",) * 4)
-    devices = [replace(d, memory_bytes=(i + 1) * GIB, speed=2.0 - i / 4)
-               for i, d in enumerate(given.topology.devices)]
+    devices = [
+        replace(d, memory_bytes=(i + 1) * GIB, speed=2.0 - i / 4)
+        for i, d in enumerate(given.topology.devices)
+    ]
     given = replace(given, topology=Topology(tuple(devices), links=links_of(within_host=10.0)))
-    of = {layout: problem_of_group(given, Grouping(2, layout)).topology
-          for layout in ("contiguous", "strided")}
+    of = {
+        layout: problem_of_group(given, Grouping(2, layout)).topology for layout in ("contiguous", "strided")
+    }
     assert [(d.memory_bytes, d.speed) for d in of["contiguous"].devices] == [(GIB, 1.5), (2 * GIB, 1.25)]
     assert [(d.memory_bytes, d.speed) for d in of["strided"].devices] == [(GIB, 1.75), (3 * GIB, 1.25)]
     assert of["strided"].link("within_host").gbps == 10.0
@@ -88,9 +103,11 @@ def test_groups_that_one_plan_cannot_serve_are_refused():
         problem_of_group(problem(pinned=(("t0", (0,)),)), Grouping(4, "strided"))
     with pytest.raises(ShardCoreError, match="size 3, which does not divide 8 devices evenly; it needs one"):
         members(problem().topology, Grouping(3, "strided"))
-    for wrong, says in (((0, "strided", 1), "size 0; it needs 1"),
-                        ((2, "ring", 1), "layout 'ring'; known are"),
-                        ((2, "strided", 0), "sync_every 0; it needs 1 to")):
+    for wrong, says in (
+        ((0, "strided", 1), "size 0; it needs 1"),
+        ((2, "ring", 1), "layout 'ring'; known are"),
+        ((2, "strided", 0), "sync_every 0; it needs 1 to"),
+    ):
         with pytest.raises(ShardCoreError, match=says):
             Grouping(*wrong)
 
@@ -99,15 +116,24 @@ def test_groups_that_one_plan_cannot_serve_are_refused():
 def test_a_size_that_is_none_is_named(text):
     with pytest.raises(ShardCoreError) as error:
         require_size(text, problem())
-    assert str(error.value) == (f"--groups is {text!r}; it needs 'auto' or a size that divides the 8 devices "
-                                "of problem 'whole' evenly: 1, 2, 4, 8")
+    assert str(error.value) == (
+        f"--groups is {text!r}; it needs 'auto' or a size that divides the 8 devices "
+        "of problem 'whole' evenly: 1, 2, 4, 8"
+    )
     assert require_size("auto", problem()) == (8, 4, 2, 1) and require_size("2", problem()) == (2,)
 
 
 def plan_of(own: Problem) -> Plan:
     a, b, c, d = own.tables
-    return Plan((column(a, 0), row(b, own.topology), replica(c, own.topology), column(d, 1, 0, 4),
-                 column(d, 0, 4, 16)))
+    return Plan(
+        (
+            column(a, 0),
+            row(b, own.topology),
+            replica(c, own.topology),
+            column(d, 1, 0, 4),
+            column(d, 0, 4, 16),
+        )
+    )
 
 
 def test_weights_and_sums_are_synchronised_replicated_tables_are_not():
@@ -118,9 +144,13 @@ def test_weights_and_sums_are_synchronised_replicated_tables_are_not():
     assert synced_bytes(plan_of(own), own) == [(weights[0], 4 * 250), (weights[1], 4 * 150)]
     assert replicated_gradient_bytes(plan_of(own)) == 4 * 100 * 16
     replica = next(p.shard.table for p in plan_of(own).placements if p.kind == "data_parallel")
-    in_host = replace(own, tables=tuple(t if t == replica else replace(t, load_factor=0.0)
-                                        for t in own.tables),  # all rows are averaged there too
-                      topology=replace(own.topology, memory=(Memory("host", GIB, 25.0),)))
+    in_host = replace(
+        own,
+        tables=tuple(
+            t if t == replica else replace(t, load_factor=0.0) for t in own.tables
+        ),  # all rows are averaged there too
+        topology=replace(own.topology, memory=(Memory("host", GIB, 25.0),)),
+    )
     assert synced_bytes(rebind_tables(plan_of(own), in_host), in_host) == synced_bytes(plan_of(own), own)
 
 

@@ -50,7 +50,8 @@ def test_a_row_says_what_a_run_holds_in_each_phase_whatever_its_groups(row, scop
 
 def test_only_ids_hold_the_same_in_all_phases():
     assert [row.name for row in COLLECTIVES.values() if row.memory is None] == [
-        row.name for row in COLLECTIVES.values() if row.ids]
+        row.name for row in COLLECTIVES.values() if row.ids
+    ]
 
 
 def test_an_unknown_collective_is_named():

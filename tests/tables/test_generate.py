@@ -1,6 +1,5 @@
 """The generated pool meets the published statistics, on its streams too."""
 
-
 import numpy as np
 import pytest
 

@@ -41,8 +41,7 @@ def test_hottest_rows_have_their_expected_lookups_in_streams(table):
     (heat,) = heat_of([table], BATCH)
     drawn = [row_counts(table, streams.stream(table, BATCH, seed)[0]) for seed in range(60)]
     # A stream's hottest rows are known from its table: they are those of the lowest ranks.
-    order = (np.arange(table.rows) if table.ordered
-             else streams._scatter(np.arange(table.rows), table.rows))
+    order = np.arange(table.rows) if table.ordered else streams._scatter(np.arange(table.rows), table.rows)
     mean = np.mean(drawn, axis=0)[order]
     # Counts within a bin of a histogram differ, which classes do not tell.
     for rows in (20, 200, 1000) if isinstance(table.access, Zipf) else (500, 1000):
@@ -54,8 +53,9 @@ def test_hottest_rows_have_their_expected_lookups_in_streams(table):
 def test_misses_are_those_of_a_simulated_cache(table, share):
     (heat,) = heat_of([table], BATCH)
     rows = int(share * table.rows)
-    seen, missed = lru_misses((streams.stream(table, BATCH, seed)[0] for seed in range(150)),
-                              table.rows, rows, warm=100)
+    seen, missed = lru_misses(
+        (streams.stream(table, BATCH, seed)[0] for seed in range(150)), table.rows, rows, warm=100
+    )
     assert heat.miss_ratio(rows) == pytest.approx(missed / seen, abs=0.02)
 
 
@@ -76,15 +76,18 @@ def test_heat_of_data_is_near_that_of_its_law():
     assert data.miss_ratio(500) == pytest.approx(law.miss_ratio(500), abs=0.05)
 
 
-@pytest.mark.parametrize(("do", "words"), [
-    (lambda: heat_of([zipf(pooling=0.0)], BATCH), "has no access statistics: its pooling of 0"),
-    (lambda: heat_of([reuse(batch=BATCH // 2)], BATCH), "needs one of 256 samples or more"),
-    (lambda: row_counts(zipf(rows=5), np.array([1, 5, -1])), "given id 5, one of 2 outside it; it has 5"),
-    (lambda: heat_of_ids(zipf(), np.zeros(0, dtype=int), BATCH), "no access statistics: 1 batches"),
-    (lambda: heat_of([zipf(rows=5)], BATCH)[0].misses(6), "was asked for 6 cached rows; it has 5 rows"),
-    (lambda: heat_of([zipf(rows=5)], BATCH)[0].hottest_lookups(np.nan), "asked for nan hottest rows"),
-    (lambda: lru_misses([np.array([0])], 1, 2), "cache of 2 rows; it has 1"),
-])
+@pytest.mark.parametrize(
+    ("do", "words"),
+    [
+        (lambda: heat_of([zipf(pooling=0.0)], BATCH), "has no access statistics: its pooling of 0"),
+        (lambda: heat_of([reuse(batch=BATCH // 2)], BATCH), "needs one of 256 samples or more"),
+        (lambda: row_counts(zipf(rows=5), np.array([1, 5, -1])), "given id 5, one of 2 outside it; it has 5"),
+        (lambda: heat_of_ids(zipf(), np.zeros(0, dtype=int), BATCH), "no access statistics: 1 batches"),
+        (lambda: heat_of([zipf(rows=5)], BATCH)[0].misses(6), "was asked for 6 cached rows; it has 5 rows"),
+        (lambda: heat_of([zipf(rows=5)], BATCH)[0].hottest_lookups(np.nan), "asked for nan hottest rows"),
+        (lambda: lru_misses([np.array([0])], 1, 2), "cache of 2 rows; it has 1"),
+    ],
+)
 def test_what_cannot_be_said_is_refused(do, words):
     with pytest.raises(ShardCoreError, match=words):
         do()
@@ -106,7 +109,8 @@ def test_rows_that_a_histogram_never_saw_are_missed_as_in_data(alpha, batches, w
     assert told.lookups @ told.rows == pytest.approx(blind.lookups @ blind.rows)
     assert np.all(np.diff(told.lookups) <= 0)
     for rows in (500, 1000, 2000):
-        seen, missed = lru_misses((streams.stream(law, BATCH, seed)[0] for seed in range(150)),
-                                  law.rows, rows, warm=100)
+        seen, missed = lru_misses(
+            (streams.stream(law, BATCH, seed)[0] for seed in range(150)), law.rows, rows, warm=100
+        )
         off, blind_off = (abs(heat.miss_ratio(rows) - missed / seen) for heat in (told, blind))
         assert off < min(within, blind_off + 0.01)

@@ -55,20 +55,29 @@ def test_a_problem_runs_hot_rows_on_every_device():
     whole = problem(TABLE, SEEN, unsplit=("t",))
     found = with_hot_rows(whole, {"t": 100})
     assert [(t.name, t.rows, t.collection) for t in found.tables] == [
-        ("t_hot", 100, "ec"), ("t_cold", 49_900, "ec.cold"), ("u", 50_000, "ec.cold")]
+        ("t_hot", 100, "ec"),
+        ("t_cold", 49_900, "ec.cold"),
+        ("u", 50_000, "ec.cold"),
+    ]
     assert found.constraints == Constraints(unsplit=("t_cold",), kinds=(("t_hot", ("data_parallel",)),))
 
 
-@pytest.mark.parametrize("make, said", [
-    (lambda: with_hot_rows(problem(replace(TABLE, sequence=False)), {"t": 3}), "which pools its lookups"),
-    (lambda: with_hot_rows(problem(TABLE), {"t": 50_000}), "asked for 50000 hot rows; .* so 1 to 49999"),
-    (lambda: with_hot_rows(problem(TABLE), {"absent": 3}), "'absent', which problem 'p' does not have"),
-    (lambda: hot_counts(problem(TABLE), 0.0), "from 0.0 lookups a batch on; it needs a number above 0"),
-    (lambda: hot_counts(problem(replace(SEEN, access=replace(SEEN.access, batch=100))), 4.0),
-     "reuse histogram of batch 100"),
-    (lambda: HotIds("t", 10, np.array([3, 3])), "needs different ones of 0 to 9, rising"),
-    (lambda: HotIds("t", 10, np.array([3, 10])), "hot ids 3 to 10"),
-    (lambda: HotIds.of_counts("t", np.ones(4), 4), "asked for 4 hot rows; it has 4 rows, so 1 to 3")])
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: with_hot_rows(problem(replace(TABLE, sequence=False)), {"t": 3}), "which pools its lookups"),
+        (lambda: with_hot_rows(problem(TABLE), {"t": 50_000}), "asked for 50000 hot rows; .* so 1 to 49999"),
+        (lambda: with_hot_rows(problem(TABLE), {"absent": 3}), "'absent', which problem 'p' does not have"),
+        (lambda: hot_counts(problem(TABLE), 0.0), "from 0.0 lookups a batch on; it needs a number above 0"),
+        (
+            lambda: hot_counts(problem(replace(SEEN, access=replace(SEEN.access, batch=100))), 4.0),
+            "reuse histogram of batch 100",
+        ),
+        (lambda: HotIds("t", 10, np.array([3, 3])), "needs different ones of 0 to 9, rising"),
+        (lambda: HotIds("t", 10, np.array([3, 10])), "hot ids 3 to 10"),
+        (lambda: HotIds.of_counts("t", np.ones(4), 4), "asked for 4 hot rows; it has 4 rows, so 1 to 3"),
+    ],
+)
 def test_what_cannot_be_is_refused(make, said):
     with pytest.raises(ShardCoreError, match=said):
         make()

@@ -43,8 +43,11 @@ def test_reference_counts_are_the_specified_bins(rows_in_bin):
     assert found[: len(rows_in_bin)].tolist() == rows_in_bin
 
 
-@given(bins=st.lists(st.floats(0, 1), min_size=REUSE_BINS, max_size=REUSE_BINS)
-       .filter(lambda b: sum(b) > 0.1), lookups=st.integers(1, 200_000), rows=st.integers(1, 100_000))
+@given(
+    bins=st.lists(st.floats(0, 1), min_size=REUSE_BINS, max_size=REUSE_BINS).filter(lambda b: sum(b) > 0.1),
+    lookups=st.integers(1, 200_000),
+    rows=st.integers(1, 100_000),
+)
 @settings(max_examples=60, deadline=None)
 def test_any_histogram_gives_counts_that_add_up(bins, lookups, rows):
     """Also one that the lookups or the rows cannot hold, or that is not of whole rows."""
@@ -111,8 +114,12 @@ def test_zipf_with_fractional_pooling_spreads_over_the_samples():
     assert set(np.diff(offsets)) >= {0, 1}
 
 
-TABLES = [reuse_table(MIXED), reuse_table(MIXED, ordered=True, name="o"), Table("z", 5000, 16, 4, Zipf(1.05)),
-          Table("y", 5000, 16, 4, Zipf(1.05), ordered=True)]
+TABLES = [
+    reuse_table(MIXED),
+    reuse_table(MIXED, ordered=True, name="o"),
+    Table("z", 5000, 16, 4, Zipf(1.05)),
+    Table("y", 5000, 16, 4, Zipf(1.05), ordered=True),
+]
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda t: t.name)
@@ -170,8 +177,12 @@ def test_streams_are_those_of_earlier_versions(tables):
             for part in streams.stream(table, batch, 2):
                 content.update(part.tobytes())
         found[table.name] = content.hexdigest()[:16]
-    assert found == {"cold": "e51614a316f69b0c", "hot": "2585a6e094739ecc", "wide": "dacbd2795aaed348",
-                     "zipf": "ff831d69eca1e4b9"}
+    assert found == {
+        "cold": "e51614a316f69b0c",
+        "hot": "2585a6e094739ecc",
+        "wide": "dacbd2795aaed348",
+        "zipf": "ff831d69eca1e4b9",
+    }
 
 
 def test_unique_rows_by_hand():
@@ -188,9 +199,7 @@ def test_unique_rows_by_hand():
         half = Shard(table, 0, table.rows // 2, 0, 4)  # rows are scattered
         assert access.unique_rows(half, batch) == pytest.approx(expected / 2)
     uniform = Table("u", 1000, 16, 2.5, Zipf(0.0))
-    assert access.unique_rows(Shard.whole(uniform), 200) == pytest.approx(
-        1000 * (1 - np.exp(-0.5)), rel=1e-3
-    )
+    assert access.unique_rows(Shard.whole(uniform), 200) == pytest.approx(1000 * (1 - np.exp(-0.5)), rel=1e-3)
 
 
 def test_access_shares_by_hand():
@@ -222,8 +231,10 @@ def test_many_shards_at_once_are_each_what_it_is_alone():
     for i in range(60):
         rows, ordered = int(10 ** rng.uniform(0.5, 6)), bool(i % 2)
         bins = rng.random(REUSE_BINS) * (rng.random(REUSE_BINS) < 0.5) + np.eye(REUSE_BINS)[0]
-        accesses = [Reuse(tuple(bins / bins.sum()), int(rng.choice([512, 4096]))),
-                    Zipf([0.0, 0.5, 1.0, rng.uniform(0, 2)][i % 4])]
+        accesses = [
+            Reuse(tuple(bins / bins.sum()), int(rng.choice([512, 4096]))),
+            Zipf([0.0, 0.5, 1.0, rng.uniform(0, 2)][i % 4]),
+        ]
         pooling = float(rng.choice([0.0, 0.0001, 3.7, 40.0]))
         table = Table(f"t{i}", rows, 16, pooling, accesses[i % 3 > 0], ordered=ordered)
         lo = int(rng.integers(0, rows))
@@ -262,11 +273,19 @@ def ids_of(case: str) -> np.ndarray:
     rng = np.random.default_rng(0)
     ranks = streams.stream(Table("z", ROWS, 4, LOOKUPS / BATCH, Zipf(1.2)), BATCH)[0]
     in_order = streams.stream(Table("z", ROWS, 4, LOOKUPS / BATCH, Zipf(1.2), ordered=True), BATCH)[0]
-    return {"uniform": rng.integers(0, ROWS, LOOKUPS), "zipf hashed": ranks, "zipf in order": in_order,
-            "first eighth": rng.integers(0, ROWS // 8, LOOKUPS),
-            "new ids": np.maximum(ROWS - 1 - rng.exponential(ROWS / 20, LOOKUPS).astype(int), 0),
-            "two kinds": np.concatenate([rng.integers(0, ROWS // 2, LOOKUPS // 4),
-                                         rng.integers(ROWS // 2, ROWS // 2 + 500, 3 * LOOKUPS // 4)])}[case]
+    return {
+        "uniform": rng.integers(0, ROWS, LOOKUPS),
+        "zipf hashed": ranks,
+        "zipf in order": in_order,
+        "first eighth": rng.integers(0, ROWS // 8, LOOKUPS),
+        "new ids": np.maximum(ROWS - 1 - rng.exponential(ROWS / 20, LOOKUPS).astype(int), 0),
+        "two kinds": np.concatenate(
+            [
+                rng.integers(0, ROWS // 2, LOOKUPS // 4),
+                rng.integers(ROWS // 2, ROWS // 2 + 500, 3 * LOOKUPS // 4),
+            ]
+        ),
+    }[case]
 
 
 def parts_of(ids: np.ndarray, rows: int, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -279,21 +298,30 @@ def parts_of(ids: np.ndarray, rows: int, n: int) -> tuple[np.ndarray, np.ndarray
 @pytest.mark.parametrize("case", ["zipf in order", "first eighth", "new ids", "two kinds"])
 def test_each_device_has_the_share_of_its_row_range(case, n):
     ids = ids_of(case)
-    table = Table("t", ROWS, 8, LOOKUPS / BATCH, access.reuse_of(ids, BATCH), ordered=True,
-                  row_shares=access.row_shares_of(ids, ROWS, n))
+    table = Table(
+        "t",
+        ROWS,
+        8,
+        LOOKUPS / BATCH,
+        access.reuse_of(ids, BATCH),
+        ordered=True,
+        row_shares=access.row_shares_of(ids, ROWS, n),
+    )
     ranges = [Shard(table, lo, hi, 0, 8) for lo, hi in even_rows(ROWS, n)]
     lookups, unique = parts_of(ids, ROWS, n)
     assert [access.access_share(s) for s in ranges] == pytest.approx(lookups, abs=0.03)
     total = access.unique_rows(Shard.whole(table), BATCH)
-    assert access.unique_rows_of(ranges, BATCH) == pytest.approx(unique * total / unique.sum(),
-                                                                 abs=0.02 * total)
+    assert access.unique_rows_of(ranges, BATCH) == pytest.approx(
+        unique * total / unique.sum(), abs=0.02 * total
+    )
     # The stream that is measured and replayed lies there too.
     drawn, offsets = streams.stream(table, BATCH)
     assert 0 <= drawn.min() <= drawn.max() < ROWS and offsets[-1] == len(drawn)
     drawn_lookups, drawn_unique = parts_of(drawn, ROWS, n)
     assert drawn_lookups == pytest.approx(lookups, abs=0.12)
     assert drawn_unique.sum() == pytest.approx(total) and drawn_unique == pytest.approx(
-        unique * total / unique.sum(), abs=0.02 * total)
+        unique * total / unique.sum(), abs=0.02 * total
+    )
 
 
 def test_ids_that_lie_as_if_hashed_have_no_shares():
@@ -308,4 +336,5 @@ def test_ids_that_lie_as_if_hashed_have_no_shares():
 def test_row_shares_of_few_rows_are_of_each_row():
     ids = np.repeat(np.arange(25), [3, *[1] * 24])
     assert access.row_shares_of(ids, 50, 2) == RowShares(
-        (round(3 / 27, 9), *[round(1 / 27, 9)] * 24, *[0] * 25), (*[1 / 25] * 25, *[0] * 25))
+        (round(3 / 27, 9), *[round(1 / 27, 9)] * 24, *[0] * 25), (*[1 / 25] * 25, *[0] * 25)
+    )

@@ -47,8 +47,9 @@ def test_a_gang_is_spread_over_its_hosts_evenly_in_order_and_ends():
     with actors.gang(Member, "member", 4, "cpu", hosts=2) as members:
         found = actors.answers("gang", [m.host.remote() for m in members], timeout_s=60)
         assert found[0] == found[1] != found[2] == found[3]
-        assert ({a["name"] for a in ray.util.list_named_actors(all_namespaces=True)}
-                >= {f"member rank {i}" for i in range(4)})
+        assert {a["name"] for a in ray.util.list_named_actors(all_namespaces=True)} >= {
+            f"member rank {i}" for i in range(4)
+        }
     assert all(map(ends, members))
 
 
@@ -59,8 +60,10 @@ def test_the_rank_that_fails_is_named_not_the_one_that_lost_it(monkeypatch):
         def answer(*how, timeout_s=60.0, silent_s=None):
             """Of a call to each rank; those that end have ended."""
             calls = [m.behave.remote(h) for m, h in zip(members, how, strict=True)]
-            ray.wait([c for c, h in zip(calls, how, strict=True) if h != "hangs"],
-                     num_returns=sum(h != "hangs" for h in how))
+            ray.wait(
+                [c for c, h in zip(calls, how, strict=True) if h != "hangs"],
+                num_returns=sum(h != "hangs" for h in how),
+            )
             return actors.answers("gang", calls, timeout_s, silent_s)
 
         assert answer("", "ok") == ["", "ok"]
@@ -73,11 +76,13 @@ def test_the_rank_that_fails_is_named_not_the_one_that_lost_it(monkeypatch):
         with pytest.raises(ShardCoreError, match="^gang: no word for 60 s from rank 0 of 2: it hangs$"):
             answer("hangs", "", silent_s={0: 60.1, 1: 1e9}.get)  # what ended needs to say nothing
         monkeypatch.setattr(actors, "_GRACE_S", 0.2)
-        with pytest.raises(ShardCoreError, match="^gang: rank 1 does not answer the others; rank 0: "
-                           "connection closed$"):
+        with pytest.raises(
+            ShardCoreError, match="^gang: rank 1 does not answer the others; rank 0: connection closed$"
+        ):
             answer("loses", "hangs")
-        with pytest.raises(ShardCoreError, match="^gang: rank 0 does not answer the others; rank 0: "
-                           "connection closed$"):
+        with pytest.raises(
+            ShardCoreError, match="^gang: rank 0 does not answer the others; rank 0: connection closed$"
+        ):
             answer("loses", "")
         with pytest.raises(ShardCoreError, match="^gang: rank 1 of 2 failed: its process died"):
             answer("", "dies")
@@ -85,9 +90,14 @@ def test_the_rank_that_fails_is_named_not_the_one_that_lost_it(monkeypatch):
 
 def test_what_finds_no_room_is_said(monkeypatch):
     monkeypatch.setattr(actors, "_PLACE_S", 0.1)
-    with (pytest.raises(ShardCoreError, match=r"^3 ranks, 1 a host, found no room within 0.1 s on the Ray "
-                        r"cluster of 2 nodes"),
-          actors.gang(Member, "member", 3, "cpu", hosts=3)):
+    with (
+        pytest.raises(
+            ShardCoreError,
+            match=r"^3 ranks, 1 a host, found no room within 0.1 s on the Ray "
+            r"cluster of 2 nodes",
+        ),
+        actors.gang(Member, "member", 3, "cpu", hosts=3),
+    ):
         pass
     monkeypatch.setattr(actors, "START_S", 0.1)
     elsewhere = Member.options(num_gpus=1).remote()
@@ -101,12 +111,19 @@ def test_ranks_share_a_core_only_where_there_are_fewer():
     assert actors.rank_cpus(2) == actors.rank_cpus(4, hosts=2) == 0.5
 
 
-@pytest.mark.parametrize("error, said", [
-    (ValueError("of two\n  lines"), "of two lines"),
-    (RuntimeError("x" * 500), "x" * 300),
-    (RuntimeError("ray frames ShardCoreError: no FBGEMM"), "no FBGEMM"),
-    (ray.exceptions.RayActorError(error_msg="The actor died because of a bug. Some common causes are many"),
-     "its process died: of a bug."),
-])
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (ValueError("of two\n  lines"), "of two lines"),
+        (RuntimeError("x" * 500), "x" * 300),
+        (RuntimeError("ray frames ShardCoreError: no FBGEMM"), "no FBGEMM"),
+        (
+            ray.exceptions.RayActorError(
+                error_msg="The actor died because of a bug. Some common causes are many"
+            ),
+            "its process died: of a bug.",
+        ),
+    ],
+)
 def test_a_reason_is_one_line_without_rays_frames(error, said):
     assert actors.reason(error) == said

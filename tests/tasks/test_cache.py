@@ -78,21 +78,32 @@ def test_without_a_lock_there_is_nothing_to_check(tmp_path):
         cache.remove_damaged(logging.getLogger())
 
 
-LOCKED = ("schema: '2.0'\nstages:\n  make:\n    cmd: x\n    outs:\n    - path: {}\n      hash: "
-          "md5\n      md5: {}\n")
+LOCKED = (
+    "schema: '2.0'\nstages:\n  make:\n    cmd: x\n    outs:\n    - path: {}\n      hash: md5\n      md5: {}\n"
+)
 
 
-@pytest.mark.parametrize("content, said", [
-    (LOCKED.format("one", "xx/../../../precious"), "has md5 'xx/../../../precious'; it needs 32 hex digits"),
-    (LOCKED.format("one", "a" * 31), "it needs 32 hex digits"),
-    (LOCKED.format("one", "A" * 32), "it needs 32 hex digits"),
-    (LOCKED.format("../precious", "a" * 32), "has path '../precious'; it needs to be one in the project"),
-    (LOCKED.format("/etc/passwd", "a" * 32), "has path '/etc/passwd'"),
-    ("<<<<<<< HEAD\n" + LOCKED + "=======\n>>>>>>> other\n", "is not YAML"),
-    ("stages: 3", "stages is 3, which DVC did not write"),
-    ("stages: {make: {outs: [{path: one}]}}", "has md5 None"), ("stages: {make: {outs: [3]}}", "an out is 3"),
-    ("", "it is None"), ("[]", "it is []"), ("a: &x [*x]", "has an alias"), (b"\xff\xfe", "no text in UTF-8"),
-])
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (
+            LOCKED.format("one", "xx/../../../precious"),
+            "has md5 'xx/../../../precious'; it needs 32 hex digits",
+        ),
+        (LOCKED.format("one", "a" * 31), "it needs 32 hex digits"),
+        (LOCKED.format("one", "A" * 32), "it needs 32 hex digits"),
+        (LOCKED.format("../precious", "a" * 32), "has path '../precious'; it needs to be one in the project"),
+        (LOCKED.format("/etc/passwd", "a" * 32), "has path '/etc/passwd'"),
+        ("<<<<<<< HEAD\n" + LOCKED + "=======\n>>>>>>> other\n", "is not YAML"),
+        ("stages: 3", "stages is 3, which DVC did not write"),
+        ("stages: {make: {outs: [{path: one}]}}", "has md5 None"),
+        ("stages: {make: {outs: [3]}}", "an out is 3"),
+        ("", "it is None"),
+        ("[]", "it is []"),
+        ("a: &x [*x]", "has an alias"),
+        (b"\xff\xfe", "no text in UTF-8"),
+    ],
+)
 def test_a_lock_that_dvc_did_not_write_costs_no_file(tmp_path, monkeypatch, content, said):
     """The entry that such a hash names would be removed, as its content has another one."""
     project = tmp_path / "project"

@@ -45,8 +45,9 @@ def clock():
 def shown(monkeypatch):
     """What is shown: (kind, message, share)."""
     calls = []
-    monkeypatch.setattr(console, "_display",
-                        type("Recorder", (), {"show": lambda self, *a: calls.append(a)})())
+    monkeypatch.setattr(
+        console, "_display", type("Recorder", (), {"show": lambda self, *a: calls.append(a)})()
+    )
     return calls
 
 
@@ -62,8 +63,7 @@ def test_a_stage_its_result_and_warnings_are_a_line_each(clock):
     screen.show("warning", "one GPU")
     screen.show("result", "measured 3 groups")
     screen.show("text", "a table")
-    assert out.getvalue() == ("stage 2/6: measure\n  warning: "
-                              "one GPU\n  measured 3 groups (7 s)\na table\n")
+    assert out.getvalue() == ("stage 2/6: measure\n  warning: one GPU\n  measured 3 groups (7 s)\na table\n")
 
 
 def test_in_a_pipe_progress_is_a_line_every_half_minute_of_a_stage(clock):
@@ -83,7 +83,7 @@ def on_glass(written: str) -> list[str]:
     lines, row, column = [""], 0, 0
     for code, text in re.findall(r"(\x1b\[[?0-9;]*[A-Za-z]|\r|\n)|([^\x1b\r\n]+)", written):
         if text:
-            lines[row] = lines[row][:column].ljust(column) + text + lines[row][column + len(text):]
+            lines[row] = lines[row][:column].ljust(column) + text + lines[row][column + len(text) :]
             column += len(text)
         elif code == "\r":
             column = 0
@@ -119,10 +119,17 @@ def test_on_a_terminal_a_live_line_says_stage_bar_rate_and_time_left_and_goes(cl
     screen.show("result", "measured")
     screen.clear()
     screen.show("text", "bye")
-    assert on_glass(terminal.getvalue()) == ["stage 2/6: measure", "  warning: one [red]GPU :smile:",
-                                             "  measured (0 s)", "bye", ""]
-    assert re.fullmatch(r". stage 2/6: measure ━━━━━━╺━━━━━ groups: 160 of 400, 10.2 a second, 24 s left",
-                        drawn(terminal.getvalue())[-1])
+    assert on_glass(terminal.getvalue()) == [
+        "stage 2/6: measure",
+        "  warning: one [red]GPU :smile:",
+        "  measured (0 s)",
+        "bye",
+        "",
+    ]
+    assert re.fullmatch(
+        r". stage 2/6: measure ━━━━━━╺━━━━━ groups: 160 of 400, 10.2 a second, 24 s left",
+        drawn(terminal.getvalue())[-1],
+    )
 
 
 def test_a_stage_that_says_nothing_shows_that_it_runs(clock, terminal):
@@ -198,10 +205,12 @@ def test_work_says_how_far_it_is_and_how_long_it_takes_yet(clock, shown):
     clock.now += 30
     work.done(3)
     work.done(4)
-    assert shown == [("progress", "problems: 0 of 4", 0.0),
-                     ("progress", "problems: 1 of 4, 2.0 a minute, 2 min left", 0.25),
-                     ("progress", "problems: 3 of 4, 3.0 a minute, 20 s left", 0.75),
-                     ("progress", "problems: 4 of 4, 4.0 a minute, 0 s left", 1.0)]
+    assert shown == [
+        ("progress", "problems: 0 of 4", 0.0),
+        ("progress", "problems: 1 of 4, 2.0 a minute, 2 min left", 0.25),
+        ("progress", "problems: 3 of 4, 3.0 a minute, 20 s left", 0.75),
+        ("progress", "problems: 4 of 4, 4.0 a minute, 0 s left", 1.0),
+    ]
     assert console.pace(160, 400, 16.0) == "160 of 400, 10.0 a second, 24 s left"
     assert console.pace(0, 400, 16.0) == "0 of 400"
 
@@ -214,8 +223,9 @@ def test_work_shows_what_its_present_part_reports(clock, shown):
     assert shown[1:] == [("progress", "problems: 0 of 4; annealing, best 2.500 ms", 0.0)]
 
 
-@pytest.mark.parametrize("seconds, said", [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"),
-                                           (5400, "1.5 h")])
+@pytest.mark.parametrize(
+    "seconds, said", [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h")]
+)
 def test_durations_in_words(seconds, said):
     assert duration(seconds) == said
 
@@ -224,8 +234,9 @@ def test_durations_in_words(seconds, said):
 
 
 def record(level, message, path=__file__, **extra):
-    made = logging.getLogger("prefect.task_runs").makeRecord("prefect.task_runs", level, path, 1, message,
-                                                             ("a",), None, extra=extra)
+    made = logging.getLogger("prefect.task_runs").makeRecord(
+        "prefect.task_runs", level, path, 1, message, ("a",), None, extra=extra
+    )
     return console._ForPeople().emit(made)
 
 
@@ -235,19 +246,26 @@ def test_of_a_log_stages_results_and_our_warnings_are_shown(shown):
     record(logging.INFO, "measured %s", **RESULT)
     record(logging.WARNING, "few %s")
     record(logging.ERROR, "no %s")
-    record(logging.ERROR, "Finished in state %s",
-           os.path.join(os.path.dirname(prefect.__file__), "task_engine.py"))
-    assert shown == [("stage", "begins a", 0.0), ("result", "measured a", 0.0), ("warning", "few a", 0.0),
-                     ("warning", "no a", 0.0)]
+    record(
+        logging.ERROR,
+        "Finished in state %s",
+        os.path.join(os.path.dirname(prefect.__file__), "task_engine.py"),
+    )
+    assert shown == [
+        ("stage", "begins a", 0.0),
+        ("result", "measured a", 0.0),
+        ("warning", "few a", 0.0),
+        ("warning", "no a", 0.0),
+    ]
 
 
 def test_what_a_stage_in_another_process_says_comes_back_whole(shown, capsys):
     relay = console._Relay()
-    relay.show("warning", "two\nlines, \"quoted\"", 0.0)
+    relay.show("warning", 'two\nlines, "quoted"', 0.0)
     relay.show("progress", "epochs", 0.25)
     lines = capsys.readouterr().out.splitlines(keepends=True)
     assert len(lines) == 2 and all(map(console.relayed, lines))
-    assert shown == [("warning", "two\nlines, \"quoted\"", 0.0), ("progress", "epochs", 0.25)]
+    assert shown == [("warning", 'two\nlines, "quoted"', 0.0), ("progress", "epochs", 0.25)]
     assert not console.relayed("Running stage 'train':\n") and len(shown) == 2
 
 
@@ -281,17 +299,29 @@ services.run_flow(flow, needs_prefect=False)
 def run(folder, ends="pass", **env):
     env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
     env.pop("PREFECT_API_URL", None)
-    return subprocess.run([sys.executable, "-c", PROGRAM.format(ends=ends)], cwd=folder, env=env,
-                          capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(ends=ends)],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
-@pytest.mark.parametrize("ends, code, said", [
-    ("pass", 0, ""),
-    ("raise services.ShardCoreError('no table')", 1, "error: no table; log: "),
-    ("raise KeyboardInterrupt", 130,
-     "stopped; what was finished is kept, and a rerun goes on from there; log: "),
-    ("{}['lost']", 1, "error: KeyError: 'lost'; log: "),
-])
+@pytest.mark.parametrize(
+    "ends, code, said",
+    [
+        ("pass", 0, ""),
+        ("raise services.ShardCoreError('no table')", 1, "error: no table; log: "),
+        (
+            "raise KeyboardInterrupt",
+            130,
+            "stopped; what was finished is kept, and a rerun goes on from there; log: ",
+        ),
+        ("{}['lost']", 1, "error: KeyError: 'lost'; log: "),
+    ],
+)
 def test_all_else_goes_to_a_log_that_is_named_first_and_last(tmp_path, ends, code, said):
     (tmp_path / "logs").mkdir()
     kept = [f"20200101-0000{i:02}-measure-1.log" for i in range(console.KEPT_LOGS)]
@@ -314,15 +344,24 @@ def test_all_else_goes_to_a_log_that_is_named_first_and_last(tmp_path, ends, cod
 def test_a_stage_of_a_refresh_says_everything_to_it_and_keeps_no_log(tmp_path):
     done = run(tmp_path, "raise services.ShardCoreError('no table')", **console.RELAYED)
     assert done.returncode == 1 and not (tmp_path / "logs").exists()
-    assert done.stdout.splitlines() == [console._MARK + '["result", "measured", 0.0]', "a library says",
-                                        console._MARK + '["text", "a table", 0.0]']
+    assert done.stdout.splitlines() == [
+        console._MARK + '["result", "measured", 0.0]',
+        "a library says",
+        console._MARK + '["text", "a table", 0.0]',
+    ]
     assert done.stderr == "compiled code says\nerror: no table\n"
 
 
 def test_outside_the_project_s_folder_nothing_is_written(tmp_path):
     code = "from tasks import services; services.run_flow(None)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
-                          text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 1 and not list(tmp_path.iterdir())
     assert re.fullmatch(r"error: params.yaml is not in \S+: flows run in the project's folder\n", done.stderr)
 
@@ -334,8 +373,9 @@ def test_a_real_terminal_gets_a_live_line_of_its_width_and_the_log_no_colours(tm
     code = "from prefect import flow as _\n" + PROGRAM.format(ends=ends)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
     env.pop("PREFECT_API_URL", None)
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, stdout=slave, stderr=slave,
-                          timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, stdout=slave, stderr=slave, timeout=120
+    )
     os.close(slave)
     said = os.read(master, 1 << 16).decode()
     os.close(master)
@@ -360,16 +400,30 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("patience_s, last", [
-    (60, "os.killpg(0, signal.SIGINT); time.sleep(60)"),
-    (0.1, "signal.signal(signal.SIGINT, signal.SIG_IGN); print('stopped', flush=True); os.killpg(0, "
-          "signal.SIGINT); time.sleep(60)"),
-], ids=["it stops", "it goes on"])
+@pytest.mark.parametrize(
+    "patience_s, last",
+    [
+        (60, "os.killpg(0, signal.SIGINT); time.sleep(60)"),
+        (
+            0.1,
+            "signal.signal(signal.SIGINT, signal.SIG_IGN); print('stopped', flush=True); os.killpg(0, "
+            "signal.SIGINT); time.sleep(60)",
+        ),
+    ],
+    ids=["it stops", "it goes on"],
+)
 def test_an_interrupted_command_may_say_its_last_line_but_not_stay(patience_s, last):
     """As Ctrl-C in a terminal, which is for all processes."""
-    code = (f"import os, signal, time\ntry:\n    {last}\n"
-            "except KeyboardInterrupt:\n    time.sleep(0.5); print('stopped', flush=True)")
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED, str(patience_s), sys.executable, "-c", code],
-                          text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                          capture_output=True, timeout=60, start_new_session=True)
+    code = (
+        f"import os, signal, time\ntry:\n    {last}\n"
+        "except KeyboardInterrupt:\n    time.sleep(0.5); print('stopped', flush=True)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(patience_s), sys.executable, "-c", code],
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=60,
+        start_new_session=True,
+    )
     assert done.stdout == "stopped\nended\n"

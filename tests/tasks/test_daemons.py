@@ -45,10 +45,13 @@ def test_one_that_was_started_with_other_settings_is_refused(daemon):
     daemon.start()
     assert daemon.runs_as_told()
     changed = dataclasses.replace(daemon, command=(*daemon.command, "--port", "1"))
-    with pytest.raises(ShardCoreError,
-                       match=rf"one \(process {daemon.process().pid}\) runs with other settings"):
+    with pytest.raises(
+        ShardCoreError, match=rf"one \(process {daemon.process().pid}\) runs with other settings"
+    ):
         changed.runs_as_told()
-    elsewhere = dataclasses.replace(daemon, env={**daemon.env, "MLFLOW_BACKEND_STORE_URI": "sqlite:///other.db"})
+    elsewhere = dataclasses.replace(
+        daemon, env={**daemon.env, "MLFLOW_BACKEND_STORE_URI": "sqlite:///other.db"}
+    )
     with pytest.raises(ShardCoreError, match="runs with other settings"):
         elsewhere.runs_as_told()
 
@@ -67,9 +70,12 @@ def test_a_killed_one_has_died_and_what_it_left_is_found(daemon):
 @pytest.mark.parametrize("killed", [False, True])
 def test_what_wrote_over_its_environment_is_known_by_its_session(tmp_path, killed):
     """Also where its leader was killed and nobody has reaped it: its id is still taken then."""
-    forgetful = Daemon("two", (sys.executable, "-c",
-                               "import os; os.spawnve(os.P_WAIT, '/bin/sleep', ['sleep', '60'], {})"),
-                       dict(os.environ), tmp_path)
+    forgetful = Daemon(
+        "two",
+        (sys.executable, "-c", "import os; os.spawnve(os.P_WAIT, '/bin/sleep', ['sleep', '60'], {})"),
+        dict(os.environ),
+        tmp_path,
+    )
     forgetful.start()
     until(forgetful.leftovers)
     [child] = forgetful.leftovers()
@@ -104,9 +110,17 @@ def test_the_log_of_the_run_before_is_kept(daemon):
 
 
 def test_what_does_not_end_when_asked_is_killed(tmp_path):
-    stubborn = Daemon("three", (sys.executable, "-c",
-                                "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-                                "print('up', flush=True); time.sleep(60)"), dict(os.environ), tmp_path)
+    stubborn = Daemon(
+        "three",
+        (
+            sys.executable,
+            "-c",
+            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+            "print('up', flush=True); time.sleep(60)",
+        ),
+        dict(os.environ),
+        tmp_path,
+    )
     stubborn.start()
     until(lambda: stubborn.last_lines(1) == ["up"])
     process = stubborn.process()

@@ -36,8 +36,9 @@ def test_one_gang_serves_all_and_begins_when_it_is_needed(begin, gangs):
     assert said == ["gang 1 of a", "gang 1 of b"] and gangs == ["ended"] and each.failed == {}
 
 
-@pytest.mark.parametrize("error, shown", [(ShardCoreError("rank 1 died"), "a: rank 1 died"),
-                                          (KeyError("x"), "a: KeyError('x')")])
+@pytest.mark.parametrize(
+    "error, shown", [(ShardCoreError("rank 1 died"), "a: rank 1 died"), (KeyError("x"), "a: KeyError('x')")]
+)
 def test_a_failure_is_its_problems_and_the_next_has_another_gang(begin, gangs, error, shown):
     def fails(run):
         run([])
@@ -56,8 +57,10 @@ def test_all_that_failed_are_counted_and_a_failure_before_a_gang_is_a_problems_t
     def fails(run):
         raise ShardCoreError("it does not fit")
 
-    with (disable_run_logger(),
-          pytest.raises(ShardCoreError, match=r"2 of 2 .*: a: it does not fit \(and 1 more, which the log")):
+    with (
+        disable_run_logger(),
+        pytest.raises(ShardCoreError, match=r"2 of 2 .*: a: it does not fit \(and 1 more, which the log"),
+    ):
         with EachProblem(begin) as each:
             each.run("a", fails), each.run("b", fails)
     assert gangs == []

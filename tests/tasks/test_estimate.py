@@ -18,8 +18,15 @@ from tasks.setting import SettingConfig
 TABLE = Table("t", 1000, 100, 1000.0, Zipf(1.0))
 WHOLE = Shard.whole(TABLE)
 HALF = Shard(TABLE, 0, 500, 0, 20)
-CONFIG = MeasureConfig(compute_samples=30, comm_samples=10, step_samples=4, max_shards=4, max_repeats=6,
-                       min_repeats=3, arena_bytes=1 << 27)
+CONFIG = MeasureConfig(
+    compute_samples=30,
+    comm_samples=10,
+    step_samples=4,
+    max_shards=4,
+    max_repeats=6,
+    min_repeats=3,
+    arena_bytes=1 << 27,
+)
 
 
 def test_a_group_takes_its_bytes_at_the_rate_of_the_hardware():
@@ -36,8 +43,9 @@ def test_a_group_takes_its_bytes_at_the_rate_of_the_hardware():
 def test_an_exchange_takes_its_start_and_the_largest_ranks_bytes_twice():
     exchange = CollectiveRequest((1000, 500), 1000, (0.0, 5.0))  # 4 MB at 1 GB/s
     assert estimate._comm_ms([exchange], "cpu") == pytest.approx(0.6 + 5 + 2 * 4)
-    assert (estimate._comm_ms([exchange, dataclasses.replace(exchange, start_ms=(0.0, 1.0))], "cpu")
-            == pytest.approx(11.6))
+    assert estimate._comm_ms(
+        [exchange, dataclasses.replace(exchange, start_ms=(0.0, 1.0))], "cpu"
+    ) == pytest.approx(11.6)
     assert estimate._comm_ms([exchange], "cuda") == pytest.approx(0.6 + 5 + 2 * 4 / 50)
     assert estimate._comm_ms([], "cpu") == 0.6
 
@@ -46,7 +54,8 @@ def test_a_step_takes_the_slowest_devices_ops_and_a_tenth_more():
     tables = tuple(dataclasses.replace(TABLE, name=f"t{i}") for i in range(3))
     problem = Problem("p", tables, Topology((Device(1 << 32),) * 2), 7000)
     workload = lower(
-        Plan(tuple(Placement("column", Shard.whole(t), (i // 2,)) for i, t in enumerate(tables))), problem)
+        Plan(tuple(Placement("column", Shard.whole(t), (i // 2,)) for i, t in enumerate(tables))), problem
+    )
     assert estimate._step_ms([workload], "cpu") == pytest.approx(1.1 * 8000.3)  # two tables in one op
     assert estimate._step_ms([], "cpu") == 0.0
 
@@ -59,13 +68,16 @@ def test_the_rate_is_that_at_which_the_dataset_grew_pauses_aside():
     assert found.seconds == 7.0 and found.basis.startswith("a physical estimate")
 
 
-@pytest.mark.parametrize("seconds, said", [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"),
-                                           (5400, "1.5 h")])
+@pytest.mark.parametrize(
+    "seconds, said", [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h")]
+)
 def test_durations_are_said_in_a_unit_that_one_can_feel(seconds, said):
     assert str(Estimate("steps", 30, 20, 2, seconds, "why")) == (
-        f"steps: 30 samples wanted, 10 there already, 20 missing, 2 devices; about {said} (why)")
+        f"steps: 30 samples wanted, 10 there already, 20 missing, 2 devices; about {said} (why)"
+    )
     assert str(Estimate("steps", 30, 0, 2, seconds, "why")) == (
-        "steps: 30 samples wanted, 30 there already, 0 missing, 2 devices")
+        "steps: 30 samples wanted, 30 there already, 0 missing, 2 devices"
+    )
 
 
 @pytest.mark.usefixtures("cluster")
@@ -75,14 +87,18 @@ def test_what_is_missing_is_told_apart_by_kind_from_what_the_cluster_and_the_dat
     compute, comm, steps = estimate.estimate(tmp_path / "pool.json", wanted, CONFIG, folder)
     requests = list(wanted_compute(pool(), SETTING, CONFIG).values())
     assert len(requests) == 30
-    assert [(e.kind, e.wanted, e.missing, e.devices) for e in (compute, comm)] == [("compute", 30, 30, 2),
-                                                                                   ("comm", 10, 10, 2)]
+    assert [(e.kind, e.wanted, e.missing, e.devices) for e in (compute, comm)] == [
+        ("compute", 30, 30, 2),
+        ("comm", 10, 10, 2),
+    ]
     assert compute.seconds == pytest.approx(30 * estimate._compute_ms(requests, "cpu") * (1 + 6) / 2 / 1e3)
     # each host of this cluster has one CPU
     assert (steps.kind, steps.wanted, steps.devices) == ("steps", 0, 1)
 
-    there = [dataclasses.replace(s, id=dataset.compute_id(SETTING, r), request=r, measured_at=float(i))
-             for i, (s, r) in enumerate(zip(compute_samples(linear_law, 25), requests, strict=False))]
+    there = [
+        dataclasses.replace(s, id=dataset.compute_id(SETTING, r), request=r, measured_at=float(i))
+        for i, (s, r) in enumerate(zip(compute_samples(linear_law, 25), requests, strict=False))
+    ]
     dataset.write_compute(folder, there, dataset.write_pool(folder, pool()))
     dataset.write_comm(folder, comm_samples(20))
     compute, comm, _ = estimate.estimate(tmp_path / "pool.json", wanted, CONFIG, folder)

@@ -27,21 +27,28 @@ from tasks.evaluate import COMPARED, EvaluateConfig, compare_sharders, replay_pl
 
 @pytest.fixture(scope="module")
 def model():
-    return fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING,
-                     fit.FitConfig(epochs=1)).model
+    return fit.train(
+        compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)
+    ).model
 
 
-@pytest.mark.parametrize("here, problems, said", [
-    (False, 2, r"the model is for \(law, batch 256.*\), the cluster's devices are "),
-    (True, 2, "no host has two devices"),  # each host of this cluster has one CPU
-    (True, 0, "evaluate.replay_problems is 0"),
-], ids=["other hardware", "one core a host", "switched off"])
+@pytest.mark.parametrize(
+    "here, problems, said",
+    [
+        (False, 2, r"the model is for \(law, batch 256.*\), the cluster's devices are "),
+        (True, 2, "no host has two devices"),  # each host of this cluster has one CPU
+        (True, 0, "evaluate.replay_problems is 0"),
+    ],
+    ids=["other hardware", "one core a host", "switched off"],
+)
 @pytest.mark.usefixtures("cluster")
-def test_what_cannot_be_replayed_is_skipped_with_a_line_and_absent(here, problems, said, model, tmp_path,
-                                                                   monkeypatch, caplog):
+def test_what_cannot_be_replayed_is_skipped_with_a_line_and_absent(
+    here, problems, said, model, tmp_path, monkeypatch, caplog
+):
     if here:
         model = dataclasses.replace(
-            model, setting=dataclasses.replace(SETTING, hardware=hardware.hardware_name("cpu")))
+            model, setting=dataclasses.replace(SETTING, hardware=hardware.hardware_name("cpu"))
+        )
     neural.save(model, tmp_path / "model")
     files.write_pool(tmp_path / "pool.json", pool())
     out = tmp_path / "replays"
@@ -49,8 +56,13 @@ def test_what_cannot_be_replayed_is_skipped_with_a_line_and_absent(here, problem
     (out / "replays.csv").write_text("of another model")
     monkeypatch.setattr(evaluate, "get_run_logger", lambda: logging.getLogger("evaluate"))
     with caplog.at_level(logging.INFO, "evaluate"):
-        found = replay_plans.fn(tmp_path / "model", tmp_path / "pool.json", tmp_path,
-                                EvaluateConfig(replay_problems=problems), out)
+        found = replay_plans.fn(
+            tmp_path / "model",
+            tmp_path / "pool.json",
+            tmp_path,
+            EvaluateConfig(replay_problems=problems),
+            out,
+        )
     assert found == {} and not list(out.iterdir())
     assert re.search(f"no plans are replayed: {said}", caplog.text), caplog.text
     write_metrics.fn(tmp_path, {"compute_mape": 1.0}, {}, found)
@@ -59,8 +71,9 @@ def test_what_cannot_be_replayed_is_skipped_with_a_line_and_absent(here, problem
 
 def test_dvc_shows_a_few_figures_and_a_file_has_all(tmp_path):
     accuracy = {"compute_mape": 12.345678, "forward_comm_mape": 3.0, **{f"other_{i}": 1.0 for i in range(50)}}
-    sharders = {f"{name}_{of}": 1.0 for name in evaluate.COMPARED
-                for of in ("solved", "relative_cost", "seconds")}
+    sharders = {
+        f"{name}_{of}": 1.0 for name in evaluate.COMPARED for of in ("solved", "relative_cost", "seconds")
+    }
     replayed = {"mape": 7.0, "noise": 2.0, **{f"other_{i}": 1.0 for i in range(50)}}
     write_metrics.fn(tmp_path, accuracy, sharders, replayed)
     shown, kept = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("metrics", "figures"))
@@ -69,8 +82,9 @@ def test_dvc_shows_a_few_figures_and_a_file_has_all(tmp_path):
     assert shown["replays"] == {"mape": 7.0, "noise": 2.0} and len(shown["sharders"]) == 3
 
 
-SMALL = EvaluateConfig(replay_problems=3, min_tables=3, max_tables=5, budget_evals=50, max_dim=32,
-                       replay_repeats=2)
+SMALL = EvaluateConfig(
+    replay_problems=3, min_tables=3, max_tables=5, budget_evals=50, max_dim=32, replay_repeats=2
+)
 
 
 def test_tables_that_no_rank_holds_are_left_out_and_problems_without_others_too(model):
@@ -91,12 +105,20 @@ def test_what_was_replayed_is_not_run_again_and_what_else_is_there_goes(model, t
 
     def run(workloads):
         costs = [price(w, model) for w in workloads]
-        return [StepSample(**{part: getattr(c, part) for part in PARTS}, step=Spread(1.0, 1.0, 1.0, 9),
-                           oversubscribed=False) for c in costs]
+        return [
+            StepSample(
+                **{part: getattr(c, part) for part in PARTS},
+                step=Spread(1.0, 1.0, 1.0, 9),
+                oversubscribed=False,
+            )
+            for c in costs
+        ]
 
     for problem in problems:
-        made = [(o.algorithm, o.plan)
-                for o in compare.plans(problem, model, SMALL.seed, Budget(evals=SMALL.budget_evals))]
+        made = [
+            (o.algorithm, o.plan)
+            for o in compare.plans(problem, model, SMALL.seed, Budget(evals=SMALL.budget_evals))
+        ]
         replays.keep(tmp_path / problem.name, problem, made, model.setting, steps, run)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*.json")}
     (tmp_path / "of-before").mkdir()
@@ -105,22 +127,27 @@ def test_what_was_replayed_is_not_run_again_and_what_else_is_there_goes(model, t
     (tmp_path / "thesis" / "chapter.txt").write_text("somebody's")
     before[tmp_path / "thesis" / "chapter.txt"] = b"somebody's"
     kept = evaluate._replayed(model, problems, None, SMALL, tmp_path)
-    assert ([k.problem for k in kept] == problems
-            and {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before)
+    assert [k.problem for k in kept] == problems and {
+        p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()
+    } == before
     assert not (tmp_path / "of-before").exists()
+
+
 def test_searches_are_compiled_before_any_is_timed(model, tmp_path, monkeypatch):
     """Numba takes half a minute, which were the seconds of whichever search comes first."""
     monkeypatch.setattr(evaluate, "get_run_logger", lambda: logging.getLogger("evaluate"))
     ran, run = [], compare.run
-    monkeypatch.setattr(compare, "run",
-                        lambda name, problem, *a, **k: ran.append((problem.name, name)) or run(
-                            name, problem, *a, **k))
+    monkeypatch.setattr(
+        compare,
+        "run",
+        lambda name, problem, *a, **k: ran.append((problem.name, name)) or run(name, problem, *a, **k),
+    )
     neural.save(model, tmp_path / "model")
     files.write_pool(tmp_path / "pool.json", pool())
     config = EvaluateConfig(problems=2, min_tables=2, max_tables=3, budget_evals=10)
     compare_sharders.fn(tmp_path / "model", tmp_path / "pool.json", config, tmp_path)
     timed = [(f"pool-1-0{i}", name) for i in range(2) for name in COMPARED]
-    assert ran[-len(timed):] == timed and set(ran[:-len(timed)]) == {("compile", name) for name in COMPARED}
+    assert ran[-len(timed) :] == timed and set(ran[: -len(timed)]) == {("compile", name) for name in COMPARED}
     rows = list(csv.DictReader((tmp_path / "sharders.csv").read_text().splitlines()))
     assert [(r["problem"], r["algorithm"]) for r in rows] == timed
 
@@ -128,6 +155,7 @@ def test_searches_are_compiled_before_any_is_timed(model, tmp_path, monkeypatch)
 @pytest.mark.parametrize("values", [{"replay_problems": -1}, {"replay_repeats": 0}, {"problems": 10**10}])
 def test_bad_values_are_refused(values):
     [(name, value)] = values.items()
-    with pytest.raises(ShardCoreError,
-                       match=f"evaluate config has {name} {value}; it needs [01] to 1,000,000"):
+    with pytest.raises(
+        ShardCoreError, match=f"evaluate config has {name} {value}; it needs [01] to 1,000,000"
+    ):
         EvaluateConfig(**values)

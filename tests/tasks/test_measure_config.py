@@ -34,17 +34,31 @@ def test_devices_and_ranks_follow_from_the_cluster():
     assert rank_count(MeasureConfig(ranks=4), "cpu", 64) == 4
 
 
-@pytest.mark.parametrize("config, said",
-                         [(MeasureConfig(ranks=3), "ranks is 3, which does not divide the batch of 64"),
-                          (MeasureConfig(hosts=3), "hosts is 3; the Ray cluster has 2")])
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        (MeasureConfig(ranks=3), "ranks is 3, which does not divide the batch of 64"),
+        (MeasureConfig(hosts=3), "hosts is 3; the Ray cluster has 2"),
+    ],
+)
 def test_ranks_that_cannot_be_are_named(config, said):
     with pytest.raises(ShardCoreError, match=said):
         rank_count(config, "cpu", 64)
 
 
-@pytest.mark.parametrize("values",
-                         [{"chunk": 0}, {"hosts": 0}, {"hang_s": 0}, {"seed": -1}, {"ranks": 3, "hosts": 2},
-                          {"compute_samples": -1}, {"step_samples": -1}, {"actors": -1}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"chunk": 0},
+        {"hosts": 0},
+        {"hang_s": 0},
+        {"seed": -1},
+        {"ranks": 3, "hosts": 2},
+        {"compute_samples": -1},
+        {"step_samples": -1},
+        {"actors": -1},
+    ],
+)
 def test_bad_values_are_refused(values):
     with pytest.raises(ShardCoreError, match="measure"):
         MeasureConfig(**values)
@@ -54,8 +68,9 @@ def machines(monkeypatch, *hosts, dead=()):
     """A cluster of other hosts, as Ray tells of them."""
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": h not in dead, "Resources": h} for h in hosts])
     alive = [h for h in hosts if h not in dead]
-    monkeypatch.setattr(ray, "cluster_resources",
-                        lambda: {k: sum(h.get(k, 0) for h in alive) for h in alive for k in h})
+    monkeypatch.setattr(
+        ray, "cluster_resources", lambda: {k: sum(h.get(k, 0) for h in alive) for h in alive for k in h}
+    )
 
 
 def test_gpus_are_what_a_cluster_with_gpus_measures_on(monkeypatch):
@@ -63,11 +78,14 @@ def test_gpus_are_what_a_cluster_with_gpus_measures_on(monkeypatch):
     machines(monkeypatch, few, many, gone, dead=(gone,))
     assert cluster_device() == "cuda" and actor_count(MeasureConfig(), "cuda") == 10
     assert rank_count(MeasureConfig(), "cuda", 60) == 6 and rank_count(MeasureConfig(), "cuda", 64) == 4
-    assert (rank_count(MeasureConfig(hosts=2), "cuda", 64) == 8
-            and rank_count(MeasureConfig(hosts=2), "cuda", 60) == 6)
+    assert (
+        rank_count(MeasureConfig(hosts=2), "cuda", 64) == 8
+        and rank_count(MeasureConfig(hosts=2), "cuda", 60) == 6
+    )
     assert devices_of_a_host(8, 60) == 6 and devices_of_a_host(5, 64) == 4 and devices_of_a_host(0, 64) == 1
-    with pytest.raises(ShardCoreError, match="no number of ranks, equally many on each of 2 hosts, "
-                       "divides the batch of 63"):
+    with pytest.raises(
+        ShardCoreError, match="no number of ranks, equally many on each of 2 hosts, divides the batch of 63"
+    ):
         rank_count(MeasureConfig(hosts=2), "cuda", 63)
     machines(monkeypatch, {"CPU": 8.0, "GPU": 1.0})
     assert rank_count(MeasureConfig(), "cuda", 64) == 1  # one GPU exchanges with nobody
@@ -100,9 +118,9 @@ def test_the_first_different_draws_are_wanted_and_each_has_lookups():
     empty = dataclasses.replace(tables[0], name="empty", pooling=0.0)
     wanted = wanted_compute([*tables, empty], setting, config)
     assert len(wanted) == 20 and all(k == dataset.compute_id(setting, r) for k, r in wanted.items())
-    assert (max(len(r.shards) for r in wanted.values()) <= 3
-            and not any(s.table.name == "empty" for r in wanted.values()
-                        for s in r.shards))
+    assert max(len(r.shards) for r in wanted.values()) <= 3 and not any(
+        s.table.name == "empty" for r in wanted.values() for s in r.shards
+    )
     more = wanted_compute(tables, setting, dataclasses.replace(config, compute_samples=30))
     assert list(more)[:20] == list(wanted)
     assert len(set(wanted_compute(tables, setting, dataclasses.replace(config, seed=1))) & set(wanted)) < 10
@@ -115,8 +133,17 @@ def test_the_first_different_draws_are_wanted_and_each_has_lookups():
 
 
 def test_each_part_of_the_config_goes_where_it_belongs():
-    config = MeasureConfig(arena_bytes=1 << 25, tolerance=0.2, min_repeats=3, max_repeats=5, interleave=7,
-                           max_shards=9, comm_repeats=4, step_repeats=6, hang_s=11.0)
+    config = MeasureConfig(
+        arena_bytes=1 << 25,
+        tolerance=0.2,
+        min_repeats=3,
+        max_repeats=5,
+        interleave=7,
+        max_shards=9,
+        comm_repeats=4,
+        step_repeats=6,
+        hang_s=11.0,
+    )
     assert config.kernels() == KernelConfig(1 << 25, 0.2, 3, 5, 7)
     assert config.groups() == GroupConfig(max_shards=9, max_shard_bytes=1 << 25)
     assert config.comm() == CollectiveConfig(repeats=4)
@@ -124,8 +151,16 @@ def test_each_part_of_the_config_goes_where_it_belongs():
     assert (steps.arena_bytes, steps.timeout_s, steps.repeats) == (1 << 25, 22.0, 6)
 
 
-@pytest.mark.parametrize("done, took_s, most, found", [
-    (1, 0.1, 16, 2), (8, 0.1, 16, 16), (16, 0.1, 16, 16), (16, 10.0, 16, 8), (4, 100.0, 16, 1),
-    (1, 1e-9, 1, 1)])
+@pytest.mark.parametrize(
+    "done, took_s, most, found",
+    [
+        (1, 0.1, 16, 2),
+        (8, 0.1, 16, 16),
+        (16, 0.1, 16, 16),
+        (16, 10.0, 16, 8),
+        (4, 100.0, 16, 1),
+        (1, 1e-9, 1, 1),
+    ],
+)
 def test_exchanges_are_kept_before_much_is_lost_whatever_the_chunk(done, took_s, most, found):
     assert PART_S == 5.0 and next_part(done, took_s, most) == found

@@ -1,5 +1,4 @@
-"""The tasks that measure, on a Ray cluster: what is missing is measured, once; what was disturbed, once more.
-"""
+"""The tasks that measure, on a Ray cluster: what is missing is measured, once; what was disturbed, once more."""
 
 import logging
 from collections import Counter
@@ -15,9 +14,17 @@ from tasks import measure, replay
 from tasks.measure import MeasureConfig, measure_comm, measure_compute, wanted_comm, wanted_compute
 
 SETTING = Setting("test", 64)
-CONFIG = MeasureConfig(compute_samples=8, comm_samples=3, chunk=2, max_shards=3, arena_bytes=1 << 24,
-                       min_repeats=2,
-                       max_repeats=2, interleave=3, comm_repeats=2)
+CONFIG = MeasureConfig(
+    compute_samples=8,
+    comm_samples=3,
+    chunk=2,
+    max_shards=3,
+    arena_bytes=1 << 24,
+    min_repeats=2,
+    max_repeats=2,
+    interleave=3,
+    comm_repeats=2,
+)
 TABLES = [t for t in pool() if t.rows < 20_000]
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -25,8 +32,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 @pytest.fixture
 def progress(monkeypatch):
-    """What was told of progress: [kind, total, done, again]. (The flow's log and pages are for tests/flows.)
-    """
+    """What was told of progress: [kind, total, done, again]. (The flow's log and pages are for tests/flows.)"""
     told = []
 
     class Told:
@@ -46,8 +52,15 @@ def progress(monkeypatch):
 
 
 def timed(request, relative_ci, ms=1.0):
-    return ComputeSample(dataset.compute_id(SETTING, request), SETTING, request, spread(ms), spread(ms), 1.0,
-                         relative_ci=relative_ci)
+    return ComputeSample(
+        dataset.compute_id(SETTING, request),
+        SETTING,
+        request,
+        spread(ms),
+        spread(ms),
+        1.0,
+        relative_ci=relative_ci,
+    )
 
 
 def test_what_is_missing_is_measured_and_what_was_disturbed_once_more(tmp_path, progress, caplog):
@@ -77,7 +90,8 @@ def test_exchanges_that_are_missing_are_measured_by_one_gang(tmp_path, progress)
     found = dataset.read_comm(folder)
     assert {s.id: s.request for s in found} == wanted
     assert sorted(s.order for s in found) == [0, 1, 2] and all(
-        (s.forward or s.backward)[1].repeats == 2 for s in found)
+        (s.forward or s.backward)[1].repeats == 2 for s in found
+    )
     assert [s.id for s in sorted(found, key=lambda s: s.order)] == list(wanted)
     assert measure_comm.fn(SETTING, CONFIG, folder) == 0 and len(progress) == 1
 
@@ -85,7 +99,8 @@ def test_exchanges_that_are_missing_are_measured_by_one_gang(tmp_path, progress)
 def test_where_no_steps_can_run_none_are_measured_and_a_line_says_why(tmp_path, progress, caplog):
     files.write_pool(tmp_path / "pool.json", TABLES)
     with caplog.at_level(logging.INFO, "measure"):
-        assert replay.measure_steps.fn(tmp_path / "pool.json", SETTING, CONFIG,
-                                       tmp_path / "measurements") == 0
+        assert (
+            replay.measure_steps.fn(tmp_path / "pool.json", SETTING, CONFIG, tmp_path / "measurements") == 0
+        )
     assert "what exchanges take in steps stays unknown: no host has two devices" in caplog.text
     assert not progress and not (tmp_path / "measurements").exists()

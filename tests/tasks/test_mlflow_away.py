@@ -41,24 +41,37 @@ def place(tmp_path_factory):
 
 
 def work():
-    return {"train": lambda: train_model.fn(MEASUREMENTS, WANTED, TrainConfig(epochs=1), MODEL),
-            "promote": lambda: promote_model.fn(MODEL, MEASUREMENTS, PromoteConfig()),
-            "publish": lambda: publish_plans.fn([], "plans", WANTED, PublishConfig())}
+    return {
+        "train": lambda: train_model.fn(MEASUREMENTS, WANTED, TrainConfig(epochs=1), MODEL),
+        "promote": lambda: promote_model.fn(MODEL, MEASUREMENTS, PromoteConfig()),
+        "publish": lambda: publish_plans.fn([], "plans", WANTED, PublishConfig()),
+    }
 
 
 @pytest.mark.parametrize("task", work())
 def test_an_address_that_does_not_answer_is_named_before_work_begins(place, task):
-    with pytest.raises(ShardCoreError, match=r"^MLflow \(MLFLOW_TRACKING_URI\) does not answer at "
-                       rf"{ADDRESS}: .+; start it, or"):
+    with pytest.raises(
+        ShardCoreError,
+        match=r"^MLflow \(MLFLOW_TRACKING_URI\) does not answer at "
+        rf"{ADDRESS}: .+; start it, or",
+    ):
         work()[task]()
 
 
-@pytest.mark.parametrize("task, said", [
-    ("train",
-     rf"^MLflow failed at {ADDRESS}: .+; what was finished is kept, and a rerun goes on from there$"),
-    ("promote",
-     rf"^MLflow failed at {ADDRESS}: .+; what was finished is kept, and a rerun goes on from there$"),
-    ("publish", r"^the registry cannot say which version of 'shardcore-cost-law' is champion: .+")])
+@pytest.mark.parametrize(
+    "task, said",
+    [
+        (
+            "train",
+            rf"^MLflow failed at {ADDRESS}: .+; what was finished is kept, and a rerun goes on from there$",
+        ),
+        (
+            "promote",
+            rf"^MLflow failed at {ADDRESS}: .+; what was finished is kept, and a rerun goes on from there$",
+        ),
+        ("publish", r"^the registry cannot say which version of 'shardcore-cost-law' is champion: .+"),
+    ],
+)
 def test_a_server_that_goes_away_meanwhile_is_named_in_one_line(place, monkeypatch, task, said):
     monkeypatch.setattr(registry, "connect", mlflow.MlflowClient)  # as it answered when it was looked at
     before = (MODEL / "model.json").read_bytes()
@@ -69,8 +82,10 @@ def test_a_server_that_goes_away_meanwhile_is_named_in_one_line(place, monkeypat
 
 
 def test_what_the_server_says_is_told_in_one_line(place):
-    with (pytest.raises(ShardCoreError, match=r"^MLflow failed at .*: of two lines; what was"),
-          registry.plain_errors()):
+    with (
+        pytest.raises(ShardCoreError, match=r"^MLflow failed at .*: of two lines; what was"),
+        registry.plain_errors(),
+    ):
         raise mlflow.exceptions.MlflowException("of two\n lines")
     with pytest.raises(ZeroDivisionError), registry.plain_errors():
         raise ZeroDivisionError

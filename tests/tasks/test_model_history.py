@@ -23,9 +23,12 @@ def version(client, score: str = "5.0"):
     run = client.create_run("0")
     client.log_metric(run.info.run_id, "replays/mape", 7.5)
     client.log_metric(run.info.run_id, "replays/noise", 2.5)
-    return client.create_model_version(NAME, f"runs:/{run.info.run_id}/model", run.info.run_id,
-                                       tags={"score": score, "gate": "passed", "setting": "law",
-                                             "noise": "3.5"})
+    return client.create_model_version(
+        NAME,
+        f"runs:/{run.info.run_id}/model",
+        run.info.run_id,
+        tags={"score": score, "gate": "passed", "setting": "law", "noise": "3.5"},
+    )
 
 
 def test_each_champion_reigns_until_the_next_one(client, monkeypatch):

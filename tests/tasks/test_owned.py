@@ -42,9 +42,14 @@ def is_alive(pid):
 
 def run(starts=SLEEPERS, ends="time.sleep(600)"):
     """A run, its folder, and the ids of what it started."""
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM.format(starts=starts, ends=ends)],
-                               cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(starts=starts, ends=ends)],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
     folder, *started = process.stdout.readline().split()
     return process, Path(folder), started
 
@@ -56,10 +61,12 @@ def test_what_a_killed_run_started_ends_and_its_folder_goes(number):
     process.send_signal(number)
     until(lambda: not folder.exists())
     assert not any(map(is_alive, started)) and process.wait(60) != 0
-    assert process.stderr.read().endswith("error: this run was ended before its end; " + owned.GOES_ON
-                                          + "\n") == (
-                                              # which Python hears, and tells of itself
-                                              number != signal.SIGINT)
+    assert process.stderr.read().endswith(
+        "error: this run was ended before its end; " + owned.GOES_ON + "\n"
+    ) == (
+        # which Python hears, and tells of itself
+        number != signal.SIGINT
+    )
 
 
 def test_a_run_that_ends_by_itself_leaves_nothing_when_it_has():
@@ -70,9 +77,11 @@ def test_a_run_that_ends_by_itself_leaves_nothing_when_it_has():
 
 def test_servers_end_after_those_that_tell_them_how_they_ended(tmp_path):
     """The client finds its server when it is asked to end."""
-    client = ("import signal, sys\ndef asked(*_):\n    open(sys.argv[1], "
-              "'w').write(open(f'/proc/{sys.argv[2]}/stat').read())\n"
-              "    sys.exit()\nsignal.signal(signal.SIGTERM, asked)")
+    client = (
+        "import signal, sys\ndef asked(*_):\n    open(sys.argv[1], "
+        "'w').write(open(f'/proc/{sys.argv[2]}/stat').read())\n"
+        "    sys.exit()\nsignal.signal(signal.SIGTERM, asked)"
+    )
     said = tmp_path / "said"
     process, folder, (server, asked) = run(f"""
     with serving():
@@ -88,8 +97,9 @@ def test_a_run_whose_guardian_is_killed_ends_all_itself():
     process, folder, started = run(ends="while os.path.exists(os.environ[RUN] + '/file'): time.sleep(0.01)")
     [guardian] = [p for p in psutil.Process(process.pid).children() if "owned.py" in " ".join(p.cmdline())]
     [ignored] = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{guardian.pid}/status").read_text())
-    assert all(int(ignored, 16) >> number - 1 & 1
-               for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    assert all(
+        int(ignored, 16) >> number - 1 & 1 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    )
     guardian.kill()
     (folder / "file").unlink()
     assert process.wait(60) == 0 and not folder.exists() and not any(map(is_alive, started))
@@ -129,9 +139,14 @@ def test_a_process_ends_with_the_one_that_started_it_and_does_not_begin_after_it
     until(lambda: not is_alive(child))
     process.kill()
     until(lambda: not folder.exists())
-    late = subprocess.run([sys.executable, "-c", ends], cwd=ROOT,
-                          env={**os.environ, owned.RUN: "/tmp/of-another"}, text=True,
-                          stderr=subprocess.PIPE, timeout=60)
+    late = subprocess.run(
+        [sys.executable, "-c", ends],
+        cwd=ROOT,
+        env={**os.environ, owned.RUN: "/tmp/of-another"},
+        text=True,
+        stderr=subprocess.PIPE,
+        timeout=60,
+    )
     assert late.returncode == 1 and late.stderr == "the process that started this one has ended\n"
 
 
@@ -139,8 +154,10 @@ def test_within_it_temporary_files_are_in_its_folder_and_then_all_is_as_before()
     before = dict(os.environ), tempfile.gettempdir()
     with owned.owned():
         folder = os.environ[owned.RUN]
-        assert (tempfile.gettempdir() == folder == os.environ["TMPDIR"]
-                and oct(os.stat(folder).st_mode)[-3:] == "700")
+        assert (
+            tempfile.gettempdir() == folder == os.environ["TMPDIR"]
+            and oct(os.stat(folder).st_mode)[-3:] == "700"
+        )
         with owned.owned():  # another's
             assert os.environ[owned.RUN] == folder
         with owned.serving():
@@ -157,9 +174,15 @@ def test_the_folder_is_where_paths_of_ray_s_sockets_are_short_enough(tmp_path, m
 
 
 def test_what_does_not_end_when_it_is_asked_is_killed():
-    stubborn = subprocess.Popen([sys.executable, "-c",
-                                 "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-                                 "print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE)
+    stubborn = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+            "print(flush=True); time.sleep(600)",
+        ],
+        stdout=subprocess.PIPE,
+    )
     stubborn.stdout.readline()
     owned._end(lambda: [stubborn.pid] if stubborn.poll() is None else [], 0.1)
     assert stubborn.returncode == -signal.SIGKILL

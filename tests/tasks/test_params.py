@@ -18,12 +18,24 @@ from tasks.stack_config import StackConfig
 from tasks.tables import TablesConfig
 from tasks.train import TrainConfig
 
-CONFIGS = (SettingConfig, TablesConfig, MeasureConfig, TrainConfig, EvaluateConfig, PromoteConfig,
-           PublishConfig, StackConfig)
+CONFIGS = (
+    SettingConfig,
+    TablesConfig,
+    MeasureConfig,
+    TrainConfig,
+    EvaluateConfig,
+    PromoteConfig,
+    PublishConfig,
+    StackConfig,
+)
 ELSEWHERE = {"object_store_mib"}
 """This machine's memory is its end (test_stack.py)."""
-NUMBERS = [(config, field.name) for config in CONFIGS for field in dataclasses.fields(config)
-           if field.type.split(" ")[0] in ("int", "float") and field.name not in ELSEWHERE]
+NUMBERS = [
+    (config, field.name)
+    for config in CONFIGS
+    for field in dataclasses.fields(config)
+    if field.type.split(" ")[0] in ("int", "float") and field.name not in ELSEWHERE
+]
 
 
 def make(config, **values):
@@ -63,8 +75,9 @@ def test_parameters_name_an_unknown_key(tmp_path):
 def test_a_section_that_an_older_file_lacks_is_named_with_the_line_to_write(tmp_path):
     path = tmp_path / "params.yaml"
     path.write_text("tables: {}\n")
-    with pytest.raises(ShardCoreError, match="has no section 'train_policy', .* add the line "
-                                             "`train_policy: {}`"):
+    with pytest.raises(
+        ShardCoreError, match="has no section 'train_policy', .* add the line `train_policy: {}`"
+    ):
         params.require_section("train_policy", path)
     path.write_text("tables: {}\ntrain_policy: {}\n")
     params.require_section("train_policy", path)

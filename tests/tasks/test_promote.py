@@ -67,12 +67,15 @@ def measured_as_by(held_out, others):
         model = held_out if split_of(s.id) == "test" else others
         sums = model.encode(s.request.shards, s.request.batch).sum(0)
         total, share = float(model.head(sums)), float(model.forward_share(sums))
-        compute.append(dataclasses.replace(s, forward=spread(share * total),
-                                           backward=spread((1 - share) * total)))
+        compute.append(
+            dataclasses.replace(s, forward=spread(share * total), backward=spread((1 - share) * total))
+        )
     for s in COMM:
         w = (held_out if split_of(s.id) == "test" else others).weights
-        ways = {way: tuple(spread(float(ms)) for ms in collective_fit.predicted(w, [s], way)[0])
-                for way in ("forward", "backward")}
+        ways = {
+            way: tuple(spread(float(ms)) for ms in collective_fit.predicted(w, [s], way)[0])
+            for way in ("forward", "backward")
+        }
         comm.append(dataclasses.replace(s, **ways))
     return compute, comm
 
@@ -80,9 +83,14 @@ def measured_as_by(held_out, others):
 def promote(store, model, approve=False, will_publish=False, **config):
     neural.save(model, store / "new")
     with disable_run_logger():
-        return promote_model.fn(store / "new", store / "measured", PromoteConfig(**config), approve,
-                                will_publish,
-                                replayed=store / "replays")
+        return promote_model.fn(
+            store / "new",
+            store / "measured",
+            PromoteConfig(**config),
+            approve,
+            will_publish,
+            replayed=store / "replays",
+        )
 
 
 def replay_as_priced_by(model, store, problems):
@@ -93,21 +101,30 @@ def replay_as_priced_by(model, store, problems):
 
         def run(workloads):
             costs = [price(w, model) for w in workloads]
-            return [StepSample(**{part: getattr(c, part) for part in PARTS}, step=Spread(1.0, 1.0, 1.0, 9),
-                               oversubscribed=False) for c in costs]
+            return [
+                StepSample(
+                    **{part: getattr(c, part) for part in PARTS},
+                    step=Spread(1.0, 1.0, 1.0, 9),
+                    oversubscribed=False,
+                )
+                for c in costs
+            ]
 
         replays.keep(store / "replays" / drawn.name, drawn, made, SETTING, ReplayConfig(), run)
 
 
 def test_the_score_is_of_compute_and_exchanges_alike():
-    assert score({"compute_mape": 10.0, "forward_comm_mape": 20.0, "backward_comm_mape": 40.0,
-                  "n_comm": 9.0}) == 20.0
+    assert (
+        score({"compute_mape": 10.0, "forward_comm_mape": 20.0, "backward_comm_mape": 40.0, "n_comm": 9.0})
+        == 20.0
+    )
     assert score({"compute_mape": 10.0, "backward_comm_mape": 40.0}) == 25.0
     assert score({"compute_mape": 10.0, "n_comm": 0.0}) == 10.0
 
 
-@pytest.mark.parametrize("other", [lambda m: scaled(m, 1.5), lambda m: exchanging(m, 1.5)],
-                         ids=["compute", "exchanges"])
+@pytest.mark.parametrize(
+    "other", [lambda m: scaled(m, 1.5), lambda m: exchanging(m, 1.5)], ids=["compute", "exchanges"]
+)
 def test_models_are_judged_by_held_out_samples_of_both_kinds_and_no_others(store, model, other):
     """One model is right of all that is held out, the other one of all else; they differ in one kind of
     cost."""
@@ -115,8 +132,9 @@ def test_models_are_judged_by_held_out_samples_of_both_kinds_and_no_others(store
     measure(store / "measured", *measured_as_by(right, wrong))
     assert promote(store, wrong).champion == "1"
     found = promote(store, right)
-    assert found.champion == "2" and re.search(r"score 0\.00% .* against \d+\.\d+% of champion 1",
-                                               found.reason)
+    assert found.champion == "2" and re.search(
+        r"score 0\.00% .* against \d+\.\d+% of champion 1", found.reason
+    )
     lost = promote(store, wrong)
     assert lost.champion == "2" and "lost by" in lost.reason and "against 0.00%" in lost.reason
 
@@ -124,8 +142,16 @@ def test_models_are_judged_by_held_out_samples_of_both_kinds_and_no_others(store
 def test_a_challenger_may_lose_as_much_as_the_parameters_say(store, model):
     """An error of 25% of compute and none of exchanges is 12.5 points."""
     measure(store / "measured", *measured_as_by(model, model))
-    worse = dataclasses.replace(model, weights={**model.weights, **{k: 1.25 * model.weights[k] for k in (
-        "exchange_all_to_all_forward", "exchange_all_to_all_backward")}})
+    worse = dataclasses.replace(
+        model,
+        weights={
+            **model.weights,
+            **{
+                k: 1.25 * model.weights[k]
+                for k in ("exchange_all_to_all_forward", "exchange_all_to_all_backward")
+            },
+        },
+    )
     assert promote(store, model).champion == "1"
     lost = promote(store, worse, may_lose=12.4).reason
     assert re.search(r"lost by 12\.50 points: score 12\.50% .* against 0\.00%$", lost)
@@ -140,8 +166,10 @@ def test_the_same_model_is_one_version_and_scores_are_on_record(store, trained):
         name = promote(store, trained).model
     [version] = client.search_model_versions(f"name = '{name}'")
     assert float(version.tags["score"]) > 0 and version.tags["gate"].startswith("passed, score ")
-    assert {k: str(v) for k, v in client.get_registered_model(name).aliases.items()} == {"challenger": "1",
-                                                                                         "champion": "1"}
+    assert {k: str(v) for k, v in client.get_registered_model(name).aliases.items()} == {
+        "challenger": "1",
+        "champion": "1",
+    }
     assert publish_claim.read(client, name).publishing is None  # nobody said that they would publish
 
 
@@ -187,8 +215,9 @@ def test_a_challenger_that_chooses_worse_among_replayed_plans_does_not_follow(st
     worse = scaled(trained, 1e-3)  # nearly all that matters to it is the exchange
     found = promote(store, worse, may_lose=1000.0)
     assert (found.challenger, found.champion) == ("2", "1")
-    assert re.search("lost by replayed plans: (regret|Kendall tau) of .* on the same replays of 6 problems",
-                     found.reason)
+    assert re.search(
+        "lost by replayed plans: (regret|Kendall tau) of .* on the same replays of 6 problems", found.reason
+    )
     runs = [client.get_run(client.get_model_version(found.model, v).run_id) for v in ("1", "2")]
     assert "replays/regret" not in runs[0].data.metrics and runs[1].data.metrics["replays/regret"] > 0
     assert "replays.png" in [a.path for a in client.list_artifacts(runs[1].info.run_id)]
@@ -205,8 +234,9 @@ def test_a_champion_of_other_features_is_replaced(store, trained):
     neural.save(trained, store / "new")
     client = registry.connect()
     old = registry.register(client, store / "old", None, {})
-    [kept] = (p.parent for p in store.rglob("model.json") if p.parents[0]
-              not in (store / "old", store / "new"))
+    [kept] = (
+        p.parent for p in store.rglob("model.json") if p.parents[0] not in (store / "old", store / "new")
+    )
     meta, weights = model_files.read_model(kept)
     model_files.write_model(kept, {**meta, "conditions": ["width"]}, weights)
     client.set_registered_model_alias(old.name, registry.CHAMPION, old.version)
@@ -215,8 +245,9 @@ def test_a_champion_of_other_features_is_replaced(store, trained):
     assert str(registry.find(client, old.name, registry.CHAMPION).version) == champion
 
 
-def test_with_approval_a_challenger_that_passed_waits_and_one_that_lost_is_not_to_be_approved(store, trained,
-                                                                                              capfd, recwarn):
+def test_with_approval_a_challenger_that_passed_waits_and_one_that_lost_is_not_to_be_approved(
+    store, trained, capfd, recwarn
+):
     client = registry.connect()
     waits = promote(store, trained, approval=True)
     assert waits.champion is None and "challenger 1 awaits approval; score 0." in waits.reason
@@ -227,7 +258,10 @@ def test_with_approval_a_challenger_that_passed_waits_and_one_that_lost_is_not_t
     assert (state.champion, state.publishing) == ("1", "1")  # nobody else is to publish for now
     lost = promote(store, scaled(trained, 3), approve=True, approval=True)
     assert (lost.challenger, lost.champion) == ("2", "1")
-    assert re.fullmatch(r".*2 lost by (\d+\.\d+) points: score \d+\.\d+% \(mean error on held-out groups and "
-                        r"exchanges\) against 0\.\d+%", lost.reason)
+    assert re.fullmatch(
+        r".*2 lost by (\d+\.\d+) points: score \d+\.\d+% \(mean error on held-out groups and "
+        r"exchanges\) against 0\.\d+%",
+        lost.reason,
+    )
     shown = capfd.readouterr().err + "".join(str(w.message) for w in recwarn)  # of two registrations
     assert "already exists" not in shown and "type hint" not in shown

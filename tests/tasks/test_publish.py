@@ -31,22 +31,43 @@ VERSION = SimpleNamespace(name="shardcore-cost-law", version=3)
 
 @pytest.mark.parametrize("limit", [None, 3])
 def test_a_plan_names_its_model_the_data_and_the_search(limit):
-    model = SimpleNamespace(setting=SETTING, meta={"provenance": {
-        "data_version": "d1", "git_commit": "c1", "seed": 5, "data": "0123456789abcdef",
-        "datasets": {"datasets/x": "digest"}}})
+    model = SimpleNamespace(
+        setting=SETTING,
+        meta={
+            "provenance": {
+                "data_version": "d1",
+                "git_commit": "c1",
+                "seed": 5,
+                "data": "0123456789abcdef",
+                "datasets": {"datasets/x": "digest"},
+            }
+        },
+    )
     found = _provenance(model, VERSION, PublishConfig(budget_evals=2_000, max_moved_tables=limit))
     assert len(found.pop("git_commit")) >= 40
-    assert found == {"model": "shardcore-cost-law", "model_version": "3", "setting": str(SETTING),
-                     "data_version": "d1", "data": "0123456789abcdef",
-                     "model_git_commit": "c1", "model_seed": 5, "datasets": {"datasets/x": "digest"},
-                     "algorithm": DEFAULT_SHARDER, "budget_evals": 2_000, "seed": 0,
-                     **({} if limit is None else {"max_moved_tables": limit})}
+    assert found == {
+        "model": "shardcore-cost-law",
+        "model_version": "3",
+        "setting": str(SETTING),
+        "data_version": "d1",
+        "data": "0123456789abcdef",
+        "model_git_commit": "c1",
+        "model_seed": 5,
+        "datasets": {"datasets/x": "digest"},
+        "algorithm": DEFAULT_SHARDER,
+        "budget_evals": 2_000,
+        "seed": 0,
+        **({} if limit is None else {"max_moved_tables": limit}),
+    }
 
 
 def test_a_model_without_provenance_says_so():
     found = _provenance(SimpleNamespace(setting=SETTING, meta={"provenance": {}}), VERSION, PublishConfig())
-    assert (found["data_version"] == "unversioned" and found["model_git_commit"] == "no git"
-            and "datasets" not in found)
+    assert (
+        found["data_version"] == "unversioned"
+        and found["model_git_commit"] == "no git"
+        and "datasets" not in found
+    )
 
 
 @pytest.fixture
@@ -63,8 +84,9 @@ def mixed_champion(tmp_path):
         half = replace(full, weights=weights, setting=replace(SETTING, precision="fp16"))
         for model, data in ((full, "of fp32"), (half, "of fp16")):
             neural.save(replace(model, meta={**model.meta, "provenance": {"data": data}}), tmp_path / data)
-        promoted = promote_model.fn(tmp_path / "of fp32", Path("measured"),
-                                    PromoteConfig(also=(str(tmp_path / "of fp16"),)))
+        promoted = promote_model.fn(
+            tmp_path / "of fp32", Path("measured"), PromoteConfig(also=(str(tmp_path / "of fp16"),))
+        )
         assert promoted.champion == "1"
         yield tmp_path
 
@@ -77,16 +99,22 @@ def of_precisions(name, *precisions):
 def publish(*problems):
     for one in problems:
         files.write_problem(f"{one.name}.json", one)
-    return publish_plans.fn([Path(f"{p.name}.json") for p in problems], "plans",
-                            SettingConfig(SETTING.hardware, SETTING.batch),
-                            PublishConfig("anneal", budget_evals=300, torchrec_s=0))
+    return publish_plans.fn(
+        [Path(f"{p.name}.json") for p in problems],
+        "plans",
+        SettingConfig(SETTING.hardware, SETTING.batch),
+        PublishConfig("anneal", budget_evals=300, torchrec_s=0),
+    )
 
 
 def test_problems_of_one_precision_and_of_several_are_published_under_one_champion(mixed_champion):
     cached = of_precisions("cached", "fp16", "fp32")
     host = {"memory": (Memory("host", 1 << 40, 10.0),)}
-    cached = replace(cached, topology=replace(cached.topology, **host),
-                     tables=(replace(cached.tables[0], load_factor=0.2), *cached.tables[1:]))
+    cached = replace(
+        cached,
+        topology=replace(cached.topology, **host),
+        tables=(replace(cached.tables[0], load_factor=0.2), *cached.tables[1:]),
+    )
     problems = [of_precisions("half", "fp16"), of_precisions("both", "fp16", "fp32"), cached]
     table = publish(*problems)
     assert all(p.name in table for p in problems) and "fp16+fp32" in table
@@ -102,8 +130,9 @@ def test_a_model_of_another_optimizer_is_none_to_join(mixed_champion):
     model = neural.load(mixed_champion / "of fp16")
     neural.save(replace(model, setting=replace(model.setting, optimizer="adam")), mixed_champion / "adam")
     with pytest.raises(SettingMismatch, match="cannot be mixed; they need the same hardware and optimizer"):
-        promote_model.fn(mixed_champion / "of fp32", Path("measured"),
-                         PromoteConfig(also=(str(mixed_champion / "adam"),)))
+        promote_model.fn(
+            mixed_champion / "of fp32", Path("measured"), PromoteConfig(also=(str(mixed_champion / "adam"),))
+        )
 
 
 def test_a_challenger_is_judged_against_the_champion_s_model_of_its_precision(mixed_champion):
@@ -118,8 +147,9 @@ def test_a_challenger_that_lacks_a_precision_of_the_champion_says_so(mixed_champ
     promoted = promote_model.fn(mixed_champion / "of fp32", Path("measured"), PromoteConfig())
     assert promoted.champion == "2"
     assert promoted.reason.endswith("it has no model for fp16, as champion 1 has: name one in promote.also")
-    again = promote_model.fn(mixed_champion / "of fp32", Path("measured"),
-                             PromoteConfig(also=(str(mixed_champion / "of fp16"),)))
+    again = promote_model.fn(
+        mixed_champion / "of fp32", Path("measured"), PromoteConfig(also=(str(mixed_champion / "of fp16"),))
+    )
     assert again.champion == "1" and "no model" not in again.reason
 
 

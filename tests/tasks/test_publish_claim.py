@@ -12,19 +12,22 @@ from tasks.publish_claim import PublishState
 NOW = 1000.0
 
 
-@pytest.mark.parametrize("state, due", [
-    (PublishState("m", None), False),
-    (PublishState("m", "1"), True),
-    (PublishState("m", "1", "1", NOW), False),
-    (PublishState("m", "2", "1", NOW), True),
-    (PublishState("m", "2", "1", NOW, "2", NOW + 1), False),
-    (PublishState("m", "2", "1", NOW, "2", NOW - 1), True),  # whoever was at it was killed
-    # it changed while the last one was being published
-    (PublishState("m", "2", "1", NOW, "1", NOW + 1), False),
-    (PublishState("m", "2", "1", NOW, "1", NOW - 1), True),
-    (PublishState("m", "2", "1", NOW, "2", None), True),  # a claim that says no time
-    (PublishState("m", "1", "1", NOW, "2", NOW - 1), False),
-])
+@pytest.mark.parametrize(
+    "state, due",
+    [
+        (PublishState("m", None), False),
+        (PublishState("m", "1"), True),
+        (PublishState("m", "1", "1", NOW), False),
+        (PublishState("m", "2", "1", NOW), True),
+        (PublishState("m", "2", "1", NOW, "2", NOW + 1), False),
+        (PublishState("m", "2", "1", NOW, "2", NOW - 1), True),  # whoever was at it was killed
+        # it changed while the last one was being published
+        (PublishState("m", "2", "1", NOW, "1", NOW + 1), False),
+        (PublishState("m", "2", "1", NOW, "1", NOW - 1), True),
+        (PublishState("m", "2", "1", NOW, "2", None), True),  # a claim that says no time
+        (PublishState("m", "1", "1", NOW, "2", NOW - 1), False),
+    ],
+)
 def test_due_where_the_champion_is_another_version_and_nobody_is_at_it(state, due):
     assert state.due(NOW) is due
 
@@ -38,8 +41,11 @@ def test_publishing_is_claimed_while_it_lasts_and_on_record_only_at_its_end(tmp_
     client.set_registered_model_alias("m", "champion", version.version)
     with pytest.raises(KeyError), publish_claim.publishing(client, version):
         claimed = publish_claim.read(client, "m")
-        assert ((claimed.champion, claimed.publishing, claimed.published) == ("1", "1", None)
-                and not claimed.due(time.time()))
+        assert (claimed.champion, claimed.publishing, claimed.published) == (
+            "1",
+            "1",
+            None,
+        ) and not claimed.due(time.time())
         raise KeyError
     assert publish_claim.read(client, "m") == PublishState("m", "1")
     with publish_claim.publishing(client, version, everything=False):

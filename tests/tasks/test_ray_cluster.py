@@ -27,8 +27,12 @@ NOWHERE = "127.0.0.1:9"
 
 def sessions(cluster):
     """All processes of a cluster's nodes, and what they started."""
-    pids = {info.process.pid for node in cluster.list_all_nodes() for infos in node.all_processes.values()
-            for info in infos}
+    pids = {
+        info.process.pid
+        for node in cluster.list_all_nodes()
+        for infos in node.all_processes.values()
+        for info in infos
+    }
     found = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     return {p.pid: p for parent in found for p in (parent, *parent.children(recursive=True))}.values()
 
@@ -51,8 +55,9 @@ def test_it_listens_at_loopback_only(cluster, agent):
     listening = {}
     for process in sessions(cluster):
         try:
-            addresses = {c.laddr.ip for c in process.net_connections("inet")
-                         if c.status == psutil.CONN_LISTEN}
+            addresses = {
+                c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN
+            }
         except psutil.Error:  # it ended meanwhile
             continue
         listening[process.pid] = {a.removeprefix("::ffff:") for a in addresses}
@@ -63,8 +68,11 @@ def test_it_listens_at_loopback_only(cluster, agent):
 @pytest.mark.parametrize("who", ["nobody", "wrong", "its owner"])
 def test_who_has_no_token_is_refused(cluster, agent, written_stack, who):
     _, _, token = written_stack
-    given = {"nobody": {}, "wrong": {"authorization": "Bearer wrong"},
-             "its owner": {"authorization": f"Bearer {token}"}}[who]
+    given = {
+        "nobody": {},
+        "wrong": {"authorization": "Bearer wrong"},
+        "its owner": {"authorization": f"Bearer {token}"},
+    }[who]
     with grpc.insecure_channel(cluster.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         call = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
         try:
@@ -81,13 +89,20 @@ def test_who_has_no_token_is_refused(cluster, agent, written_stack, who):
         assert answer == grpc.StatusCode.UNAUTHENTICATED and page in (401, 403)
 
 
-@pytest.mark.parametrize("address, said", [
-    (NOWHERE, r"^Ray \(RAY_ADDRESS\) does not answer at 127.0.0.1:9: .*; start it, or unset the address"),
-    ("nonsense", r"^Ray \(RAY_ADDRESS\) does not answer at nonsense: it needs a host and a port"),
-    (f"ray://{NOWHERE}", r"^Ray \(RAY_ADDRESS\) does not answer at ray://127.0.0.1:9: ")])
+@pytest.mark.parametrize(
+    "address, said",
+    [
+        (NOWHERE, r"^Ray \(RAY_ADDRESS\) does not answer at 127.0.0.1:9: .*; start it, or unset the address"),
+        ("nonsense", r"^Ray \(RAY_ADDRESS\) does not answer at nonsense: it needs a host and a port"),
+        (f"ray://{NOWHERE}", r"^Ray \(RAY_ADDRESS\) does not answer at ray://127.0.0.1:9: "),
+    ],
+)
 def test_an_address_that_does_not_answer_is_named(address, said):
-    with (mock.patch.dict(os.environ, RAY_ADDRESS=address), pytest.raises(ShardCoreError, match=said),
-          ray_cluster.ray_cluster()):
+    with (
+        mock.patch.dict(os.environ, RAY_ADDRESS=address),
+        pytest.raises(ShardCoreError, match=said),
+        ray_cluster.ray_cluster(),
+    ):
         pass
 
 
@@ -95,8 +110,9 @@ def test_it_connects_to_the_address_or_starts_a_small_ray_and_ends_the_connectio
     asked = []
     monkeypatch.setattr(ray, "init", lambda **options: asked.append(options))
     monkeypatch.setattr(ray, "shutdown", lambda: asked.append("ended"))
-    monkeypatch.setattr(services, "require_answer",
-                        lambda address, what: "RAY_ADDRESS" in what and asked.append(address))
+    monkeypatch.setattr(
+        services, "require_answer", lambda address, what: "RAY_ADDRESS" in what and asked.append(address)
+    )
     monkeypatch.setattr(ray_cluster, "_close", lambda: asked.append("closed"))
     for address in ("10.0.0.7:6379", "auto", "local", None):
         env = {} if address is None else {"RAY_ADDRESS": address}
@@ -106,11 +122,26 @@ def test_it_connects_to_the_address_or_starts_a_small_ray_and_ends_the_connectio
             with pytest.raises(ValueError), ray_cluster.ray_cluster():
                 raise ValueError("of the work")
     quiet = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": None}
-    local = {"address": "local", "object_store_memory": 256 << 20, "include_dashboard": False,
-             "_node_ip_address": "127.0.0.1", **quiet}
-    assert asked == ["10.0.0.7:6379", {"address": "10.0.0.7:6379", **quiet}, "ended",
-                     {"address": "auto", **quiet}, "ended", "closed", local, "ended", "closed",
-                     local, "ended"]
+    local = {
+        "address": "local",
+        "object_store_memory": 256 << 20,
+        "include_dashboard": False,
+        "_node_ip_address": "127.0.0.1",
+        **quiet,
+    }
+    assert asked == [
+        "10.0.0.7:6379",
+        {"address": "10.0.0.7:6379", **quiet},
+        "ended",
+        {"address": "auto", **quiet},
+        "ended",
+        "closed",
+        local,
+        "ended",
+        "closed",
+        local,
+        "ended",
+    ]
 
 
 LOCAL = """
@@ -140,16 +171,18 @@ with ray_cluster():
 def test_a_local_ray_is_closed_to_others_and_ends_with_the_flow_that_is_killed(number):
     root = Path(__file__).parents[2]
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    flow = subprocess.Popen([sys.executable, "-c", LOCAL, str(int(number))], cwd=root, env=env,
-                            stdout=subprocess.PIPE, text=True)
+    flow = subprocess.Popen(
+        [sys.executable, "-c", LOCAL, str(int(number))], cwd=root, env=env, stdout=subprocess.PIPE, text=True
+    )
     found = json.loads(flow.stdout.readline())
     assert {address.removeprefix("::ffff:") for address in found["listening"]} == {"127.0.0.1"}
     assert found["environment"]["RAY_AUTH_MODE"] == "token" and len(found["pids"]) > 3
     assert Path(found["environment"]["RAY_AUTH_TOKEN_PATH"]).is_relative_to(found["folder"])
     assert flow.wait(60) != 0
     deadline = time.monotonic() + 60  # 15 s are promised; and a machine may be four times as slow
-    while left := [p for p in found["pids"] if psutil.pid_exists(p)] + [p for p in [found["folder"]]
-                                                                        if os.path.exists(p)]:
+    while left := [p for p in found["pids"] if psutil.pid_exists(p)] + [
+        p for p in [found["folder"]] if os.path.exists(p)
+    ]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 
@@ -192,14 +225,22 @@ except ShardCoreError as error:
 def test_work_ends_soon_after_the_head_or_raylet_of_a_local_ray(needed, after_s):
     root = Path(__file__).parents[2]
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    flow = subprocess.Popen([sys.executable, "-c", WAITS, needed, str(after_s)], cwd=root, env=env,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    flow = subprocess.Popen(
+        [sys.executable, "-c", WAITS, needed, str(after_s)],
+        cwd=root,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     lines = iter(flow.stdout.readline, "")
     assert any(line == "killed\n" for line in lines)
     flow.wait(60)  # 15 s are promised; and a machine may be four times as slow
     said = [line for line in lines if line.startswith("error: ")]
-    ours = (rf"error: this run('s Ray has lost its .*{needed}.*| was ended before its end); "
-            r".*a rerun goes on from there\n")
+    ours = (
+        rf"error: this run('s Ray has lost its .*{needed}.*| was ended before its end); "
+        r".*a rerun goes on from there\n"
+    )
     # the latter where Ray's native code ends the process
     assert said and all(re.fullmatch(ours, line) for line in said), said
 
@@ -241,13 +282,25 @@ except ShardCoreError as error:
 def test_work_on_a_cluster_ends_soon_after_its_head_and_names_it(what):
     root = Path(__file__).parents[2]
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    with subprocess.Popen([sys.executable, "-c", HEAD], cwd=root, env=env, stdout=subprocess.PIPE,
-                          text=True) as cluster:
+    with subprocess.Popen(
+        [sys.executable, "-c", HEAD], cwd=root, env=env, stdout=subprocess.PIPE, text=True
+    ) as cluster:
         address, token, head = cluster.stdout.readline().split()
-        client = {**env, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token,
-                  "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-        flow = subprocess.Popen([sys.executable, "-c", USES, what], cwd=root, env=client,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        client = {
+            **env,
+            "RAY_ADDRESS": address,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": token,
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        }
+        flow = subprocess.Popen(
+            [sys.executable, "-c", USES, what],
+            cwd=root,
+            env=client,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         assert any(line == "works\n" for line in flow.stdout)
         os.kill(int(head), signal.SIGKILL)
         said, _ = flow.communicate(timeout=55)  # Ray itself takes a minute; some ten seconds are promised
@@ -268,8 +321,9 @@ with ray_cluster.ray_cluster():
 @pytest.mark.long
 def test_work_that_fails_is_not_taken_for_a_lost_ray():
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    flow = subprocess.run([sys.executable, "-c", FAILS], cwd=Path(__file__).parents[2], env=env, text=True,
-                          capture_output=True)
+    flow = subprocess.run(
+        [sys.executable, "-c", FAILS], cwd=Path(__file__).parents[2], env=env, text=True, capture_output=True
+    )
     assert flow.stderr.endswith("ValueError: of the work\n")
 
 

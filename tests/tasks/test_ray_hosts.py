@@ -46,17 +46,34 @@ def clean_environment():
     """Without settings of a Ray that an earlier test ran in this process, and without the token of the user.
     Ray asks for that token as soon as it lies in the home folder.
     """
-    return {**{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
-            "RAY_AUTH_MODE": "disabled"}
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+        "RAY_AUTH_MODE": "disabled",
+    }
 
 
 def ray_on(place, *options):
     """A node of Ray on a host, in a session of its own."""
     env = {**clean_environment(), "GLOO_SOCKET_IFNAME": "eth0", HOST_VARIABLE: str(place.host)}
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=2",
-               f"--node-ip-address={place.address}", f"--object-store-memory={80 << 20}", *options]
-    return subprocess.Popen(["nsenter", f"--net={place.namespace}", *command], env=env, text=True,
-                            start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--block",
+        "--num-cpus=2",
+        f"--node-ip-address={place.address}",
+        f"--object-store-memory={80 << 20}",
+        *options,
+    ]
+    return subprocess.Popen(
+        ["nsenter", f"--net={place.namespace}", *command],
+        env=env,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 @boxed
@@ -65,14 +82,26 @@ def test_a_gang_of_two_hosts_exchanges_over_their_link_and_finds_them(tmp_path):
     (tmp_path / "driver.py").write_text(DRIVER)
     with box_of(BOX) as places, contextlib.ExitStack() as ends:
         first, second = places[0], places[2]
-        for place, options in ((first, ["--head", "--port=6379", "--include-dashboard=false"]),
-                               (second, [f"--address={first.address}:6379"])):
+        for place, options in (
+            (first, ["--head", "--port=6379", "--include-dashboard=false"]),
+            (second, [f"--address={first.address}:6379"]),
+        ):
             node = ray_on(place, *options)
             ends.callback(os.killpg, node.pid, signal.SIGKILL)
             assert any("Ray runtime started" in line for line in node.stdout)
-        done = subprocess.run(["nsenter", f"--net={first.namespace}", sys.executable,
-                               str(tmp_path / "driver.py"), f"{first.address}:6379"],
-                              env=clean_environment(), capture_output=True, text=True, timeout=240)
+        done = subprocess.run(
+            [
+                "nsenter",
+                f"--net={first.namespace}",
+                sys.executable,
+                str(tmp_path / "driver.py"),
+                f"{first.address}:6379",
+            ],
+            env=clean_environment(),
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
     assert done.returncode == 0, done.stderr[-2000:]
     said = json.loads(done.stdout.splitlines()[-1])
     nodes = said["nodes"]  # consecutive ranks share a host, whichever Ray took first

@@ -26,8 +26,9 @@ pytestmark = pytest.mark.usefixtures("cluster")
 @pytest.fixture
 def workload(tables):
     problem = Problem("replayed", tables, Topology((Device(64 * MIB),) * 2), SETTING.batch)
-    return lower(Plan(tuple(Placement("column", Shard.whole(t), (i % 2,)) for i, t in enumerate(tables))),
-                 problem)
+    return lower(
+        Plan(tuple(Placement("column", Shard.whole(t), (i % 2,)) for i, t in enumerate(tables))), problem
+    )
 
 
 def test_one_gang_replays_problem_after_problem_and_ends(tables, workload, actor_processes):
@@ -66,8 +67,10 @@ def test_steps_need_two_devices_of_a_host_and_a_table_that_fits(tables):
     assert "no host has two devices" in why_no_steps(tables, SETTING, 1, config)
     assert why_no_steps(tables, SETTING, 2, config) is None
     large = [dataclasses.replace(t, rows=10**8) for t in tables]
-    assert (why_no_steps(large, SETTING, 2, config) == "no table of the pool with lookups fits 8 MiB at "
-            "a dim of 4")
+    assert (
+        why_no_steps(large, SETTING, 2, config) == "no table of the pool with lookups fits 8 MiB at "
+        "a dim of 4"
+    )
 
 
 def test_a_workload_of_another_setting_is_refused(workload):
@@ -75,12 +78,17 @@ def test_a_workload_of_another_setting_is_refused(workload):
         replay.fn([workload], dataclasses.replace(SETTING, batch=512), CONFIG)
 
 
-@pytest.mark.parametrize("number, timeout_s, said", [
-    pytest.param(signal.SIGKILL, 60, "rank [01] of 2 failed: its process died", marks=pytest.mark.long),
-    pytest.param(signal.SIGSTOP, 2, "does not answer|no word for", marks=pytest.mark.long),
-], ids=["dies", "hangs"])
-def test_a_rank_that_dies_or_hangs_ends_the_gang_and_is_named(workload, actor_processes, monkeypatch, number,
-                                                              timeout_s, said):
+@pytest.mark.parametrize(
+    "number, timeout_s, said",
+    [
+        pytest.param(signal.SIGKILL, 60, "rank [01] of 2 failed: its process died", marks=pytest.mark.long),
+        pytest.param(signal.SIGSTOP, 2, "does not answer|no word for", marks=pytest.mark.long),
+    ],
+    ids=["dies", "hangs"],
+)
+def test_a_rank_that_dies_or_hangs_ends_the_gang_and_is_named(
+    workload, actor_processes, monkeypatch, number, timeout_s, said
+):
     monkeypatch.setattr(actors, "_PROBE_S", 1.0)
     monkeypatch.setattr(actors, "_GRACE_S", 0.2)
     struck, over = [], threading.Event()

@@ -37,8 +37,11 @@ def folder(tmp_path, monkeypatch):
 def test_overrides_are_edits_that_keep_all_else(folder):
     assert override_params({"tables": {"tables": 50, "source": "x"}, "train": {"epochs": 4}}, SECTIONS)
     text = (folder / "params.yaml").read_text()
-    assert (text.startswith("# of the stages\n") and "tables: 50        # of the pool\n" in text
-            and "seed: 0" in text)
+    assert (
+        text.startswith("# of the stages\n")
+        and "tables: 50        # of the pool\n" in text
+        and "seed: 0" in text
+    )
     assert "source: x" in text and "train:\n  epochs: 4" in text
     assert not override_params({"tables": {"tables": 50}}, SECTIONS) and not override_params({}, SECTIONS)
     assert (folder / "params.yaml").read_text() == text
@@ -51,14 +54,22 @@ def test_nulls_and_lines_that_nobody_changes_stay_as_they_are(folder):
     assert (folder / "params.yaml").read_text() == before.replace("tables: 40", "tables: 50")
 
 
-@pytest.mark.parametrize("overrides, named", [
-    ({"tables": {"tables": 50}, "trains": {}}, "unknown section 'trains'; known are tables, train, evaluate"),
-    ({"tables": {"tables": 50}, "train": {"epoch": 4}},
-     "section 'train' has an unknown key 'epoch'; known are "),
-    ({"tables": {"tables": 50}, "train": {"epochs": "many"}}, "epochs is 'many'; it needs to be a "),
-    ({"train": 4}, "section 'train' is 4; it needs to be an object"),
-    ({"evaluate": {"problems": 0}}, "evaluate config has problems 0; it needs 1 to"),
-])
+@pytest.mark.parametrize(
+    "overrides, named",
+    [
+        (
+            {"tables": {"tables": 50}, "trains": {}},
+            "unknown section 'trains'; known are tables, train, evaluate",
+        ),
+        (
+            {"tables": {"tables": 50}, "train": {"epoch": 4}},
+            "section 'train' has an unknown key 'epoch'; known are ",
+        ),
+        ({"tables": {"tables": 50}, "train": {"epochs": "many"}}, "epochs is 'many'; it needs to be a "),
+        ({"train": 4}, "section 'train' is 4; it needs to be an object"),
+        ({"evaluate": {"problems": 0}}, "evaluate config has problems 0; it needs 1 to"),
+    ],
+)
 def test_what_is_wrong_in_one_override_leaves_all_unwritten(folder, overrides, named):
     with pytest.raises(ShardCoreError, match=named):
         override_params(overrides, SECTIONS)
@@ -84,8 +95,10 @@ def test_a_refresh_says_which_stage_of_how_many_and_which_had_nothing_to_do():
     assert stages_of("measure") == ("tables", "measure")
     assert stages_of("train_policy") == ("tables", "measure", "train", "train_policy")
     assert stages_of("evaluate") == ("tables", "measure", "train", "evaluate", "promote", "publish")
-    assert (heading("measure", "evaluate") == "stage 2/6: measure"
-            and heading("promote", "evaluate") == "stage 5/6: promote")
+    assert (
+        heading("measure", "evaluate") == "stage 2/6: measure"
+        and heading("promote", "evaluate") == "stage 5/6: promote"
+    )
     assert heading("tables", "train", runs=False) == "stage 1/3: tables, nothing changed"
 
 
@@ -93,7 +106,7 @@ def test_what_a_stage_wants_shown_is_shown_and_the_rest_is_for_the_log(monkeypat
     shown = []
     monkeypatch.setattr(console, "show", lambda *a: shown.append(a))
     line = "10:51:54.850 | WARNING | Task run 'train-model' - few samples"
-    said = f"Running stage 'train':\n{console._MARK}[\"warning\", \"few samples\", 0.0]\n{line}\n"
+    said = f'Running stage \'train\':\n{console._MARK}["warning", "few samples", 0.0]\n{line}\n'
     process = subprocess.Popen([sys.executable, "-c", f"print({said!r})"], stdout=subprocess.PIPE, text=True)
     assert list(refresh._said(process)) == ["Running stage 'train':", "few samples", ""]
     assert shown == [("warning", "few samples", 0.0)] and process.wait() == 0
@@ -113,15 +126,19 @@ def test_dvc_s_lists_of_who_uses_what_forget_who_has_ended(tmp_path, monkeypatch
     (tmp_path / ".dvc/tmp").mkdir(parents=True)
     users, here = tmp_path / ".dvc/tmp/rwlock", {"pid": os.getpid(), "cmd": "works"}
     dead = {"pid": ended.pid, "cmd": "dvc repro"}
-    users.write_text(json.dumps({"write": {"/a": dead, "/b": here},
-                                 "read": {"/c": [dead], "/d": [dead, here]}}))
+    users.write_text(
+        json.dumps({"write": {"/a": dead, "/b": here}, "read": {"/c": [dead], "/d": [dead, here]}})
+    )
     with open(users.with_name("rwlock.lock"), "a") as guard:
         if held:
             fcntl.flock(guard, fcntl.LOCK_EX)
         refresh.forget_dead_users()
     found = json.loads(users.read_text())
-    assert found == ({"write": {"/b": here}, "read": {"/d": [here]}} if not held else
-                     {"write": {"/a": dead, "/b": here}, "read": {"/c": [dead], "/d": [dead, here]}})
+    assert found == (
+        {"write": {"/b": here}, "read": {"/d": [here]}}
+        if not held
+        else {"write": {"/a": dead, "/b": here}, "read": {"/c": [dead], "/d": [dead, here]}}
+    )
     for cut in ("", '{"write": {"/a": {"pi', "[]", '{"write": {"/a": 3}, "read": {}}'):
         users.write_text(cut)
         refresh.forget_dead_users()
@@ -138,15 +155,19 @@ def test_who_holds_dvc_s_locks_is_said(tmp_path, monkeypatch):
     other = {"write": {str(tmp_path / "pool"): {"pid": os.getpid(), "cmd": "dvc repro of another"}}}
     (tmp_path / ".dvc/tmp").mkdir(exist_ok=True)
     (tmp_path / ".dvc/tmp/rwlock").write_text(json.dumps(other))
-    said = subprocess.run([*run, "repro", "tables"], text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT).stdout
+    said = subprocess.run(
+        [*run, "repro", "tables"], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ).stdout
     lines = said.splitlines()
-    errors = lines[next(i for i, line in enumerate(lines) if line.lower().startswith("error: ")):]
+    errors = lines[next(i for i, line in enumerate(lines) if line.lower().startswith("error: ")) :]
     reason = refresh.why(errors)
     assert "pool' is busy" in reason and f"process {os.getpid()} (dvc repro of another); wait until" in reason
     (tmp_path / ".dvc/tmp/lock").write_text(" 4321\n")
     assert refresh.why([f"ERROR: {dvc.lock.FAILED_TO_LOCK_MESSAGE}"]) == (
         ".dvc/tmp/lock is held by process 4321, another DVC in this folder; wait until that has ended, "
-        "or end it")
-    assert (refresh.why(["error: 7 is too few", "ERROR: failed to reproduce"]) == "7 is too few"
-            and refresh.why([]) == "")
+        "or end it"
+    )
+    assert (
+        refresh.why(["error: 7 is too few", "ERROR: failed to reproduce"]) == "7 is too few"
+        and refresh.why([]) == ""
+    )

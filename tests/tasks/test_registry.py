@@ -28,24 +28,34 @@ def test_runs_of_processes_that_are_gone_are_ended_and_others_go_on(client):
     gone.wait()
 
     def left_by(host, pid):
-        return client.create_run(mlflow.get_experiment_by_name("shardcore").experiment_id,
-                                 tags={registry._PROCESS_TAG: f"{host} {pid}"}).info.run_id
+        return client.create_run(
+            mlflow.get_experiment_by_name("shardcore").experiment_id,
+            tags={registry._PROCESS_TAG: f"{host} {pid}"},
+        ).info.run_id
 
     here = socket.gethostname()
-    left, ours, elsewhere = (left_by(here, gone.pid), left_by(here, os.getpid()),
-                             left_by(f"not-{here}", gone.pid))
+    left, ours, elsewhere = (
+        left_by(here, gone.pid),
+        left_by(here, os.getpid()),
+        left_by(f"not-{here}", gone.pid),
+    )
     registry.connect()
-    assert ([client.get_run(run).info.status for run in (left, ours, elsewhere)]
-            == ["KILLED", "RUNNING", "RUNNING"])
+    assert [client.get_run(run).info.status for run in (left, ours, elsewhere)] == [
+        "KILLED",
+        "RUNNING",
+        "RUNNING",
+    ]
 
 
-def test_an_alias_that_nobody_set_is_none_and_a_registry_that_cannot_tell_is_named(client, tmp_path,
-                                                                                   monkeypatch):
+def test_an_alias_that_nobody_set_is_none_and_a_registry_that_cannot_tell_is_named(
+    client, tmp_path, monkeypatch
+):
     assert registry.find(client, "nothing", registry.CHAMPION) is None
     client.create_registered_model("empty")
     assert registry.find(client, "empty", registry.CHAMPION) is None
-    with pytest.raises(ShardCoreError, match="'shardcore-cost-empty' has no version with the alias "
-                       "'champion'.*flows.promote"):
+    with pytest.raises(
+        ShardCoreError, match="'shardcore-cost-empty' has no version with the alias 'champion'.*flows.promote"
+    ):
         registry.champion(client, "empty")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     away = mlflow.MlflowClient("http://127.0.0.1:9", "http://127.0.0.1:9")
@@ -57,16 +67,19 @@ def test_an_alias_that_nobody_set_is_none_and_a_registry_that_cannot_tell_is_nam
 
 
 def test_a_champion_that_is_no_working_model_is_refused_by_name(client, tmp_path):
-    model = fit.train(compute_samples(linear_law, 60), comm_samples(20), SETTING,
-                      fit.FitConfig(epochs=1)).model
+    model = fit.train(
+        compute_samples(linear_law, 60), comm_samples(20), SETTING, fit.FitConfig(epochs=1)
+    ).model
     model = dataclasses.replace(model, meta={**model.meta, "provenance": {}})
     neural.save(model, tmp_path / "model")
     version = registry.register(client, tmp_path / "model", None, {})
     client.set_registered_model_alias(version.name, registry.CHAMPION, version.version)
     assert registry.champion(client, SETTING.hardware)[0].meta == model.meta
     # It was trained without a run of this registry, so the run that registers it has the figures.
-    logged = client.get_run(version.run_id or client.search_runs(
-        [mlflow.get_experiment_by_name("shardcore").experiment_id])[0].info.run_id).data.metrics
+    logged = client.get_run(
+        version.run_id
+        or client.search_runs([mlflow.get_experiment_by_name("shardcore").experiment_id])[0].info.run_id
+    ).data.metrics
     assert {f"validation/{k}": v for k, v in model.meta["metrics"].items()} == pytest.approx(logged)
     assert logged["validation/compute_mape"] > 0
     [kept] = (p.parent for p in tmp_path.rglob(model_files.MODEL_JSON) if p.parent != tmp_path / "model")
@@ -86,7 +99,10 @@ def test_a_champion_that_is_no_working_model_is_refused_by_name(client, tmp_path
 def test_a_store_that_is_a_folder_is_refused_in_a_whole_sentence(tmp_path, monkeypatch, store):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
-    with pytest.raises(ShardCoreError, match="a folder, which MLflow does not write any more; it needs a "
-                       "database or server, such as sqlite:///mlflow.db or http://127.0.0.1:5000$"):
+    with pytest.raises(
+        ShardCoreError,
+        match="a folder, which MLflow does not write any more; it needs a "
+        "database or server, such as sqlite:///mlflow.db or http://127.0.0.1:5000$",
+    ):
         registry.connect()
     assert not list(tmp_path.iterdir())

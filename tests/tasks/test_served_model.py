@@ -26,20 +26,32 @@ from tasks import registry
 from tasks.served_model import GroupInput, ServedCostModel
 
 TABLE = files.table_to_json(pool()[0])
-GROUPS = [{"shards": [{"table": files.table_to_json(t)} for t in pool()[:3]]},
-          {"shards": [{"table": TABLE, "rows": [0, 100], "columns": [0, 4]}], "batch": 64}]
+GROUPS = [
+    {"shards": [{"table": files.table_to_json(t)} for t in pool()[:3]]},
+    {"shards": [{"table": TABLE, "rows": [0, 100], "columns": [0, 4]}], "batch": 64},
+]
 BAD = {
     "no list": ("shards", "Expected list"),
-    "a table's key misspelt": ([{"shards": [{"table": {**TABLE, "pool": 3}}]}],
-                               "group 0, shard 0, table 't0' has an unknown key 'pool'"),
-    "a table too short": ([{"shards": [{"table": TABLE, "rows": [0, 10**9]}]}],
-                          f"the table has [0, {TABLE['rows']})"),
-    "another precision": ([{"shards": [{"table": {**TABLE, "precision": "fp16"}}]}],
-                          "'t0' is fp16; the model is for (law"),
-    "rows in host memory": ([{"shards": [{"table": {**TABLE, "load_factor": 0.1}}]}],
-                            "table 't0' has load_factor 0.1; a group has no link"),
-    "pooled and not": ([{"shards": [{"table": TABLE}, {"table": {**TABLE, "name": "s", "sequence": True}}]}],
-                       "group 0: an op has sequences and pooled tables"),
+    "a table's key misspelt": (
+        [{"shards": [{"table": {**TABLE, "pool": 3}}]}],
+        "group 0, shard 0, table 't0' has an unknown key 'pool'",
+    ),
+    "a table too short": (
+        [{"shards": [{"table": TABLE, "rows": [0, 10**9]}]}],
+        f"the table has [0, {TABLE['rows']})",
+    ),
+    "another precision": (
+        [{"shards": [{"table": {**TABLE, "precision": "fp16"}}]}],
+        "'t0' is fp16; the model is for (law",
+    ),
+    "rows in host memory": (
+        [{"shards": [{"table": {**TABLE, "load_factor": 0.1}}]}],
+        "table 't0' has load_factor 0.1; a group has no link",
+    ),
+    "pooled and not": (
+        [{"shards": [{"table": TABLE}, {"table": {**TABLE, "name": "s", "sequence": True}}]}],
+        "group 0: an op has sequences and pooled tables",
+    ),
     "no shards": ([{"batch": 64}], "group 0 lacks the key 'shards'"),
     "an unknown key": ([{"shards": [], "batches": 1}], "unknown key 'batches'; known are shards, batch"),
     "half a sample": ([{"shards": [], "batch": 0.5}], "batch 0.5; it needs a whole number"),
@@ -51,8 +63,9 @@ BAD = {
 def registered(tmp_path_factory):
     """(model, its URI in the registry, environment of a process that knows nothing but where that is)."""
     folder = tmp_path_factory.mktemp("registered")
-    trained = fit.train(compute_samples(linear_law, 120), comm_samples(20), SETTING,
-                        fit.FitConfig(epochs=3)).model
+    trained = fit.train(
+        compute_samples(linear_law, 120), comm_samples(20), SETTING, fit.FitConfig(epochs=3)
+    ).model
     neural.save(trained, folder / "model")
     (folder / "card.md").write_text("# A card")
     uri = f"sqlite:///{folder}/mlflow.db"
@@ -68,9 +81,10 @@ def registered(tmp_path_factory):
 @pytest.fixture(scope="module")
 def served(registered):
     """What `mlflow models serve` runs, asked without a network."""
-    with (mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=registered[2]["MLFLOW_TRACKING_URI"]),
-          mock.patch.object(
-                  sys, "path", list(sys.path))):  # MLflow sets more in both
+    with (
+        mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=registered[2]["MLFLOW_TRACKING_URI"]),
+        mock.patch.object(sys, "path", list(sys.path)),
+    ):  # MLflow sets more in both
         yield TestClient(scoring_server.init(mlflow.pyfunc.load_model(registered[1])))
 
 
@@ -82,8 +96,10 @@ def ask(served, groups):
 
 def expected(model):
     tables = pool()[:3]
-    return [group_costs([[Shard.whole(t) for t in tables]], model)[0],
-            group_costs([[Shard(tables[0], 0, 100, 0, 4)]], model, 64)[0]]
+    return [
+        group_costs([[Shard.whole(t) for t in tables]], model)[0],
+        group_costs([[Shard(tables[0], 0, 100, 0, 4)]], model, 64)[0],
+    ]
 
 
 def test_it_answers_with_the_model_s_costs(registered, served):
@@ -92,8 +108,9 @@ def test_it_answers_with_the_model_s_costs(registered, served):
     assert status == 200 and [a["ms"] for a in found] == pytest.approx(expected(registered[0]), rel=1e-12)
     assert all(a["low_ms"] <= a["ms"] <= a["high_ms"] and 0 < a["forward_ms"] < a["ms"] for a in found)
     sums = registered[0].encode([Shard.whole(t) for t in pool()[:3]]).sum(0)
-    assert ((found[0]["low_ms"], found[0]["high_ms"])
-            == pytest.approx(tuple(registered[0].interval(sums, 0.9))))
+    assert (found[0]["low_ms"], found[0]["high_ms"]) == pytest.approx(
+        tuple(registered[0].interval(sums, 0.9))
+    )
     assert empty == {"ms": 0, "forward_ms": 0, "low_ms": 0, "high_ms": 0, "extrapolated": []}
 
 
@@ -112,21 +129,29 @@ def test_bad_input_is_refused_by_name(served, groups, said):
 @pytest.mark.long
 def test_it_loads_where_nothing_of_this_folder_is(registered, tmp_path):
     model, uri, env = registered
-    code = (f"import json, mlflow, sys; sys.path[:] = [p for p in sys.path if p != {str(Path.cwd())!r}]; "
-            f"model = mlflow.pyfunc.load_model({uri!r}); import shardcore; "
-            f"print(json.dumps([shardcore.__file__, model.predict(json.loads({json.dumps(GROUPS)!r}))]))")
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, env=env,
-                          capture_output=True, text=True)
+    code = (
+        f"import json, mlflow, sys; sys.path[:] = [p for p in sys.path if p != {str(Path.cwd())!r}]; "
+        f"model = mlflow.pyfunc.load_model({uri!r}); import shardcore; "
+        f"print(json.dumps([shardcore.__file__, model.predict(json.loads({json.dumps(GROUPS)!r}))]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     package, answers = json.loads(done.stdout.splitlines()[-1])
-    assert (Path(package).parents[1].name == "code"
-            and Path(files.__file__).parents[1] not in Path(package).parents)
+    assert (
+        Path(package).parents[1].name == "code"
+        and Path(files.__file__).parents[1] not in Path(package).parents
+    )
     np.testing.assert_allclose([a["ms"] for a in answers], expected(model), rtol=1e-12)
 
 
-@pytest.mark.parametrize("shard, said", [
-    ({"table": TABLE, 1: 2, "x": 3}, "has an unknown key"),
-    ({"table": TABLE, "rows": [10**400, -10**5000]}, "it needs [low, high], two whole numbers"),
-])
+@pytest.mark.parametrize(
+    "shard, said",
+    [
+        ({"table": TABLE, 1: 2, "x": 3}, "has an unknown key"),
+        ({"table": TABLE, "rows": [10**400, -(10**5000)]}, "it needs [low, high], two whole numbers"),
+    ],
+)
 def test_what_only_python_can_ask_is_refused_by_name(registered, shard, said):
     """JSON has text as keys, and its numbers are bounded."""
     with mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=registered[2]["MLFLOW_TRACKING_URI"]):
@@ -138,15 +163,24 @@ def test_what_only_python_can_ask_is_refused_by_name(registered, shard, said):
 
 def test_a_model_of_several_precisions_serves_tables_of_each(registered, tmp_path):
     for precision in ("fp16", "fp32"):
-        neural.save(dataclasses.replace(registered[0], setting=dataclasses.replace(
-            SETTING, precision=precision)), tmp_path / precision)
+        neural.save(
+            dataclasses.replace(registered[0], setting=dataclasses.replace(SETTING, precision=precision)),
+            tmp_path / precision,
+        )
     served = ServedCostModel()
     served.load_context(SimpleNamespace(artifacts={"model": str(tmp_path)}))
     half = {"table": {**TABLE, "precision": "fp16"}}
-    found = served.predict(None, [GroupInput(shards=s) for s in ([half], [{"table": TABLE}],
-                                                                 [half, {"table": {**TABLE, "name": "b"}}])])
-    each = [group_costs([[Shard.whole(dataclasses.replace(pool()[0], precision=precision))]],
-                        registered[0])[0] for precision in ("fp16", "fp32")]
+    found = served.predict(
+        None,
+        [
+            GroupInput(shards=s)
+            for s in ([half], [{"table": TABLE}], [half, {"table": {**TABLE, "name": "b"}}])
+        ],
+    )
+    each = [
+        group_costs([[Shard.whole(dataclasses.replace(pool()[0], precision=precision))]], registered[0])[0]
+        for precision in ("fp16", "fp32")
+    ]
     assert [a["ms"] for a in found] == pytest.approx([*each, sum(each)])
     assert all(a["low_ms"] <= a["ms"] <= a["high_ms"] for a in found)
     with pytest.raises(mlflow.MlflowException, match="'t0' is bf16; the model is for .*fp16.fp32"):

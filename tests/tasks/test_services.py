@@ -22,8 +22,10 @@ from tasks import console, owned, services
 
 ROOT = Path(__file__).parents[2]
 NOWHERE = "127.0.0.1:9"
-PROXIES = {name: f"http://{NOWHERE}" for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY",
-                                                  "HTTPS_PROXY", "ALL_PROXY")}
+PROXIES = {
+    name: f"http://{NOWHERE}"
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+}
 
 
 class Page(http.server.BaseHTTPRequestHandler):
@@ -57,8 +59,9 @@ def page():
 def test_our_own_services_are_asked_without_a_proxy(page):
     with mock.patch.dict(os.environ, PROXIES):
         os.environ.pop("no_proxy", None)
-        assert (services.get(f"{page}/", {"who": "me"}) == b"me"
-                and services.get(f"{page}/", data=b"{}") == b"{}")
+        assert (
+            services.get(f"{page}/", {"who": "me"}) == b"me" and services.get(f"{page}/", data=b"{}") == b"{}"
+        )
         with pytest.raises(urllib.error.HTTPError, match="401"):
             services.get(f"{page}/refused")
         with pytest.raises(OSError):
@@ -67,6 +70,7 @@ def test_our_own_services_are_asked_without_a_proxy(page):
 
 def test_what_speaks_no_http_is_an_oserror():
     with socket.create_server(("127.0.0.1", 0)) as server:
+
         def answer():
             connection, _ = server.accept()
             with connection:
@@ -95,10 +99,15 @@ def test_clients_reach_this_machine_without_the_proxy_that_is_for_the_world(page
             httpx.get("http://example.org")
 
 
-@pytest.mark.parametrize("env, hosts, found", [
-    ({}, (), "127.0.0.1,localhost"), ({"NO_PROXY": "a"}, (), "a,127.0.0.1,localhost"),
-    ({"no_proxy": "a, localhost", "NO_PROXY": "b"}, ("c", "a"), "a,localhost,127.0.0.1,c"),
-    ({"no_proxy": "*"}, ("c",), "*")])
+@pytest.mark.parametrize(
+    "env, hosts, found",
+    [
+        ({}, (), "127.0.0.1,localhost"),
+        ({"NO_PROXY": "a"}, (), "a,127.0.0.1,localhost"),
+        ({"no_proxy": "a, localhost", "NO_PROXY": "b"}, ("c", "a"), "a,localhost,127.0.0.1,c"),
+        ({"no_proxy": "*"}, ("c",), "*"),
+    ],
+)
 def test_what_was_excepted_from_the_proxy_stays_so(env, hosts, found):
     services.reach_directly(env, *hosts)
     assert env["no_proxy"] == found and env.get("NO_PROXY", "*") == found
@@ -125,11 +134,15 @@ def test_a_reserved_port_is_given_to_nobody_but_the_server_that_names_it():
         assert held.getsockname()[0] == "0.0.0.0"
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "http://:80", "tcp://127.0.0.1:99999",
-                                     f"http://{NOWHERE}/api", NOWHERE])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "http://:80", "tcp://127.0.0.1:99999", f"http://{NOWHERE}/api", NOWHERE]
+)
 def test_an_address_that_does_not_answer_is_named(address):
-    with pytest.raises(ShardCoreError, match=rf"^It \(OF_IT\) does not answer at {re.escape(address)}: .+; "
-                       r"start it, or unset"):
+    with pytest.raises(
+        ShardCoreError,
+        match=rf"^It \(OF_IT\) does not answer at {re.escape(address)}: .+; "
+        r"start it, or unset",
+    ):
         services.require_answer(address, "It (OF_IT)")
 
 
@@ -153,14 +166,24 @@ def in_project(tmp_path, monkeypatch):
 def fails(error):
     def flow():
         raise error
+
     return flow
 
 
-@pytest.mark.parametrize("error, code, said", [
-    (ShardCoreError("no pool"), 1, "error: no pool\n"), (OSError("disk full"), 1, "error: disk full\n"),
-    (httpx.ReadTimeout(""), 1, "error: Prefect does not answer any more at None: ReadTimeout; "
-                               "what was finished is kept, and a rerun goes on from there\n"),
-    (KeyboardInterrupt(), 130, "stopped; what was finished is kept, and a rerun goes on from there\n")])
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        (ShardCoreError("no pool"), 1, "error: no pool\n"),
+        (OSError("disk full"), 1, "error: disk full\n"),
+        (
+            httpx.ReadTimeout(""),
+            1,
+            "error: Prefect does not answer any more at None: ReadTimeout; "
+            "what was finished is kept, and a rerun goes on from there\n",
+        ),
+        (KeyboardInterrupt(), 130, "stopped; what was finished is kept, and a rerun goes on from there\n"),
+    ],
+)
 def test_a_flow_that_fails_says_why_in_one_line(in_project, capsys, error, code, said):
     with pytest.raises(SystemExit) as ended:
         services.run_flow(fails(error), needs_prefect=False)
@@ -175,6 +198,7 @@ def test_a_flow_that_works_ends_well(in_project):
 
 def test_a_flow_without_a_server_starts_again_with_one(in_project, monkeypatch):
     """As it was started, and before it did anything."""
+
     def became(program, command):
         raise SystemExit(command)
 
@@ -182,8 +206,16 @@ def test_a_flow_without_a_server_starts_again_with_one(in_project, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "-m", "flows.measure"])
     with pytest.raises(SystemExit) as ended:
         services.run_flow(fails(AssertionError))
-    assert ended.value.code == [sys.executable, "-m", "tasks.services", sys.executable, "-X", "dev", "-m",
-                                "flows.measure"]
+    assert ended.value.code == [
+        sys.executable,
+        "-m",
+        "tasks.services",
+        sys.executable,
+        "-X",
+        "dev",
+        "-m",
+        "flows.measure",
+    ]
 
 
 def test_what_a_flow_needs_is_looked_at_before_it_begins(in_project, tmp_path, capsys, monkeypatch):
@@ -191,13 +223,17 @@ def test_what_a_flow_needs_is_looked_at_before_it_begins(in_project, tmp_path, c
     monkeypatch.setenv("PREFECT_API_URL", f"http://{NOWHERE}/api")
     with pytest.raises(SystemExit):
         services.run_flow(lambda: begun.append(1))
-    assert ("error: Prefect (PREFECT_API_URL) does not answer at "
-            f"http://{NOWHERE}/api: " in capsys.readouterr().err)
+    assert (
+        "error: Prefect (PREFECT_API_URL) does not answer at "
+        f"http://{NOWHERE}/api: " in capsys.readouterr().err
+    )
     (tmp_path / "params.yaml").unlink()
     with pytest.raises(SystemExit):
         services.run_flow(lambda: begun.append(1))
-    assert (f"error: params.yaml is not in {tmp_path}: "
-            "flows run in the project's folder" in capsys.readouterr().err)
+    assert (
+        f"error: params.yaml is not in {tmp_path}: "
+        "flows run in the project's folder" in capsys.readouterr().err
+    )
     assert not begun
 
 
@@ -223,15 +259,23 @@ def test_a_server_that_is_named_is_used(monkeypatch):
 
 def with_server(*command, **env):
     """`python -m tasks.services`, its server one that is named."""
-    return subprocess.Popen([sys.executable, "-m", "tasks.services", *command], cwd=ROOT, text=True,
-                            stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE,
-                            env={**os.environ, "PREFECT_API_URL": "http://there/api", **env})
+    return subprocess.Popen(
+        [sys.executable, "-m", "tasks.services", *command],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PREFECT_API_URL": "http://there/api", **env},
+    )
 
 
-@pytest.mark.parametrize("code, said", [
-    ("sys.exit(3)", ""),
-    ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL; what was finished is kept")])
+@pytest.mark.parametrize(
+    "code, said",
+    [
+        ("sys.exit(3)", ""),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL; what was finished is kept"),
+    ],
+)
 def test_a_command_s_end_is_told(code, said):
     run = with_server(sys.executable, "-c", f"import os, signal, sys; {code}")
     _, error = run.communicate(timeout=60)
@@ -239,8 +283,9 @@ def test_a_command_s_end_is_told(code, said):
 
 
 def test_a_command_ends_with_its_run_that_is_asked_to():
-    run = with_server(sys.executable, "-c",
-                      "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    run = with_server(
+        sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    )
     command = int(run.stdout.readline())
     run.terminate()
     assert run.wait(60) == 128 + signal.SIGTERM and not psutil.pid_exists(command)
@@ -248,6 +293,8 @@ def test_a_command_ends_with_its_run_that_is_asked_to():
 
 def test_a_server_that_ends_before_its_command_is_told():
     with subprocess.Popen(["false"]) as server:
-        with owned.owned(), pytest.raises(ShardCoreError,
-                                          match="^the Prefect server of this run ended with exit code 1; "):
+        with (
+            owned.owned(),
+            pytest.raises(ShardCoreError, match="^the Prefect server of this run ended with exit code 1; "),
+        ):
             services._run(["sleep", "20"], server)

@@ -18,8 +18,9 @@ OTHER = dataclasses.replace(SETTING, batch=64)
 
 def measured(folder, *settings):
     for setting in settings:
-        dataset.write_compute(folder, compute_samples(linear_law, 3, setting),
-                              dataset.write_pool(folder, pool()))
+        dataset.write_compute(
+            folder, compute_samples(linear_law, 3, setting), dataset.write_pool(folder, pool())
+        )
     return folder
 
 
@@ -30,8 +31,11 @@ def test_auto_is_this_machine_and_where_it_was_not_measured_the_only_one_that_wa
     assert auto.of_dataset(measured(tmp_path / "elsewhere", SETTING, OTHER)) == SETTING
     assert auto.of_dataset(measured(tmp_path / "both", SETTING, HERE)) == HERE
     two = measured(Path("two"), SETTING, dataclasses.replace(SETTING, hardware="law-2"))
-    with pytest.raises(ShardCoreError, match=r"two holds samples for \[law, batch 256.*; law-2, "
-                       r"batch 256.*ask for \("):
+    with pytest.raises(
+        ShardCoreError,
+        match=r"two holds samples for \[law, batch 256.*; law-2, "
+        r"batch 256.*ask for \(",
+    ):
         auto.of_dataset(two)
 
 
@@ -39,11 +43,20 @@ def test_what_is_named_is_what_is_taken(tmp_path):
     folder = measured(tmp_path, SETTING, OTHER)
     for setting in (SETTING, OTHER):
         assert SettingConfig(SETTING.hardware, setting.batch).of_dataset(folder) == setting
-    for wrong in ({"hardware": "another"}, {"batch": 128}, {"precision": "fp16"},
-                  {"optimizer": "rowwise_adagrad"}):
-        with pytest.raises(ShardCoreError, match=r"holds samples for \[law, batch 256, fp32, exact_sgd; "
-                           r"law, batch 64"):
+    for wrong in (
+        {"hardware": "another"},
+        {"batch": 128},
+        {"precision": "fp16"},
+        {"optimizer": "rowwise_adagrad"},
+    ):
+        with pytest.raises(
+            ShardCoreError,
+            match=r"holds samples for \[law, batch 256, fp32, exact_sgd; "
+            r"law, batch 64",
+        ):
             SettingConfig(**{"hardware": SETTING.hardware, "batch": SETTING.batch, **wrong}).of_dataset(
-                folder)
-    assert SettingConfig("named", 8, "fp16", "rowwise_adagrad").setting() == Setting("named", 8, "fp16",
-                                                                                     "rowwise_adagrad")
+                folder
+            )
+    assert SettingConfig("named", 8, "fp16", "rowwise_adagrad").setting() == Setting(
+        "named", 8, "fp16", "rowwise_adagrad"
+    )

@@ -72,8 +72,11 @@ def test_prefect_refuses_who_has_no_token(written_stack):
         assert client.get("/api/health").json() is True
         for path in ("/api/admin/version", "/api/flows/count", "/api/deployments/filter"):
             assert client.post(path).status_code == 401
-        for who, status in ((None, 401), (("shardcore", "wrong"), 401),
-                            (("shardcore", written_stack[2]), 200)):
+        for who, status in (
+            (None, 401),
+            (("shardcore", "wrong"), 401),
+            (("shardcore", written_stack[2]), 200),
+        ):
             assert client.get("/api/admin/version", auth=who).status_code == status
 
 
@@ -93,9 +96,13 @@ def test_mlflow_refuses_who_has_no_token(written_stack):
         auth.auth_config = auth.read_auth_config()
         client = TestClient(auth.create_app(), base_url=config.url(config.mlflow_port))
         assert client.get("/health").text == "OK"
-        for path in ("/", "/api/2.0/mlflow/experiments/search?max_results=1",
-                     "/ajax-api/2.0/mlflow/registered-models/search", "/api/2.0/mlflow-artifacts/artifacts",
-                     "/api/2.0/mlflow/users/get?username=shardcore"):
+        for path in (
+            "/",
+            "/api/2.0/mlflow/experiments/search?max_results=1",
+            "/ajax-api/2.0/mlflow/registered-models/search",
+            "/api/2.0/mlflow-artifacts/artifacts",
+            "/api/2.0/mlflow/users/get?username=shardcore",
+        ):
             for who in (None, ("shardcore", "wrong"), ("admin", token)):
                 assert client.get(path, auth=who).status_code == 401, path
         found = client.get("/api/2.0/mlflow/users/get?username=shardcore", auth=("shardcore", token))
@@ -117,9 +124,15 @@ def ray_options(command):
     return cli.commands["start"].make_context("start", list(command[4:])).params
 
 
-@pytest.mark.parametrize("host, node, listens_at_all",
-                         [("127.0.0.1", "127.0.0.1", "0"), ("localhost", "localhost", "0"),
-                          ("10.0.0.7", "10.0.0.7", "1"), ("0.0.0.0", None, "1")])
+@pytest.mark.parametrize(
+    "host, node, listens_at_all",
+    [
+        ("127.0.0.1", "127.0.0.1", "0"),
+        ("localhost", "localhost", "0"),
+        ("10.0.0.7", "10.0.0.7", "1"),
+        ("0.0.0.0", None, "1"),
+    ],
+)
 def test_every_service_listens_at_the_host_only(tmp_path, host, node, listens_at_all):
     """As each service's own command line understands the stack's; test_ray_cluster.py looks at what Ray
     listens at."""
@@ -128,13 +141,25 @@ def test_every_service_listens_at_the_host_only(tmp_path, host, node, listens_at
     assert prefect[1:5] == ("-m", "prefect", "server", "start")
     assert dict(zip(prefect[5::2], prefect[6::2], strict=True)) == {"--host": host, "--port": "4200"}
     mlflow = mlflow_options(found["mlflow"].daemon.command)
-    assert ((mlflow["host"], mlflow["port"], mlflow["app_name"], mlflow["workers"])
-            == (host, 5000, "basic-auth", "1"))
+    assert (mlflow["host"], mlflow["port"], mlflow["app_name"], mlflow["workers"]) == (
+        host,
+        5000,
+        "basic-auth",
+        "1",
+    )
     ray = ray_options(found["ray"].daemon.command)
-    assert ((ray["node_ip_address"], ray["dashboard_host"], ray["head"], ray["block"])
-            == (node, host, True, True))
+    assert (ray["node_ip_address"], ray["dashboard_host"], ray["head"], ray["block"]) == (
+        node,
+        host,
+        True,
+        True,
+    )
     assert [ray[k] for k in ("port", "ray_client_server_port", "dashboard_port", "metrics_export_port")] == [
-        "6379" if isinstance(ray["port"], str) else 6379, 10001, 8265, 8080]
+        "6379" if isinstance(ray["port"], str) else 6379,
+        10001,
+        8265,
+        8080,
+    ]
     assert ray["temp_dir"] == str(ray_folder(tmp_path)) and ray["object_store_memory"] == 256 << 20
     for service in found.values():
         assert service.daemon.env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == listens_at_all
@@ -189,20 +214,28 @@ def sourced(folder, names, **env):
     """The values of variables in a shell after `. env.sh`, twice."""
     shown = "; ".join(f'echo "${name}"' for name in names)
     said = subprocess.check_output(
-        ["sh", "-euc", f"cd {shlex.quote(str(folder))}; . ./env.sh; . ./env.sh; {shown}"], text=True,
-        env={"PATH": os.environ["PATH"], **env})
+        ["sh", "-euc", f"cd {shlex.quote(str(folder))}; . ./env.sh; . ./env.sh; {shown}"],
+        text=True,
+        env={"PATH": os.environ["PATH"], **env},
+    )
     return said.splitlines()
 
 
 def test_a_shell_becomes_a_client(tmp_path):
     token = stack_services.write_settings(StackConfig(host="0.0.0.0", mlflow_port=5001), tmp_path)
-    wanted = {"PREFECT_API_URL": "http://127.0.0.1:4200/api", "PREFECT_API_AUTH_STRING": f"shardcore:{token}",
-              "MLFLOW_TRACKING_URI": "http://127.0.0.1:5001", "MLFLOW_TRACKING_USERNAME": "shardcore",
-              "MLFLOW_TRACKING_PASSWORD": token, "RAY_ADDRESS": "127.0.0.1:6379", "RAY_AUTH_MODE": "token",
-              "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
-              "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:8265",
-              "PREFECT_LOGGING_SETTINGS_PATH": str(tmp_path / "logging.yml"),
-              "no_proxy": "127.0.0.1,localhost"}
+    wanted = {
+        "PREFECT_API_URL": "http://127.0.0.1:4200/api",
+        "PREFECT_API_AUTH_STRING": f"shardcore:{token}",
+        "MLFLOW_TRACKING_URI": "http://127.0.0.1:5001",
+        "MLFLOW_TRACKING_USERNAME": "shardcore",
+        "MLFLOW_TRACKING_PASSWORD": token,
+        "RAY_ADDRESS": "127.0.0.1:6379",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
+        "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:8265",
+        "PREFECT_LOGGING_SETTINGS_PATH": str(tmp_path / "logging.yml"),
+        "no_proxy": "127.0.0.1,localhost",
+    }
     assert dict(zip(wanted, sourced(tmp_path, wanted), strict=True)) == wanted
 
 
@@ -215,12 +248,15 @@ def test_a_client_finds_the_programs_of_the_environment_once(tmp_path):
     assert path == f"/bin:{programs}"
 
 
-@pytest.mark.parametrize("host, env, found", [
-    ("127.0.0.1", {}, "127.0.0.1,localhost"),
-    ("127.0.0.1", {"no_proxy": "example.org"}, "example.org,127.0.0.1,localhost"),
-    ("10.0.0.7", {"NO_PROXY": "example.org"}, "example.org,127.0.0.1,localhost,10.0.0.7"),
-    ("127.0.0.1", {"no_proxy": "*"}, "*"),
-])
+@pytest.mark.parametrize(
+    "host, env, found",
+    [
+        ("127.0.0.1", {}, "127.0.0.1,localhost"),
+        ("127.0.0.1", {"no_proxy": "example.org"}, "example.org,127.0.0.1,localhost"),
+        ("10.0.0.7", {"NO_PROXY": "example.org"}, "example.org,127.0.0.1,localhost,10.0.0.7"),
+        ("127.0.0.1", {"no_proxy": "*"}, "*"),
+    ],
+)
 def test_services_of_the_stack_are_reached_without_a_proxy(tmp_path, host, env, found):
     config = StackConfig(host=host)
     with mock.patch.dict(os.environ, env):
@@ -230,49 +266,70 @@ def test_services_of_the_stack_are_reached_without_a_proxy(tmp_path, host, env, 
     assert sourced(tmp_path, ("no_proxy", "NO_PROXY"), **env) == [found, found]
 
 
-@pytest.mark.parametrize("wrong, said", [
-    ({"mlflow_port": 4200}, "prefect_port is 4200; each port"), ({"ray_port": 65536}, "ray_port is 65536"),
-    ({"ray_port": 12000}, "stack.ray_port is 12000; Ray's workers have 10002 to 19999"),
-    ({"metrics_port": 19999}, "stack.metrics_port is 19999; Ray's workers"),
-    ({"metrics_port": 0}, "metrics_port is 0"), ({"object_store_mib": 79}, "needs 80"),
-    ({"folder": ""}, "stack.folder is empty; it needs a value such as .stack"),
-    ({"folder": " "}, "stack.folder is empty"),
-    ({"folder": "."}, "'.'; the project is in it; it needs a folder of its own"),
-    ({"folder": ".."}, "the project is in it"),
-    ({"folder": "/"}, "the project is in it"),
-    ({"folder": "x" * 300}, r"'x{77}\.\.\.'; a path may have 1000 bytes, and each"),
-    ({"folder": "x/" * 600}, "a path may have 1000 bytes"), ({"folder": "a\0b"}, "becomes part of URLs"),
-    ({"folder": "100%"}, "becomes part of URLs"),
-    ({"host": ""}, "stack.host is empty; it needs a value such as 127.0.0.1"),
-    ({"prefect_database": "somewhere"},
-     "stack.prefect_database is 'somewhere'; it needs a URL that begins with postgresql"),
-    ({"prefect_database": "postgresql://me:secret@db/p"},
-     r"is 'postgresql://…@db/p'; it needs a URL that begins with "
-                                                          r"postgresql\+asyncpg:// or sqlite\+aiosqlite://"),
-    ({"mlflow_database": "mlflow.db"}, "mlflow_database is 'mlflow.db'"),
-    ({"mlflow_database": "oracle://x"}, "stack.mlflow_database is 'oracle://x'"),
-    ({"mlflow_database": "mysql://"}, "mysql://'"),
-    ({"allowed_hosts": ("example.org", "a,b")}, "stack.allowed_hosts has 'a,b'; it needs names or addresses"),
-    ({"allowed_hosts": ("example.org:5000",)}, "'example.org:5000'; it needs names or addresses without"),
-    ({"allowed_hosts": ("",)}, "stack.allowed_hosts has ''")])
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"mlflow_port": 4200}, "prefect_port is 4200; each port"),
+        ({"ray_port": 65536}, "ray_port is 65536"),
+        ({"ray_port": 12000}, "stack.ray_port is 12000; Ray's workers have 10002 to 19999"),
+        ({"metrics_port": 19999}, "stack.metrics_port is 19999; Ray's workers"),
+        ({"metrics_port": 0}, "metrics_port is 0"),
+        ({"object_store_mib": 79}, "needs 80"),
+        ({"folder": ""}, "stack.folder is empty; it needs a value such as .stack"),
+        ({"folder": " "}, "stack.folder is empty"),
+        ({"folder": "."}, "'.'; the project is in it; it needs a folder of its own"),
+        ({"folder": ".."}, "the project is in it"),
+        ({"folder": "/"}, "the project is in it"),
+        ({"folder": "x" * 300}, r"'x{77}\.\.\.'; a path may have 1000 bytes, and each"),
+        ({"folder": "x/" * 600}, "a path may have 1000 bytes"),
+        ({"folder": "a\0b"}, "becomes part of URLs"),
+        ({"folder": "100%"}, "becomes part of URLs"),
+        ({"host": ""}, "stack.host is empty; it needs a value such as 127.0.0.1"),
+        (
+            {"prefect_database": "somewhere"},
+            "stack.prefect_database is 'somewhere'; it needs a URL that begins with postgresql",
+        ),
+        (
+            {"prefect_database": "postgresql://me:secret@db/p"},
+            r"is 'postgresql://…@db/p'; it needs a URL that begins with "
+            r"postgresql\+asyncpg:// or sqlite\+aiosqlite://",
+        ),
+        ({"mlflow_database": "mlflow.db"}, "mlflow_database is 'mlflow.db'"),
+        ({"mlflow_database": "oracle://x"}, "stack.mlflow_database is 'oracle://x'"),
+        ({"mlflow_database": "mysql://"}, "mysql://'"),
+        (
+            {"allowed_hosts": ("example.org", "a,b")},
+            "stack.allowed_hosts has 'a,b'; it needs names or addresses",
+        ),
+        ({"allowed_hosts": ("example.org:5000",)}, "'example.org:5000'; it needs names or addresses without"),
+        ({"allowed_hosts": ("",)}, "stack.allowed_hosts has ''"),
+    ],
+)
 def test_a_config_that_cannot_work_is_refused(wrong, said):
     with pytest.raises(ShardCoreError, match=said):
         StackConfig(**wrong)
     assert StackConfig(object_store_mib=80, ray_port=65535).object_store_mib == 80
 
 
-@pytest.mark.parametrize("wrong, said", [
-    ({"host": "192.0.2.1"},
-     r"stack.host is '192.0.2.1', which is no IPv4 address of this machine \(.+\); 127.0.0.1 serves"),
-    ({"host": "::1"}, "stack.host is '::1', which is no IPv4 address"),
-    ({"host": "no such host"}, "'no such host', which is no"),
-    ({"host": "a\0b"}, "which is no IPv4 address"),
-    ({"host": "x" * 300}, "which is no IPv4 address"),
-    ({"host": "0"}, "stack.host is '0', which means all addresses; write 0.0.0.0 for that"),
-    ({"object_store_mib": 10**9}, r"stack.object_store_mib is 1000000000; this machine has \d+$"),
-    ({"folder": "docs"}, "stack.folder is 'docs', which holds other things")])
-def test_what_this_machine_cannot_have_is_refused_before_anything_is_written(tmp_path, monkeypatch,
-                                                                             wrong, said):
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (
+            {"host": "192.0.2.1"},
+            r"stack.host is '192.0.2.1', which is no IPv4 address of this machine \(.+\); 127.0.0.1 serves",
+        ),
+        ({"host": "::1"}, "stack.host is '::1', which is no IPv4 address"),
+        ({"host": "no such host"}, "'no such host', which is no"),
+        ({"host": "a\0b"}, "which is no IPv4 address"),
+        ({"host": "x" * 300}, "which is no IPv4 address"),
+        ({"host": "0"}, "stack.host is '0', which means all addresses; write 0.0.0.0 for that"),
+        ({"object_store_mib": 10**9}, r"stack.object_store_mib is 1000000000; this machine has \d+$"),
+        ({"folder": "docs"}, "stack.folder is 'docs', which holds other things"),
+    ],
+)
+def test_what_this_machine_cannot_have_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch, wrong, said
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/page.md").touch()
@@ -281,16 +338,32 @@ def test_what_this_machine_cannot_have_is_refused_before_anything_is_written(tmp
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "docs", tmp_path / "docs/page.md"]
 
 
-@pytest.mark.parametrize("config, reached, refused", [
-    (StackConfig(), ["localhost", "127.0.0.1:5000", "10.1.2.3"], ["evil.example.org", "8.8.8.8:5000"]),
-    (StackConfig(host="0.0.0.0"),
-     [socket.gethostname(), f"{socket.gethostname()}:5000", "localhost:5000", "127.0.0.1", "192.168.1.5"],
-     ["evil.example.org", "8.8.8.8:5000"]),
-    (StackConfig(host="8.8.8.8", allowed_hosts=("ml.example.org", "*.corp")),
-     ["8.8.8.8:5000", "ml.example.org", "ml.example.org:443", "a.corp:5000"], ["ml.example.com", "8.8.4.4"]),
-    (StackConfig(allowed_hosts=("*",)), ["anything:5000"], [])])
-def test_mlflow_is_reached_at_the_machines_names_and_those_that_are_allowed(tmp_path, config, reached,
-                                                                            refused):
+@pytest.mark.parametrize(
+    "config, reached, refused",
+    [
+        (StackConfig(), ["localhost", "127.0.0.1:5000", "10.1.2.3"], ["evil.example.org", "8.8.8.8:5000"]),
+        (
+            StackConfig(host="0.0.0.0"),
+            [
+                socket.gethostname(),
+                f"{socket.gethostname()}:5000",
+                "localhost:5000",
+                "127.0.0.1",
+                "192.168.1.5",
+            ],
+            ["evil.example.org", "8.8.8.8:5000"],
+        ),
+        (
+            StackConfig(host="8.8.8.8", allowed_hosts=("ml.example.org", "*.corp")),
+            ["8.8.8.8:5000", "ml.example.org", "ml.example.org:443", "a.corp:5000"],
+            ["ml.example.com", "8.8.4.4"],
+        ),
+        (StackConfig(allowed_hosts=("*",)), ["anything:5000"], []),
+    ],
+)
+def test_mlflow_is_reached_at_the_machines_names_and_those_that_are_allowed(
+    tmp_path, config, reached, refused
+):
     """Hosts are compared the way MLflow reads the environment of its service."""
     from mlflow.server import security, security_utils
 
@@ -307,8 +380,9 @@ def test_mlflow_is_reached_at_the_machines_names_and_those_that_are_allowed(tmp_
         assert not security_utils.should_block_cors_request(f"http://{at}:5000", "POST", origins)
 
 
-@pytest.mark.parametrize("host, closed", [("127.0.0.1", "0"), ("127.0.0.2", "0"), ("localhost", "0"),
-                                          ("0.0.0.0", "1")])
+@pytest.mark.parametrize(
+    "host, closed", [("127.0.0.1", "0"), ("127.0.0.2", "0"), ("localhost", "0"), ("0.0.0.0", "1")]
+)
 def test_at_any_loopback_address_ray_listens_there_only(tmp_path, host, closed):
     env = stack_services.client_env(StackConfig(host=host), tmp_path, "t")
     assert env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == closed
@@ -332,8 +406,9 @@ def test_databases_and_artifacts_may_be_elsewhere(tmp_path):
     assert env["mlflow"]["MLFLOW_ARTIFACTS_DESTINATION"] == f"{tmp_path}/mlflow-artifacts"
     assert env["prefect"]["PREFECT_HOME"] == f"{tmp_path}/prefect"
     assert "PREFECT_SERVER_DATABASE_CONNECTION_URL" not in env["prefect"]
-    config = StackConfig(prefect_database="postgresql+asyncpg://p", mlflow_database="postgresql://m",
-                         artifacts="s3://a")
+    config = StackConfig(
+        prefect_database="postgresql+asyncpg://p", mlflow_database="postgresql://m", artifacts="s3://a"
+    )
     env = {n: s.daemon.env for n, s in stack_services.services(config, tmp_path, "t").items()}
     assert env["prefect"]["PREFECT_SERVER_DATABASE_CONNECTION_URL"] == "postgresql+asyncpg://p"
     assert env["mlflow"]["MLFLOW_BACKEND_STORE_URI"] == "postgresql://m"
@@ -343,13 +418,18 @@ def test_databases_and_artifacts_may_be_elsewhere(tmp_path):
 
 def test_a_line_of_the_flows_log_has_what_the_message_has_in_extra(tmp_path):
     config = yaml.safe_load(logging_config(tmp_path / "flows.jsonl"))
-    assert all("lines" in config["loggers"][name]["handlers"]
-               for name in ("prefect.flow_runs", "prefect.task_runs"))
-    logging.config.dictConfig({
-        "version": 1, "disable_existing_loggers": False,
-        "formatters": {"lines": config["formatters"]["lines"]},
-        "handlers": {"lines": config["handlers"]["lines"]},
-        "loggers": {"test_stack": {"handlers": ["lines"], "propagate": False}}})
+    assert all(
+        "lines" in config["loggers"][name]["handlers"] for name in ("prefect.flow_runs", "prefect.task_runs")
+    )
+    logging.config.dictConfig(
+        {
+            "version": 1,
+            "disable_existing_loggers": False,
+            "formatters": {"lines": config["formatters"]["lines"]},
+            "handlers": {"lines": config["handlers"]["lines"]},
+            "loggers": {"test_stack": {"handlers": ["lines"], "propagate": False}},
+        }
+    )
     logging.getLogger("test_stack").warning("%s: no plan", "pool-7", extra={"problem": "pool-7"})
     [line] = map(json.loads, (tmp_path / "flows.jsonl").read_text().splitlines())
     wanted = {"message": "pool-7: no plan", "problem": "pool-7", "levelname": "WARNING", "name": "test_stack"}
@@ -389,8 +469,12 @@ def test_a_temporary_folder_of_ray_that_others_may_have_is_not_used_again(short,
     shutil.rmtree(before)
     (short / "theirs/ray/tmp").mkdir(parents=True)
     (short / "theirs/ray/tmp/kept").touch()
-    {"link": lambda: before.symlink_to(short / "theirs"), "file": before.touch, "gone": bool,
-     "open": lambda: shutil.copytree(short / "theirs", before)}[others]()
+    {
+        "link": lambda: before.symlink_to(short / "theirs"),
+        "file": before.touch,
+        "gone": bool,
+        "open": lambda: shutil.copytree(short / "theirs", before),
+    }[others]()
     if others == "open":
         before.chmod(0o755)
     try:
@@ -423,10 +507,14 @@ def test_a_port_that_is_taken_is_named_with_its_holder_and_nothing_starts(tmp_pa
         held["mlflow_port"].listen()
         port = held["mlflow_port"].getsockname()[1]
         config = StackConfig(host=host, **{name: kept.getsockname()[1] for name, kept in held.items()})
-        with pytest.raises(ShardCoreError, match=(
+        with pytest.raises(
+            ShardCoreError,
+            match=(
                 rf"^port {port} \(stack.mlflow_port in params.yaml\) cannot be used at {host}: "
                 r"Address already in use, held by "
-                rf"process {os.getpid()} \(.+\); end that, or choose another port$")):
+                rf"process {os.getpid()} \(.+\); end that, or choose another port$"
+            ),
+        ):
             stack.up(config)
         assert stack._holder(held["ray_port"].getsockname()[1]) == ""
     finally:
@@ -437,8 +525,13 @@ def test_a_port_that_is_taken_is_named_with_its_holder_and_nothing_starts(tmp_pa
 
 def test_what_is_killed_is_said_with_the_last_lines_of_its_log(tmp_path, monkeypatch, sleeper):
     monkeypatch.chdir(tmp_path)
-    config = StackConfig(".stack", **{f"{name}_port": 1 + i for i, name in enumerate(
-        ("prefect", "mlflow", "ray", "ray_client", "dashboard", "metrics"))})  # where nobody answers
+    config = StackConfig(
+        ".stack",
+        **{
+            f"{name}_port": 1 + i
+            for i, name in enumerate(("prefect", "mlflow", "ray", "ray_client", "dashboard", "metrics"))
+        },
+    )  # where nobody answers
     folder = (tmp_path / ".stack").resolve()
     assert stack.status(config)[1] is False
     stack_services.write_settings(config, folder)
@@ -449,7 +542,12 @@ def test_what_is_killed_is_said_with_the_last_lines_of_its_log(tmp_path, monkeyp
     until(started["ray"].died)
     said, healthy = stack.status(config)
     assert dict(re.findall(r"^(\w+) +(healthy|silent|died|down) ", said, re.M)) == {
-        "prefect": "down", "mlflow": "silent", "ray": "died", "worker": "down", "watch": "healthy"}
+        "prefect": "down",
+        "mlflow": "silent",
+        "ray": "died",
+        "worker": "down",
+        "watch": "healthy",
+    }
     assert healthy is False
     assert "\nray: died; the last lines of .stack/logs/ray.log:\n  it is up\n" in said
     assert "\nmlflow: silent; the last lines of .stack/logs/mlflow.log:\n  it is up\n" in said
@@ -469,16 +567,29 @@ def test_up_waits_for_what_starts_and_names_what_ends_or_never_answers(tmp_path,
 
     starts = Service(sleeper("starts", tmp_path), {}, answers, "http://page")
     stack._wait([starts], time.monotonic(), said.append)
-    assert len(looks) == 4 and len(said) == 1 and re.fullmatch(r"starts: "
-                                                               r"healthy http://page after \d+ s", said[0])
+    assert (
+        len(looks) == 4
+        and len(said) == 1
+        and re.fullmatch(
+            r"starts: "
+            r"healthy http://page after \d+ s",
+            said[0],
+        )
+    )
     monkeypatch.setattr(stack, "PATIENCE_S", 0.1)
     never = Service(sleeper("never", tmp_path), {}, lambda: False)
     until(lambda: never.daemon.last_lines(1) == ["it is up"])
-    with pytest.raises(ShardCoreError, match=r"^never runs but does not answer after 0 s; "
-                       r".*logs/never.log ends with: it is up$"):
+    with pytest.raises(
+        ShardCoreError,
+        match=r"^never runs but does not answer after 0 s; "
+        r".*logs/never.log ends with: it is up$",
+    ):
         stack._wait([never], time.monotonic() - 1)
-    ends = Service(sleeper("ends", tmp_path, (sys.executable, "-c", "raise SystemExit('no such option')")),
-                   {}, lambda: True)
+    ends = Service(
+        sleeper("ends", tmp_path, (sys.executable, "-c", "raise SystemExit('no such option')")),
+        {},
+        lambda: True,
+    )
     until(ends.daemon.died)
     with pytest.raises(ShardCoreError, match=r"^ends ended; .*logs/ends.log ends with: no such option$"):
         stack._wait([ends], time.monotonic())
@@ -487,8 +598,9 @@ def test_up_waits_for_what_starts_and_names_what_ends_or_never_answers(tmp_path,
 def test_up_refuses_what_runs_with_other_settings(tmp_path, monkeypatch, sleeper):
     monkeypatch.chdir(tmp_path)
     running = sleeper("mlflow", tmp_path.resolve() / ".stack")
-    with pytest.raises(ShardCoreError,
-                       match=rf"^mlflow \(process {running.process().pid}\) runs with other settings"):
+    with pytest.raises(
+        ShardCoreError, match=rf"^mlflow \(process {running.process().pid}\) runs with other settings"
+    ):
         stack.up(StackConfig())
     assert running.process()
 
@@ -497,8 +609,10 @@ def test_down_ends_all_services_and_what_they_started(tmp_path, monkeypatch, sle
     monkeypatch.chdir(tmp_path)
     stack.down(StackConfig())
     assert not (tmp_path / ".stack").exists()
-    started = [sleeper(name, tmp_path.resolve() / ".stack")
-               for name in ("prefect", "mlflow", "ray", "worker", "watch")]
+    started = [
+        sleeper(name, tmp_path.resolve() / ".stack")
+        for name in ("prefect", "mlflow", "ray", "worker", "watch")
+    ]
     processes = [d.process() for d in started]
     stack.down(StackConfig())
     assert not any(map(daemons._runs, processes)) and not list(tmp_path.glob(".stack/*.pid"))
@@ -525,20 +639,29 @@ def test_deployments_are_made_once_until_something_changes(tmp_path, monkeypatch
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     (folder / "logs").mkdir(parents=True)
-    with pytest.raises(ShardCoreError,
-                       match=f"^prefect.yaml is not in {tmp_path}: the stack is started in the "):
+    with pytest.raises(
+        ShardCoreError, match=f"^prefect.yaml is not in {tmp_path}: the stack is started in the "
+    ):
         stack._deploy(StackConfig(), folder, {})
     (tmp_path / "prefect.yaml").write_text("deployments: []")
-    with pytest.raises(ShardCoreError, match=r"^prefect.yaml cannot be deployed; .*deploy.log ends with: "
-                       r"it failed because$"):
+    with pytest.raises(
+        ShardCoreError,
+        match=r"^prefect.yaml cannot be deployed; .*deploy.log ends with: "
+        r"it failed because$",
+    ):
         stack._deploy(StackConfig(), folder, {"CODE": "1"})
     for _ in range(2):
         stack._deploy(StackConfig(), folder, {"WHO": "me"})
-    assert asked.read_text().splitlines() == ["-m prefect --no-prompt deploy --all",
-                                              "-m prefect --no-prompt deploy --all me"]
+    assert asked.read_text().splitlines() == [
+        "-m prefect --no-prompt deploy --all",
+        "-m prefect --no-prompt deploy --all me",
+    ]
     (tmp_path / "flows").mkdir()
-    for change in (lambda: (tmp_path / "prefect.yaml").write_text("deployments: [1]"),
-                   lambda: (tmp_path / "flows/new.py").write_text("new"), lambda: None):
+    for change in (
+        lambda: (tmp_path / "prefect.yaml").write_text("deployments: [1]"),
+        lambda: (tmp_path / "flows/new.py").write_text("new"),
+        lambda: None,
+    ):
         change()
         stack._deploy(StackConfig(), folder, {})
     stack._deploy(StackConfig(prefect_database="postgresql+asyncpg://p"), folder, {})
@@ -549,8 +672,14 @@ def test_deployments_are_made_once_until_something_changes(tmp_path, monkeypatch
 def test_a_command_whose_reader_is_gone_ends_without_a_word(tmp_path, command):
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     (tmp_path / "params.yaml").touch()
-    running = subprocess.Popen([sys.executable, "-m", "tasks.stack", command], cwd=tmp_path, env=env,
-                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    running = subprocess.Popen(
+        [sys.executable, "-m", "tasks.stack", command],
+        cwd=tmp_path,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     running.stdout.close()
     assert running.stderr.read() == ""
     assert running.wait() == (141 if command == "status" else 0)

@@ -34,7 +34,6 @@ SERVICES = ("prefect", "mlflow", "ray", "worker", "watch")
 BOARD = json.loads((ROOT / "monitoring/grafana.json").read_text())
 
 
-
 def session_of(process):
     try:
         return os.getsid(process.pid)
@@ -62,8 +61,15 @@ class Project:
 
     def run(self, *command, timeout=240):
         """`python -m …` in the project's folder."""
-        return subprocess.run([sys.executable, "-m", *command], cwd=self.folder, env=self._env(), text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout)
+        return subprocess.run(
+            [sys.executable, "-m", *command],
+            cwd=self.folder,
+            env=self._env(),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout,
+        )
 
     @contextlib.contextmanager
     def client(self, *command):
@@ -71,8 +77,9 @@ class Project:
         in `said`."""
         line = ["sh", "-c", '. .stack/env.sh; exec "$@"', "sh", sys.executable, "-m", *command]
         with open(self.folder / "said", "w") as said:
-            process = subprocess.Popen(line, cwd=self.folder, env=self._env(), stdout=said,
-                                       stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                line, cwd=self.folder, env=self._env(), stdout=said, stderr=subprocess.STDOUT
+            )
         try:
             yield process
         finally:
@@ -82,8 +89,10 @@ class Project:
     def _env(self):
         """Of one whose way to the world is a proxy, which none of this may ask."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "RAY_"))}
-        proxies = {name: "http://127.0.0.1:9"
-                   for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY")}
+        proxies = {
+            name: "http://127.0.0.1:9"
+            for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY")
+        }
         return {**clean, **proxies, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
 
     def ids(self):
@@ -98,13 +107,15 @@ class Project:
         return (self.folder / ".stack/token").read_text()
 
     def get(self, port, path, data=None, **headers):
-        return services.get(f"http://127.0.0.1:{self.ports[port]}{path}", headers, data,
-                            timeout_s=30).decode()
+        return services.get(
+            f"http://127.0.0.1:{self.ports[port]}{path}", headers, data, timeout_s=30
+        ).decode()
 
     def lines(self):
         """What flows logged."""
-        return [json.loads(line)
-                for line in (self.folder / ".stack/logs/flows.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.folder / ".stack/logs/flows.jsonl").read_text().splitlines()
+        ]
 
     def processes(self):
         """All of the stack's: each service leads a session."""
@@ -115,14 +126,28 @@ class Project:
 def make_project(folder):
     held = {name: services.reserve_port() for name in PORTS}
     shutil.copy(ROOT / "prefect.yaml", folder)
-    measure = {"compute_samples": 6, "comm_samples": 1, "chunk": 3, "max_shards": 4, "arena_bytes": 1 << 27,
-               "min_repeats": 3, "max_repeats": 3, "comm_repeats": 3, "step_samples": 1, "step_repeats": 3}
+    measure = {
+        "compute_samples": 6,
+        "comm_samples": 1,
+        "chunk": 3,
+        "max_shards": 4,
+        "arena_bytes": 1 << 27,
+        "min_repeats": 3,
+        "max_repeats": 3,
+        "comm_repeats": 3,
+        "step_samples": 1,
+        "step_repeats": 3,
+    }
     made = Project(folder, held)
-    (folder / "params.yaml").write_text(yaml.safe_dump({"setting": {"batch": 64}, "measure": measure,
-                                                        "stack": {**made.ports, "object_store_mib": 80}}))
+    (folder / "params.yaml").write_text(
+        yaml.safe_dump(
+            {"setting": {"batch": 64}, "measure": measure, "stack": {**made.ports, "object_store_mib": 80}}
+        )
+    )
     reuse = Reuse((0.8, 0.15, 0.05) + (0.0,) * 14, 256)
-    files.write_pool(folder / "data/pool.json",
-                     [Table(f"t{i}", 1000 * (i + 1), 16, 2.0, reuse) for i in range(8)])
+    files.write_pool(
+        folder / "data/pool.json", [Table(f"t{i}", 1000 * (i + 1), 16, 2.0, reuse) for i in range(8)]
+    )
     (folder / "problems").mkdir()
     return made
 
@@ -158,9 +183,14 @@ def answered(expression, samples):
         wanted = re.findall(r'(\w+)(=~?)"([^"]*)"', matchers)
         labels = {label.strip() for group in by for label in group.split(",")}
         wanted += [(label, "=~", ".+") for label in labels]
-        if not any(n == name
-                   and all(re.fullmatch(value if op == "=~" else re.escape(value), has.get(label, ""))
-                           for label, op, value in wanted) for n, has in samples):
+        if not any(
+            n == name
+            and all(
+                re.fullmatch(value if op == "=~" else re.escape(value), has.get(label, ""))
+                for label, op, value in wanted
+            )
+            for n, has in samples
+        ):
             return False
     return True
 
@@ -175,16 +205,24 @@ def prometheus(metrics_port, folder):
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     with services.reserve_port() as held:
         address = f"127.0.0.1:{held.getsockname()[1]}"
-        server = subprocess.Popen(["prometheus", f"--config.file={folder / 'prometheus.yml'}",
-                                   f"--storage.tsdb.path={folder}", f"--web.listen-address={address}"],
-                                  stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        server = subprocess.Popen(
+            [
+                "prometheus",
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder}",
+                f"--web.listen-address={address}",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
         def has_answer(expression):
             assert server.poll() is None, "prometheus ended"
             try:
                 query = urllib.parse.urlencode({"query": expression})
                 return bool(
-                    json.loads(services.get(f"http://{address}/api/v1/query?{query}"))["data"]["result"])
+                    json.loads(services.get(f"http://{address}/api/v1/query?{query}"))["data"]["result"]
+                )
             except urllib.error.HTTPError as error:
                 # which it says while it starts
                 assert error.code == 503, f"{expression}: {error.read().decode()}"
@@ -217,15 +255,17 @@ def measured(project, tmp_path_factory):
     with contextlib.ExitStack() as stack:
         asked, has_answer = {}, None
         if shutil.which("prometheus"):
-            has_answer = stack.enter_context(prometheus(project.ports["metrics_port"],
-                                                        tmp_path_factory.mktemp("prometheus")))
+            has_answer = stack.enter_context(
+                prometheus(project.ports["metrics_port"], tmp_path_factory.mktemp("prometheus"))
+            )
             asked = dict(queries())
         run, deadline = stack.enter_context(project.client("flows.measure")), None
         while (left or asked or run.poll() is None) and (deadline is None or time.monotonic() < deadline):
             for family in text_string_to_metric_families(project.get("metrics_port", "/metrics")):
                 samples |= {(s.name, frozenset(s.labels.items())) for s in family.samples}
-            left = {k: q for k, q in left.items()
-                    if not answered(q, [(n, dict(labels)) for n, labels in samples])}
+            left = {
+                k: q for k, q in left.items() if not answered(q, [(n, dict(labels)) for n, labels in samples])
+            }
             asked = {k: q for k, q in asked.items() if not has_answer(q)}
             if run.poll() is not None and deadline is None:
                 deadline = time.monotonic() + 60
@@ -240,8 +280,9 @@ def test_up_twice_is_one_stack_and_status_says_where_things_are(project):
     states, said = project.states()
     assert states == dict.fromkeys(SERVICES, "healthy") and said.returncode == 0, said.stdout
     for name in SERVICES:
-        assert (f".stack/logs/{name}.log" in said.stdout
-                and (project.folder / f".stack/logs/{name}.log").exists())
+        assert (
+            f".stack/logs/{name}.log" in said.stdout and (project.folder / f".stack/logs/{name}.log").exists()
+        )
     before = project.ids()
     assert project.run("tasks.stack", "up").returncode == 0
     assert project.ids() == before
@@ -249,18 +290,26 @@ def test_up_twice_is_one_stack_and_status_says_where_things_are(project):
 
 @pytest.mark.long
 def test_it_listens_at_loopback_alone_and_its_secrets_are_its_owners(project):
-    addresses = {c.laddr.ip.removeprefix("::ffff:") for p in project.processes()
-                 for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    addresses = {
+        c.laddr.ip.removeprefix("::ffff:")
+        for p in project.processes()
+        for c in p.net_connections("tcp")
+        if c.status == psutil.CONN_LISTEN
+    }
     assert addresses == {"127.0.0.1"}
     for name in ("token", "env.sh", "mlflow-auth.ini"):
         assert (project.folder / ".stack" / name).stat().st_mode & 0o077 == 0
     assert project.token() not in "".join("".join(p.cmdline()) for p in project.processes())
 
 
-@pytest.mark.parametrize("port, path, data", [
-    ("prefect_port", "/api/deployments/filter", b"{}"),
-    ("mlflow_port", "/api/2.0/mlflow/experiments/search?max_results=1", None),
-    ("dashboard_port", "/api/v0/actors", None)])
+@pytest.mark.parametrize(
+    "port, path, data",
+    [
+        ("prefect_port", "/api/deployments/filter", b"{}"),
+        ("mlflow_port", "/api/2.0/mlflow/experiments/search?max_results=1", None),
+        ("dashboard_port", "/api/v0/actors", None),
+    ],
+)
 @pytest.mark.long
 def test_who_has_no_token_is_refused(project, port, path, data):
     with pytest.raises(urllib.error.HTTPError, match="401"):
@@ -270,27 +319,36 @@ def test_who_has_no_token_is_refused(project, port, path, data):
 @pytest.mark.long
 def test_what_a_flow_logs_is_kept_as_json_lines(project, measured):
     lines = [line for line in project.lines() if line["flow_run_name"] == measured.run]
-    assert any(re.fullmatch(r"measured 6 groups, 1 exchanges and \d+ steps of plans", line["message"])
-               for line in lines)
+    assert any(
+        re.fullmatch(r"measured 6 groups, 1 exchanges and \d+ steps of plans", line["message"])
+        for line in lines
+    )
     assert any(re.match(r"6 compute samples wanted, 6 of them to measure", line["message"]) for line in lines)
     assert all(line["timestamp"] and line["levelname"] and line["flow_run_id"] for line in lines)
-    assert ({line["task_run_name"] for line in lines if "compute samples wanted" in line["message"]}
-            == {"measure-compute"})
+    assert {line["task_run_name"] for line in lines if "compute samples wanted" in line["message"]} == {
+        "measure-compute"
+    }
 
 
 @pytest.mark.long
 def test_actors_are_named_after_what_they_do_where_and_for_which_run(project, measured):
     def listed(what):
-        answer = project.get("dashboard_port", f"/api/v0/{what}?limit=1000",
-                             Authorization=f"Bearer {project.token()}")
+        answer = project.get(
+            "dashboard_port", f"/api/v0/{what}?limit=1000", Authorization=f"Bearer {project.token()}"
+        )
         return json.loads(answer)["data"]["result"]["result"]
 
     actors = {a["name"]: a["ray_namespace"] for a in listed("actors")}
-    assert (any(name.startswith("measure[compute] device ") for name in actors)
-            and set(actors.values()) == {measured.run})
+    assert any(name.startswith("measure[compute] device ") for name in actors) and set(actors.values()) == {
+        measured.run
+    }
     # Ray tells of calls a moment later
-    until(lambda: any(re.fullmatch(r"measure\[compute\] device \d+, \d+ waiting", call["name"])
-                      for call in listed("tasks")))
+    until(
+        lambda: any(
+            re.fullmatch(r"measure\[compute\] device \d+, \d+ waiting", call["name"])
+            for call in listed("tasks")
+        )
+    )
 
 
 @pytest.mark.long
@@ -323,10 +381,13 @@ def test_what_is_killed_is_said_and_up_brings_it_back(project, measured):
 def flow_runs(project, *ids):
     """The state of runs, by id."""
     user = f"shardcore:{project.token()}".encode()
-    answer = project.get("prefect_port", "/api/flow_runs/filter",
-                         json.dumps({"flow_runs": {"id": {"any_": list(ids)}}}).encode(),
-                         Authorization=f"Basic {base64.b64encode(user).decode()}",
-                         **{"Content-Type": "application/json"})
+    answer = project.get(
+        "prefect_port",
+        "/api/flow_runs/filter",
+        json.dumps({"flow_runs": {"id": {"any_": list(ids)}}}).encode(),
+        Authorization=f"Basic {base64.b64encode(user).decode()}",
+        **{"Content-Type": "application/json"},
+    )
     return {run["id"]: run["state_type"] for run in json.loads(answer)}
 
 

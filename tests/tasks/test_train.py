@@ -61,8 +61,10 @@ def train(**config):
 def joined(place):
     """(metrics, run) of a training on both."""
     metrics = train(datasets=(str(SHIPPED),))
-    return (metrics,
-            mlflow.MlflowClient().search_runs([mlflow.get_experiment_by_name("shardcore").experiment_id])[0])
+    return (
+        metrics,
+        mlflow.MlflowClient().search_runs([mlflow.get_experiment_by_name("shardcore").experiment_id])[0],
+    )
 
 
 def test_the_run_holds_parameters_curves_metrics_figures_and_the_card(joined):
@@ -72,17 +74,29 @@ def test_the_run_holds_parameters_curves_metrics_figures_and_the_card(joined):
     assert [m.step for m in client.get_metric_history(run_id, "compute/validation_mape")] == [0, 1, 2]
     assert len(client.get_metric_history(run_id, "learning_curve/test_mape")) == 3
     for split in ("train", "validation", "test"):
-        assert (0 < run.data.metrics[f"{split}/compute_mape"] < 100
-                and f"{split}/compute_coverage_90" in run.data.metrics)
-    assert (run.data.metrics["test/compute_mape"] == metrics["compute_mape"]
-            and "learning_curve/gain" in run.data.metrics)
+        assert (
+            0 < run.data.metrics[f"{split}/compute_mape"] < 100
+            and f"{split}/compute_coverage_90" in run.data.metrics
+        )
+    assert (
+        run.data.metrics["test/compute_mape"] == metrics["compute_mape"]
+        and "learning_curve/gain" in run.data.metrics
+    )
     assert run.data.tags[registry.DIGEST_TAG] == model_files.model_digest("data/model")
-    names = ("predicted_against_measured", "error_by_size", "calibration", "learning_curve",
-             "training_curves")
+    names = (
+        "predicted_against_measured",
+        "error_by_size",
+        "calibration",
+        "learning_curve",
+        "training_curves",
+    )
     assert {a.path for a in client.list_artifacts(run_id)} == {"card.md", *(f"{n}.png" for n in names)}
     card = Path("data/card.md").read_text()
-    assert (mlflow.artifacts.load_text(f"{run.info.artifact_uri}/card.md")
-            == run.data.tags["mlflow.note.content"] == card)
+    assert (
+        mlflow.artifacts.load_text(f"{run.info.artifact_uri}/card.md")
+        == run.data.tags["mlflow.note.content"]
+        == card
+    )
 
 
 def test_datasets_join_what_was_measured_and_count_once(joined):
@@ -104,12 +118,15 @@ def test_a_model_is_evaluated_on_what_it_was_trained_on(joined):
 
 def test_shipped_samples_of_an_equally_fast_machine_join_unasked(joined):
     """One folder is as fast, one has another batch, and one is of a machine three times as slow."""
-    def slower(spread):
-        return dataclasses.replace(spread, **{k: 3 * getattr(spread, k)
-                                              for k in ("median_ms", "q1_ms", "q3_ms")})
 
-    slow = [dataclasses.replace(s, forward=slower(s.forward), backward=slower(s.backward))
-            for s in SAMPLES[200:]]
+    def slower(spread):
+        return dataclasses.replace(
+            spread, **{k: 3 * getattr(spread, k) for k in ("median_ms", "q1_ms", "q3_ms")}
+        )
+
+    slow = [
+        dataclasses.replace(s, forward=slower(s.forward), backward=slower(s.backward)) for s in SAMPLES[200:]
+    ]
     write(Path("datasets/slow"), slow)
     join, refused = of_same_hardware(SETTING, MEASUREMENTS)
     assert join == [SHIPPED] and list(refused) == ["datasets/slow"]
@@ -118,8 +135,10 @@ def test_shipped_samples_of_an_equally_fast_machine_join_unasked(joined):
     assert metrics["n_compute"] == joined[0]["n_compute"]
     provenance = neural.load("data/model").meta["provenance"]
     assert list(provenance["datasets"]) == ["datasets/x"]
-    assert "datasets/slow is of the same hardware, but did not join: ops take 0.35" in Path(
-        "data/card.md").read_text().partition("Predicts what")[0]
+    assert (
+        "datasets/slow is of the same hardware, but did not join: ops take 0.35"
+        in Path("data/card.md").read_text().partition("Predicts what")[0]
+    )
     assert provenance["data"] == replays.data_digest([MEASUREMENTS, SHIPPED])
     shutil.rmtree("datasets/slow")
 
@@ -128,8 +147,10 @@ def test_shipped_samples_of_an_equally_fast_machine_join_unasked(joined):
 def test_without_datasets_and_learning_curve_there_is_neither(joined):
     metrics = train(learning_curve=False, datasets=())
     assert metrics["n_compute"] == len(accuracy.held_out(SAMPLES[:180]))
-    assert ("datasets" not in neural.load("data/model").meta["provenance"]
-            and "Twice" not in Path("data/card.md").read_text())
+    assert (
+        "datasets" not in neural.load("data/model").meta["provenance"]
+        and "Twice" not in Path("data/card.md").read_text()
+    )
 
 
 @pytest.mark.long
@@ -142,20 +163,27 @@ def test_replays_in_a_dataset_tell_what_exchanges_take_in_steps(place):
     def replay(workloads):
         """Where exchanges take 1.4 times as long as alone."""
         costs = [price(w, model) for w in workloads]
-        longer = [[tuple(1.4 * ms for ms in part) for part in (c.forward_comm_ms, c.backward_comm_ms)]
-                  for c in costs]
-        return [StepSample(c.forward_compute_ms, c.backward_compute_ms, *comm, c.waiting_ms,
-                           Spread(1, 1, 1, 3), False)
-                for c, comm in zip(costs, longer, strict=True)]
+        longer = [
+            [tuple(1.4 * ms for ms in part) for part in (c.forward_comm_ms, c.backward_comm_ms)]
+            for c in costs
+        ]
+        return [
+            StepSample(
+                c.forward_compute_ms, c.backward_compute_ms, *comm, c.waiting_ms, Spread(1, 1, 1, 3), False
+            )
+            for c, comm in zip(costs, longer, strict=True)
+        ]
 
     replays.append(Path("datasets/steps"), problem, made, SETTING, ReplayConfig(), replay)
     train(learning_curve=False, datasets=("datasets/steps",))
     found = neural.load("data/model")
     version = files.digest(replays.digests(Path("datasets/steps")))
-    assert (found.meta["steps"] == FEWEST_STEPS
-            and found.meta["provenance"]["datasets"] == {"datasets/steps": version})
-    assert (collective_model.in_step(found.weights, collective_model.ALL_TO_ALL, "forward")
-            == pytest.approx(1.4, rel=1e-3))
+    assert found.meta["steps"] == FEWEST_STEPS and found.meta["provenance"]["datasets"] == {
+        "datasets/steps": version
+    }
+    assert collective_model.in_step(found.weights, collective_model.ALL_TO_ALL, "forward") == pytest.approx(
+        1.4, rel=1e-3
+    )
     said = "8: all-to-all forward 1.40, all-to-all backward 1.40"
     assert said in Path("data/card.md").read_text()
 
@@ -163,26 +191,35 @@ def test_replays_in_a_dataset_tell_what_exchanges_take_in_steps(place):
 def test_the_stage_s_own_options_do_not_change_the_model(place):
     config = TrainConfig(**QUICK, datasets=("datasets/x",), learning_curve=False)
     same = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("datasets", "learning_curve")}
-    assert (type(config.fit) is fit.FitConfig and dataclasses.asdict(config.fit) == same
-            and same["epochs"] == QUICK["epochs"])
+    assert (
+        type(config.fit) is fit.FitConfig
+        and dataclasses.asdict(config.fit) == same
+        and same["epochs"] == QUICK["epochs"]
+    )
     assert schema.build(TrainConfig, {"datasets": ["datasets/x"]}, "train").datasets == ("datasets/x",)
 
 
-@pytest.mark.parametrize("datasets, said", [
-    (("datasets/other",),
-     r"datasets/other holds samples for \(law, batch 64, .*\), none for \(law, batch 256, "),
-    (("datasets/none",), "datasets/none holds neither samples nor replays"),
-    (("data/x",), "has the dataset 'data/x'; it needs to be a folder in datasets/"),
-    (("datasets/../x",), "it needs to be a folder in datasets/"),
-    (("/datasets/x",), "it needs to be a folder in datasets/"),
-])
+@pytest.mark.parametrize(
+    "datasets, said",
+    [
+        (
+            ("datasets/other",),
+            r"datasets/other holds samples for \(law, batch 64, .*\), none for \(law, batch 256, ",
+        ),
+        (("datasets/none",), "datasets/none holds neither samples nor replays"),
+        (("data/x",), "has the dataset 'data/x'; it needs to be a folder in datasets/"),
+        (("datasets/../x",), "it needs to be a folder in datasets/"),
+        (("/datasets/x",), "it needs to be a folder in datasets/"),
+    ],
+)
 def test_a_dataset_that_cannot_join_is_named(place, datasets, said):
     with pytest.raises(ShardCoreError, match=said):
         train(datasets=datasets)
 
 
-def test_the_version_of_the_data_is_what_dvc_says_of_the_measurements_and_only_in_its_stage(tmp_path,
-                                                                                            monkeypatch):
+def test_the_version_of_the_data_is_what_dvc_says_of_the_measurements_and_only_in_its_stage(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     outs = [{"path": "data/other", "md5": "a"}, {"path": "data/measurements", "md5": "b.dir"}]
     Path("dvc.lock").write_text(yaml.safe_dump({"stages": {"measure": {"outs": outs}}}))
@@ -196,6 +233,7 @@ def test_the_version_of_the_data_is_what_dvc_says_of_the_measurements_and_only_i
 
 
 def test_unknown_keys_stay_errors():
-    with pytest.raises(ShardCoreError,
-                       match=re.escape("train has an unknown key 'dataset'; known are epochs")):
+    with pytest.raises(
+        ShardCoreError, match=re.escape("train has an unknown key 'dataset'; known are epochs")
+    ):
         schema.build(TrainConfig, {"dataset": []}, "train")

@@ -21,8 +21,17 @@ from tasks import params, paths, policy_registry, registry
 from tasks.promote import promote_policy
 from tasks.train_policy import TrainPolicyConfig, train_policy
 
-QUICK = {"rounds": 2, "policy_updates": 2, "problems": 3, "validation": 2, "test": 2, "devices": 2,
-         "min_tables": 4, "max_tables": 6, "max_dim": 16}
+QUICK = {
+    "rounds": 2,
+    "policy_updates": 2,
+    "problems": 3,
+    "validation": 2,
+    "test": 2,
+    "devices": 2,
+    "min_tables": 4,
+    "max_tables": 6,
+    "max_dim": 16,
+}
 TABLES = tuple(Table(f"t{i}", 500 + 40 * i, 16, 2.0 + i % 5, Zipf(1.0)) for i in range(40))
 
 
@@ -54,18 +63,23 @@ def test_the_run_holds_parameters_curves_and_files(metrics):
     assert found.data.metrics["final_test_cost"] == metrics["test_cost"] > 0
     assert found.data.tags[registry.DIGEST_TAG] == model_files.model_digest(paths.POLICY, "policy")
     assert {a.path for a in client.list_artifacts(found.info.run_id, "policy")} == {
-        f"policy/{n}" for n in ("policy.json", "weights.safetensors", "curves.csv")}
+        f"policy/{n}" for n in ("policy.json", "weights.safetensors", "curves.csv")
+    }
     provenance = read_policy(paths.POLICY).meta["provenance"]
     assert provenance["model_digest"] == model_files.model_digest(paths.MODEL)
 
 
 def test_without_a_policy_it_cannot_be_published_by(place):
-    with pytest.raises(ShardCoreError, match="there is no policy 'autoshard' for 'law'.*train_policy.algo"
-                                             "rithm in params.yaml to it.*flows.promote"):
+    with pytest.raises(
+        ShardCoreError,
+        match="there is no policy 'autoshard' for 'law'.*train_policy.algo"
+        "rithm in params.yaml to it.*flows.promote",
+    ):
         policy_registry.champion_policy(registry.connect(), "autoshard", "law")
     with pytest.raises(ShardCoreError, match="'dreamshard' needs a policy 'dreamshard', and none was given"):
-        Publisher(neural.load(paths.MODEL), "plans", PublishConfig(algorithm="dreamshard"), {},
-                  plan_page.page)
+        Publisher(
+            neural.load(paths.MODEL), "plans", PublishConfig(algorithm="dreamshard"), {}, plan_page.page
+        )
 
 
 def test_it_is_registered_once_its_cost_model_is_and_plans_are_published_by_it(metrics):
@@ -85,8 +99,15 @@ def test_it_is_registered_once_its_cost_model_is_and_plans_are_published_by_it(m
 
 def test_a_policy_from_elsewhere_is_registered_in_a_run_of_its_own(metrics, tmp_path):
     policy = read_policy(paths.POLICY)
-    write_policy(tmp_path, type(policy)("dreamshard_direct", policy.setting, policy.weights,
-                                        {**policy.meta, "metrics": {"test_cost": 0.5}}))
+    write_policy(
+        tmp_path,
+        type(policy)(
+            "dreamshard_direct",
+            policy.setting,
+            policy.weights,
+            {**policy.meta, "metrics": {"test_cost": 0.5}},
+        ),
+    )
     client = registry.connect()
     registry.register(client, paths.MODEL, None, {})
     version = policy_registry.register_policy(client, tmp_path)

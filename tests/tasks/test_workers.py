@@ -97,13 +97,16 @@ def test_requests_that_end_or_hang_their_worker_are_found_and_cost_no_others(req
 
 
 @pytest.mark.long
-def test_a_node_lost_in_the_middle_costs_no_sample_and_the_others_do_the_rest(requests, another_node,
-                                                                              actor_processes, caplog):
+def test_a_node_lost_in_the_middle_costs_no_sample_and_the_others_do_the_rest(
+    requests, another_node, actor_processes, caplog
+):
     """Its raylet and its actor are killed, and no replacement finds room."""
+
     def lose_it():
         lost = raylet(another_node)
-        for process in [p for p in actor_processes("DeviceWorker", "measure[compute]")
-                        if p.ppid() == lost.pid] + [lost]:
+        for process in [
+            p for p in actor_processes("DeviceWorker", "measure[compute]") if p.ppid() == lost.pid
+        ] + [lost]:
             process.kill()
 
     with caplog.at_level(logging.WARNING), workers(requests, count=3) as fleet:
@@ -124,6 +127,8 @@ def test_a_call_brings_back_what_has_finished_in_time_whatever_its_chunk(request
 def test_without_a_worker_it_says_so_and_why(requests, monkeypatch):
     """None starts: no device of this cluster is a GPU."""
     monkeypatch.setattr(supervise, "START_S", 0.1)
-    with (pytest.raises(ShardCoreError, match="1 measuring workers found no free device in 0.1 s"),
-          Supervisor(RayTransport(BenchSpec(SETTING, "cuda", CONFIG, requests[0])))):
+    with (
+        pytest.raises(ShardCoreError, match="1 measuring workers found no free device in 0.1 s"),
+        Supervisor(RayTransport(BenchSpec(SETTING, "cuda", CONFIG, requests[0]))),
+    ):
         pass

@@ -23,6 +23,8 @@ def _empty_database() -> bytes:
 def tracked(folder: Path) -> Iterator[Path]:
     """The folder is the current one, and keeps what MLflow is given."""
     (folder / "mlflow.db").write_bytes(_empty_database())
-    with contextlib.chdir(folder), mock.patch.dict(os.environ,
-                                                   MLFLOW_TRACKING_URI=f"sqlite:///{folder}/mlflow.db"):
+    with (
+        contextlib.chdir(folder),
+        mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=f"sqlite:///{folder}/mlflow.db"),
+    ):
         yield folder

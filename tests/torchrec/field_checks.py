@@ -72,24 +72,38 @@ def model(pooled: bool = True, **given: Any) -> nn.Module:
 
 
 def topology(**given: Any) -> TheirTopology:
-    return TheirTopology(**{"world_size": DEVICES, "local_world_size": PER_HOST, "compute_device": "cuda",
-                            "hbm_cap": 8 * GIB} | given)
+    return TheirTopology(
+        **{"world_size": DEVICES, "local_world_size": PER_HOST, "compute_device": "cuda", "hbm_cap": 8 * GIB}
+        | given
+    )
 
 
-def planned(module: nn.Module | None = None, asked: ParameterConstraints | None = None,
-            on: TheirTopology | None = None, sharders: Any = (), precision: str = "fp32") -> Outcome:
+def planned(
+    module: nn.Module | None = None,
+    asked: ParameterConstraints | None = None,
+    on: TheirTopology | None = None,
+    sharders: Any = (),
+    precision: str = "fp32",
+) -> Outcome:
     """asked: of table a. Lookups are LOOKUPS unless it has pooling_factors."""
     constraints = {"a": asked, "b": ParameterConstraints(pooling_factors=[2.0])} if asked else {}
     stated = asked is not None and asked.pooling_factors != [1.0]
-    planner = ShardCorePlanner(on or topology(), LOCAL_BATCH, constraints, algorithm="size_greedy",
-                               model=AnalyticModel(Setting("gpu", LOCAL_BATCH * DEVICES, precision)),
-                               lookups=None if stated else LOOKUPS)
+    planner = ShardCorePlanner(
+        on or topology(),
+        LOCAL_BATCH,
+        constraints,
+        algorithm="size_greedy",
+        model=AnalyticModel(Setting("gpu", LOCAL_BATCH * DEVICES, precision)),
+        lookups=None if stated else LOOKUPS,
+    )
     plan = planner.plan(module or model(), sharders)
     priced = planner.model.for_problem(planner.problem)
-    return Outcome(planner, {f"{path}.{name}": sharding for path, of in plan.plan.items()
-                             for name, sharding in of.items()},
-                   price(lower(planner.found, planner.problem), priced).total_ms,
-                   tuple(memory.used_bytes(planner.found, planner.problem)))
+    return Outcome(
+        planner,
+        {f"{path}.{name}": sharding for path, of in plan.plan.items() for name, sharding in of.items()},
+        price(lower(planner.found, planner.problem), priced).total_ms,
+        tuple(memory.used_bytes(planner.found, planner.problem)),
+    )
 
 
 @cache
@@ -116,10 +130,14 @@ def constraints_values() -> dict[str, tuple[Any, Obeys | None]]:
     uvm = {"compute_kernels": ["fused_uvm_caching"]}
     return {
         "sharding_types": (["row_wise"], lambda o: _first(o).sharding_type == "row_wise"),
-        "compute_kernels": (["fused_uvm"], lambda o: _first(o).compute_kernel == "fused_uvm" and
-                            max(o.held) < max(as_usual().held)),
-        "min_partition": (DIM, lambda o: [s.shard_sizes for s in _first(o).sharding_spec.shards]
-                          == [[ROWS, DIM]]),
+        "compute_kernels": (
+            ["fused_uvm"],
+            lambda o: _first(o).compute_kernel == "fused_uvm" and max(o.held) < max(as_usual().held),
+        ),
+        "min_partition": (
+            DIM,
+            lambda o: [s.shard_sizes for s in _first(o).sharding_spec.shards] == [[ROWS, DIM]],
+        ),
         "pooling_factors": ([50.0, 30.0], None),
         "num_poolings": ([2.0, 2.0], None),
         "batch_sizes": ([LOCAL_BATCH, LOCAL_BATCH], None),
@@ -141,11 +159,18 @@ def topology_values() -> dict[str, tuple[Any, Obeys | None]]:
     sizes = lambda o: [d.memory_bytes for d in o.planner.topology.devices]  # noqa: E731
     return {
         "world_size": (2 * DEVICES, lambda o: len(o.planner.topology) == 2 * DEVICES),
-        "compute_device": ("cpu", lambda o: {s.placement.device().type for x in o.shardings.values()
-                                             for s in x.sharding_spec.shards} == {"cpu"}),
+        "compute_device": (
+            "cpu",
+            lambda o: (
+                {s.placement.device().type for x in o.shardings.values() for s in x.sharding_spec.shards}
+                == {"cpu"}
+            ),
+        ),
         "hbm_cap": (16 * GIB, lambda o: sizes(o) == [int(16 * GIB * 0.85)] * DEVICES),
-        "ddr_cap": ({"compute_device": "cpu", "ddr_cap": 6 * GIB},
-                    lambda o: sizes(o) == [int(6 * GIB * 0.85)] * DEVICES),
+        "ddr_cap": (
+            {"compute_device": "cpu", "ddr_cap": 6 * GIB},
+            lambda o: sizes(o) == [int(6 * GIB * 0.85)] * DEVICES,
+        ),
         "ssd_cap": (GIB, None),
         "local_world_size": (DEVICES, lambda o: len(o.planner.topology.hosts) == 1),
         "pod_size": (2, None),
@@ -156,8 +181,7 @@ def topology_values() -> dict[str, tuple[Any, Obeys | None]]:
         "intra_host_bw": (1e6, None),
         "inter_host_bw": (1e5, None),
         "bwd_compute_multiplier": (3.0, None),
-        "custom_topology_data": (custom, lambda o: sizes(o)[2:] == [int(n * GIB * 0.85)
-                                                                        for n in (8, 4)]),
+        "custom_topology_data": (custom, lambda o: sizes(o)[2:] == [int(n * GIB * 0.85) for n in (8, 4)]),
         "weighted_feature_bwd_compute_multiplier": (3.0, None),
         "uneven_sharding_perf_multiplier": (2.0, None),
         "generalized_comms_bandwidths": (planner_types.BasicCommsBandwidths(1e5, 1e6), None),
@@ -166,37 +190,49 @@ def topology_values() -> dict[str, tuple[Any, Obeys | None]]:
 
 
 def config_values(record: str) -> dict[str, tuple[Any, Obeys | None]]:
-    pooling = {} if record == "EmbeddingConfig" else {
-        "pooling": (embedding_configs.PoolingType.MEAN, None)}
+    pooling = {} if record == "EmbeddingConfig" else {"pooling": (embedding_configs.PoolingType.MEAN, None)}
     return {
-        "num_embeddings": (2 * ROWS, None), "embedding_dim": (2 * DIM, None),
-        "name": ("c", lambda o: "m.c" in o.shardings), "data_type": (DataType.FP16, None),
-        "feature_names": (["f0"], None), "weight_init_max": (1.0, None), "weight_init_min": (-1.0, None),
-        "num_embeddings_post_pruning": (ROWS // 2, None), "init_fn": (torch.nn.init.zeros_, None),
-        "need_pos": (True, None), "input_dim": (4, None), "total_num_buckets": (10, None),
+        "num_embeddings": (2 * ROWS, None),
+        "embedding_dim": (2 * DIM, None),
+        "name": ("c", lambda o: "m.c" in o.shardings),
+        "data_type": (DataType.FP16, None),
+        "feature_names": (["f0"], None),
+        "weight_init_max": (1.0, None),
+        "weight_init_min": (-1.0, None),
+        "num_embeddings_post_pruning": (ROWS // 2, None),
+        "init_fn": (torch.nn.init.zeros_, None),
+        "need_pos": (True, None),
+        "input_dim": (4, None),
+        "total_num_buckets": (10, None),
         "use_virtual_table": (True, None),
         "virtual_table_eviction_policy": (embedding_configs.CountBasedEvictionPolicy(), None),
-        "enable_embedding_update": (True, None), "stash_weights": (True, None), **pooling}
+        "enable_embedding_update": (True, None),
+        "stash_weights": (True, None),
+        **pooling,
+    }
 
 
 def qcomms_values() -> dict[str, dict[str, Any]]:
-    fp8, mx4 = ({"forward_precision": kind, "backward_precision": kind}
-                for kind in (CommType.FP8, CommType.MX4))
+    fp8, mx4 = (
+        {"forward_precision": kind, "backward_precision": kind} for kind in (CommType.FP8, CommType.MX4)
+    )
     from fbgemm_gpu.quantize_utils import RoundingMode
     from fbgemm_gpu.split_embedding_configs import SparseType
 
-    return {"forward_precision": {"forward_precision": CommType.FP16},
-            "backward_precision": {"backward_precision": CommType.BF16},
-            "forward_loss_scale": {"forward_precision": CommType.FP16, "forward_loss_scale": 2.0},
-            "backward_loss_scale": {"forward_precision": CommType.FP16, "backward_loss_scale": 2.0},
-            "fp8_quantize_dim": fp8 | {"fp8_quantize_dim": 32},
-            "fp8_quantize_dim_bwd": fp8 | {"fp8_quantize_dim_bwd": 32},
-            "fp8_bwd_uses_143": fp8 | {"fp8_bwd_uses_143": True},
-            "fp8_output_dtype": fp8 | {"fp8_output_dtype": SparseType.FP16},
-            "mx4_quantize_dim": mx4 | {"mx4_quantize_dim": 32},
-            "mx4_quantize_dim_bwd": mx4 | {"mx4_quantize_dim_bwd": 32},
-            "mx4_rounding_mode": mx4 | {"mx4_rounding_mode": RoundingMode.even},
-            "output_dtype": {"forward_precision": CommType.FP16, "output_dtype": SparseType.FP16}}
+    return {
+        "forward_precision": {"forward_precision": CommType.FP16},
+        "backward_precision": {"backward_precision": CommType.BF16},
+        "forward_loss_scale": {"forward_precision": CommType.FP16, "forward_loss_scale": 2.0},
+        "backward_loss_scale": {"forward_precision": CommType.FP16, "backward_loss_scale": 2.0},
+        "fp8_quantize_dim": fp8 | {"fp8_quantize_dim": 32},
+        "fp8_quantize_dim_bwd": fp8 | {"fp8_quantize_dim_bwd": 32},
+        "fp8_bwd_uses_143": fp8 | {"fp8_bwd_uses_143": True},
+        "fp8_output_dtype": fp8 | {"fp8_output_dtype": SparseType.FP16},
+        "mx4_quantize_dim": mx4 | {"mx4_quantize_dim": 32},
+        "mx4_quantize_dim_bwd": mx4 | {"mx4_quantize_dim_bwd": 32},
+        "mx4_rounding_mode": mx4 | {"mx4_rounding_mode": RoundingMode.even},
+        "output_dtype": {"forward_precision": CommType.FP16, "output_dtype": SparseType.FP16},
+    }
 
 
 # --- runs with a value --------------------------------------------------------------------------------------
@@ -223,8 +259,11 @@ def _of_topology(field: str) -> tuple[Outcome, Outcome, Obeys | None]:
 def _of_config(record: str, field: str) -> tuple[Outcome, Outcome, Obeys | None]:
     pooled = record == "EmbeddingBagConfig"
     value, obeys = config_values(record)[field]
-    return planned(model(pooled, **{field: value}),
-                   precision="fp16" if field == "data_type" else "fp32"), as_usual(pooled), obeys
+    return (
+        planned(model(pooled, **{field: value}), precision="fp16" if field == "data_type" else "fp32"),
+        as_usual(pooled),
+        obeys,
+    )
 
 
 def _of_qcomms(field: str) -> tuple[Outcome, Outcome, Obeys | None]:
@@ -252,11 +291,19 @@ def grouped() -> tuple[GroupedPlan, Any]:
 def dmp_values() -> dict[str, Any]:
     from torchrec.distributed import types
 
-    return {"device": torch.device("cuda"), "global_pg": object(),
-            "sharders": [EmbeddingBagCollectionSharder()],
-            "sharding_strategy": types.ShardingStrategy.FULLY_SHARDED, "init_data_parallel": False,
-            "init_parameters": False, "data_parallel_wrapper": object(), "custom_all_reduce": print,
-            "submodule_configs": [object()], "rs_awaitable_hook_module": "over", "use_sharded_relay": True}
+    return {
+        "device": torch.device("cuda"),
+        "global_pg": object(),
+        "sharders": [EmbeddingBagCollectionSharder()],
+        "sharding_strategy": types.ShardingStrategy.FULLY_SHARDED,
+        "init_data_parallel": False,
+        "init_parameters": False,
+        "data_parallel_wrapper": object(),
+        "custom_all_reduce": print,
+        "submodule_configs": [object()],
+        "rs_awaitable_hook_module": "over",
+        "use_sharded_relay": True,
+    }
 
 
 def check(record: str, field: str) -> str:
@@ -265,9 +312,13 @@ def check(record: str, field: str) -> str:
     assert treatment is not None, f"{record}.{field} has no class"
     if record == "DMPCollection":
         return _check_dmp(field, treatment.how)
-    run = {"ParameterConstraints": _of_constraints, "Topology": _of_topology, "QCommsConfig": _of_qcomms,
-           "EmbeddingBagConfig": lambda f: _of_config("EmbeddingBagConfig", f),
-           "EmbeddingConfig": lambda f: _of_config("EmbeddingConfig", f)}[record]
+    run = {
+        "ParameterConstraints": _of_constraints,
+        "Topology": _of_topology,
+        "QCommsConfig": _of_qcomms,
+        "EmbeddingBagConfig": lambda f: _of_config("EmbeddingBagConfig", f),
+        "EmbeddingConfig": lambda f: _of_config("EmbeddingConfig", f),
+    }[record]
     try:
         outcome, usual, obeys = run(field)
     except ShardCoreError as error:

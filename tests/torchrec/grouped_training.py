@@ -48,9 +48,13 @@ class Model(nn.Module):
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
         super().__init__()
-        self.tables = EmbeddingBagCollection(device=torch.device("cpu"), tables=[
-            EmbeddingBagConfig(name=n, num_embeddings=r, embedding_dim=d, feature_names=[f"f_{n}"])
-            for n, (r, d) in TABLES.items()])
+        self.tables = EmbeddingBagCollection(
+            device=torch.device("cpu"),
+            tables=[
+                EmbeddingBagConfig(name=n, num_embeddings=r, embedding_dim=d, feature_names=[f"f_{n}"])
+                for n, (r, d) in TABLES.items()
+            ],
+        )
         self.dense = nn.Parameter(torch.linspace(0.5, 1.5, sum(d for _, d in TABLES.values())))
 
     def forward(self, features: Any) -> torch.Tensor:
@@ -60,8 +64,13 @@ class Model(nn.Module):
 
 def problem(n_hosts: int, per_host: int, optimizer: str = "exact_sgd") -> Problem:
     devices = tuple(Device(10**9, host=f"host-{h}") for h in range(n_hosts) for _ in range(per_host))
-    return Problem("grouped", tuple(Table(n, r, d, 2.0) for n, (r, d) in TABLES.items()), Topology(devices),
-                   BATCH * len(devices), optimizer)
+    return Problem(
+        "grouped",
+        tuple(Table(n, r, d, 2.0) for n, (r, d) in TABLES.items()),
+        Topology(devices),
+        BATCH * len(devices),
+        optimizer,
+    )
 
 
 def grouped(given: Problem, grouping: Grouping) -> GroupedPlan:
@@ -73,9 +82,14 @@ def grouped(given: Problem, grouping: Grouping) -> GroupedPlan:
         whole = (column(t, 0) for t in (a, b, c, e))
         return GroupedPlan(grouping, Plan((*whole, replica(d, own.topology))), own)
     nested = len(hosts) > 1 and len(hosts[0]) > 1
-    placements = [column(a, 1), row(b, own.topology), column(c, 0, 0, 12), column(c, n - 1, 12, 32),
-                  replica(d, own.topology),
-                  host_row(e, hosts[-1]) if nested else column(e, n - 1)]
+    placements = [
+        column(a, 1),
+        row(b, own.topology),
+        column(c, 0, 0, 12),
+        column(c, n - 1, 12, 32),
+        replica(d, own.topology),
+        host_row(e, hosts[-1]) if nested else column(e, n - 1),
+    ]
     return GroupedPlan(grouping, Plan(tuple(placements)), own)
 
 
@@ -84,10 +98,14 @@ def batch(seed: int) -> Any:
 
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, 4, (len(TABLES), BATCH))
-    values = np.concatenate([rng.integers(0, r, n)
-                             for (r, _), n in zip(TABLES.values(), lengths.sum(1), strict=True)])
-    return KeyedJaggedTensor(keys=[f"f_{n}" for n in TABLES], values=torch.from_numpy(values),
-                             lengths=torch.from_numpy(lengths.ravel()))
+    values = np.concatenate(
+        [rng.integers(0, r, n) for (r, _), n in zip(TABLES.values(), lengths.sum(1), strict=True)]
+    )
+    return KeyedJaggedTensor(
+        keys=[f"f_{n}" for n in TABLES],
+        values=torch.from_numpy(values),
+        lengths=torch.from_numpy(lengths.ravel()),
+    )
 
 
 def unsharded() -> Model:
@@ -132,8 +150,9 @@ def work(rank: int, n: int, local: int, runs: Sequence[Run], folder: str) -> Non
     """Run on one rank. Each step's shards of this rank, and the dense part, are kept in a file."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local),
-                      LOCAL_RANK=str(rank % local))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local)
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
     try:
@@ -150,18 +169,25 @@ def _trained(rank: int, run: Run) -> list[dict[str, Any]]:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
-    fused = {"optimizer": EmbOptimType[OPTIMIZERS[run.optimizer].theirs], "learning_rate": LEARNING_RATE,
-             "eps": EPS}
+    fused = {
+        "optimizer": EmbOptimType[OPTIMIZERS[run.optimizer].theirs],
+        "learning_rate": LEARNING_RATE,
+        "eps": EPS,
+    }
     arguments, sync_every = read_dmp_collection(run.path)
     whole = unsharded()
-    model = dmp_collection()(Model(), torch.device("cpu"), global_pg=dist.group.WORLD,
-                             sharders=[EmbeddingBagCollectionSharder(fused_params=fused)], **arguments)
+    model = dmp_collection()(
+        Model(),
+        torch.device("cpu"),
+        global_pg=dist.group.WORLD,
+        sharders=[EmbeddingBagCollectionSharder(fused_params=fused)],
+        **arguments,
+    )
     with torch.no_grad():
         for name, tensor, (rows, columns) in _parts(model):
             tensor.copy_(whole.state_dict()[f"tables.embedding_bags.{name}.weight"][rows, columns])
     fused_names = {f"tables.embedding_bags.{name}.weight" for name, *_ in _parts(model, replicas=False)}
-    own = [p for name, p in model.named_parameters()
-           if name.removeprefix("module.") not in fused_names]
+    own = [p for name, p in model.named_parameters() if name.removeprefix("module.") not in fused_names]
     dense = torch.optim.SGD(own, lr=LEARNING_RATE)
     kept = []
     for step in range(run.steps):
@@ -170,11 +196,19 @@ def _trained(rank: int, run: Run) -> list[dict[str, Any]]:
         dense.step()
         if (step + 1) % sync_every == 0:
             model.sync()
-        kept.append({"parts": [(name, tensor.detach().clone(), (rows, columns))
-                               for name, tensor, (rows, columns) in _parts(model)],
-                     "dense": model.module.dense.detach().clone(),
-                     "ranks": [tuple(dist.get_process_group_ranks(model.device_mesh.get_group(name)))
-                               for name in ("shard", "replicate")]})
+        kept.append(
+            {
+                "parts": [
+                    (name, tensor.detach().clone(), (rows, columns))
+                    for name, tensor, (rows, columns) in _parts(model)
+                ],
+                "dense": model.module.dense.detach().clone(),
+                "ranks": [
+                    tuple(dist.get_process_group_ranks(model.device_mesh.get_group(name)))
+                    for name in ("shard", "replicate")
+                ],
+            }
+        )
     return kept
 
 
@@ -188,16 +222,22 @@ def _parts(model: nn.Module, replicas: bool = True) -> list[tuple[str, torch.Ten
                 if fused:
                     at = table.local_metadata.shard_offsets
                 if replicas or fused:
-                    found.append((table.name, weights, tuple(slice(o, o + n) for o, n in
-                                                             zip(at, weights.shape, strict=True))))
+                    found.append(
+                        (
+                            table.name,
+                            weights,
+                            tuple(slice(o, o + n) for o, n in zip(at, weights.shape, strict=True)),
+                        )
+                    )
     return found
 
 
 # --- unsharded ----------------------------------------------------------------------------------------------
 
 
-def expected(each: Sequence[Sequence[int]], run: Run, sync_every: int,
-             strips: Mapping[str, Sequence[slice]]) -> list[list[dict[str, torch.Tensor]]]:
+def expected(
+    each: Sequence[Sequence[int]], run: Run, sync_every: int, strips: Mapping[str, Sequence[slice]]
+) -> list[list[dict[str, torch.Tensor]]]:
     """Parameters of every replica after each step, without any sharding: [steps][R] by name.
 
     each: [R][M] ranks of each group. One group of all ranks is plain training.
@@ -210,8 +250,10 @@ def expected(each: Sequence[Sequence[int]], run: Run, sync_every: int,
         for model, ranks in zip(replicas, each, strict=True):
             model.zero_grad()
             torch.stack([loss_of(model(batch(100 * step + rank))) for rank in ranks]).mean().backward()
-        together = {name: torch.stack([dict(m.named_parameters())[name].grad for m in replicas]).mean(0)
-                    for name, _ in replicas[0].named_parameters()}
+        together = {
+            name: torch.stack([dict(m.named_parameters())[name].grad for m in replicas]).mean(0)
+            for name, _ in replicas[0].named_parameters()
+        }
         with torch.no_grad():
             for model, own in zip(replicas, sums, strict=True):
                 for name, value in model.named_parameters():
@@ -221,13 +263,22 @@ def expected(each: Sequence[Sequence[int]], run: Run, sync_every: int,
                         for i, at in enumerate(strips[table]):
                             value[:, at] -= _update(value.grad[:, at], own[table][:, i], run.optimizer)
             if (step + 1) % sync_every == 0:
-                for same in (*zip(*(m.parameters() for m in replicas), strict=True),
-                             *(tuple(own[name] for own in sums) for name in strips)):
+                for same in (
+                    *zip(*(m.parameters() for m in replicas), strict=True),
+                    *(tuple(own[name] for own in sums) for name in strips),
+                ):
                     mean = torch.stack([x.detach() for x in same]).mean(0)
                     for x in same:
                         x.copy_(mean)
-        kept.append([{name.split(".")[-2] if "." in name else name: value.detach().clone()
-                      for name, value in model.named_parameters()} for model in replicas])
+        kept.append(
+            [
+                {
+                    name.split(".")[-2] if "." in name else name: value.detach().clone()
+                    for name, value in model.named_parameters()
+                }
+                for model in replicas
+            ]
+        )
     return kept
 
 
@@ -235,7 +286,7 @@ def _update(gradient: torch.Tensor, sums: torch.Tensor, optimizer: str) -> torch
     """What a fused optimizer subtracts. Row-wise Adagrad adds to the sums of rows."""
     if optimizer == "exact_sgd":
         return LEARNING_RATE * gradient
-    sums += (gradient ** 2).mean(1)
+    sums += (gradient**2).mean(1)
     return LEARNING_RATE * gradient / (sums.sqrt() + EPS)[:, None]
 
 
@@ -257,8 +308,13 @@ class Apart:
     ranks: list[list[tuple[int, ...]]]
 
 
-def compare(given: Problem, groupings: Sequence[Grouping], optimizers: Sequence[str], steps: int = 3,
-            limit_s: float = 240) -> list[Apart]:
+def compare(
+    given: Problem,
+    groupings: Sequence[Grouping],
+    optimizers: Sequence[str],
+    steps: int = 3,
+    limit_s: float = 240,
+) -> list[Apart]:
     """Train each grouping under each optimizer, all in the same processes."""
     n, local = len(given.topology), len(given.topology.on_hosts[0])
     with tempfile.TemporaryDirectory() as folder:
@@ -271,24 +327,35 @@ def compare(given: Problem, groupings: Sequence[Grouping], optimizers: Sequence[
         codes = training.in_processes(n, work, (n, local, runs, folder), limit_s)
         failed = sorted(Path(folder).glob("failed-*"))
         assert not any(codes), failed[0].read_text() if failed else codes
-        return [_apart(given, plan, run, [torch.load(f"{folder}/trained-{i}-{rank}", weights_only=False)
-                                          for rank in range(n)])
-                for i, (plan, run) in enumerate(zip(asked, runs, strict=True))]
+        return [
+            _apart(
+                given,
+                plan,
+                run,
+                [torch.load(f"{folder}/trained-{i}-{rank}", weights_only=False) for rank in range(n)],
+            )
+            for i, (plan, run) in enumerate(zip(asked, runs, strict=True))
+        ]
 
 
 def _apart(given: Problem, plan: GroupedPlan, run: Run, trained: Sequence[Sequence[dict[str, Any]]]) -> Apart:
     each = members(given.topology, plan.grouping)
     group_of = {rank: number for number, ranks in enumerate(each) for rank in ranks}
     cut = plan.grouping.size > 1
-    strips = {name: [slice(0, 12), slice(12, 32)] if name == "c" and cut else [slice(0, dim)]
-              for name, (_, dim) in TABLES.items() if name != "d"}
+    strips = {
+        name: [slice(0, 12), slice(12, 32)] if name == "c" and cut else [slice(0, dim)]
+        for name, (_, dim) in TABLES.items()
+        if name != "d"
+    }
     like = expected(each, run, plan.grouping.sync_every, strips)
     one = expected([given.topology.ranks], run, 1, strips)
     worst = {"replicas": 0.0, "one": 0.0}
     for rank, steps in enumerate(trained):
         for step, found in enumerate(steps):
             for what, reference in (("replicas", like[step][group_of[rank]]), ("one", one[step][0])):
-                pairs = [(found["dense"], reference["dense"]),
-                         *((tensor, reference[name][at]) for name, tensor, at in found["parts"])]
+                pairs = [
+                    (found["dense"], reference["dense"]),
+                    *((tensor, reference[name][at]) for name, tensor, at in found["parts"]),
+                ]
                 worst[what] = max(worst[what], *((x - y).abs().max().item() for x, y in pairs if x.numel()))
     return Apart(**worst, ranks=[steps[-1]["ranks"] for steps in trained])

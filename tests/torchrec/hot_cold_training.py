@@ -43,8 +43,19 @@ BATCH, STEPS, RATE = 8, 20, 0.3
 
 
 def problem(n_hosts: int, per_host: int) -> Problem:
-    tables = tuple(Table(name, rows, dim, 2.0 * len(features), Zipf(1.1), features=len(features),
-                         sequence=True, collection="ec") for name, (rows, dim, features) in SHAPES.items())
+    tables = tuple(
+        Table(
+            name,
+            rows,
+            dim,
+            2.0 * len(features),
+            Zipf(1.1),
+            features=len(features),
+            sequence=True,
+            collection="ec",
+        )
+        for name, (rows, dim, features) in SHAPES.items()
+    )
     devices = tuple(Device(1 << 30, host=f"h{h}") for h in range(n_hosts) for _ in range(per_host))
     return Problem("hot", tables, Topology(devices), BATCH * len(devices))
 
@@ -56,11 +67,16 @@ class Model(nn.Module):
         from torchrec import EmbeddingCollection, EmbeddingConfig
 
         super().__init__()
-        configs = [EmbeddingConfig(name=n, num_embeddings=r, embedding_dim=d, feature_names=f)
-                   for n, (r, d, f) in SHAPES.items()]
+        configs = [
+            EmbeddingConfig(name=n, num_embeddings=r, embedding_dim=d, feature_names=f)
+            for n, (r, d, f) in SHAPES.items()
+        ]
         ids = {name: HotIds(name, SHAPES[name][0], np.array(of)) for name, of in (hot or {}).items()}
-        self.ec = (EmbeddingCollection(configs, device=torch.device(device)) if hot is None
-                   else HotColdEmbeddingCollection(configs, ids, device))
+        self.ec = (
+            EmbeddingCollection(configs, device=torch.device(device))
+            if hot is None
+            else HotColdEmbeddingCollection(configs, ids, device)
+        )
         self.top = nn.Linear(16, 4, device=device)
 
     def forward(self, batch: Any) -> torch.Tensor:
@@ -85,10 +101,12 @@ def batch(seed: int) -> Any:
     rng, keys = np.random.default_rng(seed), [f for _, _, fs in SHAPES.values() for f in fs]
     rows = [r for r, _, fs in SHAPES.values() for _ in fs]
     lengths = rng.integers(0, 4, (len(keys), BATCH))
-    values = np.concatenate([(rng.random(n) ** 2 * r).astype(int)
-                             for r, n in zip(rows, lengths.sum(1), strict=True)])
-    return KeyedJaggedTensor(keys=keys, values=torch.from_numpy(values),
-                             lengths=torch.from_numpy(lengths.ravel()))
+    values = np.concatenate(
+        [(rng.random(n) ** 2 * r).astype(int) for r, n in zip(rows, lengths.sum(1), strict=True)]
+    )
+    return KeyedJaggedTensor(
+        keys=keys, values=torch.from_numpy(values), lengths=torch.from_numpy(lengths.ravel())
+    )
 
 
 def sharded(hot: dict[str, tuple[int, ...]], given: Problem, cut: bool, optimizer: str) -> nn.Module:
@@ -99,14 +117,20 @@ def sharded(hot: dict[str, tuple[int, ...]], given: Problem, cut: bool, optimize
     of = with_hot_rows(given, {name: len(ids) for name, ids in hot.items()})
     model = Model(hot, "meta")
     fused = {"optimizer": EmbOptimType[optimizer], "learning_rate": RATE, "eps": 1e-8}
-    return DistributedModelParallel(model, device=torch.device("cpu"),
-                                    plan=to_torchrec(plan(of, cut), of, model, "cpu"),
-                                    sharders=[EmbeddingCollectionSharder(fused_params=fused)])
+    return DistributedModelParallel(
+        model,
+        device=torch.device("cpu"),
+        plan=to_torchrec(plan(of, cut), of, model, "cpu"),
+        sharders=[EmbeddingCollectionSharder(fused_params=fused)],
+    )
 
 
 def dense_optimizer(parameters: Any, optimizer: str) -> torch.optim.Optimizer:
-    return (torch.optim.SGD(parameters, lr=RATE) if optimizer == "EXACT_SGD"
-            else torch.optim.Adagrad(parameters, lr=RATE, eps=1e-8))
+    return (
+        torch.optim.SGD(parameters, lr=RATE)
+        if optimizer == "EXACT_SGD"
+        else torch.optim.Adagrad(parameters, lr=RATE, eps=1e-8)
+    )
 
 
 def in_processes(n_hosts: int, per_host: int, work: Callable[..., str], *args: Any) -> list[str]:
@@ -115,16 +139,19 @@ def in_processes(n_hosts: int, per_host: int, work: Callable[..., str], *args: A
     with tempfile.TemporaryDirectory() as folder:
         codes = training.in_processes(n, _run, (work, n_hosts, per_host, folder, args), 120)
         said = [Path(f"{folder}/said-{r}") for r in range(n)]
-        return [path.read_text() if path.exists() else f"rank ended with {code}"
-                for path, code in zip(said, codes, strict=True)]
+        return [
+            path.read_text() if path.exists() else f"rank ended with {code}"
+            for path, code in zip(said, codes, strict=True)
+        ]
 
 
 def _run(rank: int, work: Callable[..., str], n_hosts: int, per_host: int, folder: str, args: Any) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     n = n_hosts * per_host
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(per_host),
-                      LOCAL_RANK=str(rank % per_host))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(per_host), LOCAL_RANK=str(rank % per_host)
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
     try:
@@ -203,8 +230,10 @@ def _fill(model: nn.Module, whole: Model) -> None:
 
 
 def _apart(model: nn.Module, whole: Model) -> float:
-    found = [(tensor - whole.ec.embeddings[table].weight.detach()[ids, lo:hi]).abs().max().item()
-             for table, ids, (lo, hi), tensor in _rows(model)]
+    found = [
+        (tensor - whole.ec.embeddings[table].weight.detach()[ids, lo:hi]).abs().max().item()
+        for table, ids, (lo, hi), tensor in _rows(model)
+    ]
     return max(found)
 
 
@@ -219,9 +248,13 @@ def no_hot_ids_on_a_rank(rank: int, given: Problem, folder: str) -> str:
     from torchrec import KeyedJaggedTensor
 
     features = [name for _, _, names in SHAPES.values() for name in names]
-    Model(HOT if rank == 0 else {}).ec(KeyedJaggedTensor(
-        keys=features, values=torch.zeros(len(features), dtype=torch.long),
-        lengths=torch.ones(len(features), dtype=torch.long)))
+    Model(HOT if rank == 0 else {}).ec(
+        KeyedJaggedTensor(
+            keys=features,
+            values=torch.zeros(len(features), dtype=torch.long),
+            lengths=torch.ones(len(features), dtype=torch.long),
+        )
+    )
     return ""
 
 

@@ -52,8 +52,12 @@ from shardcore.torchrec.planner import problem_for  # noqa: E402
 from shardcore.torchrec.sharding_plan import to_torchrec  # noqa: E402
 
 ONE, BATCH, STEPS = Topology((Device(10**9),)), 256, 2
-TABLES = {"a": (20000, 8, ["f0", "f1"]), "b": (20000, 8, ["f2"]), "c": (5000, 4, ["f3"]),
-          "d": (300, 12, ["f4"])}
+TABLES = {
+    "a": (20000, 8, ["f0", "f1"]),
+    "b": (20000, 8, ["f2"]),
+    "c": (5000, 4, ["f3"]),
+    "d": (300, 12, ["f4"]),
+}
 ALPHA = dict(f0=1.0, f1=0.5, f2=1.2, f3=0.8, f4=0.3)
 POOLING = {"a": 17.0, "b": 8.0, "c": 8.0, "d": 8.0}
 """Of f1 9 lookups, of the others 8. Tables a and b have the same shape."""
@@ -62,9 +66,14 @@ POOLING = {"a": 17.0, "b": 8.0, "c": 8.0, "d": 8.0}
 class Model(torch.nn.Module):
     def __init__(self, device: str = "meta", names: str = "abcd") -> None:
         super().__init__()
-        self.bags = EmbeddingBagCollection(device=torch.device(device), tables=[
-            EmbeddingBagConfig(name=n, num_embeddings=r, embedding_dim=d, feature_names=f)
-            for n, (r, d, f) in TABLES.items() if n in names])
+        self.bags = EmbeddingBagCollection(
+            device=torch.device(device),
+            tables=[
+                EmbeddingBagConfig(name=n, num_embeddings=r, embedding_dim=d, feature_names=f)
+                for n, (r, d, f) in TABLES.items()
+                if n in names
+            ],
+        )
 
 
 def step(seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -79,8 +88,11 @@ def step(seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 def kjt(seed: int) -> KeyedJaggedTensor:
     ids, lengths = zip(*step(seed).values(), strict=True)
-    return KeyedJaggedTensor(keys=list(ALPHA), values=torch.from_numpy(np.concatenate(ids)),
-                             lengths=torch.from_numpy(np.concatenate(lengths)).int())
+    return KeyedJaggedTensor(
+        keys=list(ALPHA),
+        values=torch.from_numpy(np.concatenate(ids)),
+        lengths=torch.from_numpy(np.concatenate(lengths)).int(),
+    )
 
 
 def reported_in(folder: Path, work: Callable[[Path], None]) -> None:
@@ -96,10 +108,11 @@ def _reporting(rank: int, folder: Path, work: Callable[[Path], None]) -> None:
 def op_of_three_tables(folder: Path) -> None:
     """The tables a, c and d, at two steps."""
     shapes = [TABLES[n] for n in "acd"]
-    op = SplitTableBatchedEmbeddingBagsCodegen([(r, d, EmbeddingLocation.HOST, ComputeDevice.CPU)
-                                                for r, d, _ in shapes],
-                                               feature_table_map=[0, 0, 1, 2],
-                                               optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    op = SplitTableBatchedEmbeddingBagsCodegen(
+        [(r, d, EmbeddingLocation.HOST, ComputeDevice.CPU) for r, d, _ in shapes],
+        feature_table_map=[0, 0, 1, 2],
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    )
     for seed in range(STEPS):
         ids, lengths = zip(*(step(seed)[f] for _, _, features in shapes for f in features), strict=True)
         offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
@@ -126,16 +139,21 @@ def test_tables_are_known_by_shape(reports):
 def test_reuse_is_near_that_of_the_data(reports):
     reported = problem_for(Model(names="acd"), ONE, BATCH, reports)
     for table in reported.tables:
-        unique = [len(np.unique(np.concatenate([step(seed)[f][0] for f in TABLES[table.name][2]])))
-                  for seed in range(STEPS)]
+        unique = [
+            len(np.unique(np.concatenate([step(seed)[f][0] for f in TABLES[table.name][2]])))
+            for seed in range(STEPS)
+        ]
         found = access.unique_rows(Shard.whole(table), BATCH)
         assert found == pytest.approx(np.mean(unique), rel=0.25)
         assert sum(table.access.bins) == pytest.approx(1)
 
 
 def test_tables_of_like_shape_need_names(reports):
-    with pytest.raises(ShardCoreError, match="1 tables of 20000 rows and dim 8, .* which is table 'a' .there "
-                                             "are a, b.; call write_tables_of_ops"):
+    with pytest.raises(
+        ShardCoreError,
+        match="1 tables of 20000 rows and dim 8, .* which is table 'a' .there "
+        "are a, b.; call write_tables_of_ops",
+    ):
         problem_for(Model(names="ab"), ONE, BATCH, reports)
 
 
@@ -143,18 +161,25 @@ def sharded_job(folder: Path) -> None:
     """On one rank, table b in two parts of its columns."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     given = problem_for(Model(), ONE, BATCH, dict.fromkeys(ALPHA, 8.0))
-    plan = to_torchrec(Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in given.tables)), given,
-                       Model(), "cpu")
-    plan.plan["bags"]["b"] = replace(plan.plan["bags"]["b"], sharding_type="column_wise", ranks=[0, 0],
-                                     sharding_spec=(
-                                         EnumerableShardingSpec([ShardMetadata(
-                                             [0, c], [20000, 4], "rank:0/cpu") for c in (0, 4)])))
+    plan = to_torchrec(
+        Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in given.tables)), given, Model(), "cpu"
+    )
+    plan.plan["bags"]["b"] = replace(
+        plan.plan["bags"]["b"],
+        sharding_type="column_wise",
+        ranks=[0, 0],
+        sharding_spec=(
+            EnumerableShardingSpec([ShardMetadata([0, c], [20000, 4], "rank:0/cpu") for c in (0, 4)])
+        ),
+    )
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     try:
-        sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD,
-                                                              "learning_rate": 0.1})
-        model = DistributedModelParallel(Model("cpu"), device=torch.device("cpu"), plan=plan,
-                                         sharders=[sharder])
+        sharder = EmbeddingBagCollectionSharder(
+            fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
+        )
+        model = DistributedModelParallel(
+            Model("cpu"), device=torch.device("cpu"), plan=plan, sharders=[sharder]
+        )
         write_tables_of_ops(model, folder)
         model.module.bags(kjt(0)).wait()
     finally:
@@ -180,15 +205,18 @@ def job_with_names_of_wrappers(folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     try:
         model, plan = Named(), {}
-        for path, kind in (("module._embedding_module", table_wise(0, compute_kernel="fused")),
-                           ("collided", row_wise(compute_kernel="fused")),
-                           ("processed", table_wise(0, compute_kernel="fused"))):
+        for path, kind in (
+            ("module._embedding_module", table_wise(0, compute_kernel="fused")),
+            ("collided", row_wise(compute_kernel="fused")),
+            ("processed", table_wise(0, compute_kernel="fused")),
+        ):
             of = model.get_submodule(path)
             sharder = get_module_to_default_sharders()[type(of)]
             kinds = dict.fromkeys(sharder.shardable_parameters(of), kind)
             plan[path] = construct_module_sharding_plan(of, kinds, sharder, 1, 1, "cpu")
-        write_tables_of_ops(DistributedModelParallel(
-            model, device=torch.device("cpu"), plan=ShardingPlan(plan)), folder)
+        write_tables_of_ops(
+            DistributedModelParallel(model, device=torch.device("cpu"), plan=ShardingPlan(plan)), folder
+        )
     finally:
         dist.destroy_process_group()
 
@@ -198,7 +226,11 @@ def test_parts_go_by_the_path_in_the_model(tmp_path):
     reported_in(tmp_path, job_with_names_of_wrappers)
     parts = [part for path in tmp_path.glob("tbe-*-tables.json") for part in json.loads(path.read_text())]
     assert {part["table"]: part["module"] for part in parts} == {
-        "a": "module._embedding_module", "e": "collided", "c": "processed", "d": "processed"}
+        "a": "module._embedding_module",
+        "e": "collided",
+        "c": "processed",
+        "d": "processed",
+    }
 
 
 def test_a_sharded_job_says_which_tables_its_ops_hold(tmp_path):
@@ -209,7 +241,8 @@ def test_a_sharded_job_says_which_tables_its_ops_hold(tmp_path):
     out = tmp_path.with_suffix(".json")
     assert main(["problem", str(tmp_path), "--devices", "2", "--batch", "512", "--out", str(out)]) == 0
     assert {t.name: (t.rows, t.dim, t.pooling) for t in files.read_problem(out).tables} == {
-        n: (r, d, POOLING[n]) for n, (r, d, _) in TABLES.items()}
+        n: (r, d, POOLING[n]) for n, (r, d, _) in TABLES.items()
+    }
     reported, measured = (problem_for(Model(), ONE, BATCH, source) for source in (tmp_path, [kjt(0)]))
     assert {t.name: t.pooling for t in reported.tables} == POOLING
     for found, true in zip(reported.tables, measured.tables, strict=True):
@@ -219,8 +252,11 @@ def test_a_sharded_job_says_which_tables_its_ops_hold(tmp_path):
 
 def test_parts_by_rows_add_up_and_parts_by_columns_do_not(reports):
     c = next(f for f in read_statistics(reports) if f.rows == 5000)
-    parts = [replace(c, part=TablePart("bags", "c", lo, lo + 2500, col, col + 2)) for lo in (0, 2500)
-             for col in (0, 2)]
+    parts = [
+        replace(c, part=TablePart("bags", "c", lo, lo + 2500, col, col + 2))
+        for lo in (0, 2500)
+        for col in (0, 2)
+    ]
     pooling, reuse = matched(parts, {"c": ("bags", "c", 5000, 4)})["c"]
     assert pooling == 2 * c.pooling
     assert reuse == Reuse(tuple(c.seen / c.seen.sum()), BATCH)
@@ -236,13 +272,20 @@ def test_rows_by_count_where_no_other_ids_are_left():
 def test_what_is_no_report_is_refused(reports, tmp_path):
     with pytest.raises(ShardCoreError, match="has no reports of FBGEMM .*FBGEMM_TBE_REPORT_INPUT_PARAMS=1"):
         read_statistics(tmp_path)
-    with pytest.raises(ShardCoreError,
-                       match="did not report a table of 20000 rows and dim 8, as table 'b' has"):
-        problem_for(Model(names="bcd"), ONE, BATCH,
-                    _changed(reports, tmp_path, embedding_specs=[[2, 8], [5000, 4], [300, 12]]))
-    for change, said in (({"feature_table_map": [0]}, "ValueError"),
-                         ({"embedding_specs": None}, "embedding_specs is None"),
-                         ({"embedding_specs": []}, "IndexError")):
+    with pytest.raises(
+        ShardCoreError, match="did not report a table of 20000 rows and dim 8, as table 'b' has"
+    ):
+        problem_for(
+            Model(names="bcd"),
+            ONE,
+            BATCH,
+            _changed(reports, tmp_path, embedding_specs=[[2, 8], [5000, 4], [300, 12]]),
+        )
+    for change, said in (
+        ({"feature_table_map": [0]}, "ValueError"),
+        ({"embedding_specs": None}, "embedding_specs is None"),
+        ({"embedding_specs": []}, "IndexError"),
+    ):
         with pytest.raises(ShardCoreError, match=f"is not what FBGEMM 1.8 writes .{said}"):
             read_statistics(_changed(reports, tmp_path, **change))
     (tmp_path / "report.json").write_text("{")
@@ -250,20 +293,28 @@ def test_what_is_no_report_is_refused(reports, tmp_path):
         read_statistics(tmp_path / "report.json")
 
 
-@pytest.mark.parametrize("change, said", [
-    ({"feature_table_map": [0, 0, -1, 2]}, "feature_table_map"),
-    ({"batch_params": {"Bs": [256.5] * 4}}, "Bs"),
-    ({"batch_params": {"Bs": ["a"] + [256] * 3}, "pooling_params": {"Ls": [2**53, 8, 8, 8]}}, "Bs"),
-    ({"batch_params": {"Bs": [[0]] + [256] * 3}, "pooling_params": {"Ls": [2e8, 8, 8, 8]}}, "Bs"),
-    ({"pooling_params": {"Ls": [2e8] * 4}}, "Ls has 2e.08"),
-    ({"indices_params_list": [{"heavy_hitters": [0.1], "zipf_q": "2", "zipf_s": 1.1}] * 4}, "zipf_q"),
-    ({"pooling_params": {"Ls": [True] * 4}}, "Ls"),
-    ({"indices_params_list": [{"heavy_hitters": [-1]}] * 4}, "heavy_hitters")])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"feature_table_map": [0, 0, -1, 2]}, "feature_table_map"),
+        ({"batch_params": {"Bs": [256.5] * 4}}, "Bs"),
+        ({"batch_params": {"Bs": ["a"] + [256] * 3}, "pooling_params": {"Ls": [2**53, 8, 8, 8]}}, "Bs"),
+        ({"batch_params": {"Bs": [[0]] + [256] * 3}, "pooling_params": {"Ls": [2e8, 8, 8, 8]}}, "Bs"),
+        ({"pooling_params": {"Ls": [2e8] * 4}}, "Ls has 2e.08"),
+        ({"indices_params_list": [{"heavy_hitters": [0.1], "zipf_q": "2", "zipf_s": 1.1}] * 4}, "zipf_q"),
+        ({"pooling_params": {"Ls": [True] * 4}}, "Ls"),
+        ({"indices_params_list": [{"heavy_hitters": [-1]}] * 4}, "heavy_hitters"),
+    ],
+)
 def test_numbers_that_fbgemm_does_not_write_are_refused(change, said, tmp_path):
     law = {"heavy_hitters": [0.2, 0.1], "zipf_q": 2.0, "zipf_s": 1.1}
-    sound = {"embedding_specs": [[900, 8], [300, 12], [70, 4]], "feature_table_map": [0, 0, 1, 2],
-             "pooling_params": {"Ls": [8.0] * 4}, "batch_params": {"Bs": [256] * 4},
-             "indices_params_list": [law] * 4}
+    sound = {
+        "embedding_specs": [[900, 8], [300, 12], [70, 4]],
+        "feature_table_map": [0, 0, 1, 2],
+        "pooling_params": {"Ls": [8.0] * 4},
+        "batch_params": {"Bs": [256] * 4},
+        "indices_params_list": [law] * 4,
+    }
     (tmp_path / "report.json").write_text(json.dumps(sound))
     assert len(fbgemm_statistics.reported_tables(tmp_path / "report.json")) == 3
     (tmp_path / "report.json").write_text(json.dumps(sound | {"weighted": True}))
@@ -281,8 +332,9 @@ def test_steps_of_other_tables_are_refused(reports, tmp_path):
     for step, specs in enumerate(([rows, dim], [rows + 1, dim])):
         report["embedding_specs"][0] = specs
         (tmp_path / f"tbe-x-config-estimation-{step}.json").write_text(json.dumps(report))
-    with pytest.raises(ShardCoreError,
-                       match="reports of one op have a table of .* they need to be of one job"):
+    with pytest.raises(
+        ShardCoreError, match="reports of one op have a table of .* they need to be of one job"
+    ):
         read_statistics(tmp_path)
 
 

@@ -58,8 +58,11 @@ def newer_model(**given: Any) -> Any:
 
 def test_an_unknown_field_is_refused_where_it_is_set():
     field_checks.planned(asked=NewerConstraints())
-    with pytest.raises(ShardCoreError, match="ParameterConstraints of table 'a' has row_shards 3, which this "
-                                             "ShardCore does not know; leave it at its default, None"):
+    with pytest.raises(
+        ShardCoreError,
+        match="ParameterConstraints of table 'a' has row_shards 3, which this "
+        "ShardCore does not know; leave it at its default, None",
+    ):
         field_checks.planned(asked=NewerConstraints(row_shards=3))
     field_checks.planned(newer_model())
     with pytest.raises(ShardCoreError, match="config of table 'a' has shadow_rows 7, which this ShardCore"):
@@ -100,7 +103,11 @@ def test_each_version_treats_its_fields_as_the_table_says(version):
     except RuntimeError as error:
         pytest.skip(str(error))  # PyPI is elsewhere
     found = matrix.classes(version)
-    wrong = {f"{record}.{field}": how for record, fields in found.items() for field, how in fields.items()
-             if how not in ("honoured", "priced", "refused")}
+    wrong = {
+        f"{record}.{field}": how
+        for record, fields in found.items()
+        for field, how in fields.items()
+        if how not in ("honoured", "priced", "refused")
+    }
     assert not wrong
     assert sum(map(len, found.values())) >= 90

@@ -37,8 +37,16 @@ def require_trained(n_hosts: int, per_host: int, groupings: list[Grouping]) -> N
 
 @pytest.mark.long
 def test_groups_of_two_and_of_one_on_four_ranks_train_as_unsharded():
-    require_trained(2, 2, [Grouping(2, "contiguous", 1), Grouping(2, "strided", 1),
-                           Grouping(2, "strided", 2), Grouping(1, "contiguous", 2)])
+    require_trained(
+        2,
+        2,
+        [
+            Grouping(2, "contiguous", 1),
+            Grouping(2, "strided", 1),
+            Grouping(2, "strided", 2),
+            Grouping(1, "contiguous", 2),
+        ],
+    )
 
 
 @pytest.mark.long

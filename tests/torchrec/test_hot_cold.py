@@ -28,8 +28,10 @@ from shardcore.torchrec.modules import tables_of
 from shardcore.torchrec.planner import problem_for
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 
-CONFIGS = [EmbeddingConfig(name="h", num_embeddings=50, embedding_dim=8, feature_names=["f", "g"]),
-           EmbeddingConfig(name="k", num_embeddings=20, embedding_dim=8, feature_names=["q"])]
+CONFIGS = [
+    EmbeddingConfig(name="h", num_embeddings=50, embedding_dim=8, feature_names=["f", "g"]),
+    EmbeddingConfig(name="k", num_embeddings=20, embedding_dim=8, feature_names=["q"]),
+]
 HOT = HotIds("h", 50, np.array([0, 3, 4, 17, 49]))
 
 
@@ -42,16 +44,19 @@ def test_outputs_are_those_of_whole_tables():
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 4, (3, 6))
     ids = np.concatenate([rng.integers(0, n, m) for n, m in zip([50, 50, 20], lengths.sum(1), strict=True)])
-    batch = KeyedJaggedTensor(keys=["f", "g", "q"], values=torch.from_numpy(ids),
-                              lengths=torch.from_numpy(lengths.ravel()))
+    batch = KeyedJaggedTensor(
+        keys=["f", "g", "q"], values=torch.from_numpy(ids), lengths=torch.from_numpy(lengths.ravel())
+    )
     found, wanted = module(batch), whole(batch)
     for feature in ("f", "g", "q"):
         assert torch.equal(found[feature].values(), wanted[feature].values())
         assert torch.equal(found[feature].lengths(), wanted[feature].lengths())
 
 
-@pytest.mark.parametrize("hosts, per_host, optimizer", [
-    (1, 2, "EXACT_SGD"), pytest.param(2, 2, "EXACT_ADAGRAD", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "hosts, per_host, optimizer",
+    [(1, 2, "EXACT_SGD"), pytest.param(2, 2, "EXACT_ADAGRAD", marks=pytest.mark.long)],
+)
 def test_twenty_steps_end_as_unsharded_across_a_change_of_hot_ids_and_plan(hosts, per_host, optimizer):
     said = training.in_processes(hosts, per_host, training.train_and_move, optimizer)
     assert not any(said), said
@@ -71,9 +76,14 @@ def test_a_table_of_a_name_that_another_collection_has_too_goes_to_torchrec():
         def plain(config):
             return EmbeddingCollection([config], device=torch.device("meta"))
 
-        return torch.nn.ModuleDict({
-            "a": HotColdEmbeddingCollection(CONFIGS[:1], {"h": HOT}, "meta") if hot else plain(CONFIGS[0]),
-            "b": plain(replace(CONFIGS[0], feature_names=["r"]))})
+        return torch.nn.ModuleDict(
+            {
+                "a": HotColdEmbeddingCollection(CONFIGS[:1], {"h": HOT}, "meta")
+                if hot
+                else plain(CONFIGS[0]),
+                "b": plain(replace(CONFIGS[0], feature_names=["r"])),
+            }
+        )
 
     whole = problem_for(collections(False), training.problem(1, 2).topology, 16, dict.fromkeys("fgr", 2.0))
     given = with_hot_rows(whole, {"a.h": len(HOT.ids)})
@@ -81,23 +91,31 @@ def test_a_table_of_a_name_that_another_collection_has_too_goes_to_torchrec():
     assert sorted(tables_of(model)) == sorted(t.name for t in given.tables) == ["a.h_cold", "a.h_hot", "b.h"]
     plan = SHARDERS["size_greedy"](given, AnalyticModel(Setting("cpu", 16)))
     assert {path: list(of) for path, of in to_torchrec(plan, given, model, "cpu").plan.items()} == {
-        "a.cold": ["h_cold"], "b": ["h"]}
+        "a.cold": ["h_cold"],
+        "b": ["h"],
+    }
 
 
 def test_a_job_never_trains_with_other_hot_ids_in_silence():
-    said = {"save_over_other_rows": "has rows already, such as rows-00000-00000.safetensors",
-            "full_disk_on_a_rank": "ShardCoreError: No space left on device",
-            "other_ids_on_a_rank": "rank 1 has other hot ids of 'b' than rank 0",
-            "no_hot_ids_on_a_rank": "rank 1 has other hot ids of",
-            "another_checkpoint": "a checkpoint has other hot ids of table 'b'"}
+    said = {
+        "save_over_other_rows": "has rows already, such as rows-00000-00000.safetensors",
+        "full_disk_on_a_rank": "ShardCoreError: No space left on device",
+        "other_ids_on_a_rank": "rank 1 has other hot ids of 'b' than rank 0",
+        "no_hot_ids_on_a_rank": "rank 1 has other hot ids of",
+        "another_checkpoint": "a checkpoint has other hot ids of table 'b'",
+    }
     for words in training.in_processes(1, 2, training.refusals, tuple(said)):
         assert [a in b for a, b in zip(said.values(), words.splitlines(), strict=True)] == [True] * 5, words
 
 
-@pytest.mark.parametrize("hot, said", [
-    ({"h": HotIds("h", 51, HOT.ids)}, "table 'h' of 50 rows was given the hot ids of 'h' of 51 rows"),
-    ({"h": replace(HOT, table="k")}, "was given the hot ids of 'k'"),
-    ({"absent": HOT}, "table 'absent', which is not among the tables")])
+@pytest.mark.parametrize(
+    "hot, said",
+    [
+        ({"h": HotIds("h", 51, HOT.ids)}, "table 'h' of 50 rows was given the hot ids of 'h' of 51 rows"),
+        ({"h": replace(HOT, table="k")}, "was given the hot ids of 'k'"),
+        ({"absent": HOT}, "table 'absent', which is not among the tables"),
+    ],
+)
 def test_hot_ids_of_another_table_are_refused(hot, said):
     with pytest.raises(ShardCoreError, match=said):
         HotColdEmbeddingCollection(CONFIGS, hot)
@@ -123,32 +141,45 @@ def test_a_plan_goes_to_torchrec_without_hot_rows_and_comes_back():
     plan = training.plan(given, cut=True)
     exported = to_torchrec(plan, given, model, "cpu")
     assert {path: sorted(of) for path, of in exported.plan.items()} == {"ec.cold": ["a_cold", "b_cold", "c"]}
-    assert from_torchrec(exported, given, model) == replace(plan, placements=from_torchrec(
-        exported, given, model).placements)
+    assert from_torchrec(exported, given, model) == replace(
+        plan, placements=from_torchrec(exported, given, model).placements
+    )
     assert {(p.shard.table.name, p.kind) for p in from_torchrec(exported, given, model).placements} == {
-        (p.shard.table.name, p.kind) for p in plan.placements}
+        (p.shard.table.name, p.kind) for p in plan.placements
+    }
 
 
 def test_each_of_several_collections_goes_under_its_own_path():
     """By the model, and by paths only; two collections have tables of one name."""
+
     def collections(hot):
         def one():
             ids = {"a": HotIds("a", 50, np.array([1, 2]))} if hot else {}
             configs = [replace(CONFIGS[0], name="a"), replace(CONFIGS[1], name="b")]
-            return (HotColdEmbeddingCollection(configs, ids, "meta") if hot
-                    else EmbeddingCollection(configs, device=torch.device("meta")))
+            return (
+                HotColdEmbeddingCollection(configs, ids, "meta")
+                if hot
+                else EmbeddingCollection(configs, device=torch.device("meta"))
+            )
+
         return torch.nn.ModuleDict({"user": one(), "item": torch.nn.ModuleDict({"cold": one()})})
 
-    whole = problem_for(collections(hot=False), training.problem(1, 2).topology, 16,
-                        dict.fromkeys("fgq", 2.0))
+    whole = problem_for(
+        collections(hot=False), training.problem(1, 2).topology, 16, dict.fromkeys("fgq", 2.0)
+    )
     given = with_hot_rows(whole, {"user.a": 2, "item.cold.a": 2})
     plan = SHARDERS["size_greedy"](given, AnalyticModel(Setting("cpu", 16)))
     exported = to_torchrec(plan, given, collections(hot=True), "cpu")
     assert {path: sorted(of) for path, of in exported.plan.items()} == {
-        "user.cold": ["a_cold", "b"], "item.cold.cold": ["a_cold", "b"]}
+        "user.cold": ["a_cold", "b"],
+        "item.cold.cold": ["a_cold", "b"],
+    }
     assert to_torchrec(plan, given, "item.cold", "cpu") == exported
-    with pytest.raises(ShardCoreError, match="module is 'of.none'; all tables of problem 'model' name their "
-                                             "collections, which are 'user', 'user.cold', 'item.cold'"):
+    with pytest.raises(
+        ShardCoreError,
+        match="module is 'of.none'; all tables of problem 'model' name their "
+        "collections, which are 'user', 'user.cold', 'item.cold'",
+    ):
         to_torchrec(plan, given, "of.none", "cpu")
 
 
@@ -163,8 +194,9 @@ def test_tables_without_a_collection_go_under_the_path_that_is_given():
 def test_a_plan_that_divides_hot_rows_is_refused():
     given = with_hot_rows(training.problem(1, 2), {name: len(ids) for name, ids in training.HOT.items()})
     free = replace(given, constraints=replace(given.constraints, kinds=()))
-    placements = tuple(row(t, free.topology) if t.name != "b_hot" else replica(t, free.topology)
-                       for t in free.tables)
+    placements = tuple(
+        row(t, free.topology) if t.name != "b_hot" else replica(t, free.topology) for t in free.tables
+    )
     with pytest.raises(ShardCoreError, match="places table 'a_hot' by row; its rows are hot"):
         to_torchrec(Plan(placements), free, training.Model(training.HOT, "meta"), "cpu")
 
@@ -218,18 +250,23 @@ def test_a_flipped_bit_never_loads_as_other_weights(tmp_path):
     assert refused > 100
 
 
-@pytest.mark.parametrize("change, said", [
-    (lambda t: t.update(ids=t["ids"].float()), "ids float32"),
-    (lambda t: t.update(ids=t["ids"].flip(0)), "rising"),
-    (lambda t: t.update(ids=t["ids"][:-1]), "for 4 rows"),
-    (lambda t: t.update(weights=t["weights"][:, :2]), "it needs numbers of rows or cells"),
-    (lambda t: t.update(weights=t["weights"].long()), "it needs numbers of rows or cells"),
-    (lambda t: t.update(weights=t["weights"][0, 0]), "it needs numbers of rows or cells"),
-    (lambda t: t.pop("ids"), "is no file of rows: KeyError: 'ids'")])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda t: t.update(ids=t["ids"].float()), "ids float32"),
+        (lambda t: t.update(ids=t["ids"].flip(0)), "rising"),
+        (lambda t: t.update(ids=t["ids"][:-1]), "for 4 rows"),
+        (lambda t: t.update(weights=t["weights"][:, :2]), "it needs numbers of rows or cells"),
+        (lambda t: t.update(weights=t["weights"].long()), "it needs numbers of rows or cells"),
+        (lambda t: t.update(weights=t["weights"][0, 0]), "it needs numbers of rows or cells"),
+        (lambda t: t.pop("ids"), "is no file of rows: KeyError: 'ids'"),
+    ],
+)
 def test_rows_whose_digests_are_right_but_cannot_be_are_refused(tmp_path, change, said):
     saved(tmp_path / "rows")
-    [path] = [p for p in (tmp_path / "rows").glob("rows-*")
-              if len(load(p.read_bytes())["ids"]) == len(HOT.ids)]
+    [path] = [
+        p for p in (tmp_path / "rows").glob("rows-*") if len(load(p.read_bytes())["ids"]) == len(HOT.ids)
+    ]
     tensors = load(path.read_bytes())
     change(tensors)
     with safe_open(path, "pt") as file:

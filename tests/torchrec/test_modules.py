@@ -27,23 +27,32 @@ ROWS, LOOKUPS, CPU = 10_000, 640, torch.device("cpu")
 
 
 def evicting(policy, interval):
-    return MCHManagedCollisionModule(zch_size=ROWS, device=CPU, eviction_policy=policy,
-                                     eviction_interval=interval, input_hash_size=1 << 40)
+    return MCHManagedCollisionModule(
+        zch_size=ROWS, device=CPU, eviction_policy=policy, eviction_interval=interval, input_hash_size=1 << 40
+    )
 
 
-@pytest.mark.parametrize("made", [
-    lambda: evicting(DistanceLFU_EvictionPolicy(), 2), lambda: evicting(LFU_EvictionPolicy(), 5),
-    lambda: evicting(LRU_EvictionPolicy(), 1),
-    lambda: HashZchManagedCollisionModule(zch_size=ROWS, device=CPU, total_num_buckets=2)])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: evicting(DistanceLFU_EvictionPolicy(), 2),
+        lambda: evicting(LFU_EvictionPolicy(), 5),
+        lambda: evicting(LRU_EvictionPolicy(), 1),
+        lambda: HashZchManagedCollisionModule(zch_size=ROWS, device=CPU, total_num_buckets=2),
+    ],
+)
 def test_managed_collision_takes_what_its_modules_hold(made):
     """By hand 32 bytes a row under DistanceLFU. A rank's own module has its rows, and ids of its lookups."""
-    bags = EmbeddingBagCollection(device=CPU, tables=[
-        EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=8, feature_names=["f"])])
+    bags = EmbeddingBagCollection(
+        device=CPU,
+        tables=[EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=8, feature_names=["f"])],
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = made()
     wrapped = ManagedCollisionEmbeddingBagCollection(
-        bags, ManagedCollisionCollection({"t": module}, bags.embedding_bag_configs()))
+        bags, ManagedCollisionCollection({"t": module}, bags.embedding_bag_configs())
+    )
     problem = problem_for(wrapped, Topology((Device(1 << 30),) * 2), 64, {"f": LOOKUPS / 64})
     [table] = problem.tables
     of_rank = module.rebuild_with_output_id_range((0, ROWS // 2), [0, ROWS // 2, ROWS], CPU)
@@ -51,8 +60,11 @@ def test_managed_collision_takes_what_its_modules_hold(made):
         own = torch.arange(LOOKUPS // 2)  # what arrives at a rank
         of_rank.train()
         of_rank.profile({"f": JaggedTensor(own, lengths=torch.ones(len(own), dtype=torch.int64))})
-    tensors = [*of_rank.buffers(), *of_rank.parameters(), *filter(
-        torch.is_tensor, [getattr(of_rank, "_history_accumulator", None)])]
+    tensors = [
+        *of_rank.buffers(),
+        *of_rank.parameters(),
+        *filter(torch.is_tensor, [getattr(of_rank, "_history_accumulator", None)]),
+    ]
     real = sum(x.numel() * x.element_size() for x in tensors)
     plan = Plan((Placement("row", Shard.whole(table), (0, 1)),))
     counted = memory.by_part(plan, problem)[0].parts["weights"] - ROWS // 2 * 8 * 4

@@ -28,21 +28,61 @@ from shardcore.torchrec.planner import ShardCorePlanner, plan_for, problem_for  
 
 GIB = 2**30
 TWO, LOOKUPS = Topology((Device(GIB),) * 2), {"f0": 1.0, "f1": 1.0}
-MLPERF_ROWS = (40_000_000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40_000_000, 3067956, 405282, 10,
-               2209, 11938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590152, 12973, 108, 36)
+MLPERF_ROWS = (
+    40_000_000,
+    39060,
+    17295,
+    7424,
+    20265,
+    3,
+    7122,
+    1543,
+    63,
+    40_000_000,
+    3067956,
+    405282,
+    10,
+    2209,
+    11938,
+    155,
+    4,
+    976,
+    14,
+    40_000_000,
+    40_000_000,
+    40_000_000,
+    590152,
+    12973,
+    108,
+    36,
+)
 """Rows of Criteo's 26 tables, capped at 40 million, as in MLPerf's DLRM-DCNv2."""
 
 
 def model(rows=(1000, 2000), dim=64) -> nn.Module:
-    return nn.ModuleDict({"m": EmbeddingBagCollection(device=torch.device("meta"), tables=[
-        EmbeddingBagConfig(name=f"t{i}", num_embeddings=n, embedding_dim=dim, feature_names=[f"f{i}"])
-        for i, n in enumerate(rows)])})
+    return nn.ModuleDict(
+        {
+            "m": EmbeddingBagCollection(
+                device=torch.device("meta"),
+                tables=[
+                    EmbeddingBagConfig(
+                        name=f"t{i}", num_embeddings=n, embedding_dim=dim, feature_names=[f"f{i}"]
+                    )
+                    for i, n in enumerate(rows)
+                ],
+            )
+        }
+    )
 
 
 def planned(module, sharders=(), optimizer="exact_sgd", hbm_cap=GIB, devices=2) -> ShardCorePlanner:
-    made = ShardCorePlanner(TheirTopology(devices, "cuda", hbm_cap=hbm_cap), 1024, algorithm="size_greedy",
-                            model=AnalyticModel(Setting("gpu", 1024 * devices, "fp32", optimizer)),
-                            lookups={f"f{i}": 1.0 for i in range(26)})
+    made = ShardCorePlanner(
+        TheirTopology(devices, "cuda", hbm_cap=hbm_cap),
+        1024,
+        algorithm="size_greedy",
+        model=AnalyticModel(Setting("gpu", 1024 * devices, "fp32", optimizer)),
+        lookups={f"f{i}": 1.0 for i in range(26)},
+    )
     made.plan(module, sharders)
     return made
 
@@ -52,8 +92,10 @@ def in_backward(module, kind, apply=_apply_optimizer_in_backward):
     return module
 
 
-@pytest.mark.parametrize(("kind", "optimizer"), [
-    (torch.optim.SGD, "exact_sgd"), (torch.optim.Adagrad, "exact_adagrad"), (torch.optim.Adam, "adam")])
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [(torch.optim.SGD, "exact_sgd"), (torch.optim.Adagrad, "exact_adagrad"), (torch.optim.Adam, "adam")],
+)
 @pytest.mark.parametrize("apply", [_apply_optimizer_in_backward, apply_optimizer_in_backward])
 def test_an_optimizer_of_the_weights_counts(kind, optimizer, apply):
     module = in_backward(model(), kind, apply)
@@ -74,23 +116,32 @@ def test_an_optimizer_of_the_sharders_counts(optimizer):
 
 
 def test_what_counts_as_the_optimizer_is_told():
-    assert ("no optimizer is set on the tables' weights or in fused_params; their state counts as under "
-            "rowwise_adagrad, the cost model's") in planned(model(), optimizer="rowwise_adagrad").unpriced
+    assert (
+        "no optimizer is set on the tables' weights or in fused_params; their state counts as under "
+        "rowwise_adagrad, the cost model's"
+    ) in planned(model(), optimizer="rowwise_adagrad").unpriced
     module = in_backward(model(), torch.optim.Adagrad)
-    line = ("tables are priced as under exact_sgd, for which the cost model is; they train under "
-            "exact_adagrad, whose state memory counts")
+    line = (
+        "tables are priced as under exact_sgd, for which the cost model is; they train under "
+        "exact_adagrad, whose state memory counts"
+    )
     assert line in planned(module).unpriced
     assert not [s for s in planned(module, optimizer="exact_adagrad").unpriced if "adagrad" in s]
     fused = {"optimizer": EmbOptimType.ADAM, "weight_decay_mode": 1, "eps": 1e-8}
-    assert ("fused_params of EmbeddingBagCollectionSharder have weight_decay_mode, which neither price nor "
-            "memory counts") in planned(model(), [EmbeddingBagCollectionSharder(fused_params=fused)]).unpriced
+    assert (
+        "fused_params of EmbeddingBagCollectionSharder have weight_decay_mode, which neither price nor "
+        "memory counts"
+    ) in planned(model(), [EmbeddingBagCollectionSharder(fused_params=fused)]).unpriced
 
 
 def test_optimizers_that_differ_are_refused_by_name():
     module = model()
     _apply_optimizer_in_backward(torch.optim.Adam, [module.m.embedding_bags.t0.weight], {"lr": 0.1})
-    with pytest.raises(ShardCoreError, match="model trains table 't0' under ADAM and table 't1' under "
-                                             "EXACT_SGD .FBGEMM's default.; ShardCore counts and prices one"):
+    with pytest.raises(
+        ShardCoreError,
+        match="model trains table 't0' under ADAM and table 't1' under "
+        "EXACT_SGD .FBGEMM's default.; ShardCore counts and prices one",
+    ):
         planned(module)
     fused = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.LAMB})
     with pytest.raises(ShardCoreError, match="table 't0' under ADAM and table 't1' under LAMB; ShardCore"):
@@ -112,8 +163,9 @@ def test_optimizers_that_no_count_has_are_refused_by_name():
         planned(twice)
 
 
-@pytest.mark.parametrize(("kind", "times"), [(torch.optim.SGD, 1), (torch.optim.Adagrad, 2),
-                                             (torch.optim.Adam, 3)])
+@pytest.mark.parametrize(
+    ("kind", "times"), [(torch.optim.SGD, 1), (torch.optim.Adagrad, 2), (torch.optim.Adam, 3)]
+)
 def test_the_state_of_mlperfs_tables_counts(kind, times):
     """Per-cell Adagrad keeps a number for each weight, Adam two."""
     made = planned(in_backward(model(MLPERF_ROWS, 128), kind), hbm_cap=80 * GIB, devices=8)
@@ -130,21 +182,31 @@ def test_state_that_does_not_fit_is_refused():
         planned(in_backward(model((40_000_000,), 128), torch.optim.Adagrad), **on)
 
 
-@pytest.mark.parametrize(("optimizer", "device"), [
-    *((optimizer, "meta") for optimizer in OPTIMIZERS),
-    # FBGEMM trains no others on CPUs.
-    *((optimizer, "cpu") for optimizer in ("exact_sgd", "rowwise_adagrad", "exact_adagrad"))])
+@pytest.mark.parametrize(
+    ("optimizer", "device"),
+    [
+        *((optimizer, "meta") for optimizer in OPTIMIZERS),
+        # FBGEMM trains no others on CPUs.
+        *((optimizer, "cpu") for optimizer in ("exact_sgd", "rowwise_adagrad", "exact_adagrad")),
+    ],
+)
 def test_state_is_counted_as_fbgemm_allocates_it(optimizer, device):
     """Bytes of all tensors that an op keeps, within 5%. On the meta device it is CUDA's op."""
     tables = tuple(Table(f"t{i}", rows, dim, 1.0) for i, (rows, dim) in enumerate(((20_000, 32), (9000, 64))))
     problem = Problem("p", tables, Topology((Device(GIB),)), 8, optimizer)
-    parts = memory.by_part(Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in tables)),
-                           problem)[0].parts
-    place = ((EmbeddingLocation.HOST, ComputeDevice.CPU) if device == "cpu"
-             else (EmbeddingLocation.DEVICE, ComputeDevice.CUDA))
-    op = SplitTableBatchedEmbeddingBagsCodegen([(t.rows, t.dim, *place) for t in tables],
-                                               optimizer=EmbOptimType[OPTIMIZERS[optimizer].theirs],
-                                               device=torch.device(device))
+    parts = memory.by_part(Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in tables)), problem)[
+        0
+    ].parts
+    place = (
+        (EmbeddingLocation.HOST, ComputeDevice.CPU)
+        if device == "cpu"
+        else (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+    )
+    op = SplitTableBatchedEmbeddingBagsCodegen(
+        [(t.rows, t.dim, *place) for t in tables],
+        optimizer=EmbOptimType[OPTIMIZERS[optimizer].theirs],
+        device=torch.device(device),
+    )
     kept = [*op.parameters(), *op.buffers(), *(x for of in op.split_optimizer_states() for x in of)]
     storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in kept}
     assert parts["weights"] + parts["optimizer state"] == pytest.approx(sum(storages.values()), rel=0.05)

@@ -46,8 +46,9 @@ def test_torchrecs_planner_takes_the_plan_that_our_model_prefers():
         model = AnalyticModel(Setting("cpu", 64), exchange_gbps=gbps)
         rated = ShardCorePerfModel(PROBLEM, MODULE, model)
         assert isinstance(rated, PerfModel)
-        found, theirs = (price(lower(plan, PROBLEM), model).total_ms
-                         for plan in (planned(rated), planned(None)))
+        found, theirs = (
+            price(lower(plan, PROBLEM), model).total_ms for plan in (planned(rated), planned(None))
+        )
         assert found <= theirs and rated.rated > 1
 
 
@@ -68,8 +69,11 @@ def test_a_plan_that_we_do_not_know_is_rated_last_and_named():
 
 def test_a_plan_that_is_too_large_as_we_count_leaves_the_choice_to_the_others():
     devices = tuple(dataclasses.replace(d, memory_bytes=100_000) for d in PROBLEM.topology.devices)
-    small = dataclasses.replace(PROBLEM, topology=dataclasses.replace(PROBLEM.topology, devices=devices),
-                                constraints=Constraints(reserved_bytes=0))
+    small = dataclasses.replace(
+        PROBLEM,
+        topology=dataclasses.replace(PROBLEM.topology, devices=devices),
+        constraints=Constraints(reserved_bytes=0),
+    )
     rated = ShardCorePerfModel(small, MODULE, AnalyticModel(Setting("cpu", 64)))
     require_fits(planned(rated), small)
     assert rated.rated and "device 0 of problem 'model' would hold" in rated.refused[0]

@@ -43,8 +43,13 @@ from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec  # noqa:
 def test_problem_from_given_lookups():
     found = problem_for(MODULE, FOUR, 64, LOOKUPS)
     assert {t.name: (t.rows, t.dim, t.pooling) for t in found.tables} == {
-        "a": (24, 16, 10.0), "b": (50, 8, 3.5), "left.c": (40, 32, 10.0), "d": (10, 8, 4.0),
-        "inner.right.c": (17, 12, 1.0), "e": (33, 20, 1.5)}
+        "a": (24, 16, 10.0),
+        "b": (50, 8, 3.5),
+        "left.c": (40, 32, 10.0),
+        "d": (10, 8, 4.0),
+        "inner.right.c": (17, 12, 1.0),
+        "e": (33, 20, 1.5),
+    }
     assert {t.access for t in found.tables} == {DEFAULT_ACCESS}
     assert {t.collection for t in found.tables} == {"left", "inner.right"}
     with pytest.raises(ShardCoreError, match="feature 'f2' of table 'b' has no lookups"):
@@ -60,11 +65,14 @@ def test_problem_from_data():
     _, counts = np.unique(ids, return_counts=True)
     assert found["b"].access.bins[0] == pytest.approx((counts == 1).mean())
     assert found["a"].pooling == found["left.c"].pooling  # one feature
-    with pytest.raises(ShardCoreError,
-                       match="lookups has 60 samples of feature 'f0'; it needs a global batch of the mod"):
+    with pytest.raises(
+        ShardCoreError, match="lookups has 60 samples of feature 'f0'; it needs a global batch of the mod"
+    ):
         problem_for(MODULE, FOUR, 64, batches[1:])
-    other = EmbeddingBagCollection(device=torch.device("meta"), tables=[
-        EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["nowhere"])])
+    other = EmbeddingBagCollection(
+        device=torch.device("meta"),
+        tables=[EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["nowhere"])],
+    )
     with pytest.raises(ShardCoreError, match="feature 'nowhere' of table 't' is not in the data"):
         problem_for(other, FOUR, 64, batches)
 
@@ -72,12 +80,24 @@ def test_problem_from_data():
 def test_deduplicated_features_have_the_factor_of_the_data_and_stay_together():
     # Each sample twice: as two of a session.
     batches = [training._batch(seed) for seed in range(8)]
-    twice = [KeyedJaggedTensor.from_jt_dict({
-        key: JaggedTensor.from_dense([row for row in jagged.to_dense() for _ in range(2)])
-        for key, jagged in batch.to_dict().items()}) for batch in batches]
+    twice = [
+        KeyedJaggedTensor.from_jt_dict(
+            {
+                key: JaggedTensor.from_dense([row for row in jagged.to_dense() for _ in range(2)])
+                for key, jagged in batch.to_dict().items()
+            }
+        )
+        for batch in batches
+    ]
     plain = problem_for(MODULE, FOUR, 64, twice)
-    found = problem_for(MODULE, FOUR, 64, iter(twice), deduplicated=[["f1", "f2"], ["f3"]],
-                        constraints=Constraints(reserved_bytes=1))
+    found = problem_for(
+        MODULE,
+        FOUR,
+        64,
+        iter(twice),
+        deduplicated=[["f1", "f2"], ["f3"]],
+        constraints=Constraints(reserved_bytes=1),
+    )
     dedup = {t.name: t.dedup for t in found.tables}
     assert dedup["b"] == dedup["e"] >= 2 and dedup["d"] >= 2 and dedup["a"] == dedup["left.c"] == 1
     assert [dataclasses.replace(t, dedup=1.0) for t in found.tables] == list(plain.tables)
@@ -85,47 +105,63 @@ def test_deduplicated_features_have_the_factor_of_the_data_and_stay_together():
     assert found.constraints == Constraints(reserved_bytes=1, together=(("b", "e"),))
 
 
-@pytest.mark.parametrize(("lookups", "groups", "said"), [
-    (LOOKUPS, [["f1"]], r"deduplicated has \['f1'\]; its factor is read from batches of data"),
-    ([training._batch(seed) for seed in range(16)], [["f1"]],
-     r"table 'b' has features \['f1', 'f2'\]; deduplicated needs all of them in one group, or none"),
-    ([training._batch(seed) for seed in range(16)], [["f9"]], r"deduplicated has \['f9'\]; no table has"),
-])
+@pytest.mark.parametrize(
+    ("lookups", "groups", "said"),
+    [
+        (LOOKUPS, [["f1"]], r"deduplicated has \['f1'\]; its factor is read from batches of data"),
+        (
+            [training._batch(seed) for seed in range(16)],
+            [["f1"]],
+            r"table 'b' has features \['f1', 'f2'\]; deduplicated needs all of them in one group, or none",
+        ),
+        ([training._batch(seed) for seed in range(16)], [["f9"]], r"deduplicated has \['f9'\]; no table has"),
+    ],
+)
 def test_groups_that_no_data_or_table_has_are_refused(lookups, groups, said):
     with pytest.raises(ShardCoreError, match=said):
         problem_for(MODULE, FOUR, 64, lookups, deduplicated=groups)
 
 
-@pytest.mark.parametrize(("lookups", "said"), [
-    (None, "lookups has None; it needs KeyedJaggedTensors, or mean lookups by feature"),
-    ([(1, 2)], r"lookups has \(1, 2\); it needs KeyedJaggedTensors"),
-    ({**LOOKUPS, "f2": [1.0]}, r"feature 'f2' of table 'b' has lookups \[1.0\]; it needs a number"),
-])
+@pytest.mark.parametrize(
+    ("lookups", "said"),
+    [
+        (None, "lookups has None; it needs KeyedJaggedTensors, or mean lookups by feature"),
+        ([(1, 2)], r"lookups has \(1, 2\); it needs KeyedJaggedTensors"),
+        ({**LOOKUPS, "f2": [1.0]}, r"feature 'f2' of table 'b' has lookups \[1.0\]; it needs a number"),
+    ],
+)
 def test_refuses_lookups_that_are_none(lookups, said):
     with pytest.raises(ShardCoreError, match=said):
         problem_for(MODULE, FOUR, 64, lookups)
 
 
 def test_a_single_batch_may_be_all_data():
-    assert problem_for(MODULE, FOUR, training.BATCH, training._batch(0)) == problem_for(MODULE, FOUR,
-                                                                                        training.BATCH,
-                                                                                       [training._batch(0)])
+    assert problem_for(MODULE, FOUR, training.BATCH, training._batch(0)) == problem_for(
+        MODULE, FOUR, training.BATCH, [training._batch(0)]
+    )
 
 
 def test_refuses_ids_that_a_table_lacks():
-    small = EmbeddingBagCollection(device=torch.device("meta"), tables=[
-        EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f1"])])
-    with pytest.raises(ShardCoreError, match="feature 'f1' has ids .* to .*, table 't' rows 0 to 3; "
-                       "give ids as the collection"):
+    small = EmbeddingBagCollection(
+        device=torch.device("meta"),
+        tables=[EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f1"])],
+    )
+    with pytest.raises(
+        ShardCoreError,
+        match="feature 'f1' has ids .* to .*, table 't' rows 0 to 3; give ids as the collection",
+    ):
         problem_for(small, FOUR, 64, [training._batch(seed) for seed in range(16)])
 
 
 @pytest.mark.parametrize("rows", [3, 4])
 def test_the_last_row_is_the_last_id(rows):
-    module = EmbeddingBagCollection(device=torch.device("meta"), tables=[
-        EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=4, feature_names=["f"])])
-    data = KeyedJaggedTensor(keys=["f"], values=torch.tensor([0, 3, 3, 3]),
-                             lengths=torch.tensor([1, 3, 0, 0]))
+    module = EmbeddingBagCollection(
+        device=torch.device("meta"),
+        tables=[EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=4, feature_names=["f"])],
+    )
+    data = KeyedJaggedTensor(
+        keys=["f"], values=torch.tensor([0, 3, 3, 3]), lengths=torch.tensor([1, 3, 0, 0])
+    )
     if rows == 3:
         with pytest.raises(ShardCoreError, match="'f' has ids 0 to 3, table 't' rows 0 to 2"):
             problem_for(module, FOUR, 4, data)
@@ -157,8 +193,9 @@ def test_plan_for_a_model():
     assert lower(plan, problem)
     with pytest.raises(ShardCoreError, match="algorithm 'best' is not known; there are .*anneal"):
         plan_for(MODULE, FOUR, MODEL, LOOKUPS, algorithm="best")
-    with pytest.raises(ShardCoreError,
-                       match="model is 'model/'; it needs a cost model, as shardcore.load_model"):
+    with pytest.raises(
+        ShardCoreError, match="model is 'model/'; it needs a cost model, as shardcore.load_model"
+    ):
         plan_for(MODULE, FOUR, "model/", LOOKUPS)
 
 
@@ -168,34 +205,49 @@ def test_planner_in_the_place_of_torchrecs():
     assert isinstance(made, ShardingPlanner)
     assert from_torchrec(plan, made.problem, MODULE).placements == made.found.placements
     assert {t.name: t.pooling for t in made.problem.tables}["b"] == 3.5
-    assert {s.compute_kernel for m in plan.plan.values() for s in m.values()
-            } == {"fused"}
+    assert {s.compute_kernel for m in plan.plan.values() for s in m.values()} == {"fused"}
 
 
 def test_planner_reads_torchrecs_topology():
     theirs = TheirTopology(world_size=4, local_world_size=2, compute_device="cuda", hbm_cap=10**9)
     ours = our_topology(theirs, reserved=0.25)
-    assert [(d.memory_bytes, d.host) for d in ours.devices] == [(750_000_000, f"host-{i // 2}")
-                                                                for i in range(4)]
-    assert (our_topology(TheirTopology(world_size=2, compute_device="cpu", ddr_cap=10**10)).devices[0]
-            .memory_bytes == 10**10)
+    assert [(d.memory_bytes, d.host) for d in ours.devices] == [
+        (750_000_000, f"host-{i // 2}") for i in range(4)
+    ]
+    assert (
+        our_topology(TheirTopology(world_size=2, compute_device="cpu", ddr_cap=10**10))
+        .devices[0]
+        .memory_bytes
+        == 10**10
+    )
     assert problem_for(MODULE, theirs, 64, LOOKUPS).topology == our_topology(theirs, reserved=0.15)
     plan = planner(topology=theirs).plan(MODULE)
-    placements = {str(p.placement) for m in plan.plan.values() for s in m.values() if s.sharding_spec
-                  for p in s.sharding_spec.shards}
+    placements = {
+        str(p.placement)
+        for m in plan.plan.values()
+        for s in m.values()
+        if s.sharding_spec
+        for p in s.sharding_spec.shards
+    }
     assert placements <= {"rank:0/cuda:0", "rank:1/cuda:1", "rank:2/cuda:0", "rank:3/cuda:1"}
 
 
 def test_planner_says_what_is_missing():
-    with pytest.raises(ShardCoreError,
-                       match="table 'e' has no constraints; it needs .*mean lookups per sample of f2"):
+    with pytest.raises(
+        ShardCoreError, match="table 'e' has no constraints; it needs .*mean lookups per sample of f2"
+    ):
         planner({k: v for k, v in CONSTRAINTS.items() if k != "e"}).plan(MODULE)
-    with pytest.raises(ShardCoreError, match=r"'a' has pooling_factors \[1.0, 2.0\] for its 1 features "
-                                             "f0; it needs one"):
+    with pytest.raises(
+        ShardCoreError,
+        match=r"'a' has pooling_factors \[1.0, 2.0\] for its 1 features "
+        "f0; it needs one",
+    ):
         planner({**CONSTRAINTS, "a": ParameterConstraints(pooling_factors=[1.0, 2.0])}).plan(MODULE)
     measured = neural.NeuralModel(MODEL.setting, {}, {"ranges": {}})
-    with pytest.raises(SettingMismatch, match="batch_size 16 on 2 devices: "
-                       "global batch 32 was not measured; .* measure with --batch 32"):
+    with pytest.raises(
+        SettingMismatch,
+        match="batch_size 16 on 2 devices: global batch 32 was not measured; .* measure with --batch 32",
+    ):
         ShardCorePlanner(Topology((Device(10**9),) * 2), 16, CONSTRAINTS, model=measured).plan(MODULE)
 
 
@@ -227,34 +279,52 @@ def test_wrapped_collections_are_planned_by_the_path_of_what_wraps_them():
 
 
 def test_a_plan_that_managed_collision_cannot_run_is_refused():
-    with pytest.raises(ShardCoreError, match="table 'e' is in 'collided', .* which TorchRec shards row_wise "
-                                             "only; constraints have it run by column: allow row"):
+    with pytest.raises(
+        ShardCoreError,
+        match="table 'e' is in 'collided', .* which TorchRec shards row_wise "
+        "only; constraints have it run by column: allow row",
+    ):
         wrapped_training.planner(2, {"e": ["column_wise"]}).plan(WRAPPED)
-    problem = problem_for(WRAPPED, Topology((Device(10**9),) * 2), 16,
-                          dict.fromkeys(("f0", "f1", "f2", "f3", "r0", "r1"), 2.0))
+    problem = problem_for(
+        WRAPPED, Topology((Device(10**9),) * 2), 16, dict.fromkeys(("f0", "f1", "f2", "f3", "r0", "r1"), 2.0)
+    )
     whole = Plan(tuple(column(t, 0) for t in problem.tables))
     free = dataclasses.replace(problem, constraints=Constraints())
-    with pytest.raises(ShardCoreError, match="plan shards table 'e' table_wise; TorchRec shards module "
-                       "'collided', ManagedCollisionEmbeddingBagCollection, row_wise only"):
+    with pytest.raises(
+        ShardCoreError,
+        match="plan shards table 'e' table_wise; TorchRec shards module "
+        "'collided', ManagedCollisionEmbeddingBagCollection, row_wise only",
+    ):
         to_torchrec(whole, free, WRAPPED, "cpu")
 
 
 def test_managed_collision_on_one_device_is_refused_by_its_own_rule():
     """No kind divides rows there. The user gave no kinds, so none of theirs are named."""
-    with pytest.raises(ShardCoreError, match="^table 'e' is in 'collided', a ManagedCollisionEmbeddingBag"
-                                             "Collection, which TorchRec shards row_wise only; the topology "
-                                             "has 1 device, and it needs 2 or more to divide rows$"):
+    with pytest.raises(
+        ShardCoreError,
+        match="^table 'e' is in 'collided', a ManagedCollisionEmbeddingBag"
+        "Collection, which TorchRec shards row_wise only; the topology "
+        "has 1 device, and it needs 2 or more to divide rows$",
+    ):
         wrapped_training.planner(1).plan(WRAPPED)
     # A kind that the user gives goes first.
     with pytest.raises(ShardCoreError, match="runs table 'e' by row .constraints.kinds.: no devices"):
-        plan_for(WRAPPED, Topology((Device(10**9),)), MODEL, dict.fromkeys((*LOOKUPS, "f3", "r0", "r1"), 2.0),
-                 constraints=Constraints(kinds=(("e", ("row",)), ("g", ("row",)))))
+        plan_for(
+            WRAPPED,
+            Topology((Device(10**9),)),
+            MODEL,
+            dict.fromkeys((*LOOKUPS, "f3", "r0", "r1"), 2.0),
+            constraints=Constraints(kinds=(("e", ("row",)), ("g", ("row",)))),
+        )
 
 
 def test_a_wrapped_collection_without_the_sharder_of_its_wrapper_is_refused_by_name():
     plain, rows, *_ = wrapped_training.sharders()
-    with pytest.raises(ShardCoreError, match="module 'processed' is an FeatureProcessedEmbeddingBagColl.*,"
-                       " which no sharder takes; .*add FeatureProcessedEmbeddingBagCollectionSharder"):
+    with pytest.raises(
+        ShardCoreError,
+        match="module 'processed' is an FeatureProcessedEmbeddingBagColl.*,"
+        " which no sharder takes; .*add FeatureProcessedEmbeddingBagCollectionSharder",
+    ):
         wrapped_training.planner(2).plan(WRAPPED, [plain, rows])
 
 
@@ -263,12 +333,21 @@ def test_a_module_that_a_sharder_takes_and_no_plan_has_is_refused():
 
     fused = FusedEmbeddingBagCollection(
         [EmbeddingBagConfig(name="u", num_embeddings=4, embedding_dim=4, feature_names=["f"])],
-        torch.optim.SGD, {"lr": 0.1}, device=torch.device("cpu"))
+        torch.optim.SGD,
+        {"lr": 0.1},
+        device=torch.device("cpu"),
+    )
     constraints = {"t": ParameterConstraints(pooling_factors=[1.0])}
-    with pytest.raises(ShardCoreError, match=r"modules \['inner.fused'\] are not present in the sharding "
-                                             "plan; ShardCore plans EmbeddingBagCollection, "):
-        planner(constraints).plan(torch.nn.ModuleDict({
-            "bags": table_in(DataType.FP32), "inner": torch.nn.ModuleDict({"fused": fused})}))
+    with pytest.raises(
+        ShardCoreError,
+        match=r"modules \['inner.fused'\] are not present in the sharding "
+        "plan; ShardCore plans EmbeddingBagCollection, ",
+    ):
+        planner(constraints).plan(
+            torch.nn.ModuleDict(
+                {"bags": table_in(DataType.FP32), "inner": torch.nn.ModuleDict({"fused": fused})}
+            )
+        )
 
 
 def test_a_collection_used_twice_is_planned_once():
@@ -297,9 +376,12 @@ def test_a_collection_that_no_sharder_takes_is_refused_by_name():
 
     constraints = {"t": ParameterConstraints(pooling_factors=[1.0])}
     one = torch.nn.ModuleDict({"bags": table_in(DataType.FP32)})
-    with pytest.raises(ShardCoreError, match="module 'bags' is an EmbeddingBagCollection, which no sharder "
-                                             "takes; there are .'EmbeddingCollectionSharder'.*"
-                                             "EmbeddingBagCollectionSharder"):
+    with pytest.raises(
+        ShardCoreError,
+        match="module 'bags' is an EmbeddingBagCollection, which no sharder "
+        "takes; there are .'EmbeddingCollectionSharder'.*"
+        "EmbeddingBagCollectionSharder",
+    ):
         planner(constraints).plan(one, [EmbeddingCollectionSharder()])
     assert planner(constraints).plan(one).plan.keys() == {"bags"}
 
@@ -308,19 +390,28 @@ def test_a_planner_tells_what_was_not_measured():
     """Devices of another type, and what lies beyond the measured range."""
     of = Setting("cpu-of-yesterday", 256)
     model = neural.NeuralModel(of, by_hand().weights, {"ranges": {"shard_rows": [1, 40]}})
-    made = ShardCorePlanner(Topology((Device(10**9),)), 256, model=model, lookups=dict.fromkeys(LOOKUPS, 2.0),
-                            algorithm="size_greedy")
+    made = ShardCorePlanner(
+        Topology((Device(10**9),)),
+        256,
+        model=model,
+        lookups=dict.fromkeys(LOOKUPS, 2.0),
+        algorithm="size_greedy",
+    )
     made.plan(MODULE)
     assert made.unpriced[1:] == [
         "devices are of type cuda; the cost model was measured on cpu-of-yesterday",
         "extrapolated: table 'b' has 50 rows; most measured 40",
-        "extrapolated: the topology names no hardware: prices are those of cpu-of-yesterday"]
+        "extrapolated: the topology names no hardware: prices are those of cpu-of-yesterday",
+    ]
 
 
 def test_features_may_be_in_tensors_of_their_own():
     batches = [training._batch(seed) for seed in range(16)]
-    apart = [KeyedJaggedTensor.from_jt_dict({key: batch[key] for key in keys}) for batch in batches
-             for keys in (["f0", "f3"], ["f1", "f2", "f4"], ["f5", "f6"])]
+    apart = [
+        KeyedJaggedTensor.from_jt_dict({key: batch[key] for key in keys})
+        for batch in batches
+        for keys in (["f0", "f3"], ["f1", "f2", "f4"], ["f5", "f6"])
+    ]
     assert problem_for(MODULE, FOUR, 64, apart) == problem_for(MODULE, FOUR, 64, batches)
     with pytest.raises(ShardCoreError, match="has 60 samples of feature 'f0'; it needs a global batch"):
         problem_for(MODULE, FOUR, 64, apart[1:])

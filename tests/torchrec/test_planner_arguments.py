@@ -19,32 +19,85 @@ def with_a(**fields):
     return {**CONSTRAINTS, "a": ParameterConstraints(**{"pooling_factors": [10.0], **fields})}
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    *[({"batch_size": value}, said) for value, said in [
-        (0, "batch_size is 0; it needs 1 or more"), (-2, "batch_size is -2"), (16.0, "batch_size is 16.0"),
-        ("16", "batch_size is '16'; it needs to be a whole number"), (True, "batch_size is True")]],
-    *[({"topology": theirs(), "reserved": value}, said) for value, said in [
-        (-0.5, "reserved is -0.5; it needs to be a share"), (1.0, "reserved is 1.0"),
-        ("x", "reserved is 'x'"), (float("nan"), "reserved is nan"),
-        (None, "reserved is None; it needs to be a number")]],
-    ({"reserved": 0.5}, "reserved is 0.5; it is a share of TorchRec's topology"),
-    *[({"topology": value}, f"topology is {value!r}; it needs to be TorchRec's") for value in (None, 4, "x")],
-    *[({"topology": theirs(hbm_cap=value)}, f"topology has hbm_cap {value} on rank 0") for value in (0, -1)],
-    *[({"seed": value}, f"seed is {value!r}; it needs to be") for value in (1.5, -1, None, "x", True)],
-    ({"constraints": [ParameterConstraints()]}, "constraints is .* it needs to be ParameterConstraints by"),
-    *[({"constraints": {"a": value}}, "constraints of table 'a' is .* it needs to be ParameterConstraints")
-      for value in (None, {})],
-    *[({"constraints": with_a(**fields)}, f"table 'a' has {next(iter(fields))} .* it needs to be a list")
-      for fields in ({"pooling_factors": None}, {"pooling_factors": 5.0}, {"pooling_factors": ["x"]},
-                     {"sharding_types": "row_wise"}, {"sharding_types": [None]},
-                     {"compute_kernels": "fused"})],
-    *[({"constraints": with_a(min_partition=value)}, "table 'a': min_partition is .* a number of columns")
-      for value in ("x", 4.0)],
-])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        *[
+            ({"batch_size": value}, said)
+            for value, said in [
+                (0, "batch_size is 0; it needs 1 or more"),
+                (-2, "batch_size is -2"),
+                (16.0, "batch_size is 16.0"),
+                ("16", "batch_size is '16'; it needs to be a whole number"),
+                (True, "batch_size is True"),
+            ]
+        ],
+        *[
+            ({"topology": theirs(), "reserved": value}, said)
+            for value, said in [
+                (-0.5, "reserved is -0.5; it needs to be a share"),
+                (1.0, "reserved is 1.0"),
+                ("x", "reserved is 'x'"),
+                (float("nan"), "reserved is nan"),
+                (None, "reserved is None; it needs to be a number"),
+            ]
+        ],
+        ({"reserved": 0.5}, "reserved is 0.5; it is a share of TorchRec's topology"),
+        *[
+            ({"topology": value}, f"topology is {value!r}; it needs to be TorchRec's")
+            for value in (None, 4, "x")
+        ],
+        *[
+            ({"topology": theirs(hbm_cap=value)}, f"topology has hbm_cap {value} on rank 0")
+            for value in (0, -1)
+        ],
+        *[({"seed": value}, f"seed is {value!r}; it needs to be") for value in (1.5, -1, None, "x", True)],
+        (
+            {"constraints": [ParameterConstraints()]},
+            "constraints is .* it needs to be ParameterConstraints by",
+        ),
+        *[
+            (
+                {"constraints": {"a": value}},
+                "constraints of table 'a' is .* it needs to be ParameterConstraints",
+            )
+            for value in (None, {})
+        ],
+        *[
+            (
+                {"constraints": with_a(**fields)},
+                f"table 'a' has {next(iter(fields))} .* it needs to be a list",
+            )
+            for fields in (
+                {"pooling_factors": None},
+                {"pooling_factors": 5.0},
+                {"pooling_factors": ["x"]},
+                {"sharding_types": "row_wise"},
+                {"sharding_types": [None]},
+                {"compute_kernels": "fused"},
+            )
+        ],
+        *[
+            (
+                {"constraints": with_a(min_partition=value)},
+                "table 'a': min_partition is .* a number of columns",
+            )
+            for value in ("x", 4.0)
+        ],
+    ],
+)
 def test_an_argument_of_another_kind_is_named_with_its_value(given, said):
     with pytest.raises(ShardCoreError, match=said):
-        ShardCorePlanner(**{"topology": FOUR, "batch_size": 16, "constraints": CONSTRAINTS, "model": MODEL,
-                            "algorithm": "size_greedy", **given}).plan(MODULE)
+        ShardCorePlanner(
+            **{
+                "topology": FOUR,
+                "batch_size": 16,
+                "constraints": CONSTRAINTS,
+                "model": MODEL,
+                "algorithm": "size_greedy",
+                **given,
+            }
+        ).plan(MODULE)
 
 
 @pytest.mark.parametrize("module", [None, 3])
@@ -60,8 +113,10 @@ def test_what_is_no_sharder_is_refused():
 
 @pytest.mark.parametrize("batch", [0, 1.5, "64", True])
 def test_a_global_batch_that_is_none_is_refused_and_not_replaced(batch):
-    for call in (lambda: problem_for(MODULE, FOUR, batch, LOOKUPS),
-                 lambda: plan_for(MODULE, FOUR, MODEL, LOOKUPS, global_batch=batch)):
+    for call in (
+        lambda: problem_for(MODULE, FOUR, batch, LOOKUPS),
+        lambda: plan_for(MODULE, FOUR, MODEL, LOOKUPS, global_batch=batch),
+    ):
         with pytest.raises(ShardCoreError, match=f"global_batch (is )?{batch!r}"):
             call()
 
@@ -71,14 +126,21 @@ def test_an_empty_name_of_an_optimizer_is_refused():
         problem_for(MODULE, FOUR, 64, LOOKUPS, optimizer="")
 
 
-@pytest.mark.parametrize(("lookups", "said"), [
-    ({**LOOKUPS, ("absent", "f0"): 2.0}, r"lookups are for \('absent', 'f0'\), which the model does not"),
-    ({**LOOKUPS, ("a", "f4"): 2.0}, r"lookups are for \('a', 'f4'\), which the model does not have"),
-    ({**LOOKUPS, "f0": None}, "feature 'f0' of table 'a' has lookups None; it needs a number"),
-    ({**LOOKUPS, "f0": True}, "feature 'f0' of table 'a' has lookups True; it needs a number"),
-    (KeyedJaggedTensor(keys=list(LOOKUPS), values=torch.full((320,), 1.5), lengths=torch.ones(320).int()),
-     "feature 'f0' has ids of type float32; table 'a' needs whole numbers"),
-])
+@pytest.mark.parametrize(
+    ("lookups", "said"),
+    [
+        ({**LOOKUPS, ("absent", "f0"): 2.0}, r"lookups are for \('absent', 'f0'\), which the model does not"),
+        ({**LOOKUPS, ("a", "f4"): 2.0}, r"lookups are for \('a', 'f4'\), which the model does not have"),
+        ({**LOOKUPS, "f0": None}, "feature 'f0' of table 'a' has lookups None; it needs a number"),
+        ({**LOOKUPS, "f0": True}, "feature 'f0' of table 'a' has lookups True; it needs a number"),
+        (
+            KeyedJaggedTensor(
+                keys=list(LOOKUPS), values=torch.full((320,), 1.5), lengths=torch.ones(320).int()
+            ),
+            "feature 'f0' has ids of type float32; table 'a' needs whole numbers",
+        ),
+    ],
+)
 def test_lookups_that_name_no_table_or_are_no_numbers_are_refused(lookups, said):
     with pytest.raises(ShardCoreError, match=said):
         problem_for(MODULE, FOUR, 64, lookups)

@@ -32,16 +32,23 @@ ROWS, BATCH, POOLING = 1_000_000, 1024, 20
 EIGHT = Topology((Device(1 << 33),) * 8)
 FIRST = np.random.default_rng(0).integers(0, ROWS // 8, BATCH * POOLING)
 META = torch.device("meta")
-BAGS = EmbeddingBagCollection(device=META, tables=[
-    EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=64, feature_names=["f"])])
-SEQUENCE = EmbeddingCollection(device=META, tables=[
-    EmbeddingConfig(name="t", num_embeddings=ROWS, embedding_dim=64, feature_names=["f"])])
+BAGS = EmbeddingBagCollection(
+    device=META,
+    tables=[EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=64, feature_names=["f"])],
+)
+SEQUENCE = EmbeddingCollection(
+    device=META,
+    tables=[EmbeddingConfig(name="t", num_embeddings=ROWS, embedding_dim=64, feature_names=["f"])],
+)
 MODEL = AnalyticModel(Setting("gpu", BATCH))
 
 
 def batch_of(ids: np.ndarray) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(keys=["f"], values=torch.tensor(ids),
-                             lengths=torch.full((BATCH,), len(ids) // BATCH, dtype=torch.int32))
+    return KeyedJaggedTensor(
+        keys=["f"],
+        values=torch.tensor(ids),
+        lengths=torch.full((BATCH,), len(ids) // BATCH, dtype=torch.int32),
+    )
 
 
 @pytest.mark.parametrize("module", [BAGS, SEQUENCE])
@@ -53,8 +60,9 @@ def test_ids_in_the_first_rows_are_work_of_the_first_device(module, tmp_path):
     cost = price(work, MODEL)
     assert cost.compute_ms[0] > 1.1 * cost.compute_ms[1]
     # What each device receives is what a batch of these ids sends it.
-    [_, real] = input_bytes(plan, problem, lambda shard: np.full(8, (
-        (FIRST >= shard.row_lo) & (FIRST < shard.row_hi)).sum() / 8))
+    [_, real] = input_bytes(
+        plan, problem, lambda shard: np.full(8, ((FIRST >= shard.row_lo) & (FIRST < shard.row_hi)).sum() / 8)
+    )
     assert work.entering(run_of("row", table), BUCKETIZED_IDS) == pytest.approx(real, abs=8)
     even = replace(problem, tables=(replace(table, ordered=False, row_shares=None),))
     divided = [memory.used_bytes(Plan((row(p.tables[0], EIGHT),)), p) for p in (problem, even)]

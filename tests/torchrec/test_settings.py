@@ -43,15 +43,27 @@ def whole(device: int = 0) -> Plan:
 def tiered(**cache) -> ShardingPlan:
     """Table a cached in UVM, d on SSD, left.c with outputs of its own type; b replicated."""
     tables = {t.name: t for t in GIVEN.tables}
-    plan = to_torchrec(Plan((*(p for p in whole().placements if p.shard.table.name != "b"),
-                             Placement("data_parallel", Shard.whole(tables["b"]), (0, 1)))), GIVEN, MODULE)
+    plan = to_torchrec(
+        Plan(
+            (
+                *(p for p in whole().placements if p.shard.table.name != "b"),
+                Placement("data_parallel", Shard.whole(tables["b"]), (0, 1)),
+            )
+        ),
+        GIVEN,
+        MODULE,
+    )
     left = plan.plan["left"]
-    cache = CacheParams(**{"algorithm": CacheAlgorithm.LFU, "load_factor": 0.2, "precision": DataType.FP16}
-                        | cache)
+    cache = CacheParams(
+        **{"algorithm": CacheAlgorithm.LFU, "load_factor": 0.2, "precision": DataType.FP16} | cache
+    )
     left["a"] = replace(left["a"], compute_kernel="fused_uvm_caching", cache_params=cache, enforce_hbm=False)
     left["c"] = replace(left["c"], output_dtype=DataType.BF16)
-    left["d"] = replace(left["d"], compute_kernel="key_value", key_value_params=KeyValueParams(
-        ssd_storage_directory="/x", ps_hosts=(("::1", 2000), ("::1", 2001))))
+    left["d"] = replace(
+        left["d"],
+        compute_kernel="key_value",
+        key_value_params=KeyValueParams(ssd_storage_directory="/x", ps_hosts=(("::1", 2000), ("::1", 2001))),
+    )
     return plan
 
 
@@ -69,13 +81,18 @@ def test_settings_go_with_their_tables():
     found, old = to_torchrec(moved, GIVEN, MODULE).plan["left"], tiered().plan["left"]
     assert {n: s.ranks for n, s in found.items()} == {n: [1] for n in "abcd"}
     assert all(settings_of(found[n], n) == settings_of(old[n], n) != {} for n in "acd")
-    assert (to_torchrec(moved, GIVEN, MODULE, like=to_torchrec(whole(), GIVEN, MODULE)).plan["left"]["a"]
-            .compute_kernel == "fused")
+    assert (
+        to_torchrec(moved, GIVEN, MODULE, like=to_torchrec(whole(), GIVEN, MODULE))
+        .plan["left"]["a"]
+        .compute_kernel
+        == "fused"
+    )
 
 
 def test_a_plan_of_plain_kernels_has_no_settings():
-    assert (from_torchrec(to_torchrec(whole(), GIVEN, MODULE), GIVEN, MODULE).provenance
-            == {"algorithm": "torchrec plan"})
+    assert from_torchrec(to_torchrec(whole(), GIVEN, MODULE), GIVEN, MODULE).provenance == {
+        "algorithm": "torchrec plan"
+    }
 
 
 def test_no_kernel_is_lost_in_a_replica():
@@ -93,8 +110,9 @@ class Statistics(CacheStatistics):
 
 def test_load_factors_reach_torchrec():
     tables = tuple(replace(t, load_factor={"a": 0.25, "d": 0.0}.get(t.name, 1.0)) for t in GIVEN.tables)
-    given = replace(GIVEN, tables=tables, topology=replace(
-        GIVEN.topology, memory=(Memory("host", 1 << 30, 25.0),)))
+    given = replace(
+        GIVEN, tables=tables, topology=replace(GIVEN.topology, memory=(Memory("host", 1 << 30, 25.0),))
+    )
     plan = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in tables))
     made = to_torchrec(plan, given, MODULE)
     found = {name: sharding for module in made.plan.values() for name, sharding in module.items()}
@@ -116,13 +134,16 @@ def test_what_no_file_can_hold_is_read_and_not_dropped():
     assert to_torchrec(ours, GIVEN, MODULE, like=theirs) == theirs
 
 
-@pytest.mark.parametrize("settings, said", [
-    ({"nowhere": {"compute_kernel": "fused"}}, "settings of table 'nowhere'"),
-    ({"a": {"compute_kernel": "fused", "ranks": [1]}}, "table 'a' of the plan's provenance has 'ranks'"),
-    ({"a": {"cache_params": {"load_factor": 0.2}}}, "and no compute_kernel"),
-    ({"a": {"compute_kernel": "fused", "colour": "blue"}}, "'colour'"),
-    ({"a": {"compute_kernel": "fused", "output_dtype": "FP3"}}, "'FP3'; known are"),
-])
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"nowhere": {"compute_kernel": "fused"}}, "settings of table 'nowhere'"),
+        ({"a": {"compute_kernel": "fused", "ranks": [1]}}, "table 'a' of the plan's provenance has 'ranks'"),
+        ({"a": {"cache_params": {"load_factor": 0.2}}}, "and no compute_kernel"),
+        ({"a": {"compute_kernel": "fused", "colour": "blue"}}, "'colour'"),
+        ({"a": {"compute_kernel": "fused", "output_dtype": "FP3"}}, "'FP3'; known are"),
+    ],
+)
 def test_settings_are_checked(settings, said):
     with pytest.raises(ShardCoreError, match=said):
         to_torchrec(Plan(whole().placements, {"torchrec": settings}), GIVEN, MODULE)
@@ -142,8 +163,12 @@ def test_quantised_collectives_are_kept_in_the_file(tmp_path):
 
 def test_files_of_version_1_are_read(tmp_path):
     path, body = tmp_path / "plan.json", to_json(tiered())
-    written = {"schema": "shardcore/torchrec-plan", "version": 1, "digest": files.digest(body),
-               "modules": body}
+    written = {
+        "schema": "shardcore/torchrec-plan",
+        "version": 1,
+        "digest": files.digest(body),
+        "modules": body,
+    }
     path.write_text(json.dumps(written))
     assert read_torchrec(path) == tiered()
     assert read_qcomms(path) is None
@@ -151,17 +176,24 @@ def test_files_of_version_1_are_read(tmp_path):
 
 def test_what_a_price_leaves_out_is_named():
     sharder = EmbeddingBagCollectionSharder(
-        qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda")))
+        qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda"))
+    )
     assert unpriced(to_torchrec(whole(), GIVEN, MODULE), [EmbeddingBagCollectionSharder()]) == []
     said = unpriced(tiered(), [sharder])
     assert len(said) == 7
-    assert said[0] == ("replicas of 'b' are priced as if updated in backward; a dense optimizer "
-                       "steps over all of their weights later, which is not timed")
+    assert said[0] == (
+        "replicas of 'b' are priced as if updated in backward; a dense optimizer "
+        "steps over all of their weights later, which is not timed"
+    )
     said = said[1:]
-    assert said[0].startswith("table 'a' of module 'left' is priced as fused, in device memory; "
-                              "it has kernel fused_uvm_caching, cache_params=")
-    assert said[3] == ("pooled_embeddings_all_to_all of EmbeddingBagCollectionSharder is priced with fp32 "
-                       "forward, fp32 backward; it sends fp16 forward, bf16 backward")
+    assert said[0].startswith(
+        "table 'a' of module 'left' is priced as fused, in device memory; "
+        "it has kernel fused_uvm_caching, cache_params="
+    )
+    assert said[3] == (
+        "pooled_embeddings_all_to_all of EmbeddingBagCollectionSharder is priced with fp32 "
+        "forward, fp32 backward; it sends fp16 forward, bf16 backward"
+    )
     adam = replace(GIVEN, optimizer="adam", job=Job(replica_optimizer="adagrad"))
     assert "in backward, under adam; a dense optimizer, adagrad, steps" in unpriced(tiered(), [], adam)[0]
     assert "optimizer, adam, steps" in unpriced(tiered(), [], replace(adam, job=Job()))[0]
@@ -173,37 +205,52 @@ def test_what_a_price_leaves_out_is_named():
     assert len(unpriced(tiered(), [sharder], replace(GIVEN, job=Job(forward_payload="fp16")))) == 7
     assert unpriced(plain, [EmbeddingBagCollectionSharder()], sending) == [
         "output of EmbeddingBagCollectionSharder is priced with fp16 forward, bf16 backward; it sends "
-        "fp32 forward, fp32 backward"]
+        "fp32 forward, fp32 backward"
+    ]
 
 
 def test_the_payloads_of_sharders_are_priced():
     sharder = EmbeddingBagCollectionSharder(
-        qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda")))
+        qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda"))
+    )
 
     def planned(sharders, job=None):
-        planner = ShardCorePlanner(GIVEN.topology, 4, model=AnalyticModel(Setting("cpu", 8)), job=job,
-                                   budget=Budget(evals=200),
-                                   lookups=dict.fromkeys(("f0", "f1", "f2", "f3", "f4"), 2.0))
+        planner = ShardCorePlanner(
+            GIVEN.topology,
+            4,
+            model=AnalyticModel(Setting("cpu", 8)),
+            job=job,
+            budget=Budget(evals=200),
+            lookups=dict.fromkeys(("f0", "f1", "f2", "f3", "f4"), 2.0),
+        )
         planner.plan(MODULE, sharders)
         return planner
 
-    assert planned([sharder]).problem.job == job_of(QCOMMS) == Job(forward_payload="fp16",
-                                                                   backward_payload="bf16")
+    assert (
+        planned([sharder]).problem.job
+        == job_of(QCOMMS)
+        == Job(forward_payload="fp16", backward_payload="bf16")
+    )
     # Sharders that take no module of the model do not count.
     assert planned([EmbeddingCollectionSharder(), sharder]).problem.job == job_of(QCOMMS)
     # A job that is given counts as given. Sharders that differ are told apart.
-    for said in (planned([sharder], Job()).unpriced,
-                 planned([sharder, EmbeddingBagCollectionSharder()]).unpriced):
+    for said in (
+        planned([sharder], Job()).unpriced,
+        planned([sharder, EmbeddingBagCollectionSharder()]).unpriced,
+    ):
         assert [line.split()[0] for line in said if "it sends" in line] == [
-            "pooled_embeddings_all_to_all", "pooled_embeddings_reduce_scatter",
-            "sequence_embeddings_all_to_all"]
+            "pooled_embeddings_all_to_all",
+            "pooled_embeddings_reduce_scatter",
+            "sequence_embeddings_all_to_all",
+        ]
 
 
 def test_the_sharder_of_a_wrapper_sends_as_the_one_within():
     from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 
     within = EmbeddingBagCollectionSharder(
-        qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda")))
+        qcomm_codecs_registry=get_qcomm_codecs_registry(QCOMMS, device=torch.device("cuda"))
+    )
     assert payloads_of([FeatureProcessedEmbeddingBagCollectionSharder(within)]) == ("fp16", "bf16")
     assert payloads_of([FeatureProcessedEmbeddingBagCollectionSharder()]) == ("fp32", "fp32")
 
@@ -211,9 +258,12 @@ def test_the_sharder_of_a_wrapper_sends_as_the_one_within():
 def test_payloads_that_no_price_has_are_refused_by_name():
     narrow = QCommsConfig(CommType.INT8, CommType.FP16)
     sharder = EmbeddingBagCollectionSharder(
-        qcomm_codecs_registry=get_qcomm_codecs_registry(narrow, device=torch.device("cuda")))
-    with pytest.raises(ShardCoreError, match="EmbeddingBagCollectionSharder has forward_precision INT8; "
-                                             "priced are fp32, fp16, bf16"):
+        qcomm_codecs_registry=get_qcomm_codecs_registry(narrow, device=torch.device("cuda"))
+    )
+    with pytest.raises(
+        ShardCoreError,
+        match="EmbeddingBagCollectionSharder has forward_precision INT8; priced are fp32, fp16, bf16",
+    ):
         payloads_of([sharder])
     with pytest.raises(ShardCoreError, match="QCommsConfig has forward_precision int8; priced are fp32"):
         job_of(narrow)
@@ -224,4 +274,5 @@ def test_index_deduplication_of_sharders_is_told():
     assert unpriced(plain, [EmbeddingCollectionSharder()]) == []
     assert unpriced(plain, [EmbeddingCollectionSharder(use_index_dedup=True)]) == [
         "EmbeddingCollectionSharder has use_index_dedup, which sends each id once; ids are priced as if it "
-        "sent all"]
+        "sent all"
+    ]

@@ -40,18 +40,34 @@ def test_random_plans_come_back():
 def test_columns_and_whole_tables_are_one_op():
     given = training.problem(1, 4)
     t = {x.name: x for x in given.tables}
-    plan = Plan((column(t["a"], 3), replica(t["b"], given.topology), column(t["left.c"], 2, 0, 4),
-                 column(t["left.c"], 0, 4, 32),
-                 column(t["d"], 1), column(t["inner.right.c"], 0), column(t["e"], 1)))
+    plan = Plan(
+        (
+            column(t["a"], 3),
+            replica(t["b"], given.topology),
+            column(t["left.c"], 2, 0, 4),
+            column(t["left.c"], 0, 4, 32),
+            column(t["d"], 1),
+            column(t["inner.right.c"], 0),
+            column(t["e"], 1),
+        )
+    )
     theirs = to_torchrec(plan, given, training.Model()).plan
     assert {n: s.sharding_type for n, s in theirs["left"].items()} == {
-        "a": "column_wise", "b": "data_parallel", "c": "column_wise", "d": "column_wise"}
-    assert {n: s.sharding_type for n, s in theirs["inner.right"].items()} == {"c": "table_wise",
-                                                                              "e": "table_wise"}
+        "a": "column_wise",
+        "b": "data_parallel",
+        "c": "column_wise",
+        "d": "column_wise",
+    }
+    assert {n: s.sharding_type for n, s in theirs["inner.right"].items()} == {
+        "c": "table_wise",
+        "e": "table_wise",
+    }
     assert {s.compute_kernel for m in theirs.values() for n, s in m.items() if n != "b"} == {"fused"}
     assert theirs["left"]["b"].compute_kernel == "dense"
-    parts = [(s.placement.rank(), s.shard_offsets, s.shard_sizes, str(s.placement))
-             for s in theirs["left"]["c"].sharding_spec.shards]
+    parts = [
+        (s.placement.rank(), s.shard_offsets, s.shard_sizes, str(s.placement))
+        for s in theirs["left"]["c"].sharding_spec.shards
+    ]
     assert parts == [(0, [0, 0], [40, 28], "rank:0/cuda:0"), (2, [0, 28], [40, 4], "rank:2/cuda:2")]
 
 
@@ -59,19 +75,31 @@ def test_rows_over_a_host_are_one_op_with_those_of_cut_tables():
     given = training.problem(2, 2)
     a, *others = given.tables
     b = next(t for t in others if t.name == "b")
-    plan = Plan((host_row(a, (2, 3)), host_row(b, (0, 1), 0, 4), host_row(b, (2, 3), 4),
-                 *(column(t, 1) for t in others if t != b)))
+    plan = Plan(
+        (
+            host_row(a, (2, 3)),
+            host_row(b, (0, 1), 0, 4),
+            host_row(b, (2, 3), 4),
+            *(column(t, 1) for t in others if t != b),
+        )
+    )
     theirs = to_torchrec(plan, given, training.Model()).plan["left"]
     assert {n: s.sharding_type for n, s in theirs.items()} == {
-        "a": "grid_shard", "b": "grid_shard", "c": "table_wise", "d": "table_wise"}
-    assert set(from_torchrec(to_torchrec(plan, given, training.Model()), given,
-                             training.Model()).placements) == set(plan.placements)
+        "a": "grid_shard",
+        "b": "grid_shard",
+        "c": "table_wise",
+        "d": "table_wise",
+    }
+    assert set(
+        from_torchrec(to_torchrec(plan, given, training.Model()), given, training.Model()).placements
+    ) == set(plan.placements)
 
 
 def test_names_of_tables():
     assert list(tables_of(MODULE)) == ["a", "b", "left.c", "d", "inner.right.c", "e", "s", "t"]
-    assert ([t.path for t in tables_of(MODULE).values()]
-            == ["left"] * 4 + ["inner.right"] * 2 + ["sequence"] * 2)
+    assert [t.path for t in tables_of(MODULE).values()] == ["left"] * 4 + ["inner.right"] * 2 + [
+        "sequence"
+    ] * 2
 
 
 def ranges(found):
@@ -83,8 +111,12 @@ def test_ranks_are_host_by_host():
     found = sharded([host_row(TABLE, (1, 3))], HOSTS)
     assert found.sharding_type == "table_row_wise" and ranges(found) == [(2, 0, 12), (3, 12, 24)]
     found = sharded([row(TABLE, HOSTS)], HOSTS)
-    assert found.sharding_type == "row_wise" and ranges(found) == [(0, 0, 6), (1, 6, 12), (2, 12, 18),
-                                                                   (3, 18, 24)]
+    assert found.sharding_type == "row_wise" and ranges(found) == [
+        (0, 0, 6),
+        (1, 6, 12),
+        (2, 12, 18),
+        (3, 18, 24),
+    ]
     assert sharded([replica(TABLE, HOSTS)], HOSTS) == sharded([replica(TABLE, FOUR)], FOUR)
 
 
@@ -99,19 +131,30 @@ def test_grid_has_one_part_per_device():
     parts = [host_row(TABLE, (0, 2), 0, 4), host_row(TABLE, (1, 3), 4, 8), host_row(TABLE, (0, 2), 8, 16)]
     found = sharded(parts, HOSTS)
     assert found.sharding_type == "grid_shard"
-    assert [(rank, s.col_lo, s.col_hi) for rank, s in found.shards] == [(0, 0, 12), (1, 0, 12), (2, 12, 16),
-                                                                       (3, 12, 16)]
+    assert [(rank, s.col_lo, s.col_hi) for rank, s in found.shards] == [
+        (0, 0, 12),
+        (1, 0, 12),
+        (2, 12, 16),
+        (3, 12, 16),
+    ]
     assert ranges(found) == [(0, 0, 12), (1, 12, 24), (2, 0, 12), (3, 12, 24)]
-    assert sharded([host_row(TABLE, (0, 2), 0, 4), host_row(TABLE, (0, 2), 4, 16)],
-                   HOSTS).sharding_type == "table_row_wise"
+    assert (
+        sharded([host_row(TABLE, (0, 2), 0, 4), host_row(TABLE, (0, 2), 4, 16)], HOSTS).sharding_type
+        == "table_row_wise"
+    )
 
 
-@pytest.mark.parametrize("placement, theirs", [
-    (lambda t, on: [column(t, 2)], "table_wise"), (lambda t, on: [column(t, 0, 0, 4), column(t, 3, 4, 16)],
-                                                   "column_wise"),
-    (lambda t, on: [row(t, on)], "row_wise"), (lambda t, on: [host_row(t, (2, 3))], "table_row_wise"),
-    (lambda t, on: [host_row(t, (0, 1), 0, 4), host_row(t, (2, 3), 4, 16)], "grid_shard"),
-    (lambda t, on: [replica(t, on)], "data_parallel")])
+@pytest.mark.parametrize(
+    "placement, theirs",
+    [
+        (lambda t, on: [column(t, 2)], "table_wise"),
+        (lambda t, on: [column(t, 0, 0, 4), column(t, 3, 4, 16)], "column_wise"),
+        (lambda t, on: [row(t, on)], "row_wise"),
+        (lambda t, on: [host_row(t, (2, 3))], "table_row_wise"),
+        (lambda t, on: [host_row(t, (0, 1), 0, 4), host_row(t, (2, 3), 4, 16)], "grid_shard"),
+        (lambda t, on: [replica(t, on)], "data_parallel"),
+    ],
+)
 def test_each_kind_goes_to_torchrec_and_comes_back(placement, theirs):
     given = training.problem(2, 2)
     a, *others = given.tables
@@ -124,17 +167,21 @@ def test_each_kind_goes_to_torchrec_and_comes_back(placement, theirs):
 def test_rows_over_a_host_are_on_its_ranks():
     given = training.problem(2, 2)
     a, *others = given.tables
-    exported = to_torchrec(Plan((host_row(a, (2, 3)), *(column(t, 1) for t in others))), given,
-                           training.Model())
+    exported = to_torchrec(
+        Plan((host_row(a, (2, 3)), *(column(t, 1) for t in others))), given, training.Model()
+    )
     found = exported.plan["left"]["a"]
     assert found.ranks == [2, 3] and found.compute_kernel == "fused"
     assert [(str(s.placement), s.shard_offsets, s.shard_sizes) for s in found.sharding_spec.shards] == [
-        ("rank:2/cuda:0", [0, 0], [12, 16]), ("rank:3/cuda:1", [12, 0], [12, 16])]
+        ("rank:2/cuda:0", [0, 0], [12, 16]),
+        ("rank:3/cuda:1", [12, 0], [12, 16]),
+    ]
 
 
 def test_a_table_of_two_kinds_is_refused():
-    with pytest.raises(ShardCoreError, match="table 't' by column and host_row; TorchRec shards a table by "
-                       "one of them"):
+    with pytest.raises(
+        ShardCoreError, match="table 't' by column and host_row; TorchRec shards a table by one of them"
+    ):
         sharded([host_row(TABLE, (0, 2), 0, 8), column(TABLE, 1, 8, 16)], HOSTS)
 
 
@@ -143,8 +190,9 @@ def test_refuses_sequences_that_torchrec_cannot():
     others = [column(t, 0) for t in given.tables if t.name != "s"]
     s = next(t for t in given.tables if t.name == "s")
     for parts, device, said in (
-            ([host_row(s, (0, 1))], "cuda", "over one host"),
-            ([replica(s, given.topology)], "cpu", "on a CPU TorchRec cannot")):
+        ([host_row(s, (0, 1))], "cuda", "over one host"),
+        ([replica(s, given.topology)], "cpu", "on a CPU TorchRec cannot"),
+    ):
         with pytest.raises(ShardCoreError, match=f"'s' of the EmbeddingCollection 'sequence' *.*{said}"):
             to_torchrec(Plan((*others, *parts)), given, MODULE, device)
     assert to_torchrec(Plan((*others, replica(s, given.topology))), given, MODULE, "cuda")
@@ -156,8 +204,11 @@ def test_refuses_another_model():
     with pytest.raises(ShardCoreError, match="the problem lacks 's'"):
         to_torchrec(plan, given, MODULE)
     other = replace(given, tables=(replace(given.tables[0], rows=25), *given.tables[1:]))
-    with pytest.raises(ShardCoreError, match=r"'a' has \(rows, dim\) \(25, 16\) in problem 'model' and \(24, "
-                       r"16\) in the model"):
+    with pytest.raises(
+        ShardCoreError,
+        match=r"'a' has \(rows, dim\) \(25, 16\) in problem 'model' and \(24, "
+        r"16\) in the model",
+    ):
         to_torchrec(Plan(tuple(column(t, 0) for t in other.tables)), other, training.Model())
     theirs = to_torchrec(plan, given, training.Model())
     del theirs.plan["left"]["a"]
@@ -185,8 +236,11 @@ def test_a_file_is_checked_against_the_model_that_it_is_read_for(tmp_path):
         read_torchrec(tmp_path / "plan.json", training.Model())
     theirs.plan |= {"left": left, "nonsense": left}
     write_torchrec(tmp_path / "plan.json", theirs)
-    with pytest.raises(ShardCoreError, match="shards module 'nonsense', which is no collection of the model; "
-                                             "those are .'inner.right', 'left'"):
+    with pytest.raises(
+        ShardCoreError,
+        match="shards module 'nonsense', which is no collection of the model; "
+        "those are .'inner.right', 'left'",
+    ):
         read_torchrec(tmp_path / "plan.json", training.Model())
     assert set(read_torchrec(tmp_path / "plan.json").plan) == {"left", "inner.right", "nonsense"}
 
@@ -199,17 +253,21 @@ def test_settings_of_a_plan_are_kept(tmp_path):
     plan = Plan(tuple(column(t, 0) for t in given.tables))
     theirs = to_torchrec(plan, given, training.Model())
     theirs.plan["left"]["a"] = replace(
-        theirs.plan["left"]["a"], compute_kernel="fused_uvm_caching",
+        theirs.plan["left"]["a"],
+        compute_kernel="fused_uvm_caching",
         bounds_check_mode=BoundsCheckMode.IGNORE,
-        output_dtype=DataType.BF16, cache_params=CacheParams(CacheAlgorithm.LFU, 0.2,
-                                                             precision=DataType.FP16),
-        key_value_params=KeyValueParams(ssd_storage_directory="/x", ps_hosts=(("::1", 2000), ("::1", 2001))))
+        output_dtype=DataType.BF16,
+        cache_params=CacheParams(CacheAlgorithm.LFU, 0.2, precision=DataType.FP16),
+        key_value_params=KeyValueParams(ssd_storage_directory="/x", ps_hosts=(("::1", 2000), ("::1", 2001))),
+    )
     write_torchrec(tmp_path / "plan.json", theirs)
     assert read_torchrec(tmp_path / "plan.json") == theirs
     moved = Plan(tuple(column(t, 1) for t in given.tables))
     kept = to_torchrec(moved, given, training.Model(), like=theirs).plan["left"]["a"]
-    assert (replace(kept, ranks=[0], sharding_spec=theirs.plan["left"]["a"].sharding_spec)
-            == theirs.plan["left"]["a"])
+    assert (
+        replace(kept, ranks=[0], sharding_spec=theirs.plan["left"]["a"].sharding_spec)
+        == theirs.plan["left"]["a"]
+    )
     assert kept.ranks == [1]
 
 
@@ -232,8 +290,11 @@ ODD = [
     ("sharding_spec", [{"offsets": [0, 0], "sizes": [-4, 4], "placement": "rank:0/cpu"}], "sharding_spec: "),
     ("sharding_spec", [{"offsets": [0, 0, 0], "sizes": [24, 16, 1], "placement": "rank:0/cpu"}], "offsets"),
     ("sharding_spec", [{"offsets": [0], "sizes": [24], "placement": "rank:0/cpu"}], "offsets"),
-    ("sharding_spec", [{"offsets": [0, 0], "sizes": [24, 16], "placement": "xxx"}],
-     "placement 'xxx'; it needs a rank and a device, such as rank:0/cuda:0"),
+    (
+        "sharding_spec",
+        [{"offsets": [0, 0], "sizes": [24, 16], "placement": "xxx"}],
+        "placement 'xxx'; it needs a rank and a device, such as rank:0/cuda:0",
+    ),
     ("compute_kernel", "quant", "compute_kernel is 'quant'; TorchRec knows dense"),
     ("compute_kernel", "quant_uvm_caching", "compute_kernel is 'quant_uvm_caching'"),
     ("cache_params", {"load_factor": -1}, "load_factor is -1; it needs to be 0 or more"),
@@ -245,28 +306,36 @@ ODD = [
     ("key_value_params", {"ssd_rocksdb_shards": -3}, "ssd_rocksdb_shards is -3"),
     ("key_value_params", {"ps_hosts": [["::1", -2000]]}, "ps_hosts is -2000"),
     ("sharding_type", "grid_shard", "is grid_shard in 1 shards .* it needs shards on several ranks"),
-    ("ranks", [5], "has ranks .5.; its shards are on .0."), ("ranks", [], "has ranks ..; its shards are on"),
+    ("ranks", [5], "has ranks .5.; its shards are on .0."),
+    ("ranks", [], "has ranks ..; its shards are on"),
 ]
 
 
 def test_files_are_checked(tmp_path):
     given, path = training.problem(1, 2), tmp_path / "plan.json"
-    write_torchrec(path, to_torchrec(Plan(tuple(column(t, 0) for t in given.tables)), given,
-                                     training.Model()))
+    write_torchrec(
+        path, to_torchrec(Plan(tuple(column(t, 0) for t in given.tables)), given, training.Model())
+    )
     whole = path.read_text()
-    for text, said in ((whole.replace('"ranks": [', '"ranks": [1, ', 1), "edited"),
-                       (whole[:-40], "not whole JSON"),
-                       (whole.replace("torchrec-plan", "plan"), "expected 'shardcore/torchrec-plan'"),
-                       (whole.replace('"version": 2', '"version": 9'), "version 9")):
+    for text, said in (
+        (whole.replace('"ranks": [', '"ranks": [1, ', 1), "edited"),
+        (whole[:-40], "not whole JSON"),
+        (whole.replace("torchrec-plan", "plan"), "expected 'shardcore/torchrec-plan'"),
+        (whole.replace('"version": 2', '"version": 9'), "version 9"),
+    ):
         path.write_text(text)
         with pytest.raises(ShardCoreError, match=said):
             read_torchrec(path)
     body = to_json(to_torchrec(Plan(tuple(column(t, 0) for t in given.tables)), given, training.Model()))
     two = [{"offsets": [0, 8 * i], "sizes": [24, 8], "placement": f"rank:{i}/cpu"} for i in range(2)]
-    for kind, needed in (("table_wise", "one shard"), ("row_wise", "all columns in each shard"),
-                         ("table_row_wise", "all columns in each shard")):
-        odd = {"left": {"a": {**body["left"]["a"], "ranks": [0, 1], "sharding_spec": two,
-                              "sharding_type": kind}}}
+    for kind, needed in (
+        ("table_wise", "one shard"),
+        ("row_wise", "all columns in each shard"),
+        ("table_row_wise", "all columns in each shard"),
+    ):
+        odd = {
+            "left": {"a": {**body["left"]["a"], "ranks": [0, 1], "sharding_spec": two, "sharding_type": kind}}
+        }
         with pytest.raises(ShardCoreError, match=f"is {kind} in 2 shards .* it needs {needed}"):
             from_json(odd)
     for key, value, said in ODD:
@@ -279,8 +348,9 @@ def test_command_writes_what_a_job_reads(tmp_path, capsys):
     # The first names no collection.
     first, second = training.problem(1, 4).tables[:2]
     given = replace(training.problem(1, 4), tables=(replace(first, collection=""), second))
-    plan = Plan((column(given.tables[0], 1, 0, 4), column(given.tables[0], 0, 4, 16),
-                 column(given.tables[1], 3)))
+    plan = Plan(
+        (column(given.tables[0], 1, 0, 4), column(given.tables[0], 0, 4, 16), column(given.tables[1], 3))
+    )
     paths = [str(tmp_path / name) for name in ("problem.json", "plan.json", "torchrec.json")]
     files.write_problem(paths[0], given)
     files.write_plan(paths[1], plan, given)
@@ -288,9 +358,13 @@ def test_command_writes_what_a_job_reads(tmp_path, capsys):
     assert main(command) == 0
     found = read_torchrec(paths[2]).plan
     assert {path: {n: s.ranks for n, s in of.items()} for path, of in found.items()} == {
-        "sparse.bags": {"a": [0, 1]}, "left": {"b": [3]}}
+        "sparse.bags": {"a": [0, 1]},
+        "left": {"b": [3]},
+    }
     half = Placement("row", Shard(given.tables[0], 0, 24, 0, 8), (0, 1, 2, 3))
     files.write_plan(paths[1], Plan((half, column(given.tables[0], 1, 8, 16), plan.placements[2])), given)
     assert main(command) == 1
-    assert ("a[0:24, 0:8] by row on devices 0, 1, 2, 3; "
-            "it needs all rows and all columns" in capsys.readouterr().err)
+    assert (
+        "a[0:24, 0:8] by row on devices 0, 1, 2, 3; "
+        "it needs all rows and all columns" in capsys.readouterr().err
+    )

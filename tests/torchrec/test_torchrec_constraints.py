@@ -29,8 +29,10 @@ from shardcore.torchrec.modules import tables_of  # noqa: E402
 
 def of_one_table(types=None, *, rows=4000, dim=4, memory=10**9, hosts=1, per_host=4, pooling=20.0, **asked):
     """The sharding of a table in a plan for these sharding types."""
-    module = EmbeddingBagCollection(device=torch.device("meta"), tables=[
-        EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=dim, feature_names=["f"])])
+    module = EmbeddingBagCollection(
+        device=torch.device("meta"),
+        tables=[EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=dim, feature_names=["f"])],
+    )
     on = Topology(tuple(Device(int(memory), host=f"h{h}") for h in range(hosts) for _ in range(per_host)))
     made = planner({"t": ParameterConstraints(pooling_factors=[pooling], sharding_types=types, **asked)}, on)
     return made.plan(module).plan[""]["t"]
@@ -43,20 +45,38 @@ def with_a(**asked) -> dict[str, ParameterConstraints]:
 def test_planner_keeps_constraints():
     from torchrec.distributed.types import CacheParams
 
-    asked = ParameterConstraints(sharding_types=["table_wise"],
-                                 compute_kernels=["dense", "fused_uvm_caching"], pooling_factors=[10.0],
-                                 cache_params=CacheParams(load_factor=0.3), output_dtype=DataType.FP16)
-    made = planner({**CONSTRAINTS, "a": asked, "b": ParameterConstraints(
-        sharding_types=["table_wise", "column_wise"], pooling_factors=[1.0, 1.0])})
+    asked = ParameterConstraints(
+        sharding_types=["table_wise"],
+        compute_kernels=["dense", "fused_uvm_caching"],
+        pooling_factors=[10.0],
+        cache_params=CacheParams(load_factor=0.3),
+        output_dtype=DataType.FP16,
+    )
+    made = planner(
+        {
+            **CONSTRAINTS,
+            "a": asked,
+            "b": ParameterConstraints(
+                sharding_types=["table_wise", "column_wise"], pooling_factors=[1.0, 1.0]
+            ),
+        }
+    )
     plan = made.plan(MODULE).plan["left"]["a"]
     assert made.problem.constraints.min_widths == (("a", 16),)
     assert len(plan.sharding_spec.shards) == 1
-    assert (plan.compute_kernel, plan.cache_params, plan.output_dtype) == ("fused_uvm_caching",
-                                                                           asked.cache_params, DataType.FP16)
+    assert (plan.compute_kernel, plan.cache_params, plan.output_dtype) == (
+        "fused_uvm_caching",
+        asked.cache_params,
+        DataType.FP16,
+    )
     with pytest.raises(ShardCoreError, match="sharding_types .*table_row_wise.*; with 4 devices"):
-        planner({**CONSTRAINTS,
-                 "a": ParameterConstraints(sharding_types=["table_row_wise"], pooling_factors=[1.0])},
-                algorithm="size_greedy").plan(MODULE)
+        planner(
+            {
+                **CONSTRAINTS,
+                "a": ParameterConstraints(sharding_types=["table_row_wise"], pooling_factors=[1.0]),
+            },
+            algorithm="size_greedy",
+        ).plan(MODULE)
 
 
 def test_the_search_chooses_among_the_sharding_types_that_are_allowed():
@@ -84,44 +104,69 @@ def test_a_table_larger_than_a_device_gets_the_allowed_type_that_fits():
         of_one_table(["table_wise"], **larger)
 
 
-@pytest.mark.parametrize(("types", "kinds"), [
-    (["grid_shard"], {"grid_shard"}), (["table_wise", "grid_shard"], {"grid_shard"}),
-    (["column_wise"], {"column_wise"}), (["table_row_wise"], {"table_row_wise"}),
-    (["table_row_wise", "column_wise"], {"table_row_wise", "column_wise"}),
-    (["row_wise", "grid_shard"], {"row_wise", "grid_shard"})])
+@pytest.mark.parametrize(
+    ("types", "kinds"),
+    [
+        (["grid_shard"], {"grid_shard"}),
+        (["table_wise", "grid_shard"], {"grid_shard"}),
+        (["column_wise"], {"column_wise"}),
+        (["table_row_wise"], {"table_row_wise"}),
+        (["table_row_wise", "column_wise"], {"table_row_wise", "column_wise"}),
+        (["row_wise", "grid_shard"], {"row_wise", "grid_shard"}),
+    ],
+)
 def test_a_plan_never_has_a_sharding_type_that_was_not_asked_for(types, kinds):
     """TorchRec has a type for whole tables of a kind and one for cut ones: either may be asked for alone."""
     for memory in (150e6, 1e9):
         found = of_one_table(types, rows=1_000_000, dim=64, memory=memory, hosts=2, per_host=2)
         assert found.sharding_type in kinds
-    with pytest.raises(ShardCoreError, match="plan shards table 't' column_wise; its constraints have "
-                                             "sharding_types table_column_wise: allow it too"):
+    with pytest.raises(
+        ShardCoreError,
+        match="plan shards table 't' column_wise; its constraints have "
+        "sharding_types table_column_wise: allow it too",
+    ):
         of_one_table(["table_column_wise"], rows=1_000_000, dim=64, memory=150e6)
 
 
 def test_a_whole_table_that_may_only_be_cut_is_written_as_cut_into_one_part():
     """Tables of its collection that may be written so, too, join its op."""
-    made = planner({**with_a(sharding_types=["column_wise"]),
-                    "d": ParameterConstraints(sharding_types=["table_wise"], pooling_factors=[4.0])},
-                   algorithm="size_greedy")
+    made = planner(
+        {
+            **with_a(sharding_types=["column_wise"]),
+            "d": ParameterConstraints(sharding_types=["table_wise"], pooling_factors=[4.0]),
+        },
+        algorithm="size_greedy",
+    )
     plan = made.plan(MODULE)
     assert any("'left' runs table_wise and column_wise tables" in line for line in made.unpriced)
     assert {name: s.sharding_type for name, s in plan.plan["left"].items()} == {
-        "a": "column_wise", "b": "column_wise", "c": "column_wise", "d": "table_wise"}
+        "a": "column_wise",
+        "b": "column_wise",
+        "c": "column_wise",
+        "d": "table_wise",
+    }
     assert all(len(s.sharding_spec.shards) == 1 for s in plan.plan["left"].values())
 
 
-@pytest.mark.parametrize(("kernels", "allowed"), [
-    (["fused"], {"table_wise", "row_wise"}), (["dense"], {"data_parallel"}),
-    (["dense", "fused"], {"table_wise", "row_wise", "data_parallel"})])
+@pytest.mark.parametrize(
+    ("kernels", "allowed"),
+    [
+        (["fused"], {"table_wise", "row_wise"}),
+        (["dense"], {"data_parallel"}),
+        (["dense", "fused"], {"table_wise", "row_wise", "data_parallel"}),
+    ],
+)
 def test_compute_kernels_say_whether_a_table_may_be_replicated(kernels, allowed):
     found = of_one_table(rows=40, pooling=500.0, compute_kernels=kernels)
     assert found.sharding_type in allowed and found.compute_kernel in kernels
 
 
 def test_kernels_that_no_sharding_type_runs_are_refused():
-    with pytest.raises(ShardCoreError, match="sharding_types .'table_wise'. and compute_kernels .'dense'.; "
-                                             "'dense' runs data_parallel tables, and no others"):
+    with pytest.raises(
+        ShardCoreError,
+        match="sharding_types .'table_wise'. and compute_kernels .'dense'.; "
+        "'dense' runs data_parallel tables, and no others",
+    ):
         of_one_table(["table_wise"], compute_kernels=["dense"])
     for kernel, why in (("quant", "quant runs inference"), ("ssd_virtual_table", "has no rows to place")):
         with pytest.raises(ShardCoreError, match=f"compute_kernels .*{kernel}.*{why}.*leave it out"):
@@ -129,10 +174,12 @@ def test_kernels_that_no_sharding_type_runs_are_refused():
 
 
 def test_settings_that_contradict_the_job_are_refused_by_name():
-    for field, value, why in (("device_group", "cpu", "the topology's compute_device is 'cuda'"),
-                              ("feature_names", ["g"], "the table's are .'f'."),
-                              ("num_poolings", [2.0], "each feature is pooled once a sample"),
-                              ("use_virtual_table", True, "a virtual table has no rows")):
+    for field, value, why in (
+        ("device_group", "cpu", "the topology's compute_device is 'cuda'"),
+        ("feature_names", ["g"], "the table's are .'f'."),
+        ("num_poolings", [2.0], "each feature is pooled once a sample"),
+        ("use_virtual_table", True, "a virtual table has no rows"),
+    ):
         with pytest.raises(ShardCoreError, match=f"table 't' has {field} .*{why}"):
             of_one_table(**{field: value})
     of_one_table(num_poolings=[1.0], device_group="cuda", feature_names=["f"])
@@ -166,8 +213,11 @@ def test_tables_in_host_memory_are_priced_there():
     def table_a(found):
         return {t.name: t for t in found.problem.tables}["a"]
 
-    for kernel, cache, share in (("fused_uvm", None, 0.0), ("fused_uvm_caching", None, 0.2),
-                                 ("fused_uvm_caching", CacheParams(load_factor=0.5), 0.5)):
+    for kernel, cache, share in (
+        ("fused_uvm", None, 0.0),
+        ("fused_uvm_caching", None, 0.2),
+        ("fused_uvm_caching", CacheParams(load_factor=0.5), 0.5),
+    ):
         found, sharding = made(compute_kernels=[kernel], cache_params=cache)
         assert table_a(found).load_factor == share and sharding.compute_kernel == kernel
         assert found.topology.memory_of("host").bytes == 4 * 10**9
@@ -177,8 +227,12 @@ def test_tables_in_host_memory_are_priced_there():
     bare = planner(with_a(compute_kernels=["fused_uvm"]))
     assert bare.plan(MODULE).plan["left"]["a"].compute_kernel == "fused_uvm"
     assert table_a(bare).load_factor == 1
-    assert any(line.startswith("table 'a' of module 'left' is priced as fused, in device memory; it has "
-                               "kernel fused_uvm") for line in bare.unpriced)
+    assert any(
+        line.startswith(
+            "table 'a' of module 'left' is priced as fused, in device memory; it has kernel fused_uvm"
+        )
+        for line in bare.unpriced
+    )
 
 
 def test_weights_of_lookups_may_be_asked_for():
@@ -187,12 +241,21 @@ def test_weights_of_lookups_may_be_asked_for():
     assert [t.name for t in made.problem.tables if t.weighted] == ["a"]
 
 
-@pytest.mark.parametrize(("constraints", "said"), [
-    ({**CONSTRAINTS, "absent": ParameterConstraints()}, "constraints are for table 'absent', which the mod"),
-    (with_a(compute_kernels=["bogus"]), "table 'a' has compute kernel 'bogus'; TorchRec's are .*fused"),
-    (with_a(sharding_types=["sideways"]), "table 'a' has sharding type 'sideways'; known are table_wise, "),
-    (with_a(batch_sizes=[7]), r"table 'a' has batch_sizes \[7\]; ShardCore prices one batch"),
-])
+@pytest.mark.parametrize(
+    ("constraints", "said"),
+    [
+        (
+            {**CONSTRAINTS, "absent": ParameterConstraints()},
+            "constraints are for table 'absent', which the mod",
+        ),
+        (with_a(compute_kernels=["bogus"]), "table 'a' has compute kernel 'bogus'; TorchRec's are .*fused"),
+        (
+            with_a(sharding_types=["sideways"]),
+            "table 'a' has sharding type 'sideways'; known are table_wise, ",
+        ),
+        (with_a(batch_sizes=[7]), r"table 'a' has batch_sizes \[7\]; ShardCore prices one batch"),
+    ],
+)
 def test_constraints_that_mean_nothing_here_are_refused_by_name(constraints, said):
     with pytest.raises(ShardCoreError, match=said):
         planner(constraints).plan(MODULE)
@@ -207,13 +270,19 @@ def test_a_table_gets_the_only_kind_that_its_sharding_types_name(kind):
 
 def test_no_table_is_cut_below_its_min_partition():
     def widths(least):
-        wide = EmbeddingBagCollection(device=torch.device("meta"), tables=[
-            EmbeddingBagConfig(name=n, num_embeddings=1000, embedding_dim=64, feature_names=[n])
-            for n in "uv"])
+        wide = EmbeddingBagCollection(
+            device=torch.device("meta"),
+            tables=[
+                EmbeddingBagConfig(name=n, num_embeddings=1000, embedding_dim=64, feature_names=[n])
+                for n in "uv"
+            ],
+        )
         asked = {n: ParameterConstraints(pooling_factors=[20.0], min_partition=least) for n in "uv"}
         plan = planner(asked, algorithm="anneal_columns").plan(wide)
-        return {name: [shard.shard_sizes[1] for shard in s.sharding_spec.shards]
-                for name, s in plan.plan[""].items()}
+        return {
+            name: [shard.shard_sizes[1] for shard in s.sharding_spec.shards]
+            for name, s in plan.plan[""].items()
+        }
 
     assert min(min(cuts) for cuts in widths(None).values()) < 48
     assert all(min(cuts) >= 48 for cuts in widths(48).values())
@@ -254,8 +323,10 @@ def test_pooling_factors_beside_lookups_are_told():
 @pytest.mark.parametrize(("device", "replicated"), [("cuda", True), ("cpu", False)])
 def test_sequences_have_no_replicas_on_a_cpu(device, replicated):
     """TorchRec's dense kernel pools there."""
-    module = EmbeddingCollection(device=torch.device("meta"), tables=[
-        EmbeddingConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["f"])])
+    module = EmbeddingCollection(
+        device=torch.device("meta"),
+        tables=[EmbeddingConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["f"])],
+    )
     made = planner({}, TheirTopology(2, device, hbm_cap=10**9, ddr_cap=10**9), lookups={"f": 500.0})
     made.plan(module)
     assert ("data_parallel" in made.problem.kinds_of.get("t", LAYOUTS)) == replicated

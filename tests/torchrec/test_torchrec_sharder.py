@@ -33,26 +33,35 @@ def problem_of(*tables, devices=FOUR, **links) -> Problem:
 def test_it_is_listed_where_it_is_installed_and_says_how_to_install_it(monkeypatch):
     assert ("torchrec" in SHARDERS) == peer.installed()
     monkeypatch.setattr(peer, "find_spec", lambda name: None)
-    with pytest.raises(ShardCoreError,
-                       match="pip install --no-deps torchrec==1.8.0 && pip install tensordict"):
+    with pytest.raises(
+        ShardCoreError, match="pip install --no-deps torchrec==1.8.0 && pip install tensordict"
+    ):
         peer.torchrec(problem_of(WIDE), MODEL)
 
 
 @installed
 def test_it_cuts_columns_where_min_partition_lets_it():
     problem = problem_of(WIDE, devices=(Device(MIB),) * 2, links=links_of(within_host=100.0))
-    widths = {m: sorted(p.shard.width for p in peer.torchrec(problem, MODEL,
-                                                             config=TorchRecConfig((m,),
-                                                                                   (False,))).placements)
-              for m in (None, 32)}
+    widths = {
+        m: sorted(
+            p.shard.width
+            for p in peer.torchrec(problem, MODEL, config=TorchRecConfig((m,), (False,))).placements
+        )
+        for m in (None, 32)
+    }
     assert widths == {None: [64], 32: [32, 32]}
 
 
 @installed
 def test_hosts_that_are_not_in_order_and_all_types():
     devices = tuple(Device(MIB, host=h) for h in ("x", "y", "x", "y"))
-    problem = problem_of(WIDE, TINY, *(Table(f"t{i}", 900, 16, 5.0) for i in range(6)), devices=devices,
-                         links=links_of(between_hosts=1.0))
+    problem = problem_of(
+        WIDE,
+        TINY,
+        *(Table(f"t{i}", 900, 16, 5.0) for i in range(6)),
+        devices=devices,
+        links=links_of(between_hosts=1.0),
+    )
     plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((16,), (True,)))
     lower(plan, problem)
     assert not plan.provenance["packed"]
@@ -68,12 +77,14 @@ def test_it_is_told_of_devices_host_by_host_and_of_the_models_rates():
     topology = theirs.topology(theirs.bandwidths)
     assert [d.storage.hbm for d in topology.devices] == [held_bytes(problem)[d] for d in (0, 2, 1, 3)]
     assert topology.intra_host_bw == 3e6  # bytes per ms
-    options = theirs.enumerator(topology, theirs.constraints(False,
-                                                             None)).enumerate(theirs.module, theirs.sharders)
+    options = theirs.enumerator(topology, theirs.constraints(False, None)).enumerate(
+        theirs.module, theirs.sharders
+    )
     whole = [o for o in options if o.sharding_type == "table_wise"]
     ours_ms = MODEL.head(MODEL.encode(list(map(Shard.whole, tables))).sum(0, keepdims=True))[0]
-    assert sum(s.perf.fwd_compute + s.perf.bwd_compute for o in whole
-               for s in o.shards) == pytest.approx(ours_ms)
+    assert sum(s.perf.fwd_compute + s.perf.bwd_compute for o in whole for s in o.shards) == pytest.approx(
+        ours_ms
+    )
     bytes_of = {o.name: o.shards[0].storage.hbm for o in whole}
     assert bytes_of == {f"t{i}": table_bytes(t, problem) for i, t in enumerate(tables)}
 
@@ -117,8 +128,11 @@ def test_a_config_that_runs_nothing_is_refused(fields):
 @installed
 @pytest.mark.parametrize("hosts, sequence", [("xy", False), ("xxyy", True)])
 def test_types_over_a_host_are_for_several_devices_and_pooled_tables(hosts, sequence):
-    tables = (replace(WIDE, sequence=sequence), *(Table(f"t{i}", 900, 16, 5.0, sequence=sequence)
-                                                  for i in range(3)))
-    problem = problem_of(*tables, devices=tuple(Device(4 * MIB, host=h) for h in hosts),
-                         links=links_of(between_hosts=1.0))
+    tables = (
+        replace(WIDE, sequence=sequence),
+        *(Table(f"t{i}", 900, 16, 5.0, sequence=sequence) for i in range(3)),
+    )
+    problem = problem_of(
+        *tables, devices=tuple(Device(4 * MIB, host=h) for h in hosts), links=links_of(between_hosts=1.0)
+    )
     lower(peer.torchrec(problem, MODEL, config=TorchRecConfig((16,), (True,))), problem)

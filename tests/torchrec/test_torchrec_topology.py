@@ -20,10 +20,19 @@ GIB = 2**30
 
 
 def planner(on, rows: int = 1000) -> ShardCorePlanner:
-    module = nn.ModuleDict({"m": EmbeddingBagCollection(device=device("meta"), tables=[
-        EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=64, feature_names=["f"])])})
-    made = ShardCorePlanner(on, 32, model=AnalyticModel(Setting("gpu", 64)), lookups={"f": 2.0},
-                            algorithm="size_greedy")
+    module = nn.ModuleDict(
+        {
+            "m": EmbeddingBagCollection(
+                device=device("meta"),
+                tables=[
+                    EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=64, feature_names=["f"])
+                ],
+            )
+        }
+    )
+    made = ShardCorePlanner(
+        on, 32, model=AnalyticModel(Setting("gpu", 64)), lookups={"f": 2.0}, algorithm="size_greedy"
+    )
     made.plan(module)
     return made
 
@@ -40,7 +49,8 @@ def test_bandwidths_that_are_given_are_those_of_the_links():
     assert usual.links == ()
     assert [line for line in planner(theirs(intra_host_bw=300e6)).unpriced if "_bw" in line] == [
         "inter_host_bw of the topology is TorchRec's default and not used: exchanges are priced as the cost "
-        "model knows them"]
+        "model knows them"
+    ]
 
 
 def test_bandwidths_by_collective_are_refused():
@@ -69,8 +79,11 @@ def test_a_capacity_that_nobody_gave_is_told():
     line = "devices count as 32 GiB, TorchRec's default, which holds where hbm_cap is not given"
     assert any(line in said for said in planner(theirs()).unpriced)
     assert not any(line in said for said in planner(theirs(hbm_cap=80 * GIB)).unpriced)
-    with pytest.raises(Infeasible, match="devices count as 32 GiB, TorchRec's default, which holds where "
-                                         "hbm_cap is not given: .*; of a device's memory, 15% stays free"):
+    with pytest.raises(
+        Infeasible,
+        match="devices count as 32 GiB, TorchRec's default, which holds where "
+        "hbm_cap is not given: .*; of a device's memory, 15% stays free",
+    ):
         planner(theirs(), rows=1_000_000_000)
     with pytest.raises(Infeasible, match="tiers.; of a device's memory, 15% stays free .reserved.$"):
         planner(theirs(hbm_cap=GIB), rows=1_000_000_000)
@@ -83,8 +96,11 @@ def test_a_pod_of_one_host_is_a_host():
 @pytest.mark.parametrize(("hosts", "pod"), [(2, 2), (8, 4)])
 def test_pods_of_several_hosts_are_refused_with_their_numbers(hosts, pod):
     on = theirs(world_size=2 * hosts, pod_size=pod)
-    with pytest.raises(ShardCoreError, match=f"topology has pod_size {pod}: {hosts} hosts of 2 devices, "
-                                             f"{pod} hosts a pod; .* leave it out, or have 1"):
+    with pytest.raises(
+        ShardCoreError,
+        match=f"topology has pod_size {pod}: {hosts} hosts of 2 devices, "
+        f"{pod} hosts a pod; .* leave it out, or have 1",
+    ):
         our_topology(on)
 
 
@@ -96,6 +112,9 @@ def test_pods_of_the_environment_are_refused(monkeypatch):
         planner(on)
     monkeypatch.setenv(POD_SIZE, "2")
     for on in (ours, theirs()):
-        with pytest.raises(ShardCoreError, match="environment has TORCHREC_RESOLVED_POD_SIZE=2: TorchRec "
-                                                 "would divide rows over 2 hosts of 2 devices"):
+        with pytest.raises(
+            ShardCoreError,
+            match="environment has TORCHREC_RESOLVED_POD_SIZE=2: TorchRec "
+            "would divide rows over 2 hosts of 2 devices",
+        ):
             planner(on)

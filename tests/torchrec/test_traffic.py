@@ -12,8 +12,10 @@ from bench import traffic  # noqa: E402
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed, kinds, processes", [
-    (56, {"column", "row", "host_row", "data_parallel"}, 4), (48, {"column", "row", "data_parallel"}, 2)])
+@pytest.mark.parametrize(
+    "seed, kinds, processes",
+    [(56, {"column", "row", "host_row", "data_parallel"}, 4), (48, {"column", "row", "data_parallel"}, 2)],
+)
 def test_every_collective_carries_the_bytes_expected(seed, kinds, processes):
     """On two hosts of two processes, with weights of lookups and sequences; and on two processes."""
     drawn = traffic.drawn(seed)

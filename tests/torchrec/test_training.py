@@ -29,10 +29,19 @@ def test_plans_train_as_the_whole_model_does(tmp_path, capsys):
     """Of all kinds, on four processes; asked again, none trains twice."""
     asked = dict(plans=4, seed=0, hosts=2, per_host=2, sequence=True, out=tmp_path / "trained.json")
     given = training.problem(2, 2, sequence=True)
-    kinds = Counter(kind.split()[0] for i in range(4)
-                    for kind in training.kinds_of(bench.drawn(given, i, 0), given, True).values())
-    assert set(kinds) == {"table_wise", "column_wise", "row_wise", "table_row_wise", "grid_shard",
-                          "data_parallel"}
+    kinds = Counter(
+        kind.split()[0]
+        for i in range(4)
+        for kind in training.kinds_of(bench.drawn(given, i, 0), given, True).values()
+    )
+    assert set(kinds) == {
+        "table_wise",
+        "column_wise",
+        "row_wise",
+        "table_row_wise",
+        "grid_shard",
+        "data_parallel",
+    }
     assert bench.trained(Namespace(**asked)) == dict.fromkeys(range(4), "")
     assert capsys.readouterr().err == "4 of 4\n"
     assert bench.trained(Namespace(**asked)) == dict.fromkeys(range(4), "")
@@ -79,9 +88,23 @@ def test_the_example_takes_the_batch_of_the_model_that_it_is_given(tmp_path):
 
 @pytest.mark.long
 def test_the_example_runs_under_torchrun_as_users_start_it():
-    ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-                          str(EXAMPLE), "--check", "--steps", "20"], capture_output=True, text=True,
-                         timeout=150, cwd=EXAMPLE.parents[2])
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            str(EXAMPLE),
+            "--check",
+            "--steps",
+            "20",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        cwd=EXAMPLE.parents[2],
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr[-2000:]
     said_of(ran.stdout, 0.97)
 

@@ -50,31 +50,57 @@ class Model(nn.Module):
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 
         def bags(tables: dict) -> nn.Module:
-            return EmbeddingBagCollection(device=torch.device(device), tables=[
-                EmbeddingBagConfig(name=n, num_embeddings=r, embedding_dim=d, feature_names=f)
-                for n, (r, d, f) in tables.items()])
+            return EmbeddingBagCollection(
+                device=torch.device(device),
+                tables=[
+                    EmbeddingBagConfig(name=n, num_embeddings=r, embedding_dim=d, feature_names=f)
+                    for n, (r, d, f) in tables.items()
+                ],
+            )
 
         super().__init__()
         self.left = bags(LEFT)
         self.inner = nn.ModuleDict({"right": bags(RIGHT)})
-        self.sequence = EmbeddingCollection(device=torch.device(device), tables=[
-            EmbeddingConfig(name="s", num_embeddings=30, embedding_dim=8, feature_names=["f5"]),
-            EmbeddingConfig(name="t", num_embeddings=21, embedding_dim=8,
-                            feature_names=["f6"])]) if sequence else None
+        self.sequence = (
+            EmbeddingCollection(
+                device=torch.device(device),
+                tables=[
+                    EmbeddingConfig(name="s", num_embeddings=30, embedding_dim=8, feature_names=["f5"]),
+                    EmbeddingConfig(name="t", num_embeddings=21, embedding_dim=8, feature_names=["f6"]),
+                ],
+            )
+            if sequence
+            else None
+        )
 
     def forward(self, features):
-        pooled = [x for ebc in (self.left, self.inner["right"])
-                  for _, x in sorted(ebc(features).to_dict().items())]
+        pooled = [
+            x for ebc in (self.left, self.inner["right"]) for _, x in sorted(ebc(features).to_dict().items())
+        ]
         rows = [self.sequence(features)[f].values() for f in ("f5", "f6")] if self.sequence else []
         return torch.cat(pooled, 1), rows
 
 
 def problem(n_hosts: int = 2, per_host: int = 2, sequence: bool = False, ordered: bool = False) -> Problem:
-    shapes = {"a": LEFT["a"], "b": LEFT["b"], "left.c": LEFT["c"], "d": LEFT["d"],
-              "inner.right.c": RIGHT["c"], "e": RIGHT["e"]}
-    tables = [Table(n, r, d, 2.0 * len(f), ordered=ordered,
-                    collection="inner.right" if n in ("inner.right.c", "e") else "left")
-              for n, (r, d, f) in shapes.items()]
+    shapes = {
+        "a": LEFT["a"],
+        "b": LEFT["b"],
+        "left.c": LEFT["c"],
+        "d": LEFT["d"],
+        "inner.right.c": RIGHT["c"],
+        "e": RIGHT["e"],
+    }
+    tables = [
+        Table(
+            n,
+            r,
+            d,
+            2.0 * len(f),
+            ordered=ordered,
+            collection="inner.right" if n in ("inner.right.c", "e") else "left",
+        )
+        for n, (r, d, f) in shapes.items()
+    ]
     if sequence:
         tables += [Table(name, rows, 8, 2.0, collection="sequence") for name, rows in (("s", 30), ("t", 21))]
     devices = tuple(Device(10**9, host=f"host-{h}") for h in range(n_hosts) for _ in range(per_host))
@@ -93,16 +119,19 @@ def _draw(t: Table, on: Topology, rng: np.random.Generator) -> list[Placement]:
     if kind == "columns":
         if sequence:
             order, width = rng.permutation(n), t.dim // 2 if t.dim % 8 == 0 else t.dim
-            return [column(t, int(order[i % n]), lo, lo + width)
-                    for i, lo in enumerate(range(0, t.dim, width))]
+            return [
+                column(t, int(order[i % n]), lo, lo + width) for i, lo in enumerate(range(0, t.dim, width))
+            ]
         return [column(t, int(rng.integers(n)), lo, hi) for lo, hi in _columns(t, rng)]
     if kind == "everywhere" and n > 1:
         return [replica(t, on)]
     if kind == "rows" and n > 1 and even_rows(t.rows, n):
         return [row(t, on)]
     if kind in ("host", "grid") and len(on.hosts) > 1 and even_rows(t.rows, len(on.on_hosts[0])):
-        return [host_row(t, on.on_hosts[rng.integers(len(on.hosts))], *c)
-                for c in (_columns(t, rng) if kind == "grid" else [(0, t.dim)])]
+        return [
+            host_row(t, on.on_hosts[rng.integers(len(on.hosts))], *c)
+            for c in (_columns(t, rng) if kind == "grid" else [(0, t.dim)])
+        ]
     return [column(t, int(rng.integers(n)))]
 
 
@@ -135,11 +164,13 @@ def lost(plan: Plan, given: Problem, module: nn.Module, rng: np.random.Generator
                 sharded[name] = replace(sharding, **_settings(rng))
     ours = from_torchrec(theirs, given, module)
     n = len(given.topology)
-    checks = {"what a device holds": held(ours, n) == held(plan, n),
-              "the file": from_json(to_json(theirs)) == theirs,
-              "consolidation": ours.placements == consolidate(ours.placements),
-              "TorchRec's plan": to_torchrec(ours, given, module) == theirs,
-              "our plan": from_torchrec(to_torchrec(ours, given, module), given, module) == ours}
+    checks = {
+        "what a device holds": held(ours, n) == held(plan, n),
+        "the file": from_json(to_json(theirs)) == theirs,
+        "consolidation": ours.placements == consolidate(ours.placements),
+        "TorchRec's plan": to_torchrec(ours, given, module) == theirs,
+        "our plan": from_torchrec(to_torchrec(ours, given, module), given, module) == ours,
+    }
     return ", ".join(name for name, same in checks.items() if not same)
 
 
@@ -149,17 +180,21 @@ def _settings(rng: np.random.Generator) -> dict[str, Any]:
 
     kernel = str(rng.choice(["fused", "fused_uvm", "fused_uvm_caching"]))
     cache = CacheParams(CacheAlgorithm.LRU, float(rng.random()), precision=DataType.FP16)
-    return {"compute_kernel": kernel, "cache_params": cache if kernel == "fused_uvm_caching" else None,
-            "stochastic_rounding": [None, True, False][rng.integers(3)],
-            "bounds_check_mode": [None, BoundsCheckMode.NONE][rng.integers(2)],
-            "output_dtype": [None, DataType.BF16][rng.integers(2)]}
+    return {
+        "compute_kernel": kernel,
+        "cache_params": cache if kernel == "fused_uvm_caching" else None,
+        "stochastic_rounding": [None, True, False][rng.integers(3)],
+        "bounds_check_mode": [None, BoundsCheckMode.NONE][rng.integers(2)],
+        "output_dtype": [None, DataType.BF16][rng.integers(2)],
+    }
 
 
 # --- training -----------------------------------------------------------------------------------------------
 
 
-def train(given: Problem, plans: Mapping[int, Plan], sequence: bool = False,
-          limit_s: float = 120) -> dict[int, str]:
+def train(
+    given: Problem, plans: Mapping[int, Plan], sequence: bool = False, limit_s: float = 120
+) -> dict[int, str]:
     """Of each plan that was trained what differed or failed, in words, "" if nothing did. A plan's number is
     its seed. It ends with the first that fails, or for which a process dies."""
     n = len(given.topology)
@@ -198,17 +233,24 @@ def in_processes(n: int, work: Callable[..., None], args: Sequence[Any], limit_s
 def run_script(n: int, path: Path, *args: str, limit_s: float = 120) -> tuple[list[int], str]:
     """A script in n processes as torchrun starts them, less torchrun itself; exit codes, and what they
     printed."""
-    store = dist.TCPStore("localhost", 0, is_master=True,
-                          wait_for_workers=False)  # its port is open, so nobody takes it
+    store = dist.TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False
+    )  # its port is open, so nobody takes it
     with tempfile.TemporaryDirectory() as folder:
         codes = in_processes(n, _script, (n, store.port, path, args, folder), limit_s)
         return codes, "".join(p.read_text() for p in sorted(Path(folder).iterdir()))
 
 
 def _script(rank: int, n: int, port: int, path: Path, args: Sequence[str], folder: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n),
-                      MASTER_ADDR="localhost",
-                      MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(n),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(n),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
     sys.argv[:] = [str(path), *args]
     sys.stdout = sys.stderr = open(f"{folder}/{rank}", "w", buffering=1)
     runpy.run_path(str(path), run_name="__main__")
@@ -218,8 +260,9 @@ def _work(rank: int, given: Problem, plans: Mapping[int, Plan], sequence: bool, 
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     n, local = len(given.topology), len(given.topology) // len(given.topology.hosts)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local),
-                      LOCAL_RANK=str(rank % local))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local)
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
     for i, plan in plans.items():
@@ -236,8 +279,11 @@ def _work(rank: int, given: Problem, plans: Mapping[int, Plan], sequence: bool, 
 def kinds_of(plan: Plan, given: Problem, sequence: bool = False) -> dict[str, str]:
     """The sharding type of each table, by path."""
     exported = to_torchrec(plan, given, Model(sequence=sequence), "cpu")
-    return {f"{path}.{name}": f"{s.sharding_type} {s.ranks}" for path, m in exported.plan.items()
-            for name, s in m.items()}
+    return {
+        f"{path}.{name}": f"{s.sharding_type} {s.ranks}"
+        for path, m in exported.plan.items()
+        for name, s in m.items()
+    }
 
 
 def _differs(rank: int, given: Problem, plan: Plan, sequence: bool, seed: int) -> str:
@@ -250,26 +296,39 @@ def _differs(rank: int, given: Problem, plan: Plan, sequence: bool, seed: int) -
     torch.manual_seed(seed)
     whole = Model("cpu", sequence)
     exported = to_torchrec(plan, given, whole, "cpu")
-    model = DistributedModelParallel(Model("cpu", sequence), device=torch.device("cpu"), plan=exported,
-                                     sharders=[
-        EmbeddingBagCollectionSharder(fused_params=fused),
-        EmbeddingCollectionSharder(fused_params=fused)])
+    model = DistributedModelParallel(
+        Model("cpu", sequence),
+        device=torch.device("cpu"),
+        plan=exported,
+        sharders=[
+            EmbeddingBagCollectionSharder(fused_params=fused),
+            EmbeddingCollectionSharder(fused_params=fused),
+        ],
+    )
     if wrong := _other_ops(model.module, exported, given, rank):
         return wrong
     for mine, theirs in _pairs(model, whole):
         mine.copy_(theirs)
-    everywhere = [f"{path}.{'embeddings' if path == 'sequence' else 'embedding_bags'}.{name}."
-                  for path, module in
-                  exported.plan.items() for name, s in module.items() if s.sharding_type == "data_parallel"]
-    dense = [p for name, p in model.named_parameters()
-             if name.removeprefix("module.").startswith(tuple(everywhere))]
+    everywhere = [
+        f"{path}.{'embeddings' if path == 'sequence' else 'embedding_bags'}.{name}."
+        for path, module in exported.plan.items()
+        for name, s in module.items()
+        if s.sharding_type == "data_parallel"
+    ]
+    dense = [
+        p
+        for name, p in model.named_parameters()
+        if name.removeprefix("module.").startswith(tuple(everywhere))
+    ]
     optimizers = [torch.optim.SGD(p, lr=LEARNING_RATE) for p in (dense, list(whole.parameters())) if p]
     for step in range(STEPS):
         batches = [_batch(seed * 1000 + step * 10 + r) for r in range(n)]
         (pooled, rows), reference = model(batches[rank]), [whole(b) for b in batches]
-        apart = max((x - y).abs().max().item() for x, y in zip([pooled, *rows],
-                                                               [reference[rank][0], *reference[rank][1]],
-                                                               strict=True) if x.numel())
+        apart = max(
+            (x - y).abs().max().item()
+            for x, y in zip([pooled, *rows], [reference[rank][0], *reference[rank][1]], strict=True)
+            if x.numel()
+        )
         if apart > 1e-5:
             return f"step {step}, outputs differ by {apart:.1e}"
         for optimizer in optimizers:
@@ -291,8 +350,11 @@ def _other_ops(model, exported, given: Problem, rank: int) -> str:
         if path == "sequence":  # what is cut there stays apart from what is whole
             continue
         module = model.get_submodule(path)
-        wanted = {op.kind: sorted((names[s.table.name].name, s.rows, s.width) for s in op.shards)
-                  for op in lower(plan, given).ops[given.topology.ranks[rank]] if op.run.collection == path}
+        wanted = {
+            op.kind: sorted((names[s.table.name].name, s.rows, s.width) for s in op.shards)
+            for op in lower(plan, given).ops[given.topology.ranks[rank]]
+            if op.run.collection == path
+        }
         found: dict[str, list] = {}
         for lookup in module._lookups:
             for op in getattr(lookup, "module", lookup)._emb_modules:
@@ -317,11 +379,13 @@ def _pairs(model, whole):
     """This rank's shards of the sharded model, each beside its part of the whole one."""
     reference = whole.state_dict()
     for name, value in model.state_dict().items():
-        for tensor, offsets, sizes in ([(s.tensor, s.metadata.shard_offsets, s.metadata.shard_sizes)
-                                        for s in value.local_shards()] if hasattr(value, "local_shards")
-                                       else [(value, (0, 0), value.shape)]):
+        for tensor, offsets, sizes in (
+            [(s.tensor, s.metadata.shard_offsets, s.metadata.shard_sizes) for s in value.local_shards()]
+            if hasattr(value, "local_shards")
+            else [(value, (0, 0), value.shape)]
+        ):
             (row, column), (rows, columns) = offsets, sizes
-            yield tensor.detach(), reference[name][row:row + rows, column:column + columns]
+            yield tensor.detach(), reference[name][row : row + rows, column : column + columns]
 
 
 def _batch(seed: int):
@@ -331,5 +395,6 @@ def _batch(seed: int):
     keys, rows = [f"f{i}" for i in range(7)], [24, 50, 33, 10, 17, 30, 21]
     lengths = rng.integers(0, 4, (len(keys), BATCH))
     values = np.concatenate([rng.integers(0, r, n) for r, n in zip(rows, lengths.sum(1), strict=True)])
-    return KeyedJaggedTensor(keys=keys, values=torch.from_numpy(values),
-                             lengths=torch.from_numpy(lengths.ravel()))
+    return KeyedJaggedTensor(
+        keys=keys, values=torch.from_numpy(values), lengths=torch.from_numpy(lengths.ravel())
+    )

@@ -50,20 +50,29 @@ class Model(nn.Module):
         self.rows = EmbeddingCollection(sequences("b", ["f1"]))
         self.processed = FeatureProcessedEmbeddingBagCollection(
             EmbeddingBagCollection(pooled("c", ["f2"]) + pooled("d", ["f3"]), is_weighted=True),
-            PositionWeightedModuleCollection({"f2": LONGEST, "f3": LONGEST}))
+            PositionWeightedModuleCollection({"f2": LONGEST, "f3": LONGEST}),
+        )
         bags, rows = EmbeddingBagCollection(pooled("e", ["r0"])), EmbeddingCollection(sequences("g", ["r1"]))
         self.collided = ManagedCollisionEmbeddingBagCollection(
-            bags, remapping("e", bags.embedding_bag_configs()), return_remapped_features=True)
+            bags, remapping("e", bags.embedding_bag_configs()), return_remapped_features=True
+        )
         self.collided_rows = ManagedCollisionEmbeddingCollection(
-            rows, remapping("g", rows.embedding_configs()), return_remapped_features=True)
+            rows, remapping("g", rows.embedding_configs()), return_remapped_features=True
+        )
 
     def forward(self, plain, raw):
         """Outputs that an unsharded run has too, and those of managed collision with its rows."""
         same = [self.bags(plain)["f0"], *(self.processed(plain)[f] for f in ("f2", "f3"))]
         collided, rows = self.collided(raw)
         collided_rows, rows_of_rows = self.collided_rows(raw)
-        return (torch.cat(same, 1), self.rows(plain)["f1"].values(), collided["r0"],
-                collided_rows["r1"].values(), rows["r0"].values(), rows_of_rows["r1"].values())
+        return (
+            torch.cat(same, 1),
+            self.rows(plain)["f1"].values(),
+            collided["r0"],
+            collided_rows["r1"].values(),
+            rows["r0"].values(),
+            rows_of_rows["r1"].values(),
+        )
 
 
 def pooled(name: str, features: list[str]):
@@ -85,8 +94,9 @@ def remapping(table: str, configs):
         MCHManagedCollisionModule,
     )
 
-    one = MCHManagedCollisionModule(ROWS, torch.device("cpu"), DistanceLFU_EvictionPolicy(), 1,
-                                    input_hash_size=2**20)
+    one = MCHManagedCollisionModule(
+        ROWS, torch.device("cpu"), DistanceLFU_EvictionPolicy(), 1, input_hash_size=2**20
+    )
     return ManagedCollisionCollection({table: one}, configs)
 
 
@@ -99,8 +109,11 @@ def batch(seed: int):
 
     def jagged(keys, ids):
         lengths = rng.integers(0, LONGEST + 1, (len(keys), BATCH))
-        return KeyedJaggedTensor(keys=list(keys), values=torch.from_numpy(rng.choice(ids, lengths.sum())),
-                                 lengths=torch.from_numpy(lengths.ravel()))
+        return KeyedJaggedTensor(
+            keys=list(keys),
+            values=torch.from_numpy(rng.choice(ids, lengths.sum())),
+            lengths=torch.from_numpy(lengths.ravel()),
+        )
 
     return jagged(PLAIN, np.arange(ROWS)), jagged(RAW, raw_ids)
 
@@ -110,10 +123,16 @@ def planner(n: int, asked=None) -> ShardCorePlanner:
     from torchrec.distributed.planner import ParameterConstraints
 
     types = dict.fromkeys("abcdeg", ["table_wise", "row_wise"] if n > 1 else None) | (asked or {})
-    constraints = {name: ParameterConstraints(pooling_factors=[2.0], sharding_types=types[name])
-                   for name in "abcdeg"}
-    made = ShardCorePlanner(Topology((Device(10**9),) * n), BATCH, constraints,
-                            model=AnalyticModel(Setting("cpu", BATCH * n)), budget=Budget(evals=200))
+    constraints = {
+        name: ParameterConstraints(pooling_factors=[2.0], sharding_types=types[name]) for name in "abcdeg"
+    }
+    made = ShardCorePlanner(
+        Topology((Device(10**9),) * n),
+        BATCH,
+        constraints,
+        model=AnalyticModel(Setting("cpu", BATCH * n)),
+        budget=Budget(evals=200),
+    )
     made.compute_device = "cpu"
     return made
 
@@ -123,8 +142,10 @@ def train(n: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         codes = training.in_processes(n, _work, (n, folder), 120)
         said = [Path(f"{folder}/said-{rank}") for rank in range(n)]
-        return [path.read_text() if path.exists() else f"ended with {code}"
-                for path, code in zip(said, codes, strict=True)]
+        return [
+            path.read_text() if path.exists() else f"ended with {code}"
+            for path, code in zip(said, codes, strict=True)
+        ]
 
 
 def _work(rank: int, n: int, folder: str) -> None:
@@ -151,9 +172,13 @@ def sharders():
 
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": RATE}
     bags, rows = EmbeddingBagCollectionSharder(fused), EmbeddingCollectionSharder(fused)
-    return [bags, rows, FeatureProcessedEmbeddingBagCollectionSharder(bags),
-            ManagedCollisionEmbeddingBagCollectionSharder(bags),
-            ManagedCollisionEmbeddingCollectionSharder(rows)]
+    return [
+        bags,
+        rows,
+        FeatureProcessedEmbeddingBagCollectionSharder(bags),
+        ManagedCollisionEmbeddingBagCollectionSharder(bags),
+        ManagedCollisionEmbeddingCollectionSharder(rows),
+    ]
 
 
 def _trained(rank: int, n: int) -> str:
@@ -203,7 +228,7 @@ def _copy_tables(model: nn.Module, whole: nn.Module) -> None:
     for name, value in ((name, value) for name, value in model.state_dict().items() if name in reference):
         for shard in value.local_shards() if hasattr(value, "local_shards") else ():
             (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-            shard.tensor.detach().copy_(reference[name][row:row + rows, column:column + columns])
+            shard.tensor.detach().copy_(reference[name][row : row + rows, column : column + columns])
 
 
 def _one_row_an_id(rank: int, n: int, model: nn.Module, raw) -> str:

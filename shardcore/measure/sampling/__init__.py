@@ -24,8 +24,9 @@ MOST_DRAWS, MOST_RANKS = 1_000_000, 1 << 10
 of one collective, which must be drawn within a second."""
 
 
-def different(draw: Callable[[int], Request], identify: Callable[[Request], str],
-              n: int | None) -> Iterator[tuple[str, Request]]:
+def different(
+    draw: Callable[[int], Request], identify: Callable[[Request], str], n: int | None
+) -> Iterator[tuple[str, Request]]:
     """The first n different requests of draw(0), draw(1), ..., with their ids. n None: all of them.
 
     A tiny pool may have fewer than n.

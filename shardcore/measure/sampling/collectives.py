@@ -25,8 +25,9 @@ _FP32 = 0.75
 """Share of draws in FP32. Others are in FP16 or BF16, as TorchRec can send outputs and gradients."""
 
 
-def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms: float = 20.0,
-                 hosts: int = 1) -> CollectiveRequest:
+def comm_request(
+    index: int, ranks: int, batch: int, seed: int = 0, max_start_ms: float = 20.0, hosts: int = 1
+) -> CollectiveRequest:
     """Collective `index` among ranks on `hosts` hosts.
 
     Loads follow NeuroShard: 1 to 30 tables per rank, of random dims. Half of the draws have a log-uniform
@@ -68,8 +69,9 @@ def comm_request(index: int, ranks: int, batch: int, seed: int = 0, max_start_ms
     return CollectiveRequest(tuple(widths), batch, start_ms, collective, payload, hosts, BUSY_MS)
 
 
-def emulated_request(index: int, ranks_on: tuple[int, int], batch: int, links: EmulatedLinks,
-                     seed: int = 0) -> CollectiveRequest:
+def emulated_request(
+    index: int, ranks_on: tuple[int, int], batch: int, links: EmulatedLinks, seed: int = 0
+) -> CollectiveRequest:
     """Collective `index` among the ranks of emulated hosts, as comm_request draws them; some within a host or
     across hosts, and some with the same load for all.
 
@@ -78,8 +80,9 @@ def emulated_request(index: int, ranks_on: tuple[int, int], batch: int, links: E
     Nobody computes before it: the ranks share this machine's cores.
     """
     hosts, each = ranks_on
-    request = replace(comm_request(index, hosts * each, batch, seed, hosts=hosts), busy_ms=0.0,
-                      emulated=links)
+    request = replace(
+        comm_request(index, hosts * each, batch, seed, hosts=hosts), busy_ms=0.0, emulated=links
+    )
     if np.random.default_rng([9, seed, index, hosts * each]).random() < _EVEN:
         request = replace(request, widths=(max(1, round(np.mean(request.widths))),) * (hosts * each))
     group, share = request.row.draw.scope, request.row.draw.scope_share

@@ -62,14 +62,26 @@ class GroupConfig:
 
     def __post_init__(self) -> None:
         share = (0, 1)
-        require_within(self, "group config", max_shards=(1, _MOST_SHARDS), max_width=(MIN_WIDTH, MOST_DIM),
-                       max_shard_bytes=(4 * MIN_WIDTH, MOST_BYTES), any_width=share, row_ranges=share,
-                       one_sided=share, duplicates=share, planned=share, replicated=(0, 1 - self.planned),
-                       smaller_batches=share, sequences=share)
+        require_within(
+            self,
+            "group config",
+            max_shards=(1, _MOST_SHARDS),
+            max_width=(MIN_WIDTH, MOST_DIM),
+            max_shard_bytes=(4 * MIN_WIDTH, MOST_BYTES),
+            any_width=share,
+            row_ranges=share,
+            one_sided=share,
+            duplicates=share,
+            planned=share,
+            replicated=(0, 1 - self.planned),
+            smaller_batches=share,
+            sequences=share,
+        )
 
 
-def compute_request(pool: Sequence[Table], index: int, setting: Setting, seed: int = 0,
-                    config: GroupConfig | None = None) -> ComputeRequest:
+def compute_request(
+    pool: Sequence[Table], index: int, setting: Setting, seed: int = 0, config: GroupConfig | None = None
+) -> ComputeRequest:
     """Group `index` of a setting: a random one, a data-parallel one, or one as plans have them."""
     config = config or GroupConfig()
     if not pool:
@@ -79,8 +91,9 @@ def compute_request(pool: Sequence[Table], index: int, setting: Setting, seed: i
     if kind > 1 - config.replicated:
         # Each device looks up a replica only for its own share of the batch.
         batch = max(1, setting.batch // int(rng.choice(DEVICES)))
-        config = dataclasses.replace(config, row_ranges=0.0,
-                                     max_shard_bytes=min(config.max_shard_bytes, REPLICATED_BYTES))
+        config = dataclasses.replace(
+            config, row_ranges=0.0, max_shard_bytes=min(config.max_shard_bytes, REPLICATED_BYTES)
+        )
         return ComputeRequest(_random_group(pool, rng, setting, config), batch)
     shards = kind < config.planned and _planned_group(pool, rng, setting, config)
     # Drawn apart: groups of both sides are those of earlier versions.
@@ -101,8 +114,9 @@ def _as_sequences(shards: Sequence[Shard], batch: int, config: GroupConfig) -> t
     return tuple(s for s in small if s.width == small[0].width)
 
 
-def reference_request(pool: Sequence[Table], setting: Setting,
-                      config: GroupConfig | None = None) -> ComputeRequest:
+def reference_request(
+    pool: Sequence[Table], setting: Setting, config: GroupConfig | None = None
+) -> ComputeRequest:
     """The reference op. It runs throughout, to show the machine's slowdown.
 
     It has typical shards of the pool, the same for every seed. It is large enough to slow down with other
@@ -110,13 +124,16 @@ def reference_request(pool: Sequence[Table], setting: Setting,
     """
     rng = np.random.default_rng([1, _REFERENCE_SEED])
     config = config or GroupConfig()
-    tables = [dataclasses.replace(pool[i], precision=setting.precision)
-              for i in rng.integers(len(pool), size=_REFERENCE_SHARDS)]
+    tables = [
+        dataclasses.replace(pool[i], precision=setting.precision)
+        for i in rng.integers(len(pool), size=_REFERENCE_SHARDS)
+    ]
     return ComputeRequest(tuple(_shard(t, rng, config) for t in tables), setting.batch)
 
 
-def _planned_group(pool: Sequence[Table], rng: np.random.Generator, setting: Setting,
-                   config: GroupConfig) -> tuple[Shard, ...]:
+def _planned_group(
+    pool: Sequence[Table], rng: np.random.Generator, setting: Setting, config: GroupConfig
+) -> tuple[Shard, ...]:
     """What one device runs of a plan, without shards that exceed the config. Empty: no shard is left."""
     planned = placements.planned(pool, rng, setting)
     found = planned and placements.place(*planned)
@@ -124,8 +141,9 @@ def _planned_group(pool: Sequence[Table], rng: np.random.Generator, setting: Set
         return ()
     ops = [shards for shards in found if shards]
     chosen = ops[rng.integers(len(ops))]
-    return tuple(s for s in chosen if s.bytes <= config.max_shard_bytes
-                 and s.width <= config.max_width)[: config.max_shards]
+    return tuple(s for s in chosen if s.bytes <= config.max_shard_bytes and s.width <= config.max_width)[
+        : config.max_shards
+    ]
 
 
 def _side(rng: np.random.Generator, config: GroupConfig) -> tuple[int, int]:
@@ -136,8 +154,14 @@ def _side(rng: np.random.Generator, config: GroupConfig) -> tuple[int, int]:
     return (MIN_WIDTH, _NARROW) if rng.random() < 0.5 else (_NARROW + MIN_WIDTH, config.max_width)
 
 
-def _random_group(pool: Sequence[Table], rng: np.random.Generator, setting: Setting, config: GroupConfig,
-                  narrowest: int = MIN_WIDTH, widest: int = MOST_DIM) -> tuple[Shard, ...]:
+def _random_group(
+    pool: Sequence[Table],
+    rng: np.random.Generator,
+    setting: Setting,
+    config: GroupConfig,
+    narrowest: int = MIN_WIDTH,
+    widest: int = MOST_DIM,
+) -> tuple[Shard, ...]:
     """1 to max_shards shards of the pool's tables, with replacement, at random widths.
 
     Three quarters of the groups have at most 15.
@@ -155,8 +179,13 @@ def _random_group(pool: Sequence[Table], rng: np.random.Generator, setting: Sett
     return tuple(shards)
 
 
-def _shard(table: Table, rng: np.random.Generator, config: GroupConfig, narrowest: int = MIN_WIDTH,
-           most: int = MOST_DIM) -> Shard:
+def _shard(
+    table: Table,
+    rng: np.random.Generator,
+    config: GroupConfig,
+    narrowest: int = MIN_WIDTH,
+    most: int = MOST_DIM,
+) -> Shard:
     """A shard of a table, of `narrowest` to `most` columns. A large table may be narrower."""
     element_bytes = PRECISION_BYTES[table.precision]
     lo, hi = 0, table.rows

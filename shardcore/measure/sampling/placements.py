@@ -86,8 +86,11 @@ def own(drawn: Problem, planner: str) -> Columns | None:
     if planner == NEUROSHARD:
         for _ in range(_CUTS):
             # NeuroShard cuts the dearest tables, which limit the balance.
-            i, width = max((s for s in shards if s[1] > MIN_WIDTH), default=(0, 0),
-                           key=lambda s: load(drawn.tables[s[0]], s[1]))
+            i, width = max(
+                (s for s in shards if s[1] > MIN_WIDTH),
+                default=(0, 0),
+                key=lambda s: load(drawn.tables[s[0]], s[1]),
+            )
             if width:
                 shards.remove((i, width))
                 shards += [(i, half) for half in _halves(width)]
@@ -133,8 +136,9 @@ def _halves(width: int) -> tuple[int, int]:
     return left, width - left
 
 
-def _greedy(drawn: Problem, shards: Sequence[tuple[int, int]],
-            load: Callable[[Table, int], float]) -> Columns | None:
+def _greedy(
+    drawn: Problem, shards: Sequence[tuple[int, int]], load: Callable[[Table, int], float]
+) -> Columns | None:
     """Place shards (table, columns) by falling load, each on the least loaded device with free memory.
 
     Without loads, a random device with free memory is taken. Shards of a table that meet on a device

@@ -42,32 +42,43 @@ class ProblemConfig:
     slack: float = 1.5
 
     def __post_init__(self) -> None:
-        require_within(self, "problem config", devices=(1, MOST_DEVICES), min_tables=(1, MOST_TABLES),
-                       max_tables=(self.min_tables, MOST_TABLES), max_dim=(MIN_WIDTH, MOST_DIM),
-                       slack=(1, _MOST_SLACK))
+        require_within(
+            self,
+            "problem config",
+            devices=(1, MOST_DEVICES),
+            min_tables=(1, MOST_TABLES),
+            max_tables=(self.min_tables, MOST_TABLES),
+            max_dim=(MIN_WIDTH, MOST_DIM),
+            slack=(1, _MOST_SLACK),
+        )
 
 
-def draw_problem(pool: Sequence[Table], index: int, setting: Setting, seed: int = 0,
-            config: ProblemConfig | None = None) -> Problem:
+def draw_problem(
+    pool: Sequence[Table], index: int, setting: Setting, seed: int = 0, config: ProblemConfig | None = None
+) -> Problem:
     """Problem `index` of a setting: tables of the pool without replacement, each at a random dim of DIMS."""
     config = config or ProblemConfig()
     # Tables without lookups take no time.
     live = [t for t in pool if t.pooling > 0]
     if len(live) < config.min_tables:
-        raise ShardCoreError(f"the pool has {len(live)} tables with lookups; a problem needs at least "
-                             f"{config.min_tables}")
+        raise ShardCoreError(
+            f"the pool has {len(live)} tables with lookups; a problem needs at least {config.min_tables}"
+        )
     rng = np.random.default_rng([3, seed, index])
     n = min(int(rng.integers(config.min_tables, config.max_tables + 1)), len(live))
     dims = [d for d in DIMS if d <= config.max_dim]
-    tables = tuple(dataclasses.replace(live[i], dim=int(rng.choice(dims)), precision=setting.precision)
-                   for i in rng.choice(len(live), n, replace=False))
+    tables = tuple(
+        dataclasses.replace(live[i], dim=int(rng.choice(dims)), precision=setting.precision)
+        for i in rng.choice(len(live), n, replace=False)
+    )
     topology = Topology((Device(1),) * config.devices)
     drawn = Problem(f"pool-{seed}-{index:02d}", tables, topology, setting.batch, setting.optimizer)
     return sized(drawn, config.slack, table_bytes, local_batch_bytes(drawn))
 
 
-def sized(drawn: Problem, slack: float, bytes_of: Callable[[Table, Problem, int], int],
-          more: int = 0) -> Problem:
+def sized(
+    drawn: Problem, slack: float, bytes_of: Callable[[Table, Problem, int], int], more: int = 0
+) -> Problem:
     """The problem on devices that have `slack` times what its tables take, and some bytes more each."""
     need = sum(bytes_of(t, drawn, t.dim) for t in drawn.tables)
     # A problem must have a solution: every table fits a device at its narrowest.
@@ -82,5 +93,7 @@ def drawn_bytes(table: Table, drawn: Problem, width: int) -> int:
     It is no count of memory any more. It stays, so that the same samples are wanted as before.
     """
     state = {"rowwise_adagrad": 4}.get(drawn.optimizer, 0)
-    return (table.rows * (width * PRECISION_BYTES[table.precision] + state)
-            + 2 * drawn.global_batch * width * OUTPUT_BYTES)
+    return (
+        table.rows * (width * PRECISION_BYTES[table.precision] + state)
+        + 2 * drawn.global_batch * width * OUTPUT_BYTES
+    )

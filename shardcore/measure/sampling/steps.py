@@ -30,8 +30,9 @@ Plans = list[tuple[str, Plan]]
 """Plans of a problem, each with the names of the kinds of its tables."""
 
 
-def first_step_plans(pool: Sequence[Table], n: int, setting: Setting, devices: int, max_table_bytes: int,
-                     seed: int = 0) -> list[tuple[Problem, Plans]]:
+def first_step_plans(
+    pool: Sequence[Table], n: int, setting: Setting, devices: int, max_table_bytes: int, seed: int = 0
+) -> list[tuple[Problem, Plans]]:
     """The first n plans of step_plans, by problem."""
     found: list[tuple[Problem, Plans]] = []
     while (missing := n - sum(len(plans) for _, plans in found)) > 0:
@@ -40,8 +41,9 @@ def first_step_plans(pool: Sequence[Table], n: int, setting: Setting, devices: i
     return found
 
 
-def step_plans(pool: Sequence[Table], index: int, setting: Setting, devices: int, max_table_bytes: int,
-               seed: int = 0) -> tuple[Problem, Plans]:
+def step_plans(
+    pool: Sequence[Table], index: int, setting: Setting, devices: int, max_table_bytes: int, seed: int = 0
+) -> tuple[Problem, Plans]:
     """Problem `index` whose steps are measured, with its plans.
 
     Plans are random. So loads are uneven, and every collective runs with many bytes and with few. A problem
@@ -52,9 +54,11 @@ def step_plans(pool: Sequence[Table], index: int, setting: Setting, devices: int
     rng = np.random.default_rng([4, seed, index])
     fitting = {dim: step_tables(pool, setting, max_table_bytes, dim) for dim in (MIN_WIDTH, *_STEP_DIMS)}
     if not fitting[MIN_WIDTH]:
-        raise ShardCoreError(f"none of the pool's {len(pool)} tables has lookups and fits "
-                             f"{max_table_bytes >> 20} MiB at a dim of {MIN_WIDTH}: no step can be replayed; "
-                             "give more memory, or ask for no steps")
+        raise ShardCoreError(
+            f"none of the pool's {len(pool)} tables has lookups and fits "
+            f"{max_table_bytes >> 20} MiB at a dim of {MIN_WIDTH}: no step can be replayed; "
+            "give more memory, or ask for no steps"
+        )
     enough = min(_STEP_TABLES[0], len(fitting[MIN_WIDTH]))
     # Wide tables are large: only dims at which enough tables fit are drawn.
     max_dim = int(rng.choice([dim for dim in _STEP_DIMS if len(fitting[dim]) >= enough] or [MIN_WIDTH]))
@@ -65,28 +69,40 @@ def step_plans(pool: Sequence[Table], index: int, setting: Setting, devices: int
     room = Device(MOST_BYTES)
     drawn = dataclasses.replace(drawn, name=f"steps-{seed}-{index:02}", topology=Topology((room,) * devices))
     small = [t for t in drawn.tables if t.bytes <= _COPIED_BYTES]
-    kinds = [[k for k, wanted in zip(_sharing(drawn.topology), shared, strict=True) if wanted]
-             for shared in _SHARED if small or not shared[1]]
-    return drawn, [(", ".join(k.name for k in (WHOLE_ROWS, *some)), _step_plan(drawn, some, small, rng))
-                   for some in kinds]
+    kinds = [
+        [k for k, wanted in zip(_sharing(drawn.topology), shared, strict=True) if wanted]
+        for shared in _SHARED
+        if small or not shared[1]
+    ]
+    return drawn, [
+        (", ".join(k.name for k in (WHOLE_ROWS, *some)), _step_plan(drawn, some, small, rng))
+        for some in kinds
+    ]
 
 
 def _sharing(topology: Topology) -> tuple[Layout, Layout]:
     """The first kind that divides rows over the topology, and the first that replicates."""
-    dividing, replicating = (next((k for k in ways(topology) if k.divides_rows == divides), WHOLE_ROWS)
-                             for divides in (True, False))
+    dividing, replicating = (
+        next((k for k in ways(topology) if k.divides_rows == divides), WHOLE_ROWS)
+        for divides in (True, False)
+    )
     return dividing, replicating
 
 
-def step_tables(pool: Sequence[Table], setting: Setting, max_table_bytes: int,
-                dim: int = MIN_WIDTH) -> list[Table]:
+def step_tables(
+    pool: Sequence[Table], setting: Setting, max_table_bytes: int, dim: int = MIN_WIDTH
+) -> list[Table]:
     """The pool's tables that have lookups and are small enough for a step at this dim."""
-    return [t for t in pool
-            if t.pooling > 0 and t.rows * dim * PRECISION_BYTES[setting.precision] <= max_table_bytes]
+    return [
+        t
+        for t in pool
+        if t.pooling > 0 and t.rows * dim * PRECISION_BYTES[setting.precision] <= max_table_bytes
+    ]
 
 
-def _step_plan(drawn: Problem, sharing: Sequence[Layout], small: Sequence[Table],
-               rng: np.random.Generator) -> Plan:
+def _step_plan(
+    drawn: Problem, sharing: Sequence[Layout], small: Sequence[Table], rng: np.random.Generator
+) -> Plan:
     """A random plan with tables of these kinds, the others by columns. Of `small`, some are replicated."""
     everywhere = drawn.topology.ranks
     dividing, replicating = _sharing(drawn.topology)
@@ -99,8 +115,9 @@ def _step_plan(drawn: Problem, sharing: Sequence[Layout], small: Sequence[Table]
         elif dividing in sharing and rng.random() < _DIVIDED and even_share(table.rows, len(everywhere)):
             found.append(Placement(dividing.name, Shard.whole(table), everywhere))
         else:
-            found += [Placement(WHOLE_ROWS.name, shard, (d,))
-                      for d, shard in _cut_columns(table, everywhere, rng)]
+            found += [
+                Placement(WHOLE_ROWS.name, shard, (d,)) for d, shard in _cut_columns(table, everywhere, rng)
+            ]
     return Plan(tuple(sorted(found, key=lambda p: (p.shard.table.name, p.shard.row_lo, p.shard.col_lo))))
 
 

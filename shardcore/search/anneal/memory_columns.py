@@ -59,8 +59,9 @@ class Columns:
         return found | {SUMS + i * n + self.runs.index(run): x for i, x in enumerate(each) if x}
 
 
-def shards_memory(cache: ShardCostCache, columns: Columns, layouts: Sequence[Layout],
-                  parts: np.ndarray) -> dict[str, np.ndarray]:
+def shards_memory(
+    cache: ShardCostCache, columns: Columns, layouts: Sequence[Layout], parts: np.ndarray
+) -> dict[str, np.ndarray]:
     """The fields about shards and their ops.
 
     layouts: [Y] of groups.
@@ -68,14 +69,24 @@ def shards_memory(cache: ShardCostCache, columns: Columns, layouts: Sequence[Lay
       layout does not run it.
     """
     problem, of_parts = columns.problem, np.zeros((*parts.shape, 6))
-    shared = [((e, y, s), layouts[y], shard) for e, of_e in enumerate(parts.tolist())
-              for y, of_y in enumerate(of_e) for s, shard in enumerate(of_y) if shard is not None]
+    shared = [
+        ((e, y, s), layouts[y], shard)
+        for e, of_e in enumerate(parts.tolist())
+        for y, of_y in enumerate(of_e)
+        for s, shard in enumerate(of_y)
+        if shard is not None
+    ]
     for at, run, shard in ticking(shared):
         first = 0, *at[1:]
         of_parts[at] = of_parts[first] if at[0] and shard is parts[first] else sums_of(run, shard, problem)
     sums, more = np.concatenate([cache.sums, of_parts.reshape(-1, 6)]), {}
-    chosen = {s for s in range(len(cache)) if columns.limited or len(set(cache.runs(s))) > 1
-              or any(shard.table.in_host_memory for shard in cache.whole(s))}
+    chosen = {
+        s
+        for s in range(len(cache))
+        if columns.limited
+        or len(set(cache.runs(s))) > 1
+        or any(shard.table.in_host_memory for shard in cache.whole(s))
+    }
     for i in np.flatnonzero(np.isin(cache.strip_of[1:], list(chosen))) + 1:
         runs, found = cache.runs(cache.strip_of[i]), Counter()
         first = runs[0]
@@ -94,14 +105,19 @@ def shards_memory(cache: ShardCostCache, columns: Columns, layouts: Sequence[Lay
     for (_, precision), (at, widths) in columns.caches.ops.items():
         at += columns.first_count
         begins.append(at)
-        row_bytes[at + 1:at + 1 + len(widths)] = (np.array(widths) * PRECISION_BYTES[precision]
-                                                  + CACHED_ROW_BYTES)
+        row_bytes[at + 1 : at + 1 + len(widths)] = (
+            np.array(widths) * PRECISION_BYTES[precision] + CACHED_ROW_BYTES
+        )
     most = [most_features(run.batch(problem)) for run in columns.runs if columns.limited]
-    return {"sums": sums, "more_at": np.cumsum([0, *n_more]),
-            "more_column": np.array([at for found in more.values() for at in found], np.int64),
-            "more": np.array([n for found in more.values() for n in found.values()], float),
-            "most_features": np.array(most, float), "cache_row_bytes": row_bytes,
-            "cache_at": np.array([*begins, len(columns)] if begins else [], np.int64)}
+    return {
+        "sums": sums,
+        "more_at": np.cumsum([0, *n_more]),
+        "more_column": np.array([at for found in more.values() for at in found], np.int64),
+        "more": np.array([n for found in more.values() for n in found.values()], float),
+        "most_features": np.array(most, float),
+        "cache_row_bytes": row_bytes,
+        "cache_at": np.array([*begins, len(columns)] if begins else [], np.int64),
+    }
 
 
 def _ranks(problem: Problem) -> dict[str, int]:
@@ -110,16 +126,23 @@ def _ranks(problem: Problem) -> dict[str, int]:
     return {name: i for i, name in enumerate(sorted(order, key=order.__getitem__))}
 
 
-def batch_memory(cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]],
-                 columns: Columns) -> dict[str, np.ndarray]:
+def batch_memory(
+    cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]], columns: Columns
+) -> dict[str, np.ndarray]:
     """The fields about the local batch, and about runs."""
     problem, runs = columns.problem, columns.runs
     topology, job, local, rank = problem.topology, problem.job, problem.local_batch, _ranks(problem)
     layouts = tuple(dict.fromkeys(layout for layout, _ in groups))
     of = {layout: next(group for y, group in groups if y is layout) for layout in layouts}
     # Tables of a bundle that run apart from its first are among those of `given`.
-    strips = [[shard for run, shard in zip(cache.runs(s), cache.whole(s), strict=True)
-               if run is cache.kinds[cache.kind[s]]] for s in range(len(cache))]
+    strips = [
+        [
+            shard
+            for run, shard in zip(cache.runs(s), cache.whole(s), strict=True)
+            if run is cache.kinds[cache.kind[s]]
+        ]
+        for s in range(len(cache))
+    ]
     # What the ranges of a table take of a local batch counts for the first.
     once = [[shard for shard in bundle if shard.row_lo == 0] for bundle in strips]
     collections = sorted({(run.collection, run.sequence) for run in runs})
@@ -127,29 +150,43 @@ def batch_memory(cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]],
     for layout, group in groups:
         is_last[layouts.index(layout), group[-1]] = 1
     return {
-        "local_outputs": np.array([sum(_outputs(shard, local) for shard in bundle) for bundle in once],
-                                  float) / cache.size,
+        "local_outputs": np.array([sum(_outputs(shard, local) for shard in bundle) for bundle in once], float)
+        / cache.size,
         "local_ids": cache.local_ids,
-        "bucketized": np.array([[IDS_ALIVE * local * bucketized_bytes(cache.table(s), job, len(of[y]))
-                                 * y.divides_rows for s in ticking(range(len(cache)))] for y in layouts],
-                               float).reshape(len(layouts), len(cache)),
-        "stepped": np.array([[stepped_bytes(y, Shard.whole(cache.table(s)), problem)
-                              for s in range(len(cache))] for y in layouts],
-                            float).reshape(len(layouts), len(cache)),
+        "bucketized": np.array(
+            [
+                [
+                    IDS_ALIVE * local * bucketized_bytes(cache.table(s), job, len(of[y])) * y.divides_rows
+                    for s in ticking(range(len(cache)))
+                ]
+                for y in layouts
+            ],
+            float,
+        ).reshape(len(layouts), len(cache)),
+        "stepped": np.array(
+            [
+                [stepped_bytes(y, Shard.whole(cache.table(s)), problem) for s in range(len(cache))]
+                for y in layouts
+            ],
+            float,
+        ).reshape(len(layouts), len(cache)),
         "rank": np.array([min(rank[shard.table.name] for shard in bundle) for bundle in strips], np.int64),
-        "waiting_ids": BATCHES * batch_bytes(problem), "is_last": is_last,
+        "waiting_ids": BATCHES * batch_bytes(problem),
+        "is_last": is_last,
         "run_collection": np.array([collections.index((run.collection, run.sequence)) for run in runs]),
         "run_sequence": np.array([run.sequence for run in runs], dtype=bool),
         "host_free": float(topology.memory[0].bytes) if topology.memory else np.inf,
-        "run_replicas": np.array([run.local_batch for run in runs], dtype=bool)}
+        "run_replicas": np.array([run.local_batch for run in runs], dtype=bool),
+    }
 
 
 def _outputs(shard: Shard, batch: int) -> int:
     return OUTPUT_BYTES * shard.width * table_output_rows(shard.table, batch)
 
 
-def given(cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]],
-          columns: Columns) -> dict[str, np.ndarray]:
+def given(
+    cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]], columns: Columns
+) -> dict[str, np.ndarray]:
     """The fields about tables that are on all devices in every plan: their memory, and what they cost."""
     problem, of_all, rank, kinds = columns.problem, columns.runs, _ranks(columns.problem), cache.kinds
     fixed, n_kinds = fixed_placements(problem), len(kinds)
@@ -182,8 +219,13 @@ def given(cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]],
                 runs[r, 0] += 1
                 runs[r, 2] += _outputs(shard, problem.local_batch)
                 runs[r, 3] = min(runs[r, 3], rank[shard.table.name])
-    return {"given_memory": memory, "given_runs": runs, "given_carried": carried,
-            "given_sums": np.ascontiguousarray(cache.fixed_codes[:, :n_kinds]),
-            "given_codes": codes, "given_size": size,
-            "given_every": IDS_ALIVE * sum(b.permuted + b.bucketized for b in batches.values()),
-            "given_stepped": float(max((b.stepped for b in batches.values()), default=0))}
+    return {
+        "given_memory": memory,
+        "given_runs": runs,
+        "given_carried": carried,
+        "given_sums": np.ascontiguousarray(cache.fixed_codes[:, :n_kinds]),
+        "given_codes": codes,
+        "given_size": size,
+        "given_every": IDS_ALIVE * sum(b.permuted + b.bucketized for b in batches.values()),
+        "given_stepped": float(max((b.stepped for b in batches.values()), default=0)),
+    }

@@ -42,8 +42,10 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
         outputs[:, group] = outputs[:, group[:1]]
     cost = model.comm(traffic_of_outputs({layout: outputs}, problem), np.zeros(outputs.shape), topology)
     # A step waits for backward on each device, and for the longest forward.
-    return {**_NOTHING, **_fitted(outputs, cost.backward_ms + cost.forward_ms.max(1, keepdims=True), topology,
-                                  _TERMS)}
+    return {
+        **_NOTHING,
+        **_fitted(outputs, cost.backward_ms + cost.forward_ms.max(1, keepdims=True), topology, _TERMS),
+    }
 
 
 def id_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, float]:
@@ -58,11 +60,16 @@ def id_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, fl
     traffic = np.zeros((len(CHANNELS), *id_bytes.shape))
     traffic[CHANNELS.index(layout.ids)] = id_bytes
     cost = model.comm(traffic, np.zeros(id_bytes.shape), problem.topology)
-    longest, work = (np.broadcast_to(ms.max(1, keepdims=True), id_bytes.shape)
-                     for ms in (cost.input_ms, cost.input_work_ms))
+    longest, work = (
+        np.broadcast_to(ms.max(1, keepdims=True), id_bytes.shape)
+        for ms in (cost.input_ms, cost.input_work_ms)
+    )
     of_work = _fitted(id_bytes, work, problem.topology, _WORK)
-    return {**_NOTHING, **_fitted(id_bytes, longest, problem.topology, _TERMS[1:]),
-            **{f"work_{name}": rate for name, rate in of_work.items()}}
+    return {
+        **_NOTHING,
+        **_fitted(id_bytes, longest, problem.topology, _TERMS[1:]),
+        **{f"work_{name}": rate for name, rate in of_work.items()},
+    }
 
 
 @lru_cache(maxsize=2)
@@ -97,8 +104,15 @@ def _fitted(loads: np.ndarray, ms: np.ndarray, topology: Topology, names: Sequen
     number = {h: i for i, h in enumerate(topology.hosts)}
     on_host = np.eye(len(number))[[number[d.host] for d in topology.devices]]
     busiest_host = (loads @ on_host).max(1, keepdims=True) if len(number) > 1 else np.zeros((len(loads), 1))
-    of = dict(zip(_TERMS, np.broadcast_arrays(loads, loads.max(1, keepdims=True), busiest_host,
-                                              loads.sum(1, keepdims=True), 1.0), strict=True))
+    of = dict(
+        zip(
+            _TERMS,
+            np.broadcast_arrays(
+                loads, loads.max(1, keepdims=True), busiest_host, loads.sum(1, keepdims=True), 1.0
+            ),
+            strict=True,
+        )
+    )
     terms = np.stack([of[name] for name in names], -1).reshape(-1, len(names))
     # Scale columns to 1, so that the least squares are well conditioned.
     scale = np.maximum(terms.max(0), 1e-300)
@@ -119,10 +133,16 @@ def shared_rates(problem: Problem, model: CostModel, layout: Layout, size: int) 
     of = exchange_rates(problem, model, layout)
     most = max(map(len, problem.topology.on_hosts))
     if size == n:
-        return {"total": of["own"] + of["busiest"] + of["host_busiest"] * most + of["total"] * n,
-                "once": of["once"]}
-    return {"own": of["own"], "busiest": of["busiest"] + of["host_busiest"] * size,
-            "total": of["total"] * size, "once": of["once"]}
+        return {
+            "total": of["own"] + of["busiest"] + of["host_busiest"] * most + of["total"] * n,
+            "once": of["once"],
+        }
+    return {
+        "own": of["own"],
+        "busiest": of["busiest"] + of["host_busiest"] * size,
+        "total": of["total"] * size,
+        "once": of["once"],
+    }
 
 
 def spread_ms(problem: Problem, model: CostModel, layout: Layout, n_bytes: np.ndarray) -> np.ndarray:

@@ -19,9 +19,14 @@ def rebind_tables(plan: Plan, problem: Problem) -> Plan:
     is. `lower` then refuses the plan.
     """
     tables = {t.name: t for t in problem.tables}
-    return Plan(tuple(bound for p in plan.placements
-                      for bound in _rebound(p, tables.get(p.shard.table.name, p.shard.table))),
-                plan.provenance)
+    return Plan(
+        tuple(
+            bound
+            for p in plan.placements
+            for bound in _rebound(p, tables.get(p.shard.table.name, p.shard.table))
+        ),
+        plan.provenance,
+    )
 
 
 def _rebound(placement: Placement, table: Table) -> Sequence[Placement]:
@@ -32,8 +37,11 @@ def _rebound(placement: Placement, table: Table) -> Sequence[Placement]:
     if not shard.full_rows or (table.sequence and table.dim != was.dim and shard.width < was.dim):
         return [placement]
     high = table.dim if shard.col_hi == was.dim else min(shard.col_hi, table.dim)
-    return [replace(placement, shard=Shard(table, 0, table.rows, shard.col_lo, high))
-            ] if shard.col_lo < high else []
+    return (
+        [replace(placement, shard=Shard(table, 0, table.rows, shard.col_lo, high))]
+        if shard.col_lo < high
+        else []
+    )
 
 
 @dataclass(frozen=True)
@@ -57,8 +65,9 @@ class Reshard:
         for name in ("tables", "bytes"):
             value = getattr(self, name)
             if value is not None and value < 0:
-                raise ShardCoreError(f"re-sharding may move at most {value} {name}; it needs 0 or more, "
-                                     "or None for any number")
+                raise ShardCoreError(
+                    f"re-sharding may move at most {value} {name}; it needs 0 or more, or None for any number"
+                )
 
     @property
     def limited(self) -> bool:
@@ -91,30 +100,44 @@ class Reshard:
                 found.placed.extend((shard, d) for d, shard in shards_on(placements[0]))
             else:
                 found.new.append(tables[name])
-        home: dict[str, int] = {**{t.name: -1 for t in found.new},
-                                **{s.table.name: d for s, d in found.placed}}
+        home: dict[str, int] = {
+            **{t.name: -1 for t in found.new},
+            **{s.table.name: d for s, d in found.placed},
+        }
         # Bundles that the plan splits are placed anew.
-        apart = {name for group in problem.constraints.together if len({home[n] for n in group}) > 1
-                 for name in group}
+        apart = {
+            name
+            for group in problem.constraints.together
+            if len({home[n] for n in group}) > 1
+            for name in group
+        }
         together = [(s, d) for s, d in found.placed if s.table.name not in apart]
-        return replace(found, placed=together,
-                       new=[*found.new, *(tables[n] for n in sorted(apart) if home[n] >= 0)])
+        return replace(
+            found, placed=together, new=[*found.new, *(tables[n] for n in sorted(apart) if home[n] >= 0)]
+        )
 
-    def _require_whole(self, table: Table, placements: Sequence[Placement],
-                       everywhere: Sequence[int]) -> None:
+    def _require_whole(
+        self, table: Table, placements: Sequence[Placement], everywhere: Sequence[int]
+    ) -> None:
         """Raise ShardCoreError unless the plan places all of a table, on devices that exist."""
         cells = sum(p.shard.rows * p.shard.width for p in placements)
         if placements and cells != table.rows * table.dim:
-            raise ShardCoreError(f"the plan to start from places {cells} of the {table.rows * table.dim} "
-                                 f"cells of table {table.name!r}")
+            raise ShardCoreError(
+                f"the plan to start from places {cells} of the {table.rows * table.dim} "
+                f"cells of table {table.name!r}"
+            )
         for p in placements:
             if layout_of(p.kind) is WHOLE_ROWS and len(p.devices) > 1:
-                raise ShardCoreError(f"the plan to start from has {p.shard.label} by {p.kind} on "
-                                     f"{device_names(p.devices)}; such a shard lives on one")
+                raise ShardCoreError(
+                    f"the plan to start from has {p.shard.label} by {p.kind} on "
+                    f"{device_names(p.devices)}; such a shard lives on one"
+                )
             if not set(p.devices) <= set(everywhere):
-                raise ShardCoreError(f"the plan to start from has {p.shard.label} on "
-                                     f"{device_names(p.devices)}; the problem has "
-                                     f"devices 0 to {len(everywhere) - 1}")
+                raise ShardCoreError(
+                    f"the plan to start from has {p.shard.label} on "
+                    f"{device_names(p.devices)}; the problem has "
+                    f"devices 0 to {len(everywhere) - 1}"
+                )
 
 
 @dataclass(frozen=True)
@@ -142,5 +165,6 @@ def _allowed_there(placements: Sequence[Placement], problem: Problem) -> bool:
     """Whether constraints still allow a table where the plan has it."""
     name = placements[0].shard.table.name
     on_one = len(placements) == 1 and len(placements[0].devices) == 1
-    return (on_one or name not in problem.whole) and all(set(p.devices) <= set(problem.allowed_devices(name))
-                                                         for p in placements)
+    return (on_one or name not in problem.whole) and all(
+        set(p.devices) <= set(problem.allowed_devices(name)) for p in placements
+    )

@@ -129,8 +129,9 @@ class SearchSpace:
 
 def runs(layout: Layout, table: Table) -> bool:
     """Whether a layout is of the table's collection, and runs its kernel."""
-    return ((layout.sequence, layout.collection) == (table.sequence, table.collection)
-            and (layout.caches or not table.in_host_memory))
+    return (layout.sequence, layout.collection) == (table.sequence, table.collection) and (
+        layout.caches or not table.in_host_memory
+    )
 
 
 def without_ranges(shards: Sequence[Shard], problem: Problem) -> tuple[list[Shard], list[Table]]:
@@ -145,8 +146,13 @@ def without_ranges(shards: Sequence[Shard], problem: Problem) -> tuple[list[Shar
     return [*(s for s in shards if s.full_rows), *map(Shard.whole, tables)], tables
 
 
-def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halves: bool = False,
-          by_rows: Sequence[Table] = ()) -> SearchSpace:
+def space(
+    cache: ShardCostCache,
+    shards: Sequence[Shard],
+    everywhere: bool,
+    halves: bool = False,
+    by_rows: Sequence[Table] = (),
+) -> SearchSpace:
     """The space of `shards`, which have to be all strips of the cache.
 
     everywhere: whether groups may share whole tables.
@@ -166,12 +172,25 @@ def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halv
     # Hosts as numbers.
     hosts = {h: i for i, h in enumerate(problem.topology.hosts)}
     n_devices = len(problem.topology)
-    groups = tuple((layout, group) for layout in runs_of(problem.tables)
-                   for group in layout.groups(problem.topology) if len(group) > 1)
-    of_ids = tuple(dict.fromkeys((*cache.kinds, *(run for s in range(len(cache)) for run in cache.runs(s)),
-                                  *(layout for layout, _ in groups))))
-    exchange = [*(exchange_rates(problem, model, layout) for layout in cache.kinds),
-                *(id_rates(problem, model, layout) for layout in of_ids)]
+    groups = tuple(
+        (layout, group)
+        for layout in runs_of(problem.tables)
+        for group in layout.groups(problem.topology)
+        if len(group) > 1
+    )
+    of_ids = tuple(
+        dict.fromkeys(
+            (
+                *cache.kinds,
+                *(run for s in range(len(cache)) for run in cache.runs(s)),
+                *(layout for layout, _ in groups),
+            )
+        )
+    )
+    exchange = [
+        *(exchange_rates(problem, model, layout) for layout in cache.kinds),
+        *(id_rates(problem, model, layout) for layout in of_ids),
+    ]
     number = {cache.table(s).name: s for s in range(len(cache))}
     turns = Turns.of(of_ids, problem)
     tick()
@@ -179,28 +198,53 @@ def space(cache: ShardCostCache, shards: Sequence[Shard], everywhere: bool, halv
     columns = Columns(problem, of_ids, cache.caches, may_bind(problem))
     layouts = tuple(dict.fromkeys(layout for layout, _ in groups))
     memory = shards_memory(cache, columns, layouts, parts)
-    sums = memory["sums"][len(cache.made):].reshape(2, len(layouts), len(cache), 6)[0]
+    sums = memory["sums"][len(cache.made) :].reshape(2, len(layouts), len(cache), 6)[0]
     fixed = SearchProblem(
-        shard=np.ascontiguousarray(number_of, dtype=np.int32), codes=np.ascontiguousarray(cache.codes),
-        added_ms=added(cache.codes, model), outputs=cache.outputs,
-        ids=cache.id_bytes, ids_by=np.arange(len(cache.kinds)) + len(cache.kinds),
-        kind=cache.kind.astype(np.int64), size=cache.size.astype(np.int64),
-        table=np.array([number[cache.table(s).name] for s in range(len(cache))]), may_split=may_split,
+        shard=np.ascontiguousarray(number_of, dtype=np.int32),
+        codes=np.ascontiguousarray(cache.codes),
+        added_ms=added(cache.codes, model),
+        outputs=cache.outputs,
+        ids=cache.id_bytes,
+        ids_by=np.arange(len(cache.kinds)) + len(cache.kinds),
+        kind=cache.kind.astype(np.int64),
+        size=cache.size.astype(np.int64),
+        table=np.array([number[cache.table(s).name] for s in range(len(cache))]),
+        may_split=may_split,
         # No rows if nothing is restricted: the compiled search then skips the check.
         allowed=cache.allowed[:0] if cache.allowed.all() else cache.allowed,
         free=np.array(held_bytes(problem), float),
-        speed=cache.speed, host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64),
+        speed=cache.speed,
+        host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64),
         **{name: np.array([rates[name] for rates in exchange]) for name in exchange[0]},
         hides_ids_ms=problem.job.hides_ids_ms,
-        **shared, shared_ids=sums[..., 1].astype(np.int64), **memory,
-        **batch_memory(cache, groups, columns), **given(cache, groups, columns),
-        turn_sums=turns.sums, turn_batch=turns.batch, turn_phases=turns.phases, sums_most=turns.most,
-        kept=np.zeros((0, n_devices), np.int16), weight=np.zeros(0, np.int64), joint=np.zeros(0, np.int64),
-        most_moved=np.zeros(2, np.int64), parameters=model.compiled().parameters, halves=halves)
+        **shared,
+        shared_ids=sums[..., 1].astype(np.int64),
+        **memory,
+        **batch_memory(cache, groups, columns),
+        **given(cache, groups, columns),
+        turn_sums=turns.sums,
+        turn_batch=turns.batch,
+        turn_phases=turns.phases,
+        sums_most=turns.most,
+        kept=np.zeros((0, n_devices), np.int16),
+        weight=np.zeros(0, np.int64),
+        joint=np.zeros(0, np.int64),
+        most_moved=np.zeros(2, np.int64),
+        parameters=model.compiled().parameters,
+        halves=halves,
+    )
     multiples = turns.most[[of_ids.index(layout) for layout in layouts]]
     shared_bytes = sums[..., :2].sum(-1) + (sums[..., 2:4] * multiples.reshape(-1, 1, 2)).sum(-1)
-    return SearchSpace(problem, cache, fixed, cache.bytes, shared_bytes.astype(np.int64), groups,
-                       np.array([number[t.name] for t in by_rows], dtype=np.int64), of_ids)
+    return SearchSpace(
+        problem,
+        cache,
+        fixed,
+        cache.bytes,
+        shared_bytes.astype(np.int64),
+        groups,
+        np.array([number[t.name] for t in by_rows], dtype=np.int64),
+        of_ids,
+    )
 
 
 def is_large(cache: ShardCostCache) -> bool:
@@ -244,10 +288,13 @@ def keeping(of: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[T
     fixed, limits = of.fixed, {}
     if reshard.limited:
         most = [np.iinfo(np.int64).max if x is None else x for x in (reshard.tables, reshard.bytes)]
-        limits = {"kept": held.copy(),
-                  "weight": np.array([unit_bytes(s) for s in range(len(cache))], np.int64),
-                  "joint": np.array([len(cache.bundles([(s, 1)])[0]) for s in range(len(cache))], np.int64),
-                  "most_moved": np.array(most, np.int64), "may_share": np.zeros_like(fixed.may_share)}
+        limits = {
+            "kept": held.copy(),
+            "weight": np.array([unit_bytes(s) for s in range(len(cache))], np.int64),
+            "joint": np.array([len(cache.bundles([(s, 1)])[0]) for s in range(len(cache))], np.int64),
+            "most_moved": np.array(most, np.int64),
+            "may_share": np.zeros_like(fixed.may_share),
+        }
     if cache.is_range.any():
         limits["allowed"] = cache.allowed & ~cache.is_range[:, None]
     return replace(of, fixed=fixed._replace(**limits))
@@ -256,9 +303,15 @@ def keeping(of: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[T
 # --- tables that groups of devices share --------------------------------------------------------------------
 
 
-def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]],
-            wanted: bool, divided: Collection[str],
-            of_ids: Sequence[Layout]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def _shared(
+    problem: Problem,
+    model: CostModel,
+    cache: ShardCostCache,
+    groups: Sequence[tuple[Layout, Group]],
+    wanted: bool,
+    divided: Collection[str],
+    of_ids: Sequence[Layout],
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """The fields of arrays.SearchProblem about groups, and what devices of a group have of a strip.
 
     The latter are shards [2, Y, S]: of each device but the last, and of the last.
@@ -276,43 +329,60 @@ def _shared(problem: Problem, model: CostModel, cache: ShardCostCache, groups: S
     for g, (layout, group) in enumerate(groups):
         of[layouts.index(layout), list(group)] = g
     shape = (len(layouts), len(cache))
-    found = {"group_layout": np.array([layouts.index(layout) for layout, _ in groups], np.int64),
-             "group_of": of,
-             "may_share": np.zeros(shape, dtype=bool),
-             "shared_codes": np.zeros((*shape, cache.codes.shape[1])),
-             "shared_ids_by": np.array([n_kinds + of_ids.index(layout) for layout in layouts], np.int64),
-             "shared_size": np.zeros(shape),
-             **{f"shared_{name}": np.zeros(len(layouts)) for name in ("own", "busiest", "total", "once")}}
+    found = {
+        "group_layout": np.array([layouts.index(layout) for layout, _ in groups], np.int64),
+        "group_of": of,
+        "may_share": np.zeros(shape, dtype=bool),
+        "shared_codes": np.zeros((*shape, cache.codes.shape[1])),
+        "shared_ids_by": np.array([n_kinds + of_ids.index(layout) for layout in layouts], np.int64),
+        "shared_size": np.zeros(shape),
+        **{f"shared_{name}": np.zeros(len(layouts)) for name in ("own", "busiest", "total", "once")},
+    }
     parts = np.full((2, *shape), None)
     if not wanted and not divided:
         return found, parts
     whole = [Shard.whole(cache.table(s)) for s in range(len(cache))]
     bound = {*problem.pinned, *problem.whole}
-    free = np.array([wanted and not cache.is_range[s] and w.width == cache.unit[s] * cache.size[s]
-                     and w.table.name not in bound for s, w in enumerate(whole)], dtype=bool)
+    free = np.array(
+        [
+            wanted
+            and not cache.is_range[s]
+            and w.width == cache.unit[s] * cache.size[s]
+            and w.table.name not in bound
+            for s, w in enumerate(whole)
+        ],
+        dtype=bool,
+    )
     for y, layout in enumerate(layouts):
         # With groups of unequal size, the smallest has the most of a table on each device.
         size = min(len(group) for of_group, group in groups if of_group is layout)
         shards, divides = whole, np.ones(len(whole), dtype=bool)
         if layout.divides_rows:
             share = [even_share(shard.rows, size) for shard in whole]
-            shards = [replace(shard, row_hi=rows or shard.rows)
-                      for shard, rows in zip(whole, share, strict=True)]
+            shards = [
+                replace(shard, row_hi=rows or shard.rows) for shard, rows in zip(whole, share, strict=True)
+            ]
             fine = [not s.table.ordered and rows is not None for s, rows in zip(whole, share, strict=True)]
             divides = np.array(fine, dtype=bool) & (not cache.is_range.any())
         runs_it = np.array([runs(layout, shard.table) for shard in whole], dtype=bool)
-        found["may_share"][y] = free & divides & runs_it & [problem.may_run(layout, shard.table)
-                                                            for shard in whole]
+        found["may_share"][y] = (
+            free & divides & runs_it & [problem.may_run(layout, shard.table) for shard in whole]
+        )
         found["shared_codes"][y] = encoded(shards, model, layout.batch(problem))
         parts[:, y] = shards
         if layout.divides_rows:
             # The last device of a group has the rows that are left.
-            parts[1, y] = [replace(shard, row_lo=shard.row_hi * (size - 1), row_hi=w.row_hi)
-                           if rows and rows * size != w.row_hi else shard
-                           for shard, w, rows in zip(shards, whole, share, strict=True)]
+            parts[1, y] = [
+                replace(shard, row_lo=shard.row_hi * (size - 1), row_hi=w.row_hi)
+                if rows and rows * size != w.row_hi
+                else shard
+                for shard, w, rows in zip(shards, whole, share, strict=True)
+            ]
         parts[:, y, ~runs_it] = None
-        found["shared_size"][y] = [shard.bytes if layout.dense_gradient
-                                   else output_bytes(shard, problem.global_batch) for shard in shards]
+        found["shared_size"][y] = [
+            shard.bytes if layout.dense_gradient else output_bytes(shard, problem.global_batch)
+            for shard in shards
+        ]
         for name, rate in shared_rates(problem, model, layout, size).items():
             found[f"shared_{name}"][y] = rate
     return found, parts
@@ -331,8 +401,10 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     copies = fixed.shared_codes[y, may]
     total, size = codes.sum(0), fixed.shared_size[y, may]
     outputs = fixed.outputs[fixed.shard[may, fixed.size[may]]]
-    of_byte = ((fixed.own + fixed.busiest + fixed.host_busiest * n / len(space.problem.topology.hosts)) / n
-               + fixed.total)[fixed.kind[may]]
+    of_byte = (
+        (fixed.own + fixed.busiest + fixed.host_busiest * n / len(space.problem.topology.hosts)) / n
+        + fixed.total
+    )[fixed.kind[may]]
 
     def divided_ms(left: np.ndarray) -> np.ndarray:
         """ms of these encodings, divided evenly over the devices."""
@@ -341,12 +413,17 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     [group] = np.flatnonzero(fixed.group_layout == y)
     given, once = fixed.given_codes[group], fixed.shared_once[y] * (fixed.given_size[group] == 0)
     beside = given + copies.sum(0)  # price a table among the others, as they share one op
-    extra = ((model.head(beside[None]) - model.head(np.maximum(beside - copies, 0))) / slowest
-             + fixed.shared_total[y] * size)
+    extra = (
+        model.head(beside[None]) - model.head(np.maximum(beside - copies, 0))
+    ) / slowest + fixed.shared_total[y] * size
     saved = divided_ms(total[None]) - divided_ms(total - codes[may]) + of_byte * outputs
     order = np.argsort(extra - saved, kind="stable")
-    step = (divided_ms(total - np.cumsum(codes[may[order]], 0)) - np.cumsum((of_byte * outputs)[order])
-            + model.head(given + np.cumsum(copies[order], 0)) / slowest + once
-            + fixed.shared_total[y] * np.cumsum(size[order]))
+    step = (
+        divided_ms(total - np.cumsum(codes[may[order]], 0))
+        - np.cumsum((of_byte * outputs)[order])
+        + model.head(given + np.cumsum(copies[order], 0)) / slowest
+        + once
+        + fixed.shared_total[y] * np.cumsum(size[order])
+    )
     none = divided_ms(total[None])[0] + model.head(given[None])[0] / slowest
-    return may[order[:int(step.argmin()) + 1]] if step.min() < none else may[:0]
+    return may[order[: int(step.argmin()) + 1]] if step.min() < none else may[:0]

@@ -99,7 +99,7 @@ class Search:
             self._waiting = []
             if number > 0:
                 trials *= 2
-                found = found[:int(np.ceil(len(found) * _HALVED))]
+                found = found[: int(np.ceil(len(found) * _HALVED))]
                 best = replace(self.best, fixed=self.best.space.fixed)
                 self._cool(best, int(trials * len(found) * _OF_BEST), _WARM)
             for start in found:
@@ -186,7 +186,7 @@ class Search:
             carried[run] += n_bytes
         for (run, devices), size in zip(space.groups, state.group_size, strict=True):
             carried[run][list(devices)] += size
-        ids = dict(zip(space.runs, state.carried.T[len(space.cache.kinds):], strict=True))
+        ids = dict(zip(space.runs, state.carried.T[len(space.cache.kinds) :], strict=True))
         traffic = traffic_of_outputs(carried, self.problem, ids)
         compute_ms = (state.ms.sum(1) + state.shared_ms) / fixed.speed
         comm = self.model.comm(traffic, compute_ms, self.problem.topology)
@@ -195,5 +195,6 @@ class Search:
 
 def copy_of(state: State) -> State:
     """A plan of its own. The log and the random generator go on: they are not part of a plan."""
-    return state._replace(**{name: of.copy() for name, of in state._asdict().items()
-                             if name not in ("log", "random")})
+    return state._replace(
+        **{name: of.copy() for name, of in state._asdict().items() if name not in ("log", "random")}
+    )

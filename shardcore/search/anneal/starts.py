@@ -94,8 +94,9 @@ class Starts:
         space, n = self._space(shards, kind), 0
         shares = _SPLITS[2:5:2] if self.spaces.is_large(space.cache) else _SPLITS
         ways = [[(self._cuts(space, share), _pairs()) for share in shares]]
-        if (space.whole_bytes.sum() > _TIGHT * sum(held_bytes(self.problem))
-            and not self.spaces.is_large(space.cache)):
+        if space.whole_bytes.sum() > _TIGHT * sum(held_bytes(self.problem)) and not self.spaces.is_large(
+            space.cache
+        ):
             ways.append([(self._small(space, share), _pairs()) for share in _SMALL])
         for start in (self._cheapest(space, way) for way in ways):
             if start:
@@ -120,8 +121,9 @@ class Starts:
         layouts = space.layouts if space.fixed.may_share.any() else ()
         # Layouts without divided rows come last: they may be the only ones that fit.
         for y in sorted(range(len(layouts)), key=lambda y: not layouts[y].divides_rows):
-            for start in (self._divided(space, y) if layouts[y].divides_rows
-                          else self._replicated(space, y, fits)):
+            for start in (
+                self._divided(space, y) if layouts[y].divides_rows else self._replicated(space, y, fits)
+            ):
                 if start:
                     fits = True
                     yield start
@@ -139,9 +141,9 @@ class Starts:
         smallest, n_copies = np.argsort(size, kind="stable"), int((copied >= 0).sum())
         for name in dict.fromkeys(layout.name for layout in layouts if layout.divides_rows):
             divided = _first(may, [y for y, layout in enumerate(layouts) if layout.name == name])
-            for share in _COPIED[::len(_COPIED) - 1] if self.spaces.is_large(space.cache) else _COPIED:
+            for share in _COPIED[:: len(_COPIED) - 1] if self.spaces.is_large(space.cache) else _COPIED:
                 of = np.where(divided >= 0, divided, copied)
-                copies = smallest[:int(share * n_copies)]
+                copies = smallest[: int(share * n_copies)]
                 of[copies] = copied[copies]
                 if (of >= 0).any():
                     each = (self._with(space, np.flatnonzero(of == y), y) for y in np.unique(of[of >= 0]))
@@ -172,8 +174,9 @@ class Starts:
         yield self._cheapest(space, ways)
         yield self._cheapest(space, [self._with(space, whole, y), *self._with_copies(space, whole, y)])
 
-    def _with_copies(self, space: SearchSpace, whole: np.ndarray,
-                     y: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _with_copies(
+        self, space: SearchSpace, whole: np.ndarray, y: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Ways to start: some strips on all devices, all others shared by the groups of a layout.
 
         whole: strips that the layout may share.
@@ -204,8 +207,13 @@ class Starts:
         If nothing fits yet, a start replicates the tables that take less memory so.
         """
         copies, every = self._copies(space, y), np.flatnonzero(space.fixed.may_share[y])
-        start = self._cheapest(space, [*(self._with(space, s, y) for s in (*copies, every)),
-                                       *(self._with(space, s, y, np.inf) for s in copies)])
+        start = self._cheapest(
+            space,
+            [
+                *(self._with(space, s, y) for s in (*copies, every)),
+                *(self._with(space, s, y, np.inf) for s in copies),
+            ],
+        )
         yield start
         if not fits and start is None:
             less = space.shared_bytes[y] < space.whole_bytes / 2
@@ -235,16 +243,18 @@ class Starts:
         best = min(found, key=lambda x: x[0], default=None)
         return None if best is None else Start(space, best[1], space.among_groups(best[1].group))
 
-    def _placed_greedily(self, space: SearchSpace, ways: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[
-            tuple[float, State, np.ndarray, np.ndarray]]:
+    def _placed_greedily(
+        self, space: SearchSpace, ways: Iterable[tuple[np.ndarray, np.ndarray]]
+    ) -> Iterator[tuple[float, State, np.ndarray, np.ndarray]]:
         """Cost, plan, numbers of shards and pairs of each way that fits."""
         for n, pairs in ways:
             shared = space.sharing(pairs)
             if (state := self._greedy(space, n, shared)) is not None:
                 yield state.value[self.compiled.BEST], state, n, shared
 
-    def _refined(self, space: SearchSpace, least: float, best: State, n: np.ndarray,
-                 shared: np.ndarray) -> tuple[float, State]:
+    def _refined(
+        self, space: SearchSpace, least: float, best: State, n: np.ndarray, shared: np.ndarray
+    ) -> tuple[float, State]:
         """A greedy plan refined, as EMBark's planner does, and its cost.
 
         The costliest strip on the slowest device is cut once more, as long as that helps.
@@ -252,12 +262,13 @@ class Starts:
         state, misses, n = best, 0, n.copy()
         while state is not None and misses < _MISSES:
             worst = state.number[self.compiled.WORST]
-            last = state.strips[worst, :state.count[worst]]
+            last = state.strips[worst, : state.count[worst]]
             if not len(last):
                 break
             hottest = last[np.argmax(self._single_ms(space.fixed, last, state.held[last, worst]))]
-            if not space.fixed.may_split[hottest] or n[hottest] >= min(len(space.fixed.free),
-                                                                       space.fixed.size[hottest]):
+            if not space.fixed.may_split[hottest] or n[hottest] >= min(
+                len(space.fixed.free), space.fixed.size[hottest]
+            ):
                 break
             n[hottest] += 1
             state = self._greedy(space, n, shared)
@@ -300,8 +311,9 @@ class Starts:
         """A State with nothing placed."""
         return self.compiled.empty(space.fixed, len(self.problem.topology.hosts), _LOG, self.seed)
 
-    def _with(self, space: SearchSpace, strips: np.ndarray, y: int,
-              share: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    def _with(
+        self, space: SearchSpace, strips: np.ndarray, y: int, share: float = 1.0
+    ) -> tuple[np.ndarray, np.ndarray]:
         """A way to start: some strips shared by groups of a layout, all others cut.
 
         The costliest strips go first, each to the group with least load that has room; the largest go first
@@ -309,8 +321,10 @@ class Starts:
         """
         groups = np.flatnonzero(space.fixed.group_layout == y)
         fixed = space.fixed
-        cost = (self.model.head(fixed.shared_codes[y, strips])
-                + (fixed.shared_own[y] + fixed.shared_busiest[y]) * fixed.shared_size[y, strips])
+        cost = (
+            self.model.head(fixed.shared_codes[y, strips])
+            + (fixed.shared_own[y] + fixed.shared_busiest[y]) * fixed.shared_size[y, strips]
+        )
         n_bytes = space.shared_bytes[y][strips]
         free = np.array([min(space.fixed.free[list(space.groups[g][1])]) for g in groups])
         for order in (np.argsort(-cost, kind="stable"), np.argsort(-n_bytes, kind="stable")):
@@ -342,8 +356,10 @@ class Starts:
 
         0 for strips that groups share.
         """
-        fixed, single = space.fixed, self._single_ms(space.fixed, np.arange(len(space.fixed.size)),
-                                                     space.fixed.size)
+        fixed, single = (
+            space.fixed,
+            self._single_ms(space.fixed, np.arange(len(space.fixed.size)), space.fixed.size),
+        )
         n = np.ones(len(single), dtype=np.int64)
         n[space.divided] = n[np.asarray(everywhere, dtype=np.int64)] = 0
         limit = share * max(single[n > 0].sum() / fixed.speed.sum(), 1e-300)
@@ -365,8 +381,11 @@ class Starts:
     def _alone_ms(self, fixed: SearchProblem, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
         """[N] ms of steps with one shard each: of its op, and of the exchange of its outputs and ids."""
         shard, kind, each_ms = fixed.shard[strips, units], fixed.kind[strips], fixed.own + fixed.busiest
-        return (self._single_ms(fixed, strips, units) + each_ms[kind] * fixed.outputs[shard]
-                + each_ms[fixed.ids_by[kind]] * fixed.ids[shard])
+        return (
+            self._single_ms(fixed, strips, units)
+            + each_ms[kind] * fixed.outputs[shard]
+            + each_ms[fixed.ids_by[kind]] * fixed.ids[shard]
+        )
 
     def of_plan(self, placements: Sequence[Placement], kind: str) -> Start:
         """A plan as a start in its own space."""
@@ -378,11 +397,22 @@ class Starts:
         shared = [p for p in shared if p not in ranges]
         placed = [(s, d) for p in left if p not in shared for d, s in shards_on(p)]
         shards = [*(s for s, _ in placed), *(p.shard for p in shared)]
-        space = self.spaces.space(self._of_strips(shards), shards, kind == "all" or bool(shared),
-                                  kind == "halves")
-        start = self._placed(space, placed, np.concatenate([_pairs(), *(
-            _pairs(space.strips([p.shard.table]), space.number(p.kind, p.devices, p.shard.table))
-            for p in shared)]))
+        space = self.spaces.space(
+            self._of_strips(shards), shards, kind == "all" or bool(shared), kind == "halves"
+        )
+        start = self._placed(
+            space,
+            placed,
+            np.concatenate(
+                [
+                    _pairs(),
+                    *(
+                        _pairs(space.strips([p.shard.table]), space.number(p.kind, p.devices, p.shard.table))
+                        for p in shared
+                    ),
+                ]
+            ),
+        )
         if kind != "all":
             start.space = replace(space, fixed=space.as_it_is)
             start.fixed = start.space.fixed
@@ -421,15 +451,20 @@ class Starts:
         whole = [*(t for tables in old.shared.values() for t in tables), *old.new]
         shards = [*(s for s, _ in old.placed), *map(Shard.whole, whole)]
         space = self.spaces.space(self._of_strips(shards), shards, True, kind == "halves")
-        shared = [_pairs(space.strips([t]), space.number(*group, t))
-                  for group, tables in old.shared.items() for t in tables]
+        shared = [
+            _pairs(space.strips([t]), space.number(*group, t))
+            for group, tables in old.shared.items()
+            for t in tables
+        ]
         start = self._placed(space, old.placed, np.concatenate([_pairs(), *shared]))
         held = start.state.held.copy()
         todo = space.keys([Shard.whole(t) for t in old.new])
         if not self.compiled.greedy(self.head, space.fixed, start.state, todo):
-            raise Infeasible(f"problem {self.problem.name!r}: the plan to start from leaves no device room "
-                             "for tables that it lacks, or has where they may not be "
-                             f"({shown(t.name for t in old.new)}), uncut; plan afresh, or with more memory")
+            raise Infeasible(
+                f"problem {self.problem.name!r}: the plan to start from leaves no device room "
+                "for tables that it lacks, or has where they may not be "
+                f"({shown(t.name for t in old.new)}), uncut; plan afresh, or with more memory"
+            )
         self.compiled.refresh(self.head, space.fixed, start.state)
         start.space = self.spaces.keeping(space, held, reshard, old.new)
         if kind != "all":

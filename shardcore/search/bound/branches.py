@@ -40,8 +40,9 @@ class _Case:
     mix: tuple[int, ...]
 
 
-def least_ms(shards: BoundShards, ops: Sequence[Ops], mixes: dict[tuple[int, ...], tuple[float, str]],
-             alike: bool) -> float:
+def least_ms(
+    shards: BoundShards, ops: Sequence[Ops], mixes: dict[tuple[int, ...], tuple[float, str]], alike: bool
+) -> float:
     """ms of plans at least.
 
     ops: of each kind.
@@ -73,12 +74,13 @@ def least_ms(shards: BoundShards, ops: Sequence[Ops], mixes: dict[tuple[int, ...
     return cases[0].ms
 
 
-def _prove(packing: Packing, mix: tuple[int, ...], kinds: tuple[int, ...], order: np.ndarray,
-           start: Proof) -> Proof:
+def _prove(
+    packing: Packing, mix: tuple[int, ...], kinds: tuple[int, ...], order: np.ndarray, start: Proof
+) -> Proof:
     """What plans take at least whose tables order[i] are of kinds[i]."""
     shards = packing.shards
     of = np.full(len(order), -1)
-    of[order[:len(kinds)]] = kinds
+    of[order[: len(kinds)]] = kinds
     kind = of[shards.table]
     known = (kind < 0) | (kind == shards.kind)
     for _ in range(_RAISED):

@@ -51,8 +51,9 @@ class Shares:
         return found
 
 
-def least_rates(model: BoundableCostModel, codes: np.ndarray, load: np.ndarray, table: np.ndarray,
-                wanted: np.ndarray) -> np.ndarray:
+def least_rates(
+    model: BoundableCostModel, codes: np.ndarray, load: np.ndarray, table: np.ndarray, wanted: np.ndarray
+) -> np.ndarray:
     """[W, F] rates no higher than those of any op whose shards' loads sum to `wanted` [W] or more.
 
     codes: [N, F]. load: [N], more than 0. table: [N], rising. An op has at most one shard of a table.
@@ -104,8 +105,14 @@ def _shares(codes: np.ndarray, load: np.ndarray, table: np.ndarray, wanted: np.n
     codes = codes / unit
     # An op of more load has no less of anything than a part of it that has just this load.
     low, high = least_sums(codes, load, table, wanted), -least_sums(-codes, load, table, wanted)
-    pairs = np.stack([least_sums((codes[:, :, None] + weight * codes[:, None]).reshape(len(codes), -1), load,
-                                 table, wanted).T for weight in _WEIGHTS])
+    pairs = np.stack(
+        [
+            least_sums(
+                (codes[:, :, None] + weight * codes[:, None]).reshape(len(codes), -1), load, table, wanted
+            ).T
+            for weight in _WEIGHTS
+        ]
+    )
     return Shares(unit, low, high, pairs.reshape(len(_WEIGHTS), len(unit), len(unit), len(wanted)))
 
 
@@ -116,8 +123,9 @@ def _counts(model: BoundableCostModel, shares: Shares, feature: int) -> bool:
     return bool((model.rates(less * shares.unit) != model.rates(shares.high * shares.unit)).any())
 
 
-def _division(model: BoundableCostModel, shares: Shares, box: tuple[np.ndarray, np.ndarray],
-              features: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _division(
+    model: BoundableCostModel, shares: Shares, box: tuple[np.ndarray, np.ndarray], features: list[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """How to divide boxes (low, high [W, F]): the lower corners [W, F] of what is below and above, the value
     [W] and the feature [W] that divide them."""
     low, high = box
@@ -128,8 +136,9 @@ def _division(model: BoundableCostModel, shares: Shares, box: tuple[np.ndarray, 
     value = np.maximum(least, np.maximum(least, 1e-3 * most) ** (1 - part) * most**part)
     below, above = shares.with_at_most(low, feature, value), np.repeat(low[None], len(feature), 0)
     above[np.arange(len(feature)), :, feature] = value
-    ms = np.minimum(_ms_of_box(model, shares, below, high, total),
-                    _ms_of_box(model, shares, above, high, total))
+    ms = np.minimum(
+        _ms_of_box(model, shares, below, high, total), _ms_of_box(model, shares, above, high, total)
+    )
     best, n = ms.argmax(0), np.arange(len(low))
     return below[best, n], above[best, n], value[best, n], feature[best]
 
@@ -139,7 +148,8 @@ def _ms(model: BoundableCostModel, shares: Shares, low: np.ndarray, total: np.nd
     return model.rates(low * shares.unit) @ total
 
 
-def _ms_of_box(model: BoundableCostModel, shares: Shares, low: np.ndarray, high: np.ndarray,
-               total: np.ndarray) -> np.ndarray:
+def _ms_of_box(
+    model: BoundableCostModel, shares: Shares, low: np.ndarray, high: np.ndarray, total: np.ndarray
+) -> np.ndarray:
     """As _ms. inf for boxes in which there are no ops."""
     return np.where((low > high + 2 * _TRACE).any(-1), np.inf, _ms(model, shares, low, total))

@@ -36,15 +36,21 @@ class Bag:
         ms = (np.arange(STEPS) + 1) * step - shards.model.launch_ms
         self.most, self.none = np.maximum(0.0, costs.most(ms)), ms < 0
         # A trace earlier, for rounding errors.
-        fits = np.maximum(*(np.searchsorted(most * (1 + 1e-9), least[of])
-                            for most, least in ((ms, costs.alone), (self.most, costs.load))))
+        fits = np.maximum(
+            *(
+                np.searchsorted(most * (1 + 1e-9), least[of])
+                for most, least in ((ms, costs.alone), (self.most, costs.load))
+            )
+        )
         order = np.lexsort((fits, shards.table[of]))
         self.of, self.n, self.fits = of[order], len(shards.kind), fits[order]
         self.load, table = np.maximum(costs.load[self.of], 1e-12), shards.table[self.of]
         self.first = np.flatnonzero(np.diff(table, prepend=-1))
         self.ends = np.append(self.first, len(of))
-        self.knapsacks = [_Knapsack(load[self.of], most, self.ends)
-                          for load, most in ((costs.alone, ms), (costs.load, self.most))]
+        self.knapsacks = [
+            _Knapsack(load[self.of], most, self.ends)
+            for load, most in ((costs.alone, ms), (costs.load, self.most))
+        ]
 
     def fill(self, worth: np.ndarray) -> tuple[np.ndarray, Taken]:
         """[M] the most worth by steps. Also the shards taken, by step."""
@@ -53,8 +59,12 @@ class Bag:
             return np.zeros(STEPS), lambda step: np.zeros(self.n)
         wholes = np.stack([k.fill(worth) for k in self.knapsacks])
         # Divided knapsacks: at any price of load, each table takes its best shard that fits.
-        prices = np.unique(np.quantile(np.maximum.reduceat(np.maximum(worth, 0.0) / self.load, self.first),
-                                       np.linspace(0, 1, _SLOPES)))
+        prices = np.unique(
+            np.quantile(
+                np.maximum.reduceat(np.maximum(worth, 0.0) / self.load, self.first),
+                np.linspace(0, 1, _SLOPES),
+            )
+        )
         lines = np.empty((len(prices), STEPS))
         compiled.divided(self.ends, self.fits, self.load, worth, prices, lines)
         lines += prices[:, None] * self.most

@@ -145,8 +145,10 @@ def _estimated(shards: BoundShards) -> Price:
             _, taken = shards.cheapest(np.where(some, work, np.inf), mix)
             if taken is None:
                 return np.inf
-            columns, *shared = ((taken * (shards.kind == k)) @ codes / shards.n_groups[k] ** (k > 0)
-                                for k in range(len(shards.kinds)))
+            columns, *shared = (
+                (taken * (shards.kind == k)) @ codes / shards.n_groups[k] ** (k > 0)
+                for k in range(len(shards.kinds))
+            )
             ms = shards.model.head(np.concatenate([columns * shares, *([e] * n for e in shared)])).sum()
             found.append(float(ms / total_speed + taken @ shards.exchange_ms))
             sums = columns + n * sum(shared)
@@ -179,8 +181,10 @@ def _by_mix(shards: BoundShards, price: Price, alike: bool) -> dict[tuple[int, .
         above = price(mix, shards.within(shard_ms <= low))
         if above > low:
             dearest = shards.problem.tables[int(np.argmax(shard_ms[shards.whole]))]
-            limit = (f"table {dearest.name!r}: whole it is too much for one device, and its parts together "
-                     "cost more")
+            limit = (
+                f"table {dearest.name!r}: whole it is too much for one device, and its parts together "
+                "cost more"
+            )
             high = min(above, float(shard_ms.max()))
             low = _crossing(lambda ms, m=mix, p=shard_ms: price(m, shards.within(p <= ms)), low, high)
         by_mix[tuple(mix)] = float(low), limit

@@ -101,8 +101,9 @@ class Ops:
         if busy.any():
             # One interval after the other: of all together there are too many numbers.
             own = model.rates(codes[busy])
-            slowdown = np.array([((np.maximum(own, least) * codes[busy]).sum(-1) / load[busy]).min()
-                                 for least in rates])
+            slowdown = np.array(
+                [((np.maximum(own, least) * codes[busy]).sum(-1) / load[busy]).min() for least in rates]
+            )
         return Curve(*every, self.ends, np.maximum.accumulate(slowdown))
 
     def _least_beside(self, of: np.ndarray, load: np.ndarray, sure: np.ndarray) -> np.ndarray:

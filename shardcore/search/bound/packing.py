@@ -105,8 +105,10 @@ class _Mix:
         ends = (np.arange(STEPS) + 1) * (speeds[:, None] / self.fastest)
         self.left = np.ceil(ends - 1e-9).astype(np.int32) - 1
         curves = {k: packing.ops[k].curve(some, sure) for k in mix}
-        self.bags = {k: Bag(np.flatnonzero(some & (shards.kind == k)), costs, shards, self.step)
-                     for k, costs in curves.items()}
+        self.bags = {
+            k: Bag(np.flatnonzero(some & (shards.kind == k)), costs, shards, self.step)
+            for k, costs in curves.items()
+        }
         load = np.sum([c.load for c in curves.values()], axis=0)
         price = load * shards.copies / shards.speed.sum() + _RATE * np.maximum(0.0, self.extra_ms)
         self.price = np.where(some, price, np.inf)
@@ -134,11 +136,16 @@ class _Mix:
                 most, filled = self.collected(at[:-1], float(at[-1]))
             if best == STEPS - 1:
                 break
-            goal = max(best + 1, min(STEPS - 1, int(best * (_AHEAD if n >= steps else 1 + push))),
-                       int(np.argmax(most > -np.inf)))
+            goal = max(
+                best + 1,
+                min(STEPS - 1, int(best * (_AHEAD if n >= steps else 1 + push))),
+                int(np.argmax(most > -np.inf)),
+            )
             taken, waited_ms = filled(goal)
-            cut = np.append(np.bincount(self.shards.table, taken * self.part, len(worth)),
-                            waited_ms - taken @ self.extra_ms)
+            cut = np.append(
+                np.bincount(self.shards.table, taken * self.part, len(worth)),
+                waited_ms - taken @ self.extra_ms,
+            )
             if n < steps:
                 # A subgradient: worth falls for tables that are taken too often.
                 rise = np.append(np.ones(len(worth)), 0.0) - cut
@@ -291,8 +298,15 @@ def _lowest(cuts: np.ndarray, near: np.ndarray, reach: float) -> tuple[np.ndarra
     n, far = len(near), reach * (near + 0.1 * near[:-1].mean())
     sums = np.append(np.ones(n - 1), [0.0, 0.0])[None]
     bounds = [*zip(np.maximum(0.0, near - far), near + far, strict=True), (None, None)]
-    found = linprog(np.append(np.zeros(n), 1.0), np.column_stack([cuts, -np.ones(len(cuts))]),
-                    np.zeros(len(cuts)), sums, [1.0], bounds, method="highs")
+    found = linprog(
+        np.append(np.zeros(n), 1.0),
+        np.column_stack([cuts, -np.ones(len(cuts))]),
+        np.zeros(len(cuts)),
+        sums,
+        [1.0],
+        bounds,
+        method="highs",
+    )
     if found.x is None:
         return near, 1.0
     at = np.maximum(0.0, found.x[:-1])

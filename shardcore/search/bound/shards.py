@@ -90,8 +90,13 @@ class BoundShards:
         self.alone_ms = np.asarray(model.head(self.codes), dtype=float)
         self.copies = self.group_size[self.kind]
         first = [next(iter(layout.channels_in(problem.job).values())) for layout in self.kinds]
-        carried = np.array([first[k](float(s.bytes), output_bytes(s, problem.global_batch), problem)
-                            for s, k in zip(shards, self.kind, strict=True)], dtype=float)
+        carried = np.array(
+            [
+                first[k](float(s.bytes), output_bytes(s, problem.global_batch), problem)
+                for s, k in zip(shards, self.kind, strict=True)
+            ],
+            dtype=float,
+        )
         self.latency_ms, per_byte = self._exchanges()
         self.exchange_ms = self.copies * carried * per_byte[self.kind]
         self.ids_ms, per_id_byte = self._ids() if ids else ({}, np.zeros(len(self.kinds)))
@@ -137,8 +142,9 @@ class BoundShards:
         for channel in ID_CHANNELS if n > 1 else ():
             traffic = np.zeros((2, len(CHANNELS), n))
             traffic[:, CHANNELS.index(channel)] = [[_EVEN_BYTES], [_MORE_BYTES]]
-            once, more = (float(self.model.comm(x, np.zeros(n), self.problem.topology).input_ms.max())
-                           for x in traffic)
+            once, more = (
+                float(self.model.comm(x, np.zeros(n), self.problem.topology).input_ms.max()) for x in traffic
+            )
             least[channel], slope = _tangent(once, more)
             per_byte[[layout.ids == channel for layout in self.kinds]] = slope / n
         return least, per_byte
@@ -175,8 +181,9 @@ class BoundShards:
     def space(self) -> str:
         """The plans for which a bound holds, in words."""
         widths = f"multiples of {MIN_WIDTH}" if self.any_width else f"{MIN_WIDTH} times powers of two"
-        others = [layout.words for at, layout in zip(self.at[1:], self.kinds[1:], strict=True)
-                  if (at >= 0).any()]
+        others = [
+            layout.words for at, layout in zip(self.at[1:], self.kinds[1:], strict=True) if (at >= 0).any()
+        ]
         return ", or with ".join([f"each table whole or cut by columns ({widths})", *others])
 
 

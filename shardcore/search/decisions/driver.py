@@ -113,8 +113,9 @@ class Decision:
     changes: ClassVar[str] = ""
     searches_all: ClassVar[bool] = False
 
-    def proposals(self, problem: Problem, model: CostModel,
-                  seconds: float | None) -> Generator[Proposal, Outcome, None]:
+    def proposals(
+        self, problem: Problem, model: CostModel, seconds: float | None
+    ) -> Generator[Proposal, Outcome, None]:
         """Propose problems. Each `yield` gives the outcome of the proposal.
 
         model: for any problem. seconds: for all proposals together. None: no limit.
@@ -140,9 +141,16 @@ class Decision:
         return {}
 
 
-def decide(problem: Problem, model: CostModel, decisions: Sequence[Decision], search: Sharder, *,
-           seed: int = 0, budget: Budget | None = None,
-           heard: Callable[[Outcome], None] = lambda outcome: None) -> Found:
+def decide(
+    problem: Problem,
+    model: CostModel,
+    decisions: Sequence[Decision],
+    search: Sharder,
+    *,
+    seed: int = 0,
+    budget: Budget | None = None,
+    heard: Callable[[Outcome], None] = lambda outcome: None,
+) -> Found:
     """The cheapest plan of all that the decisions propose, and what it is a plan of.
 
     The plan's provenance has the ledger.
@@ -163,7 +171,7 @@ def decide(problem: Problem, model: CostModel, decisions: Sequence[Decision], se
     require_type(search, Callable, "search", 'a sharder, such as SHARDERS["portfolio"]')
     nested = sorted(decisions, key=lambda decision: decision.level)
     for i, one in enumerate(nested):
-        for other in nested[i + 1:]:
+        for other in nested[i + 1 :]:
             require(one.name != other.name, f"{one.name} were asked for twice; once is enough")
             why = one.against.get(other.name) or other.against.get(one.name)
             require(not why, f"{one.name} and {other.name} were both asked for; {why}, so leave one out")
@@ -196,8 +204,12 @@ class _Task:
         model = self.model.for_problem(problem)
         problem.require_setting(model.setting)
         plan = self.search(problem, model, seed=self.seed, budget=self.budget)
-        return Found(problem=problem, plan=plan, ms=plan.provenance["predicted_ms"],
-                     evals=plan.provenance.get("evals", 0))
+        return Found(
+            problem=problem,
+            plan=plan,
+            ms=plan.provenance["predicted_ms"],
+            evals=plan.provenance.get("evals", 0),
+        )
 
     def _outcomes(self, decision: Decision, problem: Problem) -> list[Outcome]:
         """The outcome of each proposal."""
@@ -211,8 +223,11 @@ class _Task:
                 left = seconds - (progress.clock() - began)
                 budget = replace(budget, seconds=max(left, _LEAST_S) / (1 + proposal.more))
                 late = left <= 0 and not decision.searches_all and any(x.found for x in outcomes)
-            outcome = (Outcome(proposal=proposal, found=None, error=Infeasible("no time was left for it"))
-                       if late else self._outcome(decision, proposal, budget))
+            outcome = (
+                Outcome(proposal=proposal, found=None, error=Infeasible("no time was left for it"))
+                if late
+                else self._outcome(decision, proposal, budget)
+            )
             outcomes.append(outcome)
             self.heard(outcome)
             try:
@@ -222,8 +237,14 @@ class _Task:
         return outcomes
 
     def _outcome(self, decision: Decision, proposal: Proposal, budget: Budget | None) -> Outcome:
-        task = _Task(self.decisions[1:], proposal.search or self.search, proposal.model or self.model,
-                     self.seed, budget, lambda outcome: None)
+        task = _Task(
+            self.decisions[1:],
+            proposal.search or self.search,
+            proposal.model or self.model,
+            self.seed,
+            budget,
+            lambda outcome: None,
+        )
         began, found, error = progress.clock(), None, proposal.refused
         with progress.part(proposal.words):
             # That a proposal has no plan is an answer: others may have one.
@@ -232,8 +253,9 @@ class _Task:
             except ShardCoreError as refused:
                 error = refused
             found = decision.adopt(proposal, found, task.model)
-        return Outcome(proposal=proposal, found=found, error=None if found else error,
-                       seconds=progress.clock() - began)
+        return Outcome(
+            proposal=proposal, found=found, error=None if found else error, seconds=progress.clock() - began
+        )
 
 
 def _chosen(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
@@ -243,13 +265,24 @@ def _chosen(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
         if len(outcomes) == 1:
             raise first.error
         kind = Infeasible if all(isinstance(x.error, Infeasible) for x in outcomes) else type(first.error)
-        raise kind(f"none of {len(outcomes)} proposals of {decision.name} has a plan; "
-                   f"{first.proposal.words}: {first.error}")
+        raise kind(
+            f"none of {len(outcomes)} proposals of {decision.name} has a plan; "
+            f"{first.proposal.words}: {first.error}"
+        )
     best = decision.best(outcomes)
-    entries = tuple(Entry(outcome.proposal.words, outcome.found.ms if outcome.found else None,
-                          round(outcome.seconds, 3), outcome.found.evals if outcome.found else 0,
-                          str(outcome.error or ""), decision.facts(outcome),
-                          outcome.found.ledger if outcome.found else None) for outcome in outcomes)
+    entries = tuple(
+        Entry(
+            outcome.proposal.words,
+            outcome.found.ms if outcome.found else None,
+            round(outcome.seconds, 3),
+            outcome.found.evals if outcome.found else 0,
+            str(outcome.error or ""),
+            decision.facts(outcome),
+            outcome.found.ledger if outcome.found else None,
+        )
+        for outcome in outcomes
+    )
     ledger = Ledger(decision.name, best.proposal.words, decision.because(outcomes), entries)
-    return replace(best.found, ledger=ledger, outcomes=tuple(outcomes),
-                   evals=sum(entry.evals for entry in entries))
+    return replace(
+        best.found, ledger=ledger, outcomes=tuple(outcomes), evals=sum(entry.evals for entry in entries)
+    )

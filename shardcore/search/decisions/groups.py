@@ -135,8 +135,9 @@ class Groups(Decision):
     def __post_init__(self) -> None:
         require_types(self, "groups")
 
-    def proposals(self, problem: Problem, model: CostModel,
-                  seconds: float | None) -> Generator[InGroups, Outcome, None]:
+    def proposals(
+        self, problem: Problem, model: CostModel, seconds: float | None
+    ) -> Generator[InGroups, Outcome, None]:
         """Every size in both layouts, the largest first. All devices as one group are the plain problem."""
         ways = groupings(problem, self.sync_every, require_size(str(self.size), problem))
         for i, grouping in enumerate(ways):
@@ -145,8 +146,14 @@ class Groups(Decision):
                 own = problem_of_group(problem, grouping)
             except ShardCoreError as error:
                 refused = error
-            yield InGroups(words=words(grouping, problem), problem=own, refused=refused,
-                           more=len(ways) - 1 - i, whole=problem, grouping=grouping)
+            yield InGroups(
+                words=words(grouping, problem),
+                problem=own,
+                refused=refused,
+                more=len(ways) - 1 - i,
+                whole=problem,
+                grouping=grouping,
+            )
 
     def adopt(self, proposal: InGroups, found: Found | None, model: CostModel) -> FoundGroups | None:
         """Count the synchronisation. A plan that deals bytes evenly is kept where it is cheaper in all."""
@@ -161,18 +168,29 @@ class Groups(Decision):
         best = min(range(len(plans)), key=lambda i: costs[i].total_ms)
         # Inner decisions change tables, and what is asked of them.
         changed = replace(whole, tables=own.tables, constraints=own.constraints)
-        return FoundGroups(**{**vars(found), "plan": plans[best], "ms": costs[best].total_ms},
-                           whole=changed, grouping=grouping, cost=costs[best])
+        return FoundGroups(
+            **{**vars(found), "plan": plans[best], "ms": costs[best].total_ms},
+            whole=changed,
+            grouping=grouping,
+            cost=costs[best],
+        )
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
         found = outcome.found
         if found is None:
             return {}
-        shares = [used / max(1, free) for used, free in zip(
-            used_bytes(found.plan, found.problem), held_bytes(found.problem), strict=True)]
+        shares = [
+            used / max(1, free)
+            for used, free in zip(
+                used_bytes(found.plan, found.problem), held_bytes(found.problem), strict=True
+            )
+        ]
         fullest = max(range(len(shares)), key=shares.__getitem__)
-        return {"step ms": found.cost.step_ms, "sync ms a step": found.cost.sync_ms_a_step,
-                "fullest device": f"{shares[fullest]:.0%} ({fullest})"}
+        return {
+            "step ms": found.cost.step_ms,
+            "sync ms a step": found.cost.sync_ms_a_step,
+            "fullest device": f"{shares[fullest]:.0%} ({fullest})",
+        }
 
 
 def cost_of(grouped: GroupedPlan, problem: Problem, model: CostModel) -> GroupedCost:
@@ -184,12 +202,16 @@ def cost_of(grouped: GroupedPlan, problem: Problem, model: CostModel) -> Grouped
     step, dense, sync = price(lower(grouped.plan, grouped.problem), model), 0.0, 0.0
     if grouping.size < len(topology):
         if n_bytes := replicated_gradient_bytes(grouped.plan):
-            of_all, of_group = (_comm_ms(_all_reduce(n_bytes, among, problem), model)
-                                for among in (topology, grouped.problem.topology))
+            of_all, of_group = (
+                _comm_ms(_all_reduce(n_bytes, among, problem), model)
+                for among in (topology, grouped.problem.topology)
+            )
             dense = max(0.0, of_all - of_group)
         # All devices average their weights, then their state. Each waits for the last.
-        sync = sum(max((_comm_ms(part, model) for part in parts), default=0.0)
-                   for parts in synchronisation(grouped, problem)) + _host_rows_ms(grouped)
+        sync = sum(
+            max((_comm_ms(part, model) for part in parts), default=0.0)
+            for parts in synchronisation(grouped, problem)
+        ) + _host_rows_ms(grouped)
     return GroupedCost(step, dense, sync, grouping.sync_every)
 
 
@@ -212,16 +234,23 @@ def synchronisation(grouped: GroupedPlan, problem: Problem) -> tuple[list[Worklo
     topology = problem.topology
     largest: dict[tuple[int, ...], tuple[int, int]] = {}
     of_links: dict[tuple[int, ...], Topology] = {}
-    for (weights, state), devices in zip(synced_bytes(grouped.plan, grouped.problem),
-                                         replicas(topology, grouped.grouping), strict=True):
+    for (weights, state), devices in zip(
+        synced_bytes(grouped.plan, grouped.problem), replicas(topology, grouped.grouping), strict=True
+    ):
         among = topology.among(devices)
         # Replicas that are spread alike over hosts are priced once: the last of them counts.
         spread = numbered([d.host for d in among.devices])
         before = largest.get(spread, (0, 0))
         largest[spread] = max(before[0], weights), max(before[1], state)
         of_links[spread] = among
-    return tuple([_all_reduce(both[i], of_links[spread], grouped.problem)
-                  for spread, both in largest.items() if both[i]] for i in range(2))
+    return tuple(
+        [
+            _all_reduce(both[i], of_links[spread], grouped.problem)
+            for spread, both in largest.items()
+            if both[i]
+        ]
+        for i in range(2)
+    )
 
 
 def _all_reduce(n_bytes: int, topology: Topology, problem: Problem) -> Workload:
@@ -229,8 +258,14 @@ def _all_reduce(n_bytes: int, topology: Topology, problem: Problem) -> Workload:
     n_devices = len(topology)
     traffic = np.zeros((len(CHANNELS), n_devices))
     traffic[_ALL_REDUCE] = n_bytes
-    return Workload(ops=((),) * n_devices, traffic=traffic, memory_bytes=(0,) * n_devices, topology=topology,
-                    global_batch=problem.global_batch, job=problem.job)
+    return Workload(
+        ops=((),) * n_devices,
+        traffic=traffic,
+        memory_bytes=(0,) * n_devices,
+        topology=topology,
+        global_batch=problem.global_batch,
+        job=problem.job,
+    )
 
 
 def _comm_ms(work: Workload, model: CostModel) -> float:

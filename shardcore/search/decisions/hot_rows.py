@@ -39,8 +39,9 @@ class HotRows(Decision):
     level: ClassVar[int] = 2
     changes: ClassVar[str] = "hot rows as tables"
 
-    def proposals(self, problem: Problem, model: CostModel,
-                  seconds: float | None) -> Generator[Threshold, Outcome, None]:
+    def proposals(
+        self, problem: Problem, model: CostModel, seconds: float | None
+    ) -> Generator[Threshold, Outcome, None]:
         """The problem without hot rows, and with those of each threshold, from the highest on.
 
         On one device there are no thresholds. They fall until no plan fits, or half as many lookups as there
@@ -49,8 +50,10 @@ class HotRows(Decision):
         Raises ShardCoreError for a problem without sequence tables, and as `heat_of` does.
         """
         if not (known := heats(problem)):
-            raise ShardCoreError(f"problem {problem.name!r} has no sequence tables that are looked up; only "
-                                 "those may have hot rows (docs/plan.md)")
+            raise ShardCoreError(
+                f"problem {problem.name!r} has no sequence tables that are looked up; only "
+                "those may have hot rows (docs/plan.md)"
+            )
         outcomes: dict[float, Outcome] = {}
         yielded: list[tuple[Mapping[str, int], Outcome]] = []
 
@@ -60,7 +63,10 @@ class HotRows(Decision):
             if same is None:
                 outcomes[threshold] = yield Threshold(
                     words=f"rows hot from {threshold:,.1f} lookups a batch" if rows else "no hot rows",
-                    problem=with_hot_rows(problem, rows), rows=rows, more=more)
+                    problem=with_hot_rows(problem, rows),
+                    rows=rows,
+                    more=more,
+                )
                 yielded.append((rows, outcomes[threshold]))
             return outcomes[threshold]
 

@@ -48,8 +48,10 @@ class Ledger:
     entries: tuple[Entry, ...]
 
     def __post_init__(self) -> None:
-        require(any(entry.proposed == self.chosen for entry in self.entries),
-                f"ledger of {self.decision} has chosen {self.chosen!r}, which it does not list")
+        require(
+            any(entry.proposed == self.chosen for entry in self.entries),
+            f"ledger of {self.decision} has chosen {self.chosen!r}, which it does not list",
+        )
 
     @property
     def best(self) -> Entry:

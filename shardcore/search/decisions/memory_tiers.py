@@ -65,8 +65,15 @@ class Tiers:
     def link_ms(self) -> float:
         """Of a step, if all devices have as much of it: no plan has less."""
         topology = self.problem.topology
-        return sum(tier.link_bytes / topology.memory_of(tier.table.tier).gbps
-                   for tier in self.tiers if tier.link_bytes) / len(topology) / 1e6
+        return (
+            sum(
+                tier.link_bytes / topology.memory_of(tier.table.tier).gbps
+                for tier in self.tiers
+                if tier.link_bytes
+            )
+            / len(topology)
+            / 1e6
+        )
 
     @property
     def device_bytes(self) -> int:
@@ -148,8 +155,14 @@ def one_load_factor(problem: Problem) -> Tiers:
     left = _beside_none(problem, choices, tier_bytes(problem))
 
     def at(factor: float) -> list[Tier]:
-        return [max((tier for tier in of if tier.table.load_factor <= factor),
-                    key=lambda t: t.table.load_factor, default=of[0]) for of in choices]
+        return [
+            max(
+                (tier for tier in of if tier.table.load_factor <= factor),
+                key=lambda t: t.table.load_factor,
+                default=of[0],
+            )
+            for of in choices
+        ]
 
     factors = sorted({tier.table.load_factor for of in choices for tier in of})
     fits = bisect_right(factors, left, key=lambda f: sum(tier.device_bytes for tier in at(f)))
@@ -171,9 +184,15 @@ def below(problem: Problem) -> Problem:
 
 def with_load_factors(problem: Problem, factors: Mapping[str, float]) -> Problem:
     """The problem with load factors of some tables, by name."""
-    return replace(problem, tables=tuple(
-        replace(t, load_factor=factors[t.name]) if factors.get(t.name, t.load_factor) != t.load_factor else t
-        for t in problem.tables))
+    return replace(
+        problem,
+        tables=tuple(
+            replace(t, load_factor=factors[t.name])
+            if factors.get(t.name, t.load_factor) != t.load_factor
+            else t
+            for t in problem.tables
+        ),
+    )
 
 
 def tier_bytes(problem: Problem) -> float:
@@ -187,8 +206,11 @@ def tier_of(table: Table, problem: Problem) -> Tier:
     """Where its rows lie by the load factor that it has."""
     shard = Shard.whole(table)
     cached = np.array([table.cached(table.rows)])
-    link = (link_bytes(table, cached, problem.global_batch, problem.optimizer).sum()
-            if table.in_host_memory else 0.0)
+    link = (
+        link_bytes(table, cached, problem.global_batch, problem.optimizer).sum()
+        if table.in_host_memory
+        else 0.0
+    )
     asked = _kinds_of(table, problem)
     on_devices = len(problem.topology) if asked and all(layout.local_batch for layout in asked) else 1
     return Tier(table, on_devices * _rows_bytes(table, problem), host_bytes(shard, problem), float(link))
@@ -226,16 +248,20 @@ def choices_of(table: Table, problem: Problem) -> list[Tier]:
 
 def _require_host_memory(problem: Problem) -> None:
     if not problem.topology.memory:
-        raise ShardCoreError(f"problem {problem.name!r} does not say what hosts have; its topology needs "
-                             f"memory of tier {' or '.join(map(repr, BELOW))}")
+        raise ShardCoreError(
+            f"problem {problem.name!r} does not say what hosts have; its topology needs "
+            f"memory of tier {' or '.join(map(repr, BELOW))}"
+        )
 
 
 def _beside_none(problem: Problem, choices: Sequence[Sequence[Tier]], budget: float) -> float:
     """A budget of device bytes. Raises Infeasible if it does not even hold tables that have no rows there."""
     if (missing := sum(of[0].device_bytes for of in choices) - budget) > 0:
-        raise Infeasible(f"problem {problem.name!r} lacks at least {gib(missing)} of device memory for "
-                         "inputs, outputs and optimizer state of rows, with all rows in host memory: it "
-                         "needs more devices, more memory, or a smaller batch")
+        raise Infeasible(
+            f"problem {problem.name!r} lacks at least {gib(missing)} of device memory for "
+            "inputs, outputs and optimizer state of rows, with all rows in host memory: it "
+            "needs more devices, more memory, or a smaller batch"
+        )
     return budget
 
 
@@ -243,10 +269,12 @@ def _within_host(tiers: Sequence[Tier], problem: Problem) -> Tiers:
     in_host, hosts = sum(tier.host_bytes for tier in tiers), len(problem.topology.hosts)
     memory = problem.topology.memory[0]
     if in_host > (may_hold := hosts * memory.bytes):
-        raise Infeasible(f"problem {problem.name!r} would have {gib(in_host)} of tables in "
-                         f"{TIERS[memory.tier].words}, "
-                         f"which may hold {gib(may_hold)}; it needs {gib(in_host - may_hold)} more of it, or "
-                         "more device memory")
+        raise Infeasible(
+            f"problem {problem.name!r} would have {gib(in_host)} of tables in "
+            f"{TIERS[memory.tier].words}, "
+            f"which may hold {gib(may_hold)}; it needs {gib(in_host - may_hold)} more of it, or "
+            "more device memory"
+        )
     factors = {tier.table.name: tier.table.load_factor for tier in tiers}
     return Tiers(with_load_factors(problem, factors), tuple(tiers))
 
@@ -260,9 +288,15 @@ def water_filled(choices: Sequence[Sequence[Tier]], budget: float) -> list[Tier]
     table's lower convex hull, and the first that does not fit is taken in part.
     """
     hulls = [_hull(of) for of in choices]
-    steps = sorted(((of[i].link_bytes - of[i + 1].link_bytes)
-                    / (of[i + 1].device_bytes - of[i].device_bytes), -table, -i)
-                   for table, of in enumerate(hulls) for i in range(len(of) - 1))[::-1]
+    steps = sorted(
+        (
+            (of[i].link_bytes - of[i + 1].link_bytes) / (of[i + 1].device_bytes - of[i].device_bytes),
+            -table,
+            -i,
+        )
+        for table, of in enumerate(hulls)
+        for i in range(len(of) - 1)
+    )[::-1]
     found, stuck = [of[0] for of in hulls], set[int]()
     left = budget - sum(tier.device_bytes for tier in found)
     for _, table, i in steps:
@@ -271,8 +305,10 @@ def water_filled(choices: Sequence[Sequence[Tier]], budget: float) -> list[Tier]
             continue
         if then.device_bytes - now.device_bytes > left:
             stuck.add(-table)
-            then = min((tier for tier in choices[-table] if tier.device_bytes <= now.device_bytes + left),
-                       key=lambda tier: tier.link_bytes)
+            then = min(
+                (tier for tier in choices[-table] if tier.device_bytes <= now.device_bytes + left),
+                key=lambda tier: tier.link_bytes,
+            )
             if then.link_bytes >= now.link_bytes:
                 continue
         left -= then.device_bytes - now.device_bytes

@@ -65,16 +65,29 @@ class Offer:
 
     def __post_init__(self) -> None:
         require_name(self.name, "an offer")
-        require_within(self, f"offer {self.name!r}", devices=(1, MOST_DEVICES), memory_bytes=(1, MOST_BYTES),
-                       price_per_hour=(0, MOST_PRICE), watts=(0, MOST_PRICE), most_hosts=(1, MOST_DEVICES),
-                       speed=(1 / MOST_SPEED, MOST_SPEED))
-        require(self.devices * self.most_hosts <= MOST_DEVICES, f"offer {self.name!r} has most_hosts "
-                f"{self.most_hosts} of {self.devices} devices; a problem has {MOST_DEVICES} devices at most")
+        require_within(
+            self,
+            f"offer {self.name!r}",
+            devices=(1, MOST_DEVICES),
+            memory_bytes=(1, MOST_BYTES),
+            price_per_hour=(0, MOST_PRICE),
+            watts=(0, MOST_PRICE),
+            most_hosts=(1, MOST_DEVICES),
+            speed=(1 / MOST_SPEED, MOST_SPEED),
+        )
+        require(
+            self.devices * self.most_hosts <= MOST_DEVICES,
+            f"offer {self.name!r} has most_hosts "
+            f"{self.most_hosts} of {self.devices} devices; a problem has {MOST_DEVICES} devices at most",
+        )
         self.topology(1)  # for its refusals
 
     def topology(self, hosts: int) -> Topology:
-        devices = tuple(Device(self.memory_bytes, self.speed, f"host-{h}")
-                        for h in range(hosts) for _ in range(self.devices))
+        devices = tuple(
+            Device(self.memory_bytes, self.speed, f"host-{h}")
+            for h in range(hosts)
+            for _ in range(self.devices)
+        )
         return Topology(devices, links=self.links)
 
 
@@ -93,8 +106,10 @@ class Target:
 
     def __post_init__(self) -> None:
         given = {k: v for k, v in vars(self).items() if v is not None}
-        require(len(given) == 1 and min(given.values()) > 0,
-                f"the target has {given or 'nothing'}; it needs one of {', '.join(vars(self))}, above 0")
+        require(
+            len(given) == 1 and min(given.values()) > 0,
+            f"the target has {given or 'nothing'}; it needs one of {', '.join(vars(self))}, above 0",
+        )
 
     @property
     def given(self) -> tuple[str, float]:
@@ -159,8 +174,11 @@ def clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:
     Raises ShardCoreError for a problem whose constraints name devices.
     """
     pinned = dict(problem.constraints.pinned)
-    require(not pinned, f"problem {problem.name!r} has constraints.pinned {pinned}; clusters differ in their "
-            "devices, so it needs none")
+    require(
+        not pinned,
+        f"problem {problem.name!r} has constraints.pinned {pinned}; clusters differ in their "
+        "devices, so it needs none",
+    )
     by_default = problem.constraints.reserved_bytes == default_reserve(problem.topology.devices)
     for offer in offers:
         if by_default:
@@ -171,8 +189,12 @@ def clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:
                 # Names are limited to 100 characters, and to those of files. Offers have any.
                 offered = re.sub("[^A-Za-z0-9._-]+", "-", offer.name)
                 name = f"{problem.name[:60]}.{hosts}x{offered[:30]}"
-                yield Cluster(words=f"{hosts} x {offer.name!r}", offer=offer, hosts=hosts, problem=replace(
-                    problem, name=name, topology=offer.topology(hosts)))
+                yield Cluster(
+                    words=f"{hosts} x {offer.name!r}",
+                    offer=offer,
+                    hosts=hosts,
+                    problem=replace(problem, name=name, topology=offer.topology(hosts)),
+                )
 
 
 @dataclass(frozen=True)
@@ -192,10 +214,12 @@ class Provision(Decision):
     searches_all: ClassVar[bool] = True
     against: ClassVar[Mapping[str, str]] = {
         "memory tiers": "offers do not say what hosts have for tables",
-        "plan to start from": "it is of other devices than clusters have"}
+        "plan to start from": "it is of other devices than clusters have",
+    }
 
-    def proposals(self, problem: Problem, model: CostModel,
-                  seconds: float | None) -> Generator[Cluster, Outcome, None]:
+    def proposals(
+        self, problem: Problem, model: CostModel, seconds: float | None
+    ) -> Generator[Cluster, Outcome, None]:
         """Every number of hosts of every offer.
 
         Raises SettingMismatch for a model of another setting than the problem's. Raises ShardCoreError where
@@ -206,12 +230,16 @@ class Provision(Decision):
         for offer in self.offers:
             anywhere.require_setting(self.models[offer.model].for_problem(anywhere).setting)
         asked, plans = list(clusters(problem, self.offers)), defaultdict[tuple[int, int], list[Plan]](list)
-        require(bool(asked), f"problem {problem.name!r} has global_batch {problem.global_batch}, which no "
-                f"number of hosts of offers {', '.join(offer.name for offer in self.offers)} divides evenly")
+        require(
+            bool(asked),
+            f"problem {problem.name!r} has global_batch {problem.global_batch}, which no "
+            f"number of hosts of offers {', '.join(offer.name for offer in self.offers)} divides evenly",
+        )
         for i, cluster in enumerate(asked):
             alike = plans[cluster.hosts, cluster.offer.devices]
-            outcome = yield replace(cluster, model=self.models[cluster.offer.model],
-                                    more=len(asked) - 1 - i, plans=tuple(alike))
+            outcome = yield replace(
+                cluster, model=self.models[cluster.offer.model], more=len(asked) - 1 - i, plans=tuple(alike)
+            )
             if outcome.found and outcome.found.ledger is None:
                 alike.append(outcome.found.plan)
 
@@ -224,8 +252,12 @@ class Provision(Decision):
         own = model.for_problem(problem)
         for plan in proposal.plans:
             if memory.fits(plan, problem):
-                kept = priced(plan.placements, problem, own, **{
-                    k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")})
+                kept = priced(
+                    plan.placements,
+                    problem,
+                    own,
+                    **{k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")},
+                )
                 ms = kept.provenance["predicted_ms"]
                 if found is None or ms < found.ms:
                     found = Found(problem=problem, plan=kept, ms=ms, evals=found.evals if found else 0)
@@ -255,10 +287,15 @@ def best_of_each(outcomes: Sequence[Outcome], target: Target) -> list[Outcome]:
     if not meeting:
         key, asked = target.given
         near = min(planned, key=_price if key == "price_per_hour" else lambda x: x.ms)
-        has = {"step_ms": near.ms, "price_per_hour": _price(near),
-               "samples_per_s": near.proposal.samples_per_s(near.ms)}[key]
-        raise ShardCoreError(f"no cluster of {len(outcomes)} reaches {key} {asked:g}; the nearest, "
-                             f"{near.proposal.words}, has {has:.4g}")
+        has = {
+            "step_ms": near.ms,
+            "price_per_hour": _price(near),
+            "samples_per_s": near.proposal.samples_per_s(near.ms),
+        }[key]
+        raise ShardCoreError(
+            f"no cluster of {len(outcomes)} reaches {key} {asked:g}; the nearest, "
+            f"{near.proposal.words}, has {has:.4g}"
+        )
     first: dict[str, Outcome] = {}
     for outcome in meeting:
         first.setdefault(outcome.proposal.offer.name, outcome)

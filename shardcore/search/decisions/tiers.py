@@ -41,8 +41,9 @@ class Tiers(Decision):
     level: ClassVar[int] = 3
     changes: ClassVar[str] = "load factors"
 
-    def proposals(self, problem: Problem, model: CostModel,
-                  seconds: float | None) -> Generator[Proposal, Outcome, None]:
+    def proposals(
+        self, problem: Problem, model: CostModel, seconds: float | None
+    ) -> Generator[Proposal, Outcome, None]:
         """A problem with load factors for each of SHARES. Equal ones are proposed once.
 
         Raises Infeasible and ShardCoreError as `memory_tiers.decide` does.
@@ -57,20 +58,29 @@ class Tiers(Decision):
                     raise
                 break
         for i, (own, share) in enumerate(different.items()):
-            yield Proposal(words=f"{share:.0%} of the memory for rows shared out first", problem=own,
-                           more=len(different) - 1 - i)
+            yield Proposal(
+                words=f"{share:.0%} of the memory for rows shared out first",
+                problem=own,
+                more=len(different) - 1 - i,
+            )
 
     def adopt(self, proposal: Proposal, found: Found | None, model: CostModel) -> Found | None:
         if found is None:
             return None
         own, plan = filled(found.plan, as_planned(found.plan, found.problem), model)
-        return replace(found, problem=replace(found.problem, tables=own.tables), plan=plan,
-                       ms=plan.provenance["predicted_ms"])
+        return replace(
+            found,
+            problem=replace(found.problem, tables=own.tables),
+            plan=plan,
+            ms=plan.provenance["predicted_ms"],
+        )
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
         problem = outcome.found.problem if outcome.found else outcome.proposal.problem
-        return {"tables in host memory": sum(table.in_host_memory for table in problem.tables),
-                "MB over the link": tiers_of(problem).link_bytes / 1e6}
+        return {
+            "tables in host memory": sum(table.in_host_memory for table in problem.tables),
+            "MB over the link": tiers_of(problem).link_bytes / 1e6,
+        }
 
 
 def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Plan]:
@@ -97,8 +107,12 @@ def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Pla
     moved = tuple(replace(p, shard=replace(p.shard, table=now[p.shard.table.name])) for p in plan.placements)
     try:
         require_fits(Plan(moved), better)
-        found = priced(moved, better, model.for_problem(better), **{
-            k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")})
+        found = priced(
+            moved,
+            better,
+            model.for_problem(better),
+            **{k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")},
+        )
     except Infeasible:
         return problem, plan
     faster = found.provenance["predicted_ms"] < plan.provenance["predicted_ms"]

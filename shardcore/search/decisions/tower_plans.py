@@ -25,10 +25,16 @@ def as_towers(problem: Problem, host_of: Mapping[str, str], ratio: float) -> Pro
     """
     topology = problem.topology
     on_host = dict(zip(topology.hosts, map(frozenset, topology.on_hosts), strict=True))
-    pinned = tuple((t.name, tuple(sorted(on_host[host_of[t.name]] & set(problem.allowed_devices(t.name)))))
-                   for t in problem.tables if not _everywhere(t, problem))
-    return replace(problem, constraints=replace(problem.constraints, pinned=pinned),
-                   job=replace(problem.job, tower_ratio=float(ratio)))
+    pinned = tuple(
+        (t.name, tuple(sorted(on_host[host_of[t.name]] & set(problem.allowed_devices(t.name)))))
+        for t in problem.tables
+        if not _everywhere(t, problem)
+    )
+    return replace(
+        problem,
+        constraints=replace(problem.constraints, pinned=pinned),
+        job=replace(problem.job, tower_ratio=float(ratio)),
+    )
 
 
 def as_planned(plan: Plan, problem: Problem) -> Problem:
@@ -40,16 +46,20 @@ def as_planned(plan: Plan, problem: Problem) -> Problem:
     if "tower_ratio" not in plan.provenance:
         return problem
     ratio, devices = plan.provenance["tower_ratio"], problem.topology.devices
-    require(isinstance(ratio, int | float) and not isinstance(ratio, bool),
-            f"plan has tower_ratio {ratio!r} in its provenance; it needs a number, 1 or more")
+    require(
+        isinstance(ratio, int | float) and not isinstance(ratio, bool),
+        f"plan has tower_ratio {ratio!r} in its provenance; it needs a number, 1 or more",
+    )
     host_of: dict[str, str] = {}
     for placement in plan.placements:
         name = placement.shard.table.name
         if _everywhere(placement.shard.table, problem):
             continue
         for host in (devices[d].host for d in placement.devices):
-            require(host_of.setdefault(name, host) == host, f"plan has towers, but table {name!r} on hosts "
-                    f"{host_of[name]!r} and {host!r}; it needs one")
+            require(
+                host_of.setdefault(name, host) == host,
+                f"plan has towers, but table {name!r} on hosts {host_of[name]!r} and {host!r}; it needs one",
+            )
     return as_towers(problem, host_of, ratio)
 
 
@@ -79,8 +89,11 @@ def tower_traffic(plan: Plan, problem: Problem) -> TowerTraffic | None:
     if problem.job.tower_ratio is None:
         return None
     plain = replace(problem, job=replace(problem.job, tower_ratio=None))
-    return TowerTraffic(*_sent(lower(plan, problem, fits=False)), *_sent(lower(plan, plain, fits=False)),
-                        problem.job.tower_ratio)
+    return TowerTraffic(
+        *_sent(lower(plan, problem, fits=False)),
+        *_sent(lower(plan, plain, fits=False)),
+        problem.job.tower_ratio,
+    )
 
 
 def _sent(workload: Workload) -> Iterable[float]:
@@ -88,9 +101,11 @@ def _sent(workload: Workload) -> Iterable[float]:
 
     Hosts are of equal size. Of the n parts of what a device enters, it keeps one.
     """
-    entered = [(_leaving(c.group, workload.topology), float(sent.sum()))
-               for c, sent in zip(workload.channels, workload.traffic, strict=True)
-               if c not in ID_CHANNELS and "forward" in c.row.ways]
+    entered = [
+        (_leaving(c.group, workload.topology), float(sent.sum()))
+        for c, sent in zip(workload.channels, workload.traffic, strict=True)
+        if c not in ID_CHANNELS and "forward" in c.row.ways
+    ]
     return (sum(share[i] * n_bytes for share, n_bytes in entered) for i in range(2))
 
 

@@ -106,8 +106,9 @@ class OnTowers(Decision):
     def __post_init__(self) -> None:
         require_types(self, "towers")
 
-    def proposals(self, problem: Problem, model: CostModel,
-                  seconds: float | None) -> Generator[OnHosts, Outcome, None]:
+    def proposals(
+        self, problem: Problem, model: CostModel, seconds: float | None
+    ) -> Generator[OnHosts, Outcome, None]:
         """The hosts of the plan to start from, if any, and the hosts found within a third of the seconds.
 
         Raises as `tower_hosts`.
@@ -116,14 +117,20 @@ class OnTowers(Decision):
         config = TowerConfig(seconds=seconds and seconds / 3)
         kept = self._kept(problem, towers, fitting, config)
         if kept:
-            yield OnHosts(words="hosts of the plan before", problem=kept.problem, more=int(self.moves),
-                          whole=problem, hosts=kept)
+            yield OnHosts(
+                words="hosts of the plan before",
+                problem=kept.problem,
+                more=int(self.moves),
+                whole=problem,
+                hosts=kept,
+            )
         if self.moves or not kept:
             hosts = tower_hosts(problem, towers, fitting, config)
             yield OnHosts(words="hosts found", problem=hosts.problem, whole=problem, hosts=hosts)
 
-    def _kept(self, problem: Problem, towers: Towers, model: CostModel,
-              config: TowerConfig) -> TowerHosts | None:
+    def _kept(
+        self, problem: Problem, towers: Towers, model: CostModel, config: TowerConfig
+    ) -> TowerHosts | None:
         """Hosts where no table leaves its own. None: there is no such plan, or the towers are against it."""
         if self.start is None:
             return None
@@ -148,18 +155,27 @@ class OnTowers(Decision):
         whole, hosts = proposal.whole, proposal.hosts
         asked = replace(found.problem.constraints, pinned=whole.constraints.pinned)
         inside = {"affinity_inside": hosts.affinity_inside, "loads": [list(host) for host in hosts.loads]}
-        plan = replace(found.plan, provenance={
-            **found.plan.provenance, "tower_ratio": self.towers.compression_ratio, "towers": inside})
+        plan = replace(
+            found.plan,
+            provenance={
+                **found.plan.provenance,
+                "tower_ratio": self.towers.compression_ratio,
+                "towers": inside,
+            },
+        )
         return replace(found, problem=replace(found.problem, job=whole.job, constraints=asked), plan=plan)
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
         hosts = outcome.proposal.hosts
-        return {"affinity inside": f"{hosts.affinity_inside:.0%}",
-                "fullest host": f"{max(map(max, hosts.loads)):.0%} of its share"}
+        return {
+            "affinity inside": f"{hosts.affinity_inside:.0%}",
+            "fullest host": f"{max(map(max, hosts.loads)):.0%} of its share",
+        }
 
 
-def tower_hosts(problem: Problem, towers: Towers, model: CostModel,
-                config: TowerConfig | None = None) -> TowerHosts:
+def tower_hosts(
+    problem: Problem, towers: Towers, model: CostModel, config: TowerConfig | None = None
+) -> TowerHosts:
     """Assign tables to hosts.
 
     A table's own pins (constraints.pinned) are kept. Tables kept together count as a group.
@@ -172,18 +188,31 @@ def tower_hosts(problem: Problem, towers: Towers, model: CostModel,
     require_tower_hosts({}, topology.on_hosts, f"problem {problem.name!r}")
     for name in (*(n for group in towers.towers for n in group), *towers.tables):
         require(name in known, f"towers have table {name!r}, which problem {problem.name!r} does not have")
-    require(problem.job.tower_ratio is None, f"problem {problem.name!r} has job.tower_ratio "
-            f"{problem.job.tower_ratio}, so its towers are placed already; leave out one of the two")
+    require(
+        problem.job.tower_ratio is None,
+        f"problem {problem.name!r} has job.tower_ratio "
+        f"{problem.job.tower_ratio}, so its towers are placed already; leave out one of the two",
+    )
     units = _units(problem, towers)
-    require(len(units) <= MOST_UNITS, f"towers leave {len(units)} groups of tables; at most {MOST_UNITS} are "
-            "divided over hosts, so more tables need to be in groups")
+    require(
+        len(units) <= MOST_UNITS,
+        f"towers leave {len(units)} groups of tables; at most {MOST_UNITS} are "
+        "divided over hosts, so more tables need to be in groups",
+    )
     number = {name: i for i, unit in enumerate(units) for name in unit}
     on_hosts = [frozenset(devices) for devices in topology.on_hosts]
-    allowed = np.array([[all(on_host & set(problem.allowed_devices(name)) for name in unit)
-                         for on_host in on_hosts] for unit in units])
+    allowed = np.array(
+        [
+            [all(on_host & set(problem.allowed_devices(name)) for name in unit) for on_host in on_hosts]
+            for unit in units
+        ]
+    )
     for unit, where in zip(units, allowed, strict=True):
-        require(where.any(), f"towers keep tables {shown(unit)} on one host, but constraints.pinned leaves "
-                "them none in common")
+        require(
+            where.any(),
+            f"towers keep tables {shown(unit)} on one host, but constraints.pinned leaves "
+            "them none in common",
+        )
     load = np.zeros((len(units), 2))
     at = [number[t.name] for t in problem.tables]
     shards = [Shard.whole(t) for t in problem.tables]
@@ -194,16 +223,24 @@ def tower_hosts(problem: Problem, towers: Towers, model: CostModel,
     np.add.at(affinity, np.ix_(of, of), towers.matrix() * (1 - np.eye(len(of))))
     local = local_batch_bytes(problem)
     free = [may_hold - local for may_hold in held_bytes(problem)]
-    capacity = np.array([(sum(topology.devices[d].speed for d in host),
-                          max(1, sum(max(0, free[d]) for d in host)))
-                         for host in topology.on_hosts], dtype=float)
+    capacity = np.array(
+        [
+            (sum(topology.devices[d].speed for d in host), max(1, sum(max(0, free[d]) for d in host)))
+            for host in topology.on_hosts
+        ],
+        dtype=float,
+    )
     _require_each_fits(units, load[:, _MEMORY], np.where(allowed, capacity[:, _MEMORY], 0).max(1), problem)
     division = Division(affinity, load, capacity, allowed, config)
     host = division.best()
     _require_all_fit(units, host, load[:, _MEMORY], capacity[:, _MEMORY], problem)
     host_of = {t.name: topology.hosts[host[number[t.name]]] for t in problem.tables}
-    return TowerHosts(as_towers(problem, host_of, towers.compression_ratio), host_of,
-                      division.inside(host), tuple(map(tuple, division.loads(host).tolist())))
+    return TowerHosts(
+        as_towers(problem, host_of, towers.compression_ratio),
+        host_of,
+        division.inside(host),
+        tuple(map(tuple, division.loads(host).tolist())),
+    )
 
 
 # --- units --------------------------------------------------------------------------------------------------
@@ -232,18 +269,22 @@ def _group(unit: Sequence[str]) -> str:
     return f"table {unit[0]!r}" if len(unit) == 1 else f"the group {shown(unit)}"
 
 
-def _require_each_fits(units: Sequence[Sequence[str]], n_bytes: np.ndarray, most: np.ndarray,
-                       problem: Problem) -> None:
+def _require_each_fits(
+    units: Sequence[Sequence[str]], n_bytes: np.ndarray, most: np.ndarray, problem: Problem
+) -> None:
     for unit, needed, largest in zip(units, n_bytes, most, strict=True):
         if needed > largest:
-            raise Infeasible(f"problem {problem.name!r} does not fit: {_group(unit)} of the towers takes "
-                             f"{gib(needed)} with outputs; the largest host where it may live may hold "
-                             f"{gib(largest)}, {gib(needed - largest)} too little. It would fit in smaller "
-                             "groups, or with that much more memory on a host")
+            raise Infeasible(
+                f"problem {problem.name!r} does not fit: {_group(unit)} of the towers takes "
+                f"{gib(needed)} with outputs; the largest host where it may live may hold "
+                f"{gib(largest)}, {gib(needed - largest)} too little. It would fit in smaller "
+                "groups, or with that much more memory on a host"
+            )
 
 
-def _require_all_fit(units: Sequence[Sequence[str]], host: np.ndarray, n_bytes: np.ndarray, most: np.ndarray,
-                     problem: Problem) -> None:
+def _require_all_fit(
+    units: Sequence[Sequence[str]], host: np.ndarray, n_bytes: np.ndarray, most: np.ndarray, problem: Problem
+) -> None:
     held = np.bincount(host, n_bytes, len(most))
     h = int(np.argmax(held - most))
     if held[h] > most[h]:
@@ -251,11 +292,13 @@ def _require_all_fit(units: Sequence[Sequence[str]], host: np.ndarray, n_bytes: 
         over, here = held[h] - most[h], np.flatnonzero(host == h)
         enough = here[n_bytes[here] >= over]
         unit = units[min(enough if len(enough) else here, key=lambda u: n_bytes[u])]
-        raise Infeasible(f"problem {problem.name!r} does not fit: no division of its towers over "
-                         f"{len(most)} hosts was found. In the best one {_group(unit)} is on host "
-                         f"{problem.topology.hosts[h]!r}, whose tables take {gib(held[h])} with outputs; it "
-                         f"may hold {gib(most[h])}, {gib(over)} too little. It may fit in smaller groups, "
-                         "or with that much more memory on each host")
+        raise Infeasible(
+            f"problem {problem.name!r} does not fit: no division of its towers over "
+            f"{len(most)} hosts was found. In the best one {_group(unit)} is on host "
+            f"{problem.topology.hosts[h]!r}, whose tables take {gib(held[h])} with outputs; it "
+            f"may hold {gib(most[h])}, {gib(over)} too little. It may fit in smaller groups, "
+            "or with that much more memory on each host"
+        )
 
 
 # --- the division -------------------------------------------------------------------------------------------
@@ -272,8 +315,14 @@ class Division:
     Affinity within units is no part of it: no division changes that.
     """
 
-    def __init__(self, affinity: np.ndarray, load: np.ndarray, capacity: np.ndarray, allowed: np.ndarray,
-                 config: TowerConfig) -> None:
+    def __init__(
+        self,
+        affinity: np.ndarray,
+        load: np.ndarray,
+        capacity: np.ndarray,
+        allowed: np.ndarray,
+        config: TowerConfig,
+    ) -> None:
         self.config, self.load, self.allowed, self.memory = config, load, allowed, capacity[:, _MEMORY]
         self.affinity, self._meter = affinity.copy(), Budget(seconds=config.seconds).start()
         self._inside_units = float(np.trace(affinity)) / 2
@@ -331,8 +380,11 @@ class Division:
         host, totals = np.full(n_units, -1), np.zeros_like(self.share)
         near, per_unit = np.zeros(self.allowed.shape), 1 / (self.all_affinity or 1.0)
         for u in order:
-            grows = (self._penalty(totals + self.load[u], hosts) - self._penalty(totals, hosts)
-                     - near[u] * per_unit)
+            grows = (
+                self._penalty(totals + self.load[u], hosts)
+                - self._penalty(totals, hosts)
+                - near[u] * per_unit
+            )
             host[u] = h = int(np.argmin(np.where(self.allowed[u], grows, np.inf)))
             totals[h] += self.load[u]
             near[:, h] += self.affinity[:, u]
@@ -357,8 +409,9 @@ class Division:
                 # Rounding errors of large penalties are no gain: the search would go round in circles.
                 if min(by_swap[v], by_move[to]) >= -(1e-12 + _ROUNDING * now.sum()):
                     continue
-                moves = ([(u, here, to)] if by_move[to] <= by_swap[v]
-                         else [(u, here, host[v]), (v, host[v], here)])
+                moves = (
+                    [(u, here, to)] if by_move[to] <= by_swap[v] else [(u, here, host[v]), (v, host[v], here)]
+                )
                 for w, old, new in moves:
                     host[w], changed = new, True
                     near[:, old] -= self.affinity[:, w]
@@ -367,22 +420,32 @@ class Division:
                 totals = self._totals(host)
         return host
 
-    def _by_move(self, u: int, here: int, totals: np.ndarray, now: np.ndarray,
-                 near: np.ndarray) -> np.ndarray:
+    def _by_move(
+        self, u: int, here: int, totals: np.ndarray, now: np.ndarray, near: np.ndarray
+    ) -> np.ndarray:
         """[H] what it costs to move a unit to each host. inf where it may not be, or is."""
         hosts = np.arange(len(now))
         leaves = self._penalty(totals[here] - self.load[u], hosts[here]) - now[here]
-        costs = (leaves + self._penalty(totals + self.load[u], hosts) - now
-                 - (near[u] - near[u, here]) / (self.all_affinity or 1.0))
+        costs = (
+            leaves
+            + self._penalty(totals + self.load[u], hosts)
+            - now
+            - (near[u] - near[u, here]) / (self.all_affinity or 1.0)
+        )
         return np.where(self.allowed[u] & (hosts != here), costs, np.inf)
 
-    def _by_swap(self, u: int, host: np.ndarray, totals: np.ndarray, now: np.ndarray,
-                 near: np.ndarray) -> np.ndarray:
+    def _by_swap(
+        self, u: int, host: np.ndarray, totals: np.ndarray, now: np.ndarray, near: np.ndarray
+    ) -> np.ndarray:
         """[U] what it costs to exchange a unit with each other one. inf where they may not, or share one."""
         here, v = host[u], np.arange(len(host))
         differs = self.load[u] - self.load
         loses = near[u, here] - near[u, host] + near[v, host] - near[v, here] + 2 * self.affinity[u]
-        costs = (self._penalty(totals[here] - differs, np.full(len(host), here)) - now[here]
-                 + self._penalty(totals[host] + differs, host) - now[host]
-                 + loses / (self.all_affinity or 1.0))
+        costs = (
+            self._penalty(totals[here] - differs, np.full(len(host), here))
+            - now[here]
+            + self._penalty(totals[host] + differs, host)
+            - now[host]
+            + loses / (self.all_affinity or 1.0)
+        )
         return np.where((host != here) & self.allowed[u, host] & self.allowed[:, here], costs, np.inf)

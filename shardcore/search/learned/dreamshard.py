@@ -31,8 +31,10 @@ class DreamShardLearner(Learner):
     def round(self) -> dict[str, float]:
         values = {}
         if self.costs:
-            priced = [PricedPlan.of(prepared, self.roll(prepared, 1, True), self.arrays["scale_ms"])
-                      for prepared in self.drawn(self.config.priced)]
+            priced = [
+                PricedPlan.of(prepared, self.roll(prepared, 1, True), self.arrays["scale_ms"])
+                for prepared in self.drawn(self.config.priced)
+            ]
             self.plans += [plan for plan in priced if np.isfinite(plan.total)]
             losses = [self.cost_update() for _ in range(self.config.cost_updates) if self.plans]
             values["cost_loss"] = float(np.mean(losses)) if losses else 0.0

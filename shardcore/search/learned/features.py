@@ -28,7 +28,9 @@ _OFFSET = 0.1
 
 def features(shards: Sequence[Shard], batch: int) -> np.ndarray:
     """[N, F] float32 features of shards that a batch of so many samples looks up."""
-    sizes = np.array([(s.width, s.rows, s.table.looked_up * access.access_share(s) + _OFFSET, s.bytes)
-                      for s in shards], dtype=float).reshape(-1, 4)
+    sizes = np.array(
+        [(s.width, s.rows, s.table.looked_up * access.access_share(s) + _OFFSET, s.bytes) for s in shards],
+        dtype=float,
+    ).reshape(-1, 4)
     bins = np.array([access.reuse_bins(s.table, batch) for s in shards]).reshape(-1, REUSE_BINS)
     return np.concatenate([np.log(sizes), bins], 1).astype(np.float32)

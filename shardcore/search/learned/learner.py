@@ -52,12 +52,23 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         count = (1, MOST_COUNT)
-        require_within(self, "policy config", rounds=count, patience=count, priced=count, cost_updates=count,
-                       policy_updates=count, problems_at_once=count, plans_each=(2, MOST_COUNT),
-                       entropy=(0, 1), seed=(0, MOST_SEED))
+        require_within(
+            self,
+            "policy config",
+            rounds=count,
+            patience=count,
+            priced=count,
+            cost_updates=count,
+            policy_updates=count,
+            problems_at_once=count,
+            plans_each=(2, MOST_COUNT),
+            entropy=(0, 1),
+            seed=(0, MOST_SEED),
+        )
         if not 0 < self.learning_rate < 1:
-            raise ShardCoreError(f"policy config has learning_rate {self.learning_rate}; "
-                                 "it needs to be within 0 and 1")
+            raise ShardCoreError(
+                f"policy config has learning_rate {self.learning_rate}; it needs to be within 0 and 1"
+            )
 
 
 class Prepared:
@@ -81,8 +92,13 @@ class Prepared:
 class Learner:
     """What both policies share: weights, and gradients of the plans that were made."""
 
-    def __init__(self, name: str, all_prepared: Sequence[Prepared], config: PolicyConfig,
-                 more: dict[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        all_prepared: Sequence[Prepared],
+        config: PolicyConfig,
+        more: dict[str, tuple[int, ...]],
+    ) -> None:
         self.net, self.all_prepared, self.config = NETS[name], all_prepared, config
         self.rng = np.random.default_rng([5, config.seed])
         self.w = _initial({**self.net.shapes, **more}, all_prepared, config.seed)
@@ -91,8 +107,9 @@ class Learner:
         self.optimizers: list[torch.optim.Optimizer] = []
 
     def optimizer(self, names: Sequence[str]) -> torch.optim.Optimizer:
-        made = torch.optim.Adam([self.w[name].requires_grad_() for name in names],
-                                lr=self.config.learning_rate)
+        made = torch.optim.Adam(
+            [self.w[name].requires_grad_() for name in names], lr=self.config.learning_rate
+        )
         self.optimizers.append(made)
         return made
 
@@ -150,12 +167,17 @@ def held_before(prepared: Prepared, rolled: Rollout) -> np.ndarray:
     return np.cumsum(held, axis=1, out=held)
 
 
-def _initial(shapes: dict[str, tuple[int, ...]], all_prepared: Sequence[Prepared],
-             seed: int) -> dict[str, torch.Tensor]:
+def _initial(
+    shapes: dict[str, tuple[int, ...]], all_prepared: Sequence[Prepared], seed: int
+) -> dict[str, torch.Tensor]:
     """Weights at the start. Features of the problems' tables set their scaling."""
     x = np.concatenate([prepared.x[prepared.bundle > 0] for prepared in all_prepared])
-    scaling = {"low": x.min(0), "high": x.max(0), "mean": x.mean(0),
-               "sd": np.where(x.std(0) > 1e-6, x.std(0), 1.0)}
+    scaling = {
+        "low": x.min(0),
+        "high": x.max(0),
+        "mean": x.mean(0),
+        "sd": np.where(x.std(0) > 1e-6, x.std(0), 1.0),
+    }
     generator = torch.Generator().manual_seed(seed)
     w = {}
     for name, shape in shapes.items():
@@ -172,8 +194,10 @@ def _initial(shapes: dict[str, tuple[int, ...]], all_prepared: Sequence[Prepared
 
 def _typical_ms(all_prepared: Sequence[Prepared]) -> float:
     """Compute of a device in an even plan, the mean of the problems."""
-    found = [one.cache.single_ms[one.cache.numbers(*one.keys[0].T)].sum() / one.cache.speed.sum()
-             for one in all_prepared]
+    found = [
+        one.cache.single_ms[one.cache.numbers(*one.keys[0].T)].sum() / one.cache.speed.sum()
+        for one in all_prepared
+    ]
     return max(float(np.mean(found)), 1e-6)
 
 

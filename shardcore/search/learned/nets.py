@@ -84,19 +84,31 @@ class DreamShard:
 
     def __init__(self, asks_model: bool = False) -> None:
         self.asks_model = asks_model
-        self.shapes = {**_SCALING, "scale_ms": (1,), **_table("table"), **_layer("costs.0", PARTS, _H),
-                       **_layer("costs.1", _H, LATENTS), "choice.weight": (2 * LATENTS, 1)}
+        self.shapes = {
+            **_SCALING,
+            "scale_ms": (1,),
+            **_table("table"),
+            **_layer("costs.0", PARTS, _H),
+            **_layer("costs.1", _H, LATENTS),
+            "choice.weight": (2 * LATENTS, 1),
+        }
         if not asks_model:
-            self.shapes |= {**_table("cost_table"), **_layer("heads.0", LATENTS, PARTS * _H),
-                            "heads.1.weight": (PARTS, _H), "heads.1.bias": (PARTS,),
-                            **_layer("overall.0", LATENTS, _H), **_layer("overall.1", _H, 1)}
+            self.shapes |= {
+                **_table("cost_table"),
+                **_layer("heads.0", LATENTS, PARTS * _H),
+                "heads.1.weight": (PARTS, _H),
+                "heads.1.bias": (PARTS,),
+                **_layer("overall.0", LATENTS, _H),
+                **_layer("overall.1", _H, 1),
+            }
 
     def latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
         """[N, L]: the policy's, and those of the cost network if there is one."""
         x = _scaled(w, features, xp)
         nets = ("table",) if self.asks_model else ("table", "cost_table")
-        return xp.concatenate([_relu(_linear(w, f"{name}.1", _relu(_linear(w, f"{name}.0", x))))
-                               for name in nets], -1)
+        return xp.concatenate(
+            [_relu(_linear(w, f"{name}.1", _relu(_linear(w, f"{name}.0", x)))) for name in nets], -1
+        )
 
     def single(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
         return self.parts(w, latents).sum(-1)
@@ -128,14 +140,25 @@ class AutoShard:
     asks_model = False
 
     def __init__(self) -> None:
-        self.shapes = {**_SCALING, "scale_ms": (1,), **_table("table"), **_layer("cost.0", LATENTS, _H),
-                       **_layer("cost.1", _H, 1), **_layer("progress", 1, LATENTS),
-                       **_layer("device", 2, LATENTS), **_layer("score.0", 3 * _H, _WIDE),
-                       **_layer("score.1", _WIDE, _WIDE), **_layer("score.2", _WIDE, _H),
-                       **_layer("score.3", _H, 1)}
+        self.shapes = {
+            **_SCALING,
+            "scale_ms": (1,),
+            **_table("table"),
+            **_layer("cost.0", LATENTS, _H),
+            **_layer("cost.1", _H, 1),
+            **_layer("progress", 1, LATENTS),
+            **_layer("device", 2, LATENTS),
+            **_layer("score.0", 3 * _H, _WIDE),
+            **_layer("score.1", _WIDE, _WIDE),
+            **_layer("score.2", _WIDE, _H),
+            **_layer("score.3", _H, 1),
+        }
         for layer in ("lstm.0", "lstm.1"):
-            self.shapes |= {f"{layer}.input": (_H, 4 * _H), f"{layer}.state": (_H, 4 * _H),
-                            f"{layer}.bias": (4 * _H,)}
+            self.shapes |= {
+                f"{layer}.input": (_H, 4 * _H),
+                f"{layer}.state": (_H, 4 * _H),
+                f"{layer}.bias": (4 * _H,),
+            }
 
     def latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
         return _relu(_linear(w, "table.1", _relu(_linear(w, "table.0", _scaled(w, features, xp)))))
@@ -192,7 +215,7 @@ def _lstm(w: Weights, name: str, x: Any, xp: ModuleType) -> Any:
     outputs = []
     for i in range(x.shape[-2]):
         of = gates[..., i, :] + h @ w[f"{name}.state"]
-        enter, forget, out, value = (of[..., k * _H:(k + 1) * _H] for k in range(4))
+        enter, forget, out, value = (of[..., k * _H : (k + 1) * _H] for k in range(4))
         memory = _sigmoid(forget, xp) * memory + _sigmoid(enter, xp) * xp.tanh(value)
         h = _sigmoid(out, xp) * xp.tanh(memory)
         outputs.append(h)

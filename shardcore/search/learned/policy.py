@@ -19,8 +19,11 @@ from shardcore.io import files, model_files, schema
 from shardcore.search.learned.features import FEATURES
 from shardcore.search.learned.nets import AutoShard, DreamShard, Net
 
-NETS: dict[str, Net] = {"dreamshard": DreamShard(), "dreamshard_direct": DreamShard(asks_model=True),
-                        "autoshard": AutoShard()}
+NETS: dict[str, Net] = {
+    "dreamshard": DreamShard(),
+    "dreamshard_direct": DreamShard(asks_model=True),
+    "autoshard": AutoShard(),
+}
 """Networks by name. dreamshard_direct has no cost network: it sees, and learns from, the CostModel's."""
 POLICY_JSON = "policy.json"
 _LIMIT = 1e6
@@ -54,9 +57,11 @@ class Policy:
     def require_hardware(self, setting: Setting) -> None:
         """Raise SettingMismatch if the policy was trained for other hardware than a cost model's."""
         if self.setting.hardware != setting.hardware:
-            raise SettingMismatch(f"policy {self.name!r} was trained for hardware {self.setting.hardware!r}; "
-                                  f"the cost model is for {setting.hardware!r}: train one for it "
-                                  "(python -m shardcore train-policy)")
+            raise SettingMismatch(
+                f"policy {self.name!r} was trained for hardware {self.setting.hardware!r}; "
+                f"the cost model is for {setting.hardware!r}: train one for it "
+                "(python -m shardcore train-policy)"
+            )
 
 
 def _require(weights: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -66,8 +71,9 @@ def _require(weights: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, 
     for name, shape in shapes.items():
         found = weights[name]
         if found.shape != shape or found.dtype != np.float32:
-            raise ShardCoreError(f"weight {name!r} is {found.dtype} {list(found.shape)}; "
-                                 f"it needs to be float32 {list(shape)}")
+            raise ShardCoreError(
+                f"weight {name!r} is {found.dtype} {list(found.shape)}; it needs to be float32 {list(shape)}"
+            )
         if not (np.abs(found) <= _LIMIT).all():
             raise ShardCoreError(f"weight {name!r} has values beyond {_LIMIT:g}, or that are not numbers")
     for name in ("sd", "scale_ms"):
@@ -76,9 +82,17 @@ def _require(weights: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, 
 
 
 def write_policy(folder: str | Path, policy: Policy) -> None:
-    model_files.write_model(folder, {
-        **policy.meta, "name": policy.name, "features": list(FEATURES),
-        "setting": files.setting_to_json(policy.setting)}, policy.weights, "policy")
+    model_files.write_model(
+        folder,
+        {
+            **policy.meta,
+            "name": policy.name,
+            "features": list(FEATURES),
+            "setting": files.setting_to_json(policy.setting),
+        },
+        policy.weights,
+        "policy",
+    )
 
 
 def read_policy(folder: str | Path) -> Policy:
@@ -90,8 +104,10 @@ def read_policy(folder: str | Path) -> Policy:
     meta, weights = model_files.read_model(folder, "policy")
     found = meta.pop("features", None)
     if found != list(FEATURES):
-        raise ShardCoreError(f"policy in {folder} was trained on features {schema.show(found)}; this "
-                             f"ShardCore computes {schema.show(list(FEATURES))}: train again")
+        raise ShardCoreError(
+            f"policy in {folder} was trained on features {schema.show(found)}; this "
+            f"ShardCore computes {schema.show(list(FEATURES))}: train again"
+        )
     setting = files.setting_from_json(meta.pop("setting", None), f"{folder}: setting")
     of = schema.build(_Meta, meta, str(folder))
     try:

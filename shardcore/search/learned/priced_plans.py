@@ -44,9 +44,13 @@ class PricedPlan:
         np.add.at(units, (keys[:, 0], rolled.devices[0, 0]), keys[:, 1])
         strips, devices = np.nonzero(units)
         rows, held = np.nonzero(prepared.bundle[:, None] == cache.numbers(strips, units[strips, devices]))
-        return cls(prepared.x[rows], devices[held], cache.speed.astype(np.float32)[:, None],
-                   (rolled.parts_ms[0, 0] / scale_ms).astype(np.float32),
-                   float(rolled.total_ms[0, 0] / scale_ms[0]))
+        return cls(
+            prepared.x[rows],
+            devices[held],
+            cache.speed.astype(np.float32)[:, None],
+            (rolled.parts_ms[0, 0] / scale_ms).astype(np.float32),
+            float(rolled.total_ms[0, 0] / scale_ms[0]),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,12 +73,21 @@ class Batch:
     def of(cls, plans: Sequence[PricedPlan]) -> Batch:
         sizes = [len(p.speed) for p in plans]
         firsts = np.cumsum([0, *sizes[:-1]])
-        joined = [np.concatenate(of) for of in (
-            [p.x for p in plans], [p.devices + first for p, first in zip(plans, firsts, strict=True)],
-            [p.speed for p in plans], [p.parts for p in plans])]
-        return cls(*map(torch.from_numpy, joined), torch.from_numpy(np.repeat(np.arange(len(plans)), sizes)),
-                   torch.from_numpy(np.concatenate([np.arange(n) for n in sizes])),
-                   torch.tensor([p.total for p in plans]))
+        joined = [
+            np.concatenate(of)
+            for of in (
+                [p.x for p in plans],
+                [p.devices + first for p, first in zip(plans, firsts, strict=True)],
+                [p.speed for p in plans],
+                [p.parts for p in plans],
+            )
+        ]
+        return cls(
+            *map(torch.from_numpy, joined),
+            torch.from_numpy(np.repeat(np.arange(len(plans)), sizes)),
+            torch.from_numpy(np.concatenate([np.arange(n) for n in sizes])),
+            torch.tensor([p.total for p in plans]),
+        )
 
     def sums(self, latents: torch.Tensor) -> torch.Tensor:
         """[B, L] of the devices, from those of the shards [N, L]."""

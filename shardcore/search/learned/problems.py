@@ -44,8 +44,9 @@ class PolicyProblems(ProblemConfig):
         require_within(self, "policy problems", problems=count, validation=count, test=count)
 
 
-def draw(pool: Sequence[Table], setting: Setting, config: PolicyProblems, seed: int,
-         like: Topology | None = None) -> tuple[list[Problem], list[Problem], list[Problem]]:
+def draw(
+    pool: Sequence[Table], setting: Setting, config: PolicyProblems, seed: int, like: Topology | None = None
+) -> tuple[list[Problem], list[Problem], list[Problem]]:
     """Problems to learn from, to validate with, and to test with.
 
     like: devices' speeds, hosts and links. None: equal devices of one host, without stated links.
@@ -53,17 +54,25 @@ def draw(pool: Sequence[Table], setting: Setting, config: PolicyProblems, seed: 
     Raises ShardCoreError if half of the pool is too small, and if the devices do not divide the batch.
     """
     config = _for_devices(config, like)
-    require(setting.batch % config.devices == 0, f"the cost model is for batch {setting.batch}, which "
-            f"{config.devices} devices do not divide evenly")
+    require(
+        setting.batch % config.devices == 0,
+        f"the cost model is for batch {setting.batch}, which {config.devices} devices do not divide evenly",
+    )
     halves = [[t for t in pool if kept_for_testing(t, one_of=2) == testing] for testing in (False, True)]
-    sides = ((halves[0], 0, config.problems), (halves[0], config.problems, config.validation),
-             (halves[1], 0, config.test))
+    sides = (
+        (halves[0], 0, config.problems),
+        (halves[0], config.problems, config.validation),
+        (halves[1], 0, config.test),
+    )
     try:
-        return tuple([_on(draw_problem(tables, first + i, setting, seed, config), like) for i in range(n)]
-                     for tables, first, n in sides)
+        return tuple(
+            [_on(draw_problem(tables, first + i, setting, seed, config), like) for i in range(n)]
+            for tables, first, n in sides
+        )
     except ShardCoreError as error:
-        raise ShardCoreError(f"half of the pool is for training, the other for tests; of one, "
-                             f"{error}") from None
+        raise ShardCoreError(
+            f"half of the pool is for training, the other for tests; of one, {error}"
+        ) from None
 
 
 def _for_devices(config: PolicyProblems, like: Topology | None) -> PolicyProblems:
@@ -79,9 +88,15 @@ def _on(problem: Problem, like: Topology | None) -> Problem:
     return replace(problem, topology=replace(like, devices=devices))
 
 
-def make_policy(name: str, pool: Sequence[Table], model: CostModel, problems: PolicyProblems | None = None,
-                config: PolicyConfig | None = None, like: Topology | None = None,
-                progress: Progress | None = None) -> TrainedPolicy:
+def make_policy(
+    name: str,
+    pool: Sequence[Table],
+    model: CostModel,
+    problems: PolicyProblems | None = None,
+    config: PolicyConfig | None = None,
+    like: Topology | None = None,
+    progress: Progress | None = None,
+) -> TrainedPolicy:
     """Draw problems of a pool, train a policy on them, and judge it. Its meta has the metrics.
 
     Raises as `draw` and `train` do.
@@ -92,8 +107,11 @@ def make_policy(name: str, pool: Sequence[Table], model: CostModel, problems: Po
     to_learn, validation, test = draw(pool, model.setting, problems, config.seed, like)
     trained = train(name, to_learn, validation, model, config, progress)
     meta = trained.policy.meta
-    meta = {**meta, "config": {**meta["config"], "problems_drawn": dataclasses.asdict(problems)},
-            "metrics": {**meta["metrics"], **judge(trained.policy, test, model)}}
+    meta = {
+        **meta,
+        "config": {**meta["config"], "problems_drawn": dataclasses.asdict(problems)},
+        "metrics": {**meta["metrics"], **judge(trained.policy, test, model)},
+    }
     return replace(trained, policy=replace(trained.policy, meta=meta))
 
 

@@ -79,7 +79,7 @@ class Rollouts:
         legal, used = np.zeros(noise.shape, bool), np.zeros(noise.shape, np.float32)
         costs = np.zeros((*noise.shape, PARTS), np.float32) if self.net.asks_model else None
         devices = np.zeros(noise.shape[:-1], np.int64)
-        at = np.ogrid[:n_states, :self.plans]
+        at = np.ogrid[:n_states, : self.plans]
         room = np.maximum(state.free, 1)
 
         for i in range(n):
@@ -87,8 +87,12 @@ class Rollouts:
             legal[:, :, i], used[:, :, i] = state.fits(strip, units), state.used / room
             if costs is not None:
                 costs[:, :, i] = state.parts_ms()
-            seen = Seen(sums / speed, used[:, :, i], None if costs is None else costs[:, :, i],
-                        None if context is None else context[:, None, i])
+            seen = Seen(
+                sums / speed,
+                used[:, :, i],
+                None if costs is None else costs[:, :, i],
+                None if context is None else context[:, None, i],
+            )
             scores = np.nan_to_num(self.net.scores(self.weights, seen)) + noise[:, :, i]
             d = _highest(scores, legal[:, :, i], state.used)  # [C, K]
             before = state.held[(*at, strip, d)]
@@ -122,8 +126,11 @@ class Rollouts:
     def _order(self, cache: ShardCostCache, keys: np.ndarray, latents: np.ndarray) -> np.ndarray:
         """[C, N]: least freedom first, then the highest predicted cost, then the most bytes."""
         numbers = cache.numbers(keys[..., 0], keys[..., 1])
-        single = (cache.single_ms[numbers] if self.net.asks_model
-                  else np.nan_to_num(self.net.single(self.weights, latents[numbers])))
+        single = (
+            cache.single_ms[numbers]
+            if self.net.asks_model
+            else np.nan_to_num(self.net.single(self.weights, latents[numbers]))
+        )
         return np.lexsort((-cache.bytes[numbers], -single, cache.freedom[keys[..., 0]]))
 
     def _noise(self, shape: tuple[int, int, int, int]) -> np.ndarray:

@@ -17,8 +17,16 @@ TABLE_WISE = BeamConfig(steps=0)
 """Tables are whole, as published, unless no device can hold one."""
 
 
-def place(policy: Policy, algorithm: str, problem: Problem, model: CostModel, *, seed: int = 0,
-          budget: Budget | None = None, config: BeamConfig = TABLE_WISE) -> Plan:
+def place(
+    policy: Policy,
+    algorithm: str,
+    problem: Problem,
+    model: CostModel,
+    *,
+    seed: int = 0,
+    budget: Budget | None = None,
+    config: BeamConfig = TABLE_WISE,
+) -> Plan:
     """The policy's plan: each shard goes to the legal device with the highest score.
 
     With a budget, it is the best of that plan and of random plans by the policy. One evaluation is one plan
@@ -32,5 +40,10 @@ def place(policy: Policy, algorithm: str, problem: Problem, model: CostModel, *,
     policy.require_hardware(model.setting)
     rng, meter = np.random.default_rng(seed), (budget or Budget()).start()
     beam = Beam(problem, model, Rollouts(policy.net, policy.weights), config, meter)
-    return beam.plan(lambda n: Rollouts(policy.net, policy.weights, n, rng, greedy_first=False),
-                     algorithm=algorithm, seed=seed, policy=policy.name, config=asdict(config))
+    return beam.plan(
+        lambda n: Rollouts(policy.net, policy.weights, n, rng, greedy_first=False),
+        algorithm=algorithm,
+        seed=seed,
+        policy=policy.name,
+        config=asdict(config),
+    )

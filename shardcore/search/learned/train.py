@@ -43,8 +43,14 @@ class TrainedPolicy:
     curves: list[dict[str, float]]
 
 
-def train(name: str, problems: Sequence[Problem], validation: Sequence[Problem], model: CostModel,
-          config: PolicyConfig = PolicyConfig(), progress: Progress | None = None) -> TrainedPolicy:  # noqa: B008
+def train(
+    name: str,
+    problems: Sequence[Problem],
+    validation: Sequence[Problem],
+    model: CostModel,
+    config: PolicyConfig = PolicyConfig(),  # noqa: B008
+    progress: Progress | None = None,
+) -> TrainedPolicy:
     """A policy with the networks of NETS[name]. The same problems and config give the same policy.
 
     problems: to learn from.
@@ -54,8 +60,10 @@ def train(name: str, problems: Sequence[Problem], validation: Sequence[Problem],
     if name not in NETS:
         raise ShardCoreError(f"there is no policy {name!r}; known are {', '.join(NETS)}")
     if not problems or not validation:
-        raise ShardCoreError(f"training got {len(problems)} problems and {len(validation)} for validation; "
-                             "it needs 1 or more of both")
+        raise ShardCoreError(
+            f"training got {len(problems)} problems and {len(validation)} for validation; "
+            "it needs 1 or more of both"
+        )
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # matrices are small, and results no longer depend on the number of threads
     try:
@@ -64,8 +72,14 @@ def train(name: str, problems: Sequence[Problem], validation: Sequence[Problem],
         torch.set_num_threads(before)
 
 
-def _train(name: str, problems: Sequence[Problem], validation: Sequence[Problem], model: CostModel,
-           config: PolicyConfig, progress: Progress) -> TrainedPolicy:
+def _train(
+    name: str,
+    problems: Sequence[Problem],
+    validation: Sequence[Problem],
+    model: CostModel,
+    config: PolicyConfig,
+    progress: Progress,
+) -> TrainedPolicy:
     all_prepared, unseen = ([Prepared(p, model) for p in some] for some in (problems, validation))
     of_greedy = np.array([greedy_ms(p, model.for_problem(p)) for p in validation])
     learner_of = AutoShardLearner if isinstance(NETS[name], AutoShard) else DreamShardLearner
@@ -86,8 +100,10 @@ def _train(name: str, problems: Sequence[Problem], validation: Sequence[Problem]
             kept = {k: v.copy() for k, v in learner.arrays.items() if k in learner.net.shapes}
         elif i - best_round >= config.patience:
             break
-    meta = {"config": dataclasses.asdict(config),
-            "metrics": {"validation_cost": best, "rounds": best_round + 1}}
+    meta = {
+        "config": dataclasses.asdict(config),
+        "metrics": {"validation_cost": best, "rounds": best_round + 1},
+    }
     return TrainedPolicy(Policy(name, model.setting, kept, meta), curves)
 
 

@@ -96,13 +96,18 @@ class _Cuts:
         self.problem, self.fixed = problem, fixed_placements(problem)
         self.may_hold = held_bytes(problem)
         self.bundles = bundles(map(Shard.whole, searched_tables(problem)), problem)
-        whole = [Placement(WHOLE_ROWS.name, s, (0,)) for bundle in ticking(self.bundles) for s in bundle
-                 if why_not(WHOLE_ROWS, s.table, problem) is None]
+        whole = [
+            Placement(WHOLE_ROWS.name, s, (0,))
+            for bundle in ticking(self.bundles)
+            for s in bundle
+            if why_not(WHOLE_ROWS, s.table, problem) is None
+        ]
         self.batches = run_batches([*whole, *self.fixed], problem)
         if self.batches:
             self.account = Account.of(self.batches, problem)
-            self.cut = Account.of({run: replace(batch, cut=not run.local_batch)
-                                   for run, batch in self.batches.items()}, problem)
+            self.cut = Account.of(
+                {run: replace(batch, cut=not run.local_batch) for run, batch in self.batches.items()}, problem
+            )
             self._at_most = self._room(self.account)
             self._total = np.zeros(self._at_most.shape[1])
             of_fixed = self.account.loads(self.fixed).max(1)
@@ -132,8 +137,9 @@ class _Cuts:
                 cut[first.table.collection].append(i)
         for at in cut.values():
             tables, narrowest = [found[i][0].table for i in at], min(found[i][0].width for i in at)
-            width = next((w for w in range(narrowest, 0, -1)
-                          if all(self._fits_equally(t, w) for t in tables)), None)
+            width = next(
+                (w for w in range(narrowest, 0, -1) if all(self._fits_equally(t, w) for t in tables)), None
+            )
             if width is None:
                 return False
             for i, table in zip(at, tables, strict=True):
@@ -142,9 +148,12 @@ class _Cuts:
 
     def _fits_equally(self, table: Table, width: int) -> bool:
         """Tell if a table may be cut into parts of a width that fit."""
-        return (table.dim % width == 0 and width % self.problem.unit_width(table) == 0
-                and table.dim // width <= len(self.problem.allowed_devices(table.name))
-                and self._fits(equal_parts(table, table.dim // width)))
+        return (
+            table.dim % width == 0
+            and width % self.problem.unit_width(table) == 0
+            and table.dim // width <= len(self.problem.allowed_devices(table.name))
+            and self._fits(equal_parts(table, table.dim // width))
+        )
 
     def fits_whole(self, bundle: Bundle) -> bool:
         """Tell if the tables of a bundle, whole, fit on some device."""
@@ -158,12 +167,15 @@ class _Cuts:
 
     def lacking_together(self, shards: Iterable[Shard]) -> int:
         """Bytes that shards lack on all devices together, in the phase in which they lack most."""
-        vectors = [self.account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in shards
-                   if why_not(WHOLE_ROWS, s.table, self.problem) is None]
+        vectors = [
+            self.account.vector(run_of(WHOLE_ROWS.name, s.table), s)
+            for s in shards
+            if why_not(WHOLE_ROWS, s.table, self.problem) is None
+        ]
         if not vectors:
             return 0
         lacks = sum(vectors) - np.maximum(self._at_most, 0).sum(0)
-        return math.ceil(lacks[:self.account.phases].max())
+        return math.ceil(lacks[: self.account.phases].max())
 
     def _room(self, account: Account) -> np.ndarray:
         """[D, P] bytes that devices have for shards."""
@@ -181,8 +193,14 @@ class _Cuts:
         if table.sequence:
             # TorchRec needs the columns of a sequence equally wide.
             most = len(problem.allowed_devices(table.name))
-            return next((equal_parts(table, n) for n in range(2, most + 1)
-                         if table.dim % n == 0 and self._fits_equally(table, table.dim // n)), None)
+            return next(
+                (
+                    equal_parts(table, n)
+                    for n in range(2, most + 1)
+                    if table.dim % n == 0 and self._fits_equally(table, table.dim // n)
+                ),
+                None,
+            )
         parts = [Shard.whole(table)]
         while parts[0].width > problem.most_width(table) or not self._fits(parts):
             halves = [halve_columns(shard, problem.unit_width(table)) for shard in parts]
@@ -237,7 +255,8 @@ def _require_widths(problem: Problem) -> None:
                 f"problem {problem.name!r} cannot place table {table.name!r}: it has {table.dim} columns, "
                 f"and FBGEMM's CUDA op runs at most {most} in a shard; it needs "
                 f"{-(-table.dim // problem.most_width(table))} devices, and it may live on "
-                f"{len(problem.allowed_devices(table.name))} (a CPU, by topology.hardware, has no limit)")
+                f"{len(problem.allowed_devices(table.name))} (a CPU, by topology.hardware, has no limit)"
+            )
 
 
 def _reason(problem: Problem) -> str:
@@ -249,41 +268,67 @@ def _reason(problem: Problem) -> str:
     if cuts.fixed and not reason:
         beside = gib(held_bytes(problem)[0] - cuts.may_hold[0])
         kept += f" ({beside} of each is for tables on all devices: constraints.kinds)"
-    reason = (reason or _sum_too_large(cuts) or _one_too_large(cuts) or _pins_too_large(cuts)
-              or _whole_too_large(cuts))
-    return f"problem {problem.name!r} does not fit: " + (reason or (
-        f"no way was found to pack it: its tables, {gib(sum(t.bytes for t in problem.tables))} of weights, "
-        f"leave gaps that are too small on its {len(problem.topology)} devices. Tried: tables whole, cut by "
-        "columns, divided by rows and on all devices")) + kept
+    reason = (
+        reason
+        or _sum_too_large(cuts)
+        or _one_too_large(cuts)
+        or _pins_too_large(cuts)
+        or _whole_too_large(cuts)
+    )
+    return (
+        f"problem {problem.name!r} does not fit: "
+        + (
+            reason
+            or (
+                f"no way was found to pack it: its tables, {gib(sum(t.bytes for t in problem.tables))} of weights, "
+                f"leave gaps that are too small on its {len(problem.topology)} devices. Tried: tables whole, cut by "
+                "columns, divided by rows and on all devices"
+            )
+        )
+        + kept
+    )
 
 
 def _fixed_too_large(cuts: _Cuts) -> str:
     """The tables on all devices, if some device does not hold them. "": all do."""
     if not cuts.fixed:
         return ""
-    needs = math.ceil((cuts.account.base + cuts.account.loads(cuts.fixed))[:, :cuts.account.phases].max())
+    needs = math.ceil((cuts.account.base + cuts.account.loads(cuts.fixed))[:, : cuts.account.phases].max())
     least = min(held_bytes(cuts.problem))
-    return "" if needs <= least else (
-        f"tables {shown(p.shard.table.name for p in cuts.fixed)}, on all devices (constraints.kinds), take "
-        f"{gib(needs)} of each with outputs; the smallest may hold {gib(least)}, {gib(needs - least)} too "
-        "little")
+    return (
+        ""
+        if needs <= least
+        else (
+            f"tables {shown(p.shard.table.name for p in cuts.fixed)}, on all devices (constraints.kinds), take "
+            f"{gib(needs)} of each with outputs; the smallest may hold {gib(least)}, {gib(needs - least)} too "
+            "little"
+        )
+    )
 
 
 def _sum_too_large(cuts: _Cuts) -> str:
     """All tables, if they take more than all devices have. "": they do not."""
     shards, n_devices = [s for bundle in cuts.bundles for s in bundle], len(cuts.may_hold)
     lacks, available = cuts.lacking_together(shards), _available(cuts.may_hold)
-    return "" if lacks <= 0 else (
-        f"its {len(shards)} tables take {gib(available + lacks)} with their outputs; its {n_devices} "
-        f"devices may hold {gib(available)} together, {gib(lacks)} too little")
+    return (
+        ""
+        if lacks <= 0
+        else (
+            f"its {len(shards)} tables take {gib(available + lacks)} with their outputs; its {n_devices} "
+            f"devices may hold {gib(available)} together, {gib(lacks)} too little"
+        )
+    )
 
 
 def _needed(cuts: _Cuts, shards: Sequence[Shard], devices: Sequence[int]) -> int:
     """Bytes that tables, whole or cut, take on so many devices together, in the largest phase."""
-    vectors = [cuts.account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in shards
-               if why_not(WHOLE_ROWS, s.table, cuts.problem) is None]
+    vectors = [
+        cuts.account.vector(run_of(WHOLE_ROWS.name, s.table), s)
+        for s in shards
+        if why_not(WHOLE_ROWS, s.table, cuts.problem) is None
+    ]
     each = cuts.account.base if cuts.batches else 0.0
-    return math.ceil(np.max((sum(vectors) + len(devices) * each)[:cuts.account.phases])) if vectors else 0
+    return math.ceil(np.max((sum(vectors) + len(devices) * each)[: cuts.account.phases])) if vectors else 0
 
 
 def _available(may_hold: Iterable[int]) -> int:
@@ -303,18 +348,22 @@ def _one_too_large(cuts: _Cuts) -> str:
             n_bytes = _needed(cuts, bundle, [0])
             if n_bytes <= largest:
                 continue
-            return (f"{_describe(bundle, problem)} takes {gib(n_bytes)} with outputs; the largest "
-                    f"device{where} may hold {gib(largest)}, {gib(n_bytes - largest)} too little")
+            return (
+                f"{_describe(bundle, problem)} takes {gib(n_bytes)} with outputs; the largest "
+                f"device{where} may hold {gib(largest)}, {gib(n_bytes - largest)} too little"
+            )
         why = _undividable(cuts, table)
         if why_not(WHOLE_ROWS, table, problem) is not None:
             return f"table {table.name!r} has to be divided by rows (constraints.kinds), and {why}"
         width = problem.unit_width(table)
         narrow = cuts.needs(equal_parts(table, table.dim // width)) + cuts.cut.base
-        n_bytes = math.ceil(narrow[:cuts.cut.phases].max())
+        n_bytes = math.ceil(narrow[: cuts.cut.phases].max())
         if n_bytes <= largest:
             continue
-        return (f"{width} columns of table {table.name!r} take {gib(n_bytes)} with outputs; the largest "
-                f"device{where} may hold {gib(largest)}, {gib(n_bytes - largest)} too little, and {why}")
+        return (
+            f"{width} columns of table {table.name!r} take {gib(n_bytes)} with outputs; the largest "
+            f"device{where} may hold {gib(largest)}, {gib(n_bytes - largest)} too little, and {why}"
+        )
     return ""
 
 
@@ -326,16 +375,22 @@ def _undividable(cuts: _Cuts, table: Table) -> str:
         if len(allowed) == 1:
             return "there is no other device to have some of its rows"
         if set(allowed) >= set(problem.topology.on_hosts[0]) and not even_share(table.rows, len(allowed)):
-            return (f"TorchRec cannot divide {table.rows} rows over {len(allowed)} devices: "
-                    "the last would have none")
-        return ("TorchRec divides rows over all devices, or a whole host, "
-                "where it may not be (constraints.pinned)")
+            return (
+                f"TorchRec cannot divide {table.rows} rows over {len(allowed)} devices: "
+                "the last would have none"
+            )
+        return (
+            "TorchRec divides rows over all devices, or a whole host, "
+            "where it may not be (constraints.pinned)"
+        )
     account, may_hold = cuts.with_division(whole), held_bytes(problem)
-    needs = np.ceil((account.loads([whole]) + account.base)[:, :account.phases].max(1)).astype(int)
+    needs = np.ceil((account.loads([whole]) + account.base)[:, : account.phases].max(1)).astype(int)
     d = max(whole.devices, key=lambda d: needs[d] - may_hold[d])
     which = f"{'all' if len(whole.devices) == len(may_hold) else 'its'} {len(whole.devices)} devices"
-    return (f"its rows, which TorchRec divides evenly over {which}, take {gib(needs[d])} on device {d}, "
-            f"which may hold {gib(may_hold[d])}")
+    return (
+        f"its rows, which TorchRec divides evenly over {which}, take {gib(needs[d])} on device {d}, "
+        f"which may hold {gib(may_hold[d])}"
+    )
 
 
 def _pins_too_large(cuts: _Cuts) -> str:
@@ -352,10 +407,12 @@ def _pins_too_large(cuts: _Cuts) -> str:
         tables = [t for within, of in pinned.items() if within <= devices for t in of]
         needed = _needed(cuts, list(map(Shard.whole, tables)), list(devices))
         if needed > (available := _available(may_hold[d] for d in devices)):
-            return (f"the tables pinned to {device_names(sorted(devices))} (constraints.pinned), "
-                    f"{shown(t.name for t in tables)}, take {gib(needed)} with their outputs; "
-                    f"{'it' if len(devices) == 1 else 'they'} may hold {gib(available)}, "
-                    f"{gib(needed - available)} too little")
+            return (
+                f"the tables pinned to {device_names(sorted(devices))} (constraints.pinned), "
+                f"{shown(t.name for t in tables)}, take {gib(needed)} with their outputs; "
+                f"{'it' if len(devices) == 1 else 'they'} may hold {gib(available)}, "
+                f"{gib(needed - available)} too little"
+            )
     return ""
 
 
@@ -372,8 +429,10 @@ def _whole_too_large(cuts: _Cuts) -> str:
     if lacks <= 0:
         return ""
     why = ", ".join(sorted({problem.kept_whole_by(name) for name in names}))
-    return (f"tables {shown(names)} must stay whole ({why}) and no way was found to pack them side by side"
-            f"{' where they may live' if problem.pinned else ''}")
+    return (
+        f"tables {shown(names)} must stay whole ({why}) and no way was found to pack them side by side"
+        f"{' where they may live' if problem.pinned else ''}"
+    )
 
 
 def _describe(bundle: Bundle, problem: Problem) -> str:

@@ -1,5 +1,4 @@
-"""Tables with rows in host memory, dealt to hosts so that they fit there. For packings, which count devices.
-"""
+"""Tables with rows in host memory, dealt to hosts so that they fit there. For packings, which count devices."""
 
 from __future__ import annotations
 
@@ -28,8 +27,11 @@ def dealt(problem: Problem) -> Problem | None:
     bound = {*problem.pinned, *(t.name for t in problem.tables if on_all_devices(t, problem))}
     kept = {name for group in asked.together for name in group}
     groups = [*asked.together, *((t.name,) for t in problem.tables if t.name not in kept)]
-    units = {group[0]: n for group in groups
-             if (n := sum(takes[name] for name in group)) and not bound.intersection(group)}
+    units = {
+        group[0]: n
+        for group in groups
+        if (n := sum(takes[name] for name in group)) and not bound.intersection(group)
+    }
     pinned = []
     for name in sorted(units, key=lambda name: -units[name]):
         host = int(np.argmax(room))

@@ -189,7 +189,7 @@ class _Search:
         # Tables that take less memory on all devices than on one, and more and more of the largest in rows.
         copied = [self._copied(i) or way for i, way in enumerate(ways)]
         order = np.argsort([-self._bytes(i, of[0]) for i, of in enumerate(self.ways)], kind="stable").tolist()
-        for n in (0, *(8 ** k for k in range(4))):
+        for n in (0, *(8**k for k in range(4))):
             divided = {i: self._divided(i) for i in order[:n]}
             yield tuple(divided.get(i) or way for i, way in enumerate(ways))
             yield tuple(divided.get(i) or way for i, way in enumerate(copied))
@@ -241,15 +241,18 @@ class _Search:
             return None
         found = [Placement(WHOLE_ROWS.name, s, (0,)) for bundle in poured for s in bundle]
         batches = run_batches([*found, *fixed], problem)
-        account = Account.of({run: replace(batch, cut=not run.local_batch)
-                              for run, batch in batches.items()}, problem)
+        account = Account.of(
+            {run: replace(batch, cut=not run.local_batch) for run, batch in batches.items()}, problem
+        )
         room, found = account.limits - account.base - account.loads(fixed), list(fixed)
 
         def vector(shard: Shard) -> np.ndarray:
             return account.vector(run_of(WHOLE_ROWS.name, shard.table), shard)
 
-        for bundle in sorted(poured, key=lambda b: (len(problem.allowed_devices(b[0].table.name)),
-                                                    -sum(vector(s).max() for s in b))):
+        for bundle in sorted(
+            poured,
+            key=lambda b: (len(problem.allowed_devices(b[0].table.name)), -sum(vector(s).max() for s in b)),
+        ):
             table, needs = bundle[0].table, sum(map(vector, bundle))
             allowed = list(problem.allowed_devices(table.name))
             left = np.where(np.isin(np.arange(self.n), allowed), (room - needs).min(1), -1.0)
@@ -297,8 +300,9 @@ class _Search:
                 parts += [(part,) for part in _parts(bundle[0].table, way.parts, self.problem)]
         if not equally_wide(parts):
             return None, 0
-        some = [Placement(WHOLE_ROWS.name, s, (i % self.n,))
-                for i, bundle in enumerate(parts) for s in bundle]
+        some = [
+            Placement(WHOLE_ROWS.name, s, (i % self.n,)) for i, bundle in enumerate(parts) for s in bundle
+        ]
         account = account_of((*shared, *some), self.problem)
         may_hold = account.limits
 
@@ -312,21 +316,35 @@ class _Search:
             for device, shard in shards_on(placement):
                 load[device] += vector(run_of(placement.kind, shard.table), shard)
         self.room = (may_hold - load).min(1).max()
-        vectors = np.array([sum(vector(run_of(WHOLE_ROWS.name, s.table), s) for s in bundle)
-                            for bundle in ticking(parts)]).reshape(len(parts), load.shape[1])
+        vectors = np.array(
+            [sum(vector(run_of(WHOLE_ROWS.name, s.table), s) for s in bundle) for bundle in ticking(parts)]
+        ).reshape(len(parts), load.shape[1])
         most = best[1] if best[0] is not None else np.inf
         # However shards are packed, in each phase all devices together take their sum.
         together = (load.sum(0) + vectors.sum(0) - np.maximum(may_hold, 0).sum(0)).max()
         if len(shared) and together / self.n >= most:
             return None, 0
-        packing = VectorPacking(may_hold, load, bool(shared), vectors,
-                           [self.problem.allowed_devices(b[0].table.name) for b in parts],
-                           [b[0].table.name for b in parts])
+        packing = VectorPacking(
+            may_hold,
+            load,
+            bool(shared),
+            vectors,
+            [self.problem.allowed_devices(b[0].table.name) for b in parts],
+            [b[0].table.name for b in parts],
+        )
         lacks, devices = packing.best(most)
         if devices is None:
             return None, 0
-        return Plan((*shared, *(Placement(WHOLE_ROWS.name, s, (d,))
-                                for bundle, d in zip(parts, devices, strict=True) for s in bundle))), lacks
+        return Plan(
+            (
+                *shared,
+                *(
+                    Placement(WHOLE_ROWS.name, s, (d,))
+                    for bundle, d in zip(parts, devices, strict=True)
+                    for s in bundle
+                ),
+            )
+        ), lacks
 
 
 # --- ways to run tables -------------------------------------------------------------------------------------
@@ -337,8 +355,11 @@ def _ways(bundle: Bundle, problem: Problem) -> list[Way]:
     table, found = bundle[0].table, []
     if all(why_not(WHOLE_ROWS, s.table, problem) is None for s in bundle):
         whole = table.name in problem.whole
-        most = 1 if whole else min(table.dim // problem.unit_width(table),
-                                   len(problem.allowed_devices(table.name)))
+        most = (
+            1
+            if whole
+            else min(table.dim // problem.unit_width(table), len(problem.allowed_devices(table.name)))
+        )
         numbers = dict.fromkeys([1, 2, 3, *(1 << k for k in range(2, most.bit_length())), most])
         found = [Way(parts=n) for n in numbers if n <= most and _may_be_parts(table, n, problem)]
     if len(bundle) > 1:
@@ -351,8 +372,9 @@ def _ways(bundle: Bundle, problem: Problem) -> list[Way]:
 
 def _may_be_parts(table: Table, n: int, problem: Problem) -> bool:
     unit = problem.unit_width(table)
-    return (-(-table.dim // unit // n) * unit <= problem.topology.most_columns
-            and not (table.sequence and table.dim // unit % n))
+    return -(-table.dim // unit // n) * unit <= problem.topology.most_columns and not (
+        table.sequence and table.dim // unit % n
+    )
 
 
 def _parts(table: Table, n: int, problem: Problem) -> list[Shard]:
@@ -365,5 +387,9 @@ def _parts(table: Table, n: int, problem: Problem) -> list[Shard]:
 def equally_wide(parts: Sequence[Bundle]) -> bool:
     """Tell if all cut sequences of a collection have parts of one width, as TorchRec needs them."""
     widths: dict[str, int] = {}
-    return all(widths.setdefault(s.table.collection, s.width) == s.width for bundle in parts for s in bundle
-               if s.table.sequence and s.width < s.table.dim)
+    return all(
+        widths.setdefault(s.table.collection, s.width) == s.width
+        for bundle in parts
+        for s in bundle
+        if s.table.sequence and s.width < s.table.dim
+    )

@@ -44,8 +44,9 @@ class PlacementState:
     keys: [..., N, 2] all shards that will be placed. What the local batch takes depends on them.
     """
 
-    def __init__(self, cache: ShardCostCache, keys: np.ndarray, batch: tuple[int, ...] = (),
-                 priced: bool = True) -> None:
+    def __init__(
+        self, cache: ShardCostCache, keys: np.ndarray, batch: tuple[int, ...] = (), priced: bool = True
+    ) -> None:
         n_devices = len(cache.speed)
         self.cache, problem = cache, cache.problem
         self.held = np.zeros((*batch, len(cache), n_devices), dtype=np.int32)
@@ -79,7 +80,7 @@ class PlacementState:
         # Limits of ops, and caches, have no bytes of shards that add up.
         self._always_exact = self._account.phases < before.shape[1]
         self.free = np.array(held_bytes(problem)) - math.ceil(self._base.max())
-        self.used += before[:, :self._account.phases].max(1).astype(np.int64)
+        self.used += before[:, : self._account.phases].max(1).astype(np.int64)
         self._hosts = _hosts(problem) if problem.topology.memory else None
         self._on_host = np.zeros((*batch, n_devices))
 
@@ -96,8 +97,9 @@ class PlacementState:
             # What a shard takes at most was too much. So count phase by phase where it was.
             at = np.nonzero(np.ones_like(fits) if self._always_exact else ~fits)
             before, after = (np.broadcast_to(x, fits.shape)[at] for x in (was, then))
-            base, ids = (np.broadcast_to(x, (*fits.shape, x.shape[-1]))[at]
-                         for x in (self._base, ids[..., None]))
+            base, ids = (
+                np.broadcast_to(x, (*fits.shape, x.shape[-1]))[at] for x in (self._base, ids[..., None])
+            )
             load = self._bytes(self.load[at] + self._vectors(after) - self._vectors(before) + base, ids)
             fits[at] = (load <= self._account.limits[at[-1]]).all(-1)
         if self._hosts is not None:
@@ -111,7 +113,7 @@ class PlacementState:
         That of a device without a shard is the local batch's.
         """
         load = self._bytes(self.load + self._base, np.asarray(self._ids)[..., None, None])
-        return load[..., :self._account.phases].max(-1).astype(np.int64)
+        return load[..., : self._account.phases].max(-1).astype(np.int64)
 
     def _bytes(self, load: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """[..., P] bytes of devices' loads [..., P + C] with ids of a local batch."""
@@ -131,8 +133,9 @@ class PlacementState:
         known = len(self._known)
         if known < len(self.cache.sums):
             strips = self.cache.strip_of[known:]
-            new = np.einsum("rf,rfp->rp", self.cache.sums[known:],
-                            self._coefficients[self.cache.kind[strips]])
+            new = np.einsum(
+                "rf,rfp->rp", self.cache.sums[known:], self._coefficients[self.cache.kind[strips]]
+            )
             if self._of_bundles is not None:
                 new += self._of_bundles[strips] * (np.arange(known, len(self.cache.sums)) > 0)[:, None]
             new = np.pad(new, ((0, 0), (0, len(self.cache.caches))))
@@ -177,8 +180,9 @@ class PlacementState:
         if not self.priced:
             return
         # An empty op is exactly 0: adding and subtracting encodings leaves rounding errors.
-        sums = ((self.sums[of_kind] + (cache.codes[becomes] - cache.codes[was]))
-                * (self.outputs[of_kind] > 0)[..., None])
+        sums = (self.sums[of_kind] + (cache.codes[becomes] - cache.codes[was])) * (self.outputs[of_kind] > 0)[
+            ..., None
+        ]
         self.sums[of_kind] = sums
         self.op_ms[of_kind] = cache.model.head(sums.reshape(-1, sums.shape[-1])).reshape(sums.shape[:-1])
 

@@ -28,13 +28,19 @@ def remedy(problem: Problem) -> str:
     if n := _more_devices(problem):
         remedies.append(f"{n} more device{'s' * (n > 1)} like the largest")
     # Would it fit without pins and bundles?
-    loose = replace(problem, job=replace(problem.job, tower_ratio=None),
-                    constraints=Constraints(problem.constraints.reserved_bytes, problem.constraints.unsplit))
+    loose = replace(
+        problem,
+        job=replace(problem.job, tower_ratio=None),
+        constraints=Constraints(problem.constraints.reserved_bytes, problem.constraints.unsplit),
+    )
     eased = loose.constraints != problem.constraints and _fits(loose)
-    return (f"By the exact count {_enough(lacks)} are lacking. It would fit with {' or '.join(remedies)}, "
-            "or with less in the tables" + ", or without its pins and groups" * eased
-            + ", or with rows in host memory (python -m shardcore tiers)"
-            * (not any(t.in_host_memory for t in problem.tables)))
+    return (
+        f"By the exact count {_enough(lacks)} are lacking. It would fit with {' or '.join(remedies)}, "
+        "or with less in the tables"
+        + ", or without its pins and groups" * eased
+        + ", or with rows in host memory (python -m shardcore tiers)"
+        * (not any(t.in_host_memory for t in problem.tables))
+    )
 
 
 def _fits(problem: Problem) -> bool:

@@ -97,12 +97,16 @@ class ShardCostCache:
         self.kinds = tuple(run for run in runs_of(problem.tables) if run in of_strip)
         number = {run: k for k, run in enumerate(self.kinds)}
         self.kind = np.array([number[run] for run in of_strip])
-        self._fixed = [(run_of(p.kind, p.shard.table), device, shard) for p in fixed_placements(problem)
-                       for device, shard in shards_on(p)]
+        self._fixed = [
+            (run_of(p.kind, p.shard.table), device, shard)
+            for p in fixed_placements(problem)
+            for device, shard in shards_on(p)
+        ]
         self.runs_of_plan = tuple(dict.fromkeys((*self.kinds, *(run for run, _, _ in self._fixed))))
         self.is_range = np.array([not bundle[0].full_rows for bundle in self._strips])
-        self.unit = np.array([_unit_width(bundle, shards_of[i], problem)
-                              for i, bundle in enumerate(self._strips)])
+        self.unit = np.array(
+            [_unit_width(bundle, shards_of[i], problem) for i, bundle in enumerate(self._strips)]
+        )
         self.size = np.array([self._units(i, bundle[0]) for i, bundle in enumerate(self._strips)])
         keys = self.keys(ticking(shards))
         self._cut_before = {strip for strip, units in keys if units < self.size[strip]}
@@ -136,6 +140,7 @@ class ShardCostCache:
 
         Those of a table's row ranges count for the first of them.
         """
+
         def of(shard: Shard) -> float:
             n_bytes = sample_bytes(shard.table, self.problem.job)
             if not shard.full_rows:
@@ -173,35 +178,63 @@ class ShardCostCache:
     def caches(self) -> Caches:
         """The caches in device memory that a plan's ops may have."""
         cached = [t for t in self.problem.tables if t.in_host_memory]
-        narrow = [(self.runs(s)[0], self._columns(s, 0, units)[0]) for s in range(len(self))
-                  if self.table(s).in_host_memory for units in range(1, self.size[s])]
-        return Caches.of([*((run, Shard.whole(t)) for t in cached for run in runs_of([t])
-                            if run.caches), *narrow])
+        narrow = [
+            (self.runs(s)[0], self._columns(s, 0, units)[0])
+            for s in range(len(self))
+            if self.table(s).in_host_memory
+            for units in range(1, self.size[s])
+        ]
+        return Caches.of(
+            [*((run, Shard.whole(t)) for t in cached for run in runs_of([t]) if run.caches), *narrow]
+        )
 
     def accounts(self, keys: np.ndarray) -> tuple[list[Account], np.ndarray]:
         """Accounts of memory of states keys [C, N, 2], and [C] the number of each.
 
         They differ by the kinds that have tables cut by columns.
         """
-        of = np.stack([(self.kind[keys[..., 0]] == k) & (keys[..., 1] < self.size[keys[..., 0]])
-                       for k in range(len(self.kinds))], -1).any(1)  # [C, K]
+        of = np.stack(
+            [
+                (self.kind[keys[..., 0]] == k) & (keys[..., 1] < self.size[keys[..., 0]])
+                for k in range(len(self.kinds))
+            ],
+            -1,
+        ).any(1)  # [C, K]
         cuts, number = np.unique(of, axis=0, return_inverse=True)
         if self._batches is None:
             whole = [s for bundle in self._strips for s in bundle if s.full_rows]
-            ranges = [division(s.table, self.problem) for bundle in self._strips for s in bundle
-                      if not s.full_rows and s.row_lo == 0]
-            self._batches = run_batches([*(Placement(WHOLE_ROWS.name, s, (0,)) for s in whole), *ranges,
-                                         *fixed_placements(self.problem)], self.problem)
-        made = [Account.of({run: replace(b, cut=b.cut or run in self.kinds and bool(
-                            cut[self.kinds.index(run)])) for run, b in self._batches.items()}, self.problem)
-                for cut in cuts]
+            ranges = [
+                division(s.table, self.problem)
+                for bundle in self._strips
+                for s in bundle
+                if not s.full_rows and s.row_lo == 0
+            ]
+            self._batches = run_batches(
+                [
+                    *(Placement(WHOLE_ROWS.name, s, (0,)) for s in whole),
+                    *ranges,
+                    *fixed_placements(self.problem),
+                ],
+                self.problem,
+            )
+        made = [
+            Account.of(
+                {
+                    run: replace(b, cut=b.cut or run in self.kinds and bool(cut[self.kinds.index(run)]))
+                    for run, b in self._batches.items()
+                },
+                self.problem,
+            )
+            for cut in cuts
+        ]
         return made, number.reshape(-1)
 
     def covers(self, shards: Iterable[Shard]) -> bool:
         """Tell if these shards make up exactly the strips of the cache, with sequences cut the same."""
         shards = list(shards)
-        return self._cut_sequences == _cut_sequences(shards) and self._strips == _strips_of(shards,
-                                                                                            self.problem)
+        return self._cut_sequences == _cut_sequences(shards) and self._strips == _strips_of(
+            shards, self.problem
+        )
 
     def table(self, strip: int) -> Table:
         """The strip's table, or the first of several kept together."""
@@ -224,8 +257,9 @@ class ShardCostCache:
         return strip, self._units(strip, shard)
 
     def _strip(self, shard: Shard) -> int:
-        return next(i for whole, i in self._strips_at[row_range(shard)]
-                    if whole.col_lo <= shard.col_lo < whole.col_hi)
+        return next(
+            i for whole, i in self._strips_at[row_range(shard)] if whole.col_lo <= shard.col_lo < whole.col_hi
+        )
 
     def keys(self, shards: Iterable[Shard]) -> list[ShardKey]:
         """One key for each bundle of these shards. All of a bundle's tables have to be given, or none."""
@@ -274,8 +308,12 @@ class ShardCostCache:
         """
         strip, units = key
         table = self.table(strip)
-        return (units > 1 and not self.is_range[strip] and table.name not in self.problem.whole
-                and (not table.sequence or strip in self._cut_before))
+        return (
+            units > 1
+            and not self.is_range[strip]
+            and table.name not in self.problem.whole
+            and (not table.sequence or strip in self._cut_before)
+        )
 
     def add(self, keys: Iterable[ShardKey]) -> None:
         """Compute all shards that those of one plan can form on a device.
@@ -300,8 +338,11 @@ class ShardCostCache:
         if not new:
             return
         made = [self._columns(s, 0, u) for s, u in ticking(new)]
-        of_shards = [(run, shard) for bundle, (s, _) in zip(made, new, strict=True)
-                     for run, shard in zip(self.runs(s), bundle, strict=True)]
+        of_shards = [
+            (run, shard)
+            for bundle, (s, _) in zip(made, new, strict=True)
+            for run, shard in zip(self.runs(s), bundle, strict=True)
+        ]
         each = self._sums_of(of_shards)
         multiples = np.array([self._multiples[run] for run, _ in of_shards])
         begins = np.cumsum([0, *map(len, made[:-1])])
@@ -309,8 +350,9 @@ class ShardCostCache:
         sums = np.add.reduceat(each, begins)
         strips, units = np.array(new).T
         possible = units <= self.most[strips]
-        if self.problem.kinds_of or any(t.dim > self.problem.topology.most_columns
-                                        for t in self.problem.tables):
+        if self.problem.kinds_of or any(
+            t.dim > self.problem.topology.most_columns for t in self.problem.tables
+        ):
             possible &= [all(may_be_on_a_device(shard, self.problem) for shard in bundle) for bundle in made]
         sums[~possible, 0] = n_bytes[~possible] = IMPOSSIBLE
         self.sums = np.concatenate([self.sums, sums])
@@ -336,8 +378,9 @@ class ShardCostCache:
             sums = np.array(sums_of(run, narrow, self.problem))
             more = sums_of(run, wide, self.problem) - sums if wide.width > narrow.width else 0 * sums
             lines[run, rows] = sums, more / max(1, wide.width - narrow.width), narrow.width
-        first, a_column, width = map(np.array, zip(*(lines[run, row_range(s)] for run, s in shards),
-                                                   strict=True))
+        first, a_column, width = map(
+            np.array, zip(*(lines[run, row_range(s)] for run, s in shards), strict=True)
+        )
         return first + a_column * (np.array([s.width for _, s in shards]) - width)[:, None]
 
     @property
@@ -354,7 +397,7 @@ class ShardCostCache:
 
     def _encode(self) -> None:
         """Encode the shards computed since the last call. Lazy: some callers need only bytes."""
-        if new := self.made[len(self._codes):]:
+        if new := self.made[len(self._codes) :]:
             codes = encoded([s for bundle in new for s in bundle], self.model)
             # A bundle's encoding is the sum of its shards'.
             codes = np.add.reduceat(codes, np.cumsum([0, *map(len, new[:-1])]))
@@ -380,8 +423,9 @@ class ShardCostCache:
 
     def comm(self, compute_ms: np.ndarray, outputs: np.ndarray, id_bytes: np.ndarray) -> CommCost:
         """The collectives of a step. Arguments as in `total_ms`."""
-        of_run, ids = ({run: of[..., k] for k, run in enumerate(self.runs_of_plan)}
-                       for of in (outputs, id_bytes))
+        of_run, ids = (
+            {run: of[..., k] for k, run in enumerate(self.runs_of_plan)} for of in (outputs, id_bytes)
+        )
         traffic = traffic_of_outputs(of_run, self.problem, ids)
         return self.model.comm(traffic, compute_ms, self.problem.topology)
 
@@ -394,11 +438,16 @@ class ShardCostCache:
         kinds = range(len(self.runs_of_plan))
         sums, outputs, ids = (
             fixed + np.stack([of[numbers[self.kind == k]].sum(0) for k in kinds], 1)
-            for fixed, of in ((self.fixed_codes, self.codes), (self.fixed_bytes[0], self.outputs),
-                              (self.fixed_bytes[1], self.id_bytes)))
+            for fixed, of in (
+                (self.fixed_codes, self.codes),
+                (self.fixed_bytes[0], self.outputs),
+                (self.fixed_bytes[1], self.id_bytes),
+            )
+        )
         # The shards of a kind run as one fused op: price sums, not shards.
-        compute_ms = (self.model.head(sums.reshape(-1, sums.shape[-1])).reshape(-1, len(kinds)).sum(1)
-                      / self.speed)
+        compute_ms = (
+            self.model.head(sums.reshape(-1, sums.shape[-1])).reshape(-1, len(kinds)).sum(1) / self.speed
+        )
         return float(self.total_ms(compute_ms, outputs, ids))
 
 
@@ -407,7 +456,7 @@ def encoded(shards: Sequence[Shard], model: CostModel, batch: int | None = None)
     found = []
     for i in range(0, len(shards), _AT_ONCE):
         tick()
-        found.append(np.asarray(model.encode(shards[i:i + _AT_ONCE], batch), dtype=float))
+        found.append(np.asarray(model.encode(shards[i : i + _AT_ONCE], batch), dtype=float))
     return np.concatenate(found)
 
 

@@ -91,10 +91,15 @@ def divided_otherwise(problem: Problem) -> Iterator[Problem]:
     Plans of these problems are plans of the problem. Only one of its kinds is left to divide a table's rows.
     """
     for layout in (layout for layout in LAYOUTS.values() if layout.divides_rows):
-        kinds = {t.name: tuple(kind for kind in problem.kinds_of.get(t.name, LAYOUTS)
-                               if kind == layout.name or not LAYOUTS[kind].divides_rows)
-                 for t in searched_tables(problem) if why_not(layout, t, problem) is None
-                 and division(t, problem).kind != layout.name}
+        kinds = {
+            t.name: tuple(
+                kind
+                for kind in problem.kinds_of.get(t.name, LAYOUTS)
+                if kind == layout.name or not LAYOUTS[kind].divides_rows
+            )
+            for t in searched_tables(problem)
+            if why_not(layout, t, problem) is None and division(t, problem).kind != layout.name
+        }
         if kinds:
             narrowed = tuple({**problem.kinds_of, **kinds}.items())
             yield replace(problem, constraints=replace(problem.constraints, kinds=narrowed))
@@ -115,9 +120,13 @@ def _dealt(problem: Problem) -> Mapping[str, Group]:
     taken: dict[Group, int] = defaultdict(int)
     found = {}
     for table in sorted(problem.tables, key=lambda t: (problem.may_run(WHOLE_ROWS, t), -t.bytes)):
-        several = (groups for layout in LAYOUTS.values() if layout.divides_rows
-                   and why_not(layout, table, problem) is None
-                   and len(groups := shared_groups(layout, table, problem)) > 1)
+        several = (
+            groups
+            for layout in LAYOUTS.values()
+            if layout.divides_rows
+            and why_not(layout, table, problem) is None
+            and len(groups := shared_groups(layout, table, problem)) > 1
+        )
         if groups := next(several, None):
             found[table.name] = min(groups, key=taken.__getitem__)
             taken[found[table.name]] += table.bytes
@@ -138,8 +147,11 @@ def why_not(layout: Layout, table: Table, problem: Problem) -> str | None:
     if layout.divides_rows or layout.local_batch:
         if layout.divides_rows and table.name in problem.whole:
             return f"{layout.name} cuts it, and it must stay whole ({problem.kept_whole_by(table.name)})"
-        return None if shared_groups(layout, table, problem) else (
-            f"no devices share a table of {table.rows} rows by {layout.name}, where it may live")
+        return (
+            None
+            if shared_groups(layout, table, problem)
+            else (f"no devices share a table of {table.rows} rows by {layout.name}, where it may live")
+        )
     width = table.dim if table.name in problem.whole else problem.most_width(table)
     if not 0 < width <= most:
         return f"no cut of its {table.dim} columns into shards of at most {most}, which FBGEMM's CUDA op runs"
@@ -158,8 +170,9 @@ def on_all_devices(table: Table, problem: Problem) -> bool:
     """Tell if constraints.kinds leave a table only kinds whose shards are always on all devices."""
     asked = (layout_of(kind) for kind in problem.kinds_of.get(table.name, ()))
     kinds = [layout for layout in asked if why_not(layout, table, problem) is None]
-    return bool(kinds) and all(shared_groups(layout, table, problem) == (problem.topology.ranks,)
-                               for layout in kinds)
+    return bool(kinds) and all(
+        shared_groups(layout, table, problem) == (problem.topology.ranks,) for layout in kinds
+    )
 
 
 def fixed_placements(problem: Problem) -> tuple[Placement, ...]:
@@ -179,9 +192,11 @@ def _fixed(problem: Problem) -> tuple[Placement, ...]:
     for table in (t for t in problem.tables if t.name in problem.kinds_of):
         _require_possible(table, problem)
         if on_all_devices(table, problem):
-            possible = [Placement(kind, Shard.whole(table), problem.topology.ranks)
-                        for kind in problem.kinds_of[table.name]
-                        if why_not(layout_of(kind), table, problem) is None]
+            possible = [
+                Placement(kind, Shard.whole(table), problem.topology.ranks)
+                for kind in problem.kinds_of[table.name]
+                if why_not(layout_of(kind), table, problem) is None
+            ]
             found.append(min(possible, key=lambda p: account_of([p], problem).loads([p]).max()))
     return tuple(found)
 
@@ -195,21 +210,31 @@ def searched_tables(problem: Problem) -> tuple[Table, ...]:
 def _require_possible(table: Table, problem: Problem) -> None:
     """Raise ShardCoreError unless one of its kinds can run a table."""
     kinds, asked = problem.kinds_of[table.name], problem.constraints
-    for constraint, names in (("pinned", dict(asked.pinned)), ("together", sum(asked.together, ())),
-                              ("unsplit", asked.unsplit)):
-        if table.name in names and {layout_of(kind) for kind in kinds} <= set(ways(problem.topology)) and (
-                constraint != "unsplit" or all(layout_of(kind).divides_rows for kind in kinds)):
-            raise ShardCoreError(f"problem {problem.name!r} has table {table.name!r} in constraints.kinds "
-                                 f"({', '.join(kinds)}, on all devices) and in constraints.{constraint}; it "
-                                 "needs to be in one of them")
+    for constraint, names in (
+        ("pinned", dict(asked.pinned)),
+        ("together", sum(asked.together, ())),
+        ("unsplit", asked.unsplit),
+    ):
+        if (
+            table.name in names
+            and {layout_of(kind) for kind in kinds} <= set(ways(problem.topology))
+            and (constraint != "unsplit" or all(layout_of(kind).divides_rows for kind in kinds))
+        ):
+            raise ShardCoreError(
+                f"problem {problem.name!r} has table {table.name!r} in constraints.kinds "
+                f"({', '.join(kinds)}, on all devices) and in constraints.{constraint}; it "
+                "needs to be in one of them"
+            )
     reasons = [why_not(layout_of(kind), table, problem) for kind in kinds]
     if None in reasons:
         return
     free = replace(problem, constraints=replace(asked, kinds=()))
     others = [name for name, layout in LAYOUTS.items() if why_not(layout, table, free) is None]
-    raise ShardCoreError(f"problem {problem.name!r} runs table {table.name!r} by {' or '.join(kinds)} "
-                         f"(constraints.kinds): {'; '.join(dict.fromkeys(reasons))}. It needs "
-                         f"{' or '.join(others) or 'other constraints'}")
+    raise ShardCoreError(
+        f"problem {problem.name!r} runs table {table.name!r} by {' or '.join(kinds)} "
+        f"(constraints.kinds): {'; '.join(dict.fromkeys(reasons))}. It needs "
+        f"{' or '.join(others) or 'other constraints'}"
+    )
 
 
 def layout_of_shard(shard: Shard, problem: Problem) -> Layout:
@@ -306,8 +331,9 @@ def _deal(shards: list[Shard], widths: list[tuple[tuple[int, tuple[int, ...]], i
             taken = min(width, shard.width)
             yield Placement(_KINDS[kind], replace(shard, col_hi=shard.col_lo + taken), devices)
             width -= taken
-            shard = (replace(shard, col_lo=shard.col_lo + taken)
-                     if taken < shard.width else next(waiting, shard))
+            shard = (
+                replace(shard, col_lo=shard.col_lo + taken) if taken < shard.width else next(waiting, shard)
+            )
 
 
 def _position(shard: Shard) -> tuple[str, int, int, int, int]:
@@ -315,8 +341,9 @@ def _position(shard: Shard) -> tuple[str, int, int, int, int]:
     return shard.table.name, shard.row_lo, shard.row_hi, shard.col_lo, shard.col_hi
 
 
-def to_plan(shards: Sequence[Shard], devices: Sequence[int], problem: Problem, model: CostModel,
-            **provenance: Any) -> Plan:
+def to_plan(
+    shards: Sequence[Shard], devices: Sequence[int], problem: Problem, model: CostModel, **provenance: Any
+) -> Plan:
     """The consolidated plan that puts shards[i] on devices[i], with provenance and predicted cost.
 
     Raises as `priced` does. So a search cannot lose or double a shard unnoticed.
@@ -340,8 +367,9 @@ def placed(bundles: Sequence[Bundle], devices: Sequence[int], problem: Problem) 
         whole = division(table, problem)
         # A bug in a search, not in the user's input: hence RuntimeError.
         if sorted(shards, key=lambda p: p[1].row_lo) != list(shards_on(whole)):
-            raise RuntimeError(f"a search placed rows of table {table.name!r} as {shards[:3]}; "
-                               f"they are divided as {whole}")
+            raise RuntimeError(
+                f"a search placed rows of table {table.name!r} as {shards[:3]}; they are divided as {whole}"
+            )
         found.append(whole)
     return found
 
@@ -352,8 +380,9 @@ def cheapest(plans: Iterable[Plan], problem: Problem) -> Plan:
     return next((plan for plan in rising if memory.fits(plan, problem)), rising[0])
 
 
-def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, fits: bool = False,
-           **provenance: Any) -> Plan:
+def priced(
+    placements: Iterable[Placement], problem: Problem, model: CostModel, fits: bool = False, **provenance: Any
+) -> Plan:
     """The consolidated plan of these placements, with provenance and predicted cost.
 
     Tables of `fixed_placements` need not be among them.
@@ -367,5 +396,7 @@ def priced(placements: Iterable[Placement], problem: Problem, model: CostModel, 
     plan = Plan(consolidate(placements))
     cost = price(lower(plan, problem, fits), model)
     beyond = {"extrapolated": list(cost.extrapolated)} if cost.extrapolated else {}
-    return replace(plan, provenance={**provenance, "setting": str(model.setting),
-                                     "predicted_ms": cost.total_ms, **beyond})
+    return replace(
+        plan,
+        provenance={**provenance, "setting": str(model.setting), "predicted_ms": cost.total_ms, **beyond},
+    )

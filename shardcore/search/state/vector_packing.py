@@ -28,8 +28,15 @@ class VectorPacking:
     names: (N) of its table. Shards of a table go to different devices.
     """
 
-    def __init__(self, may_hold: np.ndarray, load: np.ndarray, used: bool, vectors: np.ndarray,
-                 allowed: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        may_hold: np.ndarray,
+        load: np.ndarray,
+        used: bool,
+        vectors: np.ndarray,
+        allowed: Sequence[Sequence[int]],
+        names: Sequence[str],
+    ) -> None:
         # [P, D], for numpy finds the largest of a few rows much faster than of as many columns.
         self.may_hold, self.load = np.ascontiguousarray(may_hold.T), np.ascontiguousarray(load.T)
         self.vectors, self.names = vectors, names

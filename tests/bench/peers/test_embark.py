@@ -16,8 +16,14 @@ from shardcore.step.memory_account import local_batch_bytes, own_peaks, table_by
 
 BATCH, MIB = 64, 2**20
 HOT = Table("hot", 1000, 64, 40.0, Zipf(0))
-MODEL = AnalyticModel(Setting("made-up", BATCH), launch_us=0, table_us=0, gather_gbps=0.1, exchange_gbps=10,
-                      exchange_latency_ms=0)
+MODEL = AnalyticModel(
+    Setting("made-up", BATCH),
+    launch_us=0,
+    table_us=0,
+    gather_gbps=0.1,
+    exchange_gbps=10,
+    exchange_latency_ms=0,
+)
 COOL = tuple(Table(f"cool{i}", 500 + i, 16, 2.0, Zipf(0)) for i in range(6))
 
 
@@ -28,13 +34,18 @@ def problem_of(*tables, memory=(MIB,) * 4, speeds=(1.0,) * 4, **fields) -> Probl
 def exactly(free: tuple[int, ...], *tables: Table, **fields) -> Problem:
     """A problem with so many bytes for shards on each device."""
     local = local_batch_bytes(problem_of(*tables))
-    topology = Topology(tuple(Device(local + n, speed) for n, speed in zip(
-        free, fields.pop("speeds", (1.0,) * len(free)), strict=True)))
+    topology = Topology(
+        tuple(
+            Device(local + n, speed)
+            for n, speed in zip(free, fields.pop("speeds", (1.0,) * len(free)), strict=True)
+        )
+    )
     return Problem("p", tables, topology, BATCH, **fields)
 
 
-def plan_of(problem: Problem, rounds=20, ratio: float | None = 1.0, narrowest=32, rows=0.0,
-            **arguments) -> Plan:
+def plan_of(
+    problem: Problem, rounds=20, ratio: float | None = 1.0, narrowest=32, rows=0.0, **arguments
+) -> Plan:
     config = EmbarkConfig(rounds, (rows,), (ratio,), (narrowest,))
     return embark(problem, MODEL, config=config, **arguments)
 
@@ -57,12 +68,15 @@ def test_the_first_round_is_greedy_and_later_ones_cut_the_hottest():
     assert plan.provenance["predicted_ms"] < plan_of(problem, rounds=1).provenance["predicted_ms"]
 
 
-@pytest.mark.parametrize("table, ratio, expected", [
-    (HOT, 0.0, (500, 64)),  # even: rows
-    (HOT, 1000.0, (1000, 32)),  # parts by rows exchange all columns each
-    (Table("hot", 1000, 32, 40.0), 1000.0, (500, 32)),  # too narrow for columns
-    (Table("hot", 1000, 64, 40.0, ordered=True), 0.0, (1000, 32)),  # the first rows are the hottest
-])
+@pytest.mark.parametrize(
+    "table, ratio, expected",
+    [
+        (HOT, 0.0, (500, 64)),  # even: rows
+        (HOT, 1000.0, (1000, 32)),  # parts by rows exchange all columns each
+        (Table("hot", 1000, 32, 40.0), 1000.0, (500, 32)),  # too narrow for columns
+        (Table("hot", 1000, 64, 40.0, ordered=True), 0.0, (1000, 32)),  # the first rows are the hottest
+    ],
+)
 def test_rows_or_columns_whichever_the_next_pass_ends_cheaper(table, ratio, expected):
     plan = plan_of(problem_of(table, memory=(MIB,) * 2, speeds=(1.0,) * 2), ratio=ratio)
     assert parts(plan, "hot") == [expected] * 2
@@ -76,8 +90,9 @@ def test_columns_become_narrower_where_that_is_swept():
 def test_a_table_that_fits_nowhere_is_cut_though_it_is_cool():
     large = Table("large", 3000, 32, 0.1)
     constraints = Constraints(unsplit=("cool0",))
-    plan = plan_of(problem_of(large, COOL[0], memory=(large.bytes * 2 // 3,) * 4, constraints=constraints),
-                   rounds=2)
+    plan = plan_of(
+        problem_of(large, COOL[0], memory=(large.bytes * 2 // 3,) * 4, constraints=constraints), rounds=2
+    )
     assert parts(plan, "large") == [(750, 32)] * 4 and not plan.provenance["packed"]
 
 
@@ -99,8 +114,13 @@ def test_small_tables_are_replicated_as_far_as_that_is_allowed_and_fits():
 def test_replicas_take_room_from_what_is_placed():
     small, ample = Table("small", 20, 8, 1.0), problem_of(HOT)
     hot, copy = table_bytes(HOT, ample), replica_bytes(small, ample)
-    problem = exactly((hot, hot + copy - 1, hot + copy, hot), HOT, small, speeds=(2.0, 2.0, 1.0, 2.0),
-                      constraints=Constraints(unsplit=("hot",)))
+    problem = exactly(
+        (hot, hot + copy - 1, hot + copy, hot),
+        HOT,
+        small,
+        speeds=(2.0, 2.0, 1.0, 2.0),
+        constraints=Constraints(unsplit=("hot",)),
+    )
     plan = plan_of(problem, rows=0.5)
     assert {p.shard.table.name: p.devices for p in plan.placements} == {"hot": (2,), "small": (0, 1, 2, 3)}
 
@@ -117,8 +137,9 @@ def test_a_budget_ends_the_sweep_with_a_plan():
         assert embark(problem_of(HOT, *COOL), MODEL, budget=budget).provenance["evals"] == 1
 
 
-@pytest.mark.parametrize("fields",
-                         [{"rounds": 0}, {"narrowest": ()}, {"bw_ratio": ()}, {"replicated_rows": ()}])
+@pytest.mark.parametrize(
+    "fields", [{"rounds": 0}, {"narrowest": ()}, {"bw_ratio": ()}, {"replicated_rows": ()}]
+)
 def test_a_config_that_runs_nothing_is_refused(fields):
     with pytest.raises(ShardCoreError, match="rounds"):
         EmbarkConfig(**fields)

@@ -15,8 +15,16 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
 
 BATCH, MIB = 96, 2**20
-ADDITIVE = AnalyticModel(Setting("made-up", BATCH), launch_us=0, table_us=0, lookup_ns=1000, gather_gbps=1e9,
-                         update_gbps=1e9, exchange_latency_ms=0, exchange_gbps=1e9)
+ADDITIVE = AnalyticModel(
+    Setting("made-up", BATCH),
+    launch_us=0,
+    table_us=0,
+    lookup_ns=1000,
+    gather_gbps=1e9,
+    update_gbps=1e9,
+    exchange_latency_ms=0,
+    exchange_gbps=1e9,
+)
 UNCUT = MilpConfig(shares=(float("inf"),))
 
 
@@ -25,19 +33,26 @@ def problem_of(poolings, speeds, dim=4, **fields) -> Problem:
     return Problem("p", tables, Topology(tuple(Device(8 * MIB, s) for s in speeds)), BATCH, **fields)
 
 
-@pytest.mark.parametrize("poolings, speeds", [
-    ((3, 3, 2, 2, 2), (1, 1)),  # by falling cost to the idlest: 7, not 6
-    ((7, 6, 5, 5, 4, 3, 3), (1, 1, 1)),
-    ((9, 5, 4, 4, 4, 2), (1, 2)),
-])
+@pytest.mark.parametrize(
+    "poolings, speeds",
+    [
+        ((3, 3, 2, 2, 2), (1, 1)),  # by falling cost to the idlest: 7, not 6
+        ((7, 6, 5, 5, 4, 3, 3), (1, 1, 1)),
+        ((9, 5, 4, 4, 4, 2), (1, 2)),
+    ],
+)
 def test_where_costs_add_up_it_is_optimal(poolings, speeds):
     plan = milp(problem_of(poolings, speeds), ADDITIVE, config=UNCUT)
     load = np.zeros(len(speeds))
     for p in plan.placements:
         load[p.devices[0]] += p.shard.table.pooling
-    least = min(max(sum(p for p, d in zip(poolings, where, strict=True) if d == device) / speed
-                    for device, speed in enumerate(speeds))
-                for where in product(range(len(speeds)), repeat=len(poolings)))
+    least = min(
+        max(
+            sum(p for p, d in zip(poolings, where, strict=True) if d == device) / speed
+            for device, speed in enumerate(speeds)
+        )
+        for where in product(range(len(speeds)), repeat=len(poolings))
+    )
     assert (load / speeds).max() == pytest.approx(least)
 
 
@@ -45,8 +60,9 @@ def test_what_is_exchanged_counts():
     """Nothing is looked up: widths of 3 + 3 and 2 + 2 + 2 are what makes exchanges equal."""
     tables = tuple(Table(f"t{i}", 100, 4 * k, 0.0) for i, k in enumerate((3, 3, 2, 2, 2)))
     problem = Problem("p", tables, Topology((Device(MIB),) * 2), BATCH)
-    model = AnalyticModel(Setting("made-up", BATCH), launch_us=0, table_us=0, exchange_latency_ms=0,
-                          exchange_gbps=1)
+    model = AnalyticModel(
+        Setting("made-up", BATCH), launch_us=0, table_us=0, exchange_latency_ms=0, exchange_gbps=1
+    )
     widths = [0, 0]
     for p in milp(problem, model, config=UNCUT).placements:
         widths[p.devices[0]] += p.shard.width
@@ -79,12 +95,16 @@ def test_many_devices_are_solved_in_groups():
     problem = problem_of(rng.uniform(1, 9, 3 * GROUP), (1.0,) * (GROUP + 4))
     assert problem.global_batch % len(problem.topology) == 0
     plan = milp(problem, ADDITIVE, config=UNCUT)
-    assert (plan.provenance["predicted_ms"]
-            <= SHARDERS["lookup_greedy"](problem, ADDITIVE).provenance["predicted_ms"] + 1e-9)
+    assert (
+        plan.provenance["predicted_ms"]
+        <= SHARDERS["lookup_greedy"](problem, ADDITIVE).provenance["predicted_ms"] + 1e-9
+    )
 
 
-@pytest.mark.parametrize("fields", [{"surrogates": ()}, {"surrogates": ("guess",)}, {"shares": (0.0,)},
-                                    {"nodes": 0}, {"gap": -1.0}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"surrogates": ()}, {"surrogates": ("guess",)}, {"shares": (0.0,)}, {"nodes": 0}, {"gap": -1.0}],
+)
 def test_a_config_that_makes_no_sense_is_refused(fields):
     with pytest.raises(ShardCoreError, match="needs"):
         MilpConfig(**fields)

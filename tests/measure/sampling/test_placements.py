@@ -51,8 +51,10 @@ def test_all_columns_of_all_tables_are_placed_where_they_fit(planned):
             if found := placements.place(drawn, planner):
                 shards = [Placement("column", s, (d,)) for d, of in enumerate(found) for s in of]
                 lower(Plan(tuple(shards)), drawn, fits=False)
-                assert all(sum(drawn_bytes(s.table, drawn, s.width) for s in of) <= d.memory_bytes
-                           for of, d in zip(found, drawn.topology.devices, strict=True))
+                assert all(
+                    sum(drawn_bytes(s.table, drawn, s.width) for s in of) <= d.memory_bytes
+                    for of, d in zip(found, drawn.topology.devices, strict=True)
+                )
                 assert len({(p.shard.table.name, p.devices) for p in shards}) == len(shards)
 
 
@@ -65,14 +67,21 @@ def test_tables_that_fit_no_device_are_cut():
 
 
 def test_planners_balance_what_they_are_named_after():
-    tables = tuple(Table(f"t{i}", rows, dim, pooling, Zipf(1.0)) for i, (rows, dim, pooling) in enumerate(
-        [(8000, 4, 1.0), (1000, 16, 1.0), (1000, 8, 9.0)]))
+    tables = tuple(
+        Table(f"t{i}", rows, dim, pooling, Zipf(1.0))
+        for i, (rows, dim, pooling) in enumerate([(8000, 4, 1.0), (1000, 16, 1.0), (1000, 8, 9.0)])
+    )
     drawn = draw_problem(tables, 0, SETTING, 0, ProblemConfig(2, 3, 3))
     drawn = dataclasses.replace(drawn, tables=tables, topology=Topology((Device(1 << 30),) * 2))
-    alone = {planner: [{s.table.name for s in of} for of in placements.place(drawn, planner)]
-             for planner in ("size_greedy", "dim_greedy", "lookup_greedy")}
-    assert alone == {"size_greedy": [{"t0"}, {"t1", "t2"}], "dim_greedy": [{"t1"}, {"t0", "t2"}],
-                     "lookup_greedy": [{"t2"}, {"t0", "t1"}]}
+    alone = {
+        planner: [{s.table.name for s in of} for of in placements.place(drawn, planner)]
+        for planner in ("size_greedy", "dim_greedy", "lookup_greedy")
+    }
+    assert alone == {
+        "size_greedy": [{"t0"}, {"t1", "t2"}],
+        "dim_greedy": [{"t1"}, {"t0", "t2"}],
+        "lookup_greedy": [{"t2"}, {"t0", "t1"}],
+    }
 
 
 def test_a_record_is_used_where_its_tables_fit(planned):

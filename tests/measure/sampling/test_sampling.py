@@ -37,22 +37,29 @@ def test_draws_depend_on_seed_and_index_alone(tables):
 
 def as_in_version_1(plan):
     """The placements as plan files had them."""
-    parts = [(s, p.devices if p.kind == "data_parallel" else (d,)) for p in plan.placements
-             for d, s in ([(0, p.shard)] if p.kind == "data_parallel" else shards_on(p))]
-    return [{"table": s.table.name, "rows": [s.row_lo, s.row_hi], "columns": [s.col_lo, s.col_hi],
-             "devices": list(devices)}
-            for s, devices in parts]
+    parts = [
+        (s, p.devices if p.kind == "data_parallel" else (d,))
+        for p in plan.placements
+        for d, s in ([(0, p.shard)] if p.kind == "data_parallel" else shards_on(p))
+    ]
+    return [
+        {
+            "table": s.table.name,
+            "rows": [s.row_lo, s.row_hi],
+            "columns": [s.col_lo, s.col_hi],
+            "devices": list(devices),
+        }
+        for s, devices in parts
+    ]
 
 
 def test_draws_are_those_of_earlier_versions(tables):
     """Or every dataset would be measured anew. Where this fails and should, raise no version: say so to who
     measures."""
-    config = GroupConfig(planned=0.0, max_shard_bytes=1 << 20, smaller_batches=0.0, one_sided=0.0,
-                         sequences=0.0)
-    groups = [
-        dataset.compute_id(SETTING, compute_request(tables, i, SETTING, 3, config))
-        for i in range(50)
-    ]
+    config = GroupConfig(
+        planned=0.0, max_shard_bytes=1 << 20, smaller_batches=0.0, one_sided=0.0, sequences=0.0
+    )
+    groups = [dataset.compute_id(SETTING, compute_request(tables, i, SETTING, 3, config)) for i in range(50)]
     assert files.digest(groups) == "77f112ed76628dbc"
     control = reference_request(tables, SETTING, config)
     assert dataset.compute_id(SETTING, control) == "6f71e685ca7151a4"
@@ -68,8 +75,12 @@ def test_draws_are_those_of_earlier_versions(tables):
     as_then = sized(problem, ProblemConfig().slack, drawn_bytes)
     assert files.digest(files.problem_to_json(as_then)) == "dbf5ab6aef520427"
     problem, plans = step_plans(tables, 1, SETTING, 2, 32 << 20, 3)
-    before = {"column": "columns", "column, row": "rows", "column, data_parallel": "copies",
-              "column, row, data_parallel": "rows and copies"}
+    before = {
+        "column": "columns",
+        "column, row": "rows",
+        "column, data_parallel": "copies",
+        "column, row, data_parallel": "rows and copies",
+    }
     placed = [[before[kinds], as_in_version_1(plan)] for kinds, plan in plans]
     as_then = sized(problem, 2.0 * len(problem.topology), drawn_bytes)
     assert files.digest([files.problem_to_json(as_then), placed]) == "14b722963760f6c5"
@@ -101,8 +112,10 @@ def test_a_fifth_of_other_groups_runs_over_smaller_batches(tables):
     smaller = [r for r in requests if r.batch != 256]
     assert {r.batch for r in smaller} == {128, 64, 32} and 60 <= len(smaller) <= 100
     assert any(not s.full_rows for r in smaller for s in r.shards)
-    alike = [compute_request(tables, i, SETTING, config=GroupConfig(replicated=0.0, smaller_batches=0.0))
-             for i in range(400)]
+    alike = [
+        compute_request(tables, i, SETTING, config=GroupConfig(replicated=0.0, smaller_batches=0.0))
+        for i in range(400)
+    ]
     assert [r.shards for r in alike] == [r.shards for r in requests]
 
 
@@ -115,10 +128,13 @@ def test_a_twentieth_of_other_groups_is_of_sequences_and_the_rest_as_without(tab
     for request in sequences:
         assert {(s.width, s.table.sequence) for s in request.shards} == {(request.shards[0].width, True)}
         assert max(output_bytes(s, request.batch) for s in request.shards) <= 1 << 20
-    without = [compute_request(tables, i, SETTING, config=dataclasses.replace(config, sequences=0.0))
-               for i in range(400)]
+    without = [
+        compute_request(tables, i, SETTING, config=dataclasses.replace(config, sequences=0.0))
+        for i in range(400)
+    ]
     assert [r for r in requests if r not in sequences] == [
-        w for w, r in zip(without, requests, strict=True) if r not in sequences]
+        w for w, r in zip(without, requests, strict=True) if r not in sequences
+    ]
 
 
 def test_a_fifth_of_random_groups_has_narrow_shards_only_or_wide_ones_only(tables):
@@ -128,14 +144,22 @@ def test_a_fifth_of_random_groups_has_narrow_shards_only_or_wide_ones_only(table
     widths = [[s.width for s in r.shards] for r in requests if len(r.shards) >= 8]
     assert 0.07 < np.mean([max(w) <= 32 for w in widths]) < 0.15
     assert 0.05 < np.mean([min(w) > 32 for w in widths]) < 0.15
-    both = [[s.width for s in compute_request(tables, i, SETTING,
-                                              config=dataclasses.replace(config, one_sided=0.0)).shards]
-            for i in range(600)]
+    both = [
+        [
+            s.width
+            for s in compute_request(
+                tables, i, SETTING, config=dataclasses.replace(config, one_sided=0.0)
+            ).shards
+        ]
+        for i in range(600)
+    ]
     assert not any(min(w) > 32 for w in both if len(w) >= 8)
 
     narrow = dataclasses.replace(config, max_width=16)
-    assert max(s.width for i in range(50)
-               for s in compute_request(tables, i, SETTING, config=narrow).shards) <= 16
+    assert (
+        max(s.width for i in range(50) for s in compute_request(tables, i, SETTING, config=narrow).shards)
+        <= 16
+    )
 
 
 def test_a_problem_has_half_as_much_memory_again_as_it_needs(tables):
@@ -146,7 +170,8 @@ def test_a_problem_has_half_as_much_memory_again_as_it_needs(tables):
     one = [tables[0]]  # of which each device holds at least one column
     problem = draw_problem(one, 0, SETTING, config=ProblemConfig(min_tables=1, max_dim=4, devices=4))
     assert problem.topology.devices[0].memory_bytes == (
-        table_bytes(problem.tables[0], problem, 4) + local_batch_bytes(problem))
+        table_bytes(problem.tables[0], problem, 4) + local_batch_bytes(problem)
+    )
 
 
 def test_groups_cover_what_a_search_asks_about(tables):
@@ -169,8 +194,11 @@ def test_exchanges_vary_in_kind_load_and_skew():
     bucketized = [r.widths for r in requests if r.collective == "all_to_all_ids_bucketized"]
     assert 0.03 < len(bucketized) / 400 < 0.12 and all(2.1 * min(w) >= max(w) for w in bucketized)
     kinds = {(r.collective, r.payload) for r in requests}
-    assert kinds == {*((c, "fp32") for c, row in COLLECTIVES.items() if row.ids), ("all_reduce", "fp32"),
-                     *itertools.product(("all_to_all", "reduce_scatter"), ("fp32", "fp16", "bf16"))}
+    assert kinds == {
+        *((c, "fp32") for c, row in COLLECTIVES.items() if row.ids),
+        ("all_reduce", "fp32"),
+        *itertools.product(("all_to_all", "reduce_scatter"), ("fp32", "fp16", "bf16")),
+    }
     assert 0.15 < sum(r.payload != "fp32" for r in requests) / 400 < 0.3
     assert {r.batch for r in requests} == {32, 64, 128, 256} and any(0 in r.widths for r in plain)
     assert all(max(r.widths) <= 30 * 4 * 128 for r in requests)
@@ -190,9 +218,14 @@ def test_exchanges_over_emulated_hosts_are_of_all_groups():
     links = EmulatedLinks(0.4)
     requests = [emulated_request(i, (4, 2), 256, links) for i in range(200)]
     kinds = Counter((r.collective, r.group) for r in requests)
-    assert set(kinds) == {("all_to_all", "world"), ("all_to_all", "cross"), ("reduce_scatter", "world"),
-                          ("reduce_scatter", "host"), ("all_reduce", "world"),
-                          *((c, "world") for c, row in COLLECTIVES.items() if row.ids)}
+    assert set(kinds) == {
+        ("all_to_all", "world"),
+        ("all_to_all", "cross"),
+        ("reduce_scatter", "world"),
+        ("reduce_scatter", "host"),
+        ("all_reduce", "world"),
+        *((c, "world") for c, row in COLLECTIVES.items() if row.ids),
+    }
     assert min(kinds.values()) >= 8
     assert {(r.hosts, r.emulated, r.busy_ms, len(r.widths)) for r in requests} == {(4, links, 0.0, 8)}
     # rows that reduce-scatters within hosts of two left
@@ -213,7 +246,8 @@ def test_steps_are_of_random_plans_of_all_ways_that_run(tables):
         for kind, plan in made:
             entered = set(entering(lower(plan, problem).traffic))
             assert entered == {"all_to_all"} | ({"reduce_scatter"} if "row" in kind else set()) | (
-                {"all_reduce"} if "data_parallel" in kind else set())
+                {"all_reduce"} if "data_parallel" in kind else set()
+            )
     more = first_step_plans(pool, 30, SETTING, 2, 32 << 20, seed=3)
     assert more[:2] == steps[:2] and more[2][1][:3] == steps[2][1]
     large = [dataclasses.replace(t, rows=2_000_000) for t in pool]
@@ -246,10 +280,16 @@ def test_draws_are_in_the_setting(tables):
     draw_problem(tables, 0, setting, config=small).require_setting(setting)
 
 
-@pytest.mark.parametrize("make", [lambda: GroupConfig(max_shards=0), lambda: GroupConfig(max_width=2),
-                                  lambda: ProblemConfig(min_tables=5, max_tables=4),
-                                  lambda: ProblemConfig(max_dim=2),
-                                  lambda: ProblemConfig(devices=0)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GroupConfig(max_shards=0),
+        lambda: GroupConfig(max_width=2),
+        lambda: ProblemConfig(min_tables=5, max_tables=4),
+        lambda: ProblemConfig(max_dim=2),
+        lambda: ProblemConfig(devices=0),
+    ],
+)
 def test_bad_configs_are_refused(make):
     with pytest.raises(ShardCoreError, match="needs"):
         make()

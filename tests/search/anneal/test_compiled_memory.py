@@ -24,8 +24,11 @@ from shardcore.step.op_limits import may_bind, most_features, op_ids, require_op
 
 
 def model_of(problem: Problem) -> AnalyticModel:
-    return AnalyticModel(Setting(problem.topology.hardware or "made-up", problem.global_batch,
-                                 problem.precision, problem.optimizer))
+    return AnalyticModel(
+        Setting(
+            problem.topology.hardware or "made-up", problem.global_batch, problem.precision, problem.optimizer
+        )
+    )
 
 
 def annealed(problem: Problem, seed: int = 0, kind: str = "all") -> Search:
@@ -77,14 +80,28 @@ def test_a_plan_costs_what_annealing_counts_with_tables_of_fixed_kinds(seed):
 
 def test_ordered_row_ranges_run_in_the_op_of_tables_of_a_fixed_kind():
     """Each range is a strip then, and no group of devices has that op."""
-    tables = (Table("large", 4000, 64, 4.0, ordered=True), *(Table(f"t{i}", 400, 16, 4.0) for i in range(4)),
-              Table("fixed", 800, 32, 3.0))
+    tables = (
+        Table("large", 4000, 64, 4.0, ordered=True),
+        *(Table(f"t{i}", 400, 16, 4.0) for i in range(4)),
+        Table("fixed", 800, 32, 3.0),
+    )
     topology = on_hosts("xyxy", 1 << 40, hardware="cpu-some")
-    problem = Problem("p", tables, topology, 64, constraints=Constraints(kinds=(("fixed", ("row",)),),
-                                                                         min_widths=(("large", 64),)))
-    whole = used_bytes(priced([Placement("column", Shard.whole(t), (0,)) for t in tables[:1]]
-                              + [Placement("column", Shard.whole(t), (1,)) for t in tables[1:5]],
-                              problem, model_of(problem)), problem)
+    problem = Problem(
+        "p",
+        tables,
+        topology,
+        64,
+        constraints=Constraints(kinds=(("fixed", ("row",)),), min_widths=(("large", 64),)),
+    )
+    whole = used_bytes(
+        priced(
+            [Placement("column", Shard.whole(t), (0,)) for t in tables[:1]]
+            + [Placement("column", Shard.whole(t), (1,)) for t in tables[1:5]],
+            problem,
+            model_of(problem),
+        ),
+        problem,
+    )
     problem = with_memory(problem, (int(0.6 * max(whole)),) * 4)
     search = annealed(problem)
     plan = require_exact(search)
@@ -99,7 +116,7 @@ def test_rows_in_host_memory_count_also_where_groups_share_their_tables():
     plan = Plan(tuple(Placement("row", Shard.whole(t), topology.ranks) for t in tables))
     problem = Problem("p", tables, topology, 64)
     search = Search(problem, model_of(problem), Budget(evals=10).start(), 0)
-    [start] = search.starts.resharded(Reshard(plan, tables=0), "all"),
+    [start] = (search.starts.resharded(Reshard(plan, tables=0), "all"),)
     search.best = start
     assert require_exact(search).placements == plan.placements
 
@@ -111,9 +128,16 @@ def test_an_op_has_no_more_features_and_ids_than_fbgemm_runs(seed, kind):
     rng, batch, most = np.random.default_rng(seed), 1 << 20, most_features(1 << 20)
     topology = on_hosts("xyxy", 1 << 50, hardware="nvidia-h200")
     share = rng.dirichlet(np.full(20, 2.0))
-    tables = tuple(Table(f"t{i}", int(rng.integers(10**5, 10**6)), int(rng.choice([8, 16])),
-                         float(rng.choice([0.01, 40.0], p=[0.7, 0.3])), features=1 + int(3.6 * most * x))
-                   for i, x in enumerate(share))
+    tables = tuple(
+        Table(
+            f"t{i}",
+            int(rng.integers(10**5, 10**6)),
+            int(rng.choice([8, 16])),
+            float(rng.choice([0.01, 40.0], p=[0.7, 0.3])),
+            features=1 + int(3.6 * most * x),
+        )
+        for i, x in enumerate(share)
+    )
     problem = Problem("p", tables, topology, batch, constraints=Constraints(together=(("t0", "t1"),)))
     assert may_bind(problem)
     search = annealed(problem, seed, kind)
@@ -128,6 +152,6 @@ def test_an_op_has_no_more_features_and_ids_than_fbgemm_runs(seed, kind):
             r = search.best.space.runs.index(run)
             features[d, r] += shard.table.features
             ids[d, r] += op_ids(run, shard, problem)
-    assert counted[:, first + n:first + 2 * n] == pytest.approx(ids)
-    assert counted[:, first + 2 * n:].tolist() == features.tolist()
+    assert counted[:, first + n : first + 2 * n] == pytest.approx(ids)
+    assert counted[:, first + 2 * n :].tolist() == features.tolist()
     assert len(fixed.most_features) == n

@@ -25,11 +25,19 @@ HIDDEN = Job(dense_forward_ms=1e3, dense_backward_ms=1e3)
 
 @pytest.mark.parametrize("hosts", ["aaa", "aabb"])
 @pytest.mark.parametrize("sequences, several", [(False, False), (True, False), (True, True)])
-def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(hosts, sequences, several,
-                                                                        monkeypatch):
+def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
+    hosts, sequences, several, monkeypatch
+):
     drawn = draw_tables(np.random.default_rng(1), 12)
-    tables = (replace(t, features=1 + i % 3, sequence=sequences and i % 4 == 0,
-                      collection="users" if several and i % 3 == 0 else "") for i, t in enumerate(drawn))
+    tables = (
+        replace(
+            t,
+            features=1 + i % 3,
+            sequence=sequences and i % 4 == 0,
+            collection="users" if several and i % 3 == 0 else "",
+        )
+        for i, t in enumerate(drawn)
+    )
     problem = Problem("p", tuple(tables), on_hosts(hosts), BATCH)
     model, seen = model_for(problem), []
     exact = sharder.Search._exact_ms
@@ -40,7 +48,7 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(hosts, s
         # All ranges of divided rows count as the first. The last one may have fewer rows.
         runs, expected = start.space.runs, expected_bytes(plan, problem)
         nothing = 0 * fixed.speed
-        more = state.carried[:, -len(runs):].T - np.array([expected.get(run, nothing) for run in runs])
+        more = state.carried[:, -len(runs) :].T - np.array([expected.get(run, nothing) for run in runs])
         divided = any(layout_of(p.kind).divides_rows for p in plan.placements)
         assert (more >= 0).all() and (divided or not more.any())
         kept = {name: getattr(state, name).copy() for name in ("carried", "hosts", "all_carried")}

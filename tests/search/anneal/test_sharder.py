@@ -38,9 +38,16 @@ def cost(plan) -> float:
 
 def moved(old: Plan, new: Plan) -> tuple[int, int]:
     """Tables, and cells, that are on a device that did not have them."""
+
     def cells(plan, name):
-        return {(d, row, col) for p in plan.placements if p.shard.table.name == name for d, s in shards_on(p)
-                for row in range(s.row_lo, s.row_hi) for col in range(s.col_lo // 4, s.col_hi // 4)}
+        return {
+            (d, row, col)
+            for p in plan.placements
+            if p.shard.table.name == name
+            for d, s in shards_on(p)
+            for row in range(s.row_lo, s.row_hi)
+            for col in range(s.col_lo // 4, s.col_hi // 4)
+        }
 
     def counts(plan, name):  # columns and rows are exchangeable: only how much a device has matters
         found: dict[int, int] = {}
@@ -56,8 +63,9 @@ def moved(old: Plan, new: Plan) -> tuple[int, int]:
     return tables, n * 4
 
 
-@pytest.mark.parametrize("space", ["all", *(
-    pytest.param(space, marks=pytest.mark.long) for space in ("halves", "columns"))])
+@pytest.mark.parametrize(
+    "space", ["all", *(pytest.param(space, marks=pytest.mark.long) for space in ("halves", "columns"))]
+)
 def test_it_is_cheaper_than_neuroshard_soon_and_later(space):
     ratios = {2_000: [], 40_000: []}
     for seed in range(3):
@@ -76,18 +84,21 @@ def test_it_finds_the_cheapest_of_all_plans():
     problem = replace(draw_problem(2, 4, [MIB] * 2, [1.0, 2.0]), tables=tables)
     model = model_for(problem)
     for space in ("columns", "all"):
-        least = min(price(lower(plan, problem), model).total_ms
-                    for plan in every_plan(problem, space == "columns"))
-        assert (cost(anneal(problem, model, budget=Budget(evals=20_000), space=space))
-                == pytest.approx(least, rel=1e-6))
+        least = min(
+            price(lower(plan, problem), model).total_ms for plan in every_plan(problem, space == "columns")
+        )
+        assert cost(anneal(problem, model, budget=Budget(evals=20_000), space=space)) == pytest.approx(
+            least, rel=1e-6
+        )
 
 
 def test_a_hot_table_is_cut_by_rows_where_that_may_be():
     hot = Table("hot", 100_003, 32, 60.0, Zipf(0.2))  # rows that no number of shares divides evenly
     small = tuple(Table(f"t{i}", 500, 8, 1.0) for i in range(4))
     problem = Problem("hot", (hot, *small), Topology((Device(64 * MIB),) * 3), BATCH)
-    by_rows, by_columns = (anneal(problem, model_for(problem), budget=Budget(evals=20_000), space=s)
-                           for s in ("all", "columns"))
+    by_rows, by_columns = (
+        anneal(problem, model_for(problem), budget=Budget(evals=20_000), space=s) for s in ("all", "columns")
+    )
     check_plan(by_rows, problem)
     assert row(hot, problem.topology) in by_rows.placements and cost(by_rows) < cost(by_columns)
     assert {p.kind for p in by_columns.placements} == {"column"}
@@ -97,8 +108,9 @@ def test_a_table_that_has_to_be_divided_does_not_keep_others_from_it():
     hot, deep = Table("hot", 100_003, 32, 60.0, Zipf(0.2)), Table("deep", 1_200_000, 4, 1.0, Zipf(0.2))
     small = tuple(Table(f"t{i}", 500, 8, 1.0) for i in range(4))
     problem = Problem("deep", (deep, hot, *small), Topology((Device(16 * MIB),) * 3), BATCH)
-    plans = [anneal(problem, model_for(problem), budget=Budget(evals=20_000), space=s)
-             for s in ("all", "columns")]
+    plans = [
+        anneal(problem, model_for(problem), budget=Budget(evals=20_000), space=s) for s in ("all", "columns")
+    ]
     for plan, names in zip(plans, ({"hot", "deep"}, {"deep"}), strict=True):
         check_plan(plan, problem)
         assert {p.shard.table.name for p in plan.placements if p.kind == "row"} == names
@@ -141,16 +153,18 @@ def test_small_tables_live_everywhere_where_that_saves_an_exchange():
     small = tuple(Table(f"s{i}", 4, 64, 1.0, Zipf(0.0)) for i in range(9))
     large = tuple(Table(f"t{i}", 5000, 16, 5.0, Zipf(1.0)) for i in range(4))
     problem = Problem("tiny-rows", (*small, *large), Topology((Device(64 * MIB),) * 4), 1024)
-    model = AnalyticModel(Setting("made-up", 1024), launch_us=1, table_us=1, exchange_gbps=0.1,
-                          exchange_latency_ms=0.001)
+    model = AnalyticModel(
+        Setting("made-up", 1024), launch_us=1, table_us=1, exchange_gbps=0.1, exchange_latency_ms=0.001
+    )
     plan = SHARDERS["anneal"](problem, model, budget=Budget(evals=20_000))
     check_plan(plan, problem)
     everywhere = {p.shard.table.name for p in plan.placements if p.kind == "data_parallel"}
     assert everywhere and everywhere <= {t.name for t in small}
     assert cost(plan) < 0.8 * cost(anneal(problem, model, budget=Budget(evals=20_000), space="columns"))
     kept = replace(problem, constraints=Constraints(unsplit=tuple(t.name for t in small)))
-    assert all(len(p.devices) == 1
-               for p in anneal(kept, model, budget=Budget(evals=5000), space="all").placements)
+    assert all(
+        len(p.devices) == 1 for p in anneal(kept, model, budget=Budget(evals=5000), space="all").placements
+    )
 
 
 @pytest.mark.parametrize("short", [1, 20_000])  # with a copy less it takes 20,480 bytes less
@@ -159,8 +173,9 @@ def test_copies_take_no_byte_more_than_there_is(short):
     divided by rows instead."""
     small = tuple(Table(f"s{i}", 40, 64, 1.0, Zipf(0.0), ordered=True) for i in range(9))
     large = tuple(Table(f"t{i}", 20_000, 8, 5.0, Zipf(1.0), ordered=True) for i in range(4))
-    model = AnalyticModel(Setting("made-up", 1024), launch_us=1, table_us=1, exchange_gbps=0.1,
-                          exchange_latency_ms=0.001)
+    model = AnalyticModel(
+        Setting("made-up", 1024), launch_us=1, table_us=1, exchange_gbps=0.1, exchange_latency_ms=0.001
+    )
 
     ample = Problem("copies", (*small, *large), Topology((Device(64 * MIB),) * 4), 1024)
     copies = *(replica(t, ample.topology) for t in small), *(column(t, i % 3) for i, t in enumerate(large))
@@ -179,8 +194,11 @@ def test_copies_fit_where_outputs_are_too_large_to_be_side_by_side():
     small = tuple(Table(f"t{i}", n, 4, 1.0) for i, n in enumerate((3, 2020)))
     problem = Problem("outputs", small, Topology((Device(1),) * 6), 49_152)
     each = memory_account.table_bytes(small[0], problem)  # rows in six ranges take 39% of it each
-    problem = with_room(replace(problem, topology=Topology((*(Device(int(0.35 * each)),) * 5,
-                                                            Device(int(1.4 * each), host="b")))))
+    problem = with_room(
+        replace(
+            problem, topology=Topology((*(Device(int(0.35 * each)),) * 5, Device(int(1.4 * each), host="b")))
+        )
+    )
     for name in ("anneal", "anneal_columns"):
         plan = SHARDERS[name](problem, model_for(problem), budget=Budget(evals=300))
         check_plan(plan, problem)
@@ -191,8 +209,9 @@ def test_copies_fit_where_outputs_are_too_large_to_be_side_by_side():
 def test_a_plan_to_start_from_does_not_become_dearer(seed):
     problem = draw_problem(seed, 15, [MIB] * 6)  # on hosts of 4 and 2, what exchanges cost is far from linear
     devices = tuple(Device(MIB, host="ab"[d > 3]) for d in range(6))
-    problem = replace(problem, topology=Topology(
-        devices, links=links_of(0.01, within_host=1.0, between_hosts=0.05)))
+    problem = replace(
+        problem, topology=Topology(devices, links=links_of(0.01, within_host=1.0, between_hosts=0.05))
+    )
     old = SHARDERS["neuroshard"](problem, model_for(problem))
     for most in (1, None):
         new = anneal(problem, model_for(problem), budget=Budget(evals=3000), reshard=Reshard(old, most))
@@ -225,11 +244,13 @@ def test_what_exchanges_cost_is_fitted_exactly_where_it_is_linear():
     for p in plan.placements:
         outputs[p.devices[0]] += output_bytes(p.shard, BATCH)
     found = price(lower(plan, problem), model_for(problem))
-    own, busiest, _, total, once = (rates[name]
-                                    for name in ("own", "busiest", "host_busiest", "total", "once"))
+    own, busiest, _, total, once = (
+        rates[name] for name in ("own", "busiest", "host_busiest", "total", "once")
+    )
     predicted = own * outputs + busiest * outputs.max() + total * outputs.sum() + once
-    assert predicted.max() == pytest.approx(max(np.add(found.forward_comm_ms, found.backward_comm_ms)),
-                                            rel=1e-6)
+    assert predicted.max() == pytest.approx(
+        max(np.add(found.forward_comm_ms, found.backward_comm_ms)), rel=1e-6
+    )
 
 
 def test_the_budget_is_kept_whichever_limit_is_nearer():
@@ -248,16 +269,19 @@ def old() -> tuple[Problem, Plan]:
     return problem, SHARDERS["size_greedy"](problem, model_for(problem))
 
 
-@pytest.mark.parametrize(("tables", "n_bytes"),
-                         [(0, None), (1, None), (3, None), (None, 0), (None, 20_000), (2, 30_000)])
+@pytest.mark.parametrize(
+    ("tables", "n_bytes"), [(0, None), (1, None), (3, None), (None, 0), (None, 20_000), (2, 30_000)]
+)
 def test_no_more_of_a_plan_moves_than_may(old, tables, n_bytes):
     problem, plan = old
-    new = anneal(problem, model_for(problem), budget=Budget(evals=5000),
-                 reshard=Reshard(plan, tables, n_bytes))
+    new = anneal(
+        problem, model_for(problem), budget=Budget(evals=5000), reshard=Reshard(plan, tables, n_bytes)
+    )
     check_plan(new, problem)
     n_tables, n_cells = moved(plan, new)
-    assert (n_tables <= (np.inf if tables is None else tables)
-            and n_cells * 4 <= (np.inf if n_bytes is None else n_bytes))
+    assert n_tables <= (np.inf if tables is None else tables) and n_cells * 4 <= (
+        np.inf if n_bytes is None else n_bytes
+    )
     assert cost(new) <= cost(plan)
     if tables != 0 and n_bytes != 0:
         assert cost(new) < cost(plan)
@@ -274,8 +298,10 @@ def test_new_tables_do_not_count_as_moved(old):
 
 def test_its_seed_is_used():
     problem = draw_problem(4, 20, [8 * MIB] * 4)
-    plans = {anneal(problem, model_for(problem), seed=seed, budget=Budget(evals=2000)).placements
-             for seed in range(4)}
+    plans = {
+        anneal(problem, model_for(problem), seed=seed, budget=Budget(evals=2000)).placements
+        for seed in range(4)
+    }
     assert len(plans) > 1
 
 
@@ -286,7 +312,8 @@ def test_new_tables_are_placed_and_statistics_may_change(old):
     new = anneal(later, model_for(later), budget=Budget(evals=5000), reshard=Reshard(plan, tables=0))
     check_plan(new, later)
     assert {p.shard.table.name: p.devices for p in new.placements if p.shard.table.name != "new"} == {
-        p.shard.table.name: p.devices for p in plan.placements}
+        p.shard.table.name: p.devices for p in plan.placements
+    }
 
 
 def test_a_plan_to_start_from_is_refused_where_it_does_not_belong(old):
@@ -320,8 +347,11 @@ def test_a_plan_to_start_from_may_break_constraints_that_are_new(old):
         check_plan(new, asked)
         home = {p.shard.table.name: p.devices for p in plan.placements}
         concerned = {*on_first} if constraints is drained else {on_first[0], on_first[1], other}
-        assert all(p.devices == home[p.shard.table.name] for p in new.placements
-                   if p.shard.table.name not in {*concerned, "new"})
+        assert all(
+            p.devices == home[p.shard.table.name]
+            for p in new.placements
+            if p.shard.table.name not in {*concerned, "new"}
+        )
 
 
 def test_without_limits_a_plan_is_as_good_as_a_fresh_one_and_tables_everywhere_stay_so():
@@ -330,8 +360,9 @@ def test_without_limits_a_plan_is_as_good_as_a_fresh_one_and_tables_everywhere_s
     problem = Problem("hot", (hot, *small), Topology((Device(64 * MIB),) * 3), BATCH)
     model, budget = model_for(problem), Budget(evals=20_000)
     fresh = anneal(problem, model, budget=budget, space="all")
-    again = anneal(problem, model, budget=budget, space="all",
-                   reshard=Reshard(SHARDERS["size_greedy"](problem, model)))
+    again = anneal(
+        problem, model, budget=budget, space="all", reshard=Reshard(SHARDERS["size_greedy"](problem, model))
+    )
     assert cost(again) <= cost(fresh) * 1.001
     rows = [p for p in fresh.placements if p.shard.table == hot]
     assert rows == [row(hot, problem.topology)]
@@ -342,8 +373,10 @@ def test_without_limits_a_plan_is_as_good_as_a_fresh_one_and_tables_everywhere_s
 
 
 def test_a_shard_that_costs_nothing_leaves_no_launch_behind():
-    tables = (*(Table(f"idle{i}", 50, 8, 0.0) for i in range(6)),
-              *(Table(f"t{i}", 100, 8, 2.0) for i in range(3)))
+    tables = (
+        *(Table(f"idle{i}", 50, 8, 0.0) for i in range(6)),
+        *(Table(f"t{i}", 100, 8, 2.0) for i in range(3)),
+    )
     problem = Problem("idle", tables, Topology((Device(MIB),) * 3), BATCH)
     model = AnalyticModel(Setting("made-up", BATCH), launch_us=200, table_us=0)
     for seed in range(3):
@@ -392,7 +425,7 @@ def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_pla
     problem = draw_problem(1, 20, [8 * MIB] * 4)
     plan = SHARDERS[algorithm](problem, model_for(problem), budget=Budget(seconds=10.0))
     check_plan(plan, problem)
-    starts = begun[:begun.index("anneal")] if annealed else begun
+    starts = begun[: begun.index("anneal")] if annealed else begun
     assert len(starts) == greedy_plans if each_s > 1 else len(starts) >= greedy_plans, starts
     assert begun.count("anneal") >= annealed
     assert all(s + each_s <= 5 for s in starts[1:])
@@ -438,6 +471,7 @@ def test_in_a_large_problem_what_weighs_little_is_not_cut(monkeypatch):
 
 def test_tables_without_lookups_cost_no_more_than_those_with_some():
     """They may be replicated too, so that no output travels."""
+
     def best(pooling: float) -> float:
         tables = tuple(Table(f"t{i}", 100, 128, pooling) for i in range(12))
         problem = Problem("idle", tables, Topology((Device(1 << 30),) * 4), 8192)

@@ -17,8 +17,9 @@ def shards_of(model, n_tables: int = 8) -> bound_shards.BoundShards:
     return bound_shards.BoundShards(problem, model, (), False)
 
 
-@pytest.mark.parametrize("model", [contended(1), crowded(0.3), crowded()],
-                         ids=["contended", "crowded", "steep"])
+@pytest.mark.parametrize(
+    "model", [contended(1), crowded(0.3), crowded()], ids=["contended", "crowded", "steep"]
+)
 def test_no_op_of_a_load_has_lower_rates(model):
     rng, shards = np.random.default_rng(0), shards_of(model)
     usual = model.rates(shards.codes.sum(0) / 3)
@@ -28,7 +29,7 @@ def test_no_op_of_a_load_has_lower_rates(model):
     for i in range(600):
         liking = shards.codes @ (rng.lognormal(0, 3, len(unit)) / unit)
         best = [max(np.flatnonzero(shards.table == t), key=lambda s: liking[s] / load[s]) for t in range(8)]
-        some = sorted(best, key=lambda s: liking[s] / load[s])[:1 + i % 8]
+        some = sorted(best, key=lambda s: liking[s] / load[s])[: 1 + i % 8]
         ops.append((load[some].sum(), shards.codes[some].sum(0)))
     loads = np.array([of for of, _ in ops])
     least = contention.least_rates(model, shards.codes, load, shards.table, loads)

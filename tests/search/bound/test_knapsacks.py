@@ -23,8 +23,10 @@ def test_no_set_of_shards_within_a_time_is_worth_more(model, high):
         worth = shards.alone_ms * rng.lognormal(0, near, len(shards.kind))
         most, _ = bag.fill(worth)
         for i in range(300):
-            some = [max(np.flatnonzero(shards.table == t), key=lambda s: worth[s] * rng.random())
-                    for t in rng.permutation(8)[:1 + i % 8]]
+            some = [
+                max(np.flatnonzero(shards.table == t), key=lambda s: worth[s] * rng.random())
+                for t in rng.permutation(8)[: 1 + i % 8]
+            ]
             ms = float(model.head(shards.codes[some].sum(0)[None])[0])
             # It takes no longer than the end of this step, and longer than that of the one before.
             at = max(0, int(np.ceil(ms / step - 1e-9)) - 1)

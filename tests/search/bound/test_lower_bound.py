@@ -54,18 +54,28 @@ def contended(seed: int) -> NeuralModel:
     exchange[[0, 3, 4, 5]] = 0.02, 0.05, 2e-6, 3e-6
     rates = np.zeros((k, 1))
     rates[:7, 0] = 1e-3, 1e-5, 1e-6, 2e-5, 5e-6, 1e-4, 1e-5
-    weights = {"rates": rng.uniform(0, 1, (k, 2)) * rates,
-               "launch": rng.uniform(0.001, 0.02, 2), "load_typical": rng.uniform(1, 1e4, k),
-               "contention.0.weight": rng.uniform(0, 0.5, (k, 4)), "contention.0.bias": rng.normal(size=4),
-               "contention.1.weight": rng.uniform(0, 0.3, (4, 2)), "condition_low": np.full(c, -9.0),
-               "condition_high": np.full(c, 30.0), "condition_mean": np.zeros(c), "condition_sd": np.ones(c),
-               "network.0.weight": 0.03 * rng.normal(size=(c, 2)), "network.0.bias": np.zeros(2),
-               "exchange_all_to_all_forward": exchange, "exchange_all_to_all_backward": exchange}
+    weights = {
+        "rates": rng.uniform(0, 1, (k, 2)) * rates,
+        "launch": rng.uniform(0.001, 0.02, 2),
+        "load_typical": rng.uniform(1, 1e4, k),
+        "contention.0.weight": rng.uniform(0, 0.5, (k, 4)),
+        "contention.0.bias": rng.normal(size=4),
+        "contention.1.weight": rng.uniform(0, 0.3, (4, 2)),
+        "condition_low": np.full(c, -9.0),
+        "condition_high": np.full(c, 30.0),
+        "condition_mean": np.zeros(c),
+        "condition_sd": np.ones(c),
+        "network.0.weight": 0.03 * rng.normal(size=(c, 2)),
+        "network.0.bias": np.zeros(2),
+        "exchange_all_to_all_forward": exchange,
+        "exchange_all_to_all_backward": exchange,
+    }
     return NeuralModel(Setting("made-up", BATCH), weights, {"ranges": {}})
 
 
-@pytest.mark.parametrize("made", [lambda p, seed: model_for(p), lambda p, seed: contended(seed)],
-                         ids=["linear", "contended"])
+@pytest.mark.parametrize(
+    "made", [lambda p, seed: model_for(p), lambda p, seed: contended(seed)], ids=["linear", "contended"]
+)
 def test_no_plan_is_cheaper_than_the_proved_bound_and_it_is_near(made):
     ratios = []
     for seed in (2, 3):
@@ -80,8 +90,9 @@ def test_no_plan_is_cheaper_than_the_proved_bound_and_it_is_near(made):
     assert max(ratios) <= 1 and np.mean(ratios) > 0.75, ratios
 
 
-@pytest.mark.parametrize("made", [lambda p, seed: model_for(p), lambda p, seed: contended(seed)],
-                         ids=["linear", "contended"])
+@pytest.mark.parametrize(
+    "made", [lambda p, seed: model_for(p), lambda p, seed: contended(seed)], ids=["linear", "contended"]
+)
 def test_no_plan_on_two_hosts_is_cheaper_than_the_proved_bound(made):
     """Rows over one host among them. Links between hosts are a fourth as fast."""
     ratios = []
@@ -96,16 +107,23 @@ def test_no_plan_on_two_hosts_is_cheaper_than_the_proved_bound(made):
 
 
 def test_the_bound_is_near_good_plans_of_many_tables():
-    problem = Problem("many", draw_tables(np.random.default_rng(1), 60),
-                      Topology((Device(64 * MIB),) * 4), BATCH)
+    problem = Problem(
+        "many", draw_tables(np.random.default_rng(1), 60), Topology((Device(64 * MIB),) * 4), BATCH
+    )
     ms = SHARDERS["neuroshard"](problem, model_for(problem)).provenance["predicted_ms"]
     found = lower_bound.bound(problem, model_for(problem), shared=())
     assert 0.95 < found.proved_ms / ms <= 1 and found.limit == "the work of all tables, divided evenly"
     assert found.space == "each table whole or cut by columns (multiples of 4)"
 
 
-@pytest.mark.parametrize("shape", ["unequal", "hosts", *(
-    pytest.param(shape, marks=pytest.mark.long) for shape in ("unequal hosts", "three"))])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "unequal",
+        "hosts",
+        *(pytest.param(shape, marks=pytest.mark.long) for shape in ("unequal hosts", "three")),
+    ],
+)
 def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape):
     """With links and without, where own bytes may count; devices of several speeds."""
     ratios = []
@@ -115,11 +133,15 @@ def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape):
         if "hosts" in shape:
             where = on_hosts("aabb", MIB, links=links_of(0.001, within_host=gbps, between_hosts=0.5))
         else:
-            where = Topology((Device(MIB),) * (3 if shape == "three" else 2),
-                             links=links_of(0.001, within_host=gbps) if seed else ())
+            where = Topology(
+                (Device(MIB),) * (3 if shape == "three" else 2),
+                links=links_of(0.001, within_host=gbps) if seed else (),
+            )
         if "unequal" in shape:
-            where = replace(where, devices=tuple(replace(d, speed=float(rng.choice([0.5, 1.0, 2.0])))
-                                                 for d in where.devices))
+            where = replace(
+                where,
+                devices=tuple(replace(d, speed=float(rng.choice([0.5, 1.0, 2.0]))) for d in where.devices),
+            )
         problem = Problem("p", draw_tables(rng, 2 if "hosts" in shape else 3, dims=(4, 8)), where, BATCH)
         for model in (model_for(problem), contended(seed)):
             proved_ms = lower_bound.bound(problem, model).proved_ms
@@ -132,8 +154,7 @@ def test_hot_tables_that_do_not_fit_side_by_side_raise_the_bound():
     """Each of five fits on one of four devices, by itself. Two of them share a device in every plan."""
     hot = tuple(Table(f"hot{i}", 300 + i, 16, 200.0) for i in range(5))
     where = Topology((Device(64 * MIB),) * 4, links=links_of(0.001, within_host=8.0))
-    problem = Problem("hot", hot, where, BATCH,
-                      constraints=Constraints(unsplit=tuple(t.name for t in hot)))
+    problem = Problem("hot", hot, where, BATCH, constraints=Constraints(unsplit=tuple(t.name for t in hot)))
     model = model_for(problem)
     ms = SHARDERS["anneal_columns"](problem, model, budget=Budget(evals=20_000)).provenance["predicted_ms"]
     assert 0.97 < lower_bound.bound(problem, model, shared=()).proved_ms / ms <= 1
@@ -146,8 +167,9 @@ def test_worths_of_shards_that_fit_within_a_time_prove_no_more_than_that(share):
     Two halves of both tables take 140% of that step. But a plan that takes as long may have whole tables.
     """
     hot = tuple(Table(f"hot{i}", 300, 8, 200.0) for i in range(2))
-    problem = Problem("hot", hot, Topology((Device(64 * MIB),) * 2, links=links_of(0.0001, within_host=80.0)),
-                      BATCH)
+    problem = Problem(
+        "hot", hot, Topology((Device(64 * MIB),) * 2, links=links_of(0.0001, within_host=80.0)), BATCH
+    )
     model = AnalyticModel(Setting("made-up", BATCH), lookup_ns=10, gather_gbps=2, update_gbps=1000)
     best_ms = optimum_ms(problem, model, columns_alone=True)
     shards = bound_shards.BoundShards(problem, model, (), False)
@@ -158,8 +180,12 @@ def test_worths_of_shards_that_fit_within_a_time_prove_no_more_than_that(share):
 
 def test_a_mix_of_kinds_contends_too():
     """Many tables: what is proved of all kinds is near what is proved of columns."""
-    problem = Problem("many", draw_tables(np.random.default_rng(1), 30),
-                      Topology((Device(64 * MIB),) * 4, links=links_of(0.0001, within_host=30.0)), BATCH)
+    problem = Problem(
+        "many",
+        draw_tables(np.random.default_rng(1), 30),
+        Topology((Device(64 * MIB),) * 4, links=links_of(0.0001, within_host=30.0)),
+        BATCH,
+    )
     model = contended(3)
     every, columns = lower_bound.bound(problem, model), lower_bound.bound(problem, model, shared=())
     assert 0.96 < every.proved_ms / columns.proved_ms <= 1, (every, columns)
@@ -170,11 +196,15 @@ def test_a_table_that_must_stay_whole_or_tables_kept_together_are_in_the_way():
     names = tuple(t.name for t in free.tables)
     model = model_for(free)
     largest = max(free.tables, key=lambda t: model.head(model.encode([Shard.whole(t)]))[0])
-    whole = replace(free, tables=(replace(largest, pooling=50.0), *(t for t in free.tables if t != largest)),
-                    constraints=Constraints(unsplit=names))
+    whole = replace(
+        free,
+        tables=(replace(largest, pooling=50.0), *(t for t in free.tables if t != largest)),
+        constraints=Constraints(unsplit=names),
+    )
     limit = lower_bound.bound(whole, model, shared=[LAYOUTS["row"]]).limit
-    assert limit == (f"table {largest.name!r}: whole it is too much for one device, and its parts together "
-                     "cost more")
+    assert limit == (
+        f"table {largest.name!r}: whole it is too much for one device, and its parts together cost more"
+    )
     together = replace(free, constraints=Constraints(together=(names,)))
     found = lower_bound.bound(together, model, shared=[LAYOUTS["row"]])
     assert "kept together on one device" in found.limit
@@ -188,30 +218,47 @@ def test_where_nothing_can_be_proved_there_is_an_estimate():
     found = lower_bound.bound(unequal, model_for(unequal))
     assert found.proved_ms is None and found.estimate_ms > 0
     model = contended(0)
-    band = {"band.log_ms": np.zeros(1), "band.width": np.full(1, 0.1), "band.level": np.arange(2.0),
-            "band.error": np.array([-1.0, 1.0])}
-    below, above = (QuantileCostModel(replace(model, weights={**model.weights, **band}), level)
-                    for level in (0.2, 0.9))
-    assert lower_bound.bound(problem, below).proved_ms is None and lower_bound.bound(problem,
-                                                                                     below).estimate_ms > 0
+    band = {
+        "band.log_ms": np.zeros(1),
+        "band.width": np.full(1, 0.1),
+        "band.level": np.arange(2.0),
+        "band.error": np.array([-1.0, 1.0]),
+    }
+    below, above = (
+        QuantileCostModel(replace(model, weights={**model.weights, **band}), level) for level in (0.2, 0.9)
+    )
+    assert (
+        lower_bound.bound(problem, below).proved_ms is None
+        and lower_bound.bound(problem, below).estimate_ms > 0
+    )
     # what its model proves of itself holds for what is never cheaper
     found = lower_bound.bound(problem, above)
-    assert found.proved_ms == lower_bound.bound(problem, model).proved_ms < min(found.estimate_ms,
-                                                                          optimum_ms(problem, above))
+    assert (
+        found.proved_ms
+        == lower_bound.bound(problem, model).proved_ms
+        < min(found.estimate_ms, optimum_ms(problem, above))
+    )
 
 
 def test_the_last_rows_may_be_few_and_their_device_slow():
     devices = tuple(Device(64 * MIB, speed) for speed in (1.0,) * 7 + (0.3,))
     problem = Problem("few", (Table("t", 61, 4, 1000.0, Zipf(0.0)),), Topology(devices), BATCH)
-    model = AnalyticModel(Setting("made-up", BATCH), launch_us=0.001, table_us=0.001, lookup_ns=10,
-                          exchange_latency_ms=1e-6, exchange_gbps=1000)
+    model = AnalyticModel(
+        Setting("made-up", BATCH),
+        launch_us=0.001,
+        table_us=0.001,
+        lookup_ns=10,
+        exchange_latency_ms=1e-6,
+        exchange_gbps=1000,
+    )
     plan = SHARDERS["anneal"](problem, model, budget=Budget(evals=5000))
     assert lower_bound.bound(problem, model).proved_ms <= plan.provenance["predicted_ms"]
 
 
 def test_a_large_problem_is_bounded_in_a_smaller_space_and_says_so(monkeypatch):
-    problem = Problem("many", draw_tables(np.random.default_rng(1), 8),
-                      Topology((Device(64 * MIB),) * 2), BATCH)
+    problem = Problem(
+        "many", draw_tables(np.random.default_rng(1), 8), Topology((Device(64 * MIB),) * 2), BATCH
+    )
     spaces = []
     for most in (10_000, 20):
         monkeypatch.setattr(bound_shards, "MOST_SHARDS", most)
@@ -229,9 +276,11 @@ def test_what_models_say_of_themselves_holds(made):
     rng, model_is_linear = np.random.default_rng(0), made is not contended
     shards = [Shard.whole(t) for t in draw_tables(rng, 30)]
     hosts = [Device(MIB, host=f"host-{i // 2}") for i in range(4)]
-    topologies = [Topology(tuple(hosts), links=links_of(0.1, within_host=2.0, between_hosts=0.5)),
-                  Topology((Device(MIB),) * 3),
-                  Topology((Device(MIB, 2.0), Device(MIB)), links=links_of(within_host=1.0))]
+    topologies = [
+        Topology(tuple(hosts), links=links_of(0.1, within_host=2.0, between_hosts=0.5)),
+        Topology((Device(MIB),) * 3),
+        Topology((Device(MIB, 2.0), Device(MIB)), links=links_of(within_host=1.0)),
+    ]
     for seed in range(5):
         model = made(seed)
         codes = model.encode(shards)
@@ -245,8 +294,7 @@ def test_what_models_say_of_themselves_holds(made):
             assert model.head(more) >= (model.launch_ms + model.rates(few) @ more) * (1 - 1e-12)
         for topology in topologies:
             assert model.even_is_least(topology)
-            assert model.takes_all_alike(topology) == (bool(topology.links)
-                                                       or model_is_linear)
+            assert model.takes_all_alike(topology) == (bool(topology.links) or model_is_linear)
             n, speed = len(topology), np.array([d.speed for d in topology.devices])
             for name in ("all_to_all", "reduce_scatter"):  # replicas are alike on all devices
                 traffic = sends(**{name: rng.dirichlet(np.ones(n), 40) * 1e6})
@@ -262,8 +310,10 @@ def test_ids_that_the_dense_part_hides_raise_no_bound(dense_ms):
     drawn = Problem("p", draw_tables(np.random.default_rng(5), 6), on_hosts("aaa"), BATCH)
     given = replace(drawn, job=Job(dense_forward_ms=dense_ms, dense_backward_ms=0.0))
     model = model_for(given)
-    found, plan = lower_bound.bound(given, model), SHARDERS["anneal"](given, model,
-                                                                      budget=Budget(evals=5_000))
+    found, plan = (
+        lower_bound.bound(given, model),
+        SHARDERS["anneal"](given, model, budget=Budget(evals=5_000)),
+    )
     step_ms = plan.provenance["predicted_ms"]
     assert dense_ms < found.proved_ms <= step_ms
     without = lower_bound.bound(drawn, model).proved_ms
@@ -289,18 +339,24 @@ def crowded(steep: float = 6.0) -> NeuralModel:
 
 def hot_and_light() -> Problem:
     """Two hot tables whose rows the devices of a host can share, and a light one that stays whole."""
-    where = on_hosts("aabb", 64 * MIB,
-                     links=links_of(0.0001, within_host=64.0, between_hosts=64.0))
+    where = on_hosts("aabb", 64 * MIB, links=links_of(0.0001, within_host=64.0, between_hosts=64.0))
     hot = [Table(f"hot{i}", 400, 4, 200.0, Zipf(0.3)) for i in range(2)]
-    return Problem("hosts", (*hot, Table("light", 400, 4, 1.0)), where, BATCH,
-                   constraints=Constraints(unsplit=("light",)))
+    return Problem(
+        "hosts",
+        (*hot, Table("light", 400, 4, 1.0)),
+        where,
+        BATCH,
+        constraints=Constraints(unsplit=("light",)),
+    )
 
 
 def test_what_one_host_shares_does_not_contend_on_others():
     """Each host shares one of the hot tables. Were both on all devices, they would take far longer."""
     given, model, shared = hot_and_light(), crowded(), LAYOUTS["host_row"]
-    ways = [[*(column(t, d) for d in range(4)),
-             *(host_row(t, h) for h in ((0, 1), (2, 3)) if t.name != "light")] for t in given.tables]
+    ways = [
+        [*(column(t, d) for d in range(4)), *(host_row(t, h) for h in ((0, 1), (2, 3)) if t.name != "light")]
+        for t in given.tables
+    ]
     plans = [Plan(some) for some in product(*ways)]
     best = min(plans, key=lambda plan: price(lower(plan, given), model).total_ms)
     assert sorted(p.devices for p in best.placements if p.kind == shared.name) == [(0, 1), (2, 3)]
@@ -308,8 +364,9 @@ def test_what_one_host_shares_does_not_contend_on_others():
     assert 0.5 < proved / price(lower(best, given), model).total_ms <= 1
 
 
-@pytest.mark.parametrize("made", [lambda seed: contended(seed), lambda seed: crowded(0.3)],
-                         ids=["contended", "crowded"])
+@pytest.mark.parametrize(
+    "made", [lambda seed: contended(seed), lambda seed: crowded(0.3)], ids=["contended", "crowded"]
+)
 def test_no_op_has_more_load_than_its_ms_allow(made):
     """Of drawn ops with one shard of some tables each: the least contending of a load among them."""
     for seed in range(3):
@@ -318,7 +375,7 @@ def test_no_op_has_more_load_than_its_ms_allow(made):
         shards = bound_shards.BoundShards(given, model, (), False)
         found = ops.Ops(shards, 0).every
         for _ in range(300):
-            tables = rng.permutation(8)[:rng.integers(1, 9)]
+            tables = rng.permutation(8)[: rng.integers(1, 9)]
             op = [int(rng.choice(np.flatnonzero(shards.table == t))) for t in tables]
             ms = float(model.head(shards.codes[op].sum(0)[None])[0]) - model.launch_ms
             assert found.load[op].sum() <= found.most(np.array([ms]))[0] * (1 + 1e-9)
@@ -332,25 +389,44 @@ def test_links_with_a_head_start_are_bounded():
     model = contended(0)
     exchange = model.weights["exchange_all_to_all_forward"].copy()
     exchange[[FAR.start, FAR.stop - 1]] = 2e-5, 0.3
-    model.weights.update({f"exchange_{c}_{way}": exchange for c, way in (
-        ("all_to_all", "forward"), ("all_to_all", "backward"), ("reduce_scatter", "forward"),
-        ("reduce_scatter", "backward"), ("all_reduce", "backward"), ("all_to_all_ids", "forward"))})
+    model.weights.update(
+        {
+            f"exchange_{c}_{way}": exchange
+            for c, way in (
+                ("all_to_all", "forward"),
+                ("all_to_all", "backward"),
+                ("reduce_scatter", "forward"),
+                ("reduce_scatter", "backward"),
+                ("all_reduce", "backward"),
+                ("all_to_all_ids", "forward"),
+            )
+        }
+    )
     found = lower_bound.bound(problem, model)
     assert 0 < found.estimate_ms
     assert found.proved_ms is None or found.proved_ms <= optimum_ms(problem, model)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-@pytest.mark.parametrize("rows, dim, pooling, speeds, latency_ms", [
-    (3_000_000, 256, 80.0, (0.25, 4.0, 4.0, 1.0), 0.0), (3_000_000, 8, 5.0, (0.25, 4.0, 4.0), 0.2)])
+@pytest.mark.parametrize(
+    "rows, dim, pooling, speeds, latency_ms",
+    [(3_000_000, 256, 80.0, (0.25, 4.0, 4.0, 1.0), 0.0), (3_000_000, 8, 5.0, (0.25, 4.0, 4.0), 0.2)],
+)
 def test_worths_that_fall_to_nothing_prove_nothing(rows, dim, pooling, speeds, latency_ms):
     """A step of the subgradient once took all worth from the only table, and every time counted as proved."""
-    topology = Topology(tuple(Device(10**11, s) for s in speeds),
-                        links=links_of(latency_ms, within_host=1.0))
-    given = Problem("p", (Table("t", rows, dim, pooling, Zipf(0.0)),), topology, 240,
-                    job=Job(dense_forward_ms=1.0, dense_backward_ms=0.0))
-    found = [lower_bound.bound(given,
-                               model := AnalyticModel(Setting("made-up", 240), lookup_ns=ns).for_problem(
-        given)).proved_ms <= price(lower(SHARDERS["anneal"](given, model, budget=Budget(evals=500)), given),
-                                   model).total_ms for ns in (1.0, 20.0)]
+    topology = Topology(tuple(Device(10**11, s) for s in speeds), links=links_of(latency_ms, within_host=1.0))
+    given = Problem(
+        "p",
+        (Table("t", rows, dim, pooling, Zipf(0.0)),),
+        topology,
+        240,
+        job=Job(dense_forward_ms=1.0, dense_backward_ms=0.0),
+    )
+    found = [
+        lower_bound.bound(
+            given, model := AnalyticModel(Setting("made-up", 240), lookup_ns=ns).for_problem(given)
+        ).proved_ms
+        <= price(lower(SHARDERS["anneal"](given, model, budget=Budget(evals=500)), given), model).total_ms
+        for ns in (1.0, 20.0)
+    ]
     assert all(found)

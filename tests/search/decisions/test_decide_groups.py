@@ -49,7 +49,7 @@ def found(given: Problem, sync_every: int = 1, size="auto", sharder="size_greedy
 def test_a_synchronisation_is_a_ring_on_the_replicas_links(layout, gbps, optimizer):
     """Replicas of contiguous groups are on two hosts, those of strided groups are neighbours."""
     given = problem(optimizer=optimizer)
-    one, = (c for c in found(given, 10, "4") if c.grouping.layout == layout)
+    (one,) = (c for c in found(given, 10, "4") if c.grouping.layout == layout)
     given_ms = 0.0
     for n_bytes in zip(*synced_bytes(one.plan, one.problem), strict=True):
         if max(n_bytes):
@@ -76,8 +76,10 @@ def test_the_cheapest_is_chosen_and_synchronising_seldom_makes_groups_smaller():
         chosen[every] = best(problem(), every)
         assert chosen[every].ms == min(x.ms for x in chosen[every].outcomes)
     assert chosen[1].grouping.size == 8 > chosen[1000].grouping.size
-    near_sync, far_sync = (next(c for c in found(problem()) if c.grouping == Grouping(4, layout))
-                           for layout in ("strided", "contiguous"))
+    near_sync, far_sync = (
+        next(c for c in found(problem()) if c.grouping == Grouping(4, layout))
+        for layout in ("strided", "contiguous")
+    )
     assert near_sync.cost.sync_ms < far_sync.cost.sync_ms and near_sync.cost.step_ms > far_sync.cost.step_ms
 
 

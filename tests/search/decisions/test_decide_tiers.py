@@ -109,9 +109,14 @@ def test_a_replica_has_no_rows_in_host_memory():
 def test_what_hosts_cannot_hold_is_refused():
     with pytest.raises(Infeasible, match="in host memory, which may hold 1.0 MiB"):
         found(problem(host_bytes=1 << 20))
-    two = replace(problem(), topology=replace(problem().topology, memory=(
-        Memory("host", 11 << 20, 5.0),), devices=tuple(
-        Device(5 << 20, host=f"host-{i // 2}") for i in range(4))))
+    two = replace(
+        problem(),
+        topology=replace(
+            problem().topology,
+            memory=(Memory("host", 11 << 20, 5.0),),
+            devices=tuple(Device(5 << 20, host=f"host-{i // 2}") for i in range(4)),
+        ),
+    )
     asked = with_load_factors(two, {t.name: 0.1 for t in TABLES})
     plan = Plan(tuple(Placement("column", Shard.whole(t), (i % 2,)) for i, t in enumerate(asked.tables)))
     with pytest.raises(Infeasible, match="host 'host-0' of problem 'large' would hold 14.9 MiB of rows"):
@@ -122,11 +127,13 @@ def test_what_hosts_cannot_hold_is_refused():
 def test_tables_of_unlike_widths_share_a_cache_that_fits(dims):
     """A cached row of a narrow table is as wide as the widest of its op, so few narrow ones are cached."""
     rng = np.random.default_rng(0)
-    tables = tuple(Table(f"t{i}", int(10 ** rng.uniform(4, 5)), int(rng.choice(dims)), 5.0)
-                   for i in range(10))
+    tables = tuple(
+        Table(f"t{i}", int(10 ** rng.uniform(4, 5)), int(rng.choice(dims)), 5.0) for i in range(10)
+    )
     room = sum(t.bytes for t in tables) // 4
-    problem = Problem("p", tables, Topology((Device(room),) * 2, memory=(
-        Memory("host", 1 << 36, 25.0),)), 256)
+    problem = Problem(
+        "p", tables, Topology((Device(room),) * 2, memory=(Memory("host", 1 << 36, 25.0),)), 256
+    )
     model = AnalyticModel(Setting("made-up", 256)).for_problem(problem)
     for outcome in decided(problem, model, [Tiers()], SHARDERS["size_greedy"]).outcomes:
         if outcome.found:

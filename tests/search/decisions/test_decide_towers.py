@@ -27,14 +27,19 @@ from shardcore.step.lower import lower
 from shardcore.step.memory_account import table_bytes
 
 B = 64
-MODEL = AnalyticModel(Setting("made-up", B), launch_us=2, table_us=1, lookup_ns=10, exchange_latency_ms=0.001,
-                      exchange_gbps=1)
+MODEL = AnalyticModel(
+    Setting("made-up", B), launch_us=2, table_us=1, lookup_ns=10, exchange_latency_ms=0.001, exchange_gbps=1
+)
 
 
 def problem_of(n: int = 12, hosts: str = "aabb", memory_bytes: int = 1 << 24, **fields) -> Problem:
     rng = np.random.default_rng(n)
-    tables = tuple(Table(f"t{i}", int(rng.integers(50, 400)), int(rng.choice([8, 16, 32])),
-                         float(rng.choice([1, 2.5, 10]))) for i in range(n))
+    tables = tuple(
+        Table(
+            f"t{i}", int(rng.integers(50, 400)), int(rng.choice([8, 16, 32])), float(rng.choice([1, 2.5, 10]))
+        )
+        for i in range(n)
+    )
     return with_room(Problem("towers", tables, on_hosts(hosts, memory_bytes), B, **fields))
 
 
@@ -57,8 +62,11 @@ def test_no_division_of_few_units_is_better(seed):
     allowed = rng.random((n_units, n_hosts)) < 0.9
     allowed[:, 0] |= ~allowed.any(1)
     division = Division(affinity + affinity.T, load, capacity, allowed, TowerConfig(tolerance=0.15))
-    least = min(division.cost(np.array(h)) for h in product(range(n_hosts), repeat=n_units)
-                if allowed[range(n_units), h].all())
+    least = min(
+        division.cost(np.array(h))
+        for h in product(range(n_hosts), repeat=n_units)
+        if allowed[range(n_units), h].all()
+    )
     found = division.best()
     assert allowed[range(n_units), found].all()
     assert division.cost(found) == pytest.approx(least, rel=1e-9, abs=1e-9)
@@ -68,16 +76,29 @@ def test_out_of_time_the_first_division_that_fits_will_do():
     rng = np.random.default_rng(0)
     affinity, load = rng.random((30, 30)), rng.uniform(1, 4, (30, 2))
     capacity = np.stack([np.ones(3), np.full(3, load[:, 1].sum())], 1)
-    at_once, whole = (Division(affinity + affinity.T, load, capacity, np.ones((30, 3), dtype=bool),
-                               TowerConfig(tolerance=0.02, seconds=seconds)) for seconds in (1e-9, None))
+    at_once, whole = (
+        Division(
+            affinity + affinity.T,
+            load,
+            capacity,
+            np.ones((30, 3), dtype=bool),
+            TowerConfig(tolerance=0.02, seconds=seconds),
+        )
+        for seconds in (1e-9, None)
+    )
     assert whole.cost(whole.best()) < at_once.cost(at_once.best())
 
 
 def test_out_of_time_a_division_that_does_not_fit_is_still_improved():
     """The largest first, each on the emptiest host, puts 11 bytes on one of 9."""
     n_bytes = np.array([5.0, 5, 4, 4, 3, 3, 3])
-    division = Division(np.zeros((7, 7)), np.stack([n_bytes, n_bytes], 1), np.array([(1, 9.0)] * 3),
-                        np.ones((7, 3), dtype=bool), TowerConfig(seconds=1e-9))
+    division = Division(
+        np.zeros((7, 7)),
+        np.stack([n_bytes, n_bytes], 1),
+        np.array([(1, 9.0)] * 3),
+        np.ones((7, 3), dtype=bool),
+        TowerConfig(seconds=1e-9),
+    )
     assert np.bincount(division.best(), n_bytes).tolist() == [9, 9, 9]
 
 
@@ -98,8 +119,9 @@ def test_blocks_of_a_matrix_are_found_and_hosts_are_even():
     problem = Problem("blocks", alike, on_hosts("aabbcc"), 48)
     block = np.arange(12) * 5 % 3  # tables of a block are not neighbours
     matrix = np.where(block[:, None] == block, 1.0, 0.01)
-    found = tower_hosts(problem, Towers(2.0, (), tuple(t.name for t in problem.tables),
-                                        tuple(map(tuple, matrix))), MODEL)
+    found = tower_hosts(
+        problem, Towers(2.0, (), tuple(t.name for t in problem.tables), tuple(map(tuple, matrix))), MODEL
+    )
     hosts = [{found.host_of[f"t{i}"] for i in np.flatnonzero(block == b)} for b in range(3)]
     assert sorted(map(sorted, hosts)) == [["a"], ["b"], ["c"]]
     np.testing.assert_allclose(found.loads, 1.0)
@@ -130,8 +152,10 @@ def test_what_enters_each_channel_by_hand():
     plan = Plan((column(a, 0), column(b, 2), column(c, 3)))
     found = entering(lower(plan, problem).traffic)
     # Within a host all outputs; across, a host's outputs / 4, half of them on each of its two devices.
-    assert found == {"all_to_all_host": [B * 16 * 4, 0, B * 8 * 4, B * 24 * 4],
-                     "all_to_all_cross": [B * 16 / 2, B * 16 / 2, B * 32 / 2, B * 32 / 2]}
+    assert found == {
+        "all_to_all_host": [B * 16 * 4, 0, B * 8 * 4, B * 24 * 4],
+        "all_to_all_cross": [B * 16 / 2, B * 16 / 2, B * 32 / 2, B * 32 / 2],
+    }
     assert entering(lower(plan, plain).traffic) == {"all_to_all": [B * 16 * 4, 0, B * 8 * 4, B * 24 * 4]}
     # 48 columns of 64 samples, half of which are on the other host.
     all_bytes = B * 48 * 4
@@ -193,8 +217,11 @@ def test_a_sequence_that_is_on_every_device_is_so_beside_towers():
     """As hot rows are. Only pooled tables are a tower's."""
     hot = Table("s_hot", 50, 8, 2.0, sequence=True, collection="ec")
     problem = problem_of()
-    problem = replace(problem, tables=(*problem.tables, hot),
-                      constraints=Constraints(kinds=(("s_hot", ("data_parallel",)),)))
+    problem = replace(
+        problem,
+        tables=(*problem.tables, hot),
+        constraints=Constraints(kinds=(("s_hot", ("data_parallel",)),)),
+    )
     found = tower_hosts(problem, pairs(), MODEL)
     assert "s_hot" not in dict(found.problem.constraints.pinned)
     plan = SHARDERS["size_greedy"](found.problem, MODEL)
@@ -219,8 +246,10 @@ def test_a_plan_under_construction_costs_what_its_workload_does():
 def test_slow_links_between_hosts_make_towers_pay():
     slow, links = problem_of(), links_of(within_host=100.0, between_hosts=0.001)
     slow = replace(slow, topology=replace(slow.topology, links=links))
-    problems = [slow, *(tower_hosts(slow, replace(pairs(), compression_ratio=r), MODEL).problem
-                        for r in (2, 16))]
+    problems = [
+        slow,
+        *(tower_hosts(slow, replace(pairs(), compression_ratio=r), MODEL).problem for r in (2, 16)),
+    ]
     plans = [SHARDERS["anneal_columns"](p, MODEL, budget=Budget(evals=2000)) for p in problems]
     costs = [price(lower(plan, p), MODEL) for plan, p in zip(plans, problems, strict=True)]
     assert costs[0].total_ms > costs[1].total_ms > costs[2].total_ms
@@ -234,17 +263,25 @@ def test_slow_links_between_hosts_make_towers_pay():
 # --- what is refused ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("towers, said", [
-    (Towers(2, (("t0", "who"),)), "towers have table 'who', which problem 'towers' does not have"),
-    (Towers(2, (), ("who",), ((0.0,),)), "towers have table 'who', which problem"),
-])
+@pytest.mark.parametrize(
+    "towers, said",
+    [
+        (Towers(2, (("t0", "who"),)), "towers have table 'who', which problem 'towers' does not have"),
+        (Towers(2, (), ("who",), ((0.0,),)), "towers have table 'who', which problem"),
+    ],
+)
 def test_tables_that_are_not_there_are_named(towers, said):
     with pytest.raises(ShardCoreError, match=said):
         tower_hosts(problem_of(), towers, MODEL)
 
 
-@pytest.mark.parametrize("hosts, said", [("aaaa", "has 1 host; towers need 2 or more"),
-                                         ("aaab", "has hosts of 1 to 3 devices; towers need as many")])
+@pytest.mark.parametrize(
+    "hosts, said",
+    [
+        ("aaaa", "has 1 host; towers need 2 or more"),
+        ("aaab", "has hosts of 1 to 3 devices; towers need as many"),
+    ],
+)
 def test_hosts_that_cannot_have_towers(hosts, said):
     with pytest.raises(ShardCoreError, match=said):
         tower_hosts(problem_of(hosts=hosts), pairs(), MODEL)
@@ -293,22 +330,33 @@ def test_files_of_towers_are_read(tmp_path):
     assert read_towers(tmp_path / "t.json") == Towers(4, (), ("t0", "t1"), ((9, 0.5), (0.5, 0)))
 
 
-@pytest.mark.parametrize("data, said", [
-    ({**GOOD, "compression_ratio": 0.9}, "compression_ratio 0.9; it needs 1 to 1,000,000"),
-    ({**GOOD, "towers": [["t0"], ["t1", "t0"]]}, "table 't0' 2 times in their groups; it needs to be in"),
-    ({**GOOD, "towers": [[]]}, "an empty group, towers[0]"),
-    ({**GOOD, "towers": []}, "no 'towers' and no 'affinity'"),
-    ({**GOOD, "tower": 1}, "unknown key 'tower'; known are compression_ratio, towers, tables, affinity"),
-    ({**MATRIX, "affinity": [[0, 1]]}, "an affinity of 1 rows for 2 tables"),
-    ({**MATRIX, "affinity": [[0, 1], [1]]}, "1 columns in the row of 't1'; it needs 2"),
-    ({**MATRIX, "affinity": [[0, 1], [2, 0]]},
-     "affinity 1 of 't0' and 't1', and 2 of 't1' and 't0'; it needs to be symmetric"),
-    ({**MATRIX, "affinity": [[0, -1], [-1, 0]]}, "affinity -1 of 't0' and 't1'; it needs 0, or 1e-100"),
-    ({**MATRIX, "affinity": [[0, 1e308], [1e308, 0]]}, "affinity 1e+308 of 't0' and 't1'; it needs 0, or"),
-    ({**MATRIX, "affinity": [[0, 1e-320], [1e-320, 0]]}, "of 't0' and 't1'; it needs 0, or 1e-100 to 1e+100"),
-    ({**MATRIX, "tables": ["t0", "t0"], "affinity": [[0, 1], [1, 0]]}, "table 't0' 2 times in 'tables'"),
-    ({**MATRIX, "affinity": [[0, float("nan")], [1, 0]]}, "is not finite"),
-])
+@pytest.mark.parametrize(
+    "data, said",
+    [
+        ({**GOOD, "compression_ratio": 0.9}, "compression_ratio 0.9; it needs 1 to 1,000,000"),
+        ({**GOOD, "towers": [["t0"], ["t1", "t0"]]}, "table 't0' 2 times in their groups; it needs to be in"),
+        ({**GOOD, "towers": [[]]}, "an empty group, towers[0]"),
+        ({**GOOD, "towers": []}, "no 'towers' and no 'affinity'"),
+        ({**GOOD, "tower": 1}, "unknown key 'tower'; known are compression_ratio, towers, tables, affinity"),
+        ({**MATRIX, "affinity": [[0, 1]]}, "an affinity of 1 rows for 2 tables"),
+        ({**MATRIX, "affinity": [[0, 1], [1]]}, "1 columns in the row of 't1'; it needs 2"),
+        (
+            {**MATRIX, "affinity": [[0, 1], [2, 0]]},
+            "affinity 1 of 't0' and 't1', and 2 of 't1' and 't0'; it needs to be symmetric",
+        ),
+        ({**MATRIX, "affinity": [[0, -1], [-1, 0]]}, "affinity -1 of 't0' and 't1'; it needs 0, or 1e-100"),
+        (
+            {**MATRIX, "affinity": [[0, 1e308], [1e308, 0]]},
+            "affinity 1e+308 of 't0' and 't1'; it needs 0, or",
+        ),
+        (
+            {**MATRIX, "affinity": [[0, 1e-320], [1e-320, 0]]},
+            "of 't0' and 't1'; it needs 0, or 1e-100 to 1e+100",
+        ),
+        ({**MATRIX, "tables": ["t0", "t0"], "affinity": [[0, 1], [1, 0]]}, "table 't0' 2 times in 'tables'"),
+        ({**MATRIX, "affinity": [[0, float("nan")], [1, 0]]}, "is not finite"),
+    ],
+)
 def test_files_of_towers_that_are_refused(tmp_path, data, said):
     path = tmp_path / "towers.json"
     path.write_text(json.dumps(data))

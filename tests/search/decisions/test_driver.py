@@ -37,8 +37,10 @@ EVALS = Budget(evals=300)
 
 def problem(memory_bytes: int = 64 * MIB, sequences: int = 0, **links) -> Problem:
     """Eight devices on two hosts, and tables of which the first are sequences."""
-    tables = tuple(Table(f"t{i}", 20_000, 32, 4.0 + 12 * (i < sequences), Zipf(1.2), sequence=i < sequences)
-                   for i in range(8))
+    tables = tuple(
+        Table(f"t{i}", 20_000, 32, 4.0 + 12 * (i < sequences), Zipf(1.2), sequence=i < sequences)
+        for i in range(8)
+    )
     devices = tuple(Device(memory_bytes, host=f"h{i // 4}") for i in range(8))
     return Problem("p", tables, Topology(devices, **links), 512)
 
@@ -134,11 +136,17 @@ def test_the_same_seed_gives_the_same_plan():
     assert found(problem(), Groups()).plan == found(problem(), Groups()).plan
 
 
-@pytest.mark.parametrize("make", [
-    lambda of: Groups("8"), lambda of: HotRows(), lambda of: Tiers(),
-    lambda of: OnTowers(Towers(2.0, (("t6", "t7"),))),
-    lambda of: Start(SHARDERS["random"](of, MODEL), of, algorithm="anneal")],
-    ids=["groups", "hot rows", "tiers", "towers", "start"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda of: Groups("8"),
+        lambda of: HotRows(),
+        lambda of: Tiers(),
+        lambda of: OnTowers(Towers(2.0, (("t6", "t7"),))),
+        lambda of: Start(SHARDERS["random"](of, MODEL), of, algorithm="anneal"),
+    ],
+    ids=["groups", "hot rows", "tiers", "towers", "start"],
+)
 def test_every_decision_gives_a_plan_of_its_problem_at_its_cost_and_a_ledger_that_files_keep(make, tmp_path):
     asked = problem(sequences=2)
     best = found(asked, make(asked))
@@ -189,7 +197,8 @@ def test_towers_hold_the_cold_rows_of_their_sequences_and_hot_ones_are_everywher
         assert len(together) == 1
     assert all(len(host_of[name + HOT]) == 2 for name in hot)
     assert [e.within.decision for e in best.ledger.entries if e.within] == ["towers"] * len(
-        [e for e in best.ledger.entries if e.ms])
+        [e for e in best.ledger.entries if e.ms]
+    )
 
 
 def test_towers_may_have_rows_in_host_memory():
@@ -200,11 +209,20 @@ def test_towers_may_have_rows_in_host_memory():
     assert price(lower(best.plan, own), MODEL.for_problem(own)).total_ms == pytest.approx(best.ms)
 
 
-@pytest.mark.parametrize("decisions, why", [
-    ([Groups(), OnTowers(Towers(2.0, (("t0",),)))], "sharding groups and towers .* towers are of all hosts"),
-    ([provision.Provision([], {}, provision.Target(1.0)), Tiers()], "clusters and memory tiers .* offers do"),
-    ([Tiers(), Tiers()], "memory tiers were asked for twice"),
-])
+@pytest.mark.parametrize(
+    "decisions, why",
+    [
+        (
+            [Groups(), OnTowers(Towers(2.0, (("t0",),)))],
+            "sharding groups and towers .* towers are of all hosts",
+        ),
+        (
+            [provision.Provision([], {}, provision.Target(1.0)), Tiers()],
+            "clusters and memory tiers .* offers do",
+        ),
+        ([Tiers(), Tiers()], "memory tiers were asked for twice"),
+    ],
+)
 def test_what_cannot_be_combined_is_refused_before_any_search(decisions, why):
     def search(*_, **__):
         raise AssertionError("it searched")
@@ -240,7 +258,8 @@ def test_a_plan_of_groups_is_improved_and_other_groups_are_searched_afresh():
     kept = found(asked, Groups("4"), limited)
     assert kept.grouping == old.grouping and len(kept.plan.provenance["moved"]["chosen"]["tables"]) <= 1
     assert [e.why for e in kept.ledger.entries if e.ms is None] == [
-        "at most 1 tables may move; in groups of another size or layout every table does"]
+        "at most 1 tables may move; in groups of another size or layout every table does"
+    ]
 
 
 def test_towers_may_keep_the_hosts_of_a_plan():

@@ -24,10 +24,15 @@ from shardcore.search.decisions.memory_tiers import (
 
 
 def problem(memory, optimizer="exact_sgd", gbps=25.0, host_bytes=1 << 34):
-    tables = (Table("hot", 100_000, 64, 20.0, Zipf(1.2)), Table("flat", 100_000, 64, 2.0, Zipf(0.2)),
-              Table("small", 1_000, 64, 1.0), Table("idle", 50_000, 64, 0.0))
-    topology = Topology((Device(memory),) * 2, memory=(
-        Memory("host", host_bytes, gbps),) if gbps is not None else ())
+    tables = (
+        Table("hot", 100_000, 64, 20.0, Zipf(1.2)),
+        Table("flat", 100_000, 64, 2.0, Zipf(0.2)),
+        Table("small", 1_000, 64, 1.0),
+        Table("idle", 50_000, 64, 0.0),
+    )
+    topology = Topology(
+        (Device(memory),) * 2, memory=(Memory("host", host_bytes, gbps),) if gbps is not None else ()
+    )
     return Problem("p", tables, topology, 256, optimizer)
 
 
@@ -80,12 +85,18 @@ def test_a_link_twice_as_fast_takes_half_the_time():
 def test_water_filling_finds_the_best_of_all_choices():
     tables = problem(1 << 30).tables
     # Falling and convex, as misses are.
-    choices = [[Tier(t, 10 * i, 0, float((6 - i) ** 2 * (k + 1))) for i in range(7)]
-               for k, t in enumerate(tables[:2])]
+    choices = [
+        [Tier(t, 10 * i, 0, float((6 - i) ** 2 * (k + 1))) for i in range(7)]
+        for k, t in enumerate(tables[:2])
+    ]
     for budget in range(0, 121, 10):
         found = sum(tier.link_bytes for tier in water_filled(choices, budget))
-        best = min(a.link_bytes + b.link_bytes for a in choices[0] for b in choices[1]
-                   if a.device_bytes + b.device_bytes <= budget)
+        best = min(
+            a.link_bytes + b.link_bytes
+            for a in choices[0]
+            for b in choices[1]
+            if a.device_bytes + b.device_bytes <= budget
+        )
         assert found == best
 
 
@@ -95,20 +106,41 @@ def test_a_decision_forgets_an_earlier_one():
     assert tiers_of(decide(asked).problem).tiers == decide(asked).tiers
 
 
-@pytest.mark.parametrize(("do", "error", "words"), [
-    (lambda: problem(1 << 20, gbps=0.0), ShardCoreError, "memory host has gbps 0.0; it needs"),
-    (lambda: problem(1 << 20, host_bytes=-1), ShardCoreError, "memory host has bytes -1; it needs"),
-    (lambda: decide(problem(18 << 20, gbps=None)), ShardCoreError, "needs memory of tier 'host'"),
-    (lambda: with_load_factors(problem(1 << 30, gbps=None), {"flat": 0.5}), ShardCoreError,
-     "rows of table 'flat' in host memory; its topology needs memory of tier 'host'"),
-    (lambda: with_load_factors(problem(1 << 30), {"flat": 1.5}), ShardCoreError, "load_factor 1.5; it needs"),
-    *((lambda how=how: how(problem(1 << 16)), Infeasible, "lacks at least .* of device memory")
-      for how in (decide, one_load_factor, largest_to_host)),
-    *((lambda how=how: how(problem(18 << 20, host_bytes=1 << 20)), Infeasible, "it needs .* more of it")
-      for how in (decide, one_load_factor, largest_to_host)),
-    (lambda: decide(replace(problem(18 << 20), tables=(
-        Table("r", 10**6, 64, 1.0, Reuse((1.0,) + (0.0,) * 16, 64)),))), ShardCoreError, "of batch 64"),
-])
+@pytest.mark.parametrize(
+    ("do", "error", "words"),
+    [
+        (lambda: problem(1 << 20, gbps=0.0), ShardCoreError, "memory host has gbps 0.0; it needs"),
+        (lambda: problem(1 << 20, host_bytes=-1), ShardCoreError, "memory host has bytes -1; it needs"),
+        (lambda: decide(problem(18 << 20, gbps=None)), ShardCoreError, "needs memory of tier 'host'"),
+        (
+            lambda: with_load_factors(problem(1 << 30, gbps=None), {"flat": 0.5}),
+            ShardCoreError,
+            "rows of table 'flat' in host memory; its topology needs memory of tier 'host'",
+        ),
+        (
+            lambda: with_load_factors(problem(1 << 30), {"flat": 1.5}),
+            ShardCoreError,
+            "load_factor 1.5; it needs",
+        ),
+        *(
+            (lambda how=how: how(problem(1 << 16)), Infeasible, "lacks at least .* of device memory")
+            for how in (decide, one_load_factor, largest_to_host)
+        ),
+        *(
+            (lambda how=how: how(problem(18 << 20, host_bytes=1 << 20)), Infeasible, "it needs .* more of it")
+            for how in (decide, one_load_factor, largest_to_host)
+        ),
+        (
+            lambda: decide(
+                replace(
+                    problem(18 << 20), tables=(Table("r", 10**6, 64, 1.0, Reuse((1.0,) + (0.0,) * 16, 64)),)
+                )
+            ),
+            ShardCoreError,
+            "of batch 64",
+        ),
+    ],
+)
 def test_what_cannot_be_decided_is_refused(do, error, words):
     with pytest.raises(error, match=words):
         do()

@@ -62,14 +62,17 @@ def test_more_machines_are_faster_and_the_cheapest_that_is_fast_enough_is_chosen
     heard = []
     with listening(lambda phase, best_ms, left_s: heard.append(phase)):
         found = sweep(PROBLEM, [SMALL, LARGE], MODELS, SHARDERS["size_greedy"])
-    assert [p for p in heard if p.endswith("begins")] == [
-        f"{x.proposal.words}: begins" for x in found]
+    assert [p for p in heard if p.endswith("begins")] == [f"{x.proposal.words}: begins" for x in found]
     assert len(found) == 6 and all(x.found for x in found)
     alone, four = found[0], found[3]
     assert four.ms < alone.ms and four.proposal.price_per_hour == 4 and four.proposal.watts == 400
     assert four.proposal.samples_per_s(four.ms) == pytest.approx(1536e3 / four.ms)
-    chosen = decide(PROBLEM, MODELS["m"], [Provision([SMALL, LARGE], MODELS, Target(step_ms=four.ms))],
-                    SHARDERS["size_greedy"])
+    chosen = decide(
+        PROBLEM,
+        MODELS["m"],
+        [Provision([SMALL, LARGE], MODELS, Target(step_ms=four.ms))],
+        SHARDERS["size_greedy"],
+    )
     assert chosen.ms <= four.ms and chosen.ledger.because.startswith("cheapest with step_ms ")
     assert chosen.chosen.price_per_hour == min(x.proposal.price_per_hour for x in found if x.ms <= four.ms)
 
@@ -105,8 +108,13 @@ def test_a_cluster_without_room_says_why_and_a_target_out_of_reach_names_the_nea
     tight = replace(SMALL, memory_bytes=20 << 20)
     heard = []
     with pytest.raises(Infeasible, match="none of 2 proposals of clusters has a plan; 1 x 'small': "):
-        decide(PROBLEM, MODELS["m"], [Provision([replace(tight, most_hosts=2)], MODELS, ANY)],
-               SHARDERS["size_greedy"], heard=heard.append)
+        decide(
+            PROBLEM,
+            MODELS["m"],
+            [Provision([replace(tight, most_hosts=2)], MODELS, ANY)],
+            SHARDERS["size_greedy"],
+            heard=heard.append,
+        )
     assert len(heard) == 2 and "MiB" in str(heard[0].error) and heard[0].ms == float("inf")
     with pytest.raises(ShardCoreError, match="no cluster of 2 reaches step_ms 1; the nearest, 2 x 'small'"):
         best_of_each([of(SMALL, 1, 12.0), of(SMALL, 2, 6.0)], Target(step_ms=1.0))
@@ -114,30 +122,42 @@ def test_a_cluster_without_room_says_why_and_a_target_out_of_reach_names_the_nea
         best_of_each([of(SMALL, 1, 12.0), of(SMALL, 2, 6.0)], Target(price_per_hour=0.5))
 
 
-@pytest.mark.parametrize("make, said", [
-    (lambda: replace(SMALL, devices=0), "offer 'small' has devices 0"),
-    (lambda: replace(SMALL, price_per_hour=-1.0), "price_per_hour -1.0"),
-    (lambda: replace(LARGE, most_hosts=60_000), "most_hosts 60000 of 4 devices; a problem has 65536"),
-    (lambda: replace(SMALL, links=(Link("within_host", 1.0),) * 2), "links of within_host, within_host"),
-    (lambda: Target(), "the target has nothing"),
-    (lambda: Target(1.0, 2.0), "it needs one of step_ms, samples_per_s, price_per_hour"),
-    (lambda: list(clusters(replace(PROBLEM, constraints=Constraints(pinned=(("t0", (0,)),))), [SMALL])),
-     "constraints.pinned"),
-    (lambda: sweep(replace(PROBLEM, global_batch=7), [LARGE], MODELS, SHARDERS["random"]),
-     "global_batch 7, which no number of hosts of offers large"),
-])
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: replace(SMALL, devices=0), "offer 'small' has devices 0"),
+        (lambda: replace(SMALL, price_per_hour=-1.0), "price_per_hour -1.0"),
+        (lambda: replace(LARGE, most_hosts=60_000), "most_hosts 60000 of 4 devices; a problem has 65536"),
+        (lambda: replace(SMALL, links=(Link("within_host", 1.0),) * 2), "links of within_host, within_host"),
+        (lambda: Target(), "the target has nothing"),
+        (lambda: Target(1.0, 2.0), "it needs one of step_ms, samples_per_s, price_per_hour"),
+        (
+            lambda: list(
+                clusters(replace(PROBLEM, constraints=Constraints(pinned=(("t0", (0,)),))), [SMALL])
+            ),
+            "constraints.pinned",
+        ),
+        (
+            lambda: sweep(replace(PROBLEM, global_batch=7), [LARGE], MODELS, SHARDERS["random"]),
+            "global_batch 7, which no number of hosts of offers large",
+        ),
+    ],
+)
 def test_what_makes_no_sense_is_named(make, said):
     with pytest.raises(ShardCoreError) as error:
         make()
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize("offers, said", [
-    ([], "no offers"),
-    ([{"name": "a"}], "lacks the key 'devices'"),
-    ([PLAIN] * 2, "two offers 'a'"),
-    ([PLAIN | {"gpus": 1}], "'gpus'"),
-])
+@pytest.mark.parametrize(
+    "offers, said",
+    [
+        ([], "no offers"),
+        ([{"name": "a"}], "lacks the key 'devices'"),
+        ([PLAIN] * 2, "two offers 'a'"),
+        ([PLAIN | {"gpus": 1}], "'gpus'"),
+    ],
+)
 def test_a_file_of_offers_is_checked(offers, said, tmp_path):
     document = {"schema": "shardcore/offers", "version": 1, "offers": offers}
     (tmp_path / "o.json").write_text(json.dumps(document))
@@ -169,15 +189,23 @@ def test_a_model_of_another_setting_is_refused_before_any_search():
 
 def test_offers_have_hardware_of_their_own_and_constraints_may_fit_some_only():
     models = {"m": MODELS["m"], "n": AnalyticModel(Setting("another", 1536))}
-    asked = replace(PROBLEM, topology=Topology(PROBLEM.topology.devices, "nvidia-h100"),
-                    constraints=Constraints(kinds=((TABLES[0].name, ("data_parallel",)),)))
-    found = sweep(asked, [replace(SMALL, most_hosts=1), replace(LARGE, model="n", most_hosts=1)], models,
-                  SHARDERS["size_greedy"])
+    asked = replace(
+        PROBLEM,
+        topology=Topology(PROBLEM.topology.devices, "nvidia-h100"),
+        constraints=Constraints(kinds=((TABLES[0].name, ("data_parallel",)),)),
+    )
+    found = sweep(
+        asked,
+        [replace(SMALL, most_hosts=1), replace(LARGE, model="n", most_hosts=1)],
+        models,
+        SHARDERS["size_greedy"],
+    )
     assert [bool(x.found) for x in found] == [False, True] and "no devices share" in str(found[0].error)
 
 
 def test_more_memory_is_never_dearer():
     """A search that does worse with more memory: the plan found with less stays possible."""
+
     def worse(problem, model, *, seed=0, budget=None):
         roomy = problem.topology.devices[0].memory_bytes > 2 * GIB
         return SHARDERS["random" if roomy else "size_lookup_greedy"](problem, model, seed=seed)
@@ -185,5 +213,6 @@ def test_more_memory_is_never_dearer():
     found = sweep(PROBLEM, [SMALL, replace(SMALL, name="large", memory_bytes=8 * GIB)], MODELS, worse)
     by = {(x.proposal.offer.name, x.proposal.hosts): x.ms for x in found}
     assert all(by["large", hosts] <= ms for (name, hosts), ms in by.items() if name == "small")
-    assert any(x.found.plan.provenance["algorithm"] != "random" for x in found
-               if x.proposal.offer.name == "large")
+    assert any(
+        x.found.plan.provenance["algorithm"] != "random" for x in found if x.proposal.offer.name == "large"
+    )

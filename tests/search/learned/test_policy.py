@@ -50,12 +50,22 @@ def rewritten(folder, weights=None, **meta):
     return folder
 
 
-@pytest.mark.parametrize("meta, said", [
-    ({"features": ["dim", "rows"]}, r"on features \['dim', 'rows'\]; this ShardCore computes .*train again"),
-    ({"name": "alphashard"}, "has the name 'alphashard'; known are dreamshard, dreamshard_direct, autoshard"),
-    ({"name": "dreamshard"}, "weight 'choice.weight' is missing"),
-    ({"colour": 1}, "unknown key 'colour'"),
-    ({"setting": {"hardware": "x"}}, "setting lacks the key 'batch'")])
+@pytest.mark.parametrize(
+    "meta, said",
+    [
+        (
+            {"features": ["dim", "rows"]},
+            r"on features \['dim', 'rows'\]; this ShardCore computes .*train again",
+        ),
+        (
+            {"name": "alphashard"},
+            "has the name 'alphashard'; known are dreamshard, dreamshard_direct, autoshard",
+        ),
+        ({"name": "dreamshard"}, "weight 'choice.weight' is missing"),
+        ({"colour": 1}, "unknown key 'colour'"),
+        ({"setting": {"hardware": "x"}}, "setting lacks the key 'batch'"),
+    ],
+)
 def test_another_description_is_refused_in_one_line(meta, said, tmp_path):
     with pytest.raises(ShardCoreError, match=said) as error:
         read_policy(rewritten(tmp_path, **meta))
@@ -74,13 +84,25 @@ def test_a_cost_model_is_no_policy_and_another_version_is_named(tmp_path):
         read_policy(tmp_path)
 
 
-@pytest.mark.parametrize("name, value, said", [
-    ("score.3.weight", None, "weight 'score.3.weight' is missing"),
-    ("score.9.weight", np.zeros(1, np.float32), "weight 'score.9.weight' is not known"),
-    ("score.3.bias", np.zeros(2, np.float32), r"'score.3.bias' is float32 \[2\]; it needs to be float32 .1"),
-    ("score.3.bias", np.zeros(1), r"'score.3.bias' is float64 \[1\]; it needs to be float32"),
-    ("score.3.bias", np.full(1, np.nan, np.float32), "'score.3.bias' has values beyond 1e.06, or that are"),
-    ("sd", np.zeros(21, np.float32), "weight 'sd' is not positive")])
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        ("score.3.weight", None, "weight 'score.3.weight' is missing"),
+        ("score.9.weight", np.zeros(1, np.float32), "weight 'score.9.weight' is not known"),
+        (
+            "score.3.bias",
+            np.zeros(2, np.float32),
+            r"'score.3.bias' is float32 \[2\]; it needs to be float32 .1",
+        ),
+        ("score.3.bias", np.zeros(1), r"'score.3.bias' is float64 \[1\]; it needs to be float32"),
+        (
+            "score.3.bias",
+            np.full(1, np.nan, np.float32),
+            "'score.3.bias' has values beyond 1e.06, or that are",
+        ),
+        ("sd", np.zeros(21, np.float32), "weight 'sd' is not positive"),
+    ],
+)
 def test_weights_that_the_formulas_cannot_use_are_refused(name, value, said, tmp_path):
     weights = {**untrained("autoshard").weights, name: value}
     with pytest.raises(ShardCoreError, match=said):
@@ -89,8 +111,11 @@ def test_weights_that_the_formulas_cannot_use_are_refused(name, value, said, tmp
 
 def test_a_policy_of_other_hardware_is_refused():
     policy = untrained("dreamshard", hardware="a-gpu")
-    with pytest.raises(SettingMismatch, match="policy 'dreamshard' was trained for hardware 'a-gpu'; "
-                                              "the cost model is for 'made-up'.*train-policy"):
+    with pytest.raises(
+        SettingMismatch,
+        match="policy 'dreamshard' was trained for hardware 'a-gpu'; "
+        "the cost model is for 'made-up'.*train-policy",
+    ):
         sharder("dreamshard", policy)(PROBLEM, model_for(PROBLEM))
 
 
@@ -106,6 +131,9 @@ def test_a_learned_sharder_needs_its_own_policy(name):
 
 
 def test_other_sharders_take_no_policy():
-    with pytest.raises(ShardCoreError, match="'anneal' takes no policy; the policy 'autoshard' that was "
-                                             "given is for autoshard and autoshard_columns"):
+    with pytest.raises(
+        ShardCoreError,
+        match="'anneal' takes no policy; the policy 'autoshard' that was "
+        "given is for autoshard and autoshard_columns",
+    ):
         sharder("anneal", untrained("autoshard"))

@@ -31,8 +31,10 @@ each_net = pytest.mark.parametrize("name", NETS)
 
 
 def rolled(name, problem, plans=6, seed=0, greedy_first=True):
-    policy, prepared = untrained(name), Prepared(problem, replace(MODEL, setting=replace(
-        MODEL.setting, batch=problem.global_batch)))
+    policy, prepared = (
+        untrained(name),
+        Prepared(problem, replace(MODEL, setting=replace(MODEL.setting, batch=problem.global_batch))),
+    )
     rollouts = Rollouts(policy.net, policy.weights, plans, np.random.default_rng(seed), greedy_first)
     return prepared, rollouts.run(prepared.cache, prepared.keys)
 
@@ -127,8 +129,12 @@ def test_weights_at_their_limits_still_make_a_plan_that_fits():
     for name in NETS:
         policy = untrained(name)
         huge = {k: np.sign(v) * np.float32(1e6) if v.ndim == 2 else v for k, v in policy.weights.items()}
-        check_plan(sharder(name, replace(policy, weights=huge))(CASES["tight memory"], model_for(
-            CASES["tight memory"]), budget=Budget(evals=4)), CASES["tight memory"])
+        check_plan(
+            sharder(name, replace(policy, weights=huge))(
+                CASES["tight memory"], model_for(CASES["tight memory"]), budget=Budget(evals=4)
+            ),
+            CASES["tight memory"],
+        )
 
 
 def test_features_are_those_of_the_papers_and_of_a_shards_own_columns():

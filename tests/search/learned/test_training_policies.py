@@ -20,18 +20,27 @@ from shardcore.search.learned.train import train
 from shardcore.tables.held_out import kept_for_testing
 
 RNG = np.random.default_rng(0)
-POOL = tuple(Table(f"t{i}", int(RNG.integers(10, 3000)), 16, float(RNG.uniform(1, 40)),
-                   Zipf(float(RNG.uniform(0, 1.5)))) for i in range(80))
-FEW = PolicyProblems(devices=3, min_tables=6, max_tables=9, max_dim=32, slack=3.0, problems=6, validation=3,
-                     test=4)
+POOL = tuple(
+    Table(
+        f"t{i}", int(RNG.integers(10, 3000)), 16, float(RNG.uniform(1, 40)), Zipf(float(RNG.uniform(0, 1.5)))
+    )
+    for i in range(80)
+)
+FEW = PolicyProblems(
+    devices=3, min_tables=6, max_tables=9, max_dim=32, slack=3.0, problems=6, validation=3, test=4
+)
 QUICK = PolicyConfig(rounds=3, priced=4, cost_updates=3, policy_updates=2, problems_at_once=2, plans_each=4)
 
 
 @pytest.mark.parametrize("name", NETS)
 def test_the_same_seed_gives_the_same_policy_with_metrics_and_curves(name):
     said = []
-    first, again, other = (make_policy(name, POOL, MODEL, FEW, replace(QUICK, seed=seed),
-                                       progress=lambda i, values: said.append(i)) for seed in (0, 0, 1))
+    first, again, other = (
+        make_policy(
+            name, POOL, MODEL, FEW, replace(QUICK, seed=seed), progress=lambda i, values: said.append(i)
+        )
+        for seed in (0, 0, 1)
+    )
     assert all((again.policy.weights[k] == v).all() for k, v in first.policy.weights.items())
     assert any((other.policy.weights[k] != v).any() for k, v in first.policy.weights.items())
     assert first.curves == again.curves and said == [1, 2, 3] * 3
@@ -71,10 +80,14 @@ def test_problems_may_be_drawn_for_the_devices_of_another():
     assert Prepared(problem, MODEL).cache.speed.tolist() == [2.0, 1.0]
 
 
-@pytest.mark.parametrize("change, said", [
-    ({"plans_each": 1}, "policy config has plans_each 1; it needs 2 to"),
-    ({"learning_rate": 0.0}, "learning_rate 0.0; it needs to be within 0 and 1"),
-    ({"rounds": 0}, "policy config has rounds 0; it needs 1 to")])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"plans_each": 1}, "policy config has plans_each 1; it needs 2 to"),
+        ({"learning_rate": 0.0}, "learning_rate 0.0; it needs to be within 0 and 1"),
+        ({"rounds": 0}, "policy config has rounds 0; it needs 1 to"),
+    ],
+)
 def test_a_config_that_cannot_be_is_refused(change, said):
     with pytest.raises(ShardCoreError, match=said):
         PolicyConfig(**change)
@@ -93,7 +106,14 @@ def test_too_few_tables_and_unknown_names_are_refused():
 def test_plans_that_do_not_fit_teach_no_cost(name):
     """Tables that must stay whole and hardly fit: most random plans find no device for some."""
     tables = tuple(replace(t, rows=1000, dim=16) for t in POOL[:7])
-    problem = with_room(Problem("tight", tables, Topology((Device(3 * 120_000),) * 3), 48,
-                                constraints=Constraints(unsplit=tuple(t.name for t in tables))))
+    problem = with_room(
+        Problem(
+            "tight",
+            tables,
+            Topology((Device(3 * 120_000),) * 3),
+            48,
+            constraints=Constraints(unsplit=tuple(t.name for t in tables)),
+        )
+    )
     trained = train(name, [problem], [problem], MODEL, QUICK)
     assert all(np.isfinite(v) for row in trained.curves for v in row.values())

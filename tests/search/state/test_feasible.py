@@ -40,8 +40,11 @@ def test_tables_pinned_to_a_part_of_some_devices_count_against_these_too():
     enough = problem_of(TABLES, [two, three, 2 * three], pinned=pinned)
     assert feasible_shards(enough) == list(map(Shard.whole, TABLES))
     assert fits(SHARDERS["size_greedy"](enough, MODEL), enough)
-    with pytest.raises(Infeasible, match="tables pinned to devices 0, 1 .*'t0', 't1', 't2', 't3', 't4', "
-                       "take 0.4 MiB .* they may hold 0.3 MiB, .* bytes too little") as error:
+    with pytest.raises(
+        Infeasible,
+        match="tables pinned to devices 0, 1 .*'t0', 't1', 't2', 't3', 't4', "
+        "take 0.4 MiB .* they may hold 0.3 MiB, .* bytes too little",
+    ) as error:
         fitting(problem_of(TABLES, [two, two, 2 * three], pinned=pinned))
     lacks = int(re.search(r"exact count (\d+) bytes are lacking", str(error.value))[1])
     for less in (0, 1):
@@ -57,8 +60,11 @@ def test_a_group_that_fits_no_device_is_named_with_what_it_takes():
     two, group = taken(0, 1, of=TABLES[:2]), (("t0", "t1"),)
     enough = problem_of(TABLES[:2], [two] * 2, together=group)
     assert feasible_shards(enough) == list(map(Shard.whole, TABLES[:2]))
-    with pytest.raises(Infeasible, match="the group 't0', 't1', kept on one device .constraints.together., "
-                       "takes 0.1 MiB with outputs; the largest device may hold 0.1 MiB, 1 bytes too little"):
+    with pytest.raises(
+        Infeasible,
+        match="the group 't0', 't1', kept on one device .constraints.together., "
+        "takes 0.1 MiB with outputs; the largest device may hold 0.1 MiB, 1 bytes too little",
+    ):
         feasible_shards(problem_of(TABLES[:2], [two - 1] * 2, together=group))
 
 
@@ -91,18 +97,26 @@ def test_a_problem_without_a_plan_is_refused_before_anything_is_priced(name):
 @pytest.mark.parametrize("n, n_tables", [(2, 7), (3, 7), (2, 8), (3, 9)])
 def test_what_is_said_to_be_enough_is_enough(n, n_tables):
     """More memory keeps more free by default, and devices have to divide the batch."""
+
     def of(devices: tuple[Device, ...]) -> Problem:
         tables = tuple(Table(f"t{i}", 50_000 + i, 64, 5.0) for i in range(n_tables))
-        return Problem("tight", tables, Topology(devices), BATCH,
-                       constraints=Constraints(reserved_bytes=default_reserve(devices)))
+        return Problem(
+            "tight",
+            tables,
+            Topology(devices),
+            BATCH,
+            constraints=Constraints(reserved_bytes=default_reserve(devices)),
+        )
 
     devices = (Device(20_000_000),) * n
     with pytest.raises(Infeasible) as raised:
         SHARDERS["size_greedy"](of(devices), MODEL)
     said = re.search(r"with ([\d.]+) MiB more per device or (\d+) more devices", str(raised.value))
     more, others = float(said[1]), int(said[2])
-    for enough in ((Device(devices[0].memory_bytes + round(more * 2**20)),) * n,
-                   devices * ((n + others) // n) + devices[:(n + others) % n]):
+    for enough in (
+        (Device(devices[0].memory_bytes + round(more * 2**20)),) * n,
+        devices * ((n + others) // n) + devices[: (n + others) % n],
+    ):
         assert SHARDERS["size_greedy"](of(enough), MODEL)
 
 

@@ -17,8 +17,9 @@ from shardcore.step.lower import lower
 MODEL = AnalyticModel(Setting("made-up", 64))
 TABLES = tuple(Table(f"h{i}", 10_000, 16, 5.0, load_factor=0.0) for i in range(4))
 FAST_FIRST = (*(Device(1 << 26, 4.0, "a"),) * 2, *(Device(1 << 26, 1.0, "b"),) * 2)
-PROBLEM = Problem("hosts", TABLES, Topology(FAST_FIRST, memory=(
-    Memory("host", 5 * TABLES[0].bytes // 2, 25.0),)), 64)
+PROBLEM = Problem(
+    "hosts", TABLES, Topology(FAST_FIRST, memory=(Memory("host", 5 * TABLES[0].bytes // 2, 25.0),)), 64
+)
 
 
 @pytest.mark.parametrize("name", SHARDERS)
@@ -35,11 +36,18 @@ def test_hosts_hold_tables_to_the_byte(name):
     exactly = replace(PROBLEM, topology=replace(PROBLEM.topology, memory=(memory,)))
     assert lower(SHARDERS[name](exactly, MODEL, budget=Budget(evals=500)), exactly)
     smaller = replace(memory, bytes=memory.bytes - 1)
-    less = replace(PROBLEM, topology=replace(PROBLEM.topology, memory=(smaller,)),
-                   constraints=Constraints(kinds=tuple((t.name, ("column",)) for t in TABLES),
-                                           unsplit=tuple(t.name for t in TABLES)))
-    with pytest.raises(Infeasible, match=r"host '[ab]' of problem 'hosts' would hold .* of rows in host "
-                       r"memory; it may hold 1.2 MiB there, .* too little"):
+    less = replace(
+        PROBLEM,
+        topology=replace(PROBLEM.topology, memory=(smaller,)),
+        constraints=Constraints(
+            kinds=tuple((t.name, ("column",)) for t in TABLES), unsplit=tuple(t.name for t in TABLES)
+        ),
+    )
+    with pytest.raises(
+        Infeasible,
+        match=r"host '[ab]' of problem 'hosts' would hold .* of rows in host "
+        r"memory; it may hold 1.2 MiB there, .* too little",
+    ):
         SHARDERS[name](less, MODEL, budget=Budget(evals=500))
 
 

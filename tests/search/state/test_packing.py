@@ -34,16 +34,22 @@ def ways(table: Table, topology: Topology):
     yield (replica(table, topology),)
     halves = halve_columns(Shard.whole(table))
     if halves and not (table.sequence and halves[0].width != halves[1].width):
-        yield from (tuple(Placement("column", s, (d,)) for s, d in zip(halves, pair, strict=True))
-                    for pair in permutations(range(n), 2))
+        yield from (
+            tuple(Placement("column", s, (d,)) for s, d in zip(halves, pair, strict=True))
+            for pair in permutations(range(n), 2)
+        )
 
 
 def least_memory(of: Problem) -> int:
     """The memory of each device with which some plan fits: all plans are tried."""
-    plans = (Plan(tuple(p for placements in each for p in placements))
-             for each in product(*(list(ways(t, of.topology)) for t in of.tables)))
-    return min(max(memory.used_bytes(plan, of)[d] for d in {d for p in plan.placements for d in p.devices})
-               for plan in plans)
+    plans = (
+        Plan(tuple(p for placements in each for p in placements))
+        for each in product(*(list(ways(t, of.topology)) for t in of.tables))
+    )
+    return min(
+        max(memory.used_bytes(plan, of)[d] for d in {d for p in plan.placements for d in p.devices})
+        for plan in plans
+    )
 
 
 def small(seed: int) -> Problem:
@@ -51,10 +57,16 @@ def small(seed: int) -> Problem:
     rng = np.random.default_rng(seed)
     most = ("weights", "outputs", "ids")[seed % 3]
     rows = (100, 5000) if most == "weights" else (5, 200)
-    tables = tuple(Table(f"t{i}", int(rng.integers(*rows)), int(rng.choice([4, 8, 12, 16, 32, 64])),
-                         float(rng.choice([20, 100] if most == "ids" else [1, 2, 5])),
-                         sequence=bool(rng.random() < 0.3))
-                   for i in range(rng.integers(2, 4)))
+    tables = tuple(
+        Table(
+            f"t{i}",
+            int(rng.integers(*rows)),
+            int(rng.choice([4, 8, 12, 16, 32, 64])),
+            float(rng.choice([20, 100] if most == "ids" else [1, 2, 5])),
+            sequence=bool(rng.random() < 0.3),
+        )
+        for i in range(rng.integers(2, 4))
+    )
     devices = "a" * int(rng.integers(1, 4))
     return Problem(f"small-{seed}", tables, on_hosts(devices), 6 * int(rng.integers(2, 40)))
 
@@ -113,11 +125,19 @@ def test_many_outputs_fit_one_device(name):
 def sequences_beside_bags(memory_bytes: int, **constraints) -> Problem:
     """Like a published job: two sequence tables that no device holds whole, beside many bags (r04)."""
     rng = np.random.default_rng(0)
-    bags = (Table(f"bag{i}", int(rng.integers(100, 20_000)), int(rng.choice([8, 64, 128])),
-                  float(rng.choice([1, 5, 40]))) for i in range(150))
+    bags = (
+        Table(
+            f"bag{i}",
+            int(rng.integers(100, 20_000)),
+            int(rng.choice([8, 64, 128])),
+            float(rng.choice([1, 5, 40])),
+        )
+        for i in range(150)
+    )
     history = (Table(f"history{i}", 100_000, 128, 100.0, sequence=True, collection="ec") for i in range(2))
-    return Problem("job", (*history, *bags), on_hosts("aabb", memory_bytes), 256,
-                   constraints=Constraints(**constraints))
+    return Problem(
+        "job", (*history, *bags), on_hosts("aabb", memory_bytes), 256, constraints=Constraints(**constraints)
+    )
 
 
 def test_sequences_are_divided_where_that_makes_a_problem_fit():
@@ -127,7 +147,8 @@ def test_sequences_are_divided_where_that_makes_a_problem_fit():
     lower(plan, given)
     histories = [p for p in plan.placements if p.shard.table.sequence]
     assert len({(p.kind, p.shard.width) for p in histories}) == 1 and histories != [
-        p for p in histories if p.shard == Shard.whole(p.shard.table)]
+        p for p in histories if p.shard == Shard.whole(p.shard.table)
+    ]
     # The search near a plan that fits returns a cheaper one, where there is some room.
     roomy = sequences_beside_bags(least * 12 // 10)
     annealed = SHARDERS["anneal"](roomy, model_for(roomy), budget=Budget(evals=3000))
@@ -136,8 +157,13 @@ def test_sequences_are_divided_where_that_makes_a_problem_fit():
 
 
 def test_constraints_are_kept_by_plans_that_just_fit():
-    asked = {"kinds": (("bag0", ("data_parallel",)), ("bag1", ("row", "host_row"))), "unsplit": ("bag2",),
-             "pinned": (("bag3", (2, 3)),), "together": (("bag4", "bag5"),), "min_widths": (("bag6", 64),)}
+    asked = {
+        "kinds": (("bag0", ("data_parallel",)), ("bag1", ("row", "host_row"))),
+        "unsplit": ("bag2",),
+        "pinned": (("bag3", (2, 3)),),
+        "together": (("bag4", "bag5"),),
+        "min_widths": (("bag6", 64),),
+    }
     least = roomiest(sequences_beside_bags(1, **asked))[1] + 1
     given = sequences_beside_bags(least, **asked)
     for name in ("size_greedy", "anneal_columns"):
@@ -169,9 +195,16 @@ def problem_of(tables, devices: str | tuple[Device, ...], **constraints) -> Prob
 
 def just_for(plan: Plan, given: Problem, less: int = 0) -> Problem:
     """The problem with the memory that a plan takes, or less."""
-    return replace(given, topology=replace(given.topology, devices=tuple(
-        replace(d, memory_bytes=n - less)
-        for d, n in zip(given.topology.devices, memory.used_bytes(plan, given), strict=True))))
+    return replace(
+        given,
+        topology=replace(
+            given.topology,
+            devices=tuple(
+                replace(d, memory_bytes=n - less)
+                for d, n in zip(given.topology.devices, memory.used_bytes(plan, given), strict=True)
+            ),
+        ),
+    )
 
 
 def greedily(given: Problem, name: str = "size_greedy") -> Plan:
@@ -184,13 +217,23 @@ def greedily(given: Problem, name: str = "size_greedy") -> Plan:
 def test_a_table_pinned_to_a_host_is_cut_as_its_devices_have_room(name):
     """t0 fits device 0 best, but the wide table needs all of host a: 16, 16 and 12 columns, not halves."""
     wide = Table("wide", 1000, 44, 1.0)
-    given = problem_of([wide, TABLES[0]], "aaab", unsplit=("t0",), pinned=(("wide", ("a",)),),
-                       kinds=(("wide", ("column",)), ("t0", ("column",))))
-    only = Plan((column(wide, 0, 0, 16), column(wide, 1, 16, 32), column(wide, 2, 32, 44),
-                 column(TABLES[0], 3)))
+    given = problem_of(
+        [wide, TABLES[0]],
+        "aaab",
+        unsplit=("t0",),
+        pinned=(("wide", ("a",)),),
+        kinds=(("wide", ("column",)), ("t0", ("column",))),
+    )
+    only = Plan(
+        (column(wide, 0, 0, 16), column(wide, 1, 16, 32), column(wide, 2, 32, 44), column(TABLES[0], 3))
+    )
     found = greedily(just_for(only, given), name)
     assert sorted((p.shard.table.name, p.shard.width, p.devices) for p in found.placements) == [
-        ("t0", 16, (3,)), ("wide", 12, (2,)), ("wide", 16, (0,)), ("wide", 16, (1,))]
+        ("t0", 16, (3,)),
+        ("wide", 12, (2,)),
+        ("wide", 16, (0,)),
+        ("wide", 16, (1,)),
+    ]
     with pytest.raises(Infeasible, match="does not fit"):
         greedily(just_for(only, given, less=1), name)
 
@@ -198,8 +241,14 @@ def test_a_table_pinned_to_a_host_is_cut_as_its_devices_have_room(name):
 @pytest.mark.parametrize("name", ["size_greedy", "neuroshard", "anneal"])
 def test_tables_kept_together_fit_a_device_to_the_byte(name):
     """Three on device 1. The device that t4 is pinned to holds no more than that."""
-    given = problem_of(TABLES, "aaa", together=(("t0", "t1", "t2"),), pinned=(("t4", (0,)), ("t1", (1, 2))),
-                       unsplit=("t3", "t5"), kinds=tuple((t.name, ("column",)) for t in TABLES))
+    given = problem_of(
+        TABLES,
+        "aaa",
+        together=(("t0", "t1", "t2"),),
+        pinned=(("t4", (0,)), ("t1", (1, 2))),
+        unsplit=("t3", "t5"),
+        kinds=tuple((t.name, ("column",)) for t in TABLES),
+    )
     only = Plan(tuple(column(t, d) for t, d in zip(TABLES, (1, 1, 1, 2, 0, 2), strict=True)))
     found = greedily(just_for(only, given), name)
     assert [p.devices for p in found.placements] == [p.devices for p in only.placements]
@@ -210,8 +259,9 @@ def test_tables_kept_together_fit_a_device_to_the_byte(name):
 def test_tables_are_cut_where_whole_ones_leave_gaps():
     tables = TABLES[:3]
     given = problem_of(tables, "aa", kinds=tuple((t.name, ("column",)) for t in tables))
-    only = Plan((column(tables[0], 0), column(tables[1], 1), column(tables[2], 0, 0, 8),
-                 column(tables[2], 1, 8, 16)))
+    only = Plan(
+        (column(tables[0], 0), column(tables[1], 1), column(tables[2], 0, 0, 8), column(tables[2], 1, 8, 16))
+    )
     found = greedily(just_for(only, given))
     assert sorted(p.shard.width for p in found.placements) == [8, 8, 16, 16] and found.provenance["packed"]
     unsplit = replace(given.constraints, unsplit=tuple(t.name for t in tables))

@@ -49,8 +49,9 @@ def state_of(problem, shards, batch=()):
 def test_it_costs_what_its_plan_does_also_after_shards_were_elsewhere(seed, rows):
     rng = np.random.default_rng(seed)
     problem = on_two_hosts(draw_problem(seed, n_tables=6, memory=2**24))
-    problem = replace(problem, tables=tuple(replace(t, features=1 + i % 3)
-                                            for i, t in enumerate(problem.tables)))
+    problem = replace(
+        problem, tables=tuple(replace(t, features=1 + i % 3) for i, t in enumerate(problem.tables))
+    )
     shards = draw_cuts(rng, problem, rows)
     state, keys = state_of(problem, shards)
     for last in (False, False, True):
@@ -71,8 +72,11 @@ def test_it_costs_what_its_plan_does_also_after_shards_were_elsewhere(seed, rows
 def test_it_costs_what_its_plan_does_with_tables_of_fixed_kinds(seed):
     """A bundle runs as its first table in a search's cost, so there is none."""
     rng, drawn = np.random.default_rng(seed), draw_all_kinds(seed, caches=seed % 2)
-    problem = replace(drawn, constraints=replace(drawn.constraints, together=()),
-                      topology=replace(drawn.topology, hardware=None))
+    problem = replace(
+        drawn,
+        constraints=replace(drawn.constraints, together=()),
+        topology=replace(drawn.topology, hardware=None),
+    )
     shards = draw_two_cuts(rng, problem)[0]
     devices = draw_devices(rng, shards, problem)
     model = AnalyticModel(Setting("made-up", BATCH, problem.precision, problem.optimizer))
@@ -101,8 +105,10 @@ def test_plans_of_a_batch_are_kept_apart_and_as_single_ones():
         one, _ = state_of(problem, shards)
         for i, key in enumerate(keys):
             one.place(*key, devices[c, k, i])
-        assert (both.cost_ms()[c, k] == pytest.approx(one.cost_ms())
-                and both.used[c, k].tolist() == one.used.tolist())
+        assert (
+            both.cost_ms()[c, k] == pytest.approx(one.cost_ms())
+            and both.used[c, k].tolist() == one.used.tolist()
+        )
         assert both.device_ms[c, k].tolist() == pytest.approx(one.device_ms.tolist())
 
 
@@ -115,9 +121,12 @@ def devices_that_fit(problem, cuts, devices, c, batch) -> set[int]:
     keys = [cache.keys(shards) for shards in cuts]
     for of in keys:
         cache.add(of)
-    homes = [[device_of[bundle[0]] for bundle in bundles(shards, problem)]
-             for shards, device_of in ((shards, dict(zip(shards, at, strict=True)))
-                                       for shards, at in zip(cuts, devices, strict=True))]
+    homes = [
+        [device_of[bundle[0]] for bundle in bundles(shards, problem)]
+        for shards, device_of in (
+            (shards, dict(zip(shards, at, strict=True))) for shards, at in zip(cuts, devices, strict=True)
+        )
+    ]
     keys, homes = np.array(keys), np.array(homes)
     found = set()
     for device in set(homes[c].tolist()):
@@ -152,8 +161,9 @@ def test_what_it_counts_is_what_the_finished_plan_takes_to_the_byte(seed, batch,
 
 def test_a_shard_fits_to_the_byte_and_only_where_its_table_may_be():
     tables = tuple(Table(name, 10**4, 4, 1.0) for name in "tu")
-    ample = Problem("p", tables, Topology((Device(MIB),) * 3), BATCH,
-                    constraints=Constraints(pinned=(("u", (0, 2)),)))
+    ample = Problem(
+        "p", tables, Topology((Device(MIB),) * 3), BATCH, constraints=Constraints(pinned=(("u", (0, 2)),))
+    )
     shards = list(map(Shard.whole, tables))
     one, both = (used_bytes(plan_of(shards, at, ample), ample)[0] for at in ((0, 2), (0, 0)))
     problem = with_memory(ample, (one - 1, one, both - 1))

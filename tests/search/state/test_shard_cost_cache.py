@@ -13,17 +13,28 @@ from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.search.state.shards import IMPOSSIBLE
 from shardcore.step.memory_account import sums_of
 
-TABLES = (Table("pooled", 1001, 32, 7.3), Table("half", 777, 48, 2.5, precision="fp16"),
-          Table("history", 500, 32, 9.0, sequence=True), Table("cached", 5003, 64, 3.0, load_factor=0.3),
-          Table("below", 5003, 64, 3.0, load_factor=0.0), Table("a", 90, 8, 1.0),
-          Table("b", 91, 16, 2.0, collection="other"))
+TABLES = (
+    Table("pooled", 1001, 32, 7.3),
+    Table("half", 777, 48, 2.5, precision="fp16"),
+    Table("history", 500, 32, 9.0, sequence=True),
+    Table("cached", 5003, 64, 3.0, load_factor=0.3),
+    Table("below", 5003, 64, 3.0, load_factor=0.0),
+    Table("a", 90, 8, 1.0),
+    Table("b", 91, 16, 2.0, collection="other"),
+)
 
 MEMORY = (Memory("host", 1 << 34, 25.0),)
 
 
 def test_sums_of_any_number_of_columns_are_exactly_those_of_the_shard():
-    problem = Problem("p", TABLES, on_hosts("aabb", memory=MEMORY), 64, "rowwise_adagrad",
-                      Constraints(together=(("a", "b"),)))
+    problem = Problem(
+        "p",
+        TABLES,
+        on_hosts("aabb", memory=MEMORY),
+        64,
+        "rowwise_adagrad",
+        Constraints(together=(("a", "b"),)),
+    )
     cache = ShardCostCache(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, TABLES))
     strips = np.repeat(np.arange(len(cache)), cache.size)
     cache.need(strips, np.concatenate([np.arange(1, n + 1) for n in cache.size]))

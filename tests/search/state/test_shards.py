@@ -36,8 +36,10 @@ ASKED = {"t0": "data_parallel", "t2": "row"}
 
 
 def problem(kinds: dict[str, str] = ASKED, memory_bytes: int = MIB) -> Problem:
-    return replace(with_room(draw_problem(3, 8, [memory_bytes] * 2)),
-                   constraints=Constraints(kinds=tuple((name, (kind,)) for name, kind in kinds.items())))
+    return replace(
+        with_room(draw_problem(3, 8, [memory_bytes] * 2)),
+        constraints=Constraints(kinds=tuple((name, (kind,)) for name, kind in kinds.items())),
+    )
 
 
 def plan(of: Problem, algorithm: str = "size_greedy") -> Plan:
@@ -69,35 +71,50 @@ def test_an_unknown_kind_is_refused():
 
 def test_a_table_that_none_of_its_kinds_can_run_is_refused_with_those_that_can():
     one = replace(problem(), topology=Topology((Device(64 * MIB),)))
-    with pytest.raises(ShardCoreError, match=r"runs table 't0' by data_parallel \(constraints.kinds\): no "
-                       r"devices share .* It needs column"):
+    with pytest.raises(
+        ShardCoreError,
+        match=r"runs table 't0' by data_parallel \(constraints.kinds\): no "
+        r"devices share .* It needs column",
+    ):
         plan(one)
 
 
 def test_replicas_that_do_not_fit_are_refused():
     large = problem({f"t{i}": "data_parallel" for i in range(7)}, memory_bytes=20_000)
-    with pytest.raises(Infeasible, match=r"'t0', .* and 2 more, on all devices \(constraints.kinds\), take "
-                       "0.4 MiB of each .* may hold 0.1 MiB, 0.2 MiB too little.* It would fit with 0.3 MiB"):
+    with pytest.raises(
+        Infeasible,
+        match=r"'t0', .* and 2 more, on all devices \(constraints.kinds\), take "
+        "0.4 MiB of each .* may hold 0.1 MiB, 0.2 MiB too little.* It would fit with 0.3 MiB",
+    ):
         plan(large)
 
 
 def test_what_is_on_all_devices_is_named_where_it_leaves_others_too_little():
     given = problem({f"t{i}": "data_parallel" for i in range(7)})
     beside = Plan((*fixed_placements(given), column(given.tables[7], 0)))
-    short = replace(given, topology=Topology((Device(max(used_bytes(beside, given)) - 1),) * 2),
-                    constraints=replace(given.constraints, unsplit=("t7",)))
-    short = replace(short, constraints=replace(short.constraints, kinds=(*short.constraints.kinds,
-                                                                         ("t7", ("column",)))))
-    with pytest.raises(Infeasible, match=r"table 't7', which must stay whole .* bytes too little \(.* of "
-                       r"each is for tables on all devices: constraints.kinds\)"):
+    short = replace(
+        given,
+        topology=Topology((Device(max(used_bytes(beside, given)) - 1),) * 2),
+        constraints=replace(given.constraints, unsplit=("t7",)),
+    )
+    short = replace(
+        short, constraints=replace(short.constraints, kinds=(*short.constraints.kinds, ("t7", ("column",))))
+    )
+    with pytest.raises(
+        Infeasible,
+        match=r"table 't7', which must stay whole .* bytes too little \(.* of "
+        r"each is for tables on all devices: constraints.kinds\)",
+    ):
         plan(short)
 
 
 def test_replicas_alone_fit_to_the_byte():
     given = problem({f"t{i}": "data_parallel" for i in range(8)})
     only = Plan(fixed_placements(given))
-    exact, short = (replace(given, topology=Topology(tuple(Device(n - k) for n in used_bytes(only, given))))
-                    for k in (0, 1))
+    exact, short = (
+        replace(given, topology=Topology(tuple(Device(n - k) for n in used_bytes(only, given))))
+        for k in (0, 1)
+    )
     for algorithm in SEARCHES:
         assert kinds(plan(exact, algorithm)) == kinds(only)
         with pytest.raises(Infeasible, match="1 bytes too little.* 1 bytes are lacking"):
@@ -129,14 +146,18 @@ def test_a_plan_is_improved_with_its_kinds_kept():
     assert len(moved) <= 2
 
 
-@pytest.mark.parametrize("others", [{"pinned": (("t2", (0,)),)}, {"together": (("t1", "t2"),)},
-                                    {"unsplit": ("t2",)}])
+@pytest.mark.parametrize(
+    "others", [{"pinned": (("t2", (0,)),)}, {"together": (("t1", "t2"),)}, {"unsplit": ("t2",)}]
+)
 def test_constraints_that_contradict_each_other_are_both_named(others):
     asked = problem({"t2": "row"})
     asked = replace(asked, constraints=replace(asked.constraints, **others))
     [name] = others
-    with pytest.raises(ShardCoreError, match=rf"table 't2' in constraints.kinds \(row, on all devices\) and "
-                       rf"in constraints.{name}; it needs to be in one"):
+    with pytest.raises(
+        ShardCoreError,
+        match=rf"table 't2' in constraints.kinds \(row, on all devices\) and "
+        rf"in constraints.{name}; it needs to be in one",
+    ):
         plan(asked)
 
 
@@ -163,11 +184,15 @@ def of_table(found: Plan, name: str) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("algorithm", SEARCHES)
-@pytest.mark.parametrize("kinds, devices, placed", [
-    (("host_row",), 16, ("host_row", 128, 8)),
-    (("row", "host_row"), 16, ("row", 128, 16)),
-    (("data_parallel", "row"), 16, ("row", 128, 16)),
-    (("host_row", "row"), 8, ("row", 128, 8))])
+@pytest.mark.parametrize(
+    "kinds, devices, placed",
+    [
+        (("host_row",), 16, ("host_row", 128, 8)),
+        (("row", "host_row"), 16, ("row", 128, 16)),
+        (("data_parallel", "row"), 16, ("row", 128, 16)),
+        (("host_row", "row"), 8, ("row", 128, 8)),
+    ],
+)
 def test_a_table_is_run_by_one_of_its_kinds(algorithm, kinds, devices, placed):
     found = searched(algorithm, [LARGE, SMALL], devices, kinds=(("large", kinds),))
     assert of_table(found, "large") == [placed]
@@ -176,8 +201,10 @@ def test_a_table_is_run_by_one_of_its_kinds(algorithm, kinds, devices, placed):
 @pytest.mark.parametrize("algorithm", SEARCHES)
 def test_a_table_may_be_whole_or_divided_by_rows_but_not_cut(algorithm):
     """TorchRec's ["table_wise", "row_wise"], for a table larger than a device and for a small one."""
-    asked = {"kinds": (("large", ("column", "row")), ("small", ("column", "row"))),
-             "min_widths": (("large", 128), ("small", 64))}
+    asked = {
+        "kinds": (("large", ("column", "row")), ("small", ("column", "row"))),
+        "min_widths": (("large", 128), ("small", 64)),
+    }
     found = searched(algorithm, [LARGE, SMALL], 8, **asked)
     assert of_table(found, "large") == [("row", 128, 8)]
     assert of_table(found, "small") in ([("column", 64, 1)], [("row", 64, 8)])
@@ -205,29 +232,45 @@ def test_tables_wider_than_fbgemm_runs_are_cut(algorithm, dim, devices):
     assert max(widths) <= 2048 and sum(widths) == dim
 
 
-@pytest.mark.parametrize("constraints, devices, said", [
-    ({}, 1, "'wide': it has 4100 columns, .* CUDA op runs at most 2048 .* needs 3 devices, .* on 1"),
-    ({"pinned": (("wide", (0, 1)),)}, 4, "it needs 3 devices, and it may live on 2"),
-    ({"unsplit": ("wide",)}, 4, "'wide': no cut of its 4100 columns into shards of at most 2048"),
-    ({"min_widths": (("wide", 2052),)}, 4, "'wide': no cut of its 4100 columns into shards of at most 2048"),
-    ({"kinds": (("wide", ("row",)),)}, 4, "row has all 4100 columns in a shard; .* 2048. It needs column"),
-])
+@pytest.mark.parametrize(
+    "constraints, devices, said",
+    [
+        ({}, 1, "'wide': it has 4100 columns, .* CUDA op runs at most 2048 .* needs 3 devices, .* on 1"),
+        ({"pinned": (("wide", (0, 1)),)}, 4, "it needs 3 devices, and it may live on 2"),
+        ({"unsplit": ("wide",)}, 4, "'wide': no cut of its 4100 columns into shards of at most 2048"),
+        (
+            {"min_widths": (("wide", 2052),)},
+            4,
+            "'wide': no cut of its 4100 columns into shards of at most 2048",
+        ),
+        (
+            {"kinds": (("wide", ("row",)),)},
+            4,
+            "row has all 4100 columns in a shard; .* 2048. It needs column",
+        ),
+    ],
+)
 def test_wide_tables_that_cannot_be_cut_are_refused(constraints, devices, said):
     with pytest.raises(ShardCoreError, match=said):
         searched("size_greedy", [Table("wide", 1000, 4100, 1.0)], devices, 600, **constraints)
 
 
 @pytest.mark.parametrize("algorithm", SEARCHES)
-@pytest.mark.parametrize("dim, rows, constraints, placed", [
-    (12, 1_000_000, {}, [("row", 12, 2)]),
-    (20, 600_000, {}, [("row", 20, 2)]),
-    (24, 500_000, {"kinds": (("hist", ("column",)),)}, [("column", 12, 1)] * 2),
-    (40, 300_000, {"kinds": (("hist", ("column",)),)}, [("column", 20, 1)] * 2)])
+@pytest.mark.parametrize(
+    "dim, rows, constraints, placed",
+    [
+        (12, 1_000_000, {}, [("row", 12, 2)]),
+        (20, 600_000, {}, [("row", 20, 2)]),
+        (24, 500_000, {"kinds": (("hist", ("column",)),)}, [("column", 12, 1)] * 2),
+        (40, 300_000, {"kinds": (("hist", ("column",)),)}, [("column", 20, 1)] * 2),
+    ],
+)
 def test_sequences_are_divided_by_rows_or_cut_into_equal_parts(algorithm, dim, rows, constraints, placed):
     """Neither fits a device whole."""
     hist = Table("hist", rows, dim, 1.0, sequence=True)
-    of = Problem("p", (hist, SMALL), Topology((Device(35 * MIB),) * 2), 48,
-                 constraints=Constraints(**constraints))
+    of = Problem(
+        "p", (hist, SMALL), Topology((Device(35 * MIB),) * 2), 48, constraints=Constraints(**constraints)
+    )
     found = SHARDERS[algorithm](of, model_for(of), budget=Budget(evals=300))
     lower(found, of)
     assert of_table(found, "hist") == placed
@@ -235,8 +278,9 @@ def test_sequences_are_divided_by_rows_or_cut_into_equal_parts(algorithm, dim, r
 
 def test_sequences_of_a_collection_are_cut_equally_wide():
     kinds = tuple((f"hist{i}", ("column",)) for i in range(2))
-    tables = tuple(Table(f"hist{i}", rows, 24, 1.0, sequence=True)
-                   for i, rows in enumerate((500_000, 900_000)))
+    tables = tuple(
+        Table(f"hist{i}", rows, 24, 1.0, sequence=True) for i, rows in enumerate((500_000, 900_000))
+    )
     of = Problem("p", tables, Topology((Device(35 * MIB),) * 7), 49, constraints=Constraints(kinds=kinds))
     for algorithm in SEARCHES:
         found = SHARDERS[algorithm](of, model_for(of), budget=Budget(evals=300))
@@ -244,10 +288,17 @@ def test_sequences_of_a_collection_are_cut_equally_wide():
         assert {p.shard.width for p in found.placements} == {8} and len(found.placements) == 6
 
 
-@pytest.mark.parametrize("table, constraints, placed", [
-    (LARGE, {"kinds": (("large", ("host_row",)),)}, {("host_row", 8)}),
-    (Table("large", 10_000, 96, 500.0), {"kinds": (("large", ("column",)),), "min_widths": (("large", 30),)},
-     {("column", 1)})])
+@pytest.mark.parametrize(
+    "table, constraints, placed",
+    [
+        (LARGE, {"kinds": (("large", ("host_row",)),)}, {("host_row", 8)}),
+        (
+            Table("large", 10_000, 96, 500.0),
+            {"kinds": (("large", ("column",)),), "min_widths": (("large", 30),)},
+            {("column", 1)},
+        ),
+    ],
+)
 def test_torchrecs_planner_keeps_to_kinds_and_widths(table, constraints, placed):
     pytest.importorskip("torchrec")
     found = of_table(searched("torchrec", [table, SMALL], 16, **constraints), "large")
@@ -266,8 +317,9 @@ def test_rows_of_ordered_tables_rise_with_torchrecs_ranks():
     which."""
     ordered, other = Table("ordered", 10, 4, 1.0, ordered=True), Table("other", 10, 4, 1.0)
     apart = of_tables([ordered, other], "xyxy")
-    assert [division(t, apart) for t in (ordered, other)] == [row(t, apart.topology)
-                                                              for t in (ordered, other)]
+    assert [division(t, apart) for t in (ordered, other)] == [
+        row(t, apart.topology) for t in (ordered, other)
+    ]
     assert division(ordered, apart).devices == (0, 2, 1, 3)
     assert division(ordered, of_tables([ordered], "aaaa")).devices == (0, 1, 2, 3)
     pinned = of_tables([ordered, other], "xyxy", pinned=(("ordered", ("y",)), ("other", (0, 1))))
@@ -323,8 +375,11 @@ def test_consolidate_keeps_columns_per_group_and_covers_the_table(data, of_hosts
     placements = []
     for a, b in zip(edges, edges[1:], strict=False):
         by_host = of_hosts and data.draw(st.booleans())
-        placements.append(host_row(table, data.draw(st.sampled_from([(0, 2), (1, 3)])), a, b) if by_host
-                          else column(table, data.draw(st.integers(0, 3)), a, b))
+        placements.append(
+            host_row(table, data.draw(st.sampled_from([(0, 2), (1, 3)])), a, b)
+            if by_host
+            else column(table, data.draw(st.integers(0, 3)), a, b)
+        )
     shuffled = data.draw(st.permutations(placements))
     result = consolidate(shuffled)
 
@@ -345,8 +400,12 @@ def test_consolidate_keeps_replicas_and_does_not_hide_faults():
     problem = of_tables([table], "aa")
     everywhere = replica(table, problem.topology)
     assert consolidate([everywhere]) == (everywhere,)
-    for wrong in ([column(table, 0, 0, 8)], [column(table, 0), column(table, 1, 8, 16)],
-                  [everywhere, column(table, 0)], [everywhere, everywhere]):
+    for wrong in (
+        [column(table, 0, 0, 8)],
+        [column(table, 0), column(table, 1, 8, 16)],
+        [everywhere, column(table, 0)],
+        [everywhere, everywhere],
+    ):
         with pytest.raises(ValueError, match="plan places"):
             require_cover(Plan(consolidate(wrong)), problem)
 

@@ -28,5 +28,20 @@ from shardcore.search.anneal.compiled.greedy import greedy
 from shardcore.search.anneal.compiled.run import anneal
 from shardcore.search.anneal.compiled.state import place, refresh, rewind, share
 
-__all__ = ["BEST", "ENERGY", "LOG", "OVER", "SUMS", "WORST", "SearchProblem", "State", "anneal", "empty",
-           "greedy", "place", "refresh", "rewind", "share"]
+__all__ = [
+    "BEST",
+    "ENERGY",
+    "LOG",
+    "OVER",
+    "SUMS",
+    "WORST",
+    "SearchProblem",
+    "State",
+    "anneal",
+    "empty",
+    "greedy",
+    "place",
+    "refresh",
+    "rewind",
+    "share",
+]

@@ -143,6 +143,9 @@ def cost_of(fx, st):
                 cost += ms
             else:
                 ids_ms += ms
-                work_ms += (fx.work_once[x] + fx.work_total[x] * st.all_carried[x]
-                            + fx.work_busiest[x] * st.carried[busiest, x])
+                work_ms += (
+                    fx.work_once[x]
+                    + fx.work_total[x] * st.all_carried[x]
+                    + fx.work_busiest[x] * st.carried[busiest, x]
+                )
     return cost + exposed_ids(fx, ids_ms, work_ms)

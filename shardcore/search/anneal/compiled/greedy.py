@@ -32,8 +32,9 @@ def exchange(fx, st, d, k, more, more_ids):
         if x == fx.ids_by[k]:
             # What the dense part hides is not known yet: the total is still growing.
             added = more_ids
-        ms += ((fx.own[x] + fx.busiest[x]) * (st.carried[d, x] + added)
-               + fx.host_busiest[x] * (st.hosts[fx.host[d], x] + added))
+        ms += (fx.own[x] + fx.busiest[x]) * (st.carried[d, x] + added) + fx.host_busiest[x] * (
+            st.hosts[fx.host[d], x] + added
+        )
     return ms
 
 
@@ -67,13 +68,18 @@ def greedy(head, problem, state, shards):
             for j in range(st.memory.shape[1]):
                 st.trial_memory[0, j] = st.memory[d, j]
             add_change(fx, st.trial_memory[0], was, then, fx.ids_by[k] - n_kinds)
-            if (left_of(fx, st, d, st.trial_memory[0]) < 0.0
-                or not host_fits(fx, st, d, fx.sums[then, 5] - fx.sums[was, 5])):
+            if left_of(fx, st, d, st.trial_memory[0]) < 0.0 or not host_fits(
+                fx, st, d, fx.sums[then, 5] - fx.sums[was, 5]
+            ):
                 continue
             if st.count[d] == 0:
                 e = seen_empty
-                if (e >= 0 and fx.speed[e] == fx.speed[d] and fx.host[e] == fx.host[d]
-                    and fx.free[e] >= fx.free[d]):
+                if (
+                    e >= 0
+                    and fx.speed[e] == fx.speed[d]
+                    and fx.host[e] == fx.host[d]
+                    and fx.free[e] >= fx.free[d]
+                ):
                     continue
                 seen_empty = d
             # A lower bound: a shard only adds to a load. It often saves the call of the head below.
@@ -86,8 +92,11 @@ def greedy(head, problem, state, shards):
             for f in range(st.sums.shape[2]):
                 st.trial_sums[0, 0, f] = st.sums[d, k, f] + fx.codes[then, f] - fx.codes[was, f]
             ms = head(st.trial_sums[0, 0], fx.parameters)
-            after = (shared + ms + held_ms - st.ms[d, k]) / fx.speed[d] + st.own_ms[d] + exchange(
-                fx, st, d, k, fx.outputs[then] - fx.outputs[was], fx.ids[then] - fx.ids[was])
+            after = (
+                (shared + ms + held_ms - st.ms[d, k]) / fx.speed[d]
+                + st.own_ms[d]
+                + exchange(fx, st, d, k, fx.outputs[then] - fx.outputs[was], fx.ids[then] - fx.ids[was])
+            )
             if after < least:
                 least, best, best_ms = after, d, ms
         if best < 0:

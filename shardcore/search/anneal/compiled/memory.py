@@ -118,9 +118,12 @@ def frame(fx, st):
             for slot in range(fx.turn_batch.shape[2]):
                 of = fx.turn_batch[r, t, slot]
                 st.frame[r, t, slot] = (
-                    of[0] * outputs + (of[1] * outputs if cut else of[5] * gradient)
+                    of[0] * outputs
+                    + (of[1] * outputs if cut else of[5] * gradient)
                     + (of[2] * outputs if together else 0.0)
-                    + (of[3] * outputs if cut or together else 0.0) + of[4] * gradient)
+                    + (of[3] * outputs if cut or together else 0.0)
+                    + of[4] * gradient
+                )
                 if slot >= SLOT_PHASES or slot == SLOT_BEFORE:
                     of_run = max(of_run, st.frame[r, t, slot])
             of_run = max(of_run, st.frame[r, t, SLOT_AFTER] + st.frame[r, t, SLOT_LINGERS])
@@ -153,12 +156,12 @@ def peak(fx, st, row):
             of, frame_of = fx.turn_sums[r, t], st.frame[r, t]
             held -= frame_of[SLOT_BEFORE] + of[SLOT_BEFORE, 0] * entered + of[SLOT_BEFORE, 1] * lookups
             for slot in range(SLOT_PHASES, SLOT_PHASES + fx.turn_phases[r, t]):
-                most = max(most, held + lingers + frame_of[slot] + of[slot, 0] * entered
-                           + of[slot, 1] * lookups)
+                most = max(
+                    most, held + lingers + frame_of[slot] + of[slot, 0] * entered + of[slot, 1] * lookups
+                )
                 lingers = 0.0
             held += frame_of[SLOT_AFTER] + of[SLOT_AFTER, 0] * entered + of[SLOT_AFTER, 1] * lookups
-            lingers = (frame_of[SLOT_LINGERS] + of[SLOT_LINGERS, 0] * entered
-                       + of[SLOT_LINGERS, 1] * lookups)
+            lingers = frame_of[SLOT_LINGERS] + of[SLOT_LINGERS, 0] * entered + of[SLOT_LINGERS, 1] * lookups
     return most
 
 
@@ -204,8 +207,11 @@ def left_of_ops(fx, row):
     """Bytes as which features and ids count that FBGEMM could still have in the op that has fewest left."""
     left, n = np.inf, len(fx.run_collection)
     for r in range(n):
-        left = min(left, OF_OP * (MOST_IDS - row[SUMS + n + r]),
-                   OF_OP * (fx.most_features[r] - row[SUMS + 2 * n + r]))
+        left = min(
+            left,
+            OF_OP * (MOST_IDS - row[SUMS + n + r]),
+            OF_OP * (fx.most_features[r] - row[SUMS + 2 * n + r]),
+        )
     return left
 
 

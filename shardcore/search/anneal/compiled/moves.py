@@ -190,11 +190,15 @@ def fits(fx, st, a, b, n):
         frame(fx, st)
     st.trial_left[0] = left_of(fx, st, a, st.trial_memory[0])
     st.trial_left[1] = left_of(fx, st, b, st.trial_memory[1])
-    fit = ((st.trial_left[0] >= 0.0 or st.trial_left[0] >= st.left[a])
-           and (st.trial_left[1] >= 0.0 or st.trial_left[1] >= st.left[b]))
+    fit = (st.trial_left[0] >= 0.0 or st.trial_left[0] >= st.left[a]) and (
+        st.trial_left[1] >= 0.0 or st.trial_left[1] >= st.left[b]
+    )
     if fx.host_free < np.inf and fx.host[a] != fx.host[b]:
-        fit = (fit and host_fits(fx, st, a, st.trial_memory[0, ON_HOST] - st.memory[a, ON_HOST])
-               and host_fits(fx, st, b, st.trial_memory[1, ON_HOST] - st.memory[b, ON_HOST]))
+        fit = (
+            fit
+            and host_fits(fx, st, a, st.trial_memory[0, ON_HOST] - st.memory[a, ON_HOST])
+            and host_fits(fx, st, b, st.trial_memory[1, ON_HOST] - st.memory[b, ON_HOST])
+        )
     # With more parts of tables all devices have more ids of a local batch.
     more = st.value[EVERY] - every
     if fit and (changes or more > 0.0):
@@ -265,8 +269,9 @@ def try_edits(head, fx, st, a, b, n):
                         for f in range(n_features):
                             st.trial_sums[slot, k, f] += fx.codes[then, f] - fx.codes[was, f]
                 st.trial_ms[slot, k] = head(st.trial_sums[slot, k], fx.parameters)
-        st.trial_load[slot] = load_of(fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.trial_ms[slot]),
-                                      st.trial_carried[slot])
+        st.trial_load[slot] = load_of(
+            fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.trial_ms[slot]), st.trial_carried[slot]
+        )
     # Norms change by the two devices' terms only.
     norm, ref = st.trial_norm, st.ref
     copy_norm(norm, st.norm)
@@ -280,8 +285,9 @@ def try_edits(head, fx, st, a, b, n):
             if more != 0:
                 st.trial_all_carried[x] += more
                 if fx.busiest[x] > 0.0:
-                    norm[1, x] += (power(st.trial_carried[slot, x] / ref[1, x])
-                                   - power(st.carried[d, x] / ref[1, x]))
+                    norm[1, x] += power(st.trial_carried[slot, x] / ref[1, x]) - power(
+                        st.carried[d, x] / ref[1, x]
+                    )
     if len(st.hosts) > 1:
         g, h = fx.host[a], fx.host[b]
         for x in range(n_exchanges):

@@ -51,8 +51,11 @@ def packed(record: Any) -> Any:
     for name, kind in type(record).__annotations__.items():
         value = getattr(record, name)
         if not isinstance(kind, types.Array):
-            words.append(int(np.array(value, kind.name).astype(np.float64).view(np.int64))
-                         if kind is types.float64 else int(value))
+            words.append(
+                int(np.array(value, kind.name).astype(np.float64).view(np.int64))
+                if kind is types.float64
+                else int(value)
+            )
             continue
         # Compiled code trusts these: any other array would be read wrongly.
         if value.dtype != kind.dtype.name or value.ndim != kind.ndim or not value.flags.c_contiguous:

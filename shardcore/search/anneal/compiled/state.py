@@ -85,8 +85,11 @@ def undo(fx, st, until):
     while st.number[LOG] > until:
         st.number[LOG] -= 1
         # int64, as elsewhere: numba compiles a function again for each type that it is called with.
-        s, d, was = (int64(st.log[st.number[LOG], 0]), int64(st.log[st.number[LOG], 1]),
-                     int64(st.log[st.number[LOG], 2]))
+        s, d, was = (
+            int64(st.log[st.number[LOG], 0]),
+            int64(st.log[st.number[LOG], 1]),
+            int64(st.log[st.number[LOG], 2]),
+        )
         if d < 0:
             set_group(st, s, was)
         else:
