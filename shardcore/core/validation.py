@@ -1,7 +1,6 @@
-"""What values may be at most, and the checks that refuse what lies beyond.
+"""Limits of values, and checks of types and ranges.
 
-Anything beyond is a slip or an attack. Files are read up to here, so that all that is read can be priced
-without overflow.
+A value beyond a limit is a slip or an attack. Within them, all that files hold can be priced without overflow.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ meta-pytorch/torchrec 1125.
 MOST_BATCH, MOST_BYTES = 1 << 40, 1 << 50
 MOST_SPEED, SLOWDOWN_LIMIT, MOST_GBPS, MOST_MS = 1e3, 1e9, 1e9, 1e9
 MOST_RATIO = 1e6
-"""By which towers make outputs smaller."""
+"""Largest compression of outputs by towers."""
 LINK_GBIT_S = (1e-3, 100.0)
 """The ends of the rate of an emulated link."""
 MOST_COUNT, MOST_SEED = 1_000_000_000, 1 << 53
-"""Of anything that a config counts: samples, evaluations, epochs. And of a seed."""
+"""Limits of a count in a config (samples, evaluations, epochs), and of a seed."""
 MOST_UNIX_S = 253402300799.0
 """Unix s, the end of the year 9999. Nothing is done later."""
 MOST_REPEATS = 1_000_000
-"""Of one timing."""
+"""Most repeats of one timing."""
 WAITS_S = (1e-3, 1e6)
 """The ends of a time after which something counts as hung: clocks overflow at longer ones."""
 MOST_PINS = 1 << 22
 """Devices in all different sets of them that pins mean: a host's name may mean thousands."""
 PATH_NAME = f"a name of letters, digits and . _ -, the first a letter or digit, {MOST_PATH_NAME} at most"
-"""For messages: what `is_path_name` asks for."""
+"""Names that `is_path_name` allows, for messages."""
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
@@ -170,7 +169,8 @@ def type_words(kind: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(map(type_words, inner))
     if origin is tuple and inner[-1] is Ellipsis:
-        return f"a list of {type_words(inner[0]).removeprefix('a ')}s"
+        each = type_words(inner[0]).split(" or ")
+        return f"a list of {' or '.join(words.removeprefix('a ') + 's' for words in each)}"
     if origin is tuple:
         return f"[{', '.join(map(type_words, inner))}]"
     if origin is Literal:
@@ -211,5 +211,5 @@ def require_name(name: str, what: str) -> None:
 
 
 def is_path_name(name: str) -> bool:
-    """Whether a name is a safe name of a file or folder."""
+    """Tell if a name is safe for a file or folder."""
     return len(name) <= MOST_PATH_NAME and re.fullmatch(_NAME, name) is not None
