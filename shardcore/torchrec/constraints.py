@@ -60,11 +60,12 @@ def require_constraints(asked: Asked | None) -> None:
         ):
             value = getattr(c, field)
             if not (
-                value is None
-                and kind is str
-                or isinstance(value, Iterable)
-                and not isinstance(value, str)
-                and all(isinstance(v, kind) for v in value)
+                (value is None and kind is str)
+                or (
+                    isinstance(value, Iterable)
+                    and not isinstance(value, str)
+                    and all(isinstance(v, kind) for v in value)
+                )
             ):
                 raise ShardCoreError(f"{what} has {field} {shown(value)}; it needs to be {right}")
         require_type(
@@ -219,7 +220,7 @@ def _asked_kinds(c: ParameterConstraints) -> tuple[str, ...]:
     if kernels == {"dense"}:
         return tuple(kind for kind in kinds if kind in REPLICAS)
     # TorchRec replicates with its dense kernel alone.
-    replicates = not kernels or "dense" in kernels and kernel_of(c) == "fused"
+    replicates = not kernels or ("dense" in kernels and kernel_of(c) == "fused")
     return tuple(kind for kind in kinds if replicates or kind not in REPLICAS)
 
 
@@ -291,8 +292,7 @@ def as_asked(plan: ShardingPlan, asked: Asked, theirs: Tables) -> list[str]:
             layouts[name].torchrec_cut
             for name, types in allowed.items()
             if shardings[name].sharding_type == layouts[name].torchrec_cut
-            or types
-            and shardings[name].sharding_type not in types
+            or (types and shardings[name].sharding_type not in types)
         }
         for name, types in allowed.items():
             whole, cut = layouts[name].torchrec_whole, layouts[name].torchrec_cut

@@ -283,11 +283,9 @@ def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, 
     # Bisection over the number of ids: both counts fall as it grows.
     for _ in range(60):
         middle = (low + high) / 2
-        more = (
-            count(middle, middle) > LAST_COUNT
-            and count(first + 0.5, middle) > least
-            or count(first + 0.5, middle) > most
-        )
+        more = (count(middle, middle) > LAST_COUNT and count(first + 0.5, middle) > least) or count(
+            first + 0.5, middle
+        ) > most
         low, high = (middle, high) if more else (low, middle)
     scale = left / mass(high)
     edges = np.clip([(scale / (c + 0.5)) ** (1 / s) - q + 0.5 for c in BIN_HIGH], first, high)

@@ -301,7 +301,7 @@ def _read(path: Path, digest: str, tables: Collection[str]) -> _Part | None:
                     raise ShardCoreError(
                         f"{path} does not match its digest in complete.json; it was cut short or edited"
                     )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
         ids, (lo, hi) = tensors.pop("ids").numpy(), header.columns
     except ShardCoreError:
         raise

@@ -171,7 +171,7 @@ def _require_shape(sharding: ParameterSharding, what: str) -> None:
 
 def encode(value: Any, what: str) -> Any:
     """A setting of TorchRec as JSON. Raises ShardCoreError for one that JSON cannot hold."""
-    if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum):
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):
         return value.name

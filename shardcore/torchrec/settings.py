@@ -133,7 +133,7 @@ def unpriced(
                 for f in fields(sharding)
                 if f.name not in known and (value := getattr(sharding, f.name)) is not None
             ]
-            if sharding.compute_kernel not in PLAIN_KERNELS and not priced or given:
+            if (sharding.compute_kernel not in PLAIN_KERNELS and not priced) or given:
                 where = "with rows in host memory" if priced else "in device memory"
                 lines.append(
                     f"table {name!r} of module {path!r} is priced as fused, {where}; it has "
