@@ -83,8 +83,7 @@ def _read(path: str | Path) -> dict[str, Any]:
         raise ShardCoreError(f"{path} has schema {shown(found)}; expected {SCHEMA!r}")
     if data.get("version") not in (1, VERSION):
         raise ShardCoreError(
-            f"{path} has version {shown(data.get('version'))} of {SCHEMA}; this "
-            f"ShardCore reads up to {VERSION}"
+            f"{path} has version {shown(data.get('version'))} of {SCHEMA}; this ShardCore reads up to {VERSION}"
         )
     body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
     # An edited plan could shard a table in a way that nobody priced.
@@ -171,7 +170,7 @@ def _require_shape(sharding: ParameterSharding, what: str) -> None:
 
 def encode(value: Any, what: str) -> Any:
     """A setting of TorchRec as JSON. Raises ShardCoreError for one that JSON cannot hold."""
-    if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum):
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):
         return value.name
