@@ -42,7 +42,7 @@ from shardcore.core.types import Plan, Problem
 from shardcore.cost import composite
 from shardcore.cost.model import CostModel
 from shardcore.cost.replay_metrics import bootstrap
-from shardcore.io import files
+from shardcore.io import writing
 from shardcore.io.hot_ids import HotIds
 from shardcore.measure import local_ranks
 from shardcore.measure.hosts import Box, box_of
@@ -238,7 +238,7 @@ def main() -> None:
                 "ms": measured(problem, arms, box, args.repeats, seed),
             }
             print(json.dumps(done[name, seed]), file=sys.stderr, flush=True)
-            files.write_atomic(args.out, "".join(json.dumps(x) + "\n" for x in done.values()).encode())
+            writing.write_atomic(args.out, "".join(json.dumps(x) + "\n" for x in done.values()).encode())
     print(table(list(done.values())))
 
 

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.io import files
+from shardcore.io import writing
 from shardcore.io.hot_ids import HotIds
 from shardcore.report.text import markdown_table
 from shardcore.step.kinds import ways
@@ -283,7 +283,7 @@ def main() -> None:
             "predicted": ours,
             "predicted_row_wise": theirs,
         }
-        files.write_atomic(args.out, "".join(json.dumps(x) + "\n" for x in done.values()).encode())
+        writing.write_atomic(args.out, "".join(json.dumps(x) + "\n" for x in done.values()).encode())
     for at, what in enumerate(("device", "host")):
         key = ("bytes", "host_bytes")[at]
         print(f"\nMiB that leave a {what}:\n")

@@ -31,7 +31,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem
 from shardcore.cost import composite
 from shardcore.cost.model import CostModel
-from shardcore.io import files
+from shardcore.io import writing
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.memory_tiers import largest_to_host, one_load_factor, tier_bytes, tiers_of
@@ -136,7 +136,7 @@ def main() -> None:
             }
             print(f"{problem.name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
             if args.out:
-                files.write_atomic(args.out, "".join(json.dumps(x) + "\n" for x in done.values()).encode())
+                writing.write_atomic(args.out, "".join(json.dumps(x) + "\n" for x in done.values()).encode())
     names = list(next(iter(done.values()))["arms"])
     print(f"| memory, share of weights | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
     for one in done.values():

@@ -50,7 +50,7 @@ from shardcore.core.types import OPTIMIZERS, PRECISION_BYTES, Setting
 from shardcore.cost import accuracy, drift_correction, fit, nets, study
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
-from shardcore.io import dataset, files
+from shardcore.io import dataset, writing
 from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.measure import fused_op, hardware
 
@@ -243,7 +243,7 @@ def judged(args: argparse.Namespace, settings: Sequence[Setting]) -> dict[Settin
                     model
                     or fit.train(split(samples[base], base, seed), [], base, fit.FitConfig(seed=seed)).model
                 )
-                files.write_json(
+                writing.write_json(
                     path,
                     {
                         "made_of": made_of,

@@ -35,7 +35,7 @@ from shardcore import report
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Table
-from shardcore.io import files, schema
+from shardcore.io import schema, writing
 from shardcore.step import access
 from shardcore.tables import streams
 from shardcore.tables.generate import generate_pool
@@ -80,7 +80,7 @@ def trained(args: argparse.Namespace) -> dict[int, str]:
         said |= found
         waiting = [i for i in waiting if i not in found]
         if args.out:
-            files.write_json(
+            writing.write_json(
                 args.out, {**asked, "plans": {str(i): words for i, words in sorted(said.items())}}
             )
         print(f"{args.plans - len(waiting)} of {args.plans}", file=sys.stderr, flush=True)

@@ -26,9 +26,9 @@ from torch import nn
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import shown
 from shardcore.io.envelope import document, open_document, opened, seal, unseal
-from shardcore.io.files import write_atomic, write_json
 from shardcore.io.model_files import UNREADABLE
 from shardcore.io.schema import build, parse_json, require_file
+from shardcore.io.writing import write_atomic, write_json
 from shardcore.tables.hot_rows import COLD
 from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection, hot_cold_modules
 from shardcore.torchrec.modules import path_in_model
