@@ -249,7 +249,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         min(
             ms
             for arm, ms in x["ms"].items()
-            if arm.startswith("ours, h") or arm.startswith("ours, n") and "ours, hot rows" not in x["ms"]
+            if arm.startswith("ours, h") or (arm.startswith("ours, n") and "ours, hot rows" not in x["ms"])
         )
         for x in rows
     ]

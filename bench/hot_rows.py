@@ -48,7 +48,7 @@ from shardcore.torchrec.sharding_plan import to_torchrec
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "torchrec"))
 
-import training  # noqa: E402  (the tests' own)
+import training
 
 N, PER_HOST, DIM, OTHER_BATCHES = 4, 2, 32, 16
 

@@ -140,7 +140,7 @@ def main() -> None:
     names = list(next(iter(done.values()))["arms"])
     print(f"| memory, share of weights | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
     for one in done.values():
-        cells = (x and f"{x['ms']:.2f} ({x['link_ms']:.3f})" or "no plan" for x in one["arms"].values())
+        cells = ((x and f"{x['ms']:.2f} ({x['link_ms']:.3f})") or "no plan" for x in one["arms"].values())
         print(f"| {one['share']:.0%} | {' | '.join(cells)} |")
     for name in names[1:]:
         ratios = [x["arms"][name]["ms"] / x["arms"]["ours"]["ms"] for x in done.values() if x["arms"][name]]

@@ -43,7 +43,7 @@ from shardcore.torchrec.fbgemm_statistics import rows_by_count
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "torchrec"))
 
-import training  # noqa: E402  (the tests' own)
+import training
 
 SHAPES = ((1, 4), (2, 2), (2, 4), (3, 2), (1, 1))
 """Hosts and devices on each, of the round trips."""

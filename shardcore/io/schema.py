@@ -8,6 +8,7 @@ the thing and its value. Nothing else is raised.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -179,9 +180,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = sorted(k for k, _ in pairs)
-        raise ValueError(
-            f"key {show(next(a for a, b in zip(keys, keys[1:], strict=False) if a == b))} appears twice"
-        )
+        raise ValueError(f"key {show(next(a for a, b in itertools.pairwise(keys) if a == b))} appears twice")
     return made
 
 
@@ -258,7 +257,7 @@ def read_yaml(path: str | Path) -> Any:
 
     text = read_text(path, MOST_YAML_BYTES)
     try:
-        value = yaml.load(text, Loader)  # noqa: S506
+        value = yaml.load(text, Loader)
         _require_depth(value)
         _require_numbers(value)
     except RecursionError:
@@ -374,7 +373,7 @@ def is_whole(value: Any) -> bool:
 
 _SCALARS: dict[Any, Callable[[Any], bool]] = {
     int: is_whole,
-    float: lambda v: isinstance(v, float) and math.isfinite(v) or is_whole(v),
+    float: lambda v: (isinstance(v, float) and math.isfinite(v)) or is_whole(v),
     str: lambda v: isinstance(v, str),
     bool: lambda v: isinstance(v, bool),
     NoneType: lambda v: v is None,

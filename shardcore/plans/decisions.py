@@ -63,8 +63,7 @@ class Decision:
             require_id(getattr(self, name), f"decision has {name}")
         if self.outcome != "kept" and self.current != self.candidate:
             raise ShardCoreError(
-                f"decision {self.outcome!r} has current {self.current}; "
-                f"it takes its candidate, {self.candidate}"
+                f"decision {self.outcome!r} has current {self.current}; it takes its candidate, {self.candidate}"
             )
         if self.parent is not None:
             require_id(self.parent, "decision has parent")

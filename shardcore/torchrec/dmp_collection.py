@@ -117,8 +117,7 @@ def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:
         raise ShardCoreError(f"{path} has schema {schema.show(found)}; expected {SCHEMA!r}")
     if data.get("version") != VERSION:
         raise ShardCoreError(
-            f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this "
-            f"ShardCore reads {VERSION}"
+            f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this ShardCore reads {VERSION}"
         )
     body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
     if data.get("digest") != files.digest(body):

@@ -83,8 +83,7 @@ def _read(path: str | Path) -> dict[str, Any]:
         raise ShardCoreError(f"{path} has schema {schema.show(found)}; expected {SCHEMA!r}")
     if data.get("version") not in (1, VERSION):
         raise ShardCoreError(
-            f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this "
-            f"ShardCore reads up to {VERSION}"
+            f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this ShardCore reads up to {VERSION}"
         )
     body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
     # An edited plan could shard a table in a way that nobody priced.
@@ -171,7 +170,7 @@ def _require_shape(sharding: ParameterSharding, what: str) -> None:
 
 def encode(value: Any, what: str) -> Any:
     """A setting of TorchRec as JSON. Raises ShardCoreError for one that JSON cannot hold."""
-    if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum):
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):
         return value.name
@@ -225,8 +224,7 @@ def decode(kind: Any, value: Any, what: str) -> Any:
         hints, known = get_type_hints(kind), {f.name for f in dataclasses.fields(kind)}
         if unknown := sorted(set(value) - known):
             raise ShardCoreError(
-                f"{what} has {schema.show(unknown[0])}; TorchRec's {kind.__name__} has "
-                f"{', '.join(sorted(known))}"
+                f"{what} has {schema.show(unknown[0])}; TorchRec's {kind.__name__} has {', '.join(sorted(known))}"
             )
         needed = [
             f.name

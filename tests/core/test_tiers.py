@@ -35,7 +35,7 @@ def test_rows_are_all_in_one_tier_and_some_in_a_cache(tier):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    "make, words",
     [
         (lambda: Memory(DEVICE, GIB, 1.0), "tier 'device'; known are host"),
         (lambda: Memory("tape", GIB, 1.0), "tier 'tape'; known are host"),
