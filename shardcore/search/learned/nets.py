@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -194,7 +195,7 @@ def _layer(name: str, inputs: int, outputs: int) -> Shapes:
 
 def _mlp_shapes(name: str, *widths: int) -> Shapes:
     shapes: Shapes = {}
-    for i, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
+    for i, (inputs, outputs) in enumerate(pairwise(widths)):
         shapes |= _layer(f"{name}.{i}", inputs, outputs)
     return shapes
 

@@ -92,7 +92,7 @@ class Rollouts:
         speed = cache.speed.astype(np.float32)[:, None]
         legal, used = np.zeros(noise.shape, bool), np.zeros(noise.shape, np.float32)
         costs = np.zeros((*noise.shape, PARTS), np.float32) if self.net.asks_model else None
-        devices, before, after = np.zeros((3, *noise.shape[:-1]), np.int64)
+        devices, before, after = (np.zeros(noise.shape[:-1], np.int64) for _ in range(3))
         at = np.ogrid[:n_states, : self.plans]
         room = np.maximum(state.free, 1)
 

@@ -185,7 +185,7 @@ def train(
     problems: Sequence[Problem],
     validation: Sequence[Problem],
     model: CostModel,
-    config: PolicyConfig = PolicyConfig(),  # noqa: B008
+    config: PolicyConfig = PolicyConfig(),
     progress: Progress | None = None,
 ) -> TrainedPolicy:
     """A policy with the networks of NETS[name]. The same problems and config give the same policy.
@@ -337,7 +337,7 @@ class Batch:
 
     def by_plan(self, sums: torch.Tensor) -> torch.Tensor:
         """[plans, D, L] latents of devices [B, L]. Plans with fewer devices have zeros, like empty devices."""
-        return torch.nn.utils.rnn.pad_sequence(sums.split(self.sizes), batch_first=True)
+        return torch.nn.utils.rnn.pad_sequence(list(sums.split(self.sizes)), batch_first=True)
 
 
 # --- learners -----------------------------------------------------------------------------------------------
