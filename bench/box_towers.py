@@ -34,8 +34,7 @@ from shardcore.cost.model import price
 from shardcore.io.towers import Towers
 from shardcore.measure import hosts
 from shardcore.measure.replay import ReplayConfig, replay_all
-from shardcore.search.decisions.tower_plans import tower_traffic
-from shardcore.search.decisions.towers import tower_hosts
+from shardcore.search.decisions.towers import tower_hosts, tower_traffic
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.step.lower import lower
 

@@ -17,11 +17,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from bench.memory_tiers import largest_to_host, one_load_factor
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
-from shardcore.search.decisions.memory_tiers import decide, largest_to_host, one_load_factor, tier_bytes
+from shardcore.search.decisions.memory_tiers import link_ms, tier_bytes, tiered
 from shardcore.step.access import reuse_of
 from shardcore.tables import streams
 from shardcore.tables.generate import generate_pool
@@ -123,7 +124,7 @@ def tiers(n: int) -> None:
         beside = sum(d.memory_bytes for d in rich.topology.devices) - tier_bytes(rich)
         memory = int(beside + share * sum(t.bytes for t in some)) // 4
         problem = replace(rich, topology=Topology((Device(memory),) * 4, **HOST))
-        arms = [how(problem).link_ms for how in (largest_to_host, one_load_factor, decide)]
+        arms = [link_ms(how(problem)) for how in (largest_to_host, one_load_factor, tiered)]
         ratios.append(np.array(arms[:2]) / arms[2])
         print(f"| {share:.0%} | {' | '.join(f'{ms:.4f}' for ms in arms)} |", flush=True)
     for name, of in zip(("largest to host", "one load factor"), np.array(ratios).T, strict=True):

@@ -18,7 +18,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,8 +34,13 @@ from shardcore.cost.model import CostModel
 from shardcore.io import files
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
-from shardcore.search.decisions.memory_tiers import largest_to_host, one_load_factor, tier_bytes, tiers_of
-from shardcore.search.decisions.tiers import Tiers
+from shardcore.search.decisions.memory_tiers import (
+    MemoryTiers,
+    link_ms,
+    tier_bytes,
+    tiers_of,
+    with_load_factors,
+)
 from shardcore.search.state.shards import priced
 from shardcore.tables.generate import generate_pool
 
@@ -96,13 +101,32 @@ def _best(found: list[Found]) -> Found:
     return min((x for x in found if x), key=lambda x: x[1].provenance["predicted_ms"], default=None)
 
 
+def largest_to_host(problem: Problem) -> Problem:
+    """The largest tables go to host memory until the others fit."""
+    largest = sorted(problem.tables, key=lambda t: -t.bytes)
+    return _fitting(problem, ({t.name: 0.0 for t in largest[:n]} for n in range(len(largest) + 1)))
+
+
+def one_load_factor(problem: Problem) -> Problem:
+    """Every table is cached, with the largest load factor of all that fits."""
+    return _fitting(problem, ({t.name: float(f) for t in problem.tables} for f in np.linspace(1, 0, 1001)))
+
+
+def _fitting(problem: Problem, several: Iterable[dict[str, float]]) -> Problem:
+    for factors in several:
+        own = with_load_factors(problem, factors)
+        if sum(tier.device_bytes for tier in tiers_of(own)) <= tier_bytes(problem):
+            return own
+    raise Infeasible(f"problem {problem.name!r} does not fit, with all rows in host memory")
+
+
 def arms(problem: Problem, model: CostModel) -> dict[str, Found]:
-    best = decide(problem, model, [Tiers()], SHARDERS["anneal_columns"], budget=Budget(EVALS))
+    best = decide(problem, model, [MemoryTiers()], SHARDERS["anneal_columns"], budget=Budget(EVALS))
     theirs, with_ours = torchrec(problem, model)
     return {
         "ours": (best.problem, best.plan),
-        "largest to host": with_room(lambda p: largest_to_host(p).problem, problem, model),
-        "one load factor": with_room(lambda p: one_load_factor(p).problem, problem, model),
+        "largest to host": with_room(lambda p: largest_to_host(p), problem, model),
+        "one load factor": with_room(lambda p: one_load_factor(p), problem, model),
         "TorchRec scale-up": theirs,
         "its load factors, our places": with_ours,
     }
@@ -126,7 +150,7 @@ def main() -> None:
         if problem.name not in done:
             began = time.monotonic()
             found = {
-                name: x and {"ms": x[1].provenance["predicted_ms"], "link_ms": tiers_of(x[0]).link_ms}
+                name: x and {"ms": x[1].provenance["predicted_ms"], "link_ms": link_ms(x[0])}
                 for name, x in arms(problem, model).items()
             }
             done[problem.name] = {
