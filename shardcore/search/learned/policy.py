@@ -15,6 +15,7 @@ import numpy as np
 
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.types import Setting
+from shardcore.core.validation import shown
 from shardcore.io import files, model_files, schema
 from shardcore.search.learned.features import FEATURES
 from shardcore.search.learned.nets import AutoShard, DreamShard, Net
@@ -105,8 +106,8 @@ def read_policy(folder: str | Path) -> Policy:
     found = meta.pop("features", None)
     if found != list(FEATURES):
         raise ShardCoreError(
-            f"policy in {folder} was trained on features {schema.show(found)}; this "
-            f"ShardCore computes {schema.show(list(FEATURES))}: train again"
+            f"policy in {folder} was trained on features {shown(found)}; this "
+            f"ShardCore computes {shown(list(FEATURES))}: train again"
         )
     setting = files.setting_from_json(meta.pop("setting", None), f"{folder}: setting")
     of = schema.build(_Meta, meta, str(folder))
