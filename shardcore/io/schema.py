@@ -8,6 +8,7 @@ the thing and its value. Nothing else is raised.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -177,9 +178,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = sorted(k for k, _ in pairs)
-        raise ValueError(
-            f"key {shown(next(a for a, b in zip(keys, keys[1:], strict=False) if a == b))} appears twice"
-        )
+        raise ValueError(f"key {shown(next(a for a, b in itertools.pairwise(keys) if a == b))} appears twice")
     return made
 
 
