@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.types import Plan, Problem
-from shardcore.core.validation import is_path_name
+from shardcore.core.validation import is_path_name, shown
 from shardcore.io import files, schema
 from shardcore.io.envelope import seal, unseal
 from shardcore.plans import decisions, places
@@ -78,7 +78,8 @@ def read_plan(root: str | Path, name: str, version: str | None = None) -> tuple[
     if not files.DIGEST.fullmatch(version) or not has(root, name, version):
         found = _versions(home)
         raise ShardCoreError(
-            f"problem {name!r} has no version {schema.show(version)} in {root}; there are {', '.join(found) or 'none'}"
+            f"problem {name!r} has no version {shown(version)} in {root}; there are "
+            f"{', '.join(found) or 'none'}"
         )
     return _load(_version(home, version), name)
 
@@ -353,7 +354,7 @@ def _home(root: str | Path, name: str) -> Place:
     name = name if isinstance(name, str) else repr(name)
     if not is_path_name(name):
         raise ShardCoreError(
-            f"problem {schema.show(name)} has no plans in {root}; names have letters, digits and . _ -"
+            f"problem {shown(name)} has no plans in {root}; names have letters, digits and . _ -"
         )
     if name in (REPORT, MODELS, INDEX):
         raise ShardCoreError(

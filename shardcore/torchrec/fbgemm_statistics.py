@@ -36,7 +36,7 @@ import numpy as np
 from shardcore.core.access_statistics import REUSE_BINS, Reuse
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
-from shardcore.core.validation import MOST_BATCH, MOST_POOLING
+from shardcore.core.validation import MOST_BATCH, MOST_POOLING, shown
 from shardcore.io import files, schema
 from shardcore.step.access import BIN_HIGH
 from shardcore.torchrec.modules import path_in_model
@@ -203,7 +203,7 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
         ):
             hitters = schema.read(law["heavy_hitters"], tuple[float, ...], "heavy_hitters")
             if not all(0 <= share <= 1 for share in hitters):
-                raise ValueError(f"heavy_hitters are {schema.show(hitters)}, not shares within 0 and 1")
+                raise ValueError(f"heavy_hitters are {shown(hitters)}, not shares within 0 and 1")
             q, s = schema.read(law["zipf_q"], float, "zipf_q"), schema.read(law["zipf_s"], float, "zipf_s")
             mean, batch = schema.read(mean, float, "Ls"), schema.read(batch, int, "Bs")
             if not (0 <= mean <= MOST_POOLING and 1 <= batch <= MOST_BATCH):
@@ -216,7 +216,7 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
             with np.errstate(all="ignore"):  # what is not finite is refused below
                 seen[table] += rows_by_count(hitters, q, s, mean * batch, specs[table][0])
         if not all(0 <= i < len(specs) for i in table_of):
-            raise ValueError(f"feature_table_map is {schema.show(table_of)}, for {len(specs)} tables")
+            raise ValueError(f"feature_table_map is {shown(table_of)}, for {len(specs)} tables")
         features, weighted = Counter(table_of), schema.read(report.get("weighted", False), bool, "weighted")
         found = {
             i: PartLookups(

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.types import Plan, Problem, Setting
-from shardcore.core.validation import require
+from shardcore.core.validation import require, shown
 from shardcore.cost.model import CostModel
 from shardcore.io import files, model_files, schema
 from shardcore.search.beam import Beam, BeamConfig
@@ -127,8 +127,8 @@ def read_policy(folder: str | Path) -> Policy:
     trained_on = meta.pop("features", None)
     require(
         trained_on == list(FEATURES),
-        f"policy in {folder} was trained on features {schema.show(trained_on)}; this "
-        f"ShardCore computes {schema.show(list(FEATURES))}: train again",
+        f"policy in {folder} was trained on features {shown(trained_on)}; this "
+        f"ShardCore computes {shown(list(FEATURES))}: train again",
     )
     setting = files.setting_from_json(meta.pop("setting", None), f"{folder}: setting")
     name = schema.build(_Meta, meta, str(folder)).name
