@@ -116,7 +116,7 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
 
 
 def report(args: argparse.Namespace) -> None:
-    from shardcore.io import dataset, files, replays
+    from shardcore.io import dataset, replays, writing
     from shardcore.report import dataset_report, figures, text_table
 
     found = _settings_in(args.dataset)
@@ -137,5 +137,5 @@ def report(args: argparse.Namespace) -> None:
         if args.out:
             named = setting.hardware, setting.batch, setting.precision, setting.optimizer
             path = args.out / f"{'-'.join(map(str, named))}.png"
-            files.write_atomic(path, figure)
+            writing.write_atomic(path, figure)
             print(path)

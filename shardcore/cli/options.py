@@ -67,7 +67,7 @@ def require_outputs(args: argparse.Namespace, also_read: Iterable[Path] = ()) ->
 
     Called before the work, which would be lost. also_read: paths that its arguments only imply.
     """
-    from shardcore.io.files import require_writable
+    from shardcore.io.writing import require_writable
 
     given = [
         (name, found)

@@ -245,7 +245,7 @@ def price(args: argparse.Namespace) -> None:
     from shardcore.cost import composite
     from shardcore.cost.model import at_confidence
     from shardcore.cost.model import price as predicted
-    from shardcore.io import files, grouped_plans
+    from shardcore.io import files, grouped_plans, writing
     from shardcore.report import decisions_report
     from shardcore.search.decisions.driver import ledger_of
     from shardcore.search.decisions.towers import as_planned
@@ -275,7 +275,7 @@ def price(args: argparse.Namespace) -> None:
         }
     body["extrapolated"] = beyond
     if args.out:
-        files.write_json(args.out, body)
+        writing.write_json(args.out, body)
     elif not args.explain:
         print(json.dumps(body, indent=1))
     if args.explain:

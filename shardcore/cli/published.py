@@ -119,7 +119,7 @@ def _write_comparison(args: argparse.Namespace, old: Plan, new: Plan, problem: P
     """Both plans under the problem of the new one."""
     from shardcore import load_model
     from shardcore.cost.model import price
-    from shardcore.io import files
+    from shardcore.io import writing
     from shardcore.plans.decisions import Version
     from shardcore.report import plan_page
     from shardcore.search.anneal.reshard import rebind_tables
@@ -133,7 +133,7 @@ def _write_comparison(args: argparse.Namespace, old: Plan, new: Plan, problem: P
         plan = rebind_tables(made, problem)
         work = lower(plan, as_planned(plan, problem), fits=False)
         versions.append(Version(str(path), plan, price(work, model), work.memory_bytes))
-    files.write_atomic(args.page, plan_page.comparison(problem, *versions).encode())
+    writing.write_atomic(args.page, plan_page.comparison(problem, *versions).encode())
 
 
 def drift(args: argparse.Namespace) -> None:

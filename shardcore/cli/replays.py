@@ -61,7 +61,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 def replay(args: argparse.Namespace) -> None:
     from shardcore.cost import composite
     from shardcore.cost.model import price
-    from shardcore.io import dataset, files, replays
+    from shardcore.io import dataset, files, replays, writing
     from shardcore.measure import hardware
     from shardcore.measure.replay import ReplayConfig, replay_all
     from shardcore.report.replay_report import replay_text
@@ -129,7 +129,7 @@ def replay(args: argparse.Namespace) -> None:
         ],
     }
     if args.out:
-        files.write_json(args.out, body)
+        writing.write_json(args.out, body)
     print(replay_text([str(path) for path in args.plans], costs, predicted))
     if any(cost.oversubscribed for cost in costs):
         print(

@@ -171,10 +171,10 @@ def provision(args: argparse.Namespace) -> None:
 
 
 def _write_clusters(outcomes: Sequence[Outcome], chosen: Outcome | None, out: Path) -> None:
-    from shardcore.io import files
+    from shardcore.io import writing
     from shardcore.report import decisions_report, figures
 
-    files.write_json(
+    writing.write_json(
         out / "clusters.json",
         [
             {
@@ -192,4 +192,4 @@ def _write_clusters(outcomes: Sequence[Outcome], chosen: Outcome | None, out: Pa
             for x in outcomes
         ],
     )
-    files.write_atomic(out / "curve.png", figures.png(decisions_report.clusters_figure(outcomes, chosen)))
+    writing.write_atomic(out / "curve.png", figures.png(decisions_report.clusters_figure(outcomes, chosen)))
