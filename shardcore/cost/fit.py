@@ -175,7 +175,7 @@ def _global_batches(samples: Sequence[ComputeSample]) -> list[float]:
     return [
         batch
         for batch, n_bytes in largest.items()
-        if len(n_bytes) >= _FEWEST_AT_BATCH and max(n_bytes) >= enough or batch == max(largest)
+        if (len(n_bytes) >= _FEWEST_AT_BATCH and max(n_bytes) >= enough) or batch == max(largest)
     ]
 
 

@@ -107,7 +107,7 @@ def test_a_decision_forgets_an_earlier_one():
 
 
 @pytest.mark.parametrize(
-    ("do", "error", "words"),
+    "do, error, words",
     [
         (lambda: problem(1 << 20, gbps=0.0), ShardCoreError, "memory host has gbps 0.0; it needs"),
         (lambda: problem(1 << 20, host_bytes=-1), ShardCoreError, "memory host has bytes -1; it needs"),
