@@ -22,6 +22,7 @@ from shardcore.cli import (
 )
 from shardcore.cli.options import Formatter, require_outputs
 from shardcore.core.errors import ShardCoreError, escaped
+from shardcore.core.extras import extras_named
 from shardcore.core.gc_pause import rare_collections
 
 
@@ -40,9 +41,7 @@ class _Printable:
 
 def parser_of_all() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shardcore", description=__doc__, formatter_class=Formatter
-    )
+    parser = argparse.ArgumentParser(prog="shardcore", description=__doc__, formatter_class=Formatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for group in (
         plans,
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # of help, whose reader may have gone, too
         require_outputs(args)
-        with rare_collections(), redirect_stdout(_Printable(sys.stdout)):
+        with rare_collections(), extras_named(), redirect_stdout(_Printable(sys.stdout)):
             args.command(args)
         sys.stdout.flush()
     except BrokenPipeError:
