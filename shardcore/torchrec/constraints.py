@@ -132,9 +132,8 @@ def pooling_of(asked: Asked, theirs: Tables) -> dict[str | tuple[str, str], floa
         found, features = asked.get(table.name), table.config.feature_names
         if found is None:
             raise ShardCoreError(
-                f"table {table.name!r} has no constraints; it needs "
-                f"ParameterConstraints(pooling_factors=[mean lookups per sample of "
-                f"{', '.join(features)}]), or give the planner `lookups`"
+                f"table {table.name!r} has no constraints; it needs ParameterConstraints(pooling_factors=[mean "
+                f"lookups per sample of {', '.join(features)}]), or give the planner `lookups`"
             )
         by_default = list(found.pooling_factors) == [1.0]
         factors = found.pooling_factors * len(features) if by_default else found.pooling_factors
@@ -207,9 +206,8 @@ def _kinds_of(c: ParameterConstraints, topology: Topology, what: str) -> tuple[s
     if not there:
         able = [t for layout in LAYOUTS.values() if _is_on(layout.name, topology) for t in layout.torchrec]
         raise ShardCoreError(
-            f"{what} has sharding_types {c.sharding_types}; with {len(topology)} devices in "
-            f"all and {len(topology.on_hosts[0])} on a host ShardCore runs a table "
-            f"by {', '.join(able)}"
+            f"{what} has sharding_types {c.sharding_types}; with {len(topology)} devices in all and "
+            f"{len(topology.on_hosts[0])} on a host ShardCore runs a table by {', '.join(able)}"
         )
     return None if set(kinds) == set(LAYOUTS) else there
 

@@ -140,8 +140,7 @@ def unpriced(
                     + ", ".join([f"kernel {sharding.compute_kernel}", *given])
                 )
     lines += [
-        f"{type(sharder).__name__} has use_index_dedup, which sends each id once; ids are priced as "
-        "if it sent all"
+        f"{type(sharder).__name__} has use_index_dedup, which sends each id once; ids are priced as if it sent all"
         for sharder in sharders
         if getattr(_of_collection(sharder), "_use_index_dedup", False)
     ]

@@ -129,8 +129,7 @@ def test_what_counts_as_the_optimizer_is_told():
     assert not [s for s in planned(module, optimizer="exact_adagrad").unpriced if "adagrad" in s]
     fused = {"optimizer": EmbOptimType.ADAM, "weight_decay_mode": 1, "eps": 1e-8}
     assert (
-        "fused_params of EmbeddingBagCollectionSharder have weight_decay_mode, which neither price nor "
-        "memory counts"
+        "fused_params of EmbeddingBagCollectionSharder have weight_decay_mode, which neither price nor memory counts"
     ) in planned(model(), [EmbeddingBagCollectionSharder(fused_params=fused)]).unpriced
 
 

@@ -379,8 +379,7 @@ def test_a_collection_that_no_sharder_takes_is_refused_by_name():
     with pytest.raises(
         ShardCoreError,
         match="module 'bags' is an EmbeddingBagCollection, which no sharder "
-        "takes; there are .'EmbeddingCollectionSharder'.*"
-        "EmbeddingBagCollectionSharder",
+        "takes; there are .'EmbeddingCollectionSharder'.*EmbeddingBagCollectionSharder",
     ):
         planner(constraints).plan(one, [EmbeddingCollectionSharder()])
     assert planner(constraints).plan(one).plan.keys() == {"bags"}

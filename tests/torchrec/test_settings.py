@@ -273,6 +273,5 @@ def test_index_deduplication_of_sharders_is_told():
     plain = to_torchrec(whole(), GIVEN, MODULE)
     assert unpriced(plain, [EmbeddingCollectionSharder()]) == []
     assert unpriced(plain, [EmbeddingCollectionSharder(use_index_dedup=True)]) == [
-        "EmbeddingCollectionSharder has use_index_dedup, which sends each id once; ids are priced as if it "
-        "sent all"
+        "EmbeddingCollectionSharder has use_index_dedup, which sends each id once; ids are priced as if it sent all"
     ]
