@@ -47,8 +47,9 @@ import numpy as np
 import torch
 from numba import float64, njit
 
+from bench.kept import with_memory
 from bench.neuroshard_net import table_features
-from bench.search import problems, tightened
+from bench.search import problems
 from shardcore import report
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Topology
@@ -408,7 +409,7 @@ def main() -> None:
     anneal(drawn[0], model, budget=Budget(evals=100), space="halves")  # compiled before the clock starts
     found: dict[str, list[dict[str, Any]]] = {}
     for problem in drawn:
-        for memory, of in {"as drawn": problem, "tight": tightened(problem, TIGHT)}.items():
+        for memory, of in {"as drawn": problem, "tight": with_memory(problem, TIGHT)}.items():
             path = args.out / f"{problem.name}-{memory.split()[0]}.json"
             if not path.exists():
                 writing.write_json(path, compared(theirs, networks, model, of))

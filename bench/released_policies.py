@@ -51,7 +51,7 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.io import writing
 from shardcore.search import SHARDERS, Budget, sharder
 from shardcore.search.greedy import ORDERS
-from shardcore.search.learned.train import PolicyConfig, train
+from shardcore.search.learned.training import PolicyConfig, train
 from shardcore.step.kinds import WHOLE_ROWS
 from shardcore.step.lower import lower
 from shardcore.step.memory_account import local_batch_bytes, table_bytes

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError, Unreachable
+from shardcore.core.extras import extras_named
 from shardcore.core.validation import require_type, shown
 from shardcore.io import writing
 from shardcore.io.schema import ABSENT
@@ -71,8 +72,9 @@ def place(root: str | Path) -> Place:
         raise ShardCoreError(f"plans are at {shown(str(root))}, which is no name of a folder")
     if isinstance(root, Path) or "://" not in root:
         return Path(root)
-    from fsspec.core import url_to_fs
-    from fsspec.implementations.local import LocalFileSystem
+    with extras_named():
+        from fsspec.core import url_to_fs
+        from fsspec.implementations.local import LocalFileSystem
 
     try:
         fs, path = url_to_fs(root, use_listings_cache=False)  # a cache misses what others write

@@ -3,11 +3,11 @@
 import argparse
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from shardcore.cli import main, parser_of_all
+from shardcore.cli.options import outputs, path
 from shardcore.core.types import Placement, Plan, Shard
 from shardcore.io import files, writing
 from shardcore.plans import store
@@ -208,13 +208,10 @@ def test_every_path_that_a_command_writes_is_an_output():
         (name, a.dest)
         for name, p in parsers.items()
         for a in p._actions
-        if a.type is Path and (a.dest in ("out", "append", "page") or re.search(r"\bwrite\b", a.help or ""))
+        if a.type is path and (a.dest in ("out", "append", "page") or re.search(r"\bwrite\b", a.help or ""))
     }
     assert writes == {
-        (name, option)
-        for name, p in parsers.items()
-        for option in p.get_default("outputs")
-        if option in {a.dest for a in p._actions}
+        (name, option) for name, p in parsers.items() for option in outputs(p.get_default("options"))
     }
 
 

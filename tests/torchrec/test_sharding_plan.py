@@ -29,7 +29,6 @@ FOUR, HOSTS = on_hosts("aaaa"), on_hosts("xyxy")
 
 
 def test_random_plans_come_back():
-    """So do a thousand in bench/torchrec.py."""
     rng = np.random.default_rng(5)
     for hosts, per_host in ((1, 4), (2, 2), (2, 4), (3, 2), (1, 1)):
         given = training.problem(hosts, per_host, sequence=True)

@@ -1,7 +1,8 @@
 """Random plans that TorchRec trains: drawn, taken there and back, and trained with DistributedModelParallel
-on gloo processes, to compare with an unsharded run, and ops with `lower`. For the tests and for
-bench/torchrec.py. Processes are forked from a server that has imported TorchRec once, and nothing else of
-whoever asks: no threads of his, no locks.
+on gloo processes, to compare with an unsharded run, and ops with `lower`.
+
+Processes are forked from a server that has imported TorchRec once, and nothing else: no threads of the
+caller, no locks.
 """
 
 from __future__ import annotations
