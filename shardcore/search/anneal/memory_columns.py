@@ -227,5 +227,5 @@ def given(
         "given_codes": codes,
         "given_size": size,
         "given_every": IDS_ALIVE * sum(b.permuted + b.bucketized for b in batches.values()),
-        "given_stepped": float(max((b.stepped for b in batches.values()), default=0)),
+        "given_stepped": float(max((b.scratch for b in batches.values()), default=0)),
     }
