@@ -1,13 +1,13 @@
-"""What goes wrong and a user can mend: errors of one line."""
+"""Errors that a user can mend, of one line."""
 
 import re
 
 MOST_CHARACTERS = 300
-"""Of an error's message; a longer one is cut in the middle."""
+"""Most characters of an error's message; a longer one is cut in the middle."""
 
 
 class ShardCoreError(ValueError):
-    """What a user can mend: the message names the thing, its value and what would be right.
+    """An error that a user can mend. Its message names the thing, its value and what would be right.
 
     It is one line of printable characters, at most `most`: values in it come from files that anybody may have
     written. It has no password of a URL.

@@ -133,6 +133,18 @@ class Table:
         return {k: v for k, v in self.__dict__.items() if k != "_hash"}
 
     @property
+    def reuse(self) -> Reuse:
+        """Access statistics that are known to be a reuse histogram."""
+        assert isinstance(self.access, Reuse), self.name
+        return self.access
+
+    @property
+    def zipf_alpha(self) -> float:
+        """Exponent of access statistics that are known to be a power law."""
+        assert isinstance(self.access, Zipf), self.name
+        return self.access.alpha
+
+    @property
     def bytes(self) -> int:
         return self.rows * self.dim * PRECISION_BYTES[self.precision]
 

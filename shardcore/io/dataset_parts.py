@@ -115,7 +115,7 @@ COMM = pa.schema(
         ("work_ms", pa.list_(pa.float64())),
     ]
 )
-"""As in CollectiveRequest and CollectiveSample. Lists have one entry per rank. emulated_*: of EmulatedLinks;
+"""Columns as in CollectiveRequest and CollectiveSample. Lists have one entry per rank. emulated_*: of EmulatedLinks;
 null where hosts and links are real."""
 _SCHEMAS = {"compute": COMPUTE, "comm": COMM}
 
@@ -287,8 +287,9 @@ def _require_size(path: Path, what: str, sizes: Sequence[int], content: int, mos
 def _characters(array: pa.Array) -> int:
     """Characters of all text in an array read with dictionaries, once expanded."""
     if pa.types.is_dictionary(array.type):
-        lengths = pc.binary_length(array.dictionary)
-        return pc.sum(pc.take(lengths, array.indices).cast(pa.int64())).as_py() or 0
+        lengths = pc.call_function("binary_length", [array.dictionary])
+        each = pc.take(lengths, array.indices).cast(pa.int64())
+        return pc.call_function("sum", [each]).as_py() or 0
     if pa.types.is_struct(array.type):
         return sum(_characters(x) for x in array.flatten())
     return _characters(array.flatten()) if pa.types.is_list(array.type) else 0

@@ -254,8 +254,9 @@ class ComputeSample:
 
     @property
     def total_ms(self) -> float:
-        """Median forward + backward. Only where there is a timing."""
-        return self.forward.median_ms + self.backward.median_ms
+        """Median forward + backward. NaN where there is no timing."""
+        spreads = (self.forward, self.backward)
+        return sum(math.nan if spread is None else spread.median_ms for spread in spreads)
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def _clear(folder: Path) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether `keep` wrote a file, by its name. A plan is also known by its schema."""
+    """Tell if `keep` wrote a file, by its name. A plan is also known by its schema."""
     if path.is_symlink() or not path.is_file():
         return False
     if path.suffix == ".json" and files.DIGEST.fullmatch(path.stem):
@@ -152,7 +152,7 @@ def remove(folder: Path) -> None:
 
 
 def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config) -> bool:
-    """Whether `folder` has the replays of exactly these plans, made with this config.
+    """Tell if `folder` has the replays of exactly these plans, made with this config.
 
     An unreadable folder does not.
     """

@@ -83,7 +83,7 @@ def _reading(path: Any) -> Iterator[None]:
 
 
 def content_of(path: str | os.PathLike, most: int = MOST_FILE_BYTES) -> bytes:
-    """As read_bytes, but raises OSError if the file cannot be read."""
+    """Content of a file, as by read_bytes. Raises OSError if it cannot be read."""
     _require_size(path, size := _size_of(path), most)
     # Files of /proc claim a size of 0, and reading some of them never ends.
     if size == 0:
@@ -129,7 +129,7 @@ def _require_size(path: Any, size: int, most: int) -> None:
 
 
 def read_text(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> str:
-    """As read_bytes. Also raises ShardCoreError for text that is not UTF-8."""
+    """Text of a file. Raises ShardCoreError as read_bytes does, and for text that is not UTF-8."""
     return decoded(read_bytes(path, most), path)
 
 
@@ -150,7 +150,7 @@ def read_json(path: str | Path | Readable) -> Any:
 
 
 def parse_json(content: bytes, what: Any) -> Any:
-    """As read_json, for the content of `what`."""
+    """Value of a JSON file's content. what: its name, for messages. Raises as read_json."""
     text = decoded(content, what)
     # Reading a value takes much more memory than its text.
     values = sum(map(content.count, (b",", b"[", b"{")))

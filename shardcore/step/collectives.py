@@ -21,7 +21,7 @@ Widths = Sequence[int]
 
 @dataclass(frozen=True)
 class Draw:
-    """How a collective is drawn to be measured.
+    """Rule by which a collective is drawn to be measured.
 
     share: of the varied draws; with a `stream`, of all draws.
     stream: seed of a random stream for it alone, so that other draws do not depend on it. 0: none.
@@ -347,4 +347,7 @@ def stages_of(collective: str, channels: tuple[str, ...], sequence: bool) -> Sta
     channels: names of all that the run has. The first is of this collective.
     """
     row = collective_of(collective)
-    return (row.memory_of_sequences if sequence and row.memory_of_sequences else row.memory)(*channels)
+    memory = row.memory_of_sequences if sequence and row.memory_of_sequences else row.memory
+    if memory is None:
+        raise ShardCoreError(f"collective {collective!r} carries ids; it has no memory in stages")
+    return memory(*channels)

@@ -41,7 +41,7 @@ _MOST_BATCHES = 1e9
 
 @dataclass(frozen=True, eq=False)
 class Heat:
-    """How often a batch looks up the rows of a table.
+    """Lookups of a table's rows in a batch, by classes of rows.
 
     name: of the table.
     batch: samples of the batch.
@@ -134,9 +134,9 @@ def heat_of(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[H
                 f"table {table.name!r} has no access statistics: its pooling of "
                 f"{table.pooling:g} gives a batch of {batch} no lookup; it needs some"
             )
-        if not isinstance(table.access, Zipf) and table.access.batch < batch:
+        if not isinstance(table.access, Zipf) and table.reuse.batch < batch:
             raise ShardCoreError(
-                f"table {table.name!r} has a reuse histogram of batch {table.access.batch}, "
+                f"table {table.name!r} has a reuse histogram of batch {table.reuse.batch}, "
                 f"which does not tell what a batch of {batch} touches; it needs one of "
                 f"{batch} samples or more"
             )
@@ -183,9 +183,9 @@ def row_counts(table: Table, ids: np.ndarray) -> np.ndarray:
 
 def _of_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarray, unseen: bool) -> Heat:
     live = np.flatnonzero(rows > 0)[::-1]
-    sizes, keep = rows[live], batch / table.access.batch
+    sizes, keep = rows[live], batch / table.reuse.batch
     counts = sums[live] / sizes
-    touched = access.seen_when_thinned(counts, np.float64(keep))
+    touched = access.seen_when_thinned(counts, keep)
     cold = table.rows - sizes.sum()
     if unseen and cold > 0 and rows[0]:
         # Rows that were seen twice or more keep what the others leave.
@@ -222,6 +222,6 @@ def _of_zipf(table: Table, batch: int) -> Heat:
     return Heat(table.name, batch, sizes, lookups, -np.expm1(-lookups))
 
 
-def _through(asked: np.ndarray, sizes: np.ndarray, amounts: np.ndarray) -> np.ndarray:
-    """What the first so many rows amount to: classes are taken in order, the last in part."""
-    return np.interp(asked, np.append(0.0, np.cumsum(sizes)), np.append(0.0, np.cumsum(amounts)))
+def _through(rows: np.ndarray, sizes: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Sum of a quantity over the first so many rows: over classes in order, and a share of the last."""
+    return np.interp(rows, np.append(0.0, np.cumsum(sizes)), np.append(0.0, np.cumsum(values)))
