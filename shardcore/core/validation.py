@@ -169,8 +169,9 @@ def type_words(kind: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(map(type_words, inner))
     if origin is tuple and inner[-1] is Ellipsis:
-        each = type_words(inner[0]).split(" or ")
-        return f"a list of {' or '.join(words.removeprefix('a ') + 's' for words in each)}"
+        each = [words.removeprefix("a ") for words in type_words(inner[0]).split(" or ")]
+        plurals = [f"lists{w[4:]}" if w.startswith("list of") else f"{w}s" for w in each]
+        return f"a list of {' or '.join(plurals)}"
     if origin is tuple:
         return f"[{', '.join(map(type_words, inner))}]"
     if origin is Literal:

@@ -14,7 +14,7 @@ from typing import Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
 from shardcore.core.validation import shown
-from shardcore.io import files, problem_parts
+from shardcore.io import files, problem_parts, writing
 from shardcore.io.envelope import document, is_document, open_document, seal, unseal
 from shardcore.io.schema import build
 from shardcore.step.lower import require_plan
@@ -31,7 +31,7 @@ def is_grouped(path: str | Path) -> bool:
 def write_grouped(path: str | Path, grouped: GroupedPlan, problem: Problem) -> None:
     """Write a grouped plan. problem: the whole."""
     of_group = files.plan_to_json(grouped.plan, grouped.problem)
-    files.write_json(
+    writing.write_json(
         path,
         document(
             SCHEMA,

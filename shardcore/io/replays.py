@@ -23,7 +23,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Plan, Problem, Setting
 from shardcore.core.validation import MOST_MS, MOST_SPEED, shown
-from shardcore.io import dataset, files, schema
+from shardcore.io import dataset, files, schema, writing
 from shardcore.io.envelope import is_document
 from shardcore.io.measurements import Spread, StepSample
 from shardcore.step.lower import Workload, lower
@@ -110,7 +110,7 @@ def keep(
         ],
     }
     head = {"schema": SCHEMA, "version": VERSION}
-    files.write_json(folder / REPLAYS_JSON, {**head, **body, "digest": files.digest(body)})
+    writing.write_json(folder / REPLAYS_JSON, {**head, **body, "digest": files.digest(body)})
     return ReplaySet(problem, setting, names, plans, costs)
 
 
@@ -140,7 +140,7 @@ def _is_ours(path: Path) -> bool:
         return False
     if path.suffix == ".json" and files.DIGEST.fullmatch(path.stem):
         return is_document(path, "plan")
-    return path.name in (REPLAYS_JSON, PROBLEM_JSON) or bool(files.UNFINISHED.fullmatch(path.name))
+    return path.name in (REPLAYS_JSON, PROBLEM_JSON) or bool(writing.UNFINISHED.fullmatch(path.name))
 
 
 def remove(folder: Path) -> None:
