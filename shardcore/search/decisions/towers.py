@@ -31,7 +31,7 @@ from shardcore.io.towers import Towers
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.decisions.tower_plans import as_towers
-from shardcore.search.state.feasible import shown
+from shardcore.search.state.refusal import shown
 from shardcore.step.memory import gib, held_bytes
 from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.hot_rows import as_cold, cold_names
