@@ -62,7 +62,7 @@ def neuroshard(
     *,
     seed: int = 0,
     budget: Budget | None = None,
-    config: NeuroShardConfig = NeuroShardConfig(),  # noqa: B008 (frozen)
+    config: NeuroShardConfig = NeuroShardConfig(),
 ) -> Plan:
     """The best plan of the beam. Deterministic: the seed is only recorded.
 
