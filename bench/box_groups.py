@@ -34,7 +34,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.metrics import mape
 from shardcore.measure import collectives, hosts, local_ranks, processes, replay
 from shardcore.measure.hardware import hardware_name
-from shardcore.measure.step_compute import measure_alone
+from shardcore.measure.step_compute import measure_compute
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.groups import FoundGroups, Groups
@@ -64,7 +64,7 @@ def step_ms(
     grouped, of_group = found.grouped, members(problem.topology, found.grouping)
     work = lower(grouped.plan, grouped.problem)
     own = replace(setting, batch=grouped.problem.global_batch)
-    [(_, (alone, _))] = local_ranks.run("compute", measure_alone, 1, ([work], own, config, None), _TIMEOUT_S)
+    [(_, (alone, _))] = local_ranks.run("compute", measure_compute, 1, ([work], own, config, None), _TIMEOUT_S)
 
     # Gangs begin each step together. Else one would have links to itself while another prepares its step.
     all_there = processes.context().Barrier(len(places), timeout=_TIMEOUT_S)
@@ -106,7 +106,7 @@ def _replay(
             own,
             config,
             progress=lambda: say(None),
-            alone=alone,
+            compute_ms=alone,
             meet=all_there.wait,
         )
     )
