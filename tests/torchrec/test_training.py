@@ -11,13 +11,13 @@ import pytest
 pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
-import training  # noqa: E402  (beside this file)
-import wrapped_training  # noqa: E402
-from laws import SETTING, comm_samples, compute_samples, linear_law  # noqa: E402
-from shapes import column  # noqa: E402
+import training
+import wrapped_training
+from laws import SETTING, comm_samples, compute_samples, linear_law
+from shapes import column
 
 from shardcore.core.types import Placement, Plan, Shard
-from shardcore.cost import fit, neural  # noqa: E402
+from shardcore.cost import fit, neural
 
 EXAMPLE = Path(__file__).parents[2] / "examples/torchrec_dlrm/train.py"
 

@@ -28,7 +28,9 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from shapes import column, host_row, replica, row  # noqa: E402
+import itertools
+
+from shapes import column, host_row, replica, row
 
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Table
@@ -139,7 +141,7 @@ def _draw(t: Table, on: Topology, rng: np.random.Generator) -> list[Placement]:
 def _columns(t: Table, rng: np.random.Generator) -> list[tuple[int, int]]:
     n = min(int(rng.integers(2, 5)), t.dim // 4)
     cuts = [0, *sorted(rng.choice(np.arange(4, t.dim, 4), n - 1, replace=False).tolist()), t.dim]
-    return list(zip(cuts, cuts[1:], strict=False))
+    return list(itertools.pairwise(cuts))
 
 
 # --- there and back -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-import record_draws  # noqa: E402
+import record_draws
 
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.topology import Device, Topology
