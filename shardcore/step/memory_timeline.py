@@ -1,6 +1,6 @@
 """What of a device's memory is alive in each phase of a training step, as TorchRec runs it.
 
-Read from the live tensors of TorchRec's CPU processes (bench/memory.py), and from its comm_ops.py. Gloo
+Read from the live tensors of TorchRec's CPU processes (tests/torchrec/peaks.py), and from its comm_ops.py. Gloo
 gathers in a buffer of its own, which its thread frees when it is done. It counts until it is waited for.
 
 Runs have turns in four stages (step/turns.py). So in a turn, some runs had theirs and others did not. What
