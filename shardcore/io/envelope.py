@@ -24,6 +24,9 @@ VERSIONS = {
     "row-counts": 1,
     "rows": 1,
     "rows-complete": 1,
+    "decision": 1,
+    "torchrec-plan": 2,
+    "dmp-collection": 1,
 }
 """By schema. No other version is read."""
 

@@ -50,20 +50,15 @@ class Gain:
         return self.ms > max(self.margin_ms, threshold * self.before_ms)
 
     def __str__(self) -> str:
-        of = self.before_ms or 1.0
-        return f"gain {self.ms / of:.1%} ± {self.margin_ms / of:.1%}"
+        before_ms = self.before_ms or 1.0
+        return f"gain {self.ms / before_ms:.1%} ± {self.margin_ms / before_ms:.1%}"
 
 
 def gain(before: PricedPlan, now: PricedPlan, problem: Problem, model: CostModel) -> Gain:
     """The gain of a plan over another one of the same tables. Costs are the model's."""
     plans, costs = (before.plan, now.plan), (before.cost, now.cost)
-    lookups, sent = (
-        _changed(*plans, of)
-        for of in (
-            lambda shard: shard.table.looked_up * shard.width * shard.rows / shard.table.rows,
-            lambda shard: output_bytes(shard, problem.global_batch),
-        )
-    )
+    lookups = _changed(*plans, lambda s: s.table.looked_up * s.width * s.rows / s.table.rows)
+    sent = _changed(*plans, lambda s: output_bytes(s, problem.global_batch))
     compute = [max(cost.compute_ms) for cost in costs]
     exchanges = [cost.total_ms - cost.dense_ms - ms for cost, ms in zip(costs, compute, strict=True)]
     variance = sum(
@@ -85,8 +80,8 @@ def _changed(old: Plan, new: Plan, work: Callable[[Shard], float]) -> float:
 
 def _work_on(plan: Plan, work: Callable[[Shard], float]) -> dict[Any, float]:
     """Work by device, kind, table and rows. Which columns of a table a device has does not matter."""
-    found: dict[Any, float] = defaultdict(float)
+    placed: dict[Any, float] = defaultdict(float)
     for p in plan.placements:
         for device, shard in shards_on(p):
-            found[device, p.kind, shard.table.name, shard.row_lo] += work(shard)
-    return found
+            placed[device, p.kind, shard.table.name, shard.row_lo] += work(shard)
+    return placed

@@ -27,6 +27,11 @@ _HISTORY = 1.25
 """Ids that managed collision keeps until it evicts, over those of its steps (MCHManagedCollisionModule)."""
 
 
+def few(names: Sequence[str]) -> str:
+    """The first five names, for messages."""
+    return ", ".join(map(repr, names[:5])) + ", ..." * (len(names) > 5)
+
+
 @dataclass(frozen=True)
 class ModelTable:
     """A table of a model.
@@ -66,20 +71,20 @@ def tables_of(module: nn.Module, whole: bool = False) -> dict[str, ModelTable]:
     from torch import nn
 
     require_type(module, nn.Module, "module", "a torch.nn.Module, the model")
-    found = list(_tables(module, "", set(), whole))
-    having = Counter(t.name for t in found)
+    tables = list(_tables(module, "", set(), whole))
+    uses = Counter(t.name for t in tables)
     # Both parts of a table go by one path, that of the module that divides it, if the table does.
-    of_whole = Counter(t.name for t in _tables(module, "", set(), True))
-    divided = {t.path + INSIDE: t.path for t in found if t.replica}
-    hot = {(t.path, t.name.removesuffix(HOT)) for t in found if t.replica}
+    uses_of_whole = Counter(t.name for t in _tables(module, "", set(), True))
+    divided = {t.path + INSIDE: t.path for t in tables if t.replica}
+    hot = {(t.path, t.name.removesuffix(HOT)) for t in tables if t.replica}
 
     def name_of(table: ModelTable) -> str:
         path = divided.get(table.path, table.path)
         base = table.name.removesuffix(HOT if table.replica else COLD)
-        alone = having[table.name] == of_whole[base if (path, base) in hot else table.name] == 1
-        return table.name if alone else f"{path}.{table.name}"
+        unique = uses[table.name] == uses_of_whole[base if (path, base) in hot else table.name] == 1
+        return table.name if unique else f"{path}.{table.name}"
 
-    return {name_of(t): t for t in found}
+    return {name_of(t): t for t in tables}
 
 
 def _tables(module: nn.Module, path: str, seen: set[int], whole: bool) -> Iterator[ModelTable]:
@@ -113,13 +118,16 @@ def _tables(module: nn.Module, path: str, seen: set[int], whole: bool) -> Iterat
         yield from _tables(child, f"{path}.{name}" if path else name, seen, whole)
 
 
-def _of_collection(collection: nn.Module, path: str, wrapper: nn.Module | None = None) -> list[ModelTable]:
+def _of_collection(collection: Any, path: str, wrapper: nn.Module | None = None) -> list[ModelTable]:
     pooled = hasattr(collection, "embedding_bag_configs")
     configs = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
     weighted = pooled and collection.is_weighted()
     within, types = "", ()
     if wrapper is not None:
-        within, types = type(wrapper).__name__, tuple(sorted(_sharder_of(wrapper).sharding_types("cuda")))
+        from torchrec.distributed.sharding_plan import get_module_to_default_sharders
+
+        sharder = get_module_to_default_sharders()[type(wrapper)]
+        within, types = type(wrapper).__name__, tuple(sorted(sharder.sharding_types("cuda")))
     return [
         ModelTable(
             path,
@@ -166,7 +174,7 @@ def _inner() -> dict[type, str]:
 
 
 def _refused() -> tuple[type, ...]:
-    """TorchRec's modules with tables that are sharded by rules of their own."""
+    """TorchRec's modules with tables that follow other sharding rules."""
     from torchrec.modules import embedding_tower, itep_embedding_modules
 
     try:
@@ -189,24 +197,18 @@ def _planned() -> list[str]:
     return ["EmbeddingBagCollection", "EmbeddingCollection", *(t.__name__ for t in _inner())]
 
 
-def _sharder_of(module: nn.Module) -> ModuleSharder[Any]:
-    from torchrec.distributed.sharding_plan import get_module_to_default_sharders
-
-    return get_module_to_default_sharders()[type(module)]
-
-
 def path_in_model(path: str, job: nn.Module) -> str:
-    """The path of what is sharded, in the model, from that of a collection in a job.
+    """The path of a sharded module in the model, from the path of its collection in a job.
 
-    That is without what the job puts around the model, and without the attribute of a wrapper.
+    It leaves out the wrappers that the job puts around the model, and the attribute of a wrapper.
     job: a DistributedModelParallel.
     """
-    module, own = job, []
+    module, kept = job, []
     for part in filter(None, path.split(".")):
-        if part not in (name for of, name in _attributes().items() if isinstance(module, of)):
-            own.append(part)
+        if part not in (name for kind, name in _attributes().items() if isinstance(module, kind)):
+            kept.append(part)
         module = getattr(module, part)
-    return ".".join(own)
+    return ".".join(kept)
 
 
 def _attributes() -> dict[type, str]:
@@ -246,7 +248,7 @@ def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) 
 def sharders_of(
     module: nn.Module, tables: Mapping[str, ModelTable], sharders: Sequence[ModuleSharder[Any]]
 ) -> list[ModuleSharder[Any]]:
-    """Those of the sharders that take a module with tables."""
+    """The sharders that take a module with tables."""
     types = {type(module.get_submodule(t.path)) for t in tables.values() if not t.replica}
     return [sharder for sharder in sharders if sharder.module_type in types]
 
@@ -283,9 +285,9 @@ def _sharded_paths(
 
 
 def unpriced_wrappers(tables: Mapping[str, ModelTable]) -> list[str]:
-    """Effects of modules that wrap collections which a price leaves out, a line each."""
+    """A line for each module that wraps a collection: a price leaves out its effects."""
     wrappers = {t.path: t.within for t in tables.values() if t.within}
     return [
-        f"module {path!r} is priced as the collection within; what its {kind} does to ids and weights besides is not"
+        f"module {path!r} is priced as the collection within; what its {kind} does to ids and weights is not"
         for path, kind in wrappers.items()
     ]

@@ -51,7 +51,7 @@ def optimizer_of(
 
     Raises ShardCoreError for one that is not in the catalog, several on one table, and tables that differ.
     """
-    of_table = optimizers_of(module, tables, sharders)
+    of_table = _optimizers_of(module, tables, sharders)
     stated = {name: theirs for name, theirs in of_table.items() if theirs}
     if not stated:
         return None
@@ -75,28 +75,24 @@ def optimizer_of(
     return named(first, OPTIMIZERS)
 
 
-def optimizers_of(
-    module: nn.Module, tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]] = ()
+def _optimizers_of(
+    module: nn.Module, tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]]
 ) -> dict[str, str | None]:
     """FBGEMM's name of the optimizer of each table that TorchRec shards. None: the job sets none."""
     by_type = {sharder.module_type: getattr(sharder, "fused_params", None) or {} for sharder in sharders}
     weights = dict(module.named_parameters())
-    found: dict[str, str | None] = {}
+    optimizers: dict[str, str | None] = {}
     for name, table in tables.items():
         if table.replica:
             continue
+        prefix = f"{table.path}." * bool(table.path)
+        # Its collection may be within what wraps it.
+        ends = tuple(f"{bags}.{table.name}.weight" for bags in ("embedding_bags", "embeddings"))
+        weight = next((w for n, w in weights.items() if n.startswith(prefix) and n.endswith(ends)), None)
         fused = by_type.get(type(module.get_submodule(table.path)), {}).get("optimizer")
-        found[name] = _in_backward(name, _weight_of(table, weights)) or (
-            None if fused is None else str(getattr(fused, "name", fused))
-        )
-    return found
-
-
-def _weight_of(table: ModelTable, weights: Mapping[str, Any]) -> Any:
-    """A table's weights: of its collection, or of the one within what wraps it."""
-    prefix = f"{table.path}." * bool(table.path)
-    names = tuple(f"{bags}.{table.name}.weight" for bags in ("embedding_bags", "embeddings"))
-    return next((w for path, w in weights.items() if path.startswith(prefix) and path.endswith(names)), None)
+        stated = None if fused is None else str(getattr(fused, "name", fused))
+        optimizers[name] = _in_backward(name, weight) or stated
+    return optimizers
 
 
 def _in_backward(name: str, weight: Any) -> str | None:
@@ -124,7 +120,8 @@ def under(model: CostModel, optimizer: str) -> CostModel:
         return replace(model, model=under(model.model, optimizer))
     if isinstance(model, Composite):
         return replace(model, models=tuple(under(m, optimizer) for m in model.models))
-    return replace(model, setting=replace(model.setting, optimizer=optimizer))
+    setting = replace(model.setting, optimizer=optimizer)
+    return replace(model, setting=setting)  # type: ignore[type-var]  # all other models are dataclasses
 
 
 def notes(

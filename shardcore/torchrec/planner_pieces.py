@@ -29,13 +29,8 @@ class Busy:
 
     def __add__(self, other: Any) -> Busy:
         # Speed divides compute, not communication.
-        return Busy(
-            self.speed,
-            self.total
-            + (other.fwd_compute + other.bwd_compute) / self.speed
-            + other.fwd_comms
-            + other.bwd_comms,
-        )
+        compute = (other.fwd_compute + other.bwd_compute) / self.speed
+        return Busy(self.speed, self.total + compute + other.fwd_comms + other.bwd_comms)
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,9 @@ class OurBytes:
         )
         bytes_of = own_peaks(self.problem)
         for option in sharding_options:
-            layout = WHOLE_ROWS if option.num_shards == 1 else layout_of_torchrec(option.sharding_type)
+            layout = layout_of_torchrec(option.sharding_type)
+            if layout is None or option.num_shards == 1:
+                layout = WHOLE_ROWS
             for theirs in option.shards:
                 (row, column), (rows, columns) = theirs.offset, theirs.size
                 n_bytes = 0
@@ -116,20 +113,18 @@ def quiet() -> Iterator[None]:
     """Silence TorchRec: it logs every call, and warns of each table that it replicates or does not cut."""
     from torchrec.distributed.logger import method_logger
 
-    root, levels = (
-        logging.getLogger(),
-        {name: logging.getLogger(name).level for name in ("torchrec", method_logger.name)},
-    )
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    root, loggers = logging.getLogger(), [logging.getLogger("torchrec"), method_logger]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
     root.addFilter(_not_of_replicas)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         root.removeFilter(_not_of_replicas)
 
 

@@ -101,8 +101,8 @@ def planned(
     return Outcome(
         planner,
         {f"{path}.{name}": sharding for path, of in plan.plan.items() for name, sharding in of.items()},
-        price(lower(planner.found, planner.problem), priced).total_ms,
-        tuple(memory.used_bytes(planner.found, planner.problem)),
+        price(lower(planner.our_plan, planner.problem), priced).total_ms,
+        tuple(memory.used_bytes(planner.our_plan, planner.problem)),
     )
 
 

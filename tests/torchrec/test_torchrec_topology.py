@@ -14,7 +14,7 @@ from shardcore.core.topology import Device, Topology  # noqa: E402
 from shardcore.core.types import Setting  # noqa: E402
 from shardcore.cost.analytic import AnalyticModel  # noqa: E402
 from shardcore.torchrec.planner import ShardCorePlanner  # noqa: E402
-from shardcore.torchrec.topology import POD_SIZE, our_topology  # noqa: E402
+from shardcore.torchrec.topologies import POD_SIZE, our_topology  # noqa: E402
 
 GIB = 2**30
 
