@@ -45,7 +45,7 @@ from shardcore.torchrec.sharding_plan import to_torchrec
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "torchrec"))
 
-import training  # noqa: E402  (the tests' own)
+import training
 
 ABOVE, BELOW = 0.10, 0.05
 """How far a count may be from the peak, as shares of it."""

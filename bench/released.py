@@ -259,7 +259,7 @@ def trained(
             module = theirs.compute if name == "compute" else theirs.comm
             module.WEIGHT_TMP_PATH = str(args.out / f"{name}.best")
             torch.manual_seed(seed)
-            np.random.seed(seed)  # noqa: NPY002 (train() shuffles with it)
+            np.random.seed(seed)
             data = groups(args.dataset, setting) if name == "compute" else exchanges(setting, topology, name)
             with contextlib.redirect_stdout(io.StringIO()):
                 errors = network.train(*data, epochs=args.epochs)

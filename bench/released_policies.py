@@ -51,7 +51,7 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.io import files
 from shardcore.search import SHARDERS, Budget, sharder
 from shardcore.search.greedy import ORDERS
-from shardcore.search.learned.train import PolicyConfig, train
+from shardcore.search.learned.training import PolicyConfig, train
 from shardcore.step.kinds import WHOLE_ROWS
 from shardcore.step.lower import lower
 from shardcore.step.memory_account import local_batch_bytes, table_bytes
@@ -180,7 +180,7 @@ def released_dreamshard(
             pass
 
     training.Evaluator = Evaluator
-    np.random.seed(seed)  # noqa: NPY002 (it draws with it)
+    np.random.seed(seed)
     torch.manual_seed(seed)
     out = folder / f"dreamshard-{seed}"
     out.mkdir(exist_ok=True)
@@ -228,7 +228,7 @@ def released_autoshard(
 
     bench.Env.single_step = single_step
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    np.random.seed(seed)  # noqa: NPY002
+    np.random.seed(seed)
     torch.manual_seed(seed)
     memory_gib = made["train"][0].topology.devices[0].memory_bytes / 2**30
     flags = SimpleNamespace(

@@ -43,9 +43,9 @@ from shardcore.torchrec.sharding_plan import to_torchrec
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "torchrec"))
 
-import training  # noqa: E402  (the tests' own)
+import training
 
-from bench.drawn_collections import (  # noqa: E402
+from bench.drawn_collections import (
     INPUT,
     SPLITS,
     Calls,

@@ -13,9 +13,8 @@ from prefect import get_run_logger, task
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost import neural
 from shardcore.io import files, model_files
-from shardcore.search.learned.learner import PolicyConfig
 from shardcore.search.learned.policy import NETS, POLICY_JSON, write_policy
-from shardcore.search.learned.problems import PolicyProblems, make_policy
+from shardcore.search.learned.training import PolicyConfig, PolicyProblems, make_policy
 from tasks import console, policy_registry, registry
 from tasks.commit import git_commit
 

@@ -168,8 +168,8 @@ def decisions(args: argparse.Namespace, problem: Problem, stored: Problem) -> It
     from shardcore.io.towers import read_towers
     from shardcore.search.decisions.groups import Groups
     from shardcore.search.decisions.hot_rows import HotRows
+    from shardcore.search.decisions.memory_tiers import MemoryTiers
     from shardcore.search.decisions.provision import Provision, Target, read_offers
-    from shardcore.search.decisions.tiers import Tiers
     from shardcore.search.decisions.towers import OnTowers
 
     if args.offers:
@@ -184,7 +184,7 @@ def decisions(args: argparse.Namespace, problem: Problem, stored: Problem) -> It
     if args.towers:
         yield OnTowers(read_towers(args.towers), start and start.old, not (start and start.config.limited))
     if args.tiers:
-        yield Tiers()
+        yield MemoryTiers()
     if start:
         yield start
 
@@ -234,7 +234,7 @@ def start_text(
     """Changes of the new plan to the old one, for people. "": there was none."""
     from shardcore.cost.model import price
     from shardcore.report import plan_report
-    from shardcore.search.decisions.tower_plans import as_planned
+    from shardcore.search.decisions.towers import as_planned
     from shardcore.step.lower import lower
 
     start = next((x for x in decisions if x.name == "plan to start from"), None)
@@ -256,10 +256,9 @@ def texts(decisions: Sequence[Decision], found: Found, asked: Problem) -> Iterat
     """Texts on what was decided, for people. Some may be empty."""
     from shardcore.report import decisions_report, plan_report
     from shardcore.search.decisions.hot_rows import HotRows
+    from shardcore.search.decisions.memory_tiers import MemoryTiers
     from shardcore.search.decisions.provision import Provision
-    from shardcore.search.decisions.tiers import Tiers
-    from shardcore.search.decisions.tower_plans import as_planned, tower_traffic
-    from shardcore.search.decisions.towers import OnTowers
+    from shardcore.search.decisions.towers import OnTowers, as_planned, tower_traffic
 
     for decision in decisions:
         if isinstance(decision, Provision):
@@ -268,7 +267,7 @@ def texts(decisions: Sequence[Decision], found: Found, asked: Problem) -> Iterat
             yield decisions_report.hot_rows_table(asked, found.problem)
         if isinstance(decision, OnTowers):
             yield plan_report.towers_text(tower_traffic(found.plan, as_planned(found.plan, found.problem)))
-        if isinstance(decision, Tiers):
+        if isinstance(decision, MemoryTiers):
             yield decisions_report.tiers_report(found.problem)
 
 
@@ -276,7 +275,7 @@ def extrapolated(found: Found, model: CostModel) -> list[str]:
     """Sentences on what is extrapolated in the price of a plan. model: for its problem."""
     from shardcore.cli import grouped
     from shardcore.search.decisions.groups import FoundGroups
-    from shardcore.search.decisions.tower_plans import as_planned
+    from shardcore.search.decisions.towers import as_planned
     from shardcore.step.lower import lower
 
     if isinstance(found, FoundGroups):

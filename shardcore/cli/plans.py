@@ -214,7 +214,7 @@ def _say_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budge
     """Explain a plan. problem: without towers, if the plan has them."""
     from shardcore.cost.model import price_plan
     from shardcore.report import plan_report
-    from shardcore.search.decisions.tower_plans import as_planned
+    from shardcore.search.decisions.towers import as_planned
     from shardcore.search.explain import explain
 
     problem = as_planned(plan, problem)
@@ -247,8 +247,8 @@ def price(args: argparse.Namespace) -> None:
     from shardcore.cost.model import price as predicted
     from shardcore.io import files, grouped_plans
     from shardcore.report import decisions_report
-    from shardcore.search.decisions.ledger import ledger_of
-    from shardcore.search.decisions.tower_plans import as_planned
+    from shardcore.search.decisions.driver import ledger_of
+    from shardcore.search.decisions.towers import as_planned
     from shardcore.step.lower import lower, require_cover
 
     whole = own = files.read_problem(args.problem)

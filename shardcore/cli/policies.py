@@ -59,9 +59,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 def train_policy(args: argparse.Namespace) -> None:
     from shardcore.cost import neural
     from shardcore.io import files, model_files
-    from shardcore.search.learned.learner import PolicyConfig
     from shardcore.search.learned.policy import write_policy
-    from shardcore.search.learned.problems import PolicyProblems, make_policy
+    from shardcore.search.learned.training import PolicyConfig, PolicyProblems, make_policy
     from shardcore.tables.generate import generate_pool
 
     model = neural.load(args.model)

@@ -123,7 +123,7 @@ def _write_comparison(args: argparse.Namespace, old: Plan, new: Plan, problem: P
     from shardcore.plans.decisions import Version
     from shardcore.report import plan_page
     from shardcore.search.anneal.reshard import rebind_tables
-    from shardcore.search.decisions.tower_plans import as_planned
+    from shardcore.search.decisions.towers import as_planned
     from shardcore.step.lower import lower
 
     model = load_model(args.model).for_problem(problem)

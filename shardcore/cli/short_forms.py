@@ -126,7 +126,7 @@ def hot_drift(args: argparse.Namespace) -> None:
 def tiers(args: argparse.Namespace) -> None:
     from shardcore.io import files
     from shardcore.report.decisions_report import tiers_report
-    from shardcore.search.decisions.memory_tiers import decide
+    from shardcore.search.decisions.memory_tiers import tiered
 
     for name in ("algorithm", "budget_s", "budget_evals", "plan"):
         if getattr(args, name) is not None and not args.model:
@@ -142,7 +142,7 @@ def tiers(args: argparse.Namespace) -> None:
             plans.plan_arguments(**vars(args) | {"tiers": True, "out": args.plan, "out_problem": args.out})
         )
         return
-    found = decide(decisions.with_host_memory(files.read_problem(args.problem), args)).problem
+    found = tiered(decisions.with_host_memory(files.read_problem(args.problem), args))
     if args.out:
         files.write_problem(args.out, found)
     print(tiers_report(found))

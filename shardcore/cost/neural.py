@@ -19,7 +19,7 @@ from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.links import LEVELS
 from shardcore.core.topology import Topology
 from shardcore.core.types import Problem, Setting, Shard
-from shardcore.core.validation import require_type
+from shardcore.core.validation import require_type, shown
 from shardcore.cost import collective_model, features, nets, quantiles, ranges
 from shardcore.cost import weight_checks as required
 from shardcore.cost.composite import Composite, composed
@@ -299,8 +299,8 @@ def load(folder: str | Path) -> NeuralModel:
             weights = required.LONGER[what](weights, found)
         elif found != names:
             raise ShardCoreError(
-                f"model in {folder} was trained on {what} {schema.show(found)}; "
-                f"this ShardCore computes {schema.show(names)}: train again"
+                f"model in {folder} was trained on {what} {shown(found)}; "
+                f"this ShardCore computes {shown(names)}: train again"
             )
     files.require_provenance(schema.build(_Meta, meta, str(folder)).provenance, f"{folder}: provenance")
     try:

@@ -27,10 +27,10 @@ from shardcore.core.job import Job
 from shardcore.core.tiers import BELOW
 from shardcore.core.topology import Device, Topology, default_reserve
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
-from shardcore.core.validation import MOST_DEVICES, require, require_type
+from shardcore.core.validation import MOST_DEVICES, require, require_type, shown
 from shardcore.io import problem_parts
 from shardcore.io.envelope import digest, document, open_document, seal, unseal
-from shardcore.io.schema import build, read, show
+from shardcore.io.schema import Readable, build, read
 from shardcore.step.kinds import LAYOUTS, layout_of
 
 DIGEST = re.compile(r"[0-9a-f]{16}")
@@ -50,7 +50,7 @@ def write_atomic(path: str | Path, content: bytes) -> None:
     cannot be done. A device or pipe (/dev/null, /dev/stdout) is written to: to rename a file over it would
     take it from everybody. Temporary files that killed writers of the same file left are removed."""
     require_type(path, (str, Path), "path", "a path of a file")
-    require("\0" not in str(path) and str(path) != "", f"cannot write {show(str(path))}: no name of a file")
+    require("\0" not in str(path) and str(path) != "", f"cannot write {shown(str(path))}: no name of a file")
     path = Path(path)
     temporary = _temporary(path.parent, path.name)
     try:
@@ -224,9 +224,9 @@ def table_to_json(table: Table) -> dict[str, Any]:
 def table_from_json(data: Any, what: str) -> Table:
     if not isinstance(data, Mapping):
         raise ShardCoreError(
-            f"{what} is {show(data)}; it needs to be a table: name, rows, dim, pooling and access statistics"
+            f"{what} is {shown(data)}; it needs to be a table: name, rows, dim, pooling and access statistics"
         )
-    what = f"{what}, table {show(data.get('name'))}"
+    what = f"{what}, table {shown(data.get('name'))}"
     rest = {k: v for k, v in data.items() if k not in ("reuse", "zipf_alpha")}
     if "reuse" in data and "zipf_alpha" in data:
         raise ShardCoreError(f"{what} has both reuse and zipf_alpha; it needs one of them")
@@ -298,19 +298,19 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
     min_widths = given.get("min_widths", {})
     if not isinstance(pinned, Mapping):
         raise ShardCoreError(
-            f"{what}: pinned is {show(pinned)}; it needs to be an object of tables and "
+            f"{what}: pinned is {shown(pinned)}; it needs to be an object of tables and "
             "their devices or hosts, "
             'such as {"t0": [0, 1], "t1": ["host-1"]}'
         )
     if not isinstance(together, list):
         raise ShardCoreError(
-            f"{what}: together is {show(together)}; "
+            f"{what}: together is {shown(together)}; "
             "it needs to be a list of groups of tables, such as "
             '[["t0", "t1"]]'
         )
     if not isinstance(kinds, Mapping):
         raise ShardCoreError(
-            f"{what}: kinds is {show(kinds)}; it needs to be an object of tables and the "
+            f"{what}: kinds is {shown(kinds)}; it needs to be an object of tables and the "
             'kinds that may run them, such as {"t0": ["row", "column"]}'
         )
     for name, some in kinds.items():
@@ -318,11 +318,11 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
             unknown := [kind for kind in some if isinstance(kind, str) and kind not in LAYOUTS]
         ):
             raise ShardCoreError(
-                f"{what}: kinds of table {show(name)} has {show(unknown[0])}; known are {', '.join(LAYOUTS)}"
+                f"{what}: kinds of table {shown(name)} has {shown(unknown[0])}; known are {', '.join(LAYOUTS)}"
             )
     if not isinstance(min_widths, Mapping):
         raise ShardCoreError(
-            f"{what}: min_widths is {show(min_widths)}; it needs to be an object of tables "
+            f"{what}: min_widths is {shown(min_widths)}; it needs to be an object of tables "
             'and the fewest columns of a shard, such as {"t0": 64}'
         )
     return build(
@@ -348,7 +348,7 @@ def _counted(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return runs
 
 
-def read_problem(path: str | Path) -> Problem:
+def read_problem(path: str | Path | Readable) -> Problem:
     data = open_document(path, "problem")
     what = str(path)
     topology = data.pop("topology", None)
@@ -368,7 +368,7 @@ def read_problem(path: str | Path) -> Problem:
             or not 1 <= count <= MOST_DEVICES - len(devices)
         ):
             raise ShardCoreError(
-                f"{what}: a device entry has count {show(count)}; it needs a whole number "
+                f"{what}: a device entry has count {shown(count)}; it needs a whole number "
                 f"from 1, and a problem has {MOST_DEVICES} devices at most"
             )
         devices += [build(Device, entry, f"{what}: device", also=("count",))] * count
@@ -412,7 +412,7 @@ def read_pool(path: str | Path) -> tuple[Table, ...]:
     names = [t["name"] for t in found if isinstance(t, Mapping) and isinstance(t.get("name"), str)]
     if len(set(names)) < len(names):
         raise ShardCoreError(
-            f"{path} has several tables named {show(max(names, key=names.count))}; names need to differ"
+            f"{path} has several tables named {shown(max(names, key=names.count))}; names need to differ"
         )
     return tuple(table_from_json(t, str(path)) for t in found)
 
@@ -462,7 +462,7 @@ def write_plan(path: str | Path, plan: Plan, problem: Problem) -> None:
     write_json(path, plan_to_json(plan, problem))
 
 
-def read_plan(path: str | Path, problem: Problem) -> Plan:
+def read_plan(path: str | Path | Readable, problem: Problem) -> Plan:
     """A plan for `problem`, parsed: it is for the caller to lower it, or to validate it by `require_plan`.
 
     Raises ShardCoreError where it was made for another problem, or was edited.
@@ -531,15 +531,15 @@ def plan_from_json(data: Any, problem: Problem, what: str) -> Plan:
     found = build(_Plan, data, what)
     if found.problem_digest != (own := problem_digest(problem)):
         raise ShardCoreError(
-            f"{what} is a plan for problem {show(found.problem)} with digest "
-            f"{show(found.problem_digest)}; problem {problem.name!r} here has {own}"
+            f"{what} is a plan for problem {shown(found.problem)} with digest "
+            f"{shown(found.problem_digest)}; problem {problem.name!r} here has {own}"
             f"{problem_parts.refusal(found.problem_parts, problem)}"
         )
     tables = {t.name: t for t in problem.tables}
     for p in found.placements:
         if p.table not in tables:
             raise ShardCoreError(
-                f"{what} places table {show(p.table)}, which problem {problem.name!r} does not have"
+                f"{what} places table {shown(p.table)}, which problem {problem.name!r} does not have"
             )
     require_provenance(found.provenance, f"{what}: provenance")
     try:

@@ -40,7 +40,7 @@ def read_tensors(path: str | Path, schema: str) -> tuple[dict[str, Any], dict[st
     try:
         with safe_open(path, "np") as file:
             about = (file.metadata() or {}).get(_META, "null")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError, *UNREADABLE) as error:
         raise ShardCoreError(f"{path} is not safetensors: {error}") from None
     body = unseal(opened(parse_json(about.encode(), path), schema, path), path)

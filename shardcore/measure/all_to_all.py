@@ -2,8 +2,8 @@
 
 Over the hosts of a box, ranks post receives before sends. Gloo's own all-to-all posts sends first. So a rank
 that is late sends all it has to another before it tells that it can receive, and their connection carries one
-way after the other. Two hosts of two ranks then take up to 1.5 times as long (docs/log.md). NCCL's sends and
-receives do not wait for each other, and the box stands for its links.
+way after the other. Two hosts of two ranks then take up to 1.5 times as long (docs/decisions/many-hosts.md).
+NCCL's sends and receives do not wait for each other, and the box stands for its links.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ collectives). An exchange's waiting lasts until the last rank starts, its transf
 end.
 
 In a step an exchange follows a computation, and takes longer for it: the threads that carry it slept, the
-caches hold other things (bench/exchanges.py says how much longer). So ranks may be kept busy before each.
+caches hold other things. So ranks may be kept busy before each.
 
 Starts of different ranks are compared. The ranks of one host share its monotonic clock; another host's is
 corrected by its offset, from ping-pongs over the process group. NCCL is written for the same interface and

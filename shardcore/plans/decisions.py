@@ -11,7 +11,7 @@ from typing import Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Plan
-from shardcore.core.validation import MOST_UNIX_S, is_path_name, require, require_known, require_within
+from shardcore.core.validation import MOST_UNIX_S, is_path_name, require, require_known, require_within, shown
 from shardcore.io import envelope, files, schema
 
 OUTCOMES = ("first", "better", "kept", "no longer fits", "restored")
@@ -105,7 +105,7 @@ def from_document(data: Any, where: str) -> Decision:
 def require_id(text: str, what: str) -> str:
     """Return a digest, the name of versions and decisions. Raises ShardCoreError for any other text."""
     if not files.DIGEST.fullmatch(text):
-        raise ShardCoreError(f"{what} {schema.show(text)}; it needs 16 hex digits")
+        raise ShardCoreError(f"{what} {shown(text)}; it needs 16 hex digits")
     return text
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError, Unreachable
-from shardcore.core.validation import require_type
-from shardcore.io import files, schema
+from shardcore.core.validation import require_type, shown
+from shardcore.io import files
 from shardcore.io.schema import ABSENT
 
 
@@ -68,7 +68,7 @@ def place(root: str | Path) -> Place:
     """
     require_type(root, (str, Path), "plans", "a folder or URL")
     if "\0" in str(root):
-        raise ShardCoreError(f"plans are at {schema.show(str(root))}, which is no name of a folder")
+        raise ShardCoreError(f"plans are at {shown(str(root))}, which is no name of a folder")
     if isinstance(root, Path) or "://" not in root:
         return Path(root)
     from fsspec.core import url_to_fs

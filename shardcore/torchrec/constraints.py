@@ -221,7 +221,7 @@ def _allowed_kinds(c: ParameterConstraints) -> tuple[str, ...]:
     if kernels == {"dense"}:
         return tuple(kind for kind in kinds if kind in REPLICAS)
     # TorchRec replicates with its dense kernel alone.
-    replicates = not kernels or "dense" in kernels and kernel_of(c) == "fused"
+    replicates = not kernels or ("dense" in kernels and kernel_of(c) == "fused")
     return tuple(kind for kind in kinds if replicates or kind not in REPLICAS)
 
 
@@ -298,8 +298,7 @@ def write_allowed_types(plan: ShardingPlan, constraints: ByName, theirs: Tables)
             layouts[name].torchrec_cut
             for name, types in allowed.items()
             if shardings[name].sharding_type == layouts[name].torchrec_cut
-            or types
-            and shardings[name].sharding_type not in types
+            or (types and shardings[name].sharding_type not in types)
         }
         for name, types in allowed.items():
             whole, cut = layouts[name].torchrec_whole, layouts[name].torchrec_cut

@@ -36,7 +36,7 @@ import numpy as np
 from shardcore.core.access_statistics import REUSE_BINS, Reuse
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
-from shardcore.core.validation import MOST_BATCH, MOST_POOLING
+from shardcore.core.validation import MOST_BATCH, MOST_POOLING, shown
 from shardcore.io import files, schema
 from shardcore.step.access import BIN_HIGH
 from shardcore.torchrec.modules import path_in_model
@@ -183,7 +183,7 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
         table_of = schema.read(report["feature_table_map"], tuple[int, ...], "feature_table_map")
         weighted = schema.read(report.get("weighted", False), bool, "weighted")
         if not all(0 <= i < len(specs) for i in table_of):
-            raise ValueError(f"feature_table_map is {schema.show(table_of)}, for {len(specs)} tables")
+            raise ValueError(f"feature_table_map is {shown(table_of)}, for {len(specs)} tables")
         pooling, seen, batches = defaultdict(float), defaultdict(lambda: np.zeros(REUSE_BINS)), {}
         for table, mean, batch, law in zip(
             table_of,
@@ -194,7 +194,7 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
         ):
             hitters = schema.read(law["heavy_hitters"], tuple[float, ...], "heavy_hitters")
             if not all(0 <= share <= 1 for share in hitters):
-                raise ValueError(f"heavy_hitters are {schema.show(hitters)}, not shares within 0 and 1")
+                raise ValueError(f"heavy_hitters are {shown(hitters)}, not shares within 0 and 1")
             q, s = schema.read(law["zipf_q"], float, "zipf_q"), schema.read(law["zipf_s"], float, "zipf_s")
             mean, batch = schema.read(mean, float, "Ls"), schema.read(batch, int, "Bs")
             if not (0 <= mean <= MOST_POOLING and 1 <= batch <= MOST_BATCH):
@@ -272,11 +272,9 @@ def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, 
     # Bisection over the number of ids: both counts fall as it grows.
     for _ in range(60):
         middle = (low + high) / 2
-        more = (
-            count(middle, middle) > LAST_COUNT
-            and count(first + 0.5, middle) > least
-            or count(first + 0.5, middle) > most
-        )
+        more = (count(middle, middle) > LAST_COUNT and count(first + 0.5, middle) > least) or count(
+            first + 0.5, middle
+        ) > most
         low, high = (middle, high) if more else (low, middle)
     scale = left / mass(high)
     edges = np.clip([(scale / (c + 0.5)) ** (1 / s) - q + 0.5 for c in BIN_HIGH], first, high)

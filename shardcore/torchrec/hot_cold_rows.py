@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import shown
 from shardcore.io.envelope import document, open_document, opened, seal, unseal
 from shardcore.io.files import write_atomic, write_json
 from shardcore.io.model_files import UNREADABLE
-from shardcore.io.schema import build, parse_json, require_file, show
+from shardcore.io.schema import build, parse_json, require_file
 from shardcore.tables.hot_rows import COLD
 from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection, hot_cold_modules
 from shardcore.torchrec.modules import path_in_model
@@ -269,7 +270,7 @@ def _complete(folder: Path) -> dict[Path, str]:
     if differ := sorted(there ^ set(digests)):
         raise ShardCoreError(
             f"{folder} and its complete.json differ in {len(differ)} files, such as "
-            f"{show(differ[0])}; it needs a folder that save_rows finished"
+            f"{shown(differ[0])}; it needs a folder that save_rows finished"
         )
     return {folder / name: digest for name, digest in sorted(digests.items())}
 
@@ -293,7 +294,7 @@ def _read(path: Path, digest: str, tables: Collection[str]) -> _Rows | None:
                     raise ShardCoreError(
                         f"{path} does not match its digest in complete.json; it was cut short or edited"
                     )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
         ids, (lo, hi) = tensors.pop("ids").numpy(), header.columns
     except ShardCoreError:
         raise
@@ -304,8 +305,9 @@ def _read(path: Path, digest: str, tables: Collection[str]) -> _Rows | None:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tuple(tensor.shape) not in ((len(ids),), (len(ids), hi - lo)):
             raise ShardCoreError(
-                f"{path} has {show(name)} {tensor.dtype} {list(tensor.shape)} for {len(ids)} rows and columns {lo} to "
-                f"{hi}; it needs numbers of rows or cells"
+                f"{path} has {shown(name)} {tensor.dtype} {list(tensor.shape)} for "
+                f"{len(ids)} rows and columns {lo} to {hi}; it needs numbers of rows or "
+                "cells"
             )
     return _Rows(header.table, ids, (lo, hi), tensors)
 

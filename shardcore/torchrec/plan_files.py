@@ -16,7 +16,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_DEVICES
+from shardcore.core.validation import MOST_DEVICES, shown
 from shardcore.io import files, schema
 from shardcore.io.envelope import document, open_document, seal, unseal
 
@@ -131,7 +131,7 @@ def _sharding(value: Any, what: str) -> ParameterSharding:
         known = [kind.value for kind in kinds if not kind.value.startswith("quant")]
         if getattr(sharding, name) not in known:
             raise ShardCoreError(
-                f"{what}, {name} is {schema.show(getattr(sharding, name))}; TorchRec knows {', '.join(known)}"
+                f"{what}, {name} is {shown(getattr(sharding, name))}; TorchRec knows {', '.join(known)}"
             )
     ranks, spec = sharding.ranks, sharding.sharding_spec
     if wrong := [rank for rank in ranks or () if not 0 <= rank < MOST_DEVICES]:
@@ -140,9 +140,7 @@ def _sharding(value: Any, what: str) -> ParameterSharding:
         return sharding
     placed = {shard.placement.rank() for shard in spec.shards}
     if ranks is not None and set(ranks) != placed:
-        raise ShardCoreError(
-            f"{what} has ranks {schema.show(ranks)}; its shards are on {schema.show(sorted(placed))}"
-        )
+        raise ShardCoreError(f"{what} has ranks {shown(ranks)}; its shards are on {shown(sorted(placed))}")
     _require_shape(sharding.sharding_type, spec.shards, what)
     return sharding
 
@@ -170,7 +168,7 @@ def _require_shape(kind: str, shards: Sequence[ShardMetadata], what: str) -> Non
 
 def encode(value: Any, what: str) -> Any:
     """A setting of TorchRec as JSON. Raises ShardCoreError for one that JSON cannot hold."""
-    if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum):
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):
         return value.name
@@ -202,7 +200,7 @@ def decode(kind: Any, value: Any, what: str) -> Any:
     origin, inner = get_origin(kind), [k for k in get_args(kind) if k is not Ellipsis]
     if origin in (list, tuple):
         if not isinstance(value, list):
-            raise ShardCoreError(f"{what} is {schema.show(value)}; it needs to be a list")
+            raise ShardCoreError(f"{what} is {shown(value)}; it needs to be a list")
         # A tuple of fixed length has a kind per entry. A list has one for all.
         kinds = inner if len(inner) == len(value) and origin is tuple else [inner[0]] * len(value)
         return origin(decode(k, v, what) for k, v in zip(kinds, value, strict=True))
@@ -210,7 +208,7 @@ def decode(kind: Any, value: Any, what: str) -> Any:
         return _spec(value, what)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         if not isinstance(value, str) or value not in kind.__members__:
-            raise ShardCoreError(f"{what} is {schema.show(value)}; known are {', '.join(kind.__members__)}")
+            raise ShardCoreError(f"{what} is {shown(value)}; known are {', '.join(kind.__members__)}")
         return kind[value]
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _record(kind, value, what)
@@ -221,19 +219,17 @@ def decode(kind: Any, value: Any, what: str) -> Any:
         return plain
     if kind is Any and not isinstance(value, list | Mapping):
         return value
-    raise ShardCoreError(
-        f"{what} is {schema.show(value)}; a file can hold no {getattr(kind, '__name__', kind)}"
-    )
+    raise ShardCoreError(f"{what} is {shown(value)}; a file can hold no {getattr(kind, '__name__', kind)}")
 
 
 def _record(kind: type, value: Any, what: str) -> Any:
     """A record of TorchRec. Its own annotations are the schema, so new settings need no code here."""
     if not isinstance(value, Mapping):
-        raise ShardCoreError(f"{what} is {schema.show(value)}; it needs to be an object with keys")
+        raise ShardCoreError(f"{what} is {shown(value)}; it needs to be an object with keys")
     hints, known = get_type_hints(kind), {f.name: f for f in dataclasses.fields(kind)}
     if unknown := sorted(set(value) - set(known)):
         raise ShardCoreError(
-            f"{what} has {schema.show(unknown[0])}; TorchRec's {kind.__name__} has {', '.join(sorted(known))}"
+            f"{what} has {shown(unknown[0])}; TorchRec's {kind.__name__} has {', '.join(sorted(known))}"
         )
     for name, f in known.items():
         if f.init and f.default is f.default_factory is dataclasses.MISSING and name not in value:
@@ -264,7 +260,7 @@ class _ShardOfSpec:
     def __post_init__(self) -> None:
         if not _PLACEMENT.fullmatch(self.placement):
             raise ShardCoreError(
-                f"a shard has placement {schema.show(self.placement)}; it needs a rank and a device, such as "
+                f"a shard has placement {shown(self.placement)}; it needs a rank and a device, such as "
                 "rank:0/cuda:0"
             )
 

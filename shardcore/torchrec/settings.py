@@ -140,7 +140,8 @@ def unpriced(
                 for f in fields(sharding)
                 if f.name not in known and (value := getattr(sharding, f.name)) is not None
             ]
-            if sharding.compute_kernel not in PLAIN_KERNELS and not is_below or given:
+            is_plain = is_below or sharding.compute_kernel in PLAIN_KERNELS
+            if given or not is_plain:
                 where = "with rows in host memory" if is_below else "in device memory"
                 lines.append(
                     f"table {name!r} of module {path!r} is priced as fused, {where}; it has "

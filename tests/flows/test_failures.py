@@ -1,8 +1,7 @@
 """Bad input ends within seconds in one clear line; what is killed or damaged loses nothing, and the next run
 completes.
 
-The tests with `outcome` do what they are named after to real processes, at an instant drawn from `seed`, and
-bench/failures.py repeats them.
+The tests with `outcome` do what they are named after to real processes, at an instant drawn from `seed`.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 Sharders are not used here: an edit of a search must not change which samples are wanted. `_greedy` places
 simple orders. Plans of NeuroShard's search, and plans that `_greedy` cannot find, were recorded once in
-recorded_plans.json (`python -m bench.record_draws`). Without a record, the costliest tables are halved
+recorded_plans.json (tests/measure/sampling/record_draws.py). Without a record, the costliest tables are halved
 instead. How good a plan is does not matter here.
 
 Shapes: D devices.

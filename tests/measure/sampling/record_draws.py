@@ -1,7 +1,7 @@
 """Record the plans whose groups `measure` draws, so that draws need no sharder
 (shardcore/measure/sampling/placements.py).
 
-  python -m bench.record_draws POOL.json --seeds 0 1 --draws 5300 [--held-out] [--batch 2048 ...]
+  python tests/measure/sampling/record_draws.py POOL.json --seeds 0 1 --draws 5300 [--held-out] [--batch 2048 ...]
 
 Of the first draws of each seed, those from a plan are planned by the sharder of today, which sees an analytic
 model. A plan is kept where the draws' own placement is another. What was recorded before stays as it is, so
