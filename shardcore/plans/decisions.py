@@ -33,7 +33,7 @@ class Decision:
     previous_ms: cost of the previous plan under the current model. None: there was none, or it is no longer
       valid for this problem.
     margin_ms: error of the gain (see gain.Gain). None: there was nothing to compare.
-    threshold: the share of previous_ms by which a candidate must be cheaper, whatever its margin.
+    threshold: the share of previous_ms by which a candidate must be cheaper, at any margin.
     decided_at: Unix s. 0: unknown.
     parent: id of the decision before.
     provenance: model, model_version, data_version, git_commit, setting, algorithm, its settings and seed.
@@ -98,6 +98,7 @@ def from_document(data: Any, where: str) -> Decision:
     where: the file, for the message.
     """
     decision = schema.build(Decision, envelope.opened(data, "decision", where), where)
+    # Reports read these keys as texts.
     files.require_provenance(decision.provenance, f"{where}: provenance")
     return decision
 

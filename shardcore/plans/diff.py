@@ -134,6 +134,7 @@ def diff(old: Plan, new: Plan, problem: Problem | None = None, forced: Collectio
         was, now = before[name], after[name]
         old_table, new_table = was[0].shard.table, now[0].shard.table
         moved = _moved_bytes(was, now)
+        # Another kind changes a checkpoint even where no cell moves.
         if moved or {p.kind for p in was} != {p.kind for p in now}:
             loses = lost(was, now, problem)
             moves.append(Move(name, moved, tuple(was), tuple(now), name in forced, loses))
@@ -143,6 +144,7 @@ def diff(old: Plan, new: Plan, problem: Problem | None = None, forced: Collectio
         moves=tuple(sorted(moves, key=lambda m: (-m.bytes, m.table))),
         added=tuple(sorted(after.keys() - before.keys())),
         removed=tuple(sorted(before.keys() - after.keys())),
+        # Names break ties, so the same plans give the same diff.
         resized=tuple(sorted(resized, key=lambda r: (-r.new_bytes, r.new.name))),
     )
 
@@ -182,9 +184,10 @@ def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
     place = np.arange(len(devices))
     for kind in dict.fromkeys(devices):
         # Devices that differ in speed or memory cannot be exchanged.
+        # One assignment problem for each group of equal devices.
         equal = np.array([d for d, device in enumerate(devices) if device == kind])
-        given, taken = linear_sum_assignment(stay[np.ix_(equal, equal)], maximize=True)
-        place[equal[given]] = equal[taken]
+        given, numbers = linear_sum_assignment(stay[np.ix_(equal, equal)], maximize=True)
+        place[equal[given]] = equal[numbers]
     exchanged = tuple(
         replace(p, devices=(place[p.devices[0]],)) if len(p.devices) == 1 else p for p in new.placements
     )
@@ -238,11 +241,12 @@ def _shards(placements: Sequence[Placement]) -> list[tuple[int, Shard]]:
 
 def _moved_bytes(old: Sequence[Placement], new: Sequence[Placement]) -> int:
     """Weights of a table that move to a device which did not have them, counted once per device."""
-    had, old_table = defaultdict[int, list[Shard]](list), Shard.whole(old[0].shard.table)
+    old_shards, old_table = defaultdict[int, list[Shard]](list), Shard.whole(old[0].shard.table)
     for device, shard in _shards(old):
-        had[device].append(shard)
+        old_shards[device].append(shard)
+    # Cells that are new in the table do not move: nobody had them.
     return sum(
-        _shared_bytes(shard, old_table) - sum(_shared_bytes(shard, s) for s in had[device])
+        _shared_bytes(shard, old_table) - sum(_shared_bytes(shard, s) for s in old_shards[device])
         for device, shard in _shards(new)
     )
 

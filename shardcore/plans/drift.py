@@ -33,7 +33,7 @@ class Drift:
     moves: the moves to `replan`.
     gain: ms that `replan` saves, with their margin.
     most_tables: how many tables may move. None: any number.
-    threshold: the share of now_ms by which a re-plan must be cheaper to pay, whatever its margin.
+    threshold: the share of now_ms by which a re-plan must be cheaper to pay, at any margin.
     """
 
     planned_ms: float
@@ -69,25 +69,26 @@ def drift(
     Raises what `lower` raises if the plan is no longer valid. A new plan is then needed at any cost.
     """
     old = rebind_tables(plan, now)
-    planned, kept = price_plan(plan, problem, model), price_plan(old, now, model)
+    planned, current = price_plan(plan, problem, model), price_plan(old, now, model)
 
     # A short search may end worse than its start, so the old plan competes too.
     def searched(limit: ReplanConfig) -> PricedPlan:
-        return min(price_plan(replan(plan, now, model, limit), now, model), kept, key=_total_ms)
+        return min(price_plan(replan(plan, now, model, limit), now, model), current, key=_total_ms)
 
+    # No limit on moves: the best plan is a yardstick, not a proposal.
     best = searched(replace(config, max_moved_tables=None, max_moved_bytes=None))
     replanned = searched(config) if config.limited else best
     # The unlimited search is heuristic as well. It can lose to the limited one.
     best = min(best, replanned, key=_total_ms)
     return Drift(
         planned_ms=_total_ms(planned),
-        now_ms=_total_ms(kept),
+        now_ms=_total_ms(current),
         best_ms=_total_ms(best),
         best=best.plan,
         replan_ms=_total_ms(replanned),
         replan=replanned.plan,
         moves=diff(plan, replanned.plan, now, forced_moves(plan, now)),
-        gain=gain(kept, replanned, now, model),
+        gain=gain(current, replanned, now, model),
         most_tables=config.max_moved_tables,
         threshold=threshold,
     )
@@ -103,9 +104,9 @@ def refreshed_by(problem: Problem, fresh: Problem) -> Problem:
     Raises ShardCoreError if they differ otherwise, too: in tables, devices, batch, job.
     """
     now = refreshed(problem, fresh.tables, _MEASURED)
-    kept = parts_of(now)
-    del kept["order of tables"]
-    if differ := refusal(kept, fresh):
+    parts = parts_of(now)
+    del parts["order of tables"]
+    if differ := refusal(parts, fresh):
         raise ShardCoreError(
             f"problem {fresh.name!r} has more than fresh statistics for the plan of "
             f"{problem.name!r}{differ}. Re-plan it: plan --start, with --start-problem"

@@ -1,7 +1,7 @@
 """The gain of one plan over another, with an interval of the difference, not of the two costs.
 
-Two plans of a problem share most errors of the model. Let a and b be the ms of a part of the step under both
-plans, sigma the model's held-out error of that part, and c the share of its work that the plans place
+Two plans of a problem share most errors of the model. Let a and b be the ms of compute, or of exchanges, under both
+plans, sigma the model's held-out error of it, and c the share of its work that the plans place
 otherwise. Errors of what stays are the same in both, those of what moves are independent:
 
     var = sigma² (a² + b² - 2 (1 - c) a b)
@@ -60,7 +60,9 @@ def gain(before: PricedPlan, now: PricedPlan, problem: Problem, model: CostModel
     lookups = _changed(*plans, lambda s: s.table.looked_up * s.width * s.rows / s.table.rows)
     sent = _changed(*plans, lambda s: output_bytes(s, problem.global_batch))
     compute = [max(cost.compute_ms) for cost in costs]
+    # Exchanges here are all of the step but the slowest compute and the dense model.
     exchanges = [cost.total_ms - cost.dense_ms - ms for cost, ms in zip(costs, compute, strict=True)]
+    # Changes of compute and of exchanges err independently.
     variance = sum(
         error**2 * (a * a + b * b - 2 * (1 - changed) * a * b)
         for error, changed, (a, b) in zip(

@@ -82,6 +82,7 @@ def hot_drift(problem: Problem, hot: Mapping[str, HotIds], counts: RowCounts) ->
                 f"there are no hot ids of table {name!r}; problem {problem.name!r} has {hot_part.rows} hot rows of it"
             )
         now = hot[name]
+        # Hot ids of another version would count other rows as hot.
         if (now.rows, len(now.ids)) != (rows, hot_part.rows):
             raise ShardCoreError(
                 f"table {name!r} was given {len(now.ids)} hot ids of {now.rows} rows; problem {problem.name!r} has "
@@ -123,8 +124,9 @@ def _drift(
 
 
 def _hottest(now: HotIds, counts: np.ndarray) -> HotIds:
-    """As many ids as are hot now, with the most lookups. Of equal ones, those that are hot stay."""
+    """The ids with the most lookups, as many as are hot now. Of equal ones, those that are hot stay."""
     was = np.zeros(len(counts), dtype=bool)
     was[now.ids] = True
+    # lexsort sorts by its last key first: most lookups, then those that are hot now.
     order = np.lexsort((~was, -counts))
     return HotIds(now.table, now.rows, np.sort(order[: len(now.ids)]))

@@ -244,6 +244,7 @@ class Publisher:
         others, candidate = self._others(problem), self._search(problem, previous)
         outcome, reason, gained, chosen = "first", "no plan was published for this problem", None, candidate
         if previous and previous.priced:
+            # The gain counts only against a plan that is still valid.
             gained = gain(previous.priced, candidate, problem, self.model)
             outcome, reason = self._judged(candidate.plan, previous, gained, problem)
             chosen = previous.priced if outcome == "kept" else candidate
@@ -269,6 +270,7 @@ class Publisher:
         """Plans to compare with: by BASELINES, NeuroShard's beam, and TorchRec's planner if it may run."""
         budgets: dict[str, Budget | None] = {**dict.fromkeys(BASELINES)}
         budgets["neuroshard"] = Budget(evals=self.config.budget_evals)
+        # Its enumeration grows with tables times devices.
         is_small = len(problem.tables) * len(problem.topology) <= _FOR_TORCHREC
         if "torchrec" in SHARDERS and self.config.torchrec_s and is_small:
             budgets["torchrec"] = Budget(seconds=self.config.torchrec_s)
@@ -290,7 +292,7 @@ class Publisher:
         """
         config, budget = self.config, Budget(evals=self.config.budget_evals)
         old = previous.plan if previous else None
-        plan, space = None, SPACE_OF.get(config.algorithm)
+        plan, priced, space = None, None, SPACE_OF.get(config.algorithm)
         if previous and old and space:
             limits = ReplanConfig(config.max_moved_tables, space=space, seed=config.seed, budget=budget)
             try:
@@ -303,12 +305,14 @@ class Publisher:
             outcome = compare.run(config.algorithm, problem, self.model, config.seed, budget, self.policy)
             if outcome.plan is None:
                 raise Infeasible(outcome.error or f"{config.algorithm} finds no plan")
-            plan = relabel_devices(outcome.plan, old, problem) if old else outcome.plan
+            plan, priced = outcome.plan, outcome.priced
+            if old:
+                plan, priced = relabel_devices(plan, old, problem), None
         # The same placements keep their provenance, hence their version.
         if previous and previous.priced and set(plan.placements) == set(previous.priced.plan.placements):
             return previous.priced
         signed = Plan(plan.placements, {**plan.provenance, **self.provenance})
-        return price_plan(signed, problem, self.model)
+        return dataclasses.replace(priced, plan=signed) if priced else price_plan(signed, problem, self.model)
 
     def _judged(self, plan: Plan, previous: _Previous, gained: Gain, problem: Problem) -> tuple[str, str]:
         """The outcome of a candidate with its reason. gained: over a plan that is still valid."""

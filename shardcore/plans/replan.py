@@ -38,10 +38,10 @@ _TRIES = 4
 
 @dataclass(frozen=True)
 class ReplanConfig:
-    """How to re-plan.
+    """Settings of a re-plan.
 
-    max_moved_tables: how many tables may move. None: any number.
-    max_moved_bytes: how many bytes of weights may move. None: any number.
+    max_moved_tables: tables that may move. None: any number.
+    max_moved_bytes: bytes of weights that may move. None: any number.
     space: search space of annealing (see search.anneal.sharder.SPACES). None: that of the old plan.
     seed: of the search.
     budget: of the search. None: the default.
@@ -112,6 +112,7 @@ def without_devices(old: Plan, before: Problem, now: Problem, gone: Sequence[int
                 "only, which are gone; pin it elsewhere"
             )
         return old, replace(now, constraints=replace(now.constraints, pinned=tuple(pins.items())))
+    # Fewer devices than are left: which ones are missing is unknown.
     if gone and n_now < len(left):
         raise ShardCoreError(
             f"problem {now.name!r} has {n_now} devices; {before.name!r} has {len(left)} "
@@ -207,7 +208,7 @@ def forced_moves(old: Plan, problem: Problem) -> frozenset[str]:
 
 
 def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) -> Plan:
-    """The best plan found by annealing from the valid part of the old plan.
+    """The best plan that annealing finds from the valid placements of the old plan.
 
     New tables, and those of `forced_moves`, are placed freely, outside the move limit.
     Without a limit, a new search replaces an old plan that cannot be a start. An old plan that still is one
@@ -236,6 +237,7 @@ def _kept(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | N
         require_plan(left, problem)
     except ShardCoreError:
         return None
+    # Other kinds are in a space of columns only where a table has no choice.
     others = [p.shard.table for p in left.placements if p.kind != WHOLE_ROWS.name]
     if space != "all" and not all(on_all_devices(table, problem) for table in others):
         return None
@@ -275,6 +277,7 @@ def _moving_little(
 
     stays: the placements of the old plan that stay if nothing may move.
     """
+    # Forced moves do not count, so the limits compare with tables that can stay.
     names = stays.by_table().keys()
     before = Plan(tuple(p for p in old.placements if p.shard.table.name in names))
     tables, n_bytes = config.max_moved_tables, config.max_moved_bytes
@@ -290,6 +293,7 @@ def _moving_little(
         too_many, too_much = config.exceeded_by(diff(before, searched))
         if too_many <= 0 and too_much <= 0:
             return searched
+        # Lower each limit by its excess, and never below 0.
         tables = None if tables is None else max(0, tables - max(0, too_many))
         n_bytes = None if n_bytes is None else max(0, n_bytes - max(0, too_much))
     raise Infeasible(f"no plan was found that moves at most {config.limits}; allow more to move")
@@ -314,6 +318,7 @@ def _in_parts(table: Table, plan: Plan, problem: Problem) -> Plan | None:
     left = np.array(held_bytes(problem)) - _used_bytes(plan, problem)
     roomiest = sorted(allowed, key=lambda d: -left[d])
     units = 1 if table.name in problem.constraints.unsplit else table.dim // MIN_WIDTH
+    # Equal parts only: TorchRec cuts a sequence's columns into equal widths.
     for n in (n for n in range(1, len(allowed) + 1) if units % n == 0):
         width = table.dim // n
         parts = (
@@ -342,6 +347,7 @@ def _stays(old: Plan, problem: Problem) -> Plan:
     gone = {t.name for t in Reshard(_without(left, fixed)).sorted(problem).new}
     while True:
         stays = _without(left, gone)
+        # The device with the largest excess gives up tables first.
         excess = np.array(_used_bytes(stays, problem)) - held_bytes(problem)
         worst = int(np.argmax(excess))
         weights = _weights_on(worst, _without(stays, fixed))

@@ -13,7 +13,7 @@ Only the pointer is ever overwritten, and always last. So a killed publisher lea
 one. At worst it leaves files that nothing names. A reader sees either state, whole.
 tests/plans/test_store_operations.py checks this at every single operation.
 
-Publishers that share a folder take turns (`turn`). An object store has no locks: run one publisher at a time
+Publishers that share a folder wait for each other (`turn`). An object store has no locks: run one publisher at a time
 there.
 """
 
@@ -288,6 +288,7 @@ def record(root: str | Path, decision: Decision) -> None:
             f"problem {name!r} has no version {decision.current!r} in {root} to make current"
         )
     before = last(root, name)
+    # An object store has no lock, so the parent is checked right before writing.
     if decision.parent != (before.id if before else None):
         raise ShardCoreError(
             f"problem {name!r}: decision {decision.id} follows {decision.parent}, but {before and before.id} is the "
@@ -307,6 +308,7 @@ def prune(root: str | Path, name: str, keep: int) -> list[str]:
             f"versions of the last {keep} decisions are to be kept; it needs {FEWEST_KEPT} or more, as a reader may "
             "still be at the one before"
         )
+    # Candidates that were considered of late stay, too.
     named = {v for d in islice(history(root, name), keep) for v in (d.current, d.candidate)}
     home = _home(root, name)
     if isinstance(home, Path):

@@ -189,6 +189,7 @@ def search_constraints(
             kinds[key] = allowed
         if c is None:
             continue
+        # A table that may not be cut by columns keeps all of them.
         types, dim = set(c.sharding_types or ()), table.config.embedding_dim
         if least := dim if types and not types & CUTS else c.min_partition:
             widths[key] = min(least, dim)
@@ -269,6 +270,7 @@ def without(
     """
     left = dict(kinds)
     for name, written in violated.items():
+        # Without the kind that ran as the refused type, the search finds another.
         left[name] = tuple(k for k in kinds[name] if written not in layout_of(k).torchrec)
         if not left[name]:
             raise ShardCoreError(
@@ -294,6 +296,7 @@ def write_allowed_types(plan: ShardingPlan, constraints: ByName, theirs: Tables)
         }
         shardings = modules_of(plan)[path]
         layouts = {name: BY_TYPE[shardings[name].sharding_type] for name in allowed}
+        # Types of cut tables that some table of the collection has to have.
         as_cut = {
             layouts[name].torchrec_cut
             for name, types in allowed.items()
@@ -306,6 +309,7 @@ def write_allowed_types(plan: ShardingPlan, constraints: ByName, theirs: Tables)
             if types and written not in types:
                 written = whole
             shardings[name] = replace(shardings[name], sharding_type=written)
+        # Both types in one collection are two ops in TorchRec.
         written_types = {shardings[name].sharding_type for name in allowed}
         lines += [
             f"module {path!r} runs {layout.torchrec_whole} and {layout.torchrec_cut} tables, for their "

@@ -78,6 +78,7 @@ def to_dmp_collection(
     arguments = Arguments(
         world_size=len(problem.topology),
         sharding_group_size=grouped.grouping.size,
+        # Hosts of a group, which are smaller than hosts of the job where groups interleave.
         node_group_size=per_host(grouped.problem),
         use_inter_host_allreduce=grouped.grouping.layout == CONTIGUOUS,
     )
@@ -86,7 +87,9 @@ def to_dmp_collection(
     if twice := sorted({"module", *planned} & set(others)):
         raise ShardCoreError(f"DMPCollection's {twice[0]} follows from the plan; leave it out")
     if others:
-        fields.check(fields.records()["DMPCollection"], others, "DMPCollection")
+        from torchrec.distributed.model_parallel import DMPCollection
+
+        fields.check(DMPCollection, others, "DMPCollection")
     return planned | others
 
 
@@ -112,7 +115,7 @@ def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:
 
 @dataclass(frozen=True)
 class _File:
-    """A file's content besides schema, version and digest."""
+    """A file's content without schema, version and digest."""
 
     arguments: Arguments
     sync_every: int

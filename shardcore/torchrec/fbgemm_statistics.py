@@ -6,7 +6,7 @@ TBEBenchmarkParamsReporter of FBGEMM 1.8 writes them:
 
 Such a job writes DIR/tbe-OP-config-estimation-STEP.json for each table batched embedding op (TBE) and step. A
 file describes an op, not a table. It has rows, dim and mean lookups of each feature, in the op's order, but
-no names. `write_tables_of_ops`, called in the job, writes the names beside them. Without names, a table is
+no names. `write_tables_of_ops`, called in the job, writes the names next to them. Without names, a table is
 known by its shape, if no other table has the same.
 
 FBGEMM estimates reuse. It gives the shares of the 20 most frequent ids. To the other ids it fits a power law
@@ -148,8 +148,8 @@ def read_statistics(path: str | Path) -> list[PartLookups]:
 def reported_tables(path: str | Path) -> tuple[Table, ...]:
     """The tables of a job, without its model. Precision is FP32.
 
-    Tables have their names in the job, if those were written. Otherwise each table of an op counts as a table
-    of its own: t0, t1, ... Each rank's reports are needed.
+    Tables have their names in the job, if those were written. Otherwise each table of an op counts as a separate
+    table: t0, t1, ... Each rank's reports are needed.
 
     Raises as `read_statistics` and `matched` do.
     """
@@ -160,6 +160,7 @@ def reported_tables(path: str | Path) -> tuple[Table, ...]:
         if r.part:
             parts[r.part.module, r.part.table].append(r.part)
             last[r.part.module, r.part.table] = r
+    # Tables of several modules may share a name.
     uses = Counter(table for _, table in parts)
     shapes = {}
     for (module, table), held in sorted(parts.items()):
@@ -247,12 +248,14 @@ def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, 
     lookups: of the batch.
     rows: of the table.
     """
+    # FBGEMM gives shares. Counts are whole numbers.
     counts = np.rint(np.asarray(hitters, dtype=float) * lookups)
     seen = np.bincount(np.searchsorted(BIN_HIGH, counts), minlength=REUSE_BINS).astype(float)
     first, left = len(counts), lookups - counts.sum()
     # Nothing is left to distribute.
     if left < 0.5 or rows <= first or not first:
         return seen
+    # The law starts below the last frequent id.
     most = counts[-1]
     if (q, s) == NO_FIT:
         # As if all were seen as often.
@@ -276,7 +279,9 @@ def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, 
             first + 0.5, middle
         ) > most
         low, high = (middle, high) if more else (low, middle)
+    # The law scaled to the lookups that are left.
     scale = left / mass(high)
+    # Rank at which the law falls below each bin's highest count.
     edges = np.clip([(scale / (c + 0.5)) ** (1 / s) - q + 0.5 for c in BIN_HIGH], first, high)
     return seen - np.diff(edges, prepend=high)
 

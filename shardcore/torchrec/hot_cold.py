@@ -112,6 +112,7 @@ class HotColdEmbeddingCollection(nn.Module):
         }
         ids = [split[f].cold_ids if f in split else lookups[f].values() for f in self._features]
         lengths = [split[f].cold_lengths if f in split else lookups[f].lengths() for f in self._features]
+        # Cold rows of all features are one lookup, which TorchRec shards.
         keys = list(self._features)
         cold = self.cold(KeyedJaggedTensor(keys=keys, values=torch.cat(ids), lengths=torch.cat(lengths)))
         outputs = {f: cold[f] for f in self._features}
@@ -134,12 +135,14 @@ class HotColdEmbeddingCollection(nn.Module):
                 f"table {name!r} was given ids {int(ids.min())} to {int(ids.max())}; it has "
                 f"{self._tables[name].num_embeddings} rows"
             )
+        # [L] number of hot ids below each id. For a hot id it is its row.
         below = torch.searchsorted(hot, ids.to(hot.dtype))
         is_hot = hot[below.clamp(max=len(hot) - 1)] == ids
         # Behind the last id, for the end of the last sample.
         before = nn.functional.pad(torch.cumsum(is_hot, 0), (1, 0))
         hot_lengths = torch.diff(before[feature.offsets()])
         n_hot, before = before[-1], before[:-1]
+        # Hot outputs come first, so a cold one lies behind all of them.
         order = torch.where(is_hot, before, n_hot + torch.arange(len(ids), device=ids.device) - before)
         return _Split(
             below[is_hot],

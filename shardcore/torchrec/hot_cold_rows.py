@@ -124,11 +124,13 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
 def _fill(part: _Rows, missing: dict[str, np.ndarray], source_rows: _Rows) -> None:
     """Copy the rows of a part that a file has."""
     ids, columns = source_rows.ids, source_rows.columns
+    # [N] position in the file of each row of the part, if the file has it.
     at = np.searchsorted(ids, part.ids).clip(max=max(len(ids) - 1, 0))
     have = np.flatnonzero(ids[at] == part.ids) if len(ids) else np.zeros(0, dtype=int)
     lo, hi = max(columns[0], part.columns[0]), min(columns[1], part.columns[1])
     if not len(have) or lo >= hi:
         return
+    # Positions in the file and in the part.
     rows, into = torch.from_numpy(at[have]), torch.from_numpy(have)
     for name, tensor in part.tensors.items():
         if name not in source_rows.tensors:
@@ -147,6 +149,7 @@ def _fill(part: _Rows, missing: dict[str, np.ndarray], source_rows: _Rows) -> No
         else:
             cells = source[:, lo - columns[0] : hi - columns[0]][rows]
             tensor[into.to(tensor.device), lo - part.columns[0] : hi - part.columns[0]] = cells.to(tensor)
+            # Columns may come from several files.
             missing[name][have] -= hi - lo
 
 
@@ -173,9 +176,10 @@ def _hot_parts(
     for name, hot in module.hot_ids.items():
         weight = module.hot[name]
         state = optimizer.state.get(weight, {}) if optimizer else {}
-        kept = {k: v for k, v in state.items() if torch.is_tensor(v) and k != _STEPS}
-        _require_known(kept, _FUSED_STATE.values(), f"{path}.{name}")
-        states = {k: _state(v, len(hot.ids)) for k, v in kept.items()}
+        # Counts of steps belong to no row.
+        of_rows = {k: v for k, v in state.items() if torch.is_tensor(v) and k != _STEPS}
+        _require_known(of_rows, _FUSED_STATE.values(), f"{path}.{name}")
+        states = {k: _state(v, len(hot.ids)) for k, v in of_rows.items()}
         tensors = {"weights": weight.detach(), **states}
         yield _Rows(f"{path}.{name}", hot.ids, (0, weight.shape[1]), tensors)
 
@@ -261,13 +265,13 @@ class _Header:
 
 def _complete(folder: Path) -> dict[Path, str]:
     """Files of rows, each with its digest. Raises ShardCoreError for a folder that is not whole."""
-    path, there = folder / "complete.json", {p.name for p in folder.glob("rows-*.safetensors")}
+    path, names = folder / "complete.json", {p.name for p in folder.glob("rows-*.safetensors")}
     if not path.exists():
         raise ShardCoreError(
-            f"{folder} has {len(there)} files of rows and no complete.json; it needs a folder that save_rows finished"
+            f"{folder} has {len(names)} files of rows and no complete.json; it needs a folder that save_rows finished"
         )
     digests = build(_Complete, unseal(open_document(path, _COMPLETE), path), str(path)).files
-    if differ := sorted(there ^ set(digests)):
+    if differ := sorted(names ^ set(digests)):
         raise ShardCoreError(
             f"{folder} and its complete.json differ in {len(differ)} files, such as "
             f"{shown(differ[0])}; it needs a folder that save_rows finished"

@@ -93,6 +93,7 @@ def statistics_of(
 
 
 def _given(theirs: Mapping[str, ModelTable], lookups: Means) -> dict[str, tuple[float, Zipf]]:
+    # A typing error in a pair would silently fall back to the feature's mean.
     pairs = {(name, feature) for name, t in theirs.items() for feature in t.config.feature_names}
     if unknown := next((key for key in lookups if isinstance(key, tuple) and key not in pairs), None):
         raise ShardCoreError(
@@ -193,6 +194,7 @@ def deduplicated_of(
     for group in map(tuple, groups):
         if group not in tables:
             raise ShardCoreError(f"deduplicated has {list(group)}; no table has these features")
+    # Features of a group share an inverse index, so one factor holds for all of its tables.
     factors = {
         group: dedup_of([(lookups.ids[f], lookups.lengths[f]) for f in group], batch) for group in tables
     }
@@ -212,6 +214,7 @@ def with_row_shares(
     shared = []
     for table in tables:
         ids = np.concatenate([data.ids[f] for f in theirs[table.name].config.feature_names])
+        # Few ids, or ids that lie as if hashed, give no shares.
         shares = access.row_shares_of(ids, table.rows, n_devices)
         shared.append(replace(table, ordered=True, row_shares=shares) if shares else table)
     return tuple(shared)

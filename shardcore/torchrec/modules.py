@@ -2,7 +2,7 @@
 
 A module that wraps a collection (feature processors, managed collision) is sharded in its place. Plans name
 the wrapper, and its sharder hands the tables on to the collection within. A plan of what is within would
-leave out the wrapper: each rank would then map ids to rows by itself.
+leave out the wrapper: each rank would then map ids to rows alone.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def tables_of(module: nn.Module, whole: bool = False) -> dict[str, ModelTable]:
 
     require_type(module, nn.Module, "module", "a torch.nn.Module, the model")
     tables = list(_tables(module, "", set(), whole))
+    # Two collections may have tables of one name.
     uses = Counter(t.name for t in tables)
     # Both parts of a table go by one path, that of the module that divides it, if the table does.
     uses_of_whole = Counter(t.name for t in _tables(module, "", set(), True))
@@ -102,6 +103,7 @@ def _tables(module: nn.Module, path: str, seen: set[int], whole: bool) -> Iterat
     if type(module) in (EmbeddingBagCollection, EmbeddingCollection):
         yield from _of_collection(module, path)
         return
+    # A subclass may do anything to ids or weights.
     if isinstance(module, (*_refused(), EmbeddingBagCollection, EmbeddingCollection)):
         raise ShardCoreError(
             f"module {path!r} is a {type(module).__name__}; ShardCore plans "
@@ -158,8 +160,9 @@ def _managed_collision(wrapper: nn.Module | None, config: Any) -> ManagedCollisi
     )
     if not isinstance(module, MCHManagedCollisionModule):  # a hash table, which keeps no history
         return ManagedCollision(-(-of_rows // rows))
-    kept = 1 + sum(of_history for _, _, of_history in module._eviction_policy.metadata_info)
-    return ManagedCollision(-(-of_rows // rows), math.ceil(_HISTORY * module._eviction_interval * kept * 8))
+    # Of each id of the history it keeps the id and the metadata that eviction needs, 8 bytes each.
+    fields = 1 + sum(of_history for _, _, of_history in module._eviction_policy.metadata_info)
+    return ManagedCollision(-(-of_rows // rows), math.ceil(_HISTORY * module._eviction_interval * fields * 8))
 
 
 def _inner() -> dict[type, str]:
@@ -203,12 +206,12 @@ def path_in_model(path: str, job: nn.Module) -> str:
     It leaves out the wrappers that the job puts around the model, and the attribute of a wrapper.
     job: a DistributedModelParallel.
     """
-    module, kept = job, []
+    module, parts = job, []
     for part in filter(None, path.split(".")):
         if part not in (name for kind, name in _attributes().items() if isinstance(module, kind)):
-            kept.append(part)
+            parts.append(part)
         module = getattr(module, part)
-    return ".".join(kept)
+    return ".".join(parts)
 
 
 def _attributes() -> dict[type, str]:
@@ -234,11 +237,10 @@ def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) 
             hasattr(sharder, "module_type"),
             f"sharders has {shown(sharder)}; it needs TorchRec's sharders, such as EmbeddingBagCollectionSharder()",
         )
-    taken = {sharder.module_type for sharder in sharders}
-    children = dict(module.named_modules())
+    kinds = {sharder.module_type for sharder in sharders}
     for table in (t for t in tables_of(module).values() if not t.replica):
-        kind = type(children[table.path])
-        if kind not in taken:
+        kind = type(module.get_submodule(table.path))
+        if kind not in kinds:
             raise ShardCoreError(
                 f"module {table.path!r} is an {kind.__name__}, which no sharder takes; there are "
                 f"{sorted(type(s).__name__ for s in sharders)}: add {kind.__name__}Sharder()"
@@ -262,26 +264,19 @@ def require_all(plan: ShardingPlan, module: nn.Module, sharders: Sequence[Module
     """
     from torchrec.distributed.sharding_plan import get_default_sharders
 
-    taken = {sharder.module_type: sharder for sharder in sharders or get_default_sharders()}
-    if missing := [path for path in _sharded_paths(module, "", taken, set()) if path not in plan.plan]:
+    by_type = {sharder.module_type: sharder for sharder in sharders or get_default_sharders()}
+    # A planned module's sharder takes what is within, too.
+    planned = tuple(f"{path}." if path else "" for path in plan.plan)
+    missing = [
+        path
+        for path, child in module.named_modules()
+        if (sharder := by_type.get(type(child))) and sharder.shardable_parameters(child)
+        if path not in plan.plan and not path.startswith(planned)
+    ]
+    if missing:
         raise ShardCoreError(
             f"modules {missing[:5]} are not present in the sharding plan; ShardCore plans {', '.join(_planned())}"
         )
-
-
-def _sharded_paths(
-    module: nn.Module, path: str, taken: Mapping[type, ModuleSharder[Any]], seen: set[int]
-) -> Iterator[str]:
-    """Paths of the modules that sharders take. A module that is used twice has its first path only."""
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    sharder = taken.get(type(module))
-    if sharder and sharder.shardable_parameters(module):
-        yield path
-        return
-    for name, child in module.named_children():
-        yield from _sharded_paths(child, f"{path}.{name}" if path else name, taken, seen)
 
 
 def unpriced_wrappers(tables: Mapping[str, ModelTable]) -> list[str]:

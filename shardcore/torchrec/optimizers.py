@@ -21,25 +21,8 @@ if TYPE_CHECKING:
     from torchrec.distributed.types import ModuleSharder
 
 PLAIN_PARAMS = frozenset(
-    {
-        "optimizer",
-        "learning_rate",
-        "lr",
-        "eps",
-        "beta1",
-        "beta2",
-        "betas",
-        "weight_decay",
-        "momentum",
-        "eta",
-        "gradient_clipping",
-        "max_gradient",
-        "max_norm",
-        "enforce_hbm",
-        "stochastic_rounding",
-        "bounds_check_mode",
-        "prefetch_pipeline",
-    }
+    "optimizer learning_rate lr eps beta1 beta2 betas weight_decay momentum eta gradient_clipping max_gradient "
+    "max_norm enforce_hbm stochastic_rounding bounds_check_mode prefetch_pipeline".split()
 )
 """fused_params that change neither bytes nor, by much, time."""
 
@@ -62,6 +45,7 @@ def optimizer_of(
             raise ShardCoreError(
                 f"table {name!r} trains under {theirs}; known are {', '.join(o.theirs for o in OPTIMIZERS.values())}"
             )
+    # A step is priced under one optimizer.
     first, *others = dict.fromkeys(by_name.values())
     if others:
         pairs = [(next(n for n, t in by_name.items() if t == kind), kind) for kind in (first, others[0])]
@@ -125,23 +109,23 @@ def under(model: CostModel, optimizer: str) -> CostModel:
 
 
 def notes(
-    model: CostModel, own: str | None, counted: str, sharders: Sequence[ModuleSharder[Any]]
+    model: CostModel, optimizer: str | None, counted: str, sharders: Sequence[ModuleSharder[Any]]
 ) -> list[str]:
     """Lines that say which optimizer counts, and which of its settings do not.
 
-    own: the job's. None: it sets none.
-    counted: what memory counts.
+    optimizer: the job's. None: it sets none.
+    counted: the optimizer whose state memory counts.
     """
     lines = []
-    if own is None:
+    if optimizer is None:
         lines.append(
             f"no optimizer is set on the tables' weights or in fused_params; their state counts as "
             f"under {counted}, the cost model's"
         )
-    elif own != model.setting.optimizer:
+    elif optimizer != model.setting.optimizer:
         lines.append(
             f"tables are priced as under {model.setting.optimizer}, for which the cost model is; "
-            f"they train under {own}, whose state memory counts"
+            f"they train under {optimizer}, whose state memory counts"
         )
     for sharder in sharders:
         other = sorted(set(getattr(sharder, "fused_params", None) or {}) - PLAIN_PARAMS)

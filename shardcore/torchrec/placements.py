@@ -74,6 +74,7 @@ def _placed_as(sharding: Any, table: Table, name: str, topology: Topology) -> li
         elif tuple(ranges) == topology.ranks and layout.divides_rows:
             layout = next(k for k in ways(topology) if k.divides_rows)
         placement = Placement(layout.name, Shard(table, 0, table.rows, low, high), tuple(ranges))
+        # TorchRec finds a row's rank by division, so uneven ranges would look up wrong rows.
         is_even = not layout.divides_rows or even_rows(table.rows, len(ranges)) is not None
         expected = {d: (s.row_lo, s.row_hi) for d, s in shards_on(placement)} if is_even else None
         if ranges != expected:

@@ -32,7 +32,7 @@ _SCHEMA = "torchrec-plan"
 
 @dataclasses.dataclass(frozen=True)
 class _File:
-    """A file's content besides schema, version and digest.
+    """A file's content without schema, version and digest.
 
     modules: settings of a ParameterSharding, by module path and table.
     qcomms: settings of a QCommsConfig.
@@ -77,6 +77,7 @@ def _require_of(plan: ShardingPlan, module: nn.Module, what: str) -> None:
     for table in tables_of(module).values():
         tables.setdefault(table.path, set()).add(table.name)
     planned = {path: set(shardings) for path, shardings in modules_of(plan).items()}
+    # Both directions: tables that only one of the two has would train unsharded.
     for path in sorted({*planned, *tables}):
         if path not in tables:
             raise ShardCoreError(
@@ -138,6 +139,7 @@ def _sharding(value: Any, what: str) -> ParameterSharding:
         raise ShardCoreError(f"{what}, ranks has {wrong[0]}; ranks are 0 to {MOST_DEVICES - 1}")
     if spec is None:
         return sharding
+    # A model would take ranks from one and shards from the other.
     placed = {shard.placement.rank() for shard in spec.shards}
     if ranks is not None and set(ranks) != placed:
         raise ShardCoreError(f"{what} has ranks {shown(ranks)}; its shards are on {shown(sorted(placed))}")
@@ -206,6 +208,7 @@ def decode(kind: Any, value: Any, what: str) -> Any:
         return origin(decode(k, v, what) for k, v in zip(kinds, value, strict=True))
     if getattr(kind, "__name__", "") == "ShardingSpec":
         return _spec(value, what)
+    # Files name members of enums (see `encode`).
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         if not isinstance(value, str) or value not in kind.__members__:
             raise ShardCoreError(f"{what} is {shown(value)}; known are {', '.join(kind.__members__)}")

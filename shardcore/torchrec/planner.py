@@ -127,6 +127,7 @@ def problem_for(
     if optimizer is None:
         optimizer = set_optimizer or "exact_sgd"
     problem = Problem(name, tables, ours, global_batch, optimizer, job=job or Job())
+    # Tables are read whole and divided here, so hot and cold rows share statistics.
     problem = with_hot_rows(problem, _hot_rows(module, theirs))
     constraints = constraints or Constraints()
     kinds = dict(constraints.kinds) | dict(problem.constraints.kinds)
@@ -156,7 +157,7 @@ def _precision(table: str, data_type: str) -> str:
 
 
 def _hot_rows(module: nn.Module, theirs: Mapping[str, ModelTable]) -> dict[str, int]:
-    """How many rows of tables are hot. theirs: whole tables."""
+    """Number of hot rows of tables. theirs: whole tables."""
     from shardcore.torchrec.hot_cold import hot_cold_modules  # loads torch
 
     hot = {
@@ -291,12 +292,14 @@ class ShardCorePlanner:
             constrained.search_constraints(constraints, theirs, self.topology, self.compute_device),
             job=self.job or Job(forward_payload=payloads[0], backward_payload=payloads[1]),
         )
+        # Constraints add weights of lookups, and memory tiers.
         tables = constrained.with_constraints(problem.tables, constraints, self.topology)
         plan, problem = self._search(replace(problem, tables=tables), constraints)
         settings = constrained.settings_of(constraints, theirs)
         sharding_plan = to_torchrec(plan, problem, module, self.compute_device, settings)
         notes += constrained.write_allowed_types(sharding_plan, constraints, theirs)
         if variable:
+            # Only the written plan says which host_row tables are cut.
             constrained.require_no_grid(sharding_plan)
         require_all(sharding_plan, module, sharders or ())
         notes += optimizers.notes(self.model, optimizer, problem.optimizer, used)
@@ -310,6 +313,7 @@ class ShardCorePlanner:
         if self.their_topology is not None:
             notes += topologies.notes(self.their_topology, bool(self.topology.memory))
         notes += unpriced_hardware(self.model.setting, self.compute_device)
+        # A price beyond the measured range is a guess, so it is named.
         beyond = self._model_for(problem).out_of_range(lower(plan, problem))
         notes += [f"extrapolated: {line}" for line in beyond]
         self.problem, self.our_plan = problem, plan

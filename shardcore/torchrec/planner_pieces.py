@@ -64,6 +64,7 @@ class OurBytes:
         sharding_options.sort(
             key=lambda o: (int(o.name[1:]), (*ALL_TYPES, *HOST_TYPES).index(o.sharding_type))
         )
+        # TorchRec adds storage up, so each shard counts with its own peak.
         bytes_of = own_peaks(self.problem)
         for option in sharding_options:
             layout = layout_of_torchrec(option.sharding_type)
@@ -80,7 +81,7 @@ class OurBytes:
 
 @dataclass
 class Metered:
-    """Several proposers as one, in turn, until the budget is used up.
+    """Several proposers as one, each after the other, until the budget is used up.
 
     It continues beyond the budget until some proposal can be placed.
     """
@@ -103,9 +104,9 @@ class Metered:
             self.waiting.pop(0)
         return None
 
-    def feedback(self, partitionable: bool, **found: Any) -> None:
+    def feedback(self, partitionable: bool, **rest: Any) -> None:
         self.placeable |= partitionable
-        self.waiting[0].feedback(partitionable=partitionable, **found)
+        self.waiting[0].feedback(partitionable=partitionable, **rest)
 
 
 @contextmanager
@@ -117,6 +118,7 @@ def quiet() -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
+    # The warning about replicas comes from the root logger.
     root.addFilter(_not_of_replicas)
     try:
         with warnings.catch_warnings():

@@ -40,6 +40,7 @@ def settings_of(sharding: ParameterSharding, what: str) -> dict[str, Any]:
     except ShardCoreError as error:
         return {"unkept": str(error)}
     del settings["sharding_type"]
+    # Defaults are left out, so that plans without settings stay small.
     is_default = set(settings) == {"compute_kernel"} and sharding.compute_kernel in PLAIN_KERNELS
     return {} if is_default else settings
 
@@ -81,6 +82,7 @@ def payloads_of(sharders: Iterable[ModuleSharder[Any]]) -> tuple[str, str]:
 
     Raises ShardCoreError for payloads that are not priced.
     """
+    # Payloads that differ between sharders have no single job. They are named as unpriced.
     sent = {payloads for sharder in sharders for payloads in _sent(sharder).values()}
     return sent.pop() if len(sent) == 1 else ("fp32", "fp32")
 

@@ -152,6 +152,7 @@ def torchrec(
         if given is None or not rest:
             break
         with quiet():
+            # The local batch is memory that TorchRec does not know.
             left = np.maximum(given.left + more, 0)
             theirs = _Theirs(problem, model, rest, replace(given, left=left))
             for all_types, min_partition in theirs.distinct(config):
@@ -162,11 +163,14 @@ def torchrec(
                     continue
                 swept = [all_types, min_partition]
                 plans.append(priced_plan([*given.placements, *placements], packed=False, swept=swept))
+        # Fewer bytes help only where plans exist and none fits.
         if not plans or any(fits(plan, problem) for plan in plans):
             break
+        # At least double the reduction, so that few sweeps are enough.
         more -= max(min(lacking(plan, problem) for plan in plans), -more)
     if not any(fits(plan, problem) for plan in plans):
         plans = [priced_plan(fitting(problem).placements, packed=True)]
+    # Each run ranks by TorchRec's own cost. Across runs our model decides.
     best = cheapest(plans, problem)
     return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config)})
 
@@ -219,6 +223,7 @@ def _constrained_first(problem: Problem, model: CostModel) -> _Given | None:
     keys = cache.keys(shards)
     cache.add(keys)
     state = PlacementState(cache, keys, priced=False)
+    # Bundles with the fewest devices first, then the longest, then the largest.
     order = sorted(
         bundles(map(Shard.whole, chosen), problem),
         key=lambda b: (freedom(b, problem), -load(b).min(), -sum(s.bytes for s in b)),
@@ -227,6 +232,7 @@ def _constrained_first(problem: Problem, model: CostModel) -> _Given | None:
         roomy = state.fits(*cache.key(bundle[0]))
         if not roomy.any():
             return None
+        # The device that is done first, of those with room.
         device = int(np.argmin(np.where(roomy, busy + load(bundle), np.inf)))
         devices.append(device)
         busy[device] += load(bundle)[device]
@@ -269,6 +275,7 @@ class _Theirs:
         devices, hosts = problem.topology.devices, problem.topology.hosts
         self.ranks = problem.topology.ranks
         per_host = Counter(d.host for d in devices)
+        # TorchRec knows hosts of equal size only. Others count as one host.
         self.per_host = len(devices) // len(hosts) if len(set(per_host.values())) == 1 else len(devices)
         self.bandwidths = self._bandwidths(model)
 
@@ -294,6 +301,7 @@ class _Theirs:
             if o.sharding_type == WHOLE_ROWS.torchrec_whole
             for s in o.shards
         )
+        # TorchRec prices lookups by bytes over bandwidth, so bandwidth is the one free number.
         ours_ms = lookup_ms(self.problem, model) * sum(looked_up(Shard.whole(t)) for t in self.names.values())
         if theirs_ms > 0 and ours_ms > 0:
             known["hbm_mem_bw"] = topology.hbm_mem_bw * theirs_ms / ours_ms
@@ -381,6 +389,7 @@ class _Theirs:
         seen = set()
         weights: list[Any] = [bag.weight for bag in self.module.embedding_bags.values()]
         for all_types, min_partition in product(config.all_types, config.min_partition):
+            # Two settings with as many shards of each table give the same search space.
             shards = (
                 calculate_shard_sizes_and_offsets(w, 1, 1, "column_wise", min_partition)[0] for w in weights
             )
@@ -399,6 +408,7 @@ class _Theirs:
         from torchrec.distributed.planner.types import PlannerError
 
         topology, constraints = self.topology(self.bandwidths), self.constraints(all_types, min_partition)
+        # TorchRec's default proposers, with a smaller grid.
         greedy = GreedyProposer(), GreedyProposer(use_depth=False)
         rating: Any = Slowest(topology)
         proposer: Any = Metered([GridSearchProposer(grid), *greedy, UniformProposer()], meter)

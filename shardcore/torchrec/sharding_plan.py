@@ -5,14 +5,14 @@ Every rule here was tried with DistributedModelParallel.
 Each kind of sharding is one or two sharding types of TorchRec:
 
 - Whole rows on a device are table_wise, or column_wise if columns are cut. Widths are any multiples of 4.
-- Rows divided over all devices are row_wise. TorchRec sends id i to rank i // ceil(rows / devices), whatever
-the plan says.
+- Rows divided over all devices are row_wise. TorchRec sends id i to rank i // ceil(rows / devices), under
+any plan.
 - Rows divided over one host are table_row_wise, likewise. They are grid_shard if several hosts hold columns.
 - A replica on every device is data_parallel. Its kernel is dense. Its optimizer is the user's own.
 
 TorchRec runs one op and one exchange per sharding type. Once a collection has one table cut by columns, its
 whole tables are written as column_wise too. They then join that op, as `lower` prices them. table_row_wise
-and grid_shard work alike.
+and grid_shard work likewise.
 
 Columns are interchangeable. A device gets only one shard of a table, because TorchRec fails on shards of
 unequal widths. So a plan that comes back is consolidated, with as many columns on each device.
@@ -92,14 +92,15 @@ def to_torchrec(
     placements = plan.by_table()
     shardings = {name: sharded(placements[name], problem.topology) for name in theirs}
     settings = {} if like else plan.provenance.get("torchrec", {})
-    kept = {
+    earlier = {
         name: with_settings(of_table, f"table {name!r} of the plan's provenance")
         for name, of_table in settings.items()
     }
-    if unknown := sorted(set(kept) - set(theirs)):
+    if unknown := sorted(set(earlier) - set(theirs)):
         raise ShardCoreError(
             f"the plan's provenance has settings of table {unknown[0]!r}; the model has {sorted(theirs)[:5]}"
         )
+    # Sharding types of cut tables, by collection.
     cut = {(theirs[name].path, s.sharding_type) for name, s in shardings.items() if theirs[name].pooled}
     modules: dict[str, EmbeddingModuleShardingPlan] = defaultdict(EmbeddingModuleShardingPlan)
     for name in [name for name, table in theirs.items() if table.replica]:
@@ -118,9 +119,10 @@ def to_torchrec(
                 f"plan shards table {name!r} {sharding.sharding_type}; TorchRec shards module {table.path!r}, "
                 f"{table.within}, {' or '.join(table.sharding_types)} only: plan it so (constraints.kinds)"
             )
-        old = kept.get(name)
+        old = earlier.get(name)
         if like and table.path in like.plan:
             old = modules_of(like)[table.path].get(table.name)
+        # An earlier UVM or cached kernel has no counterpart for replicas.
         if sharding.layout.dense_gradient and old is not None and old.compute_kernel not in PLAIN_KERNELS:
             raise ShardCoreError(
                 f"plan replicates table {name!r}, which has kernel {old.compute_kernel}; TorchRec replicates with "
@@ -251,6 +253,7 @@ def _sharding(
     from torchrec.distributed.sharding_plan import placement
     from torchrec.distributed.types import ParameterSharding
 
+    # Placements name devices by their number on a host.
     per_host = len(topology.on_hosts[0]) if topology.equal_hosts else len(topology)
     if sharding.layout.dense_gradient:
         ranks, spec, kernel = list(range(len(topology))), None, "dense"
@@ -297,7 +300,7 @@ def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Modu
     placements = []
     for name, table in theirs.items():
         if table.replica:
-            # The model has hot rows on every rank, whatever the TorchRec plan is.
+            # The model has hot rows on every rank. No TorchRec plan names them.
             placements.append(Placement(REPLICA.name, Shard.whole(ours[name]), problem.topology.ranks))
         else:
             by_path[table.path][table.name] = ours[name]
@@ -305,13 +308,13 @@ def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Modu
         if path not in modules:
             raise ShardCoreError(f"the TorchRec plan has no module {path!r}; it has {sorted(modules)[:5]}")
         placements += placements_of(modules[path], tables, problem.topology)
-    kept = {
-        name: settings
+    settings = {
+        name: of_table
         for name, table in theirs.items()
         if not table.replica
-        if (settings := settings_of(modules[table.path][table.name], f"table {name!r}"))
+        if (of_table := settings_of(modules[table.path][table.name], f"table {name!r}"))
     }
-    provenance = {"algorithm": "torchrec plan"} | ({"torchrec": kept} if kept else {})
+    provenance = {"algorithm": "torchrec plan"} | ({"torchrec": settings} if settings else {})
     plan = Plan(consolidate(placements), provenance)
     require_cover(plan, problem)
     return plan

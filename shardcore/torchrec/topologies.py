@@ -47,6 +47,7 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bo
             f"topology has {storage}_cap {capacity} on rank {d.rank}; it needs bytes, of which some are left with "
             f"{reserved:.0%} reserved",
         )
+        # TorchRec numbers ranks host by host.
         host = f"host-{d.rank // topology.local_world_size}"
         devices.append(Device(int(capacity * (1 - reserved)), host=host))
     memory = []
@@ -54,6 +55,7 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bo
         if tier.torchrec is None:
             continue
         capacity, bandwidth = tier.torchrec
+        # Our tiers have one size for all hosts, so the smallest counts.
         of_host = min(getattr(d.storage, capacity) for d in topology.devices) * topology.local_world_size
         memory.append(Memory(tier.name, of_host, getattr(topology, bandwidth) / BYTES_PER_MS_PER_GBPS))
     gbps: dict[str, Any] = given_bandwidths(topology)
