@@ -74,10 +74,6 @@ class Heat:
         lookups = np.append(0.0, np.cumsum(self.rows * self.lookups))
         return float(np.interp(share * lookups[-1], lookups, np.append(0.0, np.cumsum(self.rows))))
 
-    def hottest_touched(self, rows: float | np.ndarray) -> np.ndarray:
-        """[N] of the so many hottest rows, those that a batch touches. Raises ShardCoreError for too many."""
-        return _through(self._require(rows, "hottest rows"), self.rows, self.rows * self.touched)
-
     def misses(self, rows: float | np.ndarray) -> np.ndarray:
         """[N] unique rows a batch that a warm cache of so many rows misses.
 
@@ -147,19 +143,6 @@ def heat_of(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[H
         for i, of, total in zip(reuse, rows, sums, strict=True):
             found[i] = _of_reuse(tables[i], batch, of, total, unseen)
     return [found.get(i) or _of_zipf(table, batch) for i, table in enumerate(tables)]
-
-
-def heat_of_ids(table: Table, ids: np.ndarray, batch: int, batches: int = 1) -> Heat:
-    """The heat of a table from the ids [L] of so many batches of its data.
-
-    Raises ShardCoreError as `row_counts` does, and if there are no ids.
-    """
-    if len(ids) == 0:
-        raise ShardCoreError(
-            f"table {table.name!r} has no access statistics: {batches} batches of its data "
-            "have no ids; it needs some"
-        )
-    return heat_of_counts(table, row_counts(table, ids), batch, batches)
 
 
 def heat_of_counts(table: Table, counts: np.ndarray, batch: int, batches: int = 1) -> Heat:
