@@ -62,7 +62,7 @@ class Table:
     sequence: True if each lookup is an output, as in an EmbeddingCollection. Else they are pooled.
     dedup: samples of a device's batch for each distinct value of the table's features. Where features are
         deduplicated (RecD, arXiv 2211.05239), a value travels and is looked up once, and its output is
-        copied by the device that asked. `pooling` and `access` are those of all samples.
+        copied by the device that needs it. `pooling` and `access` are those of all samples.
     collection: the EmbeddingBagCollection or EmbeddingCollection that has it, such as its path in the model.
         Each runs separate ops and exchanges. Pooled tables and sequences of one name are two.
     load_factor: share of its rows that a cache in device memory holds, while all are in `tier`. 1: all are in
@@ -253,7 +253,7 @@ class Plan:
     """Placements of all shards.
 
     placements: together they cover each cell of each table once.
-    provenance: algorithm, seed, model and data version, search settings; no part of equality.
+    provenance: algorithm, seed, model and data version, search settings. Equality ignores it.
     """
 
     placements: tuple[Placement, ...]

@@ -78,7 +78,7 @@ def comm_id(setting: Setting, request: CollectiveRequest) -> str:
 
 
 def write_pool(folder: str | Path, tables: Sequence[Table]) -> str:
-    """Write a pool beside the parts that use it. Returns its digest."""
+    """Write a pool to the folder of the parts that use it. Returns its digest."""
     name = files.digest([files.table_to_json(t) for t in tables])
     path = Path(folder) / f"pool-{name}.json"
     try:

@@ -38,7 +38,7 @@ _UNFINISHED = re.compile(r"\.(compute|comm|pool)-.*\.(parquet|json)\.\d+\.tmp")
 _PART_ROWS = 1 << 17
 """Samples in a merged part."""
 _MOST_VALUES, _MOST_TEXT = (1 << 18, 16), (1 << 24, 64)
-"""Limits on a part's values and on its characters of text: a base, and an amount per byte of the file.
+"""Limits on a part's values and on its characters of text: a base, and a number per byte of the file.
 
 Shipped parts have 0.6 values per byte. Repeated values take almost no bytes, so a small file could unpack to
 any size.
@@ -125,7 +125,7 @@ Row = dict[str, Any]
 def write_part(folder: str | Path, kind: str, rows: list[Row]) -> Path:
     """Write rows of a kind ("compute" or "comm") as one part.
 
-    Raises ShardCoreError for rows that no reader would take, such as many that are far too alike.
+    Raises ShardCoreError for rows that no reader would take, such as very many equal ones.
     """
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMAS[kind]), sink, compression="zstd")

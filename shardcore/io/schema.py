@@ -106,7 +106,7 @@ def _size_of(path: str | os.PathLike) -> int:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Open without waiting for a writer, should a pipe have taken the file's place."""
+    """Open without waiting for a writer, should a pipe have replaced the file."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -277,7 +277,7 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
 
     data: the mapping.
     what: its name, for messages.
-    also: keys that the caller has taken out of it, for messages.
+    also: other keys that are known, for messages.
     given: fields that the caller sets. They are not allowed in `data`.
 
     Annotations may be what `typed` knows, and dataclasses.

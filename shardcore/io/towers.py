@@ -1,7 +1,7 @@
 """Towers: tables that belong together on a host, as a user gives them.
 
 In a model of towers (DMT, arXiv 2403.00877) a module on each host joins the outputs of the host's tables, and
-sends less than it got. search/decisions/towers.py finds the hosts, step/kinds.py says what then travels.
+sends less than it got. search/decisions/towers.py finds the hosts, step/kinds.py has the bytes that then travel.
 
 Shapes: M tables of a matrix.
 """
@@ -34,7 +34,7 @@ class Towers:
     affinity: [M, M] how much two tables belong together, 0 or within MOST_AFFINITY, symmetric. The
         diagonal does not matter.
 
-    A table that is nowhere here is a group of its own, without affinity to others.
+    A table that is nowhere here is a separate group, without affinity to others.
     """
 
     compression_ratio: float

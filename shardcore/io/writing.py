@@ -89,7 +89,7 @@ def _no_link(path: str, flags: int) -> int:
 def require_writable(path: str | Path, what: str, folder: bool = False) -> None:
     """Raise ShardCoreError if a file, or files in a folder, could not be written there.
 
-    what: its name, for messages. It tries, for permissions do not tell all. What is not there yet stays so.
+    what: its name, for messages. It tries to write, for permissions are not enough. No new file or folder is left.
     """
     path = Path(path)
     try:

@@ -1,4 +1,4 @@
-"""lower: turn a plan into what one training step does.
+"""Lower a plan to one training step: its ops, traffic and memory.
 
 Devices send each other the ids to look up (see id_bytes.py).
 Each device then looks up rows (forward) and exchanges pooled outputs.

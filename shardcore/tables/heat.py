@@ -11,7 +11,7 @@ misses enters with a probability p, such that the cache is full.
 A reuse histogram knows the rows of one batch. As streams are drawn, other rows are never looked up. In data
 they are: the next batch looks them up as often as this one saw rows once, and those seen once keep twice as
 many lookups as rows were seen twice (Good, Biometrika 1953; Turing's estimate). Which rows is not known: they
-fall as a power law. A histogram of several batches tells more than one of a single batch.
+fall as a power law. A histogram of several batches is more precise than one of a single batch.
 
 Shapes: K classes of rows, L lookups, N sizes, T tables.
 """
@@ -187,7 +187,7 @@ def _of_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarray, unse
 def _tail(first: float, last: float, lookups: float) -> tuple[np.ndarray, np.ndarray]:
     """[K] rows, and [K] lookups of each, of the ranks from `first` to `last`, as a power law.
 
-    The hottest have _RARE lookups each. All together have `lookups`: that tells the power.
+    The hottest have _RARE lookups each. All together have `lookups`, which determines the power.
     """
     edges = np.unique(np.rint(np.geomspace(first + 1, last + 1, _TAIL + 1))) - 1
     rows, rank = np.diff(edges), np.sqrt((edges[:-1] + 1) * (edges[1:] + 1)) / (first + 1)

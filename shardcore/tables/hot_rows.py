@@ -65,7 +65,7 @@ def heats(problem: Problem) -> list[tuple[Table, Heat]]:
 
 
 def with_hot_rows(problem: Problem, rows: Mapping[str, int]) -> Problem:
-    """The problem with so many hot rows of some tables as tables of their own, on every device.
+    """The problem with so many hot rows of some tables as separate tables, on every device.
 
     rows: by table. Their parts are named NAME_hot and NAME_cold.
 
@@ -91,7 +91,7 @@ def with_hot_rows(problem: Problem, rows: Mapping[str, int]) -> Problem:
 def divided(table: Table, rows: int, batch: int) -> tuple[Table, Table]:
     """The hottest rows of a table, and the others, as two tables.
 
-    rows: how many are hot. batch: samples for which their lookups are told.
+    rows: how many are hot. batch: samples for which lookups are computed.
 
     Ids of each part keep their order. With measured row shares, the others keep those of unique rows:
     they are looked up about equally often.

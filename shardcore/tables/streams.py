@@ -121,7 +121,7 @@ def _ranks(table: Table) -> int:
 
 
 def shard_stream(shard: Shard, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The part of a table's stream in a shard's rows. Ids count from the shard's first row."""
+    """Stream of a table, restricted to a shard's rows. Ids count from the shard's first row."""
     ids, offsets = stream(shard.table, batch, seed)
     if shard.full_rows:
         return ids, offsets
