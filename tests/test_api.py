@@ -151,7 +151,10 @@ WRONG = {
         "a placement: devices is 0; it needs to be a list of whole",
     ),
     "placements": (lambda: Plan([TABLE]), "a plan: placements[0] is Table("),
-    "huge": (lambda: table(precision=10**5000), "table 't': precision is a int that is too long; it needs"),
+    "huge": (
+        lambda: table(precision=10**5000),
+        "table 't': precision is a whole number that is too long; it needs",
+    ),
     "decisions": (
         lambda: decide(PROBLEM, MODEL, Groups(), SHARDERS["random"]),
         "it needs to be a list of decisions, such as [Groups()]",
