@@ -25,7 +25,7 @@ from shardcore.step.scopes import SCOPES
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "torchrec"))
 
-import training  # noqa: E402  (the tests' own)
+import training
 
 SHAPES = ((1, 2), (2, 2), (1, 4))
 """Hosts, and devices on each."""

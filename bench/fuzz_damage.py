@@ -348,7 +348,7 @@ def damage_tensors(path: Path, rng: random.Random) -> None:
         return
     with safe_open(path, "np") as file:
         meta = json.loads(file.metadata()["shardcore"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
     if rng.random() < 0.5:
         meta = damaged(meta, rng)
     else:
@@ -378,7 +378,7 @@ def damage_rows(folder: Path, rng: random.Random) -> None:
     else:
         with safe_open(path, "np") as file:
             meta = json.loads(file.metadata()["shardcore"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
         if what < 0.8:
             meta = damaged(meta, rng)
         else:  # what loads must still be the same weights

@@ -29,8 +29,7 @@ from shardcore.plans import store
 from shardcore.search import SHARDERS
 from shardcore.search.decisions.provision import clusters, read_offers
 from shardcore.search.decisions.towers import tower_hosts
-from shardcore.search.learned import sharder
-from shardcore.search.learned.policy import read_policy
+from shardcore.search.learned.policy import place, read_policy
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import members
 from shardcore.torchrec import dmp_collection, fbgemm_statistics, plan_files
@@ -103,7 +102,7 @@ def use_model(folder: Path, sound: Sound) -> None:
 
 def use_policy(folder: Path, sound: Sound) -> None:
     policy = read_policy(folder / "policy")
-    _priced(sharder.place(policy, policy.name, sound.problem, sound.model), sound.problem, sound.model)
+    _priced(place(policy, policy.name, sound.problem, sound.model), sound.problem, sound.model)
 
 
 def use_offers(folder: Path, sound: Sound) -> None:

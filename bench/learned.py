@@ -44,9 +44,8 @@ from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS, Budget, compare, sharder
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.greedy import ORDERS
-from shardcore.search.learned.learner import PolicyConfig
 from shardcore.search.learned.policy import NETS, Policy, read_policy, write_policy
-from shardcore.search.learned.train import train
+from shardcore.search.learned.training import PolicyConfig, train
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.step.memory_account import table_bytes
 from shardcore.tables.generate import generate_pool

@@ -36,16 +36,16 @@ from shardcore.core.catalog import PRECISIONS
 from shardcore.core.job import PAYLOADS, Job
 from shardcore.core.topology import Topology
 from shardcore.core.types import OUTPUT_BYTES, Table
-from shardcore.io import files
+from shardcore.io import writing
 from shardcore.step.kinds import Channel
 from shardcore.step.scopes import SCOPES
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "torchrec"))
 
-import training  # noqa: E402  (the tests' own)
+import training
 
-from bench.drawn_collections import (  # noqa: E402
+from bench.drawn_collections import (
     INPUT,
     SPLITS,
     Calls,
@@ -239,7 +239,7 @@ def _step(rank: int, model: Drawn, seed: int, folder: str) -> None:
         pooled = sharded(batch)
         count.way = "backward"
         pooled.sum().backward()
-    files.write_json(f"{folder}/{rank}.json", in_order(count.calls))
+    writing.write_json(f"{folder}/{rank}.json", in_order(count.calls))
     dist.barrier()
     os._exit(0)
 

@@ -67,7 +67,7 @@ def refresh(
         stages += repro(OPTIONAL)[-1:]
         targets.append(OPTIONAL)
     # The first commit has the state of all.
-    commit = [push_data(t) for t in targets][0] if push else None
+    commit, *_ = [push_data(t) for t in targets] if push else [None]
     done = f"stage {target} is up to date"
     if target == STAGES[-1]:
         # Promote and publish change the registry and the plans, so DVC does not run them.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import shown
 from shardcore.io import schema
 from tasks.paths import LOCK
 
@@ -70,7 +71,7 @@ def results() -> list[tuple[Path, str]]:
 def _of(value: Any, kind: type, what: str) -> Any:
     if not isinstance(value, kind):
         raise ShardCoreError(
-            f"{LOCK}: {what} is {schema.show(value)}, which DVC did not write; take the "
+            f"{LOCK}: {what} is {shown(value)}, which DVC did not write; take the "
             "file from git again, or remove it"
         )
     return value
@@ -91,14 +92,12 @@ def _inside(name: Any, where: Path) -> Path:
         hidden = not path.parts or path.parts[0].startswith(".")
         if not hidden and not path.is_absolute() and ".." not in path.parts:
             return path
-    raise ShardCoreError(f"{where} has path {schema.show(name)}; it needs to be one in the project")
+    raise ShardCoreError(f"{where} has path {shown(name)}; it needs to be one in the project")
 
 
 def _hash(md5: Any, where: Path) -> str:
     if not isinstance(md5, str) or not _MD5.fullmatch(md5):
-        raise ShardCoreError(
-            f"{where} has md5 {schema.show(md5)}; it needs 32 hex digits, and .dir for a folder"
-        )
+        raise ShardCoreError(f"{where} has md5 {shown(md5)}; it needs 32 hex digits, and .dir for a folder")
     return md5
 
 

@@ -115,7 +115,7 @@ class Daemon:
         return [
             p
             for p in psutil.process_iter()
-            if p != leader and (self._owns(p) or session and _session_of(p) == session) and _runs(p)
+            if p != leader and (self._owns(p) or (session and _session_of(p) == session)) and _runs(p)
         ]
 
     def forget(self) -> None:

@@ -147,7 +147,7 @@ def _left(api: Api) -> list[dict[str, Any]]:
     def is_ours(run: dict[str, Any]) -> bool:
         # One that is being submitted may have no label yet.
         by = (run.get("labels") or {}).get("prefect.worker.name")
-        return by == WORKER or by is None and not others
+        return by == WORKER or (by is None and not others)
 
     return [run for run in _taken(api, {"work_pools": {"name": {"any_": [POOL]}}}) if is_ours(run)]
 

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.io.schema import build, read_yaml, show
+from shardcore.core.validation import shown
+from shardcore.io.schema import build, read_yaml
 from tasks import paths
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ def section(name: str, cls: type[T], path: str | Path = paths.PARAMS) -> T:
     unknown = sorted(map(str, set(params) - set(SECTIONS)))
     if unknown:
         raise ShardCoreError(
-            f"{path} has an unknown section {show(unknown[0])}; known are {', '.join(SECTIONS)}"
+            f"{path} has an unknown section {shown(unknown[0])}; known are {', '.join(SECTIONS)}"
         )
     found = params.get(name)
     return build(cls, {} if found is None else found, f"{path}, section {name!r}")

@@ -54,7 +54,7 @@ def connect() -> mlflow.MlflowClient:
         logging.getLogger(name).setLevel(logging.WARNING)
     uri = mlflow.get_tracking_uri()
     scheme, separator, _ = uri.partition("://")
-    if scheme == "file" or not separator and not scheme.startswith("databricks"):
+    if scheme == "file" or (not separator and not scheme.startswith("databricks")):
         raise ShardCoreError(
             f"MLflow's store is {uri!r} (MLFLOW_TRACKING_URI), a folder, which MLflow does "
             "not write any more; it needs a database or server, such as "

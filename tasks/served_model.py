@@ -25,7 +25,7 @@ from shardcore import load_model
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting, Shard
-from shardcore.core.validation import MOST_BATCH
+from shardcore.core.validation import MOST_BATCH, shown
 from shardcore.cost.model import ProbabilisticCostModel
 from shardcore.io import files, schema
 from shardcore.step.kinds import CHANNELS, WHOLE_ROWS
@@ -102,10 +102,10 @@ def _group(data: Any, what: str, setting: Setting) -> tuple[tuple[Shard, ...], i
     batch = data.get("batch", setting.batch)
     if not (schema.is_whole(batch) and 1 <= batch <= MOST_BATCH):
         raise ShardCoreError(
-            f"{what} has batch {schema.show(batch)}; it needs a whole number of samples, 1 to {MOST_BATCH}"
+            f"{what} has batch {shown(batch)}; it needs a whole number of samples, 1 to {MOST_BATCH}"
         )
     if not isinstance(data["shards"], list):
-        raise ShardCoreError(f"{what} has shards {schema.show(data['shards'])}; it needs a list")
+        raise ShardCoreError(f"{what} has shards {shown(data['shards'])}; it needs a list")
     shards = tuple(_shard(s, f"{what}, shard {i}", setting) for i, s in enumerate(data["shards"]))
     try:
         is_sequence(shards)
@@ -130,9 +130,7 @@ def _shard(data: Any, what: str, setting: Setting) -> Shard:
     for name, size in (("rows", table.rows), ("columns", table.dim)):
         found = data.get(name, [0, size])
         if not (isinstance(found, list) and len(found) == 2 and all(map(schema.is_whole, found))):
-            raise ShardCoreError(
-                f"{what} has {name} {schema.show(found)}; it needs [low, high], two whole numbers"
-            )
+            raise ShardCoreError(f"{what} has {name} {shown(found)}; it needs [low, high], two whole numbers")
         ends += found
     try:
         return Shard(table, *ends)
@@ -142,10 +140,8 @@ def _shard(data: Any, what: str, setting: Setting) -> Shard:
 
 def _check_keys(data: Any, what: str, needed: str, *optional: str) -> None:
     if not isinstance(data, dict):
-        raise ShardCoreError(
-            f"{what} is {schema.show(data)}; it needs to be an object with the key {needed!r}"
-        )
-    unknown = sorted(map(schema.show, set(data) - {needed, *optional}))
+        raise ShardCoreError(f"{what} is {shown(data)}; it needs to be an object with the key {needed!r}")
+    unknown = sorted(map(shown, set(data) - {needed, *optional}))
     if unknown:
         raise ShardCoreError(
             f"{what} has an unknown key {unknown[0]}; known are {', '.join((needed, *optional))}"

@@ -9,7 +9,9 @@ from pathlib import Path
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.io import dataset
-from shardcore.measure import hardware
+
+AUTO = "auto"
+"""The hardware of the device at hand."""
 
 
 @dataclass(frozen=True)
@@ -22,17 +24,15 @@ class SettingConfig:
     optimizer: of the embedding tables.
     """
 
-    hardware: str = hardware.AUTO
+    hardware: str = AUTO
     batch: int = 2048
     precision: str = "fp32"
     optimizer: str = "exact_sgd"
 
     def setting(self) -> Setting:
-        name = (
-            hardware.hardware_name(hardware.detect_device())
-            if self.hardware == hardware.AUTO
-            else self.hardware
-        )
+        from shardcore.measure import hardware  # imports torch
+
+        name = hardware.hardware_name(hardware.detect_device()) if self.hardware == AUTO else self.hardware
         return Setting(name, self.batch, self.precision, self.optimizer)
 
     def of_dataset_or_local(self, folder: Path) -> Setting:
@@ -44,14 +44,18 @@ class SettingConfig:
 
         With hardware "auto", another device's setting will do if it is the only match.
         """
-        found, local = dataset.settings(folder), self.setting()
-        if local in found:
+        settings = dataset.settings(folder)
+        matching = [s for s in settings if self.hardware in (AUTO, s.hardware) and self._agrees(s)]
+        if len(matching) == 1:
+            return matching[0]
+        # Several devices were measured: only the one at hand will do.
+        if (local := self.setting()) in matching:
             return local
-        same = [s for s in found if dataclasses.replace(s, hardware=local.hardware) == local]
-        if self.hardware == hardware.AUTO and len(same) == 1:
-            return same[0]
         raise ShardCoreError(
-            f"{folder} holds samples for [{'; '.join(map(str, found)) or 'nothing'}]; the "
+            f"{folder} holds samples for [{'; '.join(map(str, settings)) or 'nothing'}]; the "
             f"parameters ask for ({local}): run the measure stage for it, or set `setting` "
             "in params.yaml to one of them"
         )
+
+    def _agrees(self, setting: Setting) -> bool:
+        return dataclasses.replace(setting, hardware=self.hardware) == Setting(**vars(self))

@@ -202,7 +202,7 @@ class Outcome:
 
 @pytest.fixture
 def seed() -> int:
-    """Of the instants at which tests strike (bench/failures.py gives them); said where a test fails."""
+    """Seed of the instants at which tests strike; shown where a test fails."""
     return time.time_ns() % 10**6
 
 

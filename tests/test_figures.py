@@ -107,7 +107,7 @@ def test_a_killed_entry_goes_on_in_its_folder(table, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("entries", "more", "words"),
+    "entries, more, words",
     [
         ([entry("b", "ls {a}"), entry("a", "true")], [], "b needs 'a', which is not before it"),
         ([entry("a", "true", colour="blue")], [], "colour"),

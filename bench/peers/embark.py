@@ -114,7 +114,7 @@ def embark(
     seed: int = 0,
     budget: Budget | None = None,
     config: EmbarkConfig = EmbarkConfig(),
-) -> Plan:  # noqa: B008 (frozen)
+) -> Plan:
     """The cheapest plan of the sweep. Deterministic: the seed is only recorded.
 
     One evaluation is one greedy pass. Raises Infeasible (see `feasible_shards`) and SettingMismatch.

@@ -126,7 +126,7 @@ def milp(
     seed: int = 0,
     budget: Budget | None = None,
     config: MilpConfig = MilpConfig(),
-) -> Plan:  # noqa: B008 (frozen)
+) -> Plan:
     """The cheapest plan of all programs. The seed is only recorded.
 
     Deterministic, unless the budget is in seconds.

@@ -1,13 +1,14 @@
-"""Which rows of a table its lookups hit: nouns of a table (types.py).
+"""Access statistics of a table: the rows that its lookups hit.
 
-Reuse or Zipf says how often rows are hit, RowShares where they lie, ManagedCollision what maps ids to them.
+Reuse or Zipf: how often rows are hit. RowShares: where they lie. ManagedCollision: the map from ids to them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardcore.core.validation import MOST_BATCH, require, require_types
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import MOST_BATCH, require, require_types, require_within, shown
 
 MOST_COLLISION_BYTES = 1 << 20
 """Most bytes that managed collision keeps for a row or a lookup."""
@@ -32,31 +33,14 @@ class Reuse:
 
     def __post_init__(self) -> None:
         require_types(self, "a reuse histogram")
-        object.__setattr__(self, "bins", tuple(map(float, self.bins)))
         total = sum(self.bins)
-        if (
-            len(self.bins) == REUSE_BINS
-            and 0 <= min(self.bins)
-            and max(self.bins) <= 1 + 1e-6
-            and 1 <= self.batch <= MOST_BATCH
-            and (total == 0 or abs(total - 1) < 1e-3)
-        ):
-            return  # pools have many: words only where they are needed
-        require(
-            len(self.bins) == REUSE_BINS, f"reuse histogram has {len(self.bins)} bins; it needs {REUSE_BINS}"
-        )
-        require(
-            all(0 <= b <= 1 + 1e-6 for b in self.bins),
-            f"reuse bins {self.bins} are not fractions within 0 and 1",
-        )
-        require(
-            total == 0 or abs(total - 1) < 1e-3,
-            f"reuse bins sum to {total:.6g}; they need to sum to 1 (or be all 0)",
-        )
-        require(
-            1 <= self.batch <= MOST_BATCH,
-            f"reuse batch is {self.batch}; it needs to be the samples it was taken at, 1 to {MOST_BATCH}",
-        )
+        fractions = len(self.bins) == REUSE_BINS and min(self.bins) >= 0 and max(self.bins) <= 1 + 1e-6
+        if not (fractions and (total == 0 or abs(total - 1) < 1e-3)):
+            raise ShardCoreError(
+                f"reuse histogram has {len(self.bins)} bins {shown(self.bins)} that sum to {total:.6g}; "
+                f"it needs {REUSE_BINS} fractions that sum to 1 (or are all 0)"
+            )
+        require_within(self, "reuse histogram", batch=(1, MOST_BATCH))
 
 
 @dataclass(frozen=True)
@@ -70,13 +54,12 @@ class Zipf:
 
     def __post_init__(self) -> None:
         require_types(self, "zipf")
-        object.__setattr__(self, "alpha", float(self.alpha))
         require(0 <= self.alpha < 10, f"zipf alpha is {self.alpha}; it needs to be within 0 and 10")
 
 
 @dataclass(frozen=True)
 class RowShares:
-    """Access statistics by place: what a batch hits in each of N equal ranges of a table's rows, in order.
+    """Access statistics by place: shares of a batch in each of N equal ranges of a table's rows, in order.
 
     lookups: [N] shares of the lookups.
     unique: [N] shares of the unique rows.
@@ -86,23 +69,18 @@ class RowShares:
     unique: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        require_types(self, "row shares")
         for name in ("lookups", "unique"):
-            shares = tuple(map(float, getattr(self, name)))
-            object.__setattr__(self, name, shares)
+            shares, total = getattr(self, name), sum(getattr(self, name))
+            fractions = all(0 <= share <= 1 + 1e-6 for share in shares) and abs(total - 1) < 1e-3
             require(
-                1 <= len(shares) <= MOST_RANGES,
-                f"row shares have {len(shares)} {name}; they need one "
-                f"for each range of rows, 1 to {MOST_RANGES}",
-            )
-            require(
-                all(0 <= share <= 1 + 1e-6 for share in shares) and abs(sum(shares) - 1) < 1e-3,
-                f"row shares have {name} that sum to {sum(shares):.6g}; they need to be fractions that "
-                "sum to 1",
+                fractions and len(shares) <= MOST_RANGES,
+                f"row shares have {len(shares)} {name} that sum to {total:.6g}; they need to be fractions that "
+                f"sum to 1, one for each range of rows, 1 to {MOST_RANGES}",
             )
         require(
             len(self.lookups) == len(self.unique),
-            f"row shares have {len(self.lookups)} lookups and "
-            f"{len(self.unique)} unique; they need as many of each",
+            f"row shares have {len(self.lookups)} lookups and {len(self.unique)} unique; they need as many of each",
         )
 
 
@@ -118,9 +96,6 @@ class ManagedCollision:
     lookup_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("row_bytes", "lookup_bytes"):
-            value = getattr(self, name)
-            require(
-                0 <= value <= MOST_COLLISION_BYTES,
-                f"managed collision has {name} {value}; it needs 0 to {MOST_COLLISION_BYTES}",
-            )
+        require_types(self, "managed collision")
+        ends = (0, MOST_COLLISION_BYTES)
+        require_within(self, "managed collision", row_bytes=ends, lookup_bytes=ends)

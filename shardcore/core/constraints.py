@@ -1,11 +1,11 @@
-"""What a user asks of a plan, and the devices that its pins mean."""
+"""Constraints of a plan, and the devices that its pins mean."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import (
@@ -13,13 +13,13 @@ from shardcore.core.validation import (
     MOST_DIM,
     MOST_PINS,
     require,
-    require_type,
     require_within,
-    shown,
+    type_hints,
+    typed,
 )
 
-Pins = Mapping[str, Sequence[int | str]]
-"""Of some tables, the devices that they may live on: indices, or names of hosts for all of theirs."""
+Pins = Mapping[str, tuple[int | str, ...]]
+"""For some tables, the devices that they may live on: indices, or names of hosts for all of theirs."""
 
 
 _FORMS = {
@@ -34,15 +34,15 @@ _FORMS = {
 
 @dataclass(frozen=True)
 class Constraints:
-    """What a user asks of a plan.
+    """Requests of a user about a plan.
 
-    reserved_bytes: kept free on every device, for what is no embedding. Nothing unless it is given: files of
-      problems that lack it, and TorchRec's topologies, keep 15% of the smallest device.
+    reserved_bytes: bytes kept free on every device for the dense part. Files of problems that lack it, and
+      TorchRec's topologies, keep 15% of the smallest device.
     unsplit: names of tables that stay whole.
-    pinned: of some tables, the devices that they may live on: indices, or names of hosts for all of theirs.
+    pinned: devices that some tables may live on: indices, or names of hosts for all of theirs.
     together: groups of tables that live on one device, whole.
-    kinds: of some tables, the kinds of sharding that may run them. Any may run the others.
-    min_widths: of some tables, the fewest columns of a shard. A table with fewer stays whole.
+    kinds: kinds of sharding that may run some tables. Any may run the others.
+    min_widths: fewest columns of a shard of some tables. A table with fewer stays whole.
     """
 
     reserved_bytes: int = 0
@@ -53,144 +53,108 @@ class Constraints:
     min_widths: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        require_type(self.reserved_bytes, int, "constraints.reserved_bytes", "a whole number")
-        for name, form in _FORMS.items():
-            value, pairs = getattr(self, name), name in ("pinned", "kinds", "min_widths")
-            good = isinstance(value, (list, tuple)) and (
-                not pairs
-                or all(isinstance(x, (list, tuple)) and len(x) == 2 and isinstance(x[0], str) for x in value)
-            )
-            require(good, f"constraints.{name} is {shown(value)}; it needs to be a list, such as {form}")
-        for name in self.unsplit:
-            require_type(name, str, "constraints.unsplit has a table that", "a table's name")
-        object.__setattr__(self, "unsplit", tuple(self.unsplit))
+        reserved = typed(self.reserved_bytes, int, "constraints.reserved_bytes")
+        object.__setattr__(self, "reserved_bytes", reserved)
         require_within(self, "constraints", reserved_bytes=(0, MOST_BYTES))
-        for name, where in self.pinned:
+        for name, form in _FORMS.items():
+            try:
+                object.__setattr__(self, name, tuple(self._entries(name)))
+            except ShardCoreError as error:
+                raise ShardCoreError(f"{error}, such as {form}") from None
+        pairs = {"pinned": self.pinned, "kinds": self.kinds, "min_widths": self.min_widths}
+        lists = (*self.pinned, *self.kinds, *(("together", group) for group in self.together))
+        for name, entries in lists:
             require(
-                isinstance(where, (list, tuple))
-                and len(where) > 0
-                and all(isinstance(d, (int, str)) and not isinstance(d, bool) for d in where),
-                f"constraints have table {name!r} pinned to {where!r}; it needs a list of one or more "
-                "devices (such as 0) or hosts (such as 'host-0')",
-            )
-        for group in self.together:
-            require(
-                isinstance(group, (list, tuple))
-                and len(group) > 0
-                and all(isinstance(name, str) for name in group),
-                f"constraints keep together {group!r}; it needs a list of one or more names of tables",
-            )
-        for name, kinds in self.kinds:
-            require(
-                isinstance(kinds, (list, tuple))
-                and len(kinds) > 0
-                and all(isinstance(kind, str) for kind in kinds),
-                f"constraints run table {name!r} by {kinds!r}; it needs a list of one or more kinds, "
-                "such as ['row', 'column']",
+                len(entries) > 0, f"constraints have an empty list for {name!r}; it needs one or more entries"
             )
         for name, width in self.min_widths:
             require(
-                isinstance(width, int) and not isinstance(width, bool) and 1 <= width <= MOST_DIM,
-                f"constraints have min_widths {width!r} for table {name!r}; it needs a number of "
-                f"columns, 1 to {MOST_DIM}",
+                1 <= width <= MOST_DIM,
+                f"constraints have min_widths {width} for table {name!r}; it needs columns, 1 to {MOST_DIM}",
             )
-        object.__setattr__(
-            self, "kinds", tuple((name, tuple(dict.fromkeys(kinds))) for name, kinds in self.kinds)
-        )
-        object.__setattr__(self, "min_widths", tuple(map(tuple, self.min_widths)))
-        object.__setattr__(self, "pinned", tuple((name, tuple(where)) for name, where in self.pinned))
-        object.__setattr__(self, "together", tuple(map(tuple, self.together)))
-        for name in _twice(name for name, _ in self.pinned):
-            raise ShardCoreError(f"constraints pin table {name!r} twice; it needs one list of its devices")
-        for name in _twice(name for name, _ in self.kinds):
-            raise ShardCoreError(f"constraints have kinds of table {name!r} twice; it needs one list of them")
-        for name in _twice(name for name, _ in self.min_widths):
-            raise ShardCoreError(f"constraints have min_widths of table {name!r} twice; it needs one number")
-        for name in _twice(name for group in self.together for name in group):
-            raise ShardCoreError(
-                f"constraints keep table {name!r} together twice; it needs to be in one group, once"
-            )
+        tables = {name: [table for table, _ in entries] for name, entries in pairs.items()}
+        tables["together"] = [table for group in self.together for table in group]
+        for name, named in tables.items():
+            for table, n in Counter(named).items() if len(set(named)) < len(named) else ():
+                require(n == 1, f"constraints.{name} has table {table!r} twice; it needs to be there once")
+        kinds = tuple((table, tuple(dict.fromkeys(kinds))) for table, kinds in self.kinds)
+        object.__setattr__(self, "kinds", kinds)
+
+    def _entries(self, name: str) -> Iterator[Any]:
+        """Entries of a field, each of its annotated type. Raises ShardCoreError naming the table."""
+        what, [kind, _] = f"constraints.{name}", get_args(type_hints(Constraints)[name])
+        for entry in typed(getattr(self, name), tuple[Any, ...], what):
+            if name in ("unsplit", "together"):
+                yield typed(entry, kind, f"an entry of {what}")
+            else:
+                table, value = typed(entry, tuple[str, Any], f"an entry of {what}")
+                yield table, typed(value, get_args(kind)[1], f"{what} of table {table!r}")
 
     def among(self, names: Collection[str]) -> Constraints:
         """Constraints of some of the tables."""
-        together = (tuple(name for name in group if name in names) for group in self.together)
-        pinned, kinds, min_widths = (
-            tuple((name, value) for name, value in pairs if name in names)
-            for pairs in (self.pinned, self.kinds, self.min_widths)
-        )
+        groups = (tuple(name for name in group if name in names) for group in self.together)
         return Constraints(
             self.reserved_bytes,
             tuple(name for name in self.unsplit if name in names),
-            pinned,
-            tuple(filter(None, together)),
-            kinds,
-            min_widths,
+            tuple(entry for entry in self.pinned if entry[0] in names),
+            tuple(filter(None, groups)),
+            tuple(entry for entry in self.kinds if entry[0] in names),
+            tuple(entry for entry in self.min_widths if entry[0] in names),
         )
-
-
-def _twice(names: Iterable[str]) -> list[str]:
-    return [name for name, n in Counter(names).items() if n > 1]
 
 
 def devices_of_pins(
     pins: Pins, together: Iterable[Sequence[str]], on_hosts: Mapping[str, Sequence[int]], what: str
 ) -> dict[str, tuple[int, ...]]:
-    """Of each table that is pinned, or kept together with one that is, the devices where it may live, rising.
+    """For each table that is pinned, or kept together with one that is, the devices where it may live, rising.
 
     together: groups of tables that live on one device.
     on_hosts: the devices of each host.
     what: the problem, for messages.
 
-    Raises ShardCoreError for a pin to what does not exist, for a group without a device in common, and for
-    pins that mean more than MOST_PINS devices in all.
+    Raises ShardCoreError for a pin to a device or host that does not exist, for a group without a device in
+    common, and for pins that mean more than MOST_PINS devices in all.
     """
-    _require_known(pins, on_hosts, what)
+    n_devices = sum(map(len, on_hosts.values()))
+    # Equal pins share one set: there may be a million.
     sets: dict[Any, frozenset[int]] = {}
+
     left = MOST_PINS
 
-    def once(key: Any, make: Callable[[], frozenset[int]]) -> frozenset[int]:
-        """Equal pins share one set: there may be a million."""
+    def keep(key: Any, devices: frozenset[int]) -> None:
         nonlocal left
-        if key not in sets:
-            sets[key] = make()
-            left -= len(sets[key])
-            require(
-                left >= 0,
-                f"{what} pins tables to sets of more than {MOST_PINS} devices in all; "
-                "it needs fewer or smaller ones",
-            )
-        return sets[key]
-
-    def meant(where: Sequence[int | str]) -> frozenset[int]:
-        # A host may be named a thousand times.
-        return frozenset(
-            d for w in dict.fromkeys(where) for d in (on_hosts[w] if isinstance(w, str) else (w,))
+        sets[key], left = devices, left - len(devices)
+        require(
+            left >= 0,
+            f"{what} pins tables to sets of more than {MOST_PINS} devices in all; it needs fewer or smaller ones",
         )
 
-    own = {name: once(where, lambda w=where: meant(w)) for name, where in pins.items()}
+    for name, where in pins.items():
+        if where in sets:
+            continue
+        entries = dict.fromkeys(where)  # a host may be named a thousand times
+        for w in entries:
+            require(
+                w in on_hosts if isinstance(w, str) else 0 <= w < n_devices,
+                f"{what} pins table {name!r} to {w!r}; its devices are 0 to {n_devices - 1}, "
+                f"its hosts {', '.join(list(on_hosts)[:5])}",
+            )
+        keep(where, frozenset(d for w in entries for d in (on_hosts[w] if isinstance(w, str) else (w,))))
+    own = {name: sets[where] for name, where in pins.items()}
     for group in together:
-        if shared := frozenset(own[name] for name in group if name in own):
-            common = once(shared, lambda s=shared: frozenset.intersection(*s))
-            if not common:
-                shown = ", ".join(f"{n!r} to {list(pins[n])}" for n in group if n in pins)
-                raise ShardCoreError(
-                    f"{what} keeps tables {list(group[:5])} together but pins {shown}; "
-                    "they need a device in common"
-                )
-            own.update(dict.fromkeys(group, common))
+        of_group = frozenset(own[name] for name in group if name in own)
+        if not of_group:
+            continue
+        if of_group not in sets:
+            keep(of_group, frozenset.intersection(*of_group))
+        if not sets[of_group]:
+            pinned = ", ".join(f"{n!r} to {list(pins[n])}" for n in group if n in pins)
+            raise ShardCoreError(
+                f"{what} keeps tables {list(group[:5])} together but pins {pinned}; they need a device in common"
+            )
+        own.update(dict.fromkeys(group, sets[of_group]))
     rising = {devices: tuple(sorted(devices)) for devices in set(own.values())}
     return {name: rising[devices] for name, devices in own.items()}
-
-
-def _require_known(pins: Pins, on_hosts: Mapping[str, Sequence[int]], what: str) -> None:
-    n_devices = sum(map(len, on_hosts.values()))
-    for name, where in pins.items():
-        for w in where:
-            if not (w in on_hosts if isinstance(w, str) else 0 <= w < n_devices):
-                raise ShardCoreError(
-                    f"{what} pins table {name!r} to {w!r}; its devices are 0 to "
-                    f"{n_devices - 1}, its hosts {', '.join(list(on_hosts)[:5])}"
-                )
 
 
 def require_tower_hosts(

@@ -1,4 +1,4 @@
-"""Job: what a plan's cost needs to know of the training job around the embeddings."""
+"""Job: properties of the training job around the embeddings that a plan's cost depends on."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ PAYLOADS = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 @dataclass(frozen=True)
 class Job:
-    """How the training job runs a step.
+    """Properties of the training job around the embeddings.
 
     pipeline: a name of HIDES_IDS.
     dense_forward_ms, dense_backward_ms: ms of the dense part on each device. Both are given, or neither.
     id_bytes: bytes of an id: 8 for int64, 4 for int32.
     length_bytes: bytes of a length: how many ids a sample has for a feature.
-    forward_payload, backward_payload: as what outputs and gradients travel.
-    tower_ratio: how many times smaller a tower module makes outputs before they cross hosts (io/towers.py).
+    forward_payload, backward_payload: number types in which outputs and gradients travel.
+    tower_ratio: factor by which a tower module compresses outputs before they cross hosts (io/towers.py).
         None: there are no towers.
-    replica_optimizer: what updates replicas, a name of DENSE_OPTIMIZERS. TorchRec gives them to DDP, and to a
+    replica_optimizer: optimizer of replicas, a name of DENSE_OPTIMIZERS. TorchRec gives them to DDP, and to a
         dense optimizer of the job. None: the one that is most like the problem's optimizer.
     """
 
@@ -55,17 +55,13 @@ class Job:
 
     def __post_init__(self) -> None:
         require_types(self, "job")
-        for name in ("dense_forward_ms", "dense_backward_ms"):  # a file may have whole numbers
-            if type(value := getattr(self, name)) is int:
-                object.__setattr__(self, name, float(value))
         require_known(self, "job", pipeline=HIDES_IDS, forward_payload=PAYLOADS, backward_payload=PAYLOADS)
-        require_within(self, "job", dense_forward_ms=(0, MOST_MS), dense_backward_ms=(0, MOST_MS))
-        require_within(self, "job", tower_ratio=(1, MOST_RATIO))
+        ms = (0, MOST_MS)
+        require_within(self, "job", dense_forward_ms=ms, dense_backward_ms=ms, tower_ratio=(1, MOST_RATIO))
         if self.replica_optimizer is not None:
             require_known(self, "job", replica_optimizer=DENSE_OPTIMIZERS)
-        one = (self.dense_forward_ms is None) != (self.dense_backward_ms is None)
         require(
-            not one,
+            (self.dense_forward_ms is None) == (self.dense_backward_ms is None),
             f"job has dense_forward_ms {self.dense_forward_ms} and dense_backward_ms "
             f"{self.dense_backward_ms}; it needs both, or neither",
         )

@@ -9,6 +9,7 @@ Shapes: K levels, n devices.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -136,4 +137,4 @@ def units_of(hosts: Sequence[str]) -> np.ndarray:
 def joins(units: np.ndarray) -> list[bool]:
     """[K] True if a level joins devices that no inner level joins. units: [K, n]."""
     parts = [units.shape[1], *(len(np.unique(of)) for of in units)]
-    return [outer < inner for inner, outer in zip(parts, parts[1:], strict=False)]
+    return [outer < inner for inner, outer in itertools.pairwise(parts)]

@@ -1,9 +1,9 @@
-"""The devices that tables live on, and how they are joined."""
+"""Devices that tables live on, and the links between them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -39,7 +39,7 @@ It is for the dense part. TorchRec's planner takes as much by default.
 class Device:
     """One accelerator.
 
-    memory_bytes: what embeddings may use.
+    memory_bytes: bytes that embeddings may use.
     speed: of its compute, relative to the measured hardware (2 is twice as fast).
     host: the name of the machine that it is in.
     """
@@ -50,14 +50,8 @@ class Device:
 
     def __post_init__(self) -> None:
         require_types(self, "a device")
-        object.__setattr__(self, "speed", float(self.speed))
         require_name(self.host, "a device's host")
-        require_within(self, "a device", memory_bytes=(1, MOST_BYTES))
-        require(
-            1 / MOST_SPEED <= self.speed <= MOST_SPEED,
-            f"a device has speed {self.speed}; it needs {1 / MOST_SPEED:g} to {MOST_SPEED:g}, 1 being "
-            "the measured hardware",
-        )
+        require_within(self, "a device", memory_bytes=(1, MOST_BYTES), speed=(1 / MOST_SPEED, MOST_SPEED))
 
 
 def default_reserve(devices: Sequence[Device]) -> int:
@@ -67,7 +61,7 @@ def default_reserve(devices: Sequence[Device]) -> int:
 
 @dataclass(frozen=True)
 class Topology:
-    """The devices and how they are joined.
+    """Devices and the links between them.
 
     devices: of all hosts, in the order of their numbers.
     hardware: the setting's name of a device ("nvidia-h200"); None: whatever the cost model was measured on.
@@ -106,7 +100,7 @@ class Topology:
         """A topology of equal hosts.
 
         devices: of each host.
-        memory_gib: of each device, what embeddings may use.
+        memory_gib: GiB of each device that embeddings may use.
         given: other fields of a Topology, such as hardware="nvidia-h100" and links=links_of(within_host=400).
         """
         for what, value in (("hosts", hosts), ("devices", devices)):
@@ -145,13 +139,17 @@ class Topology:
         return tuple(map(tuple, found.values()))
 
     @cached_property
+    def indices(self) -> tuple[int, ...]:
+        return tuple(range(len(self)))
+
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The devices as TorchRec numbers them, host by host."""
         return tuple(d for devices in self.on_hosts for d in devices)
 
     @cached_property
     def equal_hosts(self) -> bool:
-        """Whether all hosts have the same number of devices."""
+        """True if all hosts have the same number of devices."""
         return len({len(devices) for devices in self.on_hosts}) == 1
 
     @property
@@ -191,7 +189,7 @@ class Topology:
         """Some of the devices, while the others do the same: they share what hosts have with them."""
         picked = set(devices)
         share = min(n / len(of) for of in self.on_hosts if (n := len(picked.intersection(of))))
-        links = tuple(replace(x, gbps=x.gbps * share) if x.shared else x for x in self.links)
+        links = tuple(replace(x, gbps=x.gbps * share) if x.shared and x.gbps else x for x in self.links)
         memory = tuple(replace(x, bytes=max(1, int(x.bytes * share))) for x in self.memory)
         return replace(self, devices=tuple(self.devices[d] for d in devices), links=links, memory=memory)
 
@@ -200,7 +198,7 @@ class Topology:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.devices, self.hardware, self.links, self.memory))
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
     def __hash__(self) -> int:  # of thousands of devices, and looked up often
         return self._hash

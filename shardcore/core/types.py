@@ -1,9 +1,7 @@
 """The nouns: frozen, validated when made, plain data.
 
-Everything here is a value: equal by content, hashable, and free of behaviour beyond what follows from its own
-fields. Devices are in topology.py, which rows lookups hit in access_statistics.py, what a user asks of a plan
-in constraints.py, what a step costs in step_cost.py, and what was measured in io/measurements.py. Messages of
-what is refused come from validation.py.
+Each is a value: equal by content, hashable, and without behaviour beyond its fields. Other nouns: topology.py
+(devices), access_statistics.py (lookups), constraints.py, step_cost.py and io/measurements.py.
 """
 
 from __future__ import annotations
@@ -57,21 +55,21 @@ class Table:
     pooling: mean lookups per sample, of all its features together.
     access: which rows those lookups hit.
     precision: of the weights.
-    ordered: whether the place of a row says how often it is looked up: ids are ordered by frequency, row 0
-        the most accessed, or as `row_shares` say. Else ids count as hashed.
-    features: that look up in it. Each has a pooled output of its own.
-    weighted: whether each lookup has a weight, which travels with its id.
-    sequence: whether each lookup is an output of its own, as in an EmbeddingCollection. Else they are pooled.
+    ordered: True if ids are ordered by frequency, row 0 the most accessed, or as `row_shares` give it. Else
+        ids count as hashed.
+    features: number of features that look up in it. Each has its own pooled output.
+    weighted: True if each lookup has a weight, which travels with its id.
+    sequence: True if each lookup is an output, as in an EmbeddingCollection. Else they are pooled.
     dedup: samples of a device's batch for each distinct value of the table's features. Where features are
         deduplicated (RecD, arXiv 2211.05239), a value travels and is looked up once, and its output is
         copied by the device that asked. `pooling` and `access` are those of all samples.
     collection: the EmbeddingBagCollection or EmbeddingCollection that has it, such as its path in the model.
-        Each runs ops and exchanges of its own. Pooled tables and sequences of one name are two.
+        Each runs separate ops and exchanges. Pooled tables and sequences of one name are two.
     load_factor: share of its rows that a cache in device memory holds, while all are in `tier`. 1: all are in
         device memory, and there is no cache.
     tier: memory that has all rows where load_factor is below 1, a name of step.tiers.BELOW.
-    row_shares: which ranges of rows are looked up how often, as measured. Only where ids are ordered.
-    managed_collision: memory of what maps raw ids to rows. None: nothing does.
+    row_shares: lookups of ranges of rows, as measured. Only where ids are ordered.
+    managed_collision: memory of the map from raw ids to rows. None: there is no map.
     """
 
     name: str
@@ -93,36 +91,22 @@ class Table:
 
     def __post_init__(self) -> None:
         require_types(self, "table")
-        object.__setattr__(self, "pooling", float(self.pooling))  # equal tables have equal files
         require_name(self.name, "a table")
         t = f"table {self.name!r}"
-        require(1 <= self.rows <= MOST_ROWS, f"{t} has {self.rows} rows; it needs 1 to {MOST_ROWS}")
-        require(
-            MIN_WIDTH <= self.dim <= MOST_DIM and self.dim % MIN_WIDTH == 0,
-            f"{t} has dim {self.dim}; FBGEMM needs a positive multiple of {MIN_WIDTH}, up to {MOST_DIM}",
+        require_within(
+            self,
+            t,
+            rows=(1, MOST_ROWS),
+            dim=(MIN_WIDTH, MOST_DIM),
+            pooling=(0, MOST_POOLING),
+            features=(1, MOST_FEATURES),
+            dedup=(1, MOST_BATCH),
+            load_factor=(0, 1),
         )
-        require(
-            0 <= self.pooling <= MOST_POOLING,
-            f"{t} has pooling {self.pooling}; it needs mean lookups per sample, 0 to {MOST_POOLING:.0f}",
-        )
-        require(
-            1 <= self.features <= MOST_FEATURES,
-            f"{t} has {self.features} features; it needs 1 to {MOST_FEATURES}",
-        )
-        require_known(self, t, precision=PRECISION_BYTES)
+        require(self.dim % MIN_WIDTH == 0, f"{t} has dim {self.dim}; FBGEMM needs a multiple of {MIN_WIDTH}")
+        require_known(self, t, precision=PRECISION_BYTES, tier=BELOW)
         if self.collection:
             require_name(self.collection, f"the collection of {t}")
-        object.__setattr__(self, "dedup", float(self.dedup))
-        require(
-            1 <= self.dedup <= MOST_BATCH,
-            f"{t} has dedup {self.dedup}; it needs samples for each distinct value, 1 to {MOST_BATCH}",
-        )
-        object.__setattr__(self, "load_factor", float(self.load_factor))
-        require(
-            0 <= self.load_factor <= 1,
-            f"{t} has load_factor {self.load_factor}; it needs a share of its rows, 0 to 1",
-        )
-        require_known(self, t, tier=BELOW)
         require(
             bool(self.kernel),
             f"{t} has load_factor {self.load_factor:g} and tier {self.tier!r}; "
@@ -157,14 +141,8 @@ class Table:
         """True if its rows are in a tier below device memory, some of them cached or none."""
         return self.load_factor < 1
 
-    @property
-    def residency(self) -> Mapping[str, float]:
-        """Share of its rows in each tier of memory that has some."""
-        shares = {DEVICE: self.load_factor, self.tier: 1.0} if self.in_host_memory else {DEVICE: 1.0}
-        return {tier: share for tier, share in shares.items() if share}
-
     def cached(self, rows: int) -> int:
-        """Of so many of its rows, those in device memory. All of them where it has no cache."""
+        """Rows in device memory among so many of its rows: all where it has no cache."""
         return max(round(self.load_factor * rows), self.load_factor > 0)
 
     @property
@@ -196,28 +174,19 @@ class Shard:
     def __post_init__(self) -> None:
         t = self.table
         try:
-            if (
-                0 <= self.row_lo < self.row_hi <= t.rows
-                and 0 <= self.col_lo < self.col_hi <= t.dim
-                and (self.width % MIN_WIDTH == self.col_lo % MIN_WIDTH == 0)
-            ):
-                return  # searches make many: words only where they are needed
+            rows_fit = 0 <= self.row_lo < self.row_hi <= t.rows
+            columns_fit = 0 <= self.col_lo < self.col_hi <= t.dim
         except (AttributeError, TypeError):
             require_types(self, "a shard")
             raise
+        if rows_fit and columns_fit and self.width % MIN_WIDTH == self.col_lo % MIN_WIDTH == 0:
+            return  # searches make many: messages only where they are needed
         require(
-            0 <= self.row_lo < self.row_hi <= t.rows,
+            rows_fit,
             f"shard of table {t.name!r} has rows [{self.row_lo}, {self.row_hi}); the table has [0, {t.rows})",
         )
-        require(
-            0 <= self.col_lo < self.col_hi <= t.dim,
-            f"shard of table {t.name!r} has columns [{self.col_lo}, {self.col_hi}); the table has [0, "
-            f"{t.dim})",
-        )
-        raise ShardCoreError(
-            f"shard of table {t.name!r} has columns [{self.col_lo}, {self.col_hi}); "
-            f"FBGEMM needs multiples of {MIN_WIDTH}"
-        )
+        right = f"FBGEMM needs multiples of {MIN_WIDTH}" if columns_fit else f"the table has [0, {t.dim})"
+        raise ShardCoreError(f"shard of table {t.name!r} has columns [{self.col_lo}, {self.col_hi}); {right}")
 
     @classmethod
     def whole(cls, table: Table) -> Shard:
@@ -247,10 +216,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Placement:
-    """A shard, how it is run, and where.
+    """A shard, its kind of sharding, and its devices.
 
-    kind: of sharding, a name of kinds.LAYOUTS. It is never inferred.
-    shard: what the devices have together.
+    kind: a name of kinds.LAYOUTS. It is never inferred.
+    shard: cells that the devices hold together.
     devices: a group of that kind, in its order.
     """
 
@@ -260,7 +229,6 @@ class Placement:
 
     def __post_init__(self) -> None:
         require_types(self, "a placement")
-        object.__setattr__(self, "devices", tuple(int(d) for d in self.devices))
         require(
             len(self.devices) > 0 and len(set(self.devices)) == len(self.devices) and min(self.devices) >= 0,
             f"placement of {self.shard.label} names devices {self.devices}; it needs one or more "
@@ -270,7 +238,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every shard lives.
+    """Placements of all shards.
 
     placements: together they cover each cell of each table once.
     provenance: algorithm, seed, model and data version, search settings; no part of equality.
@@ -296,13 +264,13 @@ def precision_of(tables: Iterable[Table]) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a cost model is valid for.
+    """Conditions that a cost model is valid for.
 
     hardware: a device's name, such as "nvidia-h200".
     batch: the global batch: samples that a model-parallel op processes in one step.
     precision: of the weights. "fp16+fp32" where tables differ.
     optimizer: fused into the backward op.
-    forward_payload, backward_payload: what outputs and gradients travel as.
+    forward_payload, backward_payload: number types in which outputs and gradients travel.
     """
 
     hardware: str
@@ -362,7 +330,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         require_types(self, "problem")
-        p = f"problem {self.name!r}"
+        p, n_devices = f"problem {self.name!r}", len(self.topology)
         require(
             is_path_name(self.name), f"{p} needs {PATH_NAME}, for its plans are kept in a folder of that name"
         )
@@ -370,14 +338,10 @@ class Problem:
             1 <= len(self.tables) <= MOST_TABLES,
             f"{p} has {len(self.tables) or 'no'} tables; it needs 1 to {MOST_TABLES}",
         )
+        require_within(self, p, global_batch=(1, MOST_BATCH))
         require(
-            1 <= self.global_batch <= MOST_BATCH,
-            f"{p} has global_batch {self.global_batch}; it needs at least 1 sample, at most {MOST_BATCH}",
-        )
-        require(
-            self.global_batch % len(self.topology) == 0,
-            f"{p} has global_batch {self.global_batch}, which {len(self.topology)} devices do not "
-            "divide evenly",
+            self.global_batch % n_devices == 0,
+            f"{p} has global_batch {self.global_batch}, which {n_devices} devices do not divide evenly",
         )
         require_known(self, p, optimizer=OPTIMIZERS)
         names = Counter(t.name for t in self.tables)
@@ -388,7 +352,7 @@ class Problem:
             ("pins", dict(self.constraints.pinned)),
             ("keeps together", self.bundle_of),
             ("has constraints.kinds of", self.kinds_of),
-            ("has constraints.min_widths of", dict(self.constraints.min_widths)),
+            ("has constraints.min_widths of", self.min_widths),
         ):
             unknown = sorted(set(tables) - names.keys())
             require(not unknown, f"{p} {verb} {unknown[:3]}, which it does not have")
@@ -411,17 +375,7 @@ class Problem:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(
-            (
-                self.name,
-                self.tables,
-                self.topology,
-                self.global_batch,
-                self.optimizer,
-                self.constraints,
-                self.job,
-            )
-        )
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
     def __hash__(self) -> int:  # a problem is the key of some caches, so its hash is kept
         return self._hash
@@ -435,7 +389,7 @@ class Problem:
 
     @cached_property
     def precision(self) -> str:
-        """Of the weights, as in Setting."""
+        """Precision of the weights, as in Setting."""
         return precision_of(self.tables)
 
     @cached_property
@@ -446,8 +400,8 @@ class Problem:
 
     @property
     def replica_optimizer(self) -> str:
-        """What updates replicas: a name of catalog.DENSE_OPTIMIZERS."""
-        return self.job.replica_optimizer or catalog.OPTIMIZERS[self.optimizer].dense
+        """Optimizer of replicas: a name of catalog.DENSE_OPTIMIZERS."""
+        return self.job.replica_optimizer or catalog.OPTIMIZERS[self.optimizer].dense or self.optimizer
 
     @cached_property
     def kinds_of(self) -> Mapping[str, tuple[str, ...]]:
@@ -465,13 +419,16 @@ class Problem:
         )
 
     @cached_property
-    def _min_widths(self) -> Mapping[str, int]:
+    def min_widths(self) -> Mapping[str, int]:
+        """Fewest columns of a shard, by table."""
         return dict(self.constraints.min_widths)
 
     def unit_width(self, table: Table) -> int:
-        """The columns of which shards of a table have multiples: the fewest that divide the table evenly and
-        respect constraints.min_widths."""
-        least = min(self._min_widths.get(table.name, MIN_WIDTH), table.dim)
+        """Unit of the columns of a table's shards.
+
+        It is the smallest that divides the table evenly and respects constraints.min_widths.
+        """
+        least = min(self.min_widths.get(table.name, MIN_WIDTH), table.dim)
         return next(
             width
             for width in range(-(-least // MIN_WIDTH) * MIN_WIDTH, table.dim + 1, MIN_WIDTH)
@@ -525,11 +482,7 @@ class Problem:
     def allowed_devices(self, name: str) -> tuple[int, ...]:
         """The devices that a table may live on, rising: all but for pinned tables and those kept together
         with one."""
-        return self.pinned.get(name, self._devices)
-
-    @cached_property
-    def _devices(self) -> tuple[int, ...]:
-        return tuple(range(len(self.topology)))
+        return self.pinned.get(name, self.topology.indices)
 
     def require_setting(self, setting: Setting) -> None:
         """Raise SettingMismatch unless a model for `setting` is valid for this problem."""

@@ -1,16 +1,16 @@
-"""What values may be at most, and the checks that refuse what lies beyond.
+"""Limits of values, and checks of types and ranges.
 
-Anything beyond is a slip or an attack. Files are read up to here, so that all that is read can be priced
-without overflow.
+A value beyond a limit is a slip or an attack. Within them, all that files hold can be priced without overflow.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import numbers
 import re
 import reprlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -30,25 +30,26 @@ meta-pytorch/torchrec 1125.
 MOST_BATCH, MOST_BYTES = 1 << 40, 1 << 50
 MOST_SPEED, SLOWDOWN_LIMIT, MOST_GBPS, MOST_MS = 1e3, 1e9, 1e9, 1e9
 MOST_RATIO = 1e6
-"""By which towers make outputs smaller."""
+"""Largest compression of outputs by towers."""
 LINK_GBIT_S = (1e-3, 100.0)
 """The ends of the rate of an emulated link."""
 MOST_COUNT, MOST_SEED = 1_000_000_000, 1 << 53
-"""Of anything that a config counts: samples, evaluations, epochs. And of a seed."""
+"""Limits of a count in a config (samples, evaluations, epochs), and of a seed."""
 MOST_UNIX_S = 253402300799.0
 """Unix s, the end of the year 9999. Nothing is done later."""
 MOST_REPEATS = 1_000_000
-"""Of one timing."""
+"""Most repeats of one timing."""
 WAITS_S = (1e-3, 1e6)
 """The ends of a time after which something counts as hung: clocks overflow at longer ones."""
 MOST_PINS = 1 << 22
 """Devices in all different sets of them that pins mean: a host's name may mean thousands."""
 PATH_NAME = f"a name of letters, digits and . _ -, the first a letter or digit, {MOST_PATH_NAME} at most"
-"""For messages: what `is_path_name` asks for."""
+"""Names that `is_path_name` allows, for messages."""
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 _SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", NoneType: "None"}
 
@@ -56,24 +57,90 @@ _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True o
 def require_types(record: object, noun: str) -> None:
     """Raise ShardCoreError naming a field of a dataclass whose value is not of its annotated type.
 
-    Other sequences become tuples, as in a constructor call that gives lists. Types may be classes, unions,
-    tuple[X, ...], tuple[X, Y], mappings and Any.
+    Other sequences become tuples, numbers of NumPy Python's, and whole numbers floats where floats are annotated.
+    Then equal records have equal files. Types may be what `typed` knows.
     """
-    for name, kind, usual in _fields(type(record)):
+    for name, kind, classes in _fields(type(record)):
         value = getattr(record, name)
-        if type(value) in usual:
+        if type(value) in classes:
             continue
-        if get_origin(kind) is tuple:
-            value = as_tuples(value, kind)
-            object.__setattr__(record, name, value)
-        if not _is(value, kind):
-            inner = get_args(kind)
-            if isinstance(value, tuple) and inner[-1] is Ellipsis:
-                at = next(i for i, v in enumerate(value) if not _is(v, inner[0]))
-                name, value, kind = f"{name}[{at}]", value[at], inner[0]
-            named = vars(record).get("name")
-            which = f"{noun} {shown(named)}" if isinstance(named, str) else noun
-            raise ShardCoreError(f"{which}: {name} is {shown(value)}; it needs to be {type_words(kind)}")
+        try:
+            object.__setattr__(record, name, typed(value, kind, name))
+        except ShardCoreError as error:
+            own_name = vars(record).get("name")
+            which = f"{noun} {shown(own_name)}" if isinstance(own_name, str) else noun
+            raise ShardCoreError(f"{which}: {error}") from None
+
+
+def typed(value: Any, kind: Any, what: str, build: Callable[..., Any] | None = None) -> Any:
+    """Return a value of an annotated type, with tuples for other sequences.
+
+    value: any value.
+    kind: a class, a union, Literal, tuple[X, ...], tuple[X, Y], Mapping[str, X] or Any.
+    what: its name, for messages.
+    build: (dataclass, mapping, what) -> instance, for values from files. None: dataclasses are instances already.
+
+    Raises ShardCoreError naming `what`, the value, and the type in words.
+    """
+    if kind is Any or type(value) in _exact_classes(kind):
+        return value
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        others = [k for k in inner if k is not NoneType]
+        # The error of an only choice says more than that of the union.
+        if len(others) == 1 and others[0] not in _WORDS:
+            return typed(value, others[0], what, build)
+        for k in others:
+            with contextlib.suppress(ShardCoreError):
+                return typed(value, k, what, build)
+    elif origin is tuple:
+        if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
+            values = tuple(value)
+            kinds = (inner[0],) * len(values) if inner[-1] is Ellipsis else inner
+            if len(kinds) == len(values):
+                return tuple(
+                    v if type(v) in _exact_classes(k) else typed(v, k, f"{what}[{i}]", build)
+                    for i, (v, k) in enumerate(zip(values, kinds, strict=True))
+                )
+    elif origin is Mapping:
+        if isinstance(value, Mapping) and (inner[0] is not str or all(isinstance(k, str) for k in value)):
+            return (
+                value
+                if inner[1] is Any
+                else {k: typed(v, inner[1], f"{what}: {shown(k)}", build) for k, v in value.items()}
+            )
+    elif origin is Literal:
+        if isinstance(value, str) and value in inner:
+            return value
+    elif kind in (int, float):
+        if isinstance(value, numbers.Integral if kind is int else numbers.Real) and not isinstance(
+            value, bool
+        ):
+            return kind(value)
+    elif build and dataclasses.is_dataclass(kind):
+        return build(kind, value, what)
+    elif isinstance(value, origin or kind):
+        return value
+    raise ShardCoreError(f"{what} is {shown(value)}; it needs to be {type_words(kind)}")
+
+
+@cache
+def _fields(cls: type) -> tuple[tuple[str, Any, frozenset[type]], ...]:
+    """Name, type and `_exact_classes` of each field."""
+    kinds = type_hints(cls)
+    return tuple((f.name, kinds[f.name], _exact_classes(kinds[f.name])) for f in dataclasses.fields(cls))
+
+
+type_hints = cache(get_type_hints)
+"""(class) -> type of each annotated field."""
+
+
+@cache
+def _exact_classes(kind: Any) -> frozenset[type]:
+    """Classes whose instances are of a type without another look."""
+    if get_origin(kind) in (Union, UnionType):
+        return frozenset().union(*map(_exact_classes, get_args(kind)))
+    return frozenset((kind,) if isinstance(kind, type) else ())
 
 
 def require_type(value: object, kind: type | tuple[type, ...], what: str, right: str) -> None:
@@ -81,78 +148,32 @@ def require_type(value: object, kind: type | tuple[type, ...], what: str, right:
 
     right: what it needs to be, for the message.
     """
-    if not any(_is(value, k) for k in (kind if isinstance(kind, tuple) else (kind,))):
-        raise ShardCoreError(f"{what} is {shown(value)}; it needs to be {right}")
+    for k in kind if isinstance(kind, tuple) else (kind,):
+        with contextlib.suppress(ShardCoreError):
+            typed(value, k, what)
+            return
+    raise ShardCoreError(f"{what} is {shown(value)}; it needs to be {right}")
 
 
-def as_tuples(value: Any, kind: Any) -> Any:
-    """A value with tuples for other sequences where its type has tuples."""
-    if (
-        get_origin(kind) is not tuple
-        or isinstance(value, str | bytes | Mapping)
-        or not isinstance(value, Iterable)
-    ):
-        return value
-    values, inner = tuple(value), get_args(kind)
-    if get_origin(inner[0]) is not tuple:
-        return values
-    return tuple(as_tuples(v, inner[0]) for v in values)
-
-
-def shown(value: object) -> str:
-    """A value in a message, in 80 characters, however large it is."""
+def shown(value: object, most: int = 80) -> str:
+    """Show a value in a message: in one short line, however large it is."""
     try:
-        return shortened(escaped(_SHORT.repr(value)), 80)
+        return shortened(escaped(_SHORT.repr(value)), most)
     except ValueError:  # Python refuses to print very long integers
-        return f"a {type(value).__name__} that is too long"
-
-
-@cache
-def _fields(cls: type) -> tuple[tuple[str, Any, frozenset[type]], ...]:
-    """Name and type of each field, and the classes that are it without another look."""
-    kinds = get_type_hints(cls)
-    return tuple((f.name, kinds[f.name], _usual(kinds[f.name])) for f in dataclasses.fields(cls))
-
-
-@cache
-def _usual(kind: Any) -> frozenset[type]:
-    if get_origin(kind) in (Union, UnionType):
-        return frozenset().union(*map(_usual, get_args(kind)))
-    return frozenset((kind, int) if kind is float else (kind,) if isinstance(kind, type) else ())
-
-
-def _is(value: Any, kind: Any) -> bool:
-    """Tell if a value is of a type. Numbers of NumPy are numbers; True and False are none."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if kind is Any or type(value) in _usual(kind):
-        return True
-    if origin in (Union, UnionType):
-        return any(_is(value, k) for k in inner)
-    if origin is tuple:
-        kinds = (inner[0],) * len(value) if inner[-1] is Ellipsis and isinstance(value, tuple) else inner
-        return (
-            isinstance(value, tuple)
-            and len(value) == len(kinds)
-            and all(type(v) in _usual(k) or _is(v, k) for v, k in zip(value, kinds, strict=True))
-        )
-    if kind in (int, float):
-        number = numbers.Integral if kind is int else numbers.Real
-        return isinstance(value, number) and not isinstance(value, bool)
-    return isinstance(value, origin or kind)
+        return "a whole number that is too long"
 
 
 def type_words(kind: Any) -> str:
-    """A type in words, for messages."""
+    """Put a type in words, for messages."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return " or ".join(map(type_words, inner))
+    if origin is tuple and inner[-1] is Ellipsis:
+        each = [words.removeprefix("a ") for words in type_words(inner[0]).split(" or ")]
+        plurals = [f"lists{w[4:]}" if w.startswith("list of") else f"{w}s" for w in each]
+        return f"a list of {' or '.join(plurals)}"
     if origin is tuple:
-        several = inner[-1] is Ellipsis
-        return (
-            f"a list of {type_words(inner[0]).removeprefix('a ')}s"
-            if several
-            else f"[{', '.join(map(type_words, inner))}]"
-        )
+        return f"[{', '.join(map(type_words, inner))}]"
     if origin is Literal:
         return " or ".join(map(repr, inner))
     if origin is not None:
@@ -191,5 +212,5 @@ def require_name(name: str, what: str) -> None:
 
 
 def is_path_name(name: str) -> bool:
-    """Whether a name is a safe name of a file or folder."""
+    """Tell if a name is safe for a file or folder."""
     return len(name) <= MOST_PATH_NAME and re.fullmatch(_NAME, name) is not None

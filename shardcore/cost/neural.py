@@ -19,7 +19,7 @@ from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.links import LEVELS
 from shardcore.core.topology import Topology
 from shardcore.core.types import Problem, Setting, Shard
-from shardcore.core.validation import require_type
+from shardcore.core.validation import require_type, shown
 from shardcore.cost import collective_model, features, nets, quantiles, ranges, weight_checks
 from shardcore.cost.composite import Composite, composed
 from shardcore.cost.model import CommCost, Compiled
@@ -292,8 +292,8 @@ def load(folder: str | Path) -> NeuralModel:
             weights = weight_checks.with_all_terms(weights, trained_on)
         elif trained_on != names:
             raise ShardCoreError(
-                f"model in {folder} was trained on {noun} {schema.show(trained_on)}; this ShardCore computes "
-                f"{schema.show(names)}: train again"
+                f"model in {folder} was trained on {noun} {shown(trained_on)}; this ShardCore computes "
+                f"{shown(names)}: train again"
             )
     files.require_provenance(schema.build(_Meta, meta, str(folder)).provenance, f"{folder}: provenance")
     try:

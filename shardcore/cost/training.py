@@ -10,7 +10,8 @@ from typing import Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.cost import accuracy, drift_correction, fit, step_factors
+from shardcore.cost import accuracy, drift_correction, step_factors
+from shardcore.cost.fit_config import FitConfig, Progress, TrainedModel
 from shardcore.cost.neural import NeuralModel
 from shardcore.io import replays
 
@@ -52,7 +53,7 @@ def read(folders: Sequence[str | Path], setting: Setting) -> TrainingData:
 
 
 @dataclass(frozen=True, eq=False)
-class Trained(fit.TrainedModel):
+class Trained(TrainedModel):
     """A model and its learning curves.
 
     of_steps: a sentence on the replayed steps. "": there were none.
@@ -63,8 +64,8 @@ class Trained(fit.TrainedModel):
 
 def train(
     data: TrainingData,
-    config: fit.FitConfig | None = None,
-    progress: fit.Progress | None = None,
+    config: FitConfig | None = None,
+    progress: Progress | None = None,
     start: NeuralModel | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> Trained:
@@ -74,6 +75,8 @@ def train(
 
     Raises as fit.train.
     """
+    from shardcore.cost import fit  # imports torch, which judging does not need
+
     alone = fit.train(data.known.compute, data.known.comm, data.setting, config, progress, start)
     model = step_factors.fit(alone.model, data.steps)
     about = {**model.meta["provenance"], "data": replays.data_digest(data.folders), **(provenance or {})}

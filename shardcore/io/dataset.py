@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting, Shard, Table
-from shardcore.core.validation import require
+from shardcore.core.validation import require, shown
 from shardcore.io import dataset_parts, files
 from shardcore.io.dataset_parts import Row
 from shardcore.io.measurements import (
@@ -31,7 +31,6 @@ from shardcore.io.measurements import (
     EmulatedLinks,
     Spread,
 )
-from shardcore.io.schema import show
 
 REPLAYS = "replays"
 _USUAL = {"busy_ms": 0.0, "group": "world", "emulated": None}
@@ -228,7 +227,7 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
             if pool not in pools:
                 pools[pool] = _pool(folder, pool)
             if name not in pools[pool]:
-                raise ShardCoreError(f"its pool {pool} has no table {show(name)}")
+                raise ShardCoreError(f"its pool {pool} has no table {shown(name)}")
             tables[key] = dataclasses.replace(
                 pools[pool][name], dim=dim, precision=precision, sequence=sequence
             )
@@ -318,7 +317,7 @@ def _samples(
         except (TypeError, ShardCoreError) as error:
             said = error if isinstance(error, ShardCoreError) else "it has an entry that is nothing"
             raise ShardCoreError(
-                f"{row['part']} is no part of a dataset, sample {show(row['id'])}: {said}; remove it"
+                f"{row['part']} is no part of a dataset, sample {shown(row['id'])}: {said}; remove it"
             ) from None
     return list(samples.values())
 
@@ -339,7 +338,7 @@ def _require_own_id(found: str, right: str) -> None:
 def _pool(folder: str | Path, name: str) -> dict[str, Table]:
     """The tables of a pool, by their names."""
     if not files.DIGEST.fullmatch(name):
-        raise ShardCoreError(f"its pool is {show(name)}; it needs the 16 hex digits of a pool's digest")
+        raise ShardCoreError(f"its pool is {shown(name)}; it needs the 16 hex digits of a pool's digest")
     return {t.name: t for t in files.read_pool(Path(folder) / f"pool-{name}.json")}
 
 

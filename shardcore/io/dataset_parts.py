@@ -23,8 +23,9 @@ import pyarrow.parquet as pq
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.io import files
-from shardcore.io.schema import MOST_FILE_BYTES, names_in, read_bytes, show
+from shardcore.core.validation import shown
+from shardcore.io import writing
+from shardcore.io.schema import MOST_FILE_BYTES, names_in, read_bytes
 
 MEASUREMENT_VERSIONS = {"compute": 2, "comm": 3}
 """By kind. Raised by hand when the meaning of a timing changes. Older samples then no longer count.
@@ -133,7 +134,7 @@ def write_part(folder: str | Path, kind: str, rows: list[Row]) -> Path:
     path = Path(folder) / f"{kind}-{hashlib.sha256(content).hexdigest()[:24]}.parquet"
     # A part that cannot be read would spoil its dataset.
     _bounded(content, path)
-    files.write_atomic(path, content)
+    writing.write_atomic(path, content)
     return path
 
 
@@ -268,7 +269,7 @@ def _require_columns(table: pa.Table, in_file: pa.Schema, schema: pa.Schema, pat
         raise ShardCoreError(f"{path} lacks the column {missing[0]!r} of this ShardCore's dataset format")
     if unknown := sorted(set(table.schema.names) - set(schema.names)):
         known = ", ".join(schema.names)
-        raise ShardCoreError(f"{path} has an unknown column {show(unknown[0])}; known are {known}")
+        raise ShardCoreError(f"{path} has an unknown column {shown(unknown[0])}; known are {known}")
     for field in schema:
         if (found := in_file.field(field.name).type) != field.type:
             raise ShardCoreError(f"{path} has column {field.name!r} of type {found}; it needs {field.type}")

@@ -6,6 +6,7 @@ Shapes: T tables, B samples of a batch.
 from __future__ import annotations
 
 import gzip
+import itertools
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -35,11 +36,11 @@ def dlrm_datasets_pool(path: str | Path, dim: int = 64) -> tuple[Table, ...]:
     Raises ShardCoreError for a missing, damaged or foreign file.
     """
     indices, offsets, lengths = _read_batch(Path(path))
-    n_tables, batch = lengths.shape
+    batch = lengths.shape[1]
     edges = offsets[::batch].tolist()
     return tuple(
         _measured_table(f"t{t:03d}", indices[lo:hi].numpy(), batch, dim)
-        for t, (lo, hi) in enumerate(zip(edges[:n_tables], edges[1:], strict=True))
+        for t, (lo, hi) in enumerate(itertools.pairwise(edges))
     )
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.io.schema import read_json, show
+from shardcore.core.validation import shown
+from shardcore.io.schema import read_json
 
 VERSIONS = {
     "problem": 1,
@@ -57,11 +58,11 @@ def opened(data: Any, schema: str, path: str | Path) -> dict[str, Any]:
         grouped = ": it is of one sharding group, which only price and export read" * (
             found == "shardcore/grouped-plan"
         )
-        raise ShardCoreError(f"{path} has schema {show(found)}{grouped}; expected 'shardcore/{schema}'")
+        raise ShardCoreError(f"{path} has schema {shown(found)}{grouped}; expected 'shardcore/{schema}'")
     version = data.get("version")
     if type(version) is not int or version != VERSIONS[schema]:
         raise ShardCoreError(
-            f"{path} has version {show(version)} of {data['schema']}; this ShardCore reads {VERSIONS[schema]}"
+            f"{path} has version {shown(version)} of {data['schema']}; this ShardCore reads {VERSIONS[schema]}"
         )
     return {k: v for k, v in data.items() if k not in ("schema", "version")}
 
@@ -74,6 +75,6 @@ def unseal(body: dict[str, Any], path: str | Path) -> dict[str, Any]:
     found = body.pop("digest", None)
     if found != digest(body):
         raise ShardCoreError(
-            f"{path} does not match its digest {show(found)}; it was edited after ShardCore wrote it"
+            f"{path} does not match its digest {shown(found)}; it was edited after ShardCore wrote it"
         )
     return body

@@ -13,9 +13,10 @@ from typing import Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
-from shardcore.io import files, problem_parts
+from shardcore.core.validation import shown
+from shardcore.io import files, problem_parts, writing
 from shardcore.io.envelope import document, is_document, open_document, seal, unseal
-from shardcore.io.schema import build, show
+from shardcore.io.schema import build
 from shardcore.step.lower import require_plan
 from shardcore.step.sharding_groups import GroupedPlan, Grouping, problem_of_group
 
@@ -30,7 +31,7 @@ def is_grouped(path: str | Path) -> bool:
 def write_grouped(path: str | Path, grouped: GroupedPlan, problem: Problem) -> None:
     """Write a grouped plan. problem: the whole."""
     of_group = files.plan_to_json(grouped.plan, grouped.problem)
-    files.write_json(
+    writing.write_json(
         path,
         document(
             SCHEMA,
@@ -55,8 +56,8 @@ def read_grouped(path: str | Path, problem: Problem) -> GroupedPlan:
     found = build(_GroupedPlan, unseal(open_document(path, SCHEMA), path), str(path))
     if found.problem_digest != (own := files.problem_digest(problem)):
         raise ShardCoreError(
-            f"{path} is a grouped plan for problem {show(found.problem)} with digest "
-            f"{show(found.problem_digest)}; problem {problem.name!r} here has {own}"
+            f"{path} is a grouped plan for problem {shown(found.problem)} with digest "
+            f"{shown(found.problem_digest)}; problem {problem.name!r} here has {own}"
             f"{problem_parts.refusal(found.problem_parts, problem)}"
         )
     grouping = build(Grouping, found.groups, f"{path}: groups")

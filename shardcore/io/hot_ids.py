@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.io.schema import build, show
+from shardcore.core.validation import shown
+from shardcore.io.schema import build
 from shardcore.io.tensor_files import read_tensors, write_tensors
 
 _SCHEMA = "hot-ids"
@@ -92,12 +93,12 @@ def read_hot_ids(path: str | Path) -> dict[str, HotIds]:
     meta, tensors = read_tensors(path, _SCHEMA)
     rows = build(_Meta, meta, str(path)).rows
     if differ := sorted(set(rows) ^ set(tensors)):
-        raise ShardCoreError(f"{path} lacks the hot ids or the number of rows of table {show(differ[0])}")
+        raise ShardCoreError(f"{path} lacks the hot ids or the number of rows of table {shown(differ[0])}")
     found = {}
     for name, ids in tensors.items():
         if ids.ndim != 1 or ids.dtype != np.int64:
             raise ShardCoreError(
-                f"{path} has hot ids of table {show(name)} that are {ids.dtype} "
+                f"{path} has hot ids of table {shown(name)} that are {ids.dtype} "
                 f"{list(ids.shape)}; they need to be int64, in a row"
             )
         found[name] = HotIds(name, rows[name], ids)

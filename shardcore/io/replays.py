@@ -22,8 +22,8 @@ from typing import Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Plan, Problem, Setting
-from shardcore.core.validation import MOST_MS, MOST_SPEED
-from shardcore.io import dataset, files, schema
+from shardcore.core.validation import MOST_MS, MOST_SPEED, shown
+from shardcore.io import dataset, files, schema, writing
 from shardcore.io.envelope import is_document
 from shardcore.io.measurements import Spread, StepSample
 from shardcore.step.lower import Workload, lower
@@ -110,7 +110,7 @@ def keep(
         ],
     }
     head = {"schema": SCHEMA, "version": VERSION}
-    files.write_json(folder / REPLAYS_JSON, {**head, **body, "digest": files.digest(body)})
+    writing.write_json(folder / REPLAYS_JSON, {**head, **body, "digest": files.digest(body)})
     return ReplaySet(problem, setting, names, plans, costs)
 
 
@@ -140,7 +140,7 @@ def _is_ours(path: Path) -> bool:
         return False
     if path.suffix == ".json" and files.DIGEST.fullmatch(path.stem):
         return is_document(path, "plan")
-    return path.name in (REPLAYS_JSON, PROBLEM_JSON) or bool(files.UNFINISHED.fullmatch(path.name))
+    return path.name in (REPLAYS_JSON, PROBLEM_JSON) or bool(writing.UNFINISHED.fullmatch(path.name))
 
 
 def remove(folder: Path) -> None:
@@ -346,13 +346,13 @@ class _Row:
     def __post_init__(self) -> None:
         if not files.DIGEST.fullmatch(self.plan):
             raise ShardCoreError(
-                f"a replay is of plan {schema.show(self.plan)}; it needs the 16 hex digits of a digest"
+                f"a replay is of plan {shown(self.plan)}; it needs the 16 hex digits of a digest"
             )
         of_parts = [getattr(self, name) for name in PARTS]
         alike = len({len(p) for p in of_parts}) == 1 and of_parts[0]
         if not alike or not all(0 <= ms <= MOST_MS for p in of_parts for ms in p):
             raise ShardCoreError(
-                f"the replay of plan {self.plan} has parts {schema.show(of_parts)}; "
+                f"the replay of plan {self.plan} has parts {shown(of_parts)}; "
                 "it needs as many times for each, of 0 ms or more"
             )
         if not 0 <= self.dense_ms <= MOST_MS:
@@ -404,7 +404,7 @@ def _read(folder: Path) -> _Body:
         )
     body = {k: v for k, v in data.items() if k not in ("schema", "version")}
     if data.get("digest") != files.digest({k: v for k, v in body.items() if k != "digest"}):
-        digest = schema.show(data.get("digest"))
+        digest = shown(data.get("digest"))
         raise ShardCoreError(
             f"{path} does not match its digest {digest}; it was edited after ShardCore "
             f"wrote it: remove {folder} to replay its plans again"

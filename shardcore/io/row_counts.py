@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_BATCH, require_within
-from shardcore.io.schema import MOST_INT, build, show
+from shardcore.core.validation import MOST_BATCH, require_within, shown
+from shardcore.io.schema import MOST_INT, build
 from shardcore.io.tensor_files import read_tensors, write_tensors
 
 _SCHEMA = "row-counts"
@@ -35,14 +35,14 @@ class RowCounts:
         for name, counts in self.counts.items():
             if counts.ndim != 1 or counts.dtype != np.int64 or (counts < 0).any():
                 raise ShardCoreError(
-                    f"row counts of table {show(name)} are {counts.dtype} "
+                    f"row counts of table {shown(name)} are {counts.dtype} "
                     f"{list(counts.shape)}; they need to be int64, one for each row, 0 or "
                     "more"
                 )
             # As floats: whole numbers overflow.
             if (total := counts.sum(dtype=float)) > MOST_INT:
                 raise ShardCoreError(
-                    f"row counts of table {show(name)} are {total:.3g} together; they need "
+                    f"row counts of table {shown(name)} are {total:.3g} together; they need "
                     f"to be {MOST_INT:,} at most"
                 )
 

@@ -8,20 +8,19 @@ the thing and its value. Nothing else is raised.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, TypeVar
 
-from shardcore.core.errors import ShardCoreError, Unreachable, escaped, shortened
-from shardcore.core.validation import type_words
+from shardcore.core.errors import ShardCoreError, Unreachable, shortened
+from shardcore.core.validation import shown, type_hints, typed
 
 T = TypeVar("T")
 MOST_FILE_BYTES = 1 << 29
@@ -54,7 +53,7 @@ class Readable(Protocol):
 def read_bytes(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> bytes:
     """A file's content. Raises ShardCoreError for a file that is missing, too large or not regular."""
     if not isinstance(path, str | os.PathLike) and not hasattr(path, "read_bytes"):
-        raise ShardCoreError(f"path is {show(path)}; it needs to be a path of a file")
+        raise ShardCoreError(f"path is {shown(path)}; it needs to be a path of a file")
     with _reading(path):
         if isinstance(path, str | os.PathLike):
             return content_of(path, most)
@@ -179,9 +178,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = sorted(k for k, _ in pairs)
-        raise ValueError(
-            f"key {show(next(a for a, b in zip(keys, keys[1:], strict=False) if a == b))} appears twice"
-        )
+        raise ValueError(f"key {shown(next(a for a, b in itertools.pairwise(keys) if a == b))} appears twice")
     return made
 
 
@@ -218,7 +215,7 @@ def _require_numbers(value: Any) -> None:
         for one in value.values() if isinstance(value, dict) else value:
             _require_numbers(one)
     elif isinstance(value, int) and abs(value) > MOST_INT:
-        raise ValueError(f"the number {show(value)} is too large")
+        raise ValueError(f"the number {shown(value)} is too large")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"the number {value} is not finite")
 
@@ -244,7 +241,7 @@ def read_yaml(path: str | Path) -> Any:
             made = super().construct_mapping(node, deep)
             if len(made) < len(node.value):
                 keys = [key.value for key, _ in node.value]
-                raise ValueError(f"key {show(max(keys, key=keys.count))} appears twice")
+                raise ValueError(f"key {shown(max(keys, key=keys.count))} appears twice")
             return made
 
         def construct_scalar(self, node: Any) -> Any:
@@ -258,7 +255,7 @@ def read_yaml(path: str | Path) -> Any:
 
     text = read_text(path, MOST_YAML_BYTES)
     try:
-        value = yaml.load(text, Loader)  # noqa: S506
+        value = yaml.load(text, Loader)
         _require_depth(value)
         _require_numbers(value)
     except RecursionError:
@@ -280,20 +277,19 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
     also: keys that the caller has taken out of it, for messages.
     given: fields that the caller sets. They are not allowed in `data`.
 
-    Annotations may be int, float, str, bool, None, Any, Literal, unions, tuple[X, ...], tuple[X, Y],
-    Mapping[str, X], and dataclasses of these.
+    Annotations may be what `typed` knows, and dataclasses.
 
     Raises ShardCoreError naming `what` and an unknown key, a missing one, or a wrong value.
     """
     if not isinstance(data, Mapping):
-        raise ShardCoreError(f"{what} is {show(data)}; it needs to be an object with keys")
-    fields = {name: field for name, field in _fields(cls).items() if name not in given}
+        raise ShardCoreError(f"{what} is {shown(data)}; it needs to be an object with keys")
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init and f.name not in given}
     unknown = sorted(str(key) for key in data if key not in fields)
     if unknown:
         raise ShardCoreError(
-            f"{what} has an unknown key {show(unknown[0])}; known are {', '.join([*fields, *also])}"
+            f"{what} has an unknown key {shown(unknown[0])}; known are {', '.join([*fields, *also])}"
         )
-    kinds, values = _kinds(cls), {}
+    kinds, values = type_hints(cls), {}
     for name, field in fields.items():
         if name in data:
             values[name] = read(data[name], kinds[name], f"{what}: {name}")
@@ -305,104 +301,10 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
         raise type(error)(f"{what}: {error}") from None
 
 
-@lru_cache
-def _fields(cls: type) -> dict[str, dataclasses.Field]:
-    return {f.name: f for f in dataclasses.fields(cls) if f.init}
-
-
-@lru_cache
-def _kinds(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
-
-
-class _Wrong(Exception):
-    """A value does not match its annotation."""
-
-
 def read(value: Any, kind: Any, what: str) -> Any:
-    """A value of an annotated kind (see build). Lists become tuples. Raises ShardCoreError naming `what`."""
-    try:
-        return _read(value, kind, what)
-    except _Wrong:
-        raise ShardCoreError(f"{what} is {show(value)}; it needs to be {type_words(kind)}") from None
-
-
-def _read(value: Any, kind: Any, what: str) -> Any:
-    if kind in _SCALARS:
-        if _SCALARS[kind](value):
-            return value
-        raise _Wrong
-    if kind is Any:
-        return value
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        return _read_one_of(value, inner, what)
-    if origin is Literal and isinstance(value, str) and value in inner:
-        return value
-    if origin is tuple and isinstance(value, list | tuple):
-        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
-        if len(kinds) == len(value):
-            return tuple(
-                v if k in _SCALARS and _SCALARS[k](v) else read(v, k, f"{what}[{i}]")
-                for i, (v, k) in enumerate(zip(value, kinds, strict=True))
-            )
-    if origin is Mapping and isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
-        return {k: read(v, inner[1], f"{what}: {show(k)}") for k, v in value.items()}
-    if dataclasses.is_dataclass(kind):
-        return build(kind, value, what)
-    raise _Wrong
-
-
-def _read_one_of(value: Any, kinds: tuple[Any, ...], what: str) -> Any:
-    if value is None and NoneType in kinds:
-        return None
-    some = [k for k in kinds if k is not NoneType]
-    if len(some) == 1 and some[0] not in _SCALARS:
-        # Its error says more than that of the union.
-        return read(value, some[0], what)
-    for kind in some:
-        try:
-            return _read(value, kind, what)
-        except (_Wrong, ShardCoreError):
-            continue
-    raise _Wrong
+    """A value of an annotated kind (see `typed`). Lists become tuples. Raises ShardCoreError naming `what`."""
+    return typed(value, kind, what, build)
 
 
 def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST_INT
-
-
-_SCALARS: dict[Any, Callable[[Any], bool]] = {
-    int: is_whole,
-    float: lambda v: isinstance(v, float) and math.isfinite(v) or is_whole(v),
-    str: lambda v: isinstance(v, str),
-    bool: lambda v: isinstance(v, bool),
-    NoneType: lambda v: v is None,
-}
-
-
-# --- values in messages -------------------------------------------------------------------------------------
-
-
-def show(value: Any, most: int = 80) -> str:
-    """A value in a message: its repr in one short line, however large it is."""
-    return shortened(escaped(_shown(value, 3)), most)
-
-
-def _shown(value: Any, depth: int) -> str:
-    """The repr of a value's first few entries."""
-    if isinstance(value, str | bytes):
-        return repr(value[:200])
-    # Python refuses to print very long integers.
-    if isinstance(value, int) and abs(value) >= 1 << 200:
-        return f"a whole number of {value.bit_length()} bits"
-    if not isinstance(value, Mapping | list | tuple):
-        return repr(value)
-    few, left, right = 6, *{Mapping: "{}", list: "[]", tuple: "()"}.get(type(value), "{}")
-    if depth == 0 or not value:
-        return f"{left}{'...' if value else ''}{right}"
-    if isinstance(value, Mapping):
-        items = [f"{_shown(k, 1)}: {_shown(v, depth - 1)}" for k, v in list(value.items())[:few]]
-    else:
-        items = [_shown(v, depth - 1) for v in value[:few]]
-    return left + ", ".join(items) + (", ..." if len(value) > few else "") + right

@@ -15,9 +15,9 @@ import numpy as np
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.io.envelope import document, opened, seal, unseal
-from shardcore.io.files import write_atomic
 from shardcore.io.model_files import UNREADABLE
 from shardcore.io.schema import parse_json, read, require_file
+from shardcore.io.writing import write_atomic
 
 _META, _DIGESTS = "shardcore", "tensors_sha256"
 
@@ -40,7 +40,7 @@ def read_tensors(path: str | Path, schema: str) -> tuple[dict[str, Any], dict[st
     try:
         with safe_open(path, "np") as file:
             about = (file.metadata() or {}).get(_META, "null")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError, *UNREADABLE) as error:
         raise ShardCoreError(f"{path} is not safetensors: {error}") from None
     body = unseal(opened(parse_json(about.encode(), path), schema, path), path)

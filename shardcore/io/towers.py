@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_RATIO, require
+from shardcore.core.validation import MOST_RATIO, require, shown
 from shardcore.io.envelope import open_document
-from shardcore.io.schema import build, show
+from shardcore.io.schema import build
 
 MOST_AFFINITY = (1e-100, 1e100)
 """The ends of an affinity that is not 0: sums and shares of many stay finite."""
@@ -57,12 +57,12 @@ class Towers:
         for name, n in Counter(name for group in self.towers for name in group).items():
             require(
                 n == 1,
-                f"towers have table {show(name)} {n} times in their groups; it needs to be in one, once",
+                f"towers have table {shown(name)} {n} times in their groups; it needs to be in one, once",
             )
         for name, n in Counter(self.tables).items():
             require(
                 n == 1,
-                f"towers have table {show(name)} {n} times in 'tables'; it needs one row of the affinity",
+                f"towers have table {shown(name)} {n} times in 'tables'; it needs one row of the affinity",
             )
         m = len(self.tables)
         require(
@@ -74,7 +74,7 @@ class Towers:
             require(
                 len(row) == m,
                 f"towers have an affinity with {len(row)} columns in the row of "
-                f"{show(name)}; it needs {m}, one for each of 'tables'",
+                f"{shown(name)}; it needs {m}, one for each of 'tables'",
             )
         self._require_values()
 
@@ -88,7 +88,7 @@ class Towers:
         ):
             if wrong.any():
                 i, j = (int(x) for x in np.argwhere(wrong)[0])
-                one, two = show(self.tables[i]), show(self.tables[j])
+                one, two = shown(self.tables[i]), shown(self.tables[j])
                 other = f", and {a[j, i]:g} of {two} and {one}" * ("symmetric" in ought)
                 raise ShardCoreError(
                     f"towers have affinity {a[i, j]:g} of {one} and {two}{other}; it needs {ought}"

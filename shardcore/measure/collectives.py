@@ -4,7 +4,7 @@ Each rank runs one Rank; all get the same requests (measurements.CollectiveReque
 waiting of an exchange lasts until the last rank starts, its transfer from there to a rank's own end.
 
 In a step an exchange follows a computation, and takes longer for it: the threads that carry it slept, and the caches
-hold other data (bench/exchanges.py measures by how much). So ranks may be kept busy before each.
+hold other data. So ranks may be kept busy before each.
 
 Starts of different ranks are compared. The ranks of one host share its monotonic clock. Another host's is corrected
 by its offset, from ping-pongs over the process group. NCCL is written for the same interface and has not been run

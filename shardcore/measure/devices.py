@@ -6,6 +6,7 @@ Not exercised: `Cuda` ran in a rehearsal only, with a stand-in for its calls (te
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import re
 import subprocess
@@ -57,7 +58,7 @@ class Cpu:
 
     def elapsed_ms(self, marks: Sequence[Any]) -> list[float]:
         """ms between marks. Waits for the last."""
-        return [(b - a) * 1e3 for a, b in zip(marks[:-1], marks[1:], strict=True)]
+        return [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
 
     def keep_busy(self, ms: float) -> None:
         """Give the device work for so long, so that the next kernels do not wait for their launch."""
@@ -143,7 +144,7 @@ class Cuda(Cpu):
 
     def elapsed_ms(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
         marks[-1].synchronize()
-        return [a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:], strict=True)]
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
 
     def keep_busy(self, ms: float) -> None:
         # Counted in cycles. At a lower clock than this it sleeps for longer, which does no harm.

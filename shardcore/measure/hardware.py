@@ -51,8 +51,8 @@ def require_fbgemm(device: str) -> None:
         torch.ops.fbgemm.segment_sum_csr(1, offsets, torch.ones(1, device=place))
     except ImportError as error:
         raise ShardCoreError(
-            "FBGEMM is not installed: in a checkout, pip install -e '.[cpu]' (or [gpu] on a CUDA machine); importing "
-            f"it said: {_line(error)}"
+            "FBGEMM is not installed: pip install 'shardcore[measure]' (or [measure-gpu] on a CUDA machine); "
+            f"importing it said: {_line(error)}"
         ) from None
     except (AttributeError, OSError, RuntimeError) as error:
         raise ShardCoreError(

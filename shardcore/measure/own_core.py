@@ -2,7 +2,7 @@
 
 Otherwise the scheduler moves threads between cores. A rank that has its outputs goes on to compute, perhaps
 on the core where another rank's network thread waits, while a core idles until the scheduler's next tick.
-That takes 2 to 4 ms, in an exchange of 0.3 ms (docs/log.md).
+That takes 2 to 4 ms, in an exchange of 0.3 ms (docs/decisions/measuring.md).
 """
 
 from __future__ import annotations

@@ -227,7 +227,6 @@ def replay_rank(
     progress: Callable[[], None] = lambda: None,
     reference: ReferenceOp | None = None,
     compute_ms: ComputeTimes | None = None,
-    meet: Callable[[], object] | None = None,
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """One rank's side, for whoever starts the gang. All its ranks need the same arguments.
 
@@ -236,7 +235,6 @@ def replay_rank(
     (without one: [0]).
     progress: called after each op built and each round of steps.
     compute_ms: time for which the rank sleeps instead of computing. None: it computes.
-    meet: waits until a step may begin. None: for the ranks of the gang.
     """
     if device == "cpu":
         torch.set_num_threads(1)
@@ -256,7 +254,7 @@ def replay_rank(
         used = [channel for workload in workloads for channel in exchanges.used_channels(workload)]
         groups = exchanges.groups(rank, workloads[0].topology, used)
         for step in steps:
-            step.join(groups, meet or member.meet)
+            step.join(groups, member.meet)
     marks: list[list[np.ndarray]] = [[] for _ in steps]
     for index in range(config.warmups + config.repeats):
         progress()
@@ -277,11 +275,11 @@ class _Step:
         self._compute, self._workload, self._rank = compute, workload, rank
         self._chains: dict[Layout, list[exchanges.Exchange]] = {}
         self._ids: list[id_transfer.IdTransfer] = []
-        self._meet: Callable[[], object] = lambda: None
+        self._meet: Callable[[], None] = lambda: None
         self._on, self._device = device_of(device), device_of(device).place
 
-    def join(self, groups: exchanges.Groups, meet: Callable[[], object]) -> None:
-        """Make the buffers of its exchanges, once the gang is there. meet: as replay_rank's."""
+    def join(self, groups: exchanges.Groups, meet: Callable[[], None]) -> None:
+        """Make the buffers of its exchanges, once the gang is there. meet: waits until a step may begin."""
         self._meet = meet
         self._chains = exchanges.chains(
             self._workload, self._rank, lambda shape: full(shape, self._device), groups

@@ -11,7 +11,7 @@ from typing import Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Plan
-from shardcore.core.validation import MOST_UNIX_S, is_path_name
+from shardcore.core.validation import MOST_UNIX_S, is_path_name, shown
 from shardcore.io import files, schema
 
 OUTCOMES = ("first", "better", "kept", "no longer fits", "restored")
@@ -63,8 +63,7 @@ class Decision:
             require_id(getattr(self, name), f"decision has {name}")
         if self.outcome != "kept" and self.current != self.candidate:
             raise ShardCoreError(
-                f"decision {self.outcome!r} has current {self.current}; "
-                f"it takes its candidate, {self.candidate}"
+                f"decision {self.outcome!r} has current {self.current}; it takes its candidate, {self.candidate}"
             )
         if self.parent is not None:
             require_id(self.parent, "decision has parent")
@@ -121,7 +120,7 @@ def require_id(found: str, what: str) -> str:
     """`found`, if it is a digest. Raises ShardCoreError otherwise: versions and decisions are named by
     digest."""
     if not files.DIGEST.fullmatch(found):
-        raise ShardCoreError(f"{what} {schema.show(found)}; it needs 16 hex digits")
+        raise ShardCoreError(f"{what} {shown(found)}; it needs 16 hex digits")
     return found
 
 

@@ -122,8 +122,7 @@ def refreshed(problem: Problem, tables: Iterable[Table], fields: Sequence[str] =
     fresh = {t.name: t for t in tables}
     if not any(t.name in fresh for t in problem.tables):
         raise ShardCoreError(
-            f"none of the {len(fresh)} tables with fresh statistics is one of problem "
-            f"{problem.name!r}'s, which has "
+            f"none of the {len(fresh)} tables with fresh statistics is one of problem {problem.name!r}'s, which has "
             f"{', '.join(t.name for t in problem.tables[:3])}, ..."
         )
     return replace(

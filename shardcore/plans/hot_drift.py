@@ -65,8 +65,7 @@ def hot_drift(problem: Problem, hot: Mapping[str, HotIds], counts: RowCounts) ->
     ]
     if not names:
         raise ShardCoreError(
-            f"problem {problem.name!r} has no tables NAME{HOT} and NAME{COLD}; it needs to "
-            "be one that hot-rows wrote"
+            f"problem {problem.name!r} has no tables NAME{HOT} and NAME{COLD}; it needs to be one that hot-rows wrote"
         )
     if unknown := sorted(set(hot) - set(names)):
         raise ShardCoreError(
@@ -79,15 +78,13 @@ def hot_drift(problem: Problem, hot: Mapping[str, HotIds], counts: RowCounts) ->
         rows = hot_part.rows + cold_part.rows
         if name not in hot:
             raise ShardCoreError(
-                f"there are no hot ids of table {name!r}; problem {problem.name!r} has "
-                f"{hot_part.rows} hot rows of it"
+                f"there are no hot ids of table {name!r}; problem {problem.name!r} has {hot_part.rows} hot rows of it"
             )
         now = hot[name]
         if (now.rows, len(now.ids)) != (rows, hot_part.rows):
             raise ShardCoreError(
-                f"table {name!r} was given {len(now.ids)} hot ids of {now.rows} rows; "
-                f"problem {problem.name!r} has {hot_part.rows} of {rows}: they are of "
-                "another table or version"
+                f"table {name!r} was given {len(now.ids)} hot ids of {now.rows} rows; problem {problem.name!r} has "
+                f"{hot_part.rows} of {rows}: they are of another table or version"
             )
         of_rows = counts.of(name, rows)
         if not (total := int(of_rows.sum())):

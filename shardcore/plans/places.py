@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError, Unreachable
-from shardcore.core.validation import require_type
-from shardcore.io import files, schema
+from shardcore.core.extras import extras_named
+from shardcore.core.validation import require_type, shown
+from shardcore.io import writing
 from shardcore.io.schema import ABSENT
 
 
@@ -68,11 +69,12 @@ def place(root: str | Path) -> Place:
     """
     require_type(root, (str, Path), "plans", "a folder or URL")
     if "\0" in str(root):
-        raise ShardCoreError(f"plans are at {schema.show(str(root))}, which is no name of a folder")
+        raise ShardCoreError(f"plans are at {shown(str(root))}, which is no name of a folder")
     if isinstance(root, Path) or "://" not in root:
         return Path(root)
-    from fsspec.core import url_to_fs
-    from fsspec.implementations.local import LocalFileSystem
+    with extras_named():
+        from fsspec.core import url_to_fs
+        from fsspec.implementations.local import LocalFileSystem
 
     try:
         fs, path = url_to_fs(root, use_listings_cache=False)  # a cache misses what others write
@@ -121,7 +123,7 @@ def write(at: Place, content: bytes) -> None:
         with plain_errors(at):
             if at.exists() and not at.is_file():
                 raise ShardCoreError(f"cannot write {at}: it is no regular file; remove it")
-        files.write_atomic(at, content)
+        writing.write_atomic(at, content)
         return
     try:
         at.call("pipe_file", content)

@@ -85,8 +85,7 @@ class PublishConfig:
             )
         if not 0 <= self.threshold < 1:
             raise ShardCoreError(
-                f"publish config has threshold {self.threshold}; it needs a share within 0 "
-                "and 1, such as 0.01"
+                f"publish config has threshold {self.threshold}; it needs a share within 0 and 1, such as 0.01"
             )
         if self.max_moved_tables is not None and not SPACE_OF.get(self.algorithm):
             raise ShardCoreError(
@@ -236,10 +235,7 @@ class Publisher:
             cost = price_plan(rebind_tables(plan, problem), problem, self.model).cost
         except ShardCoreError:
             return None
-        reason = (
-            f"the model is version {mine[1]} again, under which this plan was current on "
-            f"{when(then.decided_at)}"
-        )
+        reason = f"the model is version {mine[1]} again, under which this plan was current on {when(then.decided_at)}"
         decision = self._decision(
             problem,
             before,

@@ -163,8 +163,7 @@ class Start(Decision):
         if self.group and (problem.name, problem.topology) != (self.group.name, self.group.topology):
             require(
                 not self.config.limited,
-                f"at most {self.config.limits} may move; in groups of another "
-                "size or layout every table does",
+                f"at most {self.config.limits} may move; in groups of another size or layout every table does",
             )
             yield Proposal(words="afresh", problem=problem)
             return

@@ -32,8 +32,8 @@ from typing import Any, TypeVar
 
 from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.types import Plan, Problem
-from shardcore.core.validation import is_path_name
-from shardcore.io import files, schema
+from shardcore.core.validation import is_path_name, shown
+from shardcore.io import files, schema, writing
 from shardcore.io.envelope import seal, unseal
 from shardcore.plans import decisions, places
 from shardcore.plans.decisions import Decision, require_id
@@ -78,8 +78,7 @@ def read_plan(root: str | Path, name: str, version: str | None = None) -> tuple[
     if not files.DIGEST.fullmatch(version) or not has(root, name, version):
         found = _versions(home)
         raise ShardCoreError(
-            f"problem {name!r} has no version {schema.show(version)} in {root}; there are "
-            f"{', '.join(found) or 'none'}"
+            f"problem {name!r} has no version {shown(version)} in {root}; there are {', '.join(found) or 'none'}"
         )
     return _load(_version(home, version), name)
 
@@ -228,17 +227,14 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
                 except BlockingIOError:
                     if time.monotonic() > until:
                         raise ShardCoreError(
-                            f"plans for problem {name!r} are being published by another, "
-                            f"which has held {path} for {patience_s:.0f} s or more: "
-                            f"{_holder(path)}; end it if it hangs, and publish "
-                            "again"
+                            f"plans for problem {name!r} are being published by another, which has held {path} for "
+                            f"{patience_s:.0f} s or more: {_holder(path)}; end it if it hangs, and publish again"
                         ) from None
                 time.sleep(_LOOK_S)
             # Say who holds the lock, for the message of those who wait.
             f.truncate(0)
             f.write(
-                f"process {os.getpid()} on {socket.gethostname()} since "
-                f"{datetime.now().isoformat(' ', 'seconds')}\n"
+                f"process {os.getpid()} on {socket.gethostname()} since {datetime.now().isoformat(' ', 'seconds')}\n"
             )
             f.flush()
         yield
@@ -289,10 +285,10 @@ def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any],
         folder = _own(_own(_home(root, problem.name) / "versions") / version)
         of_page = {"page_sha256": _sha256(page.encode())} if page else {}
         contents = {
-            "problem.json": files.json_bytes(files.problem_to_json(problem)),
-            COST: files.json_bytes(seal({**cost, **of_page})),
+            "problem.json": writing.json_bytes(files.problem_to_json(problem)),
+            COST: writing.json_bytes(seal({**cost, **of_page})),
             **({PAGE: page.encode()} if page else {}),
-            "plan.json": files.json_bytes(files.plan_to_json(plan, problem)),
+            "plan.json": writing.json_bytes(files.plan_to_json(plan, problem)),
         }
         for name, content in contents.items():  # plan.json comes last and completes the version
             places.write(folder / name, content)
@@ -312,12 +308,11 @@ def record(root: str | Path, decision: Decision) -> None:
     before = last(root, name)
     if decision.parent != (before.id if before else None):
         raise ShardCoreError(
-            f"problem {name!r}: decision {decision.id} follows {decision.parent}, but "
-            f"{before and before.id} is the last one in {root}; another publisher was "
-            "faster, so publish again"
+            f"problem {name!r}: decision {decision.id} follows {decision.parent}, but {before and before.id} is the "
+            f"last one in {root}; another publisher was faster, so publish again"
         )
     folder = _own(home / "decisions")
-    places.write(folder / f"{decision.id}.json", files.json_bytes(decision.document()))
+    places.write(folder / f"{decision.id}.json", writing.json_bytes(decision.document()))
     places.write(home / _POINTER, f"{decision.id}\n".encode())
 
 
@@ -328,17 +323,16 @@ def prune(root: str | Path, name: str, keep: int) -> list[str]:
     """
     if keep < FEWEST_KEPT:
         raise ShardCoreError(
-            f"versions of the last {keep} decisions are to be kept; it needs {FEWEST_KEPT} "
-            "or more, as a reader "
-            "may still be at the one before"
+            f"versions of the last {keep} decisions are to be kept; it needs {FEWEST_KEPT} or more, as a reader may "
+            "still be at the one before"
         )
     named = {v for d in islice(history(root, name), keep) for v in (d.current, d.candidate)}
     home = _home(root, name)
     if isinstance(home, Path):
         with places.plain_errors(home):
             for path in list(home.rglob(".*.tmp")):  # rglob follows no links
-                if files.UNFINISHED.fullmatch(path.name):
-                    files.remove_unfinished(path)
+                if writing.UNFINISHED.fullmatch(path.name):
+                    writing.remove_unfinished(path)
     gone = [version for version in _versions(home) if version not in named]
     for version in gone:
         places.remove(_version(home, version) / "plan.json")  # first, as it makes the version
@@ -359,7 +353,7 @@ def _home(root: str | Path, name: str) -> Place:
     name = name if isinstance(name, str) else repr(name)
     if not is_path_name(name):
         raise ShardCoreError(
-            f"problem {schema.show(name)} has no plans in {root}; names have letters, digits and . _ -"
+            f"problem {shown(name)} has no plans in {root}; names have letters, digits and . _ -"
         )
     if name in (REPORT, MODELS, INDEX):
         raise ShardCoreError(

@@ -19,14 +19,12 @@ def moves_words(found: Diff) -> list[str]:
     said = [f"{moved_words(found)} to move" if found.moves else "nothing moves"]
     if forced.moves:
         said.append(
-            f"{moved_words(forced)} had to ({_few(m.table for m in forced.moves)}), "
-            f"{moved_words(chosen)} by choice"
+            f"{moved_words(forced)} had to ({_few(m.table for m in forced.moves)}), {moved_words(chosen)} by choice"
         )
     if found.resized:
         said.append(
-            f"{count(len(found.resized), 'table')} of another shape "
-            f"({_few(r.new.name for r in found.resized)}), {gib(found.new_bytes)} of new weights; a "
-            "checkpoint of the old shape does not load"
+            f"{count(len(found.resized), 'table')} of another shape ({_few(r.new.name for r in found.resized)}), "
+            f"{gib(found.new_bytes)} of new weights; a checkpoint of the old shape does not load"
         )
     said += [
         f"{count(len(names), 'table')} {words}: {_few(names)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -50,7 +51,7 @@ def dataset_summary(
     # The reference op is timed throughout. It shows drift, not repeatability.
     again = repeats[has_reference_op(repeats) :]
     if again:
-        pairs = [(a, b) for group in again for a, b in zip(group[:-1], group[1:], strict=True)]
+        pairs = [(a, b) for group in again for a, b in itertools.pairwise(group)]
         # total_ms is already corrected for slowdown: the ratio of slowdowns gives back raw times.
         apart, clock = (
             [b.measured_at - a.measured_at for a, b in pairs],

@@ -15,13 +15,14 @@ from shardcore.core import links
 from shardcore.cost import collective_model, known_errors, ranges, replay_metrics
 from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
-from shardcore.cost.study import LearningCurve
 from shardcore.report.text import markdown_table
 from shardcore.step.kinds import CHANNELS, kinds_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from shardcore.cost.study import LearningCurve  # imports torch
 
 LEVELS = (50, 60, 70, 80, 90, 95, 99)
 """Percent of measurements that an interval should hold. Calibration is shown at each."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardcore.io import files
+from shardcore.io import files, writing
 from shardcore.measure.rank_order import order, problem_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def write(
     """
     files.write_problem(out, problem_of(found.levels, found.links, problem))
     if ranks:
-        files.write_json(
+        writing.write_json(
             ranks,
             {
                 "order": list(order(found.levels, len(found.pair_ms))),

@@ -23,7 +23,7 @@ from shardcore.cost.model import CostModel, PricedPlan
 from shardcore.search import compare
 from shardcore.search.bound.lower_bound import Bound, bound
 from shardcore.search.budget import Budget
-from shardcore.search.decisions.tower_plans import TowerTraffic, tower_traffic
+from shardcore.search.decisions.towers import TowerTraffic, tower_traffic
 from shardcore.search.sharders import BASELINES, SHARDERS, SPACE_OF
 from shardcore.step.kinds import ID_CHANNELS
 from shardcore.step.lower import Workload

@@ -63,7 +63,7 @@ def neuroshard(
     seed: int = 0,
     budget: Budget | None = None,
     config: NeuroShardConfig = NeuroShardConfig(),
-) -> Plan:  # noqa: B008 (frozen)
+) -> Plan:
     """The best plan of the beam. Deterministic: the seed is only recorded.
 
     Where a budget in seconds does not suffice for a first search, it is some plan that fits.

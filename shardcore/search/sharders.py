@@ -20,8 +20,7 @@ from shardcore.cost.model import CostModel, require_model
 from shardcore.search import greedy, neuroshard
 from shardcore.search.beam import BeamConfig
 from shardcore.search.budget import Budget
-from shardcore.search.learned.policy import NETS, Policy
-from shardcore.search.learned.sharder import TABLE_WISE, place
+from shardcore.search.learned.policy import NETS, TABLE_WISE, Policy, place
 from shardcore.search.named_sharders import NamedSharders
 from shardcore.search.portfolio import annealing, portfolio
 

@@ -11,6 +11,7 @@ Shapes: C channels (kinds.CHANNELS), L lanes (traffic.lanes), D devices.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -240,7 +241,7 @@ def require_cover(plan: Plan, problem: Problem) -> None:
     for table in problem.tables:
         # Shards of a table have all rows. So they overlap only if their columns do.
         shards = sorted(by_table[table.name], key=lambda s: s.col_lo)
-        for left, right in zip(shards, shards[1:], strict=False):
+        for left, right in itertools.pairwise(shards):
             if right.col_lo < left.col_hi:
                 raise ShardCoreError(f"plan places cells twice: {left.label} and {right.label}")
         # No cell twice, and the right number of cells: so every cell once.

@@ -7,6 +7,7 @@ Shapes: L lookups, B samples of the batch.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -106,7 +107,7 @@ def _by_shares(ranks: np.ndarray, table: Table) -> np.ndarray:
     first = np.concatenate([[0], np.maximum(last[:-1], least)]).astype(np.int64)
     starts = [*first[np.flatnonzero(np.diff(heat[order], prepend=np.inf))], n]
     scattered = ranks.copy()
-    for start, end in zip(starts, starts[1:], strict=False):
+    for start, end in itertools.pairwise(starts):
         alike = (ranks >= start) & (ranks < end)
         scattered[alike] = start + _scatter(ranks[alike] - start, int(end - start))
     ranks, of = scattered, np.searchsorted(first, scattered, side="right") - 1

@@ -60,11 +60,12 @@ def require_constraints(asked: Asked | None) -> None:
         ):
             value = getattr(c, field)
             if not (
-                value is None
-                and kind is str
-                or isinstance(value, Iterable)
-                and not isinstance(value, str)
-                and all(isinstance(v, kind) for v in value)
+                (value is None and kind is str)
+                or (
+                    isinstance(value, Iterable)
+                    and not isinstance(value, str)
+                    and all(isinstance(v, kind) for v in value)
+                )
             ):
                 raise ShardCoreError(f"{what} has {field} {shown(value)}; it needs to be {right}")
         require_type(
@@ -131,9 +132,8 @@ def pooling_of(asked: Asked, theirs: Tables) -> dict[str | tuple[str, str], floa
         found, features = asked.get(table.name), table.config.feature_names
         if found is None:
             raise ShardCoreError(
-                f"table {table.name!r} has no constraints; it needs "
-                f"ParameterConstraints(pooling_factors=[mean lookups per sample of "
-                f"{', '.join(features)}]), or give the planner `lookups`"
+                f"table {table.name!r} has no constraints; it needs ParameterConstraints(pooling_factors=[mean "
+                f"lookups per sample of {', '.join(features)}]), or give the planner `lookups`"
             )
         by_default = list(found.pooling_factors) == [1.0]
         factors = found.pooling_factors * len(features) if by_default else found.pooling_factors
@@ -206,9 +206,8 @@ def _kinds_of(c: ParameterConstraints, topology: Topology, what: str) -> tuple[s
     if not there:
         able = [t for layout in LAYOUTS.values() if _is_on(layout.name, topology) for t in layout.torchrec]
         raise ShardCoreError(
-            f"{what} has sharding_types {c.sharding_types}; with {len(topology)} devices in "
-            f"all and {len(topology.on_hosts[0])} on a host ShardCore runs a table "
-            f"by {', '.join(able)}"
+            f"{what} has sharding_types {c.sharding_types}; with {len(topology)} devices in all and "
+            f"{len(topology.on_hosts[0])} on a host ShardCore runs a table by {', '.join(able)}"
         )
     return None if set(kinds) == set(LAYOUTS) else there
 
@@ -219,7 +218,7 @@ def _asked_kinds(c: ParameterConstraints) -> tuple[str, ...]:
     if kernels == {"dense"}:
         return tuple(kind for kind in kinds if kind in REPLICAS)
     # TorchRec replicates with its dense kernel alone.
-    replicates = not kernels or "dense" in kernels and kernel_of(c) == "fused"
+    replicates = not kernels or ("dense" in kernels and kernel_of(c) == "fused")
     return tuple(kind for kind in kinds if replicates or kind not in REPLICAS)
 
 
@@ -291,8 +290,7 @@ def as_asked(plan: ShardingPlan, asked: Asked, theirs: Tables) -> list[str]:
             layouts[name].torchrec_cut
             for name, types in allowed.items()
             if shardings[name].sharding_type == layouts[name].torchrec_cut
-            or types
-            and shardings[name].sharding_type not in types
+            or (types and shardings[name].sharding_type not in types)
         }
         for name, types in allowed.items():
             whole, cut = layouts[name].torchrec_whole, layouts[name].torchrec_cut

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
-from shardcore.core.validation import MOST_DEVICES, require, require_within
-from shardcore.io import files, schema
+from shardcore.core.validation import MOST_DEVICES, require, require_within, shown
+from shardcore.io import files, schema, writing
 from shardcore.step.sharding_groups import CONTIGUOUS, MOST_SYNC_EVERY, GroupedPlan, per_host
 from shardcore.torchrec import fields
 from shardcore.torchrec.plan_files import from_json, to_json
@@ -103,7 +103,7 @@ def write_dmp_collection(path: str | Path, arguments: Mapping[str, Any], sync_ev
         "sync_every": sync_every,
         "modules": to_json(arguments["plan"]),
     }
-    files.write_json(path, {"schema": SCHEMA, "version": VERSION, "digest": files.digest(body), **body})
+    writing.write_json(path, {"schema": SCHEMA, "version": VERSION, "digest": files.digest(body), **body})
 
 
 def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:
@@ -114,16 +114,15 @@ def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:
     data = schema.read_json(path)
     found = data.get("schema") if isinstance(data, dict) else type(data).__name__
     if found != SCHEMA:
-        raise ShardCoreError(f"{path} has schema {schema.show(found)}; expected {SCHEMA!r}")
+        raise ShardCoreError(f"{path} has schema {shown(found)}; expected {SCHEMA!r}")
     if data.get("version") != VERSION:
         raise ShardCoreError(
-            f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this "
-            f"ShardCore reads {VERSION}"
+            f"{path} has version {shown(data.get('version'))} of {SCHEMA}; this ShardCore reads {VERSION}"
         )
     body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
     if data.get("digest") != files.digest(body):
         raise ShardCoreError(
-            f"{path} does not match its digest {schema.show(data.get('digest'))}; it was "
+            f"{path} does not match its digest {shown(data.get('digest'))}; it was "
             "edited after ShardCore wrote it"
         )
     made = schema.build(_File, body, str(path))

@@ -36,8 +36,8 @@ import numpy as np
 from shardcore.core.access_statistics import REUSE_BINS, Reuse
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
-from shardcore.core.validation import MOST_BATCH, MOST_POOLING
-from shardcore.io import files, schema
+from shardcore.core.validation import MOST_BATCH, MOST_POOLING, shown
+from shardcore.io import schema, writing
 from shardcore.step.access import BIN_HIGH
 from shardcore.torchrec.modules import path_in_model
 
@@ -106,7 +106,7 @@ def write_tables_of_ops(model: nn.Module, folder: str | Path) -> None:
             # Data-parallel lookups are wrapped in DDP, hence `module`.
             for kernel in getattr(getattr(lookup, "module", lookup), "_emb_modules", ()):
                 if uuid := getattr(getattr(kernel, "emb_module", None), "uuid", None):
-                    files.write_json(
+                    writing.write_json(
                         Path(folder) / TABLES.format(op=uuid),
                         [
                             asdict(_part(path_in_model(path, model), table))
@@ -131,10 +131,8 @@ def read_statistics(path: str | Path) -> list[PartLookups]:
     )
     if not reports:
         raise ShardCoreError(
-            f"folder {str(path)!r} has no reports of FBGEMM "
-            "(tbe-OP-config-estimation-STEP.json); run the job with "
-            "FBGEMM_TBE_REPORT_INPUT_PARAMS=1, and FBGEMM_REPORT_INPUT_PARAMS_BUCKET "
-            "naming it"
+            f"folder {str(path)!r} has no reports of FBGEMM (tbe-OP-config-estimation-STEP.json); run the job with "
+            "FBGEMM_TBE_REPORT_INPUT_PARAMS=1, and FBGEMM_REPORT_INPUT_PARAMS_BUCKET naming it"
         )
     steps: dict[tuple[str, int], list[PartLookups]] = defaultdict(list)
     for report in reports:
@@ -205,7 +203,7 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
         ):
             hitters = schema.read(law["heavy_hitters"], tuple[float, ...], "heavy_hitters")
             if not all(0 <= share <= 1 for share in hitters):
-                raise ValueError(f"heavy_hitters are {schema.show(hitters)}, not shares within 0 and 1")
+                raise ValueError(f"heavy_hitters are {shown(hitters)}, not shares within 0 and 1")
             q, s = schema.read(law["zipf_q"], float, "zipf_q"), schema.read(law["zipf_s"], float, "zipf_s")
             mean, batch = schema.read(mean, float, "Ls"), schema.read(batch, int, "Bs")
             if not (0 <= mean <= MOST_POOLING and 1 <= batch <= MOST_BATCH):
@@ -218,7 +216,7 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
             with np.errstate(all="ignore"):  # what is not finite is refused below
                 seen[table] += rows_by_count(hitters, q, s, mean * batch, specs[table][0])
         if not all(0 <= i < len(specs) for i in table_of):
-            raise ValueError(f"feature_table_map is {schema.show(table_of)}, for {len(specs)} tables")
+            raise ValueError(f"feature_table_map is {shown(table_of)}, for {len(specs)} tables")
         features, weighted = Counter(table_of), schema.read(report.get("weighted", False), bool, "weighted")
         found = {
             i: PartLookups(
@@ -234,9 +232,8 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
         said = error if isinstance(error, ShardCoreError) else f"{type(error).__name__}: {error}"
         raise ShardCoreError(
-            f"{what} is not what FBGEMM 1.8 writes ({said}); it needs embedding_specs, "
-            "feature_table_map, and for each feature Ls, Bs and "
-            "indices_params_list"
+            f"{what} is not what FBGEMM 1.8 writes ({said}); it needs embedding_specs, feature_table_map, and for "
+            "each feature Ls, Bs and indices_params_list"
         ) from None
 
 
@@ -283,11 +280,9 @@ def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, 
     # Bisection over the number of ids: both counts fall as it grows.
     for _ in range(60):
         middle = (low + high) / 2
-        more = (
-            count(middle, middle) > LAST_COUNT
-            and count(first + 0.5, middle) > least
-            or count(first + 0.5, middle) > most
-        )
+        more = (count(middle, middle) > LAST_COUNT and count(first + 0.5, middle) > least) or count(
+            first + 0.5, middle
+        ) > most
         low, high = (middle, high) if more else (low, middle)
     scale = left / mass(high)
     edges = np.clip([(scale / (c + 0.5)) ** (1 / s) - q + 0.5 for c in BIN_HIGH], first, high)
@@ -322,9 +317,8 @@ def matched(
         same = [n for n, shape in shapes.items() if shape[2:] == (rows, dim)]
         if not ranges and parts and (len(parts) > 1 or len(same) > 1):
             raise ShardCoreError(
-                f"FBGEMM reported {len(parts)} tables of {rows} rows and dim {dim}, and "
-                f"does not say which is table {name!r} (there are {', '.join(same[:5])}); "
-                "call write_tables_of_ops in the job"
+                f"FBGEMM reported {len(parts)} tables of {rows} rows and dim {dim}, and does not say which is table "
+                f"{name!r} (there are {', '.join(same[:5])}); call write_tables_of_ops in the job"
             )
         reported = sum(high - low for low, high in ranges) if ranges else rows
         if not parts or reported != rows:
@@ -334,9 +328,8 @@ def matched(
                 else f"did not report a table of {rows} rows and dim {dim}"
             )
             raise ShardCoreError(
-                f"FBGEMM {lacks}, as table {name!r} has; each rank reports its fused ops "
-                "alone (data_parallel tables none), and a job that cuts tables needs to "
-                "call write_tables_of_ops"
+                f"FBGEMM {lacks}, as table {name!r} has; each rank reports its fused ops alone (data_parallel tables "
+                "none), and a job that cuts tables needs to call write_tables_of_ops"
             )
         result[name] = (sum(p.pooling for p in parts), _reuse(parts))
     return result

@@ -79,9 +79,8 @@ FIELDS: Mapping[str, Mapping[str, Treatment]] = {
     "ParameterConstraints": {
         "sharding_types": _honoured("the kinds that the search may choose"),
         "compute_kernels": _honoured(
-            "the first that is not dense runs the table; without 'dense' there are "
-            "no replicas, and with nothing else only they are. fused_uvm and "
-            "fused_uvm_caching are priced with rows in host memory"
+            "the first that is not dense runs the table; without 'dense' there are no replicas, and with nothing else "
+            "only they are. fused_uvm and fused_uvm_caching are priced with rows in host memory"
         ),
         "min_partition": _honoured("fewest columns of a cut that the search may choose"),
         "pooling_factors": _priced("lookups a sample, an entry per feature"),

@@ -160,9 +160,8 @@ class HotColdEmbeddingCollection(nn.Module):
             own = getattr(self, f"hot_ids_{name}")
             if theirs is not None and not torch.equal(theirs.to(own.device), own):
                 raise ShardCoreError(
-                    f"a checkpoint has other hot ids of table {name!r} than the module; "
-                    "make the module with those of the checkpoint, or load rows by ids "
-                    "(load_rows)"
+                    f"a checkpoint has other hot ids of table {name!r} than the module; make the module with those of "
+                    "the checkpoint, or load rows by ids (load_rows)"
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import shown
 from shardcore.io.envelope import document, open_document, opened, seal, unseal
-from shardcore.io.files import write_atomic, write_json
 from shardcore.io.model_files import UNREADABLE
-from shardcore.io.schema import build, parse_json, require_file, show
+from shardcore.io.schema import build, parse_json, require_file
+from shardcore.io.writing import write_atomic, write_json
 from shardcore.tables.hot_rows import COLD
 from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection, hot_cold_modules
 from shardcore.torchrec.modules import path_in_model
@@ -113,9 +114,8 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
             for name, columns in lacking.items():
                 if (columns > 0).any():
                     raise ShardCoreError(
-                        f"{folder} lacks {name} of {np.count_nonzero(columns)} rows of "
-                        f"table {part.table!r}, such as id "
-                        f"{part.ids[np.argmax(columns > 0)]}"
+                        f"{folder} lacks {name} of {np.count_nonzero(columns)} rows of table {part.table!r}, such as "
+                        f"id {part.ids[np.argmax(columns > 0)]}"
                     )
 
 
@@ -270,14 +270,13 @@ def _complete(folder: Path) -> dict[Path, str]:
     path, there = folder / "complete.json", {p.name for p in folder.glob("rows-*.safetensors")}
     if not path.exists():
         raise ShardCoreError(
-            f"{folder} has {len(there)} files of rows and no complete.json; it needs a "
-            "folder that save_rows finished"
+            f"{folder} has {len(there)} files of rows and no complete.json; it needs a folder that save_rows finished"
         )
     said = build(_Complete, unseal(open_document(path, _COMPLETE), path), str(path)).files
     if differ := sorted(there ^ set(said)):
         raise ShardCoreError(
             f"{folder} and its complete.json differ in {len(differ)} files, such as "
-            f"{show(differ[0])}; it needs a folder that save_rows finished"
+            f"{shown(differ[0])}; it needs a folder that save_rows finished"
         )
     return {folder / name: digest for name, digest in sorted(said.items())}
 
@@ -301,7 +300,7 @@ def _read(path: Path, digest: str, tables: Collection[str]) -> _Part | None:
                     raise ShardCoreError(
                         f"{path} does not match its digest in complete.json; it was cut short or edited"
                     )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
         ids, (lo, hi) = tensors.pop("ids").numpy(), header.columns
     except ShardCoreError:
         raise
@@ -312,9 +311,8 @@ def _read(path: Path, digest: str, tables: Collection[str]) -> _Part | None:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tuple(tensor.shape) not in ((len(ids),), (len(ids), hi - lo)):
             raise ShardCoreError(
-                f"{path} has {show(name)} {tensor.dtype} {list(tensor.shape)} for "
-                f"{len(ids)} rows and columns {lo} to {hi}; it needs numbers of rows or "
-                "cells"
+                f"{path} has {shown(name)} {tensor.dtype} {list(tensor.shape)} for {len(ids)} rows and columns {lo} to "
+                f"{hi}; it needs numbers of rows or cells"
             )
     return _Part(header.table, ids, (lo, hi), tensors)
 

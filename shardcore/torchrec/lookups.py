@@ -58,23 +58,20 @@ def _given(theirs: Mapping[str, ModelTable], lookups: Means) -> dict[str, tuple[
     pairs = {(name, feature) for name, t in theirs.items() for feature in t.config.feature_names}
     if unknown := next((key for key in lookups if isinstance(key, tuple) and key not in pairs), None):
         raise ShardCoreError(
-            f"lookups are for {unknown}, which the model does not have; it has "
-            f"(table, feature) {', '.join(map(str, sorted(pairs)[:5]))}"
-            f"{', ...' * (len(pairs) > 5)}"
+            f"lookups are for {unknown}, which the model does not have; it has (table, feature) "
+            f"{', '.join(map(str, sorted(pairs)[:5]))}{', ...' * (len(pairs) > 5)}"
         )
 
     def mean(name: str, feature: str) -> float:
         key = (name, feature) if (name, feature) in lookups else feature
         if key not in lookups:
             raise ShardCoreError(
-                f"feature {feature!r} of table {name!r} has no lookups; given are "
-                f"{sorted(map(str, lookups))[:5]}"
+                f"feature {feature!r} of table {name!r} has no lookups; given are {sorted(map(str, lookups))[:5]}"
             )
         found = lookups[key]
         if not isinstance(found, Real) or isinstance(found, bool):
             raise ShardCoreError(
-                f"feature {feature!r} of table {name!r} has lookups {found!r}; it needs a "
-                "number, the mean of a sample"
+                f"feature {feature!r} of table {name!r} has lookups {found!r}; it needs a number, the mean of a sample"
             )
         return found
 
@@ -127,9 +124,8 @@ def _measured(
                 )
             if samples[feature] != samples[features[0]]:
                 raise ShardCoreError(
-                    f"lookups has {samples[feature]} samples of feature {feature!r} and "
-                    f"{samples[features[0]]} of {features[0]!r}; table {name!r} needs as "
-                    "many of each"
+                    f"lookups has {samples[feature]} samples of feature {feature!r} and {samples[features[0]]} of "
+                    f"{features[0]!r}; table {name!r} needs as many of each"
                 )
             for values in ids[feature]:
                 _require_rows(values, feature, name, table.config.num_embeddings)
@@ -151,9 +147,8 @@ def deduplicated_of(
         )
     if variable := variable_features(lookups):
         raise ShardCoreError(
-            f"deduplicated has {list(groups[0])}, but feature {variable[0]!r} has a number "
-            "of samples of its own in the data (VBE); it needs data that is not "
-            "deduplicated yet"
+            f"deduplicated has {list(groups[0])}, but feature {variable[0]!r} has a number of samples of its own in "
+            "the data (VBE); it needs data that is not deduplicated yet"
         )
     group_of = {feature: tuple(group) for group in groups for feature in group}
     tables: dict[tuple[str, ...], list[str]] = defaultdict(list)

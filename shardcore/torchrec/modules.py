@@ -230,8 +230,7 @@ def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) 
     for sharder in sharders:
         require(
             hasattr(sharder, "module_type"),
-            f"sharders has {shown(sharder)}; it needs TorchRec's "
-            "sharders, such as EmbeddingBagCollectionSharder()",
+            f"sharders has {shown(sharder)}; it needs TorchRec's sharders, such as EmbeddingBagCollectionSharder()",
         )
     taken = {sharder.module_type for sharder in sharders}
     children = dict(module.named_modules())
@@ -239,9 +238,8 @@ def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) 
         kind = type(children[table.path])
         if kind not in taken:
             raise ShardCoreError(
-                f"module {table.path!r} is an {kind.__name__}, which no sharder takes; "
-                f"there are {sorted(type(s).__name__ for s in sharders)}: add "
-                f"{kind.__name__}Sharder()"
+                f"module {table.path!r} is an {kind.__name__}, which no sharder takes; there are "
+                f"{sorted(type(s).__name__ for s in sharders)}: add {kind.__name__}Sharder()"
             )
 
 
@@ -265,8 +263,7 @@ def require_all(plan: ShardingPlan, module: nn.Module, sharders: Sequence[Module
     taken = {sharder.module_type: sharder for sharder in sharders or get_default_sharders()}
     if missing := [path for path in _sharded_paths(module, "", taken, set()) if path not in plan.plan]:
         raise ShardCoreError(
-            f"modules {missing[:5]} are not present in the sharding plan; ShardCore plans "
-            f"{', '.join(_planned())}"
+            f"modules {missing[:5]} are not present in the sharding plan; ShardCore plans {', '.join(_planned())}"
         )
 
 
@@ -289,7 +286,6 @@ def unpriced_wrappers(tables: Mapping[str, ModelTable]) -> list[str]:
     """Effects of modules that wrap collections which a price leaves out, a line each."""
     wrappers = {t.path: t.within for t in tables.values() if t.within}
     return [
-        f"module {path!r} is priced as the collection within; what its {kind} does to ids and weights "
-        "besides is not"
+        f"module {path!r} is priced as the collection within; what its {kind} does to ids and weights besides is not"
         for path, kind in wrappers.items()
     ]

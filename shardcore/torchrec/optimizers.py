@@ -60,8 +60,7 @@ def optimizer_of(
     for name, theirs in by_name.items():
         if named(theirs, OPTIMIZERS) is None:
             raise ShardCoreError(
-                f"table {name!r} trains under {theirs}; known are "
-                f"{', '.join(o.theirs for o in OPTIMIZERS.values())}"
+                f"table {name!r} trains under {theirs}; known are {', '.join(o.theirs for o in OPTIMIZERS.values())}"
             )
     first, *others = dict.fromkeys(by_name.values())
     if others:
@@ -71,8 +70,7 @@ def optimizer_of(
             for name, theirs in pairs
         )
         raise ShardCoreError(
-            f"the model trains {of}; ShardCore counts and prices one optimizer for all "
-            "tables: set the same on each"
+            f"the model trains {of}; ShardCore counts and prices one optimizer for all tables: set the same on each"
         )
     return named(first, OPTIMIZERS)
 
@@ -107,8 +105,7 @@ def _in_backward(name: str, weight: Any) -> str | None:
     kinds = getattr(weight, "_optimizer_classes", ())
     if len(kinds) > 1:
         raise ShardCoreError(
-            f"table {name!r} has optimizers {', '.join(k.__name__ for k in kinds)} in "
-            "backward; TorchRec takes one"
+            f"table {name!r} has optimizers {', '.join(k.__name__ for k in kinds)} in backward; TorchRec takes one"
         )
     for kind, given in zip(kinds, getattr(weight, "_optimizer_kwargs", ({},)), strict=False):
         try:
@@ -152,7 +149,6 @@ def notes(
     for sharder in sharders:
         other = sorted(set(getattr(sharder, "fused_params", None) or {}) - PLAIN_PARAMS)
         lines += [
-            f"fused_params of {type(sharder).__name__} have {', '.join(other)}, which neither price "
-            "nor memory counts"
+            f"fused_params of {type(sharder).__name__} have {', '.join(other)}, which neither price nor memory counts"
         ] * bool(other)
     return lines

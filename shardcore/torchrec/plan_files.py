@@ -16,8 +16,8 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_DEVICES
-from shardcore.io import files, schema
+from shardcore.core.validation import MOST_DEVICES, shown
+from shardcore.io import files, schema, writing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +35,7 @@ def write_torchrec(path: str | Path, plan: ShardingPlan, qcomms: QCommsConfig | 
     qcomms: precision of the job's collectives. TorchRec keeps it in sharders, not in the plan.
     """
     body = {"modules": to_json(plan)} | ({"qcomms": encode(qcomms, "qcomms")} if qcomms else {})
-    files.write_json(path, {"schema": SCHEMA, "version": VERSION, "digest": files.digest(body), **body})
+    writing.write_json(path, {"schema": SCHEMA, "version": VERSION, "digest": files.digest(body), **body})
 
 
 def read_torchrec(path: str | Path, module: nn.Module | None = None) -> ShardingPlan:
@@ -80,17 +80,16 @@ def _read(path: str | Path) -> dict[str, Any]:
     data = schema.read_json(path)
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or "modules" not in data:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise ShardCoreError(f"{path} has schema {schema.show(found)}; expected {SCHEMA!r}")
+        raise ShardCoreError(f"{path} has schema {shown(found)}; expected {SCHEMA!r}")
     if data.get("version") not in (1, VERSION):
         raise ShardCoreError(
-            f"{path} has version {schema.show(data.get('version'))} of {SCHEMA}; this "
-            f"ShardCore reads up to {VERSION}"
+            f"{path} has version {shown(data.get('version'))} of {SCHEMA}; this ShardCore reads up to {VERSION}"
         )
     body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
     # An edited plan could shard a table in a way that nobody priced.
     if data.get("digest") != files.digest(body["modules"] if data["version"] == 1 else body):
         raise ShardCoreError(
-            f"{path} does not match its digest {schema.show(data.get('digest'))}; it was "
+            f"{path} does not match its digest {shown(data.get('digest'))}; it was "
             "edited after ShardCore wrote it"
         )
     schema.read(body["modules"], Mapping[str, Mapping[str, Mapping[str, Any]]], f"{path}, modules")
@@ -135,7 +134,7 @@ def _sharding(value: Any, what: str) -> ParameterSharding:
         known = [kind.value for kind in kinds if not kind.value.startswith("quant")]
         if getattr(made, name) not in known:
             raise ShardCoreError(
-                f"{what}, {name} is {schema.show(getattr(made, name))}; TorchRec knows {', '.join(known)}"
+                f"{what}, {name} is {shown(getattr(made, name))}; TorchRec knows {', '.join(known)}"
             )
     if wrong := [rank for rank in made.ranks or () if not 0 <= rank < MOST_DEVICES]:
         raise ShardCoreError(f"{what}, ranks has {wrong[0]}; ranks are 0 to {MOST_DEVICES - 1}")
@@ -143,7 +142,7 @@ def _sharding(value: Any, what: str) -> ParameterSharding:
         placed = {shard.placement.rank() for shard in made.sharding_spec.shards}
         if set(made.ranks) != placed:
             raise ShardCoreError(
-                f"{what} has ranks {schema.show(made.ranks)}; its shards are on {schema.show(sorted(placed))}"
+                f"{what} has ranks {shown(made.ranks)}; its shards are on {shown(sorted(placed))}"
             )
     if made.sharding_spec is not None:
         _require_shape(made, what)
@@ -171,7 +170,7 @@ def _require_shape(sharding: ParameterSharding, what: str) -> None:
 
 def encode(value: Any, what: str) -> Any:
     """A setting of TorchRec as JSON. Raises ShardCoreError for one that JSON cannot hold."""
-    if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum):
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):
         return value.name
@@ -207,26 +206,25 @@ def decode(kind: Any, value: Any, what: str) -> Any:
         return None
     if get_origin(kind) in (list, tuple):
         if not isinstance(value, list):
-            raise ShardCoreError(f"{what} is {schema.show(value)}; it needs to be a list")
+            raise ShardCoreError(f"{what} is {shown(value)}; it needs to be a list")
         inner = [k for k in get_args(kind) if k is not Ellipsis]
         # A tuple of fixed length has a kind per entry. A list has one for all.
         kinds = inner if len(inner) == len(value) and get_origin(kind) is tuple else [inner[0]] * len(value)
         return get_origin(kind)(decode(k, v, what) for k, v in zip(kinds, value, strict=True))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         if not isinstance(value, str) or value not in kind.__members__:
-            raise ShardCoreError(f"{what} is {schema.show(value)}; known are {', '.join(kind.__members__)}")
+            raise ShardCoreError(f"{what} is {shown(value)}; known are {', '.join(kind.__members__)}")
         return kind[value]
     if getattr(kind, "__name__", "") == "ShardingSpec":
         return _spec(value, what)
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
-            raise ShardCoreError(f"{what} is {schema.show(value)}; it needs to be an object with keys")
+            raise ShardCoreError(f"{what} is {shown(value)}; it needs to be an object with keys")
         # TorchRec's own annotations are the schema, so new settings need no code here.
         hints, known = get_type_hints(kind), {f.name for f in dataclasses.fields(kind)}
         if unknown := sorted(set(value) - known):
             raise ShardCoreError(
-                f"{what} has {schema.show(unknown[0])}; TorchRec's {kind.__name__} has "
-                f"{', '.join(sorted(known))}"
+                f"{what} has {shown(unknown[0])}; TorchRec's {kind.__name__} has {', '.join(sorted(known))}"
             )
         needed = [
             f.name
@@ -252,9 +250,7 @@ def decode(kind: Any, value: Any, what: str) -> Any:
         return found
     if kind is Any and not isinstance(value, list | Mapping):
         return value
-    raise ShardCoreError(
-        f"{what} is {schema.show(value)}; a file can hold no {getattr(kind, '__name__', kind)}"
-    )
+    raise ShardCoreError(f"{what} is {shown(value)}; a file can hold no {getattr(kind, '__name__', kind)}")
 
 
 def _spec(shards: Any, what: str) -> Any:
@@ -286,7 +282,7 @@ class _ShardOfSpec:
     def __post_init__(self) -> None:
         if not _PLACEMENT.fullmatch(self.placement):
             raise ShardCoreError(
-                f"a shard has placement {schema.show(self.placement)}; it needs a rank and "
+                f"a shard has placement {shown(self.placement)}; it needs a rank and "
                 "a device, such as rank:0/cuda:0"
             )
 

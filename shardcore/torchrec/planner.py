@@ -414,8 +414,7 @@ def _only_kinds(
         )
         if not kinds:
             raise ShardCoreError(
-                f"{what}; constraints have it run by {', '.join(asked[name])}: allow "
-                f"{', '.join(sorted(able))}"
+                f"{what}; constraints have it run by {', '.join(asked[name])}: allow {', '.join(sorted(able))}"
             )
         if name not in asked and len(kinds) == 1 and layout_of(kinds[0]) not in ways(topology):
             raise ShardCoreError(
@@ -445,9 +444,8 @@ def _kinds_of_variable(
         found[table.name] = tuple(kind for kind in able if kind not in _GRID) or able
         if not able:
             raise ShardCoreError(
-                f"table {table.name!r} may run data_parallel only, and feature "
-                f"{variable[0]!r} has batches of a size of its own (VBE), with which "
-                "TorchRec fails: allow another kind"
+                f"table {table.name!r} may run data_parallel only, and feature {variable[0]!r} has batches of a size "
+                "of its own (VBE), with which TorchRec fails: allow another kind"
             )
     return found
 

@@ -133,15 +133,14 @@ def unpriced(
                 for f in fields(sharding)
                 if f.name not in known and (value := getattr(sharding, f.name)) is not None
             ]
-            if sharding.compute_kernel not in PLAIN_KERNELS and not priced or given:
+            if (sharding.compute_kernel not in PLAIN_KERNELS and not priced) or given:
                 where = "with rows in host memory" if priced else "in device memory"
                 lines.append(
                     f"table {name!r} of module {path!r} is priced as fused, {where}; it has "
                     + ", ".join([f"kernel {sharding.compute_kernel}", *given])
                 )
     lines += [
-        f"{type(sharder).__name__} has use_index_dedup, which sends each id once; ids are priced as "
-        "if it sent all"
+        f"{type(sharder).__name__} has use_index_dedup, which sends each id once; ids are priced as if it sent all"
         for sharder in sharders
         if getattr(_of_collection(sharder), "_use_index_dedup", False)
     ]

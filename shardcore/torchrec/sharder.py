@@ -125,7 +125,7 @@ def torchrec(
     seed: int = 0,
     budget: Budget | None = None,
     config: TorchRecConfig = TorchRecConfig(),
-) -> Plan:  # noqa: B008 (frozen)
+) -> Plan:
     """The cheapest plan of the sweep. Deterministic: the seed is only recorded.
 
     One evaluation is one proposal of TorchRec's planner.

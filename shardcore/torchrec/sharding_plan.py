@@ -122,9 +122,8 @@ def to_torchrec(
             found = replace(found, sharding_type=if_cut)
         if table.sharding_types and found.sharding_type not in table.sharding_types:
             raise ShardCoreError(
-                f"plan shards table {name!r} {found.sharding_type}; TorchRec shards module "
-                f"{table.path!r}, {table.within}, {' or '.join(table.sharding_types)} only: "
-                "plan it so (constraints.kinds)"
+                f"plan shards table {name!r} {found.sharding_type}; TorchRec shards module {table.path!r}, "
+                f"{table.within}, {' or '.join(table.sharding_types)} only: plan it so (constraints.kinds)"
             )
         old = like.plan.get(table.path, {}).get(table.name) if like else kept.get(name)
         _require_replicable(found, old, name)
@@ -186,8 +185,7 @@ def sharded(placements: Sequence[Placement], topology: Topology) -> Sharded:
     table, kinds = placements[0].shard.table, sorted({p.kind for p in placements})
     if len(kinds) > 1:
         raise ShardCoreError(
-            f"plan places table {table.name!r} by {' and '.join(kinds)}; TorchRec shards a "
-            "table by one of them"
+            f"plan places table {table.name!r} by {' and '.join(kinds)}; TorchRec shards a table by one of them"
         )
     layout, rank_of = layout_of(kinds[0]), {d: rank for rank, d in enumerate(topology.ranks)}
     if layout.dense_gradient:
@@ -218,18 +216,16 @@ def _require_sequences(
         for _, shard in found.shards if len(found.shards) > 1 and found.layout.cuts_columns else ():
             if width.setdefault(table.path, shard.width) != shard.width:
                 raise ShardCoreError(
-                    f"plan cuts {what} into shards {shard.width} wide, and one "
-                    f"{width[table.path]}; TorchRec there needs all shards of tables cut by "
-                    "columns equally wide"
+                    f"plan cuts {what} into shards {shard.width} wide, and one {width[table.path]}; TorchRec there "
+                    "needs all shards of tables cut by columns equally wide"
                 )
 
 
 def _require_replicable(found: Sharded, old: ParameterSharding | None, name: str) -> None:
     if found.layout.dense_gradient and old is not None and old.compute_kernel not in PLAIN_KERNELS:
         raise ShardCoreError(
-            f"plan replicates table {name!r}, which has kernel {old.compute_kernel}; "
-            "TorchRec replicates with its dense kernel alone, in device memory: change the "
-            "kernel to 'fused', or the plan"
+            f"plan replicates table {name!r}, which has kernel {old.compute_kernel}; TorchRec replicates with its "
+            "dense kernel alone, in device memory: change the kernel to 'fused', or the plan"
         )
 
 

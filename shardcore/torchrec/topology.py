@@ -90,9 +90,8 @@ def require_no_pods(per_host: int) -> None:
     """Raise ShardCoreError if the environment makes TorchRec divide rows over several hosts."""
     if (pod := os.environ.get(POD_SIZE)) not in (None, "1"):
         raise ShardCoreError(
-            f"the environment has {POD_SIZE}={pod}: TorchRec would divide rows over {pod} "
-            f"hosts of {per_host} devices; ShardCore plans them over one host: unset it, or "
-            "have 1"
+            f"the environment has {POD_SIZE}={pod}: TorchRec would divide rows over {pod} hosts of {per_host} "
+            "devices; ShardCore plans them over one host: unset it, or have 1"
         )
 
 

@@ -300,7 +300,7 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(started, folder):
 
 @pytest.mark.long
 def test_killed_and_resumed_it_has_every_sample_once(started, command, live, folder):
-    """SIGKILL while it measures (bench/resumed.py does it at random moments, against an undisturbed run)."""
+    """SIGKILL while it measures."""
     run = started("--samples", "30", "--chunk", "8")
     wait_for(run, "^(8|9|1[0-9]) samples")  # a part was written
     run.kill()

@@ -64,7 +64,7 @@ def test_what_fits_is_left_alone(asked, problem, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    "given, words",
     [
         (["--host-gib", "0.001"], "of tables in host memory, which may hold 1.0 MiB"),
         ([], "does not say how much memory hosts have for tables; give --host-gib"),

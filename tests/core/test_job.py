@@ -15,7 +15,7 @@ def test_ids_hide_behind_the_dense_part_in_torchrecs_pipeline_only():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    "given, said",
     [
         ({"pipeline": "prefetch"}, "job has pipeline 'prefetch'; known are none, sparse_dist"),
         (

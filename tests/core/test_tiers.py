@@ -19,11 +19,11 @@ def test_kernels_tell_tiers_apart():
 @pytest.mark.parametrize("tier", BELOW)
 def test_rows_are_all_in_one_tier_and_some_in_a_cache(tier):
     table = Table("t", 100, 8, 1.0, load_factor=0.25, tier=tier)
-    assert table.residency == {DEVICE: 0.25, tier: 1.0} and table.kernel == TIERS[tier].cached_kernel
-    assert Table("t", 100, 8, 1.0, tier=tier).residency == {DEVICE: 1.0}
+    assert table.kernel == TIERS[tier].cached_kernel
+    assert Table("t", 100, 8, 1.0, tier=tier).kernel == TIERS[DEVICE].kernel
     if TIERS[tier].kernel:
         uncached = Table("t", 100, 8, 1.0, load_factor=0.0, tier=tier)
-        assert uncached.residency == {tier: 1.0} and uncached.kernel == TIERS[tier].kernel
+        assert uncached.kernel == TIERS[tier].kernel
     else:
         with pytest.raises(ShardCoreError, match=f"tier {tier!r}; TorchRec runs no table there"):
             Table("t", 100, 8, 1.0, load_factor=0.0, tier=tier)
@@ -35,7 +35,7 @@ def test_rows_are_all_in_one_tier_and_some_in_a_cache(tier):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    "make, words",
     [
         (lambda: Memory(DEVICE, GIB, 1.0), "tier 'device'; known are host"),
         (lambda: Memory("tape", GIB, 1.0), "tier 'tape'; known are host"),

@@ -185,7 +185,7 @@ def test_what_devices_do_with_ids_is_known_where_samples_tell_it():
 
 
 @pytest.mark.parametrize(
-    ("given", "once", "by_bytes"),
+    "given, once, by_bytes",
     [
         ({}, 0, 0),
         ({"links": links_of(latency_ms=0.1)}, 1, 0),

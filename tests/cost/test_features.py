@@ -18,7 +18,7 @@ def drivers(shard: Shard, batch: int = 256) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("width", "classes"),
+    "width, classes",
     [
         (4, []),
         (32, []),

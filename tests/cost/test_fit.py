@@ -195,7 +195,7 @@ def test_samples_of_another_setting():
 
 
 @pytest.mark.parametrize(
-    ("params", "message"),
+    "params, message",
     [
         ({"epochs": 0}, "epochs 0"),
         ({"learning_rate": 2.0}, "learning_rate 2.0"),

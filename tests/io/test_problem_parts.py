@@ -30,7 +30,7 @@ def on(**changed) -> Problem:
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    "other, said",
     [
         (with_table(name="d"), "name of tables"),
         (replace(WHOLE, tables=TABLES[::-1]), "order of tables"),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from shardcore.core.errors import MOST_CHARACTERS, ShardCoreError, escaped, shortened
+from shardcore.core.validation import shown
 from shardcore.io import schema
 
 
@@ -69,14 +70,6 @@ def test_a_record_is_made_with_all_within_it():
         ({**WHOLE, "flag": 1}, "it: flag is 1; it needs to be True or False"),
         ({**WHOLE, "inner": {"number": True}}, "it: inner: number is True; it needs to be a whole number"),
         ({**WHOLE, "inner": {"number": 1.0}}, "it: inner: number is 1.0; it needs to be a whole number"),
-        (
-            {**WHOLE, "inner": {"number": 2**53 + 1}},
-            "it: inner: number is 9007199254740993; it needs to be a whole number",
-        ),
-        (
-            {**WHOLE, "inner": {"number": 1, "share": float("nan")}},
-            "it: inner: share is nan; it needs to be a number",
-        ),
         (
             {**WHOLE, "inner": {"number": 1, "share": False}},
             "it: inner: share is False; it needs to be a number",
@@ -216,14 +209,10 @@ def test_a_value_in_a_message_is_short_however_large_it_is():
     bomb: list = ["x"] * 9
     for _ in range(6):
         bomb = [bomb] * 9  # 5 million entries
-    assert len(schema.show(bomb)) <= 80 and schema.show(bomb).startswith("[[[[...], [...]")
-    assert schema.show(10**5000) == "a whole number of 16610 bits"
-    assert (
-        schema.show({"a": [1, "x"]}) == "{'a': [1, 'x']}"
-        and schema.show((1,)) == "(1)"
-        and schema.show([]) == "[]"
-    )
-    assert schema.show(list(range(9))) == "[0, 1, 2, 3, 4, 5, ...]" and schema.show("a\n") == "'a\\n'"
+    assert len(shown(bomb)) <= 80 and shown(bomb).startswith("[[[[...], [...]")
+    assert shown(10**5000) == "a whole number that is too long"
+    assert shown({"a": [1, "x"]}) == "{'a': [1, 'x']}" and shown((1,)) == "(1,)" and shown([]) == "[]"
+    assert shown(list(range(9))) == "[0, 1, 2, 3, 4, 5, ...]" and shown("a\n") == "'a\\n'"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ FAKE_CUDA is the path of a folder. A file in it makes something happen, once, an
 `log` gets a line for each call.
 """
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -47,7 +48,7 @@ class FakeCuda(Cuda):
         return time.perf_counter()
 
     def elapsed_ms(self, marks: list[float]) -> list[float]:
-        return [(b - a) * 1e3 for a, b in zip(marks[:-1], marks[1:], strict=True)]
+        return [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
 
     def keep_busy(self, ms: float) -> None:
         self._note(f"busy {ms:.3f}")

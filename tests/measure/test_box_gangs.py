@@ -16,7 +16,6 @@ from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.step.kinds import CHANNELS, Channel
 from shardcore.step.lower import lower
 
-
 pytestmark = boxed
 SLOW = Box(hosts=2, ranks_per_host=2, between_gbit_s=0.08)
 

@@ -28,7 +28,7 @@ def test_a_stream_is_drawn_once_for_all_dims_of_its_table():
     assert kept.drawn == 2
 
 
-@pytest.mark.parametrize(("order", "drawn"), [((0, 1, 0, 1), 2), ((0, 1, 2, 0), 4), ((0, 1, 0, 2, 0), 3)])
+@pytest.mark.parametrize("order, drawn", [((0, 1, 0, 1), 2), ((0, 1, 2, 0), 4), ((0, 1, 0, 2, 0), 3)])
 def test_the_last_used_are_kept(order, drawn):
     kept = IndexStreams("cpu", 2 * EACH + EACH // 2)
     for i in order:

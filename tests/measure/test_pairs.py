@@ -55,7 +55,7 @@ def test_links_are_those_of_given_groups_on_all_ranks():
 
 
 @pytest.mark.parametrize(
-    ("groups", "expected"),
+    "groups, expected",
     [
         (((0, 2), (1, 3)), [(0, 1), (2, 3)]),
         (((0, 1, 2),), []),
@@ -138,7 +138,7 @@ def test_the_ranks_of_a_job_measure_together(problem, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("variables", "says"),
+    "variables, says",
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE is '2' and problem 'p' has 3 devices"),
         ({"RANK": "0"}, "WORLD_SIZE is None"),

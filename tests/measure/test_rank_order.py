@@ -74,7 +74,7 @@ def test_a_host_may_have_one_rank():
 
 
 @pytest.mark.parametrize(
-    ("ms", "says"),
+    "ms, says",
     [
         (np.ones((2, 3)), r"shape \[2, 3\]; they need one of each rank to each"),
         (np.ones((1, 1)), "of 2 or more"),

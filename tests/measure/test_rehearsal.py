@@ -89,7 +89,7 @@ def test_an_op_starts_on_a_device_that_is_busy_and_ids_are_drawn_again_where_the
 
 
 @pytest.mark.parametrize(
-    ("happens", "said"),
+    "happens, said",
     [("out_of_memory", ""), ("fault", "illegal memory access"), ("hang", "it hung: no op ended for 3 s")],
 )
 def test_what_fails_once_costs_no_sample(measuring, happens, said):

@@ -145,7 +145,7 @@ def test_all_parts_of_all_plans_are_measured(three):
     for workload, cost in zip(workloads, costs, strict=True):
         for part in PARTS[:4]:
             for device, value in enumerate(getattr(cost, part)):
-                assert value > 0 or "compute" in part and not workload.ops[device] and value >= 0
+                assert value > 0 or ("compute" in part and not workload.ops[device] and value >= 0)
         assert min(cost.waiting_ms) >= 0 < min(cost.input_ms)
         assert cost.total_ms == max(sum(getattr(cost, p)[d] for p in PARTS) for d in range(3))
         assert (

@@ -1,8 +1,11 @@
 """The interval of a gain: what plans have in common is no reason to doubt their difference."""
 
+import itertools
 from dataclasses import replace
 from math import sqrt
+from pathlib import Path
 
+import numpy as np
 import pytest
 from shapes import column, replica, row
 
@@ -98,14 +101,37 @@ def test_a_gain_has_to_exceed_its_margin_and_what_was_asked():
 @pytest.mark.long
 def test_of_replayed_plans_that_replace_others_nine_in_ten_are_faster():
     """Compute hardly counts in these replays, so a short training is enough."""
-    from bench import replacements
-    from shardcore.cost import drift_correction, fit
+    from bench import box_replays
+    from shardcore.cost import drift_correction, fit, step_factors
+    from shardcore.io import replays
+    from shardcore.step.lower import lower
 
     setting = Setting("cpu-amd-epyc", 2048)
     known = drift_correction.read(["datasets/cpu-amd-epyc"], setting)
     model = fit.train(known.compute[:1500], known.comm, setting, fit.FitConfig(epochs=5)).model
-    pairs = replacements.pairs(model)
-    made = replacements.accepted(pairs)
-    assert len(pairs) == 135 and len(made) >= 60
-    assert sum(p.real_ms > 0 for p in made) >= 0.9 * len(made)
-    assert replacements.calibration(pairs) == pytest.approx(gain.CALIBRATION, rel=0.15)
+    box = Path("bench/emulated-hosts")
+    alone, pairs = box_replays.of_box(model, box), []
+    kept = replays.read_all(box / "steps", setting)
+    for one in kept:  # what exchanges take in steps is fitted without the problem that is judged
+        others = [
+            (lower(x.plans[name], x.problem, fits=False), cost.at_usual_speed())
+            for x in kept
+            if x is not one
+            for name, cost in x.costs.items()
+        ]
+        own = step_factors.fit(alone, others).for_problem(one.problem)
+        plans = [
+            (price_plan(plan, one.problem, own, fits=False), one.costs[name].total_ms)
+            for name, plan in one.plans.items()
+        ]
+        plans.sort(key=lambda x: -x[0].cost.total_ms)
+        pairs += [
+            (gain.gain(old, new, one.problem, own), old_ms - new_ms)
+            for (old, old_ms), (new, new_ms) in itertools.combinations(plans, 2)
+        ]
+    real_ms = [ms for found, ms in pairs if found.ms > found.margin_ms]
+    assert len(pairs) == 135 and len(real_ms) >= 60
+    assert sum(ms > 0 for ms in real_ms) >= 0.9 * len(real_ms)
+    # Errors of the difference over its standard deviation without calibration.
+    scores = [abs(ms - found.ms) * gain.CALIBRATION / found.margin_ms for found, ms in pairs]
+    assert np.quantile(scores, gain.CONFIDENCE) == pytest.approx(gain.CALIBRATION, rel=0.15)

@@ -86,7 +86,7 @@ def test_counts_whose_sum_would_overflow_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("do", "words"),
+    "do, words",
     [
         (lambda: drift(1, 2, of=HOT), "has 8 rows, its row counts 2"),
         (lambda: drift(*[0] * 8), "has no access statistics: its row counts are all 0"),

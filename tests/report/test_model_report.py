@@ -119,7 +119,7 @@ def test_figures_say_their_errors():
 
 def test_error_by_size_is_relative_to_what_was_measured():
     figure = model_report.error_by_size(np.full(99, 2.0), np.full(99, 2.5), np.arange(1, 100), "title")
-    by_ms, by_shards = ([line for line in axes.lines if line.get_marker() == "o"][0] for axes in figure.axes)
+    by_ms, by_shards = (next(line for line in axes.lines if line.get_marker() == "o") for axes in figure.axes)
     assert by_ms.get_xdata().tolist() == [2.0] and set(by_ms.get_ydata()) == set(by_shards.get_ydata()) == {
         25.0
     }

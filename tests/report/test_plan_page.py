@@ -168,7 +168,7 @@ def recording_proxy():
             asked.append(self.path)
             self.send_error(404)
 
-        do_CONNECT = do_POST = do_GET
+        do_CONNECT = do_POST = do_GET  # noqa: N815 (http.server's names)
 
         def log_message(self, *_):
             pass

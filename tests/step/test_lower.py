@@ -1,7 +1,7 @@
 import dataclasses
 import pickle
 from collections import Counter
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
@@ -321,7 +321,7 @@ def test_parts_of_a_table_on_a_device_cost_what_one_shard_of_their_columns_does(
         host_row(table, data.draw(st.sampled_from([(0, 2), (1, 3)])), a, b)
         if of_hosts and not sequence
         else column(table, data.draw(st.integers(0, 1)), a, b)
-        for a, b in zip(edges, edges[1:], strict=False)
+        for a, b in pairwise(edges)
     ]
     plan = place(*data.draw(st.permutations([*parts, column(B, 0)])))
     model, works = (

@@ -401,7 +401,7 @@ def test_a_cache_is_as_wide_as_the_widest_shard_of_its_op(tables, monkeypatch):
             assert apart.parts["weights"] == sum(x.parts["weights"] for x in (alone[0], *halves))
 
 
-@pytest.mark.parametrize(("rows", "cached_rows"), [(62, 32), (64, 32), (66, 64)])
+@pytest.mark.parametrize("rows, cached_rows", [(62, 32), (64, 32), (66, 64)])
 def test_a_cache_has_whole_sets_of_rows(rows, cached_rows):
     table = cached("a", rows, 8, 0.5)
     own = Topology((Device(1 << 40),), memory=(Memory("host", 1 << 40, 1.0),))

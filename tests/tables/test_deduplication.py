@@ -18,7 +18,7 @@ def sessions(n: int, samples: int, unchanged: float, seed: int) -> tuple[np.ndar
     return np.concatenate(ids), np.array(lengths)
 
 
-@pytest.mark.parametrize(("samples", "unchanged"), [(1, 0.9), (4, 0.0), (8, 0.8), (16, 0.95), (4, 1.0)])
+@pytest.mark.parametrize("samples, unchanged", [(1, 0.9), (4, 0.0), (8, 0.8), (16, 0.95), (4, 1.0)])
 def test_sessions_give_the_factor_of_recd(samples, unchanged):
     """S / (1 + (S - 1)(1 - d)): arXiv 2211.05239."""
     found = dedup_of([sessions(1000, samples, unchanged, 0)], 1000 * samples)
@@ -43,7 +43,7 @@ def test_values_differ_by_where_their_ids_end():
 
 
 @pytest.mark.parametrize(
-    ("features", "said"),
+    "features, said",
     [
         ([], "features have [] samples; they need the same number, 1 or more"),
         ([(np.zeros(0, int), np.zeros(0, int))], "features have [0] samples"),

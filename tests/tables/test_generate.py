@@ -80,7 +80,7 @@ def test_small_pools(tables):
     assert sum(t.pooling == 0 for t in pool) == round(tables * 36 / 856)
 
 
-@pytest.mark.parametrize(("fields", "match"), [({"tables": 0}, "tables 0"), ({"seed": -1}, "seed -1")])
+@pytest.mark.parametrize("fields, match", [({"tables": 0}, "tables 0"), ({"seed": -1}, "seed -1")])
 def test_bad_pool_config(fields, match):
     with pytest.raises(ShardCoreError, match=match):
         PoolConfig(**fields)

@@ -77,7 +77,7 @@ def test_heat_of_data_is_near_that_of_its_law():
 
 
 @pytest.mark.parametrize(
-    ("do", "words"),
+    "do, words",
     [
         (lambda: heat_of([zipf(pooling=0.0)], BATCH), "has no access statistics: its pooling of 0"),
         (lambda: heat_of([reuse(batch=BATCH // 2)], BATCH), "needs one of 256 samples or more"),
@@ -99,7 +99,7 @@ def test_counts_of_several_batches_are_a_mean():
 
 
 @pytest.mark.parametrize("alpha", [0.7, 1.1, 1.3])
-@pytest.mark.parametrize(("batches", "within"), [(1, 0.1), (8, 0.05)])
+@pytest.mark.parametrize("batches, within", [(1, 0.1), (8, 0.05)])
 def test_rows_that_a_histogram_never_saw_are_missed_as_in_data(alpha, batches, within):
     """A histogram of some batches of a power law tells what a cache misses in others."""
     law = zipf(alpha, rows=5_000)

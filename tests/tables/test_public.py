@@ -5,9 +5,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.tables.public import DEFAULT_ACCESS, public_pool, public_pools
 
 
-@pytest.mark.parametrize(
-    ("name", "tables", "gib"), [("mlperf-dlrm-dcnv2", 26, 97), ("hugectr-180", 177, None)]
-)
+@pytest.mark.parametrize("name, tables, gib", [("mlperf-dlrm-dcnv2", 26, 97), ("hugectr-180", 177, None)])
 def test_public_lists(name, tables, gib):
     pool = public_pool(name)
     assert len(pool) == tables and len({t.name for t in pool}) == tables

@@ -380,7 +380,7 @@ def test_a_real_terminal_gets_a_live_line_of_its_width_and_the_log_no_colours(tm
     said = os.read(master, 1 << 16).decode()
     os.close(master)
     [log] = (tmp_path / "logs").iterdir()
-    first, *shown, last, empty = on_glass(said)
+    first, *shown, last, _empty = on_glass(said)
     assert done.returncode == 0 and first.endswith(f"goes to logs/{log.name}"), said
     assert shown == ["  measured (0 s)", "a table"] and last == f"done in 0 s; log: logs/{log.name}"
     live = drawn(said)[-1]

@@ -32,7 +32,7 @@ def version(client, score: str = "5.0"):
 
 
 def test_each_champion_reigns_until_the_next_one(client, monkeypatch):
-    first, second, never = (version(client, score) for score in ("5.0", "4.0", "no number"))
+    first, second, _never = (version(client, score) for score in ("5.0", "4.0", "no number"))
     for now, champion in ((100, first), (150, first), (200, second), (300, first)):
         monkeypatch.setattr(model_history.time, "time", lambda now=now: now)
         model_history.note_champion(client, champion)

@@ -370,7 +370,7 @@ def test_what_is_killed_is_said_and_up_brings_it_back(project, measured):
     for name in killed:
         os.kill(before[name], 9)
     wanted = {n: "died" if n in killed else "healthy" for n in SERVICES}
-    states, said = until(lambda: (found := project.states())[0] == wanted and found)
+    _states, said = until(lambda: (found := project.states())[0] == wanted and found)
     assert said.returncode == 1 and "ray: died; the last lines of .stack/logs/ray.log:\n  " in said.stdout
     up = project.run("tasks.stack", "up")
     assert up.returncode == 0, up.stdout
@@ -417,7 +417,7 @@ def test_a_run_caught_while_it_is_submitted_does_not_hold_up_the_next(project, h
     assert up.returncode == 0, up.stdout
     state = flow_runs(project, first)[first]
     # One whose process went on without its worker ends as it would have: there is no model to promote.
-    assert state == "CRASHED" or how == "worker" and state in ("RUNNING", "FAILED"), up.stdout
+    assert state == "CRASHED" or (how == "worker" and state in ("RUNNING", "FAILED")), up.stdout
     second = ask(project, "promote/local")
     until(lambda: flow_runs(project, second)[second] == "FAILED")
     assert "stuck" not in project.run("tasks.stack", "status").stdout

@@ -28,8 +28,8 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-import training  # noqa: E402
-from shapes import column, host_row, replica, row  # noqa: E402
+import training
+from shapes import column, host_row, replica, row
 
 from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.topology import Device, Topology

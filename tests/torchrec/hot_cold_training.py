@@ -22,8 +22,8 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-import training  # noqa: E402
-from shapes import column, replica, row  # noqa: E402
+import training
+from shapes import column, replica, row
 
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.topology import Device, Topology

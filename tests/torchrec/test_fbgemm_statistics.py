@@ -15,31 +15,31 @@ import wrapped_training
 
 pytest.importorskip("torchrec")
 
-from fbgemm_gpu.split_embedding_configs import EmbOptimType  # noqa: E402
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import ComputeDevice, EmbeddingLocation  # noqa: E402
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen  # noqa: E402
-from torch.distributed._shard.metadata import ShardMetadata  # noqa: E402
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor  # noqa: E402
-from torchrec.distributed import DistributedModelParallel  # noqa: E402
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
-from torchrec.distributed.sharding_plan import (  # noqa: E402
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import ComputeDevice, EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch.distributed._shard.metadata import ShardMetadata
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
     get_module_to_default_sharders,
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import EnumerableShardingSpec, ShardingPlan  # noqa: E402
-from training import in_processes  # noqa: E402
+from torchrec.distributed.types import EnumerableShardingSpec, ShardingPlan
+from training import in_processes
 
-from shardcore.cli import main  # noqa: E402
+from shardcore.cli import main
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Shard, Table
-from shardcore.io import files  # noqa: E402
-from shardcore.step import access  # noqa: E402
-from shardcore.tables import streams  # noqa: E402
-from shardcore.torchrec import fbgemm_statistics  # noqa: E402
+from shardcore.io import files
+from shardcore.step import access
+from shardcore.tables import streams
+from shardcore.torchrec import fbgemm_statistics
 from shardcore.torchrec.fbgemm_statistics import (
     TablePart,
     matched,
@@ -48,8 +48,8 @@ from shardcore.torchrec.fbgemm_statistics import (
     rows_by_count,
     write_tables_of_ops,
 )
-from shardcore.torchrec.planner import problem_for  # noqa: E402
-from shardcore.torchrec.sharding_plan import to_torchrec  # noqa: E402
+from shardcore.torchrec.planner import problem_for
+from shardcore.torchrec.sharding_plan import to_torchrec
 
 ONE, BATCH, STEPS = Topology((Device(10**9),)), 256, 2
 TABLES = {

@@ -10,18 +10,18 @@ import pytest
 pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
-import field_checks  # noqa: E402  (beside this file)
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig  # noqa: E402
-from torchrec.distributed.planner import ParameterConstraints  # noqa: E402
-from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
+import field_checks
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.planner import Topology as TheirTopology
 
-from bench import torchrec_fields as matrix  # noqa: E402
-from shardcore.core.errors import ShardCoreError  # noqa: E402
-from shardcore.torchrec.dmp_collection import to_dmp_collection  # noqa: E402
-from shardcore.torchrec.fields import FIELDS, check, defaults_of, require_treated  # noqa: E402
+from bench import torchrec_fields as matrix
+from shardcore.core.errors import ShardCoreError
+from shardcore.torchrec.dmp_collection import to_dmp_collection
+from shardcore.torchrec.fields import FIELDS, check, defaults_of, require_treated
 
 
-@pytest.mark.parametrize(("record", "field"), field_checks.fields())
+@pytest.mark.parametrize("record, field", field_checks.fields())
 def test_a_field_is_treated_as_the_table_says(record, field):
     field_checks.check(record, field)
 

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
-import grouped_training as training  # noqa: E402  (beside this file)
+import grouped_training as training
 
 from shardcore.step.sharding_groups import Grouping, replicas
 

@@ -4,17 +4,17 @@ import pytest
 
 pytest.importorskip("torchrec")
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor  # noqa: E402
-from torchrec.distributed.planner import ParameterConstraints  # noqa: E402
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.planner import ParameterConstraints
 
-from shardcore.core.constraints import Constraints  # noqa: E402
-from shardcore.core.errors import ShardCoreError  # noqa: E402
-from shardcore.core.topology import Device, Topology  # noqa: E402
-from shardcore.core.types import Setting  # noqa: E402
-from shardcore.cost.analytic import AnalyticModel  # noqa: E402
-from shardcore.torchrec.planner import ShardCorePlanner, problem_for  # noqa: E402
+from shardcore.core.constraints import Constraints
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Setting
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.torchrec.planner import ShardCorePlanner, problem_for
 
 TWO = Topology((Device(2**30),) * 2)
 

@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("torchrec")
 
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor  # noqa: E402
-from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule  # noqa: E402
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection  # noqa: E402
-from torchrec.modules.mc_modules import (  # noqa: E402
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
     LFU_EvictionPolicy,
     LRU_EvictionPolicy,
@@ -18,10 +18,10 @@ from torchrec.modules.mc_modules import (  # noqa: E402
     MCHManagedCollisionModule,
 )
 
-from shardcore.core.topology import Device, Topology  # noqa: E402
-from shardcore.core.types import Placement, Plan, Shard  # noqa: E402
-from shardcore.step import memory  # noqa: E402
-from shardcore.torchrec.planner import problem_for  # noqa: E402
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Shard
+from shardcore.step import memory
+from shardcore.torchrec.planner import problem_for
 
 ROWS, LOOKUPS, CPU = 10_000, 640, torch.device("cpu")
 

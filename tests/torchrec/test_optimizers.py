@@ -4,27 +4,27 @@ import pytest
 
 pytest.importorskip("torchrec")
 
-import torch  # noqa: E402
-from fbgemm_gpu.split_embedding_configs import EmbOptimType  # noqa: E402
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation  # noqa: E402
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (  # noqa: E402
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
-from torch import nn  # noqa: E402
-from torch.distributed.optim import _apply_optimizer_in_backward  # noqa: E402
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig  # noqa: E402
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
-from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward  # noqa: E402
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import Topology as TheirTopology
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from shardcore.core.catalog import OPTIMIZERS  # noqa: E402
-from shardcore.core.errors import Infeasible, ShardCoreError  # noqa: E402
-from shardcore.core.topology import Device, Topology  # noqa: E402
-from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table  # noqa: E402
-from shardcore.cost.analytic import AnalyticModel  # noqa: E402
-from shardcore.step import memory  # noqa: E402
-from shardcore.torchrec.planner import ShardCorePlanner, plan_for, problem_for  # noqa: E402
+from shardcore.core.catalog import OPTIMIZERS
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.step import memory
+from shardcore.torchrec.planner import ShardCorePlanner, plan_for, problem_for
 
 GIB = 2**30
 TWO, LOOKUPS = Topology((Device(GIB),) * 2), {"f0": 1.0, "f1": 1.0}
@@ -93,7 +93,7 @@ def in_backward(module, kind, apply=_apply_optimizer_in_backward):
 
 
 @pytest.mark.parametrize(
-    ("kind", "optimizer"),
+    "kind, optimizer",
     [(torch.optim.SGD, "exact_sgd"), (torch.optim.Adagrad, "exact_adagrad"), (torch.optim.Adam, "adam")],
 )
 @pytest.mark.parametrize("apply", [_apply_optimizer_in_backward, apply_optimizer_in_backward])
@@ -129,8 +129,7 @@ def test_what_counts_as_the_optimizer_is_told():
     assert not [s for s in planned(module, optimizer="exact_adagrad").unpriced if "adagrad" in s]
     fused = {"optimizer": EmbOptimType.ADAM, "weight_decay_mode": 1, "eps": 1e-8}
     assert (
-        "fused_params of EmbeddingBagCollectionSharder have weight_decay_mode, which neither price nor "
-        "memory counts"
+        "fused_params of EmbeddingBagCollectionSharder have weight_decay_mode, which neither price nor memory counts"
     ) in planned(model(), [EmbeddingBagCollectionSharder(fused_params=fused)]).unpriced
 
 
@@ -164,7 +163,7 @@ def test_optimizers_that_no_count_has_are_refused_by_name():
 
 
 @pytest.mark.parametrize(
-    ("kind", "times"), [(torch.optim.SGD, 1), (torch.optim.Adagrad, 2), (torch.optim.Adam, 3)]
+    "kind, times", [(torch.optim.SGD, 1), (torch.optim.Adagrad, 2), (torch.optim.Adam, 3)]
 )
 def test_the_state_of_mlperfs_tables_counts(kind, times):
     """Per-cell Adagrad keeps a number for each weight, Adam two."""
@@ -183,7 +182,7 @@ def test_state_that_does_not_fit_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "device"),
+    "optimizer, device",
     [
         *((optimizer, "meta") for optimizer in OPTIMIZERS),
         # FBGEMM trains no others on CPUs.

@@ -10,23 +10,23 @@ import pytest
 pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
-import training  # noqa: E402  (beside this file)
-from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: E402
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
-from torchrec.distributed.planner import EmbeddingShardingPlanner  # noqa: E402
-from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
-from torchrec.distributed.planner.types import PerfModel  # noqa: E402
+import training
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner import Topology as TheirTopology
+from torchrec.distributed.planner.types import PerfModel
 
-from shardcore.core.constraints import Constraints  # noqa: E402
+from shardcore.core.constraints import Constraints
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.cost.analytic import AnalyticModel  # noqa: E402
-from shardcore.cost.model import price  # noqa: E402
-from shardcore.step.lower import lower  # noqa: E402
-from shardcore.step.memory import require_fits  # noqa: E402
-from shardcore.torchrec.perf_model import ShardCorePerfModel  # noqa: E402
-from shardcore.torchrec.planner import problem_for  # noqa: E402
-from shardcore.torchrec.sharding_plan import from_torchrec  # noqa: E402
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import price
+from shardcore.step.lower import lower
+from shardcore.step.memory import require_fits
+from shardcore.torchrec.perf_model import ShardCorePerfModel
+from shardcore.torchrec.planner import problem_for
+from shardcore.torchrec.sharding_plan import from_torchrec
 
 MODULE = training.Model()
 LOOKUPS = {"f0": 10.0, "f1": 2.0, "f2": 1.5, "f3": 4.0, "f4": 1.0}

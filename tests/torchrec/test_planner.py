@@ -11,33 +11,33 @@ import torch
 pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
-import training  # noqa: E402  (beside this file)
-import wrapped_training  # noqa: E402
-from laws import by_hand  # noqa: E402
-from planning import CONSTRAINTS, FOUR, LOOKUPS, MODEL, MODULE, planner, table_in  # noqa: E402
-from shapes import column  # noqa: E402
-from torchrec import (  # noqa: E402
+import training
+import wrapped_training
+from laws import by_hand
+from planning import CONSTRAINTS, FOUR, LOOKUPS, MODEL, MODULE, planner, table_in
+from shapes import column
+from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     JaggedTensor,
     KeyedJaggedTensor,
 )
-from torchrec.distributed.planner import ParameterConstraints  # noqa: E402
-from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
-from torchrec.distributed.types import ShardingPlan, ShardingPlanner  # noqa: E402
-from torchrec.modules.embedding_configs import DataType  # noqa: E402
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.planner import Topology as TheirTopology
+from torchrec.distributed.types import ShardingPlan, ShardingPlanner
+from torchrec.modules.embedding_configs import DataType
 
-from shardcore.core.constraints import Constraints  # noqa: E402
+from shardcore.core.constraints import Constraints
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Setting
-from shardcore.cost import neural  # noqa: E402
-from shardcore.search import Budget  # noqa: E402
-from shardcore.step.lower import lower  # noqa: E402
-from shardcore.tables.public import DEFAULT_ACCESS  # noqa: E402
-from shardcore.torchrec.plan_files import _require_of  # noqa: E402
-from shardcore.torchrec.planner import ShardCorePlanner, our_topology, plan_for, problem_for  # noqa: E402
-from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec  # noqa: E402
+from shardcore.cost import neural
+from shardcore.search import Budget
+from shardcore.step.lower import lower
+from shardcore.tables.public import DEFAULT_ACCESS
+from shardcore.torchrec.plan_files import _require_of
+from shardcore.torchrec.planner import ShardCorePlanner, our_topology, plan_for, problem_for
+from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 
 
 def test_problem_from_given_lookups():
@@ -106,7 +106,7 @@ def test_deduplicated_features_have_the_factor_of_the_data_and_stay_together():
 
 
 @pytest.mark.parametrize(
-    ("lookups", "groups", "said"),
+    "lookups, groups, said",
     [
         (LOOKUPS, [["f1"]], r"deduplicated has \['f1'\]; its factor is read from batches of data"),
         (
@@ -123,7 +123,7 @@ def test_groups_that_no_data_or_table_has_are_refused(lookups, groups, said):
 
 
 @pytest.mark.parametrize(
-    ("lookups", "said"),
+    "lookups, said",
     [
         (None, "lookups has None; it needs KeyedJaggedTensors, or mean lookups by feature"),
         ([(1, 2)], r"lookups has \(1, 2\); it needs KeyedJaggedTensors"),
@@ -379,8 +379,7 @@ def test_a_collection_that_no_sharder_takes_is_refused_by_name():
     with pytest.raises(
         ShardCoreError,
         match="module 'bags' is an EmbeddingBagCollection, which no sharder "
-        "takes; there are .'EmbeddingCollectionSharder'.*"
-        "EmbeddingBagCollectionSharder",
+        "takes; there are .'EmbeddingCollectionSharder'.*EmbeddingBagCollectionSharder",
     ):
         planner(constraints).plan(one, [EmbeddingCollectionSharder()])
     assert planner(constraints).plan(one).plan.keys() == {"bags"}

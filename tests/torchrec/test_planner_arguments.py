@@ -20,7 +20,7 @@ def with_a(**fields):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    "given, said",
     [
         *[
             ({"batch_size": value}, said)
@@ -127,7 +127,7 @@ def test_an_empty_name_of_an_optimizer_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("lookups", "said"),
+    "lookups, said",
     [
         ({**LOOKUPS, ("absent", "f0"): 2.0}, r"lookups are for \('absent', 'f0'\), which the model does not"),
         ({**LOOKUPS, ("a", "f4"): 2.0}, r"lookups are for \('a', 'f4'\), which the model does not have"),

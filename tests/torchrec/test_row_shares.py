@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("torchrec")
 
-from shapes import row  # noqa: E402
-from torchrec import (  # noqa: E402
+from shapes import row
+from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
@@ -17,16 +17,16 @@ from torchrec import (  # noqa: E402
     KeyedJaggedTensor,
 )
 
-from shardcore.core.topology import Device, Topology  # noqa: E402
-from shardcore.core.types import Plan, Setting  # noqa: E402
-from shardcore.cost.analytic import AnalyticModel  # noqa: E402
-from shardcore.cost.model import price  # noqa: E402
-from shardcore.io import files  # noqa: E402
-from shardcore.step import memory  # noqa: E402
-from shardcore.step.id_bytes import input_bytes  # noqa: E402
-from shardcore.step.kinds import BUCKETIZED_IDS, layout_of, run_of  # noqa: E402
-from shardcore.step.lower import lower  # noqa: E402
-from shardcore.torchrec.planner import plan_for, problem_for  # noqa: E402
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Plan, Setting
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.cost.model import price
+from shardcore.io import files
+from shardcore.step import memory
+from shardcore.step.id_bytes import input_bytes
+from shardcore.step.kinds import BUCKETIZED_IDS, layout_of, run_of
+from shardcore.step.lower import lower
+from shardcore.torchrec.planner import plan_for, problem_for
 
 ROWS, BATCH, POOLING = 1_000_000, 1024, 20
 EIGHT = Topology((Device(1 << 33),) * 8)

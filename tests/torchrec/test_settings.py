@@ -12,24 +12,24 @@ import torch
 pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
-import training  # noqa: E402  (beside this file)
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm  # noqa: E402
-from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: E402
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
-from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry  # noqa: E402
-from torchrec.distributed.types import CacheParams, CacheStatistics, DataType, KeyValueParams, ShardingPlan  # noqa: E402
+import training
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.types import CacheParams, CacheStatistics, DataType, KeyValueParams, ShardingPlan
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.tiers import Memory
 from shardcore.core.types import Placement, Plan, Setting, Shard
-from shardcore.cost.analytic import AnalyticModel  # noqa: E402
-from shardcore.io import files  # noqa: E402
-from shardcore.search import Budget  # noqa: E402
-from shardcore.torchrec.plan_files import read_qcomms, read_torchrec, to_json, write_torchrec  # noqa: E402
-from shardcore.torchrec.planner import ShardCorePlanner  # noqa: E402
-from shardcore.torchrec.settings import job_of, payloads_of, settings_of, unpriced  # noqa: E402
-from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec  # noqa: E402
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.io import files
+from shardcore.search import Budget
+from shardcore.torchrec.plan_files import read_qcomms, read_torchrec, to_json, write_torchrec
+from shardcore.torchrec.planner import ShardCorePlanner
+from shardcore.torchrec.settings import job_of, payloads_of, settings_of, unpriced
+from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 
 MODULE = training.Model()
 GIVEN = training.problem(1, 2)
@@ -273,6 +273,5 @@ def test_index_deduplication_of_sharders_is_told():
     plain = to_torchrec(whole(), GIVEN, MODULE)
     assert unpriced(plain, [EmbeddingCollectionSharder()]) == []
     assert unpriced(plain, [EmbeddingCollectionSharder(use_index_dedup=True)]) == [
-        "EmbeddingCollectionSharder has use_index_dedup, which sends each id once; ids are priced as if it "
-        "sent all"
+        "EmbeddingCollectionSharder has use_index_dedup, which sends each id once; ids are priced as if it sent all"
     ]

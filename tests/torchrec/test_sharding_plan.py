@@ -10,17 +10,17 @@ import pytest
 pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
-import training  # noqa: E402  (beside this file)
-from shapes import column, host_row, on_hosts, replica, row  # noqa: E402
+import training
+from shapes import column, host_row, on_hosts, replica, row
 
-from shardcore.cli import main  # noqa: E402
+from shardcore.cli import main
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Placement, Plan, Shard, Table
-from shardcore.io import files  # noqa: E402
-from shardcore.search.state.shards import consolidate  # noqa: E402
-from shardcore.torchrec.modules import tables_of  # noqa: E402
-from shardcore.torchrec.plan_files import from_json, read_torchrec, to_json, write_torchrec  # noqa: E402
-from shardcore.torchrec.sharding_plan import from_torchrec, sharded, to_torchrec  # noqa: E402
+from shardcore.io import files
+from shardcore.search.state.shards import consolidate
+from shardcore.torchrec.modules import tables_of
+from shardcore.torchrec.plan_files import from_json, read_torchrec, to_json, write_torchrec
+from shardcore.torchrec.sharding_plan import from_torchrec, sharded, to_torchrec
 
 MODULE = training.Model(sequence=True)
 TABLE = Table("t", 24, 16, 2.0)
@@ -29,7 +29,6 @@ FOUR, HOSTS = on_hosts("aaaa"), on_hosts("xyxy")
 
 
 def test_random_plans_come_back():
-    """So do a thousand in bench/torchrec.py."""
     rng = np.random.default_rng(5)
     for hosts, per_host in ((1, 4), (2, 2), (2, 4), (3, 2), (1, 1)):
         given = training.problem(hosts, per_host, sequence=True)

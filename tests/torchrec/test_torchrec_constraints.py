@@ -9,22 +9,22 @@ import torch
 pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
-from planning import CONSTRAINTS, MODULE, planner, table_in  # noqa: E402
-from torchrec import (  # noqa: E402
+from planning import CONSTRAINTS, MODULE, planner, table_in
+from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
 )
-from torchrec.distributed.planner import ParameterConstraints  # noqa: E402
-from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
-from torchrec.modules.embedding_configs import DataType  # noqa: E402
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.planner import Topology as TheirTopology
+from torchrec.modules.embedding_configs import DataType
 
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Device, Topology
-from shardcore.step.kinds import LAYOUTS  # noqa: E402
-from shardcore.torchrec import constraints as torchrec_constraints  # noqa: E402
-from shardcore.torchrec.modules import tables_of  # noqa: E402
+from shardcore.step.kinds import LAYOUTS
+from shardcore.torchrec import constraints as torchrec_constraints
+from shardcore.torchrec.modules import tables_of
 
 
 def of_one_table(types=None, *, rows=4000, dim=4, memory=10**9, hosts=1, per_host=4, pooling=20.0, **asked):
@@ -105,7 +105,7 @@ def test_a_table_larger_than_a_device_gets_the_allowed_type_that_fits():
 
 
 @pytest.mark.parametrize(
-    ("types", "kinds"),
+    "types, kinds",
     [
         (["grid_shard"], {"grid_shard"}),
         (["table_wise", "grid_shard"], {"grid_shard"}),
@@ -149,7 +149,7 @@ def test_a_whole_table_that_may_only_be_cut_is_written_as_cut_into_one_part():
 
 
 @pytest.mark.parametrize(
-    ("kernels", "allowed"),
+    "kernels, allowed",
     [
         (["fused"], {"table_wise", "row_wise"}),
         (["dense"], {"data_parallel"}),
@@ -242,7 +242,7 @@ def test_weights_of_lookups_may_be_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("constraints", "said"),
+    "constraints, said",
     [
         (
             {**CONSTRAINTS, "absent": ParameterConstraints()},
@@ -320,7 +320,7 @@ def test_pooling_factors_beside_lookups_are_told():
     assert "pooling_factors of tables 't' are not used: the planner has lookups" in made.unpriced
 
 
-@pytest.mark.parametrize(("device", "replicated"), [("cuda", True), ("cpu", False)])
+@pytest.mark.parametrize("device, replicated", [("cuda", True), ("cpu", False)])
 def test_sequences_have_no_replicas_on_a_cpu(device, replicated):
     """TorchRec's dense kernel pools there."""
     module = EmbeddingCollection(

@@ -4,17 +4,17 @@ import pytest
 
 pytest.importorskip("torchrec")
 
-from torch import device, nn  # noqa: E402
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig  # noqa: E402
-from torchrec.distributed.planner import Topology as TheirTopology  # noqa: E402
+from torch import device, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.planner import Topology as TheirTopology
 
-from shardcore.core.errors import Infeasible, ShardCoreError  # noqa: E402
+from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.links import links_of
-from shardcore.core.topology import Device, Topology  # noqa: E402
-from shardcore.core.types import Setting  # noqa: E402
-from shardcore.cost.analytic import AnalyticModel  # noqa: E402
-from shardcore.torchrec.planner import ShardCorePlanner  # noqa: E402
-from shardcore.torchrec.topology import POD_SIZE, our_topology  # noqa: E402
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Setting
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.torchrec.planner import ShardCorePlanner
+from shardcore.torchrec.topology import POD_SIZE, our_topology
 
 GIB = 2**30
 
@@ -93,7 +93,7 @@ def test_a_pod_of_one_host_is_a_host():
     assert our_topology(theirs(pod_size=1)) == our_topology(theirs())
 
 
-@pytest.mark.parametrize(("hosts", "pod"), [(2, 2), (8, 4)])
+@pytest.mark.parametrize("hosts, pod", [(2, 2), (8, 4)])
 def test_pods_of_several_hosts_are_refused_with_their_numbers(hosts, pod):
     on = theirs(world_size=2 * hosts, pod_size=pod)
     with pytest.raises(

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
-from bench import traffic  # noqa: E402
+from bench import traffic
 
 
 @pytest.mark.long

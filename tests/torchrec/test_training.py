@@ -3,38 +3,33 @@
 import re
 import subprocess
 import sys
-from argparse import Namespace
-from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
-import training  # noqa: E402  (beside this file)
-import wrapped_training  # noqa: E402
-from laws import SETTING, comm_samples, compute_samples, linear_law  # noqa: E402
-from shapes import column  # noqa: E402
+import training
+import wrapped_training
+from laws import SETTING, comm_samples, compute_samples, linear_law
+from shapes import column
 
-from bench import torchrec as bench  # noqa: E402
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Placement, Plan, Shard
-from shardcore.cost import fit, neural  # noqa: E402
+from shardcore.cost import fit, neural
 
 EXAMPLE = Path(__file__).parents[2] / "examples/torchrec_dlrm/train.py"
 
 
-def test_plans_train_as_the_whole_model_does(tmp_path, capsys):
-    """Of all kinds, on four processes; asked again, none trains twice."""
-    asked = dict(plans=4, seed=0, hosts=2, per_host=2, sequence=True, out=tmp_path / "trained.json")
+def test_plans_train_as_the_whole_model_does():
+    """Of all kinds, on four processes."""
     given = training.problem(2, 2, sequence=True)
-    kinds = Counter(
-        kind.split()[0]
-        for i in range(4)
-        for kind in training.kinds_of(bench.drawn(given, i, 0), given, True).values()
-    )
-    assert set(kinds) == {
+    plans = {i: training.draw(given, np.random.default_rng([0, i])) for i in range(4)}
+    kinds = {
+        kind.split()[0] for plan in plans.values() for kind in training.kinds_of(plan, given, True).values()
+    }
+    assert kinds == {
         "table_wise",
         "column_wise",
         "row_wise",
@@ -42,12 +37,7 @@ def test_plans_train_as_the_whole_model_does(tmp_path, capsys):
         "grid_shard",
         "data_parallel",
     }
-    assert bench.trained(Namespace(**asked)) == dict.fromkeys(range(4), "")
-    assert capsys.readouterr().err == "4 of 4\n"
-    assert bench.trained(Namespace(**asked)) == dict.fromkeys(range(4), "")
-    assert not capsys.readouterr().err
-    with pytest.raises(ShardCoreError, match="has plans of seed 0, not 1"):
-        bench.trained(Namespace(**asked | {"seed": 1}))
+    assert training.train(given, plans, True) == dict.fromkeys(plans, "")
 
 
 @pytest.mark.long

@@ -1,7 +1,8 @@
 """Random plans that TorchRec trains: drawn, taken there and back, and trained with DistributedModelParallel
-on gloo processes, to compare with an unsharded run, and ops with `lower`. For the tests and for
-bench/torchrec.py. Processes are forked from a server that has imported TorchRec once, and nothing else of
-whoever asks: no threads of his, no locks.
+on gloo processes, to compare with an unsharded run, and ops with `lower`.
+
+Processes are forked from a server that has imported TorchRec once, and nothing else: no threads of the
+caller, no locks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from shapes import column, host_row, replica, row  # noqa: E402
+import itertools
+
+from shapes import column, host_row, replica, row
 
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Table
@@ -138,7 +141,7 @@ def _draw(t: Table, on: Topology, rng: np.random.Generator) -> list[Placement]:
 def _columns(t: Table, rng: np.random.Generator) -> list[tuple[int, int]]:
     n = min(int(rng.integers(2, 5)), t.dim // 4)
     cuts = [0, *sorted(rng.choice(np.arange(4, t.dim, 4), n - 1, replace=False).tolist()), t.dim]
-    return list(zip(cuts, cuts[1:], strict=False))
+    return list(itertools.pairwise(cuts))
 
 
 # --- there and back -----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-import training  # noqa: E402
+import training
 
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting
@@ -234,7 +234,7 @@ def _copy_tables(model: nn.Module, whole: nn.Module) -> None:
 def _one_row_an_id(rank: int, n: int, model: nn.Module, raw) -> str:
     """Ask for the same raw ids on all ranks, after training."""
     plain = batch(0)[0]
-    *_, collided, sequences_, rows, rows_of_rows = model(plain, raw)
+    *_, collided, _sequences, rows, rows_of_rows = model(plain, raw)
     for what, feature, found in (("MC-EBC", "r0", rows), ("MC-EC", "r1", rows_of_rows)):
         ids = raw[feature].values()
         everywhere = [torch.empty_like(found) for _ in range(n)]

@@ -2,8 +2,8 @@
 
 Sharders are not used here: an edit of a search must not change the wanted samples. `_greedy` places simple orders.
 Plans of NeuroShard's search, and plans that `_greedy` cannot find, were recorded once in recorded_plans.json
-(`python -m bench.record_draws`). Without a record, the costliest tables are halved instead. The quality of a plan does
-not matter here.
+(tests/measure/sampling/record_draws.py). Without a record, the costliest tables are halved instead. The quality of a
+plan does not matter here.
 
 Shapes: D devices.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -119,6 +120,6 @@ def _cut_columns(table: Table, devices: Sequence[int], rng: np.random.Generator)
     units = table.dim // MIN_WIDTH
     n_shards = min(units, len(devices), int(rng.choice([1, 2, 3], p=[0.6, 0.3, 0.1])))
     cuts = [0, *sorted(rng.choice(np.arange(1, units), n_shards - 1, replace=False)), units]
-    widths = [int(hi - lo) * MIN_WIDTH for lo, hi in zip(cuts, cuts[1:], strict=False)]
+    widths = [int(hi - lo) * MIN_WIDTH for lo, hi in itertools.pairwise(cuts)]
     chosen = map(int, rng.choice(devices, n_shards, replace=False))
     return deal_columns(table, dict(zip(chosen, widths, strict=True)))

@@ -75,7 +75,7 @@ class Packing:
         sure: [N] bool, shards that all devices have.
         """
         on_hosts = any(1 < self.shards.n_groups[k] < len(self.shards.speed) for k in mix)
-        if high <= start.ms or on_hosts and len(set(self.shards.speed)) > 1:
+        if high <= start.ms or (on_hosts and len(set(self.shards.speed)) > 1):
             return start
         found = _Mix(self, mix, some, sure, high).prove(start)
         if not np.isfinite(found.ms):

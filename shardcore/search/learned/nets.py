@@ -1,39 +1,61 @@
-"""The formulas of both policies, written once for both uses, as in cost/nets.py.
+"""The networks of learned policies, and the features of shards that they read.
 
+Each formula is written once for both uses, as in cost/nets.py.
 `w` maps names to weights: numpy arrays to place, torch tensors to train. `xp` is that module.
 
-A shard's features become a vector, its latent. A device is the sum of its shards' latents, over its speed.
+A shard's features become a vector, its latent.
+A device is the sum of its shards' latents, over its speed.
 So a policy knows any number of shards on any number of devices, in any order.
 
-DreamShard (arXiv 2210.02023) scores a device by its latents and by the three costs that it has so far:
-forward compute, backward exchange, backward compute. A network of its own predicts them, or a CostModel.
-
-AutoShard (arXiv 2208.06399) also knows the shard that comes next, and all before it: an LSTM reads them.
-
-Shapes: N shards, F features, L latents, D devices, H = 64; ... any leading dimensions.
+Shapes: N shards, F = 21 features, L latents, D devices, H = 64; ... any leading dimensions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from shardcore.search.learned.features import FEATURES
+from shardcore.core.access_statistics import REUSE_BINS
+from shardcore.core.types import Shard
+from shardcore.step import access
 
-Weights = Mapping[str, Any]
-LATENTS, _WIDE, _H = 32, 128, 64
+FEATURES = ("dim", "rows", "pooling", "size", *(f"reuse_{k}" for k in range(REUSE_BINS)))
+"""Features of a shard, in the published order. The first four are natural logarithms.
+
+dim: columns of the shard.
+rows: rows of the shard.
+pooling: lookups a sample that hit the shard's rows.
+size: bytes of weights.
+reuse_k: share of a batch's unique rows in bin k of a reuse histogram, of the whole table.
+"""
+_OFFSET = 0.1
+"""Keeps logarithms finite where nothing is looked up."""
 PARTS = 3
 """Costs of a device that DreamShard looks at."""
-_SCALING = {name: (len(FEATURES),) for name in ("low", "high", "mean", "sd")}
+LATENTS, _WIDE, _H = 32, 128, 64
+
+Weights = Mapping[str, Any]
+Shapes = dict[str, tuple[int, ...]]
+
+
+def features(shards: Sequence[Shard], batch: int) -> np.ndarray:
+    """[N, F] float32 features of shards that a batch of so many samples looks up."""
+    sizes = np.array(
+        [(s.width, s.rows, s.table.looked_up * access.access_share(s) + _OFFSET, s.bytes) for s in shards],
+        dtype=float,
+    ).reshape(-1, 4)
+    bins = np.array([access.reuse_bins(s.table, batch) for s in shards]).reshape(-1, REUSE_BINS)
+    return np.concatenate([np.log(sizes), bins], 1).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a policy sees of the devices before it places a shard.
+    """Inputs of a policy before it places a shard.
 
     latents: [..., D, L] sums of the shards', over the device's speed.
     used: [..., D] share of the memory.
@@ -47,79 +69,65 @@ class Seen:
     context: Any = None
 
 
-class Net(Protocol):
+class Net:
     """The formulas of one policy.
 
-    shapes: of its weights, by name.
-    asks_model: whether it sees costs by the cost model instead of its own.
+    shapes: shapes of its weights, by name. Random initial weights are drawn in this order.
+    asks_model: True if it sees costs by the cost model instead of predicting them.
     """
 
-    shapes: Mapping[str, tuple[int, ...]]
-    asks_model: bool
+    asks_model = False
+
+    def __init__(self, shapes: Shapes) -> None:
+        scaling: Shapes = {name: (len(FEATURES),) for name in ("low", "high", "mean", "sd")}
+        self.shapes: Shapes = scaling | {"scale_ms": (1,)} | _mlp_shapes("table", *_TABLE) | shapes
 
     def latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
-        """[N, L] of shards with features [N, F]."""
+        """[N, L] latents of shards with features [N, F]."""
+        raise NotImplementedError
 
     def single(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
-        """[...] predicted cost of shards [..., L] by themselves. Those that cost most are placed first."""
+        """[...] predicted cost of shards [..., L] alone. Those that cost most are placed first."""
+        raise NotImplementedError
 
     def context(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
-        """[..., N, H] for each of the shards [..., N, L], in the order of placing. None: there is none."""
+        """[..., N, H] context of each of the shards [..., N, L], in the order of placing. None: no context."""
+        return None
 
     def scores(self, w: Weights, seen: Seen, xp: ModuleType = np) -> Any:
-        """[..., D] of devices: logits of a softmax."""
+        """[..., D] scores of devices: logits of a softmax."""
+        raise NotImplementedError
 
 
-def _table(name: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of a network from a shard's features to its latents."""
-    return {**_layer(f"{name}.0", len(FEATURES), _WIDE), **_layer(f"{name}.1", _WIDE, LATENTS)}
+class DreamShard(Net):
+    """DreamShard's networks (arXiv 2210.02023). Costs are in units of w["scale_ms"].
 
-
-def _layer(name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (inputs, outputs), f"{name}.bias": (outputs,)}
-
-
-class DreamShard:
-    """DreamShard's networks. Costs are in units of w["scale_ms"]."""
+    It scores a device by its latents and by the three costs that it has so far: forward compute,
+    backward exchange, backward compute. A cost network predicts these, or a CostModel.
+    """
 
     def __init__(self, asks_model: bool = False) -> None:
         self.asks_model = asks_model
-        self.shapes = {
-            **_SCALING,
-            "scale_ms": (1,),
-            **_table("table"),
-            **_layer("costs.0", PARTS, _H),
-            **_layer("costs.1", _H, LATENTS),
-            "choice.weight": (2 * LATENTS, 1),
-        }
+        shapes = _mlp_shapes("costs", PARTS, _H, LATENTS) | {"choice.weight": (2 * LATENTS, 1)}
         if not asks_model:
-            self.shapes |= {
-                **_table("cost_table"),
-                **_layer("heads.0", LATENTS, PARTS * _H),
-                "heads.1.weight": (PARTS, _H),
-                "heads.1.bias": (PARTS,),
-                **_layer("overall.0", LATENTS, _H),
-                **_layer("overall.1", _H, 1),
-            }
+            shapes |= _mlp_shapes("cost_table", *_TABLE)
+            shapes |= _layer("heads.0", LATENTS, PARTS * _H)
+            shapes |= {"heads.1.weight": (PARTS, _H), "heads.1.bias": (PARTS,)}
+            shapes |= _mlp_shapes("overall", LATENTS, _H, 1)
+        super().__init__(shapes)
 
     def latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
         """[N, L]: the policy's, and those of the cost network if there is one."""
         x = _scaled(w, features, xp)
         nets = ("table",) if self.asks_model else ("table", "cost_table")
-        return xp.concatenate(
-            [_relu(_linear(w, f"{name}.1", _relu(_linear(w, f"{name}.0", x)))) for name in nets], -1
-        )
+        return xp.concatenate([_relu(_mlp(w, name, x)) for name in nets], -1)
 
     def single(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
         return self.parts(w, latents).sum(-1)
 
-    def context(self, w: Weights, latents: Any, xp: ModuleType = np) -> None:
-        return None
-
     def scores(self, w: Weights, seen: Seen, xp: ModuleType = np) -> Any:
         costs = seen.costs / w["scale_ms"] if self.asks_model else self.parts(w, seen.latents)
-        costs = _relu(_linear(w, "costs.1", _relu(_linear(w, "costs.0", costs))))
-        both = xp.concatenate([seen.latents[..., :LATENTS], costs], -1)
+        both = xp.concatenate([seen.latents[..., :LATENTS], _relu(_mlp(w, "costs", costs))], -1)
         return (both @ w["choice.weight"])[..., 0]
 
     def parts(self, w: Weights, latents: Any) -> Any:
@@ -130,38 +138,28 @@ class DreamShard:
 
     def overall(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
         """[...] predicted cost of plans with devices [..., D, L]. An empty device counts nothing."""
-        most = xp.amax(latents[..., LATENTS:], -2)
-        return _linear(w, "overall.1", _relu(_linear(w, "overall.0", most)))[..., 0]
+        return _mlp(w, "overall", xp.amax(latents[..., LATENTS:], -2))[..., 0]
 
 
-class AutoShard:
-    """AutoShard's networks. Costs are compute only, in units of w["scale_ms"]."""
+class AutoShard(Net):
+    """AutoShard's networks (arXiv 2208.06399). Costs are compute only, in units of w["scale_ms"].
 
-    asks_model = False
+    It also knows the shard that comes next, and all before it: an LSTM reads them.
+    """
 
     def __init__(self) -> None:
-        self.shapes = {
-            **_SCALING,
-            "scale_ms": (1,),
-            **_table("table"),
-            **_layer("cost.0", LATENTS, _H),
-            **_layer("cost.1", _H, 1),
-            **_layer("progress", 1, LATENTS),
-            **_layer("device", 2, LATENTS),
-            **_layer("score.0", 3 * _H, _WIDE),
-            **_layer("score.1", _WIDE, _WIDE),
-            **_layer("score.2", _WIDE, _H),
-            **_layer("score.3", _H, 1),
-        }
+        shapes = _mlp_shapes("cost", LATENTS, _H, 1)
+        shapes |= _layer("progress", 1, LATENTS) | _layer("device", 2, LATENTS)
+        shapes |= _mlp_shapes("score", 3 * _H, _WIDE, _WIDE, _H, 1)
         for layer in ("lstm.0", "lstm.1"):
-            self.shapes |= {
-                f"{layer}.input": (_H, 4 * _H),
-                f"{layer}.state": (_H, 4 * _H),
-                f"{layer}.bias": (4 * _H,),
-            }
+            shapes |= {f"{layer}.{name}": (_H, 4 * _H) for name in ("input", "state")}
+            shapes |= {f"{layer}.bias": (4 * _H,)}
+        super().__init__(shapes)
+        # The critic's weights serve training only, so policies do without them.
+        self.critic_shapes = _mlp_shapes("value", _H, _H, 1)
 
     def latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
-        return _relu(_linear(w, "table.1", _relu(_linear(w, "table.0", _scaled(w, features, xp)))))
+        return _relu(_mlp(w, "table", _scaled(w, features, xp)))
 
     def single(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
         return self.cost(w, latents)
@@ -173,26 +171,33 @@ class AutoShard:
         return _lstm(w, "lstm.1", _lstm(w, "lstm.0", xp.concatenate([latents, progress], -1), xp), xp)
 
     def scores(self, w: Weights, seen: Seen, xp: ModuleType = np) -> Any:
-        own = xp.stack([self.cost(w, seen.latents), seen.used], -1)
-        devices = xp.concatenate([seen.latents, _relu(_linear(w, "device", own))], -1)
+        facts = xp.stack([self.cost(w, seen.latents), seen.used], -1)
+        devices = xp.concatenate([seen.latents, _relu(_linear(w, "device", facts))], -1)
         state = xp.broadcast_to(seen.context[..., None, :], devices.shape)
-        x = xp.concatenate([state, devices, state * devices], -1)
-        for i in range(3):
-            x = _relu(_linear(w, f"score.{i}", x))
-        return _linear(w, "score.3", x)[..., 0]
+        return _mlp(w, "score", xp.concatenate([state, devices, state * devices], -1), layers=4)[..., 0]
 
     def cost(self, w: Weights, latents: Any) -> Any:
         """[...] predicted compute of devices [..., L]."""
-        return _linear(w, "cost.1", _relu(_linear(w, "cost.0", latents)))[..., 0]
+        return _mlp(w, "cost", latents)[..., 0]
+
+    def value(self, w: Weights, context: Any) -> Any:
+        """[...] rewards that the critic expects after contexts [..., H]. Only training needs it."""
+        return _mlp(w, "value", context)[..., 0]
 
 
-VALUE_SHAPES = {**_layer("value.0", _H, _H), **_layer("value.1", _H, 1)}
-"""Weights of `value`."""
+_TABLE = (len(FEATURES), _WIDE, LATENTS)
+"""Widths of a network from a shard's features to its latents."""
 
 
-def value(w: Weights, context: Any) -> Any:
-    """[...] rewards that AutoShard's critic expects after contexts [..., H]. Only training needs it."""
-    return _linear(w, "value.1", _relu(_linear(w, "value.0", context)))[..., 0]
+def _layer(name: str, inputs: int, outputs: int) -> Shapes:
+    return {f"{name}.weight": (inputs, outputs), f"{name}.bias": (outputs,)}
+
+
+def _mlp_shapes(name: str, *widths: int) -> Shapes:
+    shapes: Shapes = {}
+    for i, (inputs, outputs) in enumerate(pairwise(widths)):
+        shapes |= _layer(f"{name}.{i}", inputs, outputs)
+    return shapes
 
 
 def _scaled(w: Weights, features: Any, xp: ModuleType) -> Any:
@@ -208,19 +213,27 @@ def _relu(x: Any) -> Any:
     return x * (x > 0)
 
 
+def _mlp(w: Weights, name: str, x: Any, layers: int = 2) -> Any:
+    """Linear layers with a ReLU between them."""
+    for i in range(layers - 1):
+        x = _relu(_linear(w, f"{name}.{i}", x))
+    return _linear(w, f"{name}.{layers - 1}", x)
+
+
 def _lstm(w: Weights, name: str, x: Any, xp: ModuleType) -> Any:
     """[..., N, H] outputs of a layer (Hochreiter and Schmidhuber 1997) over a sequence [..., N, H]."""
+
+    def sigmoid(x: Any) -> Any:
+        # By tanh, as exp overflows at weights that a file may have.
+        return 0.5 + 0.5 * xp.tanh(0.5 * x)
+
     gates = x @ w[f"{name}.input"] + w[f"{name}.bias"]
     h = memory = gates[..., 0, :_H] * 0
     outputs = []
     for i in range(x.shape[-2]):
-        of = gates[..., i, :] + h @ w[f"{name}.state"]
-        enter, forget, out, value = (of[..., k * _H : (k + 1) * _H] for k in range(4))
-        memory = _sigmoid(forget, xp) * memory + _sigmoid(enter, xp) * xp.tanh(value)
-        h = _sigmoid(out, xp) * xp.tanh(memory)
+        at_step = gates[..., i, :] + h @ w[f"{name}.state"]
+        enter, forget, out, value = (at_step[..., k * _H : (k + 1) * _H] for k in range(4))
+        memory = sigmoid(forget) * memory + sigmoid(enter) * xp.tanh(value)
+        h = sigmoid(out) * xp.tanh(memory)
         outputs.append(h)
     return xp.stack(outputs, -2)
-
-
-def _sigmoid(x: Any, xp: ModuleType) -> Any:
-    return 0.5 + 0.5 * xp.tanh(0.5 * x)

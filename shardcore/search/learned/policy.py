@@ -1,23 +1,26 @@
-"""Policy: a trained policy, and its files.
+"""Policy: a trained policy, its files, and the plans that it makes.
 
 A folder holds policy.json and weights.safetensors, so reading one runs none of its code.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardcore.core.errors import SettingMismatch, ShardCoreError
-from shardcore.core.types import Setting
+from shardcore.core.types import Plan, Problem, Setting
+from shardcore.core.validation import require, shown
+from shardcore.cost.model import CostModel
 from shardcore.io import files, model_files, schema
-from shardcore.search.learned.features import FEATURES
-from shardcore.search.learned.nets import AutoShard, DreamShard, Net
+from shardcore.search.beam import Beam, BeamConfig
+from shardcore.search.budget import Budget
+from shardcore.search.learned.nets import FEATURES, AutoShard, DreamShard, Net
+from shardcore.search.learned.rollout import Rollouts
 
 NETS: dict[str, Net] = {
     "dreamshard": DreamShard(),
@@ -26,16 +29,18 @@ NETS: dict[str, Net] = {
 }
 """Networks by name. dreamshard_direct has no cost network: it sees, and learns from, the CostModel's."""
 POLICY_JSON = "policy.json"
-_LIMIT = 1e6
-"""Of a weight. Trained ones are below 100."""
+TABLE_WISE = BeamConfig(steps=0)
+"""Tables are whole, as published, unless no device can hold one."""
+_MOST_WEIGHT = 1e6
+"""Trained weights are below 100."""
 
 
 @dataclass(frozen=True, eq=False)
 class Policy:
     """A trained policy.
 
-    name: of its networks, in NETS.
-    setting: of the cost model that it was trained against.
+    name: name of its networks, in NETS.
+    setting: setting of the cost model that it was trained against.
     weights: arrays by name.
     meta: JSON. `config`: how it was trained. `metrics`: how good it is. `provenance`: what the trainer adds.
     """
@@ -43,56 +48,73 @@ class Policy:
     name: str
     setting: Setting
     weights: Mapping[str, np.ndarray]
-    meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.name not in NETS:
-            raise ShardCoreError(f"policy has the name {self.name!r}; known are {', '.join(NETS)}")
-        _require(self.weights, NETS[self.name].shapes)
+        """Raise ShardCoreError for a weight that is missing, unknown, of another shape, or out of range."""
+        require(self.name in NETS, f"policy has the name {self.name!r}; known are {', '.join(NETS)}")
+        for name in sorted(set(self.weights) ^ set(self.net.shapes)):
+            raise ShardCoreError(f"weight {name!r} is {'not known' if name in self.weights else 'missing'}")
+        for name, shape in self.net.shapes.items():
+            array = self.weights[name]
+            require(
+                array.shape == shape and array.dtype == np.float32,
+                f"weight {name!r} is {array.dtype} {list(array.shape)}; it needs to be float32 {list(shape)}",
+            )
+            require(
+                bool((np.abs(array) <= _MOST_WEIGHT).all()),
+                f"weight {name!r} has values beyond {_MOST_WEIGHT:g}, or that are not numbers",
+            )
+            # Features and costs are divided by these.
+            divides = name in ("sd", "scale_ms")
+            require(not divides or bool((array > 0).all()), f"weight {name!r} is not positive")
 
     @property
     def net(self) -> Net:
         return NETS[self.name]
 
-    def require_hardware(self, setting: Setting) -> None:
-        """Raise SettingMismatch if the policy was trained for other hardware than a cost model's."""
-        if self.setting.hardware != setting.hardware:
-            raise SettingMismatch(
-                f"policy {self.name!r} was trained for hardware {self.setting.hardware!r}; "
-                f"the cost model is for {setting.hardware!r}: train one for it "
-                "(python -m shardcore train-policy)"
-            )
 
+def place(
+    policy: Policy,
+    algorithm: str,
+    problem: Problem,
+    model: CostModel,
+    *,
+    seed: int = 0,
+    budget: Budget | None = None,
+    config: BeamConfig = TABLE_WISE,
+) -> Plan:
+    """The policy's plan: each shard goes to the legal device with the highest score.
 
-def _require(weights: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ShardCoreError for a weight that is missing, unknown, of another shape, or out of range."""
-    for name in sorted(set(weights) ^ set(shapes)):
-        raise ShardCoreError(f"weight {name!r} is {'not known' if name in weights else 'missing'}")
-    for name, shape in shapes.items():
-        found = weights[name]
-        if found.shape != shape or found.dtype != np.float32:
-            raise ShardCoreError(
-                f"weight {name!r} is {found.dtype} {list(found.shape)}; it needs to be float32 {list(shape)}"
-            )
-        if not (np.abs(found) <= _LIMIT).all():
-            raise ShardCoreError(f"weight {name!r} has values beyond {_LIMIT:g}, or that are not numbers")
-    for name in ("sd", "scale_ms"):
-        if (weights[name] <= 0).any():
-            raise ShardCoreError(f"weight {name!r} is not positive")
+    With a budget, it is the best of that plan and of random plans by the policy. One evaluation is one plan
+    priced. The cost model prices them, and knows the memory; the policy decides.
+
+    algorithm: its name in provenance.
+    config: parameters of the beam that cuts tables by columns. TABLE_WISE: they stay whole.
+
+    Raises Infeasible (see `feasible_shards`), and SettingMismatch for a policy of other hardware.
+    """
+    if policy.setting.hardware != model.setting.hardware:
+        raise SettingMismatch(
+            f"policy {policy.name!r} was trained for hardware {policy.setting.hardware!r}; "
+            f"the cost model is for {model.setting.hardware!r}: train one for it "
+            "(python -m shardcore train-policy)"
+        )
+    rng, meter = np.random.default_rng(seed), (budget or Budget()).start()
+    beam = Beam(problem, model, Rollouts(policy.net, policy.weights), config, meter)
+    return beam.plan(
+        lambda n: Rollouts(policy.net, policy.weights, n, rng, greedy_first=False),
+        algorithm=algorithm,
+        seed=seed,
+        policy=policy.name,
+        config=asdict(config),
+    )
 
 
 def write_policy(folder: str | Path, policy: Policy) -> None:
-    model_files.write_model(
-        folder,
-        {
-            **policy.meta,
-            "name": policy.name,
-            "features": list(FEATURES),
-            "setting": files.setting_to_json(policy.setting),
-        },
-        policy.weights,
-        "policy",
-    )
+    description = {"name": policy.name, "features": list(FEATURES)}
+    description["setting"] = files.setting_to_json(policy.setting)
+    model_files.write_model(folder, {**policy.meta, **description}, policy.weights, "policy")
 
 
 def read_policy(folder: str | Path) -> Policy:
@@ -102,16 +124,16 @@ def read_policy(folder: str | Path) -> Policy:
     that was trained on other features than this ShardCore computes.
     """
     meta, weights = model_files.read_model(folder, "policy")
-    found = meta.pop("features", None)
-    if found != list(FEATURES):
-        raise ShardCoreError(
-            f"policy in {folder} was trained on features {schema.show(found)}; this "
-            f"ShardCore computes {schema.show(list(FEATURES))}: train again"
-        )
+    trained_on = meta.pop("features", None)
+    require(
+        trained_on == list(FEATURES),
+        f"policy in {folder} was trained on features {shown(trained_on)}; this "
+        f"ShardCore computes {shown(list(FEATURES))}: train again",
+    )
     setting = files.setting_from_json(meta.pop("setting", None), f"{folder}: setting")
-    of = schema.build(_Meta, meta, str(folder))
+    name = schema.build(_Meta, meta, str(folder)).name
     try:
-        return Policy(of.name, setting, weights, {k: v for k, v in meta.items() if k != "name"})
+        return Policy(name, setting, weights, {k: v for k, v in meta.items() if k != "name"})
     except ShardCoreError as error:
         raise ShardCoreError(f"policy in {folder}: {error}") from None
 
@@ -121,6 +143,6 @@ class _Meta:
     """policy.json without the setting and the names of features."""
 
     name: str
-    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)

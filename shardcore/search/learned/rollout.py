@@ -1,8 +1,8 @@
 """Rollouts: plans that a policy makes, many at once.
 
 Shards are placed in the order of their predicted cost; those with least freedom go first.
-Each goes to the legal device with the highest score. Noise on the scores makes a random plan of the policy's
-softmax instead (the Gumbel-max trick).
+Each goes to the legal device with the highest score.
+Noise on the scores makes a random plan of the policy's softmax instead (the Gumbel-max trick).
 
 Shapes: C states searched at once, K plans of each, N shards, D devices, L latents, R numbers of the cache.
 """
@@ -14,22 +14,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcore.search.beam import Placed
-from shardcore.search.learned.features import features
-from shardcore.search.learned.nets import PARTS, Net, Seen, Weights
+from shardcore.search.learned.nets import PARTS, Net, Seen, Weights, features
 from shardcore.search.state.placement_state import PlacementState
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 
 
 @dataclass(frozen=True, eq=False)
 class Rollout(Placed):
-    """Plans, and what the policy saw when it placed each shard. Shards are in the order of placing.
+    """Plans, and the inputs of the policy at each shard. Shards are in the order of placing.
 
-    order: [C, N] which shard came when.
+    order: [C, N] the shard that came at each step.
     legal: [C, K, N, D] devices that might have the shard.
     used: [C, K, N, D] share of their memory before.
     costs: [C, K, N, D, PARTS] ms before, if the policy asks the cost model.
     latents: [C, K, D, L] of the devices in the end.
     parts_ms: [C, K, D, PARTS] of the devices in the end; 0 if the rollout is not priced.
+    before, after: [C, K, N] the cache's number of what the device held of the shard's strip.
     """
 
     order: np.ndarray
@@ -38,6 +38,20 @@ class Rollout(Placed):
     costs: np.ndarray | None
     latents: np.ndarray
     parts_ms: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
+
+    def held(self, n_numbers: int) -> np.ndarray:
+        """[K, N + 1, D, R] float32: 1 for what devices hold before each shard, and in the end.
+
+        The plans of the first state. Number 0, which is nothing, has no meaning here.
+        """
+        _, n_plans, n, n_devices = self.legal.shape
+        held = np.zeros((n_plans, n + 1, n_devices, n_numbers), np.float32)
+        plan, step = np.ogrid[:n_plans, :n]
+        held[plan, step + 1, self.devices[0], self.before[0]] -= 1
+        held[plan, step + 1, self.devices[0], self.after[0]] += 1
+        return np.cumsum(held, axis=1, out=held)
 
 
 @dataclass
@@ -45,8 +59,8 @@ class Rollouts:
     """An inner search (see beam.InnerSearch) by a policy.
 
     net: the policy's networks.
-    weights: theirs.
-    plans: of each state. The first takes the highest scores.
+    weights: their weights.
+    plans: plans of each state. The first takes the highest scores.
     rng: makes the others random. None: there are no others.
     greedy_first: False if the first is random, too.
     priced: False leaves the plans' costs unknown; 0 then stands for a plan that fits.
@@ -62,8 +76,8 @@ class Rollouts:
 
     def __call__(self, cache: ShardCostCache, keys: np.ndarray) -> Placed:
         with np.errstate(over="ignore", invalid="ignore"):  # weights from a file may be anything
-            found = self.run(cache, keys)
-        return found.reordered(found.order)
+            rollout = self.run(cache, keys)
+        return rollout.reordered(rollout.order)
 
     def run(self, cache: ShardCostCache, keys: np.ndarray) -> Rollout:
         """Plans of the states keys [C, N, 2]. The cache knows their shards."""
@@ -78,7 +92,7 @@ class Rollouts:
         speed = cache.speed.astype(np.float32)[:, None]
         legal, used = np.zeros(noise.shape, bool), np.zeros(noise.shape, np.float32)
         costs = np.zeros((*noise.shape, PARTS), np.float32) if self.net.asks_model else None
-        devices = np.zeros(noise.shape[:-1], np.int64)
+        devices, before, after = (np.zeros(noise.shape[:-1], np.int64) for _ in range(3))
         at = np.ogrid[:n_states, : self.plans]
         room = np.maximum(state.free, 1)
 
@@ -94,10 +108,14 @@ class Rollouts:
                 None if context is None else context[:, None, i],
             )
             scores = np.nan_to_num(self.net.scores(self.weights, seen)) + noise[:, :, i]
-            d = _highest(scores, legal[:, :, i], state.used)  # [C, K]
-            before = state.held[(*at, strip, d)]
-            was, becomes = cache.numbers(strip, before), cache.numbers(strip, before + units)
-            sums[(*at, d)] += latents[becomes] - latents[was]
+            # Where no device is legal, the least used one shows by how much the plan is too large.
+            best = np.where(legal[:, :, i], scores, -np.inf).argmax(-1)
+            d = np.where(legal[:, :, i].any(-1), best, state.used.argmin(-1))  # [C, K]
+            units_before = state.held[(*at, strip, d)]
+            before[:, :, i] = cache.numbers(strip, units_before)
+            after[:, :, i] = cache.numbers(strip, units_before + units)
+            # Parts of a strip that meet become one shard, so its latent replaces that of the part.
+            sums[(*at, d)] += latents[after[:, :, i]] - latents[before[:, :, i]]
             state.place(strip, units, d)
             devices[:, :, i] = d
 
@@ -107,30 +125,32 @@ class Rollouts:
             total_ms = np.where(fits, state.cost_ms() if self.priced else 0.0, np.inf)
         over = np.maximum(state.used - np.maximum(state.free, 0), 0).sum(-1)
         parts_ms = state.parts_ms() if state.priced else np.zeros((*sums.shape[:-1], PARTS))
-        return Rollout(total_ms, over, devices, order, legal, used, costs, sums / speed, parts_ms)
+        return Rollout(
+            total_ms, over, devices, order, legal, used, costs, sums / speed, parts_ms, before, after
+        )
 
     def latents_of(self, cache: ShardCostCache) -> np.ndarray:
         """[R, L] latents of all shards that the cache knows so far. A bundle has the sum of its shards'."""
-        known = self._known[1] if self._known and self._known[0] is cache else None
-        done = 0 if known is None else len(known)
-        if new := cache.made[done:]:
-            x = features([s for bundle in new for s in bundle], cache.problem.global_batch)
-            found = self.net.latents(self.weights, x)
-            found = np.add.reduceat(found, np.cumsum([0, *map(len, new[:-1])]))
-            if known is None:
-                found[0] = 0  # number 0 is nothing
-            known = found if known is None else np.concatenate([known, found])
-            self._known = cache, known
-        return known
+        kept = [self._known[1]] if self._known and self._known[0] is cache else []
+        new = cache.made[sum(map(len, kept)) :]
+        if not new and kept:
+            return kept[0]
+        x = features([s for bundle in new for s in bundle], cache.problem.global_batch)
+        latents = self.net.latents(self.weights, x)
+        latents = np.add.reduceat(latents, np.cumsum([0, *map(len, new[:-1])]))
+        if not kept:
+            latents[0] = 0  # number 0 is nothing
+        latents = np.concatenate([*kept, latents])
+        self._known = cache, latents
+        return latents
 
     def _order(self, cache: ShardCostCache, keys: np.ndarray, latents: np.ndarray) -> np.ndarray:
         """[C, N]: least freedom first, then the highest predicted cost, then the most bytes."""
         numbers = cache.numbers(keys[..., 0], keys[..., 1])
-        single = (
-            cache.single_ms[numbers]
-            if self.net.asks_model
-            else np.nan_to_num(self.net.single(self.weights, latents[numbers]))
-        )
+        if self.net.asks_model:
+            single = cache.single_ms[numbers]
+        else:
+            single = np.nan_to_num(self.net.single(self.weights, latents[numbers]))
         return np.lexsort((-cache.bytes[numbers], -single, cache.freedom[keys[..., 0]]))
 
     def _noise(self, shape: tuple[int, int, int, int]) -> np.ndarray:
@@ -140,11 +160,3 @@ class Rollouts:
         if self.greedy_first:
             noise[:, 0] = 0
         return noise
-
-
-def _highest(scores: np.ndarray, legal: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """[...] the legal device with the highest score. The least used one where none is legal.
-
-    scores, legal, used: [..., D].
-    """
-    return np.where(legal.any(-1), np.where(legal, scores, -np.inf).argmax(-1), used.argmin(-1))

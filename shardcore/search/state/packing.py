@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 import numpy as np
@@ -381,7 +381,7 @@ def _parts(table: Table, n: int, problem: Problem) -> list[Shard]:
     """The table in n shards by columns, as equal as its unit allows."""
     unit = problem.unit_width(table)
     ends = [table.dim // unit * i // n * unit for i in range(n + 1)]
-    return [Shard(table, 0, table.rows, lo, hi) for lo, hi in zip(ends, ends[1:], strict=False)]
+    return [Shard(table, 0, table.rows, lo, hi) for lo, hi in pairwise(ends)]
 
 
 def equally_wide(parts: Sequence[Bundle]) -> bool:

@@ -220,7 +220,7 @@ class ShardCostCache:
         made = [
             Account.of(
                 {
-                    run: replace(b, cut=b.cut or run in self.kinds and bool(cut[self.kinds.index(run)]))
+                    run: replace(b, cut=b.cut or (run in self.kinds and bool(cut[self.kinds.index(run)])))
                     for run, b in self._batches.items()
                 },
                 self.problem,

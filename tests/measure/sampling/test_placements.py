@@ -2,12 +2,16 @@
 only."""
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bench import record_draws
+sys.path.append(str(Path(__file__).parent))
+
+import record_draws
+
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Setting, Table

@@ -270,7 +270,7 @@ def old() -> tuple[Problem, Plan]:
 
 
 @pytest.mark.parametrize(
-    ("tables", "n_bytes"), [(0, None), (1, None), (3, None), (None, 0), (None, 20_000), (2, 30_000)]
+    "tables, n_bytes", [(0, None), (1, None), (3, None), (None, 0), (None, 20_000), (2, 30_000)]
 )
 def test_no_more_of_a_plan_moves_than_may(old, tables, n_bytes):
     problem, plan = old

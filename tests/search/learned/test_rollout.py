@@ -14,14 +14,10 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.cost.model import price
 from shardcore.search import Budget, beam, sharder
-from shardcore.search.learned.autoshard import AutoShardLearner
-from shardcore.search.learned.dreamshard import DreamShardLearner
-from shardcore.search.learned.features import FEATURES, features
-from shardcore.search.learned.learner import PolicyConfig, Prepared, held_before
-from shardcore.search.learned.nets import Seen
+from shardcore.search.learned.nets import FEATURES, Seen, features
 from shardcore.search.learned.policy import NETS
-from shardcore.search.learned.priced_plans import PricedPlan
 from shardcore.search.learned.rollout import Rollouts
+from shardcore.search.learned.training import PolicyConfig, Prepared, PricedPlan, learner_of
 from shardcore.search.state.shards import placed
 from shardcore.step import access
 from shardcore.step.lower import lower
@@ -73,7 +69,7 @@ def test_torch_scores_what_numpy_placed_by(name):
     latents = torch.zeros(len(prepared.cache.made), rows.shape[1])
     latents = latents.index_add(0, torch.from_numpy(prepared.bundle), rows)
     latents[0] = 0
-    held = torch.from_numpy(held_before(prepared, found))
+    held = torch.from_numpy(found.held(len(latents))[:, :-1])
     keys = prepared.keys[0][found.order[0]]
     context = net.context(w, latents[prepared.cache.numbers(keys[:, 0], keys[:, 1])], torch)
     speed = torch.from_numpy(prepared.cache.speed.astype(np.float32))[:, None]
@@ -190,8 +186,7 @@ def test_a_cost_network_learns_from_all_shards_of_a_plan(name):
 def test_an_update_gives_illegal_devices_no_share(name):
     problem = CASES["pinned"]
     prepared = Prepared(problem, model_for(problem))
-    learner_of = AutoShardLearner if name == "autoshard" else DreamShardLearner
-    learner = learner_of(name, [prepared], PolicyConfig(plans_each=4))
+    learner = learner_of(NETS[name], [prepared], PolicyConfig(plans_each=4))
     found = learner.roll(prepared, 4, True)
     shares = learner.logits(prepared, found)[0].softmax(-1).detach().numpy()
     somewhere = found.legal[0].any(-1)  # a step without a legal device teaches nothing

@@ -13,10 +13,8 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
-from shardcore.search.learned.learner import PolicyConfig, Prepared
 from shardcore.search.learned.policy import NETS
-from shardcore.search.learned.problems import PolicyProblems, draw, make_policy
-from shardcore.search.learned.train import train
+from shardcore.search.learned.training import PolicyConfig, PolicyProblems, Prepared, draw, make_policy, train
 from shardcore.tables.held_out import kept_for_testing
 
 RNG = np.random.default_rng(0)

@@ -1,5 +1,6 @@
 """Shards and the kinds that run them: those that constraints give, and how shards become placements."""
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -373,7 +374,7 @@ def test_consolidate_keeps_columns_per_group_and_covers_the_table(data, of_hosts
     table, where = Table("t", 10, 64, 1.0), on_hosts("xyxy")
     edges = [0, *sorted(4 * e for e in data.draw(st.sets(st.integers(1, 15)))), 64]
     placements = []
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in itertools.pairwise(edges):
         by_host = of_hosts and data.draw(st.booleans())
         placements.append(
             host_row(table, data.draw(st.sampled_from([(0, 2), (1, 3)])), a, b)

@@ -1,7 +1,7 @@
 """Record the plans whose groups `measure` draws, so that draws need no sharder
 (shardcore/measure/sampling/placements.py).
 
-  python -m bench.record_draws POOL.json --seeds 0 1 --draws 5300 [--held-out] [--batch 2048 ...]
+  python tests/measure/sampling/record_draws.py POOL.json --seeds 0 1 --draws 5300 [--held-out] [--batch 2048 ...]
 
 Of the first draws of each seed, those from a plan are planned by the sharder of today, which sees an analytic
 model. A plan is kept where the draws' own placement is another. What was recorded before stays as it is, so
@@ -18,7 +18,7 @@ import numpy as np
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.io import files
+from shardcore.io import files, writing
 from shardcore.measure.sampling import placements
 from shardcore.measure.sampling.groups import GroupConfig
 from shardcore.search import SHARDERS, Budget
@@ -91,7 +91,7 @@ def main() -> None:
     for seed in args.seeds:
         plans |= record(live, seed, args.draws, setting)
     head = {"schema": placements.SCHEMA, "version": placements.VERSION}
-    files.write_json(placements.RECORDED, {**head, "plans": dict(sorted(plans.items()))})
+    writing.write_json(placements.RECORDED, {**head, "plans": dict(sorted(plans.items()))})
     print(f"{len(plans) - before} plans recorded, {len(plans)} in all, in {placements.RECORDED}")
 
 
