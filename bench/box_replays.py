@@ -82,7 +82,7 @@ def of_box(
         for name, cost in one.costs.items()
     ]
     fitted = step_factors.fit(alone, told)
-    print(step_factors.said(alone, fitted, len(told)), file=sys.stderr)
+    print(step_factors.summary(alone, fitted, len(told)), file=sys.stderr)
     return fitted
 
 

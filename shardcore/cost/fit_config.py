@@ -19,7 +19,7 @@ _MOST_LAYERS, _MOST_UNITS = 7, 4096
 
 @dataclass(frozen=True)
 class FitConfig:
-    """How to train the compute model.
+    """Settings of training the compute model.
 
     epochs: at most.
     patience: epochs without a better validation error, before training stops.

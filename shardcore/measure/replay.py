@@ -70,7 +70,7 @@ STEP_BYTES = 512 << 20
 
 
 def of_samples(arena_bytes: int, hang_s: float, repeats: int = STEP_REPEATS) -> ReplayConfig:
-    """How plans are replayed whose steps are samples of a dataset: with weights of STEP_BYTES a rank at most."""
+    """Settings of replays that become samples of a dataset: weights of STEP_BYTES a rank at most."""
     # In a round, or while ops are built, more happens than in one op, which hangs after hang_s.
     timeout_s = min(2 * hang_s, WAITS_S[1])
     return ReplayConfig(repeats=repeats, arena_bytes=min(arena_bytes, STEP_BYTES), timeout_s=timeout_s)
@@ -239,7 +239,7 @@ def replay_rank(
     if device == "cpu":
         torch.set_num_threads(1)
     benches = {} if compute_ms else benches_for(workloads, [rank], setting, config, device, reference)
-    beside, steps = ReferenceRuns(benches, reference, config.seed), []
+    reference_runs, steps = ReferenceRuns(benches, reference, config.seed), []
     for i, workload in enumerate(workloads):
         if compute_ms:
             compute = Asleep(workload, rank, compute_ms[i][rank], device)
@@ -249,8 +249,8 @@ def replay_rank(
         progress()
     caches = Caches(config.evict_bytes, device_of(device).place)
     with local_ranks.exchanging():
-        alike = CollectiveConfig(timeout_s=config.timeout_s)
-        member = Rank(rank, len(workloads[0].ops), init_method, device, alike)
+        limits = CollectiveConfig(timeout_s=config.timeout_s)
+        member = Rank(rank, len(workloads[0].ops), init_method, device, limits)
         used = [channel for workload in workloads for channel in exchanges.used_channels(workload)]
         groups = exchanges.groups(rank, workloads[0].topology, used)
         for step in steps:
@@ -263,9 +263,9 @@ def replay_rank(
         for i in np.random.default_rng([config.seed, index]).permutation(len(steps)):
             caches.evict()
             marks[i].append(steps[i].once(index % config.batches))
-        beside.once(caches)
+        reference_runs.once(caches)
     member.close()
-    return [np.array(m[config.warmups :]) for m in marks], np.array(beside.times_ms[config.warmups :])
+    return [np.array(m[config.warmups :]) for m in marks], np.array(reference_runs.times_ms[config.warmups :])
 
 
 class _Step:

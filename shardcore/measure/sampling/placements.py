@@ -149,6 +149,7 @@ def _greedy(
     for n in sorted(range(len(shards)), key=lambda n: (-loads[n], -_bytes(drawn, *shards[n]), n)):
         i, width = shards[n]
         before = [of.get(i, 0) for of in columns]
+        # Columns of a table on one device share bytes for each row.
         extra = np.array([_bytes(drawn, i, was + width) - _bytes(drawn, i, was) for was in before])
         fits = extra <= left
         if not fits.any():
@@ -160,6 +161,7 @@ def _greedy(
             device = int(least[left[least].argmax()])
         else:
             device = int(rng.choice(np.flatnonzero(fits)))
+        # Loads decide; free memory only excludes devices.
         sums[device] += loads[n]
         left[device] -= extra[device]
         columns[device][i] = columns[device].get(i, 0) + width
