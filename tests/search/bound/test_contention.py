@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from conformance import BATCH, MIB, draw_tables
 from test_lower_bound import contended, crowded
 
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.search.bound import ops
+from shardcore.testing.problems import BATCH, MIB, draw_tables
 
 
 def shards_of(model, n_tables: int = 8) -> ops.BoundShards:

@@ -6,7 +6,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from conformance import BATCH, MIB, draw_tables, every_plan, model_for
 from shapes import column, host_row, on_hosts, sends
 
 from shardcore.core.access_statistics import Zipf
@@ -25,6 +24,8 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.search.bound import lower_bound, ops, packing
 from shardcore.step.kinds import LAYOUTS
 from shardcore.step.lower import Workload, lower
+from shardcore.testing.plans import every_plan
+from shardcore.testing.problems import BATCH, MIB, draw_tables, model_for
 
 
 def tiny(seed: int, n_devices: int = 2, **topology) -> Problem:
