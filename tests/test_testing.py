@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 from laws import by_hand
+from shardcore.search.decisions.tiers import Tiers
 
 from shardcore import SHARDERS, Constraints, ShardCoreError
 from shardcore.core.links import links_of
 from shardcore.search.decisions.groups import Groups
-from shardcore.search.decisions.tiers import Tiers
 from shardcore.testing import CostModelConformance, DecisionConformance, SharderConformance
 from shardcore.testing.problems import model_for, with_slack
 
