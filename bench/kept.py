@@ -50,9 +50,10 @@ from shardcore.core.topology import GIB, Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel, price
-from shardcore.io import files
+from shardcore.io import writing
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS, Budget
+from shardcore.search.anneal import compiled
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search, copy_of
 from shardcore.search.anneal.starts import Start, Starts
@@ -223,7 +224,7 @@ def counted_by(search: Search | Starts, start: Start) -> np.ndarray:
     """[D] bytes that annealing counts of a plan. Where devices have no memory, what is left is exact."""
     fixed = start.fixed._replace(free=np.full(len(start.fixed.free), -1e-9), host_free=np.inf)
     state = copy_of(start.state)
-    search.compiled.refresh(search.head, fixed, state)
+    compiled.refresh(search.head, fixed, state)
     return np.rint(-state.left)
 
 
@@ -422,7 +423,7 @@ def lines_of(path: Path | None) -> list[dict[str, Any]]:
 
 def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write all rows at once, so that a run may be killed at any time."""
-    files.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    writing.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def main() -> int:

@@ -20,8 +20,9 @@ from shardcore.cli import (
     short_forms,
     topologies,
 )
-from shardcore.cli.options import Formatter, require_outputs
+from shardcore.cli.options import Formatter, build, require_outputs
 from shardcore.core.errors import ShardCoreError, escaped
+from shardcore.core.extras import extras_named
 from shardcore.core.gc_pause import rare_collections
 
 
@@ -34,15 +35,16 @@ class _Printable:
     def write(self, text: str) -> int:
         return self._stream.write("\n".join(map(escaped, text.split("\n"))))
 
+    def flush(self) -> None:
+        self._stream.flush()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 def parser_of_all() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shardcore", description=__doc__, formatter_class=Formatter
-    )
+    parser = argparse.ArgumentParser(prog="shardcore", description=__doc__, formatter_class=Formatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for group in (
         plans,
@@ -62,12 +64,13 @@ def parser_of_all() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
-            args = parser_of_all().parse_args(argv)
+            parsed = parser_of_all().parse_args(argv)
         finally:
             sys.stdout.flush()  # of help, whose reader may have gone, too
-        require_outputs(args)
-        with rare_collections(), redirect_stdout(_Printable(sys.stdout)):
-            args.command(args)
+        options = build(parsed)
+        require_outputs(options)
+        with rare_collections(), extras_named(), redirect_stdout(_Printable(sys.stdout)):
+            parsed.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read the output has what they wanted. Python would complain once more when it ends.

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError, Unreachable
+from shardcore.core.extras import extras_named
 from shardcore.core.validation import require_type, shown
-from shardcore.io import files
+from shardcore.io import writing
 from shardcore.io.schema import ABSENT
 
 
@@ -71,8 +72,9 @@ def place(root: str | Path) -> Place:
         raise ShardCoreError(f"plans are at {shown(str(root))}, which is no name of a folder")
     if isinstance(root, Path) or "://" not in root:
         return Path(root)
-    from fsspec.core import url_to_fs
-    from fsspec.implementations.local import LocalFileSystem
+    with extras_named():
+        from fsspec.core import url_to_fs
+        from fsspec.implementations.local import LocalFileSystem
 
     try:
         fs, path = url_to_fs(root, use_listings_cache=False)  # a cache misses what others write
@@ -122,7 +124,7 @@ def write(at: Place, content: bytes) -> None:
         with plain_errors(at):
             if at.exists() and not at.is_file():
                 raise ShardCoreError(f"cannot write {at}: it is no regular file; remove it")
-        files.write_atomic(at, content)
+        writing.write_atomic(at, content)
         return
     try:
         at.call("pipe_file", content)

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import is_path_name, shown
-from shardcore.io import files, schema
+from shardcore.io import files, schema, writing
 from shardcore.io.envelope import seal, unseal
 from shardcore.plans import decisions, places
 from shardcore.plans.decisions import Decision, require_id
@@ -267,13 +267,13 @@ def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any],
     version = version_of(plan, problem)
     if not is_whole(root, problem.name, version):
         folder = _no_link(_home(root, problem.name) / "versions" / version)
-        places.write(folder / "problem.json", files.json_bytes(files.problem_to_json(problem)))
+        places.write(folder / "problem.json", writing.json_bytes(files.problem_to_json(problem)))
         if page:
             cost = {**cost, "page_sha256": _sha256(page.encode())}
             places.write(folder / PAGE, page.encode())
-        places.write(folder / COST, files.json_bytes(seal(cost)))
+        places.write(folder / COST, writing.json_bytes(seal(cost)))
         # The plan comes last and completes the version.
-        places.write(folder / "plan.json", files.json_bytes(files.plan_to_json(plan, problem)))
+        places.write(folder / "plan.json", writing.json_bytes(files.plan_to_json(plan, problem)))
     return version
 
 
@@ -294,7 +294,7 @@ def record(root: str | Path, decision: Decision) -> None:
             f"problem {name!r}: decision {decision.id} follows {decision.parent}, but {before and before.id} is the "
             f"last one in {root}; another publisher was faster, so publish again"
         )
-    places.write(home / "decisions" / f"{decision.id}.json", files.json_bytes(decision.document()))
+    places.write(home / "decisions" / f"{decision.id}.json", writing.json_bytes(decision.document()))
     places.write(home / _POINTER, f"{decision.id}\n".encode())
 
 
@@ -314,8 +314,8 @@ def prune(root: str | Path, name: str, keep: int) -> list[str]:
     if isinstance(home, Path):
         with places.plain_errors(home):
             for path in list(home.rglob(".*.tmp")):  # rglob follows no links
-                if files.UNFINISHED.fullmatch(path.name):
-                    files.remove_unfinished(path)
+                if writing.UNFINISHED.fullmatch(path.name):
+                    writing.remove_unfinished(path)
     gone = [version for version in _versions(home) if version not in named]
     for version in gone:
         places.remove(_version(home, version) / "plan.json")  # first, as it makes the version

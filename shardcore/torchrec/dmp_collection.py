@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
 from shardcore.core.validation import MOST_DEVICES, require, require_within
-from shardcore.io import files, schema
+from shardcore.io import schema, writing
 from shardcore.io.envelope import document, open_document, seal, unseal
 from shardcore.step.sharding_groups import CONTIGUOUS, MOST_SYNC_EVERY, GroupedPlan, per_host
 from shardcore.torchrec import fields
@@ -101,7 +101,7 @@ def write_dmp_collection(path: str | Path, arguments: Mapping[str, Any], sync_ev
         "sync_every": sync_every,
         "modules": to_json(arguments["plan"]),
     }
-    files.write_json(path, document(_SCHEMA, seal(body)))
+    writing.write_json(path, document(_SCHEMA, seal(body)))
 
 
 def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:

@@ -37,7 +37,7 @@ from shardcore.core.access_statistics import REUSE_BINS, Reuse
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
 from shardcore.core.validation import MOST_BATCH, MOST_POOLING, shown
-from shardcore.io import files, schema
+from shardcore.io import schema, writing
 from shardcore.step.access import BIN_HIGH
 from shardcore.torchrec.modules import path_in_model
 
@@ -113,7 +113,7 @@ def write_tables_of_ops(model: nn.Module, folder: str | Path) -> None:
                     row, column = table.local_metadata.shard_offsets if table.local_metadata else (0, 0)
                     rows, columns = (row, row + table.local_rows), (column, column + table.local_cols)
                     parts.append(asdict(TablePart(collection, table.name, *rows, *columns)))
-                files.write_json(Path(folder) / TABLES.format(op=uuid), parts)
+                writing.write_json(Path(folder) / TABLES.format(op=uuid), parts)
 
 
 def read_statistics(path: str | Path) -> list[PartLookups]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_DEVICES, shown
-from shardcore.io import files, schema
+from shardcore.io import schema, writing
 from shardcore.io.envelope import document, open_document, seal, unseal
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def write_torchrec(path: str | Path, plan: ShardingPlan, qcomms: QCommsConfig | 
     qcomms: precision of the job's collectives. TorchRec keeps it in sharders, not in the plan.
     """
     body = {"modules": to_json(plan)} | ({"qcomms": encode(qcomms, "qcomms")} if qcomms else {})
-    files.write_json(path, document(_SCHEMA, seal(body)))
+    writing.write_json(path, document(_SCHEMA, seal(body)))
 
 
 def read_torchrec(path: str | Path, module: nn.Module | None = None) -> ShardingPlan:
@@ -218,7 +218,7 @@ def decode(kind: Any, value: Any, what: str) -> Any:
     if kind in (int, float, str, bool):
         plain = schema.read(value, kind, what)
         if kind in (int, float) and plain < 0:
-            raise ShardCoreError(f"{what} is {plain}; it needs to be 0 or more")
+            raise ShardCoreError(f"{what} is {value}; it needs to be 0 or more")
         return plain
     if kind is Any and not isinstance(value, list | Mapping):
         return value
@@ -240,7 +240,9 @@ def _record(kind: type, value: Any, what: str) -> Any:
     decoded = {name: decode(hints[name], v, f"{what}, {name}") for name, v in value.items()}
     share = decoded.get("load_factor")
     if share is not None and not 0 < share <= 1:
-        raise ShardCoreError(f"{what}, load_factor is {share}; it needs to be above 0, at most 1")
+        raise ShardCoreError(
+            f"{what}, load_factor is {value['load_factor']}; it needs to be above 0, at most 1"
+        )
     try:
         return kind(**decoded)
     except (ValueError, TypeError) as error:  # TorchRec checks its settings itself
