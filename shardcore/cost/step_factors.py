@@ -9,8 +9,8 @@ replicas takes 2.4 times as long there as in isolation (emulated hosts, docs/ben
 It is a ring through all ranks, so each waits for all others.
 
 Ops take as long in a step as in isolation, at the slowdown that the reference op shows (docs/decisions/measuring.md).
-So a replay on one host whose compute took longer than predicted ran on a slower machine. Its exchanges are divided by that slowdown.
-Links between hosts do not slow down with a machine.
+So a replay on one host whose compute took longer than predicted ran on a slower machine. Its exchanges are
+divided by that slowdown. Links between hosts do not slow down with a machine.
 
 Shapes: S steps, D devices, C collectives.
 """
