@@ -213,5 +213,5 @@ def fixed_memory(
         "fixed_codes": codes,
         "fixed_size": size,
         "fixed_every": IDS_ALIVE * sum(b.permuted + b.bucketized for b in batches.values()),
-        "fixed_stepped": float(max((b.stepped for b in batches.values()), default=0)),
+        "fixed_stepped": float(max((b.scratch for b in batches.values()), default=0)),
     }
