@@ -324,9 +324,12 @@ class Setting:
 class Kind(Protocol):
     """Fields of a kind of sharding that constraints concern (see kinds.Layout)."""
 
-    name: str
-    divides_rows: bool
-    cuts_columns: bool
+    @property
+    def name(self) -> str: ...
+    @property
+    def divides_rows(self) -> bool: ...
+    @property
+    def cuts_columns(self) -> bool: ...
 
 
 @dataclass(frozen=True)
