@@ -162,9 +162,9 @@ def provision(args: ProvisionOptions) -> None:
     # Here, for `plan` names other options.
     require_outputs(args, [args.offers.parent / offer.model for offer in read_offers(args.offers)])
     outcomes: list[Outcome] = []
-    asked = deciding.plan_options(args, out=args.out / "plan.json", out_problem=args.out / "problem.json")
+    options = deciding.plan_options(args, out=args.out / "plan.json", out_problem=args.out / "problem.json")
     try:
-        found = plans.plan(asked, outcomes.append)
+        found = plans.plan(options, outcomes.append)
     except ShardCoreError as error:
         if not outcomes:
             raise
