@@ -204,7 +204,8 @@ def _judge(
     except ShardCoreError as error:  # from a ShardCore with other features
         return True, f"{score_text}; champion {before.version} cannot be read any more: {error}"
     # Errors of different settings cannot be compared.
-    old_model = next((m for m in known_errors.trained(champion) if m.setting == model.setting), None)
+    trained = [m for m in known_errors.trained(champion) if isinstance(m, neural.NeuralModel)]
+    old_model = next((m for m in trained if m.setting == model.setting), None)
     if old_model is None:
         return True, f"{score_text}; champion {before.version} is for another setting ({champion.setting})"
     old = score(training.judge(old_model, known))

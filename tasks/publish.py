@@ -185,7 +185,8 @@ def _publish(publisher: Publisher, path: Path, names: list[str]) -> Published:
 
 def _provenance(model: CostModel, version: ModelVersion, config: PublishConfig) -> dict[str, Any]:
     """Provenance of plans: the model, its data, the code and the search."""
-    of_each = [one.meta["provenance"] for one in known_errors.trained(model)]
+    trained: Sequence[Any] = known_errors.trained(model)  # NeuralModels
+    of_each = [one.meta["provenance"] for one in trained]
 
     def of_all(name: str, otherwise: Any) -> Any:
         found = list(dict.fromkeys(each.get(name, otherwise) for each in of_each))

@@ -26,7 +26,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting, Shard
 from shardcore.core.validation import MOST_BATCH, shown
 from shardcore.cost import composite
-from shardcore.cost.model import ProbabilisticCostModel
+from shardcore.cost.neural import NeuralModel
 from shardcore.io import files, schema
 from shardcore.step.kinds import CHANNELS, WHOLE_ROWS
 from shardcore.step.lower import Op, Workload, is_sequence
@@ -78,7 +78,9 @@ class ServedCostModel(PythonModel):
             raise MlflowException(str(error), error_code=INVALID_PARAMETER_VALUE) from None
 
 
-def _answer(model: ProbabilisticCostModel, shards: tuple[Shard, ...], batch: int) -> dict[str, Any]:
+def _answer(
+    model: NeuralModel | composite.Composite, shards: tuple[Shard, ...], batch: int
+) -> dict[str, Any]:
     sums = model.encode(shards, batch).sum(0)
     ms, share = float(model.head(sums)), float(model.forward_share(sums))
     low, high = (float(model.quantile(sums, level)) for level in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))

@@ -59,7 +59,8 @@ class RayTransport:
 
 class RayWorker:
     def __init__(self, name: str, spec: BenchSpec, reference_ms: float | None):
-        self._name, self.counts = name, Counts()
+        self._name = name
+        self.counts: Counts = Counts()
         self.ongoing: Any = None
         self._actor = DeviceWorker.options(name=name, num_gpus=int(spec.device == "cuda"), num_cpus=1).remote(
             spec, reference_ms

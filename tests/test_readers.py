@@ -1,11 +1,11 @@
-"""Every function that reads a file is in the registry that bench.fuzz walks, or reads no file of users."""
+"""Every function that reads a file is in the registry that tests/test_fuzz.py walks, or reads no file of users."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
-
-from bench.fuzz_formats import FORMATS
+from fuzz_formats import FORMATS
 
 ROOT = Path(__file__).parent.parent
 
@@ -51,10 +51,10 @@ NO_FORMAT = {
     "shardcore/io/schema.py",
     "shardcore/io/envelope.py",
     # They only write.
-    "shardcore/io/files.py:_held",
-    "shardcore/io/files.py:remove_unfinished",
-    "shardcore/io/files.py:_no_link",
-    "shardcore/io/files.py:require_writable",
+    "shardcore/io/writing.py:_held",
+    "shardcore/io/writing.py:remove_unfinished",
+    "shardcore/io/writing.py:_no_link",
+    "shardcore/io/writing.py:require_writable",
     "shardcore/cli/__init__.py:main",
     "shardcore/plans/store.py:turn",
     "tasks/console.py:_redirect",
@@ -109,6 +109,7 @@ def readers(text: str, file: str) -> set[str]:
     return found
 
 
+@functools.cache
 def all_readers() -> set[str]:
     return {
         reader

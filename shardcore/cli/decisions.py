@@ -180,8 +180,8 @@ def decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[
     from shardcore.io.towers import read_towers
     from shardcore.search.decisions.groups import Groups
     from shardcore.search.decisions.hot_rows import HotRows
+    from shardcore.search.decisions.memory_tiers import MemoryTiers
     from shardcore.search.decisions.provision import Provision, Target, read_offers
-    from shardcore.search.decisions.tiers import Tiers
     from shardcore.search.decisions.towers import OnTowers
 
     if args.offers:
@@ -201,7 +201,7 @@ def decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[
     if args.towers:
         yield OnTowers(read_towers(args.towers), start and start.old, not (start and start.config.limited))
     if args.tiers:
-        yield Tiers()
+        yield MemoryTiers()
     if start:
         yield start
 
@@ -242,7 +242,7 @@ def start_text(
     from shardcore.cost.model import price
     from shardcore.plans.replan import Start
     from shardcore.report import plan_report
-    from shardcore.search.decisions.tower_plans import as_planned
+    from shardcore.search.decisions.towers import as_planned
     from shardcore.step.lower import lower
 
     start = next((x for x in decisions if isinstance(x, Start)), None)
@@ -264,10 +264,9 @@ def texts(decisions: Sequence[Decision], found: Found, original: Problem) -> Ite
     """Texts on what was decided, for people. Some may be empty."""
     from shardcore.report import decisions_report, plan_report
     from shardcore.search.decisions.hot_rows import HotRows
+    from shardcore.search.decisions.memory_tiers import MemoryTiers
     from shardcore.search.decisions.provision import Provision
-    from shardcore.search.decisions.tiers import Tiers
-    from shardcore.search.decisions.tower_plans import as_planned, tower_traffic
-    from shardcore.search.decisions.towers import OnTowers
+    from shardcore.search.decisions.towers import OnTowers, as_planned, tower_traffic
 
     for decision in decisions:
         if isinstance(decision, Provision):
@@ -277,7 +276,7 @@ def texts(decisions: Sequence[Decision], found: Found, original: Problem) -> Ite
         if isinstance(decision, OnTowers):
             traffic = tower_traffic(found.plan, as_planned(found.plan, found.problem))
             yield plan_report.towers_text(traffic) if traffic else ""
-        if isinstance(decision, Tiers):
+        if isinstance(decision, MemoryTiers):
             yield decisions_report.tiers_report(found.problem)
 
 
@@ -285,7 +284,7 @@ def extrapolated(found: Found, model: CostModel) -> list[str]:
     """Sentences on what is extrapolated in the price of a plan. model: for its problem."""
     from shardcore.cli import grouped
     from shardcore.search.decisions.groups import FoundGroups
-    from shardcore.search.decisions.tower_plans import as_planned
+    from shardcore.search.decisions.towers import as_planned
     from shardcore.step.lower import lower
 
     if isinstance(found, FoundGroups):

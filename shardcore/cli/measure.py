@@ -106,7 +106,7 @@ class MeasureOptions:
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, measure, MeasureOptions)
+    add_command(commands, MeasureOptions, measure)
 
 
 def measure(args: MeasureOptions) -> None:

@@ -26,8 +26,8 @@ from shardcore.io.model_files import MODEL_JSON, MODEL_WEIGHTS
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, train, TrainOptions)
-    add_command(commands, report, ReportOptions)
+    add_command(commands, TrainOptions, train)
+    add_command(commands, ReportOptions, report)
 
 
 # --- train -----------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class ReportOptions:
 
 
 def report(args: ReportOptions) -> None:
-    from shardcore.io import dataset, files, replays
+    from shardcore.io import dataset, replays, writing
     from shardcore.report import dataset_report, figures, text_table
 
     for setting in _settings_in(args.dataset):
@@ -143,5 +143,5 @@ def report(args: ReportOptions) -> None:
             figure = figures.png(dataset_report.dataset_figure(samples, repeats, str(setting)))
             named = setting.hardware, setting.batch, setting.precision, setting.optimizer
             path = args.out / f"{'-'.join(map(str, named))}.png"
-            files.write_atomic(path, figure)
+            writing.write_atomic(path, figure)
             print(path)

@@ -129,7 +129,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def add_command(
-    commands: argparse._SubParsersAction, run: Callable[[Options], object], options: type[Options]
+    commands: argparse._SubParsersAction, options: type[Options], run: Callable[[Options], object]
 ) -> None:
     """Add a command. It has the name of the function that runs it, with dashes.
 
@@ -219,7 +219,7 @@ def require_outputs(options: Any, also_read: Iterable[Path] = ()) -> None:
 
     Called before the work, which would be lost. also_read: paths that its options only imply.
     """
-    from shardcore.io.files import require_writable
+    from shardcore.io.writing import require_writable
 
     written_by = outputs(type(options))
     given = [

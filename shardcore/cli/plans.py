@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, plan, PlanOptions)
-    add_command(commands, price, PriceOptions)
-    add_command(commands, export, ExportOptions)
+    add_command(commands, PlanOptions, plan)
+    add_command(commands, PriceOptions, price)
+    add_command(commands, ExportOptions, export)
 
 
 # --- plan --------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def _say_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budge
     """Explain a plan. problem: without towers, if the plan has them."""
     from shardcore.cost.model import price_plan
     from shardcore.report import plan_report
-    from shardcore.search.decisions.tower_plans import as_planned
+    from shardcore.search.decisions.towers import as_planned
     from shardcore.search.explain import explain
 
     problem = as_planned(plan, problem)
@@ -204,10 +204,10 @@ def price(args: PriceOptions) -> None:
     from shardcore.cost import composite
     from shardcore.cost.model import at_confidence
     from shardcore.cost.model import price as predicted
-    from shardcore.io import files, grouped_plans
+    from shardcore.io import files, grouped_plans, writing
     from shardcore.report import decisions_report
-    from shardcore.search.decisions.ledger import ledger_of
-    from shardcore.search.decisions.tower_plans import as_planned
+    from shardcore.search.decisions.driver import ledger_of
+    from shardcore.search.decisions.towers import as_planned
     from shardcore.step.lower import lower, require_cover
 
     whole = own = files.read_problem(args.problem)
@@ -234,7 +234,7 @@ def price(args: PriceOptions) -> None:
         }
     body["extrapolated"] = beyond
     if args.out:
-        files.write_json(args.out, body)
+        writing.write_json(args.out, body)
     elif not args.explain:
         print(json.dumps(body, indent=1))
     if args.explain:

@@ -84,9 +84,9 @@ class DriftOptions:
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, history, HistoryOptions)
-    add_command(commands, diff, DiffOptions)
-    add_command(commands, drift, DriftOptions)
+    add_command(commands, HistoryOptions, history)
+    add_command(commands, DiffOptions, diff)
+    add_command(commands, DriftOptions, drift)
 
 
 def history(args: HistoryOptions) -> None:
@@ -122,11 +122,11 @@ def _write_comparison(
     """A page on two plans under the problem of the first, the new one."""
     from shardcore.cost import composite
     from shardcore.cost.model import price
-    from shardcore.io import files
+    from shardcore.io import writing
     from shardcore.plans.decisions import Version
     from shardcore.report import plan_page
     from shardcore.search.anneal.reshard import rebind_tables
-    from shardcore.search.decisions.tower_plans import as_planned
+    from shardcore.search.decisions.towers import as_planned
     from shardcore.step.lower import lower
 
     model = composite.load(folders).for_problem(problem)
@@ -136,7 +136,7 @@ def _write_comparison(
         plan = rebind_tables(made, problem)
         work = lower(plan, as_planned(plan, problem), fits=False)
         versions.append(Version(str(path), plan, price(work, model), work.memory_bytes))
-    files.write_atomic(page, plan_page.comparison(problem, *versions).encode())
+    writing.write_atomic(page, plan_page.comparison(problem, *versions).encode())
 
 
 def drift(args: DriftOptions) -> None:

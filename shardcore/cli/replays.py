@@ -64,13 +64,13 @@ class ReplayOptions:
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, replay, ReplayOptions)
+    add_command(commands, ReplayOptions, replay)
 
 
 def replay(args: ReplayOptions) -> None:
     from shardcore.cost import composite
     from shardcore.cost.model import price
-    from shardcore.io import dataset, files, replays
+    from shardcore.io import dataset, files, replays, writing
     from shardcore.measure import hardware
     from shardcore.measure.replay import ReplayConfig, replay_all
     from shardcore.report.replay_report import replay_text
@@ -138,7 +138,7 @@ def replay(args: ReplayOptions) -> None:
         ],
     }
     if args.out:
-        files.write_json(args.out, body)
+        writing.write_json(args.out, body)
     print(replay_text([str(path) for path in args.plans], costs, predicted))
     if any(cost.oversubscribed for cost in costs):
         print(

@@ -107,10 +107,10 @@ class ProvisionOptions(SearchOptions, deciding.TargetOptions):
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, hot_rows, HotRowsOptions)
-    add_command(commands, hot_drift, HotDriftOptions)
-    add_command(commands, tiers, TiersOptions)
-    add_command(commands, provision, ProvisionOptions)
+    add_command(commands, HotRowsOptions, hot_rows)
+    add_command(commands, HotDriftOptions, hot_drift)
+    add_command(commands, TiersOptions, tiers)
+    add_command(commands, ProvisionOptions, provision)
 
 
 def hot_rows(args: HotRowsOptions) -> None:
@@ -135,7 +135,7 @@ def hot_drift(args: HotDriftOptions) -> None:
 def tiers(args: TiersOptions) -> None:
     from shardcore.io import files
     from shardcore.report.decisions_report import tiers_report
-    from shardcore.search.decisions.memory_tiers import decide
+    from shardcore.search.decisions.memory_tiers import tiered
 
     for name in ("algorithm", "budget_s", "budget_evals", "plan"):
         if getattr(args, name) is not None and not args.model:
@@ -150,7 +150,7 @@ def tiers(args: TiersOptions) -> None:
         plans.plan(deciding.plan_options(args, tiers=True, out=args.plan, out_problem=args.out))
         return
     stored = files.read_problem(args.problem)
-    found = decide(deciding.with_host_memory(stored, args.problem, args.host_gib, args.link_gbps)).problem
+    found = tiered(deciding.with_host_memory(stored, args.problem, args.host_gib, args.link_gbps))
     if args.out:
         files.write_problem(args.out, found)
     print(tiers_report(found))
@@ -175,10 +175,10 @@ def provision(args: ProvisionOptions) -> None:
 
 
 def _write_clusters(outcomes: Sequence[Outcome], chosen: Outcome | None, out: Path) -> None:
-    from shardcore.io import files
+    from shardcore.io import writing
     from shardcore.report import decisions_report, figures
 
-    files.write_json(
+    writing.write_json(
         out / "clusters.json",
         [
             {
@@ -196,4 +196,4 @@ def _write_clusters(outcomes: Sequence[Outcome], chosen: Outcome | None, out: Pa
             for x in outcomes
         ],
     )
-    files.write_atomic(out / "curve.png", figures.png(decisions_report.clusters_figure(outcomes, chosen)))
+    writing.write_atomic(out / "curve.png", figures.png(decisions_report.clusters_figure(outcomes, chosen)))

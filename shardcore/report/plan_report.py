@@ -12,7 +12,7 @@ from shardcore.plans.drift import Drift
 from shardcore.plans.replan import ReplanConfig
 from shardcore.plans.words import count, moves_text, moves_words, threshold_words, when
 from shardcore.report.text import percent_change, text_table
-from shardcore.search.decisions.tower_plans import TowerTraffic
+from shardcore.search.decisions.towers import TowerTraffic
 from shardcore.search.explain import Alternative, Explanation
 from shardcore.step.kinds import device_names, layout_of
 from shardcore.step.memory import gib

@@ -9,7 +9,7 @@ import pytest
 from shardcore.cli import main, parser_of_all
 from shardcore.cli.options import outputs, path
 from shardcore.core.types import Placement, Plan, Shard
-from shardcore.io import files
+from shardcore.io import files, writing
 from shardcore.plans import store
 from shardcore.plans.decisions import Decision
 
@@ -23,10 +23,10 @@ def here(stored, problem, model, monkeypatch):
         files.write_problem(stored / name / "problem.json", problem)
         files.write_plan(stored / name / "plan.json", plan, problem)
     for file in model.iterdir():
-        files.write_atomic(stored / "m" / file.name, file.read_bytes())
+        writing.write_atomic(stored / "m" / file.name, file.read_bytes())
     (stored / "link").symlink_to("m")
     (stored / "loop").symlink_to("loop")
-    files.write_json(
+    writing.write_json(
         stored / "offers.json",
         {
             "schema": "shardcore/offers",

@@ -18,7 +18,7 @@ import numpy as np
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.io import files
+from shardcore.io import files, writing
 from shardcore.measure.sampling import placements
 from shardcore.measure.sampling.groups import GroupConfig
 from shardcore.search import SHARDERS, Budget
@@ -65,7 +65,7 @@ def record(pool: Sequence[Table], seed: int, draws: int, setting: Setting) -> di
         if key in placements.recorded_plans():
             continue
         columns = columns_of(drawn, planner, setting)
-        if columns and columns != placements.own(drawn, planner):
+        if columns and columns != placements.computed(drawn, planner):
             new[key] = [placements.line(of, drawn) for of in columns]
     return new
 
@@ -91,7 +91,7 @@ def main() -> None:
     for seed in args.seeds:
         plans |= record(live, seed, args.draws, setting)
     head = {"schema": placements.SCHEMA, "version": placements.VERSION}
-    files.write_json(placements.RECORDED, {**head, "plans": dict(sorted(plans.items()))})
+    writing.write_json(placements.RECORDED, {**head, "plans": dict(sorted(plans.items()))})
     print(f"{len(plans) - before} plans recorded, {len(plans)} in all, in {placements.RECORDED}")
 
 
