@@ -42,10 +42,12 @@ def _given(record: Any, always: Collection[str] = (), never: Collection[str] = (
 
     always: fields that are written whatever they are. never: fields that are left out.
     """
+    values = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in never}
+    defaults = {f.name: f.default for f in dataclasses.fields(record)}
     return {
-        f.name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
-        for f in dataclasses.fields(record)
-        if f.name not in never and ((value := getattr(record, f.name)) != f.default or f.name in always)
+        name: dataclasses.asdict(value) if dataclasses.is_dataclass(type(value)) else value
+        for name, value in values.items()
+        if value != defaults[name] or name in always
     }
 
 

@@ -24,7 +24,7 @@ from shardcore.step.memory_account import sums_of
 from shardcore.step.memory_timeline import BATCHES, IDS_ALIVE
 from shardcore.step.op_limits import most_features
 from shardcore.step.output_bytes import table_output_rows
-from shardcore.step.shard_memory import batch_bytes, bucketized_bytes, run_batches, stepped_bytes, table_order
+from shardcore.step.shard_memory import batch_bytes, bucketized_bytes, run_batches, scratch_bytes, table_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,7 @@ def batch_memory(
     for y, layout in enumerate(layouts):
         for s in ticking(range(len(cache))):
             table = cache.table(s)
-            stepped[y, s] = stepped_bytes(layout, Shard.whole(table), problem)
+            stepped[y, s] = scratch_bytes(layout, Shard.whole(table), problem)
             if layout.divides_rows:
                 bucketized[y, s] = IDS_ALIVE * local * bucketized_bytes(table, job, n_devices[layout])
     collections = sorted({(run.collection, run.sequence) for run in runs})

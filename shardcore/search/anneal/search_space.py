@@ -28,7 +28,7 @@ from shardcore.search.state.shard_cost_cache import ShardCostCache, encoded
 from shardcore.search.state.shards import placed, required_division
 from shardcore.step.kinds import Group, Layout, even_share, run_of, runs_of
 from shardcore.step.memory import held_bytes
-from shardcore.step.memory_account import Turns
+from shardcore.step.memory_account import StageCoefficients
 from shardcore.step.op_limits import may_bind
 from shardcore.step.output_bytes import output_bytes
 
@@ -182,7 +182,7 @@ def search_space(
     exchanges = [exchange_rates(problem, model, layout) for layout in cache.kinds]
     exchanges += [id_rates(problem, model, layout) for layout in id_runs]
     strip_of = {cache.table(s).name: s for s in range(len(cache))}
-    turns = Turns.of(id_runs, problem)
+    coefficients = StageCoefficients.of(id_runs, problem)
     tick()
     shared, parts = _shared(cache, groups, everywhere, {t.name for t in by_rows}, id_runs)
     columns = Columns(problem, id_runs, cache.caches, may_bind(problem))
@@ -211,10 +211,10 @@ def search_space(
         **memory,
         **batch_memory(cache, groups, columns),
         **fixed_memory(cache, groups, columns),
-        turn_sums=turns.sums,
-        turn_batch=turns.batch,
-        turn_phases=turns.phases,
-        sums_most=turns.most,
+        turn_sums=coefficients.sums,
+        turn_batch=coefficients.batch,
+        turn_phases=coefficients.phases,
+        sums_most=coefficients.most,
         kept=np.zeros((0, len(problem.topology)), np.int16),
         weight=np.zeros(0, np.int64),
         joint=np.zeros(0, np.int64),
@@ -222,7 +222,7 @@ def search_space(
         parameters=model.compiled().parameters,
         halves=halves,
     )
-    multiples = turns.most[[id_runs.index(layout) for layout in layouts]].reshape(-1, 1, 2)
+    multiples = coefficients.most[[id_runs.index(layout) for layout in layouts]].reshape(-1, 1, 2)
     shared_bytes = shared_sums[..., :2].sum(-1) + (shared_sums[..., 2:4] * multiples).sum(-1)
     divided = np.array([strip_of[t.name] for t in by_rows], dtype=np.int64)
     return SearchSpace(

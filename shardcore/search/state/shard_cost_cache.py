@@ -45,7 +45,7 @@ from shardcore.step.id_bytes import sample_bytes
 from shardcore.step.kinds import WHOLE_ROWS, Layout, run_of, runs_of, shards_on
 from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.memory import Caches
-from shardcore.step.memory_account import Account, Turns, sums_of
+from shardcore.step.memory_account import Account, StageCoefficients, sums_of
 from shardcore.step.memory_timeline import IDS_ALIVE
 from shardcore.step.shard_memory import RunBatch, bucketized_bytes, run_batches
 
@@ -133,7 +133,7 @@ class ShardCostCache:
         self.strip_of, self.sums = np.zeros(1, dtype=np.int64), np.zeros((1, 6))
         self.bytes, self.outputs, self.id_bytes = (np.zeros(1, dtype=np.int64) for _ in range(3))
         all_runs = {*self.kinds, *(run for parts in self.parts for run, _ in parts)}
-        self._multiples = {run: Turns.of((run,), problem).most[0] for run in all_runs}
+        self._multiples = {run: StageCoefficients.of((run,), problem).most[0] for run in all_runs}
 
     def __len__(self) -> int:
         """S."""

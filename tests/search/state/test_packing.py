@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conformance import model_for
 from shapes import column, on_hosts, replica, row
 
 from shardcore.core.constraints import Constraints
@@ -20,6 +19,7 @@ from shardcore.search.state.packing import lacking, roomiest
 from shardcore.search.state.shards import halve_columns
 from shardcore.step import memory
 from shardcore.step.lower import lower
+from shardcore.testing.problems import model_for
 
 GIB = 2**30
 
