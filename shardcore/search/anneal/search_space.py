@@ -67,7 +67,7 @@ class SearchSpace:
 
     @property
     def is_large(self) -> bool:
-        """Whether the problem has so many shards that the search has to be selective."""
+        """Large problems make the search selective."""
         return is_large(self.cache)
 
     @cached_property
@@ -211,9 +211,9 @@ def search_space(
         **memory,
         **batch_memory(cache, groups, columns),
         **fixed_memory(cache, groups, columns),
-        turn_sums=coefficients.sums,
-        turn_batch=coefficients.batch,
-        turn_phases=coefficients.phases,
+        stage_sums=coefficients.sums,
+        stage_batch=coefficients.batch,
+        stage_phases=coefficients.phases,
         sums_most=coefficients.most,
         kept=np.zeros((0, len(problem.topology)), np.int16),
         weight=np.zeros(0, np.int64),
