@@ -36,7 +36,7 @@ from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import collective_fit, neural, replay_metrics, replay_records, step_factors
 from shardcore.cost.collective_model import OWN_WORK
 from shardcore.cost.model import price
-from shardcore.io import dataset, files, replays
+from shardcore.io import dataset, replays, writing
 from shardcore.measure import hosts
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
@@ -91,7 +91,7 @@ def rows_of(out: Path, problems: int, measured: Callable[[int], dict[str, Any]])
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     for i in range(len(rows), problems):
         rows.append(measured(i))
-        files.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        writing.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows).encode())
         print(rows[-1], flush=True)
     return rows
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.io import files
+from shardcore.io import writing
 from shardcore.io.schema import build
 from shardcore.measure import hardware
 from shardcore.report.text import text_table
@@ -136,7 +136,7 @@ def _taken(figure: Figure, out: Path, given: Mapping[str, str], commit: str) -> 
     if folder.exists() and _said(folder / GOING) != now:
         shutil.rmtree(folder)  # of another commit
     folder.mkdir(parents=True, exist_ok=True)
-    files.write_json(folder / GOING, now)
+    writing.write_json(folder / GOING, now)
     places = {name: str((out / name).resolve()) for name in figure.after}
     with open(folder / "output.md", "w") as printed, open(folder / "errors.log", "a") as errors:
         for command in figure.commands:
@@ -152,7 +152,7 @@ def _taken(figure: Figure, out: Path, given: Mapping[str, str], commit: str) -> 
             if code:
                 return f"failed with code {code}: {folder}/errors.log"
             printed.write("\n")
-    files.write_json(
+    writing.write_json(
         folder / DONE,
         {
             **now,

@@ -38,7 +38,7 @@ import torch
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.io import dataset, files
+from shardcore.io import dataset, writing
 from shardcore.measure import hardware
 from shardcore.measure.devices import device_of
 from shardcore.measure.kernels import KernelBench, KernelConfig
@@ -278,7 +278,7 @@ def main() -> None:
         except (ShardCoreError, RuntimeError) as error:
             good, figures = False, {"error": " ".join(str(error).split())[:300]}
         verdicts[question.__name__] = {"good": good, **figures}
-        files.write_json(said, verdicts)  # after each: the machine may be taken away
+        writing.write_json(said, verdicts)  # after each: the machine may be taken away
         print(f"{'good' if good else 'BAD '}  {question.__name__}: {figures}", flush=True)
     sys.exit(not all(v["good"] for v in verdicts.values()))
 

@@ -50,7 +50,7 @@ from shardcore.core.topology import GIB, Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel, price
-from shardcore.io import files
+from shardcore.io import writing
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import Reshard
@@ -422,7 +422,7 @@ def lines_of(path: Path | None) -> list[dict[str, Any]]:
 
 def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write all rows at once, so that a run may be killed at any time."""
-    files.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    writing.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def main() -> int:

@@ -39,7 +39,7 @@ from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.core.job import PAYLOADS, Job
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
-from shardcore.io import files
+from shardcore.io import writing
 from shardcore.step import memory
 from shardcore.torchrec.sharding_plan import to_torchrec
 
@@ -217,7 +217,7 @@ def _train(rank: int, given: Sequence[tuple[Problem, Plan]], folder: str) -> Non
             _steps(problem, plan, batch_of(problem, rank))
         profiler.export_chrome_trace(trace)
         gc.collect()  # the next plan starts with nothing
-        files.write_json(f"{folder}/{i}-{rank}.json", peaks(Path(trace)))
+        writing.write_json(f"{folder}/{i}-{rank}.json", peaks(Path(trace)))
         dist.barrier()
     os._exit(0)
 

@@ -51,7 +51,7 @@ from shardcore.cost import accuracy, drift_correction, fit, study
 from shardcore.cost.metrics import coverage, kendall_tau, mape
 from shardcore.cost.model import group_costs
 from shardcore.cost.neural import NeuralModel
-from shardcore.io import dataset, files
+from shardcore.io import dataset, writing
 from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.measure.sampling.groups import GroupConfig, compute_request
 from shardcore.tables.generate import generate_pool
@@ -269,7 +269,7 @@ def main() -> None:
         if not path.exists() and (args.only or "") in name:
             began = time.perf_counter()
             model, seconds = train(known, seed), time.perf_counter() - began
-            files.write_json(
+            writing.write_json(
                 path,
                 {
                     "made_of": made_of,

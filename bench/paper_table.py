@@ -49,7 +49,7 @@ from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting, Shard,
 from shardcore.cost import neural, replay_records
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.replay_metrics import OURS, ReplayRecord, bootstrap
-from shardcore.io import dataset, files, model_files, replays
+from shardcore.io import dataset, model_files, replays, writing
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.measure.sampling.problems import DIMS
 from shardcore.report.text import markdown_table
@@ -276,7 +276,7 @@ def read(path: Path, made_with: Mapping[str, Any]) -> dict[tuple[int, int, int],
 
 
 def write(path: Path, rows: Mapping[tuple[int, int, int], Row]) -> None:
-    files.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows.values()).encode())
+    writing.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows.values()).encode())
 
 
 def complete(
@@ -430,7 +430,7 @@ def main() -> None:
     args.policies = args.policies or args.out
     torch.set_num_threads(1)
     page = (replayed if args.replay else predicted)(args, neural.load(args.model))
-    files.write_atomic(args.out / "table.md", page.encode())
+    writing.write_atomic(args.out / "table.md", page.encode())
     print(page)
 
 

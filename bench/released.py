@@ -47,8 +47,9 @@ import numpy as np
 import torch
 from numba import float64, njit
 
+from bench.kept import with_memory
 from bench.neuroshard_net import table_features
-from bench.search import problems, tightened
+from bench.search import problems
 from shardcore import report
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Topology
@@ -57,7 +58,7 @@ from shardcore.cost import drift_correction
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.collective_model import ALL_TO_ALL
 from shardcore.cost.model import CommCost, Compiled, price
-from shardcore.io import dataset, files
+from shardcore.io import dataset, writing
 from shardcore.measure.sampling.collectives import comm_request
 from shardcore.search import Budget, compare
 from shardcore.search.neuroshard import neuroshard
@@ -399,7 +400,7 @@ def main() -> None:
     )
     args.out.mkdir(parents=True, exist_ok=True)
     if not note.exists():
-        files.write_json(note, made_of)
+        writing.write_json(note, made_of)
     if (kept := json.loads(note.read_text())) != made_of:
         raise ShardCoreError(f"{args.out} is of {kept}, this run of {made_of}; give another --out")
     drawn = problems(SimpleNamespace(setting=settings[0]), args.problems, DEVICES, args.seed)
@@ -408,10 +409,10 @@ def main() -> None:
     anneal(drawn[0], model, budget=Budget(evals=100), space="halves")  # compiled before the clock starts
     found: dict[str, list[dict[str, Any]]] = {}
     for problem in drawn:
-        for memory, of in {"as drawn": problem, "tight": tightened(problem, TIGHT)}.items():
+        for memory, of in {"as drawn": problem, "tight": with_memory(problem, TIGHT)}.items():
             path = args.out / f"{problem.name}-{memory.split()[0]}.json"
             if not path.exists():
-                files.write_json(path, compared(theirs, networks, model, of))
+                writing.write_json(path, compared(theirs, networks, model, of))
             found.setdefault(memory, []).append(json.loads(path.read_text()))
         print(f"{problem.name}: {len(problem.tables)} tables", file=sys.stderr, flush=True)
     differ = max(f["differ"] for of in found.values() for f in of)

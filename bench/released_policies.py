@@ -48,7 +48,7 @@ from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost import neural
 from shardcore.cost.model import group_costs, price
 from shardcore.cost.neural import NeuralModel
-from shardcore.io import files
+from shardcore.io import writing
 from shardcore.search import SHARDERS, Budget, sharder
 from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.training import PolicyConfig, train
@@ -143,10 +143,10 @@ def write_tasks(folder: Path, made: dict[str, list[Problem]], batch: int) -> dic
                 **{f"bin_{k}": share for k, share in enumerate(bins)},
             }
         )
-    files.write_json(folder / "table_configs.json", {"tables": configs})
+    writing.write_json(folder / "table_configs.json", {"tables": configs})
     for side in ("train", "test"):
         lines = [",".join(str(number[t]) for t in p.tables) for p in made[side]]
-        files.write_atomic(folder / f"{side}.txt", ("\n".join(lines) + "\n").encode())
+        writing.write_atomic(folder / f"{side}.txt", ("\n".join(lines) + "\n").encode())
     # AutoShard hands these to its Env: a table's number tells single_step which it is.
     torch.save(
         {"lS_offsets": list(range(len(number))), "lS_indices": list(range(len(number)))}, folder / "data.pt"
@@ -307,7 +307,7 @@ def theirs(
 def kept(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     if not path.exists():
         with contextlib.redirect_stdout(io.StringIO()):
-            files.write_json(path, make())
+            writing.write_json(path, make())
         print(f"{path.name}: {json.loads(path.read_text())['seconds']:.0f} s", file=sys.stderr, flush=True)
     return json.loads(path.read_text())
 

@@ -34,7 +34,7 @@ from shardcore.core.job import Job
 from shardcore.core.types import Plan, Problem
 from shardcore.cost import neural, replay_metrics, replay_records
 from shardcore.cost.model import at_confidence, price
-from shardcore.io import dataset, files, replays
+from shardcore.io import dataset, replays, writing
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem, sized
 from shardcore.report import model_report
@@ -191,7 +191,7 @@ def _interval(found: replay_metrics.Interval, form: str) -> str:
 def write(folder: Path, kept: Sequence[replays.ReplaySet], model: neural.NeuralModel, head: str) -> str:
     """Everything that FOLDER holds beside the problems' own; the report."""
     rows = replay_records.judge(kept, model)
-    files.write_csv(folder / "replays.csv", replay_records.csv_rows(rows))
+    writing.write_csv(folder / "replays.csv", replay_records.csv_rows(rows))
     for name, figure in (
         ("predicted", model_report.predicted_against_replayed(rows, "Replayed plans")),
         (
@@ -201,9 +201,9 @@ def write(folder: Path, kept: Sequence[replays.ReplaySet], model: neural.NeuralM
     ):
         content = io.BytesIO()
         figure.savefig(content, format="png", dpi=120)
-        files.write_atomic(folder / f"{name}.png", content.getvalue())
+        writing.write_atomic(folder / f"{name}.png", content.getvalue())
     page = text(rows, replay_records.parts(kept, model), head)
-    files.write_atomic(folder / "report.md", page.encode())
+    writing.write_atomic(folder / "report.md", page.encode())
     return page
 
 

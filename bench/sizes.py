@@ -26,7 +26,7 @@ import torch
 from bench.kept import of_size
 from shardcore import report
 from shardcore.cost import neural
-from shardcore.io import files
+from shardcore.io import writing
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.bound.lower_bound import bound
 from shardcore.search.portfolio import annealing as anneal
@@ -146,7 +146,7 @@ def _plot(found: list[dict[str, float]], out: Path) -> None:
     axes.legend()
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=120)
-    files.write_atomic(out, content.getvalue())
+    writing.write_atomic(out, content.getvalue())
 
 
 if __name__ == "__main__":

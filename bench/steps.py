@@ -47,7 +47,7 @@ from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting
 from shardcore.cost import neural, replay_metrics, replay_records
-from shardcore.io import dataset, files, replays, schema
+from shardcore.io import dataset, files, replays, schema, writing
 from shardcore.io.dataset import ReferenceOp
 from shardcore.io.measurements import Spread
 from shardcore.measure import local_ranks
@@ -103,7 +103,7 @@ def run(
     until = time.monotonic() + 60 * minutes
     with closing(_trained(waiting if minutes > 0 else [], setting, rounds, reference)) as trained:
         for kept, steps in trained:
-            files.write_json(
+            writing.write_json(
                 _path(out, kept), {**_asked(kept, rounds), "plans": {n: asdict(s) for n, s in steps.items()}}
             )
             found[kept.problem.name] = steps
@@ -357,8 +357,8 @@ def write(out: Path, trained: Sequence[Trained], model: neural.NeuralModel) -> s
             )
         },
     ).savefig(content, format="png", dpi=120)
-    files.write_atomic(out / "steps.png", content.getvalue())
-    files.write_csv(
+    writing.write_atomic(out / "steps.png", content.getvalue())
+    writing.write_csv(
         out / "steps.csv",
         [
             {"problem": r.problem, "algorithm": r.algorithm, "plan": r.plan}
@@ -377,7 +377,7 @@ def write(out: Path, trained: Sequence[Trained], model: neural.NeuralModel) -> s
         ],
     )
     page = text(replayed, embedding, whole, _head(trained, by_replay, model.setting))
-    files.write_atomic(out / "report.md", page.encode())
+    writing.write_atomic(out / "report.md", page.encode())
     return page
 
 

@@ -36,7 +36,7 @@ from shardcore.core.catalog import PRECISIONS
 from shardcore.core.job import PAYLOADS, Job
 from shardcore.core.topology import Topology
 from shardcore.core.types import OUTPUT_BYTES, Table
-from shardcore.io import files
+from shardcore.io import writing
 from shardcore.step.kinds import Channel
 from shardcore.step.scopes import SCOPES
 from shardcore.torchrec.sharding_plan import to_torchrec
@@ -239,7 +239,7 @@ def _step(rank: int, model: Drawn, seed: int, folder: str) -> None:
         pooled = sharded(batch)
         count.way = "backward"
         pooled.sum().backward()
-    files.write_json(f"{folder}/{rank}.json", in_order(count.calls))
+    writing.write_json(f"{folder}/{rank}.json", in_order(count.calls))
     dist.barrier()
     os._exit(0)
 

@@ -15,7 +15,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem, Setting, Table
 from shardcore.core.validation import MOST_COUNT, MOST_REPEATS, MOST_SEED, require_within
 from shardcore.cost import accuracy, neural, replay_metrics, replay_records, training
-from shardcore.io import dataset, files, replays
+from shardcore.io import dataset, files, replays, writing
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measure.sampling import MOST_DRAWS
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
@@ -100,7 +100,7 @@ def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, flo
         }
         for s, m, p in zip(compute, measured, predicted, strict=True)
     ]
-    files.write_csv(out / "predictions.csv", rows)
+    writing.write_csv(out / "predictions.csv", rows)
     _write_figure(
         out / "predictions.png",
         model_report.predicted_against_measured(measured, predicted, "held-out groups"),
@@ -148,7 +148,7 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
             ", ".join(f"{o.algorithm} {o.cost.total_ms:.2f} ms" for o in outcomes if o.cost),
         )
         work.done(i + 1)
-    files.write_csv(out / "sharders.csv", rows)
+    writing.write_csv(out / "sharders.csv", rows)
     return summary(rows)
 
 
@@ -196,7 +196,7 @@ def replay_plans(
     rows = replay_records.judge(
         _replayed(model, problems, dataset.reference_op(measurements, model.setting), config, out), model
     )
-    files.write_csv(out / "replays.csv", replay_records.csv_rows(rows))
+    writing.write_csv(out / "replays.csv", replay_records.csv_rows(rows))
     _write_figure(
         out / "replays.png",
         model_report.predicted_against_replayed(rows, f"Replayed, {model.setting.hardware}"),
@@ -295,8 +295,8 @@ def write_metrics(
     Without replays they have no section "replays".
     """
     sections = {"accuracy": accuracy, "sharders": sharders} | ({"replays": replayed} if replayed else {})
-    files.write_json(out / "figures.json", sections)
-    files.write_json(
+    writing.write_json(out / "figures.json", sections)
+    writing.write_json(
         out / "metrics.json",
         {
             section: {name: float(f"{found[name]:.4g}") for name in HEADLINES[section] if name in found}
@@ -306,4 +306,4 @@ def write_metrics(
 
 
 def _write_figure(path: Path, figure: Any) -> None:
-    files.write_atomic(path, figures.png(figure))
+    writing.write_atomic(path, figures.png(figure))

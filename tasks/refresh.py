@@ -20,7 +20,7 @@ import psutil
 from prefect import get_run_logger, task
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.io import files, schema
+from shardcore.io import schema, writing
 from tasks import cache, console, owned, params, paths
 from tasks.artifacts import create_progress_artifact, update_progress_artifact
 
@@ -93,7 +93,7 @@ def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mappin
     if changed:
         text = io.StringIO()
         yaml.dump(document, text)
-        files.write_atomic(paths.PARAMS, text.getvalue().encode())
+        writing.write_atomic(paths.PARAMS, text.getvalue().encode())
     return changed
 
 
@@ -177,7 +177,7 @@ def forget_dead_users() -> None:
                 }
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
                 left = {}
-            files.write_atomic(_DVC_USERS, json.dumps(left).encode())
+            writing.write_atomic(_DVC_USERS, json.dumps(left).encode())
 
 
 def _works(pid: int) -> bool:

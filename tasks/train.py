@@ -20,7 +20,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.cost import accuracy, drift_correction, fit, known_errors, neural, pace, study, training
 from shardcore.cost.metrics import coverage
-from shardcore.io import dataset, files, model_files, replays, schema
+from shardcore.io import dataset, model_files, replays, schema, writing
 from shardcore.io.measurements import ComputeSample
 from shardcore.report import model_report
 from tasks import console, paths, registry
@@ -170,8 +170,8 @@ def train_model(
         mlflow.set_tag("mlflow.note.content", card)  # the run's description
         # Files come last: a failed run leaves no model that looks trained.
         neural.save(model, folder)
-        files.write_csv(folder.with_name("curves.csv"), trained.curves)
-        files.write_atomic(folder.with_name(registry.CARD), card.encode())
+        writing.write_csv(folder.with_name("curves.csv"), trained.curves)
+        writing.write_atomic(folder.with_name(registry.CARD), card.encode())
         mlflow.set_tag(registry.DIGEST_TAG, model_files.model_digest(folder))
     return studied.metrics["test"]
 

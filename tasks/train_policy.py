@@ -12,7 +12,7 @@ from prefect import get_run_logger, task
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost import neural
-from shardcore.io import files, model_files
+from shardcore.io import files, model_files, writing
 from shardcore.search.learned.policy import NETS, POLICY_JSON, write_policy
 from shardcore.search.learned.training import PolicyConfig, PolicyProblems, make_policy
 from tasks import console, policy_registry, registry
@@ -91,7 +91,7 @@ def train_policy(model_folder: Path, pool: Path, config: TrainPolicyConfig, fold
         )
         mlflow.log_metrics({f"final_{k}": v for k, v in metrics.items()})
         # Files come last: a failed run leaves no policy that looks trained.
-        files.write_csv(folder / CURVES, trained.curves)
+        writing.write_csv(folder / CURVES, trained.curves)
         write_policy(
             folder,
             dataclasses.replace(

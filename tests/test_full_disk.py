@@ -14,7 +14,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
 from shardcore.cost import fit, neural
-from shardcore.io import dataset, files
+from shardcore.io import dataset, files, writing
 
 
 @contextlib.contextmanager
@@ -31,12 +31,12 @@ def room_for(size):
 @pytest.mark.parametrize("size", [0, 1, 4096, 9999])
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, size):
     path = tmp_path / "plans/plan.json"
-    files.write_atomic(path, b"of before")
+    writing.write_atomic(path, b"of before")
     with room_for(size), pytest.raises(ShardCoreError, match=rf"^cannot write {path}: File too large$"):
-        files.write_atomic(path, bytes(10_000))
+        writing.write_atomic(path, bytes(10_000))
     assert path.read_bytes() == b"of before" and os.listdir(path.parent) == ["plan.json"]
     with room_for(10_000):
-        files.write_atomic(path, bytes(10_000))
+        writing.write_atomic(path, bytes(10_000))
     assert path.read_bytes() == bytes(10_000)
 
 

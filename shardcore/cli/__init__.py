@@ -20,7 +20,7 @@ from shardcore.cli import (
     short_forms,
     topologies,
 )
-from shardcore.cli.options import Formatter, require_outputs
+from shardcore.cli.options import Formatter, build, require_outputs
 from shardcore.core.errors import ShardCoreError, escaped
 from shardcore.core.extras import extras_named
 from shardcore.core.gc_pause import rare_collections
@@ -34,6 +34,9 @@ class _Printable:
 
     def write(self, text: str) -> int:
         return self._stream.write("\n".join(map(escaped, text.split("\n"))))
+
+    def flush(self) -> None:
+        self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -61,12 +64,13 @@ def parser_of_all() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
-            args = parser_of_all().parse_args(argv)
+            parsed = parser_of_all().parse_args(argv)
         finally:
             sys.stdout.flush()  # of help, whose reader may have gone, too
-        require_outputs(args)
+        options = build(parsed)
+        require_outputs(options)
         with rare_collections(), extras_named(), redirect_stdout(_Printable(sys.stdout)):
-            args.command(args)
+            parsed.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read the output has what they wanted. Python would complain once more when it ends.

@@ -5,13 +5,24 @@ The commands hot-rows, tiers and provision are short forms of `plan` with these 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from shardcore.cli.options import gib, natural, positive, positive_gib, require_outputs
+from shardcore.cli.options import (
+    Gib,
+    Natural,
+    Output,
+    PlanFile,
+    Positive,
+    PositiveFloat,
+    PositiveGib,
+    ProblemFile,
+    SearchOptions,
+    require_outputs,
+)
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.tiers import BELOW, Memory
 from shardcore.core.types import Problem
@@ -21,6 +32,7 @@ if TYPE_CHECKING:
     from shardcore.plans.replan import Start
     from shardcore.search.decisions.driver import Decision, Found
 
+_TARGET = ("step_ms", "samples_per_s", "price_per_hour")
 _NEEDS = {
     "sync_every": "groups, whose replicas it is for",
     "host_gib": "tiers, of which it is the memory",
@@ -28,117 +40,113 @@ _NEEDS = {
     **dict.fromkeys(
         ("start_problem", "without", "max_moved_tables", "max_moved_gib"), "start, the plan to start from"
     ),
-    **dict.fromkeys(("step_ms", "samples_per_s", "price_per_hour"), "offers, of which a cluster is chosen"),
+    **dict.fromkeys(_TARGET, "offers, of which a cluster is chosen"),
 }
 """Options that mean nothing without another."""
 
 
-def add_options(p: argparse.ArgumentParser) -> None:
-    """Options of the decisions of `plan`."""
-    p.add_argument(
-        "--start",
-        type=Path,
-        metavar="PLAN",
-        help="improve this plan of the problem instead of "
-        "planning afresh (annealing); with --groups, also one of groups",
-    )
-    p.add_argument(
-        "--start-problem",
-        type=Path,
-        metavar="PROBLEM.json",
-        help="the problem that --start was "
-        "made for, where it has changed since: tables new, gone, of another shape or with other "
-        "statistics, or other devices",
-    )
-    p.add_argument(
-        "--without",
-        type=natural,
-        nargs="+",
-        action="extend",
-        metavar="DEVICE",
-        help="with "
-        "--start: devices of its problem that are gone; default: those with the highest numbers, "
-        "where there are fewer now",
-    )
-    p.add_argument(
-        "--max-moved-tables",
-        type=natural,
-        metavar="N",
-        help="with --start: most tables that may move; default: any number",
-    )
-    p.add_argument(
-        "--max-moved-gib",
-        type=gib,
-        metavar="G",
-        help="with --start: most GiB of weights that may move, beyond what has to; default: any number",
-    )
-    p.add_argument(
-        "--groups",
-        nargs="?",
-        const="auto",
-        metavar="auto|SIZE",
-        help="divide the devices into "
-        "groups of SIZE, or of the best size, that replicate one plan (TorchRec's DMPCollection)",
-    )
-    p.add_argument(
-        "--sync-every",
-        type=positive(int),
-        metavar="N",
-        help="with --groups: steps from one synchronisation of the replicas to the next; default: 1",
-    )
-    p.add_argument(
-        "--hot-rows",
-        action="store_true",
-        help="have the hottest rows of sequence tables on "
-        "every device, as tables of their own; with --out-problem",
-    )
-    p.add_argument(
-        "--towers",
-        type=Path,
-        metavar="TOWERS.json",
-        help="tables that belong together on a "
-        "host, and how many times smaller a tower module makes what crosses hosts (docs/plan.md)",
-    )
-    p.add_argument(
-        "--tiers",
-        action="store_true",
-        help="decide which rows lie in host memory, where not all fit in that of devices; with --out-problem",
-    )
-    add_host_memory(p, "with --tiers: ")
-    p.add_argument(
-        "--out-problem",
-        type=Path,
-        metavar="PROBLEM.json",
-        help="write the problem that the plan is of, where decisions change it",
-    )
+@dataclass(frozen=True, kw_only=True)
+class HostMemoryOptions:
+    """A command that may keep rows in host memory.
+
+    host_gib: memory of each host that tables may take; left out, the problem says it
+    link_gbps: GB/s between a device and its host's memory, given, not measured; left out, the problem says
+      it, or 25
+    """
+
+    host_gib: PositiveGib | None = None
+    link_gbps: PositiveFloat | None = None
 
 
-def add_host_memory(p: argparse.ArgumentParser, given: str = "") -> None:
-    p.add_argument(
-        "--host-gib",
-        type=positive_gib,
-        help=f"{given}memory of each host that tables may take; left out, the problem says it",
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions:
+    """A command that chooses a cluster.
+
+    step_ms: the longest step that will do
+    samples_per_s: the fewest samples a second
+    price_per_hour: what the cluster may cost; the fastest that it buys is wanted
+    """
+
+    REQUIRED: ClassVar[tuple[tuple[str, ...], ...]] = (_TARGET,)
+    step_ms: PositiveFloat | None = None
+    samples_per_s: PositiveFloat | None = None
+    price_per_hour: PositiveFloat | None = None
+
+
+@dataclass(frozen=True)
+class PlanOptions(SearchOptions, HostMemoryOptions, TargetOptions):
+    """Search a plan for a problem under a cost model. Options for what is decided before the search combine;
+    each decision has several problems searched.
+
+    model: folder of a trained model; where weights of tables differ in precision, give the option for each
+      precision
+    offers: types of machines, with their models: choose the cluster, too (docs/plan.md); with a target and
+      --out-problem
+    algorithm: portfolio, the default (the cheapest plan of several searches), anneal, anneal_columns (tables
+      whole or cut by columns only), random, size_greedy, dim_greedy, lookup_greedy, size_lookup_greedy,
+      neuroshard or torchrec (where installed); with --policy: dreamshard, dreamshard_direct or autoshard
+      (tables whole), or these with _columns (also cut by columns)
+    policy: folder of a trained policy (train-policy), for a learned algorithm; default algorithm: the
+      policy's own
+    start: improve this plan of the problem instead of planning afresh (annealing); with --groups, also one of
+      groups
+    start_problem: the problem that --start was made for, where it has changed since: tables new, gone, of
+      another shape or with other statistics, or other devices
+    without: with --start: devices of its problem that are gone; default: those with the highest numbers,
+      where there are fewer now
+    max_moved_tables: with --start: most tables that may move; default: any number
+    max_moved_gib: with --start: most GiB of weights that may move, beyond what has to; default: any number
+    groups: divide the devices into groups of SIZE, or of the best size, that replicate one plan (TorchRec's
+      DMPCollection)
+    sync_every: with --groups: steps from one synchronisation of the replicas to the next; default: 1
+    hot_rows: have the hottest rows of sequence tables on every device, as tables of their own; with
+      --out-problem
+    towers: tables that belong together on a host, and how many times smaller a tower module makes what
+      crosses hosts (docs/plan.md)
+    tiers: decide which rows lie in host memory, where not all fit in that of devices; with --out-problem
+    host_gib: with --tiers: memory of each host that tables may take; left out, the problem says it
+    link_gbps: with --tiers: GB/s between a device and its host's memory, given, not measured; left out, the
+      problem says it, or 25
+    out_problem: write the problem that the plan is of, where decisions change it
+    confidence: an op's cost is what its measurement stays below with this probability (0.9, say), rather than
+      what the model expects
+    explain: say what bounds the plan, what other algorithms find, and what more memory or more devices would
+      bring; each is searched with the same budget again
+    """
+
+    REQUIRED = (("model", "offers"),)
+    EXCLUSIVE = (*SearchOptions.EXCLUSIVE, _TARGET)
+    problem: ProblemFile
+    _: KW_ONLY
+    model: list[Path] | None = None
+    offers: Annotated[Path, "OFFERS.json"] | None = None
+    algorithm: str | None = None
+    policy: Annotated[Path, "POLICY"] | None = None
+    start: Annotated[Path, "PLAN"] | None = None
+    start_problem: ProblemFile | None = None
+    without: list[Annotated[Natural, "DEVICE"]] | None = field(
+        default=None, metadata={"nargs": "+", "action": "extend"}
     )
-    p.add_argument(
-        "--link-gbps",
-        type=positive(float),
-        help=f"{given}GB/s between a device and its host's "
-        "memory, given, not measured; left out, the problem says it, or 25",
-    )
+    max_moved_tables: Annotated[Natural, "N"] | None = None
+    max_moved_gib: Annotated[Gib, "G"] | None = None
+    groups: Annotated[str, "auto|SIZE"] | None = field(default=None, metadata={"nargs": "?", "const": "auto"})
+    sync_every: Annotated[Positive, "N"] | None = None
+    hot_rows: bool = False
+    towers: Annotated[Path, "TOWERS.json"] | None = None
+    tiers: bool = False
+    out_problem: Annotated[ProblemFile, Output()] | None = None
+    confidence: Annotated[PositiveFloat, "P"] | None = None
+    explain: bool = False
+    out: Annotated[PlanFile, Output()] | None
 
 
-def add_target(p: argparse.ArgumentParser, required: bool = True) -> None:
-    target = p.add_mutually_exclusive_group(required=required)
-    target.add_argument("--step-ms", type=positive(float), help="the longest step that will do")
-    target.add_argument("--samples-per-s", type=positive(float), help="the fewest samples a second")
-    target.add_argument(
-        "--price-per-hour",
-        type=positive(float),
-        help="what the cluster may cost; the fastest that it buys is wanted",
-    )
+def plan_options(args: object, **changes: Any) -> PlanOptions:
+    """Options of `plan`, from those of a short form of it. Others have their defaults."""
+    names = {f.name for f in dataclasses.fields(PlanOptions)}
+    return PlanOptions(**{k: v for k, v in vars(args).items() if k in names} | changes)
 
 
-def require_agreeing(args: argparse.Namespace) -> None:
+def require_agreeing(args: PlanOptions) -> None:
     """Raise ShardCoreError for an option that needs another one."""
     for name, needs in _NEEDS.items():
         if (given := getattr(args, name)) is not None and not getattr(args, needs.split(",")[0]):
@@ -146,64 +154,63 @@ def require_agreeing(args: argparse.Namespace) -> None:
             raise ShardCoreError(f"--{name.replace('_', '-')} {shown} needs --{needs}")
 
 
-def with_host_memory(problem: Problem, args: argparse.Namespace) -> Problem:
-    """The problem with what --host-gib and --link-gbps say of hosts."""
+def with_host_memory(
+    problem: Problem, path: Path, host_gib: float | None, link_gbps: float | None
+) -> Problem:
+    """The problem of a file, with the memory of hosts that --host-gib and --link-gbps give."""
     known = next(iter(problem.topology.memory), None)
-    if not known and not args.host_gib:
+    if host_gib:
+        tier, n_bytes = known.tier if known else BELOW[0], int(host_gib * 2**30)
+    elif known:
+        tier, n_bytes = known.tier, known.bytes
+    else:
         raise ShardCoreError(
-            f"{args.problem} does not say how much memory hosts have for tables; give "
+            f"{path} does not say how much memory hosts have for tables; give "
             "--host-gib, or memory in its topology"
         )
-    memory = Memory(
-        known.tier if known else BELOW[0],
-        int(args.host_gib * 2**30) if args.host_gib else known.bytes,
-        args.link_gbps or (known.gbps if known else 25.0),
-    )
-    own = dataclasses.replace(problem.topology, memory=(memory, *problem.topology.memory[1:]))
-    return dataclasses.replace(problem, topology=own)
+    memory = Memory(tier, n_bytes, link_gbps or (known.gbps if known else 25.0))
+    topology = dataclasses.replace(problem.topology, memory=(memory, *problem.topology.memory[1:]))
+    return dataclasses.replace(problem, topology=topology)
 
 
-def decisions(args: argparse.Namespace, problem: Problem, stored: Problem) -> Iterator[Decision]:
+def decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[Decision]:
     """The decisions that options ask for. stored: the problem as its file has it."""
+    from shardcore.cost import composite
+    from shardcore.cost.model import at_confidence
     from shardcore.io.towers import read_towers
     from shardcore.search.decisions.groups import Groups
     from shardcore.search.decisions.hot_rows import HotRows
+    from shardcore.search.decisions.memory_tiers import MemoryTiers
     from shardcore.search.decisions.provision import Provision, Target, read_offers
-    from shardcore.search.decisions.tiers import Tiers
     from shardcore.search.decisions.towers import OnTowers
 
     if args.offers:
         offers = read_offers(args.offers)
         target = Target(args.step_ms, args.samples_per_s, args.price_per_hour)
-        yield Provision(offers, _models(args, [offer.model for offer in offers]), target)
+        folders = {offer.model: args.offers.parent / offer.model for offer in offers}
+        require_outputs(args, folders.values())
+        models = {
+            name: at_confidence(composite.load([folder]), args.confidence) for name, folder in folders.items()
+        }
+        yield Provision(offers, models, target)
     if args.groups is not None:
         yield Groups(args.groups, args.sync_every or 1)
     if args.hot_rows:
         yield HotRows()
-    start = _start(args, problem, stored) if args.start else None
+    start = _start(args, args.start, problem, stored) if args.start else None
     if args.towers:
         yield OnTowers(read_towers(args.towers), start and start.old, not (start and start.config.limited))
     if args.tiers:
-        yield Tiers()
+        yield MemoryTiers()
     if start:
         yield start
 
 
-def _models(args: argparse.Namespace, names: list[str]) -> dict[str, CostModel]:
-    """The models of offers. Their folders are relative to the file that names them."""
-    from shardcore.cost import composite
-    from shardcore.cost.model import at_confidence
-
-    folders = {name: args.offers.parent / name for name in names}
-    require_outputs(args, folders.values())
-    return {
-        name: at_confidence(composite.load([folder]), args.confidence) for name, folder in folders.items()
-    }
-
-
-def _start(args: argparse.Namespace, problem: Problem, stored: Problem) -> Start:
+def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> Start:
+    """The plan of a file to start from. Raises ShardCoreError if it is no plan of its problem."""
     from shardcore.io import files, grouped_plans
     from shardcore.plans.replan import ReplanConfig, Start
+    from shardcore.search import DEFAULT_SHARDER
     from shardcore.step.lower import require_plan
     from shardcore.step.sharding_groups import problem_of_group
 
@@ -212,32 +219,33 @@ def _start(args: argparse.Namespace, problem: Problem, stored: Problem) -> Start
     # A plan's file is checked against the problem that it was made for. Whether it fits is not asked: memory
     # may have been counted otherwise, and what is searched has to fit anyway.
     before, group = files.read_problem(args.start_problem) if args.start_problem else stored, None
-    if args.groups is not None and grouped_plans.is_grouped(args.start):
-        grouped = grouped_plans.read_grouped(args.start, before)
+    if args.groups is not None and grouped_plans.is_grouped(path):
+        grouped = grouped_plans.read_grouped(path, before)
         old, before, group = grouped.plan, grouped.problem, problem_of_group(problem, grouped.grouping)
         if args.without:
             raise ShardCoreError(
-                f"--without {args.without[0]} is a device of all, and --start {args.start} "
+                f"--without {args.without[0]} is a device of all, and --start {path} "
                 "a plan of groups; leave out one of them"
             )
     else:
-        old = files.read_plan(args.start, before)
-        with files.validating(args.start):
+        old = files.read_plan(path, before)
+        with files.validating(path):
             require_plan(old, before, fits=False)
         group = problem if args.groups is not None else None
-    return Start(old, before, tuple(args.without or ()), args.algorithm, config, group)
+    return Start(old, before, tuple(args.without or ()), args.algorithm or DEFAULT_SHARDER, config, group)
 
 
 def start_text(
-    args: argparse.Namespace, found: Found, decisions: Sequence[Decision], asked: Problem, model: CostModel
+    args: PlanOptions, found: Found, decisions: Sequence[Decision], asked: Problem, model: CostModel
 ) -> str:
     """Changes of the new plan to the old one, for people. "": there was none."""
     from shardcore.cost.model import price
+    from shardcore.plans.replan import Start
     from shardcore.report import plan_report
-    from shardcore.search.decisions.tower_plans import as_planned
+    from shardcore.search.decisions.towers import as_planned
     from shardcore.step.lower import lower
 
-    start = next((x for x in decisions if x.name == "plan to start from"), None)
+    start = next((x for x in decisions if isinstance(x, Start)), None)
     if start is None:
         return ""
     if "moved" not in found.plan.provenance:
@@ -256,10 +264,9 @@ def texts(decisions: Sequence[Decision], found: Found, asked: Problem) -> Iterat
     """Texts on what was decided, for people. Some may be empty."""
     from shardcore.report import decisions_report, plan_report
     from shardcore.search.decisions.hot_rows import HotRows
+    from shardcore.search.decisions.memory_tiers import MemoryTiers
     from shardcore.search.decisions.provision import Provision
-    from shardcore.search.decisions.tiers import Tiers
-    from shardcore.search.decisions.tower_plans import as_planned, tower_traffic
-    from shardcore.search.decisions.towers import OnTowers
+    from shardcore.search.decisions.towers import OnTowers, as_planned, tower_traffic
 
     for decision in decisions:
         if isinstance(decision, Provision):
@@ -267,8 +274,9 @@ def texts(decisions: Sequence[Decision], found: Found, asked: Problem) -> Iterat
         if isinstance(decision, HotRows):
             yield decisions_report.hot_rows_table(asked, found.problem)
         if isinstance(decision, OnTowers):
-            yield plan_report.towers_text(tower_traffic(found.plan, as_planned(found.plan, found.problem)))
-        if isinstance(decision, Tiers):
+            traffic = tower_traffic(found.plan, as_planned(found.plan, found.problem))
+            yield plan_report.towers_text(traffic) if traffic else ""
+        if isinstance(decision, MemoryTiers):
             yield decisions_report.tiers_report(found.problem)
 
 
@@ -276,7 +284,7 @@ def extrapolated(found: Found, model: CostModel) -> list[str]:
     """Sentences on what is extrapolated in the price of a plan. model: for its problem."""
     from shardcore.cli import grouped
     from shardcore.search.decisions.groups import FoundGroups
-    from shardcore.search.decisions.tower_plans import as_planned
+    from shardcore.search.decisions.towers import as_planned
     from shardcore.step.lower import lower
 
     if isinstance(found, FoundGroups):
@@ -284,7 +292,7 @@ def extrapolated(found: Found, model: CostModel) -> list[str]:
     return model.out_of_range(lower(found.plan, as_planned(found.plan, found.problem)))
 
 
-def write(args: argparse.Namespace, found: Found) -> None:
+def write(args: PlanOptions, found: Found) -> None:
     """Write the plan, and the problem that it is of, where paths are given."""
     from shardcore.io import files
     from shardcore.io.grouped_plans import write_grouped

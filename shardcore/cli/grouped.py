@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from shardcore.core.types import Problem
 
 if TYPE_CHECKING:
+    from shardcore.cli.plans import ExportOptions
     from shardcore.cost.model import CostModel
     from shardcore.step.sharding_groups import GroupedPlan
 
@@ -48,7 +48,7 @@ def extrapolated(grouped: GroupedPlan, problem: Problem, model: CostModel) -> li
     return list(dict.fromkeys((*found, *model.out_of_range(lower(grouped.plan, grouped.problem)))))
 
 
-def export(args: argparse.Namespace, problem: Problem) -> None:
+def export(args: ExportOptions, problem: Problem) -> None:
     """Write a grouped plan as DMPCollection's arguments."""
     from shardcore.io.grouped_plans import read_grouped
     from shardcore.torchrec.dmp_collection import to_dmp_collection, write_dmp_collection

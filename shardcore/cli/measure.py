@@ -9,13 +9,23 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from shardcore.cli.options import command, natural, positive, positive_gib
+from shardcore.cli.options import (
+    DatasetFolder,
+    Natural,
+    Optimizer,
+    Output,
+    Positive,
+    PositiveFloat,
+    PositiveGib,
+    Precision,
+    add_command,
+)
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.types import OPTIMIZERS, PRECISION_BYTES, Problem, Setting
+from shardcore.core.types import PRECISION_BYTES, Problem, Setting
 
 if TYPE_CHECKING:
     from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeRequest
@@ -32,124 +42,74 @@ _STATES = 4
 """Room for the optimizer's state of a row, in rows of the largest table. Tables beyond it share it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions:
+    """Measure fused embedding ops on this machine's device; a rerun goes on where the last one ended.
+
+    device: auto: cuda where there is one
+    minutes: time to spend on ops, start and end included
+    samples: stop after the first N different draws, 0: measure no ops; default: when the time is up
+    again: measure the first N draws again though they are known: a repeatability set
+    out: dataset folder; it only grows
+    pool: tables to draw from; default: the calibrated pool
+    batch: global batch; default: 2048 on cpu, 65536 on cuda
+    precision: of the weights
+    hardware: the setting's name of the device; default: its own
+    arena_gib: weights in memory, the largest shard measured; default: 1 on cpu, on cuda half of the free
+      memory with the optimizer's state
+    max_shards: of a group
+    max_width: columns of a shard
+    sequences: of groups whose lookups are not pooled, as those of EmbeddingCollections (0.05)
+    tolerance: relative confidence interval to reach for a median; default: 0.02 on cpu, 0.01 on cuda
+    interleave: groups that run in turn
+    chunk: samples written at once; a kill loses at most these and those that run
+    hang_s: after so many seconds without a finished op the measuring process is replaced, and its group
+      recorded as failed
+    ranks: processes (GPUs) of an exchange or a step
+    exchanges: afterwards measure the first M exchanges among --ranks of this machine, into the same dataset
+    hosts: spread --ranks evenly over H hosts that this machine emulates, for exchanges only (Linux, as root)
+    between_gbit_s: of each emulated host's link, Gbit/s each way
+    within_gbit_s: of each emulated host's loopback, Gbit/s; default: as fast as it is
+    steps: afterwards replay a step of each of the first P plans among --ranks: what exchanges take in steps
+    held_out: draw groups only from the tables that are kept for testing, a twentieth of all
+    dry_run: say what is missing and how long it will take, from some seconds of measuring; write nothing
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    minutes: PositiveFloat = 10.0
+    samples: Annotated[Natural, "N"] | None = None
+    again: Annotated[Natural, "N"] = 0
+    out: Annotated[DatasetFolder, Output(())]
+    pool: Annotated[Path, "POOL.json"] | None = None
+    batch: Positive | None = None
+    precision: Precision = "fp32"
+    optimizer: Optimizer = "exact_sgd"
+    hardware: str | None = None
+    arena_gib: PositiveGib | None = None
+    max_shards: Positive = 30
+    max_width: Positive = 256
+    sequences: Annotated[float, "SHARE"] = 0.05
+    tolerance: PositiveFloat | None = None
+    max_repeats: Positive = 24
+    interleave: Positive = 16
+    chunk: Positive = 64
+    hang_s: PositiveFloat = 60.0
+    ranks: Positive = 2
+    exchanges: Annotated[Natural, "M"] = 0
+    hosts: Annotated[Positive, "H"] | None = None
+    between_gbit_s: Annotated[PositiveFloat, "RATE"] | None = None
+    within_gbit_s: Annotated[PositiveFloat, "RATE"] | None = None
+    steps: Annotated[Natural, "P"] = 0
+    held_out: bool = False
+    dry_run: bool = False
+    seed: Natural = 0
+
+
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    p = command(
-        commands,
-        measure,
-        "Measure fused embedding ops on this machine's device; a rerun goes on where the last one ended.",
-        folders={"out": ()},
-    )
-    p.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one"
-    )
-    p.add_argument(
-        "--minutes", type=positive(float), default=10.0, help="time to spend on ops, start and end included"
-    )
-    p.add_argument(
-        "--samples",
-        type=natural,
-        metavar="N",
-        help="stop after the first N different draws, 0: measure no ops; default: when the time is up",
-    )
-    p.add_argument(
-        "--again",
-        type=natural,
-        default=0,
-        metavar="N",
-        help="measure the first N draws again though they are known: a repeatability set",
-    )
-    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="dataset folder; it only grows")
-    p.add_argument(
-        "--pool", type=Path, metavar="POOL.json", help="tables to draw from; default: the calibrated pool"
-    )
-    p.add_argument("--batch", type=positive(int), help="global batch; default: 2048 on cpu, 65536 on cuda")
-    p.add_argument("--precision", choices=PRECISION_BYTES, default="fp32", help="of the weights")
-    p.add_argument("--optimizer", choices=OPTIMIZERS, default="exact_sgd")
-    p.add_argument("--hardware", help="the setting's name of the device; default: its own")
-    p.add_argument(
-        "--arena-gib",
-        type=positive_gib,
-        help="weights in memory, the largest shard measured; "
-        "default: 1 on cpu, on cuda half of the free memory with the optimizer's state",
-    )
-    p.add_argument("--max-shards", type=positive(int), default=30, help="of a group")
-    p.add_argument("--max-width", type=positive(int), default=256, help="columns of a shard")
-    p.add_argument(
-        "--sequences",
-        type=float,
-        default=0.05,
-        metavar="SHARE",
-        help="of groups whose lookups are not pooled, as those of EmbeddingCollections (0.05)",
-    )
-    p.add_argument(
-        "--tolerance",
-        type=positive(float),
-        help="relative confidence interval to reach for a median; default: 0.02 on cpu, 0.01 on cuda",
-    )
-    p.add_argument("--max-repeats", type=positive(int), default=24)
-    p.add_argument("--interleave", type=positive(int), default=16, help="groups that run in turn")
-    p.add_argument(
-        "--chunk",
-        type=positive(int),
-        default=64,
-        help="samples written at once; a kill loses at most these and those that run",
-    )
-    p.add_argument(
-        "--hang-s",
-        type=positive(float),
-        default=60.0,
-        help="after so many seconds without "
-        "a finished op the measuring process is replaced, and its group recorded as failed",
-    )
-    p.add_argument("--ranks", type=positive(int), default=2, help="processes (GPUs) of an exchange or a step")
-    p.add_argument(
-        "--exchanges",
-        type=natural,
-        default=0,
-        metavar="M",
-        help="afterwards measure the first M exchanges among --ranks of this machine, into the same dataset",
-    )
-    p.add_argument(
-        "--hosts",
-        type=positive(int),
-        metavar="H",
-        help="spread --ranks evenly over H hosts "
-        "that this machine emulates, for exchanges only (Linux, as root)",
-    )
-    p.add_argument(
-        "--between-gbit-s",
-        type=positive(float),
-        metavar="RATE",
-        help="of each emulated host's link, Gbit/s each way",
-    )
-    p.add_argument(
-        "--within-gbit-s",
-        type=positive(float),
-        metavar="RATE",
-        help="of each emulated host's loopback, Gbit/s; default: as fast as it is",
-    )
-    p.add_argument(
-        "--steps",
-        type=natural,
-        default=0,
-        metavar="P",
-        help="afterwards replay a step of each "
-        "of the first P plans among --ranks: what exchanges take in steps",
-    )
-    p.add_argument(
-        "--held-out",
-        action="store_true",
-        help="draw groups only from the tables that are kept for testing, a twentieth of all",
-    )
-    p.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="say what is missing and how long it will take, from some seconds of measuring; write nothing",
-    )
-    p.add_argument("--seed", type=natural, default=0)
+    add_command(commands, measure, MeasureOptions)
 
 
-def measure(args: argparse.Namespace) -> None:
+def measure(args: MeasureOptions) -> None:
     from shardcore.core.validation import WAITS_S, require_within
     from shardcore.io import dataset, files, replays
     from shardcore.measure import hardware, kernels, run
@@ -289,22 +249,22 @@ def _lines(bench: Supervisor, until: float) -> Callable[[Sequence[Finished]], No
     return tell
 
 
-def _estimate(args: argparse.Namespace, bench: Supervisor, missing: Iterable[ComputeRequest]) -> None:
+def _estimate(args: MeasureOptions, bench: Supervisor, missing: Iterable[ComputeRequest]) -> None:
     """Say how long measuring will take, from some seconds of it."""
-    missing = list(missing) if args.samples else missing
+    asked = list(missing) if args.samples else []
     began = time.monotonic()
-    some = itertools.takewhile(lambda _: time.monotonic() - began < _ESTIMATE_S, missing)
+    some = itertools.takewhile(lambda _: time.monotonic() - began < _ESTIMATE_S, asked or missing)
     rate = sum(s.request != bench.spec.reference for s in bench.samples(some)) / (time.monotonic() - began)
     if args.samples:
         print(
-            f"{len(missing)} of the first {args.samples} samples are missing in {args.out}: about "
-            f"{len(missing) / rate / 60:.1f} min at {rate:.1f} a second"
+            f"{len(asked)} of the first {args.samples} samples are missing in {args.out}: about "
+            f"{len(asked) / rate / 60:.1f} min at {rate:.1f} a second"
         )
     else:
         print(f"about {rate * args.minutes * 60:.0f} samples in {args.minutes:g} min, at {rate:.1f} a second")
 
 
-def _require_ranks(args: argparse.Namespace, setting: Setting, device: str) -> None:
+def _require_ranks(args: MeasureOptions, setting: Setting, device: str) -> None:
     import torch
 
     if setting.batch % args.ranks or args.ranks < 2:
@@ -320,7 +280,7 @@ def _require_ranks(args: argparse.Namespace, setting: Setting, device: str) -> N
         )
 
 
-def _box(args: argparse.Namespace, device: str) -> Box | None:
+def _box(args: MeasureOptions, device: str) -> Box | None:
     """The hosts to emulate. None: none are asked for."""
     from shardcore.measure.hosts import Box
 
@@ -345,7 +305,7 @@ def _box(args: argparse.Namespace, device: str) -> Box | None:
 
 
 def _measure_exchanges(
-    args: argparse.Namespace,
+    args: MeasureOptions,
     missing: Sequence[CollectiveRequest],
     setting: Setting,
     device: str,
@@ -365,13 +325,13 @@ def _measure_exchanges(
 
     config = collectives.CollectiveConfig()
     if box:  # its ranks share cores, while they start too
-        config = replace(config, timeout_s=config.timeout_s * math.ceil(args.ranks / os.cpu_count()))
+        config = replace(config, timeout_s=config.timeout_s * math.ceil(args.ranks / (os.cpu_count() or 1)))
     samples = collectives.measure_all(missing, args.ranks, setting, config, device, box)
     run.measure_exchanges(samples, args.out, tell, args.chunk)
 
 
 def _measure_steps(
-    args: argparse.Namespace,
+    args: MeasureOptions,
     missing: Sequence[tuple[Problem, list]],
     setting: Setting,
     device: str,

@@ -5,47 +5,55 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Annotated
 
-from shardcore.cli.options import command, natural, positive
+from shardcore.cli.options import (
+    DatasetFolder,
+    Natural,
+    Optimizer,
+    Output,
+    Positive,
+    Precision,
+    add_command,
+)
 from shardcore.cli.progress_line import shown
 from shardcore.core import progress
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.types import OPTIMIZERS, PRECISION_BYTES, Setting
+from shardcore.core.types import Setting
 from shardcore.io.model_files import MODEL_JSON, MODEL_WEIGHTS
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    _add_train(commands)
-    _add_report(commands)
+    add_command(commands, train, TrainOptions)
+    add_command(commands, report, ReportOptions)
 
 
 # --- train -----------------------------------------------------------------------------------------------
 
 
-def _add_train(commands: argparse._SubParsersAction) -> None:
-    p = command(
-        commands,
-        train,
-        "Train cost models on the samples of one setting in dataset folders.",
-        folders={"out": (MODEL_JSON, MODEL_WEIGHTS)},
-    )
-    p.add_argument("datasets", type=Path, nargs="+", metavar="DIR")
-    p.add_argument("--hardware", help="choose one of the datasets' settings, together with the next three")
-    p.add_argument("--batch", type=positive(int))
-    p.add_argument("--precision", choices=PRECISION_BYTES)
-    p.add_argument("--optimizer", choices=OPTIMIZERS)
-    p.add_argument(
-        "--start",
-        type=Path,
-        metavar="MODEL",
-        help="fine-tune this model, of another batch, optimizer or machine, where samples are few",
-    )
-    p.add_argument("--seed", type=natural, default=0)
-    p.add_argument("--out", type=Path, required=True, metavar="MODEL", help="folder to write")
+@dataclass(frozen=True)
+class TrainOptions:
+    """Train cost models on the samples of one setting in dataset folders.
+
+    hardware: choose one of the datasets' settings, together with the next three
+    start: fine-tune this model, of another batch, optimizer or machine, where samples are few
+    out: folder to write
+    """
+
+    datasets: list[DatasetFolder]
+    _: KW_ONLY
+    hardware: str | None = None
+    batch: Positive | None = None
+    precision: Precision | None = None
+    optimizer: Optimizer | None = None
+    start: Annotated[Path, "MODEL"] | None = None
+    seed: Natural = 0
+    out: Annotated[Path, "MODEL", Output((MODEL_JSON, MODEL_WEIGHTS))]
 
 
-def train(args: argparse.Namespace) -> None:
+def train(args: TrainOptions) -> None:
     from shardcore.cost import fit, known_errors, neural, training
     from shardcore.io import schema
 
@@ -104,23 +112,23 @@ def _report_epoch(model: str, epoch: int, values: dict[str, float]) -> None:
 # --- report ----------------------------------------------------------------------------------------------
 
 
-def _add_report(commands: argparse._SubParsersAction) -> None:
-    p = command(
-        commands,
-        report,
-        "Say what a dataset covers, how noisy it is, how it drifts and repeats.",
-        folders={"out": ()},
-    )
-    p.add_argument("dataset", type=Path, metavar="DIR")
-    p.add_argument("--out", type=Path, metavar="FOLDER", help="write the plots there")
+@dataclass(frozen=True)
+class ReportOptions:
+    """Say what a dataset covers, how noisy it is, how it drifts and repeats.
+
+    out: write the plots there
+    """
+
+    dataset: DatasetFolder
+    _: KW_ONLY
+    out: Annotated[Path, "FOLDER", Output(())] | None = None
 
 
-def report(args: argparse.Namespace) -> None:
-    from shardcore.io import dataset, files, replays
+def report(args: ReportOptions) -> None:
+    from shardcore.io import dataset, replays, writing
     from shardcore.report import dataset_report, figures, text_table
 
-    found = _settings_in(args.dataset)
-    for setting in found:
+    for setting in _settings_in(args.dataset):
         with shown():
             progress.report(f"reading samples of {setting}")
             samples = dataset.read_compute(args.dataset, setting)
@@ -130,12 +138,10 @@ def report(args: argparse.Namespace) -> None:
                 rows += dataset_report.exchange_summary(comm)
             if kept := replays.read_all(args.dataset / dataset.REPLAYS, setting):
                 rows += dataset_report.step_summary(kept)
-            if args.out:
-                progress.report("drawing")
-                figure = figures.png(dataset_report.dataset_figure(samples, repeats, str(setting)))
         print(f"{setting}\n\n{text_table(('quantity', 'value'), rows, words=(1,))}\n")
         if args.out:
+            figure = figures.png(dataset_report.dataset_figure(samples, repeats, str(setting)))
             named = setting.hardware, setting.batch, setting.precision, setting.optimizer
             path = args.out / f"{'-'.join(map(str, named))}.png"
-            files.write_atomic(path, figure)
+            writing.write_atomic(path, figure)
             print(path)

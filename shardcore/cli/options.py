@@ -1,86 +1,240 @@
-"""What the commands' arguments share: how a command is added, and which numbers are valid."""
+"""The command line is made from dataclasses: one of options for each command.
+
+Fields before `KW_ONLY` are positional, others are options. A field's type gives its parser, its choices and
+its placeholder in the help. The class's docstring is the command's description, and has the help of each
+field, `name: text`. A type with Output marks a path that the command writes.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from types import NoneType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import OPTIMIZERS, PRECISION_BYTES
 from shardcore.core.validation import MOST_BYTES
 from shardcore.io.schema import MOST_INT
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 MOST_GIB = MOST_BYTES >> 30
+_FIELD = re.compile(r"^(\w+): (.+(?:\n  .+)*)\n?", re.M)
+"""A field's lines in a docstring. The second and further ones are indented."""
+
+
+# --- types of options ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Output:
+    """Mark of a path that is written. Every other path is one that is read.
+
+    replaced: names of files that it replaces, if it is a folder. None: it is a file.
+    """
+
+    replaced: tuple[str, ...] | None = None
+
+
+def _number(
+    kind: type, is_valid: Callable[[Any], bool], expected: str, most: int
+) -> Callable[[str], int | float]:
+    def parse(text: str) -> int | float:
+        with suppress(ValueError):
+            if is_valid(value := kind(text)) and value <= most:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+
+    return parse
+
+
+def _natural(kind: type, most: int) -> Callable[[str], int | float]:
+    a_number = "a whole number" if kind is int else "a number"
+    return _number(kind, lambda value: value >= 0, f"{a_number} of 0 to {most}", most)
+
+
+def _positive(kind: type, most: int) -> Callable[[str], int | float]:
+    whole = "whole " * (kind is int)
+    return _number(kind, lambda value: value > 0, f"a positive {whole}number up to {most}", most)
+
+
+def path(text: str) -> Path:
+    # Python takes an empty path, of a variable that is not set, for the folder where it runs.
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file or folder")
+    return Path(text)
+
+
+Natural = Annotated[int, _natural(int, MOST_INT)]
+Positive = Annotated[int, _positive(int, MOST_INT)]
+Amount = Annotated[float, _natural(float, MOST_INT)]
+PositiveFloat = Annotated[float, _positive(float, MOST_INT)]
+Gib = Annotated[float, _natural(float, MOST_GIB)]
+PositiveGib = Annotated[float, _positive(float, MOST_GIB)]
+ProblemFile = Annotated[Path, "PROBLEM.json"]
+PlanFile = Annotated[Path, "PLAN.json"]
+DatasetFolder = Annotated[Path, "DIR"]
+Device = Literal["cpu", "cuda"]
+Precision = Annotated[str, tuple(PRECISION_BYTES)]
+Optimizer = Annotated[str, tuple(OPTIMIZERS)]
+
+
+# --- groups of options that several commands have -----------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """A command that searches.
+
+    budget_s: seconds for all searches together
+    budget_evals: plans to price in each search; the same seed then gives the same plan
+    """
+
+    EXCLUSIVE: ClassVar[tuple[tuple[str, ...], ...]] = (("budget_s", "budget_evals"),)
+    budget_s: PositiveFloat | None = None
+    budget_evals: Positive | None = None
+    seed: Natural = 0
+
+
+# --- a command's parser -------------------------------------------------------------------------------------
+
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter):
     """Help that shows an argument's default, if it has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
+        unset = action.default is None or action.default is False
+        return action.help if unset else super()._get_help_string(action)
 
 
-def command(
-    commands: argparse._SubParsersAction,
-    run: Callable[[argparse.Namespace], None],
-    summary: str,
-    outputs: Sequence[str] = ("out",),
-    folders: Mapping[str, Sequence[str]] = MappingProxyType({}),
-) -> argparse.ArgumentParser:
-    """The parser of a command. The command has the name of the function that runs it, with dashes.
+def add_command(
+    commands: argparse._SubParsersAction, run: Callable[[Options], object], options: type[Options]
+) -> None:
+    """Add a command. It has the name of the function that runs it, with dashes.
 
-    outputs: options that name files that it writes. Every other path is one that it reads.
-    folders: options that name folders that it writes, each with the names of files there that it replaces.
+    EXCLUSIVE and REQUIRED of the options' class are groups of names of which at most, or exactly, one is
+    given.
     """
-    parser = commands.add_parser(
-        run.__name__.replace("_", "-"), help=summary, description=summary, formatter_class=Formatter
-    )
-    parser.register("type", Path, path)
-    parser.set_defaults(command=run, folders=folders, outputs=dict.fromkeys(outputs, ("",)) | dict(folders))
-    return parser
+    texts: dict[str, str] = {}
+    for cls in reversed(options.__mro__):
+        texts |= {name: " ".join(text.split()) for name, text in _FIELD.findall(inspect.getdoc(cls) or "")}
+    summary = " ".join(_FIELD.sub("", inspect.getdoc(options) or "").split())
+    name = _dashed(run.__name__)
+    parser = commands.add_parser(name, help=summary, description=summary, formatter_class=Formatter)
+    parser.set_defaults(run=run, options=options)
+    groups: dict[str, argparse._MutuallyExclusiveGroup] = {}
+    for required in (False, True):
+        for names in getattr(options, "REQUIRED" if required else "EXCLUSIVE", ()):
+            groups |= dict.fromkeys(names, parser.add_mutually_exclusive_group(required=required))
+    hints = get_type_hints(options, include_extras=True)
+    # A command's own options come before those that it shares.
+    for field in sorted(dataclasses.fields(options), key=lambda f: f.name not in options.__annotations__):
+        given: dict[str, Any] = _argument(field, hints[field.name]) | {
+            "help": texts.get(field.name, "").replace("%", "%%")
+        }
+        option = f"--{_dashed(field.name)}"
+        if not field.kw_only:
+            parser.add_argument(field.name, **given)
+        elif field.name in groups:
+            groups[field.name].add_argument(option, **given)
+        else:
+            parser.add_argument(option, required=field.default is dataclasses.MISSING, **given)
 
 
-def add_budget(p: argparse._ActionsContainer, evals: int | None = None) -> None:
-    """Options of how long to search. evals: default."""
-    p.add_argument("--budget-s", type=positive(float), help="seconds for all searches together")
-    p.add_argument(
-        "--budget-evals",
-        type=positive(int),
-        default=evals,
-        help="plans to price in each search; the same seed then gives the same plan",
-    )
+def _argument(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
+    """Arguments of argparse's add_argument, from a field and its type."""
+    given: dict[str, Any] = {}
+    if field.default is not dataclasses.MISSING:
+        given["default"] = field.default
+    if hint is bool:
+        return given | {"action": "store_true"}
+    if NoneType in get_args(hint):
+        [hint] = set(get_args(hint)) - {NoneType}
+    if get_origin(hint) is list:
+        given |= {"action": "append"} if field.kw_only else {"nargs": "+"}
+        [hint] = get_args(hint)
+    if get_origin(hint) is Literal:
+        return given | {"choices": get_args(hint)}
+    kind, *marks = (get_args(hint)) if get_origin(hint) is Annotated else (hint,)
+    given["type"] = path if kind is Path else kind
+    for mark in marks:
+        if isinstance(mark, str):
+            given["metavar"] = mark
+        elif isinstance(mark, tuple):
+            given["choices"] = mark
+        elif callable(mark):
+            given["type"] = mark
+    return given | dict(field.metadata)
 
 
-def path(text: str) -> Path:
-    """A path. Python takes an empty one, of a variable that is not set, for the folder where it runs."""
-    if not text or "\0" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file or folder")
-    return Path(text)
+def build(parsed: argparse.Namespace) -> Any:
+    """The options of a command, from what was parsed."""
+    cls = parsed.options
+    return cls(**{field.name: getattr(parsed, field.name) for field in dataclasses.fields(cls)})
 
 
-def require_outputs(args: argparse.Namespace, also_read: Iterable[Path] = ()) -> None:
+def outputs(options: type) -> dict[str, Output]:
+    """Options of a class that name files or folders that the command writes."""
+    return {
+        name: mark
+        for name, hint in get_type_hints(options, include_extras=True).items()
+        for mark in _marks(hint)
+        if isinstance(mark, Output)
+    }
+
+
+def _marks(hint: Any) -> Iterator[Any]:
+    if get_origin(hint) is Annotated:
+        yield from hint.__metadata__
+    for inner in get_args(hint):
+        yield from _marks(inner)
+
+
+# --- outputs are checked before the work --------------------------------------------------------------------
+
+
+def require_outputs(options: Any, also_read: Iterable[Path] = ()) -> None:
     """Raise ShardCoreError for an output that cannot be written, or would replace what the command reads.
 
-    Called before the work, which would be lost. also_read: paths that its arguments only imply.
+    Called before the work, which would be lost. also_read: paths that its options only imply.
     """
-    from shardcore.io.files import require_writable
+    from shardcore.io.writing import require_writable
 
+    written_by = outputs(type(options))
     given = [
         (name, found)
-        for name, value in vars(args).items()
+        for name, value in vars(options).items()
         for one in (value if isinstance(value, list) else [value])
         if (found := _local(one))
     ]
-    read = [(name, found) for name, found in given if name not in args.outputs]
+    read = [(name, found) for name, found in given if name not in written_by]
     read += [("file", found) for found in also_read]
     written: list[tuple[str, Path]] = []
-    for name, out in ((name, found) for name, found in given if name in args.outputs):
-        require_writable(out, f"--{_dashed(name)}", folder=name in args.folders)
-        for place in [out / file for file in args.outputs[name]] or [out]:
+    for name, out in ((name, found) for name, found in given if name in written_by):
+        replaced = written_by[name].replaced
+        require_writable(out, f"--{_dashed(name)}", folder=replaced is not None)
+        for place in [out / file for file in replaced or ()] or [out]:
             for what, source in read:
                 if _replaces(place, source):
                     raise ShardCoreError(
@@ -122,32 +276,3 @@ def _in(place: Path, source: Path) -> str:
 def _real(path: Path) -> Path:
     """The path without links. Path.resolve fails for a link that leads to itself."""
     return Path(os.path.realpath(path))
-
-
-def natural(text: str) -> int:
-    return _number(text, int, lambda value: 0 <= value <= MOST_INT, f"a whole number of 0 to {MOST_INT}")
-
-
-def amount(text: str, most: int = MOST_INT) -> float:
-    return _number(text, float, lambda value: 0 <= value <= most, f"a number of 0 to {most}")
-
-
-def positive(kind: type, most: int = MOST_INT) -> Callable[[str], int | float]:
-    whole = "whole " * (kind is int)
-    return lambda text: _number(
-        text, kind, lambda value: 0 < value <= most, f"a positive {whole}number up to {most}"
-    )
-
-
-def _number(text: str, kind: type, is_good: Callable[[Any], bool], right: str) -> Any:
-    with suppress(ValueError):
-        if is_good(value := kind(text)):
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not {right}")
-
-
-def gib(text: str) -> float:
-    return amount(text, MOST_GIB)
-
-
-positive_gib = positive(float, MOST_GIB)

@@ -10,12 +10,14 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from shardcore.cli import decisions as deciding
 from shardcore.cli import grouped
-from shardcore.cli.options import add_budget, command, natural, positive
+from shardcore.cli.decisions import PlanOptions
+from shardcore.cli.options import Device, Output, PlanFile, PositiveFloat, ProblemFile, add_command
 from shardcore.cli.progress_line import shown
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import clock, report
@@ -26,99 +28,39 @@ if TYPE_CHECKING:
     from shardcore.search.budget import Budget
     from shardcore.search.decisions.driver import Decision, Found, Outcome
 
-_MODEL = (
-    "folder of a trained model; where weights of tables differ in precision, give the option for each "
-    "precision"
-)
-_CONFIDENCE = (
-    "an op's cost is what its measurement stays below with this probability (0.9, say), rather "
-    "than what the model expects"
-)
-_EXPLAIN = (
-    "say what bounds the plan, what other algorithms find, and what more memory or more devices would bring"
-)
-
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    _add_plan(commands)
-    _add_price(commands)
-    _add_export(commands)
+    add_command(commands, plan, PlanOptions)
+    add_command(commands, price, PriceOptions)
+    add_command(commands, export, ExportOptions)
 
 
 # --- plan --------------------------------------------------------------------------------------------------
 
 
-def _add_plan(commands: argparse._SubParsersAction) -> None:
-    p = command(
-        commands,
-        plan,
-        "Search a plan for a problem under a cost model. Options for what is decided "
-        "before the search combine; each decision has several problems searched.",
-        outputs=("out", "out_problem"),
-    )
-    p.add_argument("problem", type=Path, metavar="PROBLEM.json")
-    priced_by = p.add_mutually_exclusive_group(required=True)
-    priced_by.add_argument("--model", type=Path, action="append", help=_MODEL)
-    priced_by.add_argument(
-        "--offers",
-        type=Path,
-        metavar="OFFERS.json",
-        help="types of machines, with their "
-        "models: choose the cluster, too (docs/plan.md); with a target and --out-problem",
-    )
-    p.add_argument(
-        "--algorithm",
-        help="portfolio, the default (the cheapest plan of several searches), "
-        "anneal, anneal_columns (tables whole or cut by columns only), random, size_greedy, "
-        "dim_greedy, lookup_greedy, size_lookup_greedy, neuroshard or torchrec "
-        "(where installed); with --policy: dreamshard, dreamshard_direct or autoshard (tables "
-        "whole), or these with _columns (also cut by columns)",
-    )
-    p.add_argument(
-        "--policy",
-        type=Path,
-        metavar="POLICY",
-        help="folder of a trained policy (train-policy), "
-        "for a learned algorithm; default algorithm: the policy's own",
-    )
-    add_budget(p.add_mutually_exclusive_group())
-    p.add_argument("--seed", type=natural, default=0)
-    deciding.add_options(p)
-    deciding.add_target(p, required=False)
-    p.add_argument("--confidence", type=positive(float), metavar="P", help=_CONFIDENCE)
-    p.add_argument(
-        "--explain", action="store_true", help=f"{_EXPLAIN}; each is searched with the same budget again"
-    )
-    p.add_argument("--out", type=Path, required=True, metavar="PLAN.json")
-
-
-def plan_arguments(**given: Any) -> argparse.Namespace:
-    """Arguments of `plan`, for commands that are short forms of it. Options not given have their defaults."""
-    parser = argparse.ArgumentParser()
-    _add_plan(parser.add_subparsers())
-    own = vars(parser.parse_args(["plan", "-", "--model", "-", "--out", "-"]))
-    kept = {name: own[name] for name in ("command", "outputs", "folders")}
-    return argparse.Namespace(**own | {"model": None, "offers": None} | given | kept)
-
-
-def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda outcome: None) -> Found:
+def plan(args: PlanOptions, heard: Callable[[Outcome], None] = lambda outcome: None) -> Found:
     """Search a plan. heard: is called with each outcome of the outermost decision."""
     from shardcore.cost import composite
     from shardcore.cost.model import at_confidence
     from shardcore.io import files
     from shardcore.search import DEFAULT_SHARDER, known, sharder
     from shardcore.search.decisions.driver import decide
+    from shardcore.search.decisions.provision import Cluster, Provision
     from shardcore.search.learned.policy import read_policy
 
     policy = read_policy(args.policy) if args.policy else None
     default = policy.name if policy else DEFAULT_SHARDER
-    args.algorithm = known(default if args.algorithm is None else args.algorithm)
-    search = sharder(args.algorithm, policy)
+    algorithm = known(default if args.algorithm is None else args.algorithm)
+    args, search = dataclasses.replace(args, algorithm=algorithm), sharder(algorithm, policy)
     deciding.require_agreeing(args)
     with shown():
         report(f"reading {args.problem}")
         stored = files.read_problem(args.problem)
-        problem = deciding.with_host_memory(stored, args) if args.tiers else stored
+        problem = (
+            deciding.with_host_memory(stored, args.problem, args.host_gib, args.link_gbps)
+            if args.tiers
+            else stored
+        )
     decisions = list(deciding.decisions(args, problem, stored))
     for decision in decisions:
         if decision.changes and args.out and not args.out_problem:
@@ -126,7 +68,9 @@ def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda out
                 f"--out {args.out} needs --out-problem, the problem with the "
                 f"{decision.changes} that it is a plan of"
             )
-    folders = args.model or [args.offers.parent / decisions[0].offers[0].model]
+    folders = args.model or []
+    if args.offers and isinstance(decisions[0], Provision):
+        folders = [args.offers.parent / decisions[0].offers[0].model]
     # Searches use the cautious model. The check of ranges needs the plain one.
     loaded, began, several = composite.load(folders), clock(), []
     with shown() as line:
@@ -137,7 +81,7 @@ def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda out
                 line.say(outcome.text)
             heard(outcome)
 
-        report(args.algorithm)
+        report(algorithm)
         found = decide(
             problem,
             at_confidence(loaded, args.confidence),
@@ -148,7 +92,7 @@ def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda out
             heard=hear,
         )
         seconds = clock() - began
-        if args.offers:
+        if args.offers and isinstance(found.chosen, Cluster):
             folders = [args.offers.parent / found.chosen.offer.model]
             loaded = composite.load(folders)
         provenance = {**found.plan.provenance, **_provenance(args, folders)}
@@ -160,7 +104,7 @@ def plan(args: argparse.Namespace, heard: Callable[[Outcome], None] = lambda out
 
 
 def _say_planned(
-    args: argparse.Namespace,
+    args: PlanOptions,
     found: Found,
     decisions: Sequence[Decision],
     asked: Problem,
@@ -173,13 +117,16 @@ def _say_planned(
     from shardcore.report import decisions_report
     from shardcore.search.decisions.groups import FoundGroups
 
-    of_groups, cautious = isinstance(found, FoundGroups), at_confidence(model, args.confidence)
+    groups, cautious = (
+        found if isinstance(found, FoundGroups) else None,
+        at_confidence(model, args.confidence),
+    )
     if (found.ledger and args.explain) or decisions_report.has_choice(found.ledger):
         print(f"{decisions_report.ledger_text(found.ledger)}\n")
     sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
-    by = found.plan.provenance["algorithm"] if of_groups else args.algorithm
+    by = found.plan.provenance["algorithm"] if groups else args.algorithm
     print(
-        f"{args.out or args.out_problem or args.problem}: {f'{found.words}: ' if of_groups else ''}"
+        f"{args.out or args.out_problem or args.problem}: {f'{groups.words}: ' if groups else ''}"
         f"{found.ms:.3f} ms predicted{sure}, found in {seconds:.2f} s by {by}"
         f"{deciding.start_text(args, found, decisions, asked, cautious)}"
     )
@@ -187,14 +134,14 @@ def _say_planned(
     for text in filter(None, deciding.texts(decisions, found, asked)):
         print(f"\n{text}")
     if args.explain:
-        if of_groups:
+        if groups:
             print("\nThe plan of one group:")
         _say_explained(found.plan, found.problem, cautious, _budget(args))
     # Warnings go to standard error, so that standard output stays readable by programs.
     _say_extrapolated(deciding.extrapolated(found, model))
 
 
-def _provenance(args: argparse.Namespace, folders: Sequence[Path]) -> dict[str, Any]:
+def _provenance(args: PlanOptions, folders: Sequence[Path]) -> dict[str, Any]:
     from shardcore.io import model_files
 
     return (
@@ -204,7 +151,7 @@ def _provenance(args: argparse.Namespace, folders: Sequence[Path]) -> dict[str, 
     )
 
 
-def _budget(args: argparse.Namespace) -> Budget | None:
+def _budget(args: PlanOptions) -> Budget | None:
     from shardcore.search.budget import Budget
 
     return Budget(args.budget_evals, args.budget_s) if args.budget_evals or args.budget_s else None
@@ -214,7 +161,7 @@ def _say_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budge
     """Explain a plan. problem: without towers, if the plan has them."""
     from shardcore.cost.model import price_plan
     from shardcore.report import plan_report
-    from shardcore.search.decisions.tower_plans import as_planned
+    from shardcore.search.decisions.towers import as_planned
     from shardcore.search.explain import explain
 
     problem = as_planned(plan, problem)
@@ -231,24 +178,36 @@ def _say_extrapolated(sentences: Sequence[str]) -> None:
 # --- price -------------------------------------------------------------------------------------------------
 
 
-def _add_price(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, price, "Predict what one training step of a plan costs, per device.")
-    p.add_argument("plan", type=Path, metavar="PLAN.json")
-    p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
-    p.add_argument("--model", type=Path, required=True, action="append", help=_MODEL)
-    p.add_argument("--confidence", type=positive(float), metavar="P", help=_CONFIDENCE)
-    p.add_argument("--explain", action="store_true", help=f"{_EXPLAIN}, instead of standard output's JSON")
-    p.add_argument("--out", type=Path, metavar="COST.json", help="default: standard output")
+@dataclass(frozen=True)
+class PriceOptions:
+    """Predict what one training step of a plan costs, per device.
+
+    model: folder of a trained model; where weights of tables differ in precision, give the option for each
+      precision
+    confidence: an op's cost is what its measurement stays below with this probability (0.9, say), rather than
+      what the model expects
+    explain: say what bounds the plan, what other algorithms find, and what more memory or more devices would
+      bring, instead of standard output's JSON
+    out: default: standard output
+    """
+
+    plan: PlanFile
+    _: KW_ONLY
+    problem: ProblemFile
+    model: list[Path]
+    confidence: Annotated[PositiveFloat, "P"] | None = None
+    explain: bool = False
+    out: Annotated[Path, "COST.json", Output()] | None = None
 
 
-def price(args: argparse.Namespace) -> None:
+def price(args: PriceOptions) -> None:
     from shardcore.cost import composite
     from shardcore.cost.model import at_confidence
     from shardcore.cost.model import price as predicted
-    from shardcore.io import files, grouped_plans
+    from shardcore.io import files, grouped_plans, writing
     from shardcore.report import decisions_report
-    from shardcore.search.decisions.ledger import ledger_of
-    from shardcore.search.decisions.tower_plans import as_planned
+    from shardcore.search.decisions.driver import ledger_of
+    from shardcore.search.decisions.towers import as_planned
     from shardcore.step.lower import lower, require_cover
 
     whole = own = files.read_problem(args.problem)
@@ -275,7 +234,7 @@ def price(args: argparse.Namespace) -> None:
         }
     body["extrapolated"] = beyond
     if args.out:
-        files.write_json(args.out, body)
+        writing.write_json(args.out, body)
     elif not args.explain:
         print(json.dumps(body, indent=1))
     if args.explain:
@@ -290,28 +249,25 @@ def price(args: argparse.Namespace) -> None:
 # --- export ------------------------------------------------------------------------------------------------
 
 
-def _add_export(commands: argparse._SubParsersAction) -> None:
-    p = command(
-        commands,
-        export,
-        "Write a plan as TorchRec's: what "
-        "shardcore.torchrec.plan_files.read_torchrec reads, DistributedModelParallel takes. One "
-        "of groups: what export.dmp_collection.read_dmp_collection reads, DMPCollection takes.",
-    )
-    p.add_argument("plan", type=Path, metavar="PLAN.json")
-    p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
-    p.add_argument(
-        "--module",
-        required=True,
-        metavar="PATH",
-        help="of the EmbeddingBagCollection that has "
-        "the tables, in the model's tree of modules, such as sparse_arch.embedding_bag_collection",
-    )
-    p.add_argument("--compute-device", choices=["cpu", "cuda"], default="cuda")
-    p.add_argument("--out", type=Path, required=True, metavar="TORCHREC.json")
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write a plan as TorchRec's: what shardcore.torchrec.plan_files.read_torchrec reads,
+    DistributedModelParallel takes. One of groups: what export.dmp_collection.read_dmp_collection reads,
+    DMPCollection takes.
+
+    module: of the EmbeddingBagCollection that has the tables, in the model's tree of modules, such as
+      sparse_arch.embedding_bag_collection
+    """
+
+    plan: PlanFile
+    _: KW_ONLY
+    problem: ProblemFile
+    module: Annotated[str, "PATH"]
+    compute_device: Device = "cuda"
+    out: Annotated[Path, "TORCHREC.json", Output()]
 
 
-def export(args: argparse.Namespace) -> None:
+def export(args: ExportOptions) -> None:
     from shardcore.io import files
     from shardcore.io.grouped_plans import is_grouped
     from shardcore.step.lower import require_plan

@@ -5,58 +5,57 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Annotated
 
-from shardcore.cli.options import command, natural, positive
+from shardcore.cli.options import Natural, Output, Positive, ProblemFile, add_command
 from shardcore.cli.progress_line import shown
 from shardcore.core.progress import report
 from shardcore.io.model_files import MODEL_WEIGHTS
 
 
+@dataclass(frozen=True)
+class TrainPolicyOptions:
+    """Train a policy that places tables (DreamShard, AutoShard) against a cost model, on problems drawn from
+    a pool. No device takes part. `plan --policy` uses it.
+
+    name: dreamshard (as published: a cost network of its own rewards it), dreamshard_direct (the cost model
+      does) or autoshard (even compute does)
+    model: folder of a trained cost model
+    pool: tables to draw from, half of them kept for testing; default: the calibrated pool
+    like: take speeds, hosts and links of the devices from this problem; default: --devices equal ones,
+      without stated links
+    min_tables: of a problem
+    max_tables: of a problem
+    max_dim: of a table
+    problems: to learn from
+    rounds: of training, at most
+    patience: rounds without a better plan before training stops
+    out: folder to write
+    """
+
+    name: str
+    _: KW_ONLY
+    model: Path
+    pool: Annotated[Path, "POOL.json"] | None = None
+    like: ProblemFile | None = None
+    devices: Positive = 4
+    min_tables: Positive = 10
+    max_tables: Positive = 60
+    max_dim: Positive = 128
+    problems: Positive = 60
+    rounds: Positive = 30
+    patience: Positive = 10
+    seed: Natural = 0
+    out: Annotated[Path, "POLICY", Output(("policy.json", MODEL_WEIGHTS))]
+
+
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    p = command(
-        commands,
-        train_policy,
-        "Train a policy that places tables (DreamShard, AutoShard) against a "
-        "cost model, on problems drawn from a pool. No device takes part. `plan --policy` uses it.",
-        folders={"out": ("policy.json", MODEL_WEIGHTS)},
-    )
-    p.add_argument(
-        "name",
-        help="dreamshard (as published: a cost network of its own rewards it), "
-        "dreamshard_direct (the cost model does) or autoshard (even compute does)",
-    )
-    p.add_argument("--model", type=Path, required=True, help="folder of a trained cost model")
-    p.add_argument(
-        "--pool",
-        type=Path,
-        metavar="POOL.json",
-        help="tables to draw from, half of them kept for testing; default: the calibrated pool",
-    )
-    p.add_argument(
-        "--like",
-        type=Path,
-        metavar="PROBLEM.json",
-        help="take speeds, hosts and links of the "
-        "devices from this problem; default: --devices equal ones, without stated links",
-    )
-    p.add_argument("--devices", type=positive(int), default=4)
-    p.add_argument("--min-tables", type=positive(int), default=10, help="of a problem")
-    p.add_argument("--max-tables", type=positive(int), default=60, help="of a problem")
-    p.add_argument("--max-dim", type=positive(int), default=128, help="of a table")
-    p.add_argument("--problems", type=positive(int), default=60, help="to learn from")
-    p.add_argument("--rounds", type=positive(int), default=30, help="of training, at most")
-    p.add_argument(
-        "--patience",
-        type=positive(int),
-        default=10,
-        help="rounds without a better plan before training stops",
-    )
-    p.add_argument("--seed", type=natural, default=0)
-    p.add_argument("--out", type=Path, required=True, metavar="POLICY", help="folder to write")
+    add_command(commands, train_policy, TrainPolicyOptions)
 
 
-def train_policy(args: argparse.Namespace) -> None:
+def train_policy(args: TrainPolicyOptions) -> None:
     from shardcore.cost import neural
     from shardcore.io import files, model_files
     from shardcore.search.learned.policy import write_policy

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Annotated
 
-from shardcore.cli.options import command, natural, positive, positive_gib
+from shardcore.cli.options import Natural, Output, Positive, PositiveGib, ProblemFile, add_command
 from shardcore.core.catalog import DENSE_OPTIMIZERS
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
@@ -16,73 +18,69 @@ from shardcore.core.types import Problem, Setting
 from shardcore.core.validation import MOST_DEVICES, require_within
 
 
+@dataclass(frozen=True)
+class ProblemOptions:
+    """Make a problem file from a public list of tables, FBGEMM's reports of a job, or by drawing from a pool.
+
+    tables: name of a public list (mlperf-dlrm-dcnv2, hugectr-180, ...), a folder of FBGEMM's reports
+      (docs/torchrec.md) or a POOL.json
+    hosts: of equally many of the devices
+    memory_gib: a device, of which 15% is kept for the dense part, unless drawn from a pool
+    batch: global batch
+    draw: which problem to draw from a pool
+    max_dim: of the drawn tables
+    pipeline: TorchRec's: whether ids travel while the dense part runs
+    replica_optimizer: the job's dense optimizer, which updates replicas; left out, the one most like that of
+      the tables
+    dense_forward_ms: of the dense part on a device; give both or neither
+    dense_backward_ms: of the dense part on a device; give both or neither
+    forward_payload: what outputs travel as
+    backward_payload: what gradients travel as
+    """
+
+    tables: str
+    _: KW_ONLY
+    devices: Positive = 4
+    hosts: Positive = 1
+    memory_gib: PositiveGib = 24.0
+    batch: Positive = 2048
+    draw: Annotated[Natural, "INDEX"] | None = None
+    max_dim: Positive = 128
+    seed: Natural = 0
+    pipeline: Annotated[str, tuple(HIDES_IDS)] = Job.pipeline
+    replica_optimizer: Annotated[str, tuple(DENSE_OPTIMIZERS)] | None = None
+    dense_forward_ms: Annotated[float, "MS"] | None = None
+    dense_backward_ms: Annotated[float, "MS"] | None = None
+    forward_payload: Annotated[str, tuple(PAYLOADS)] = "fp32"
+    backward_payload: Annotated[str, tuple(PAYLOADS)] = "fp32"
+    out: Annotated[ProblemFile, Output()]
+
+
+@dataclass(frozen=True)
+class HeatOptions:
+    """Show which rows of a problem's tables are hot, and what a cache of them would miss.
+
+    held: of each table's rows in the cache
+    """
+
+    problem: ProblemFile
+    _: KW_ONLY
+    held: Annotated[float, "SHARE"] = 0.1
+
+
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    p = command(
-        commands,
-        problem,
-        "Make a problem file from a public list of tables, FBGEMM's reports of a "
-        "job, or by drawing from a pool.",
-    )
-    p.add_argument(
-        "tables",
-        help="name of a public list (mlperf-dlrm-dcnv2, hugectr-180, ...), a folder of "
-        "FBGEMM's reports (docs/torchrec.md) or a POOL.json",
-    )
-    p.add_argument("--devices", type=positive(int), default=4)
-    p.add_argument("--hosts", type=positive(int), default=1, help="of equally many of the devices")
-    p.add_argument(
-        "--memory-gib",
-        type=positive_gib,
-        default=24.0,
-        help="a device, of which 15%% is kept for the dense part, unless drawn from a pool",
-    )
-    p.add_argument("--batch", type=positive(int), default=2048, help="global batch")
-    p.add_argument("--draw", type=natural, metavar="INDEX", help="which problem to draw from a pool")
-    p.add_argument("--max-dim", type=positive(int), default=128, help="of the drawn tables")
-    p.add_argument("--seed", type=natural, default=0)
-    p.add_argument(
-        "--pipeline",
-        choices=list(HIDES_IDS),
-        default=Job.pipeline,
-        help="TorchRec's: whether ids travel while the dense part runs",
-    )
-    p.add_argument(
-        "--replica-optimizer",
-        choices=list(DENSE_OPTIMIZERS),
-        help="the job's dense optimizer, "
-        "which updates replicas; left out, the one most like that of the tables",
-    )
-    for way in ("forward", "backward"):
-        p.add_argument(
-            f"--dense-{way}-ms",
-            type=float,
-            metavar="MS",
-            help="of the dense part on a device; give both or neither",
-        )
-        p.add_argument(
-            f"--{way}-payload",
-            choices=list(PAYLOADS),
-            default="fp32",
-            help=f"what {'outputs' if way == 'forward' else 'gradients'} travel as",
-        )
-    p.add_argument("--out", type=Path, required=True, metavar="PROBLEM.json")
-    p = command(
-        commands, heat, "Show which rows of a problem's tables are hot, and what a cache of them would miss."
-    )
-    p.add_argument("problem", type=Path, metavar="PROBLEM.json")
-    p.add_argument(
-        "--held", type=float, default=0.1, metavar="SHARE", help="of each table's rows in the cache"
-    )
+    add_command(commands, problem, ProblemOptions)
+    add_command(commands, heat, HeatOptions)
 
 
-def heat(args: argparse.Namespace) -> None:
+def heat(args: HeatOptions) -> None:
     from shardcore.io import files
     from shardcore.report.heat_report import heat_table
 
     print(heat_table(files.read_problem(args.problem), args.held))
 
 
-def problem(args: argparse.Namespace) -> None:
+def problem(args: ProblemOptions) -> None:
     from shardcore.io import files
     from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
     from shardcore.tables.public import public_pool

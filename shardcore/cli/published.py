@@ -3,92 +3,93 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
-from shardcore.cli.options import amount, command, natural, positive, require_outputs
+from shardcore.cli.options import (
+    Amount,
+    Natural,
+    Output,
+    Positive,
+    ProblemFile,
+    add_command,
+    require_outputs,
+)
 from shardcore.cli.progress_line import shown
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import report
 from shardcore.core.types import Plan, Problem
 
 
+@dataclass(frozen=True)
+class HistoryOptions:
+    """Say which versions of a problem's published plan were current, since when and why.
+
+    plans: folder or URL of published plans
+    name: of the problem
+    last: decisions to show
+    """
+
+    plans: Annotated[str, "PLANS"]
+    name: str
+    _: KW_ONLY
+    last: Annotated[Positive, "N"] = 20
+
+
+@dataclass(frozen=True)
+class DiffOptions:
+    """Say which tables move from one plan to another, and how many bytes of weights.
+
+    problem: of both plans; default: problem.json beside each, as in the folders of published versions
+    page: write a page that compares them device by device and table by table, for a browser; with --model
+    model: folder of a trained model, which prices both
+    """
+
+    old: Annotated[Path, "OLD.json"]
+    new: Annotated[Path, "NEW.json"]
+    _: KW_ONLY
+    problem: ProblemFile | None = None
+    page: Annotated[Path, "PAGE.html", Output()] | None = None
+    model: list[Path] | None = None
+
+
+@dataclass(frozen=True)
+class DriftOptions:
+    """Say how far a published plan is from the best, now that its tables' statistics changed, and what a
+    re-plan would save.
+
+    plans: folder or URL of published plans
+    name: of the problem
+    fresh: a problem or a pool of tables with the shapes, pooling and access statistics of now
+    model: folder of a trained model; where weights of tables differ in precision, give it for each
+    max_moved_tables: most tables that the re-plan may move; default: any number
+    threshold: a re-plan pays if its gain exceeds both its margin and this share of the cost
+    budget_evals: plans to price in each of the searches
+    out: write the re-plan there, with the problem of now
+    """
+
+    plans: Annotated[str, "PLANS"]
+    name: str
+    _: KW_ONLY
+    fresh: Annotated[Path, "FILE.json"]
+    model: list[Path]
+    max_moved_tables: Annotated[Natural, "N"] | None = None
+    threshold: Amount = 0.0
+    budget_evals: Positive | None = None
+    seed: Natural = 0
+    out: Annotated[Path, "FOLDER", Output(("problem.json", "plan.json"))] | None = None
+
+
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    p = command(
-        commands,
-        history,
-        "Say which versions of a problem's published plan were current, since when and why.",
-    )
-    p.add_argument("plans", metavar="PLANS", help="folder or URL of published plans")
-    p.add_argument("name", help="of the problem")
-    p.add_argument("--last", type=positive(int), default=20, metavar="N", help="decisions to show")
-
-    p = command(
-        commands,
-        diff,
-        "Say which tables move from one plan to another, and how many bytes of weights.",
-        outputs=("page",),
-    )
-    p.add_argument("old", type=Path, metavar="OLD.json")
-    p.add_argument("new", type=Path, metavar="NEW.json")
-    p.add_argument(
-        "--problem",
-        type=Path,
-        metavar="PROBLEM.json",
-        help="of both plans; default: problem.json beside each, as in the folders of published versions",
-    )
-    p.add_argument(
-        "--page",
-        type=Path,
-        metavar="PAGE.html",
-        help="write a page that compares them device by "
-        "device and table by table, for a browser; with --model",
-    )
-    p.add_argument("--model", type=Path, action="append", help="folder of a trained model, which prices both")
-
-    p = command(
-        commands,
-        drift,
-        "Say how far a published plan is from the best, now that its tables' "
-        "statistics changed, and what a re-plan would save.",
-        folders={"out": ("problem.json", "plan.json")},
-    )
-    p.add_argument("plans", metavar="PLANS", help="folder or URL of published plans")
-    p.add_argument("name", help="of the problem")
-    p.add_argument(
-        "--fresh",
-        type=Path,
-        required=True,
-        metavar="FILE.json",
-        help="a problem or a pool of tables with the shapes, pooling and access statistics of now",
-    )
-    p.add_argument(
-        "--model",
-        type=Path,
-        required=True,
-        action="append",
-        help="folder of a trained model; where weights of tables differ in precision, give it for each",
-    )
-    p.add_argument(
-        "--max-moved-tables",
-        type=natural,
-        metavar="N",
-        help="most tables that the re-plan may move; default: any number",
-    )
-    p.add_argument(
-        "--threshold",
-        type=amount,
-        default=0.0,
-        help="a re-plan pays if its gain exceeds both its margin and this share of the cost",
-    )
-    p.add_argument("--budget-evals", type=positive(int), help="plans to price in each of the searches")
-    p.add_argument("--seed", type=natural, default=0)
-    p.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="write the re-plan there, with the problem of now"
-    )
+    add_command(commands, history, HistoryOptions)
+    add_command(commands, diff, DiffOptions)
+    add_command(commands, drift, DriftOptions)
 
 
-def history(args: argparse.Namespace) -> None:
+def history(args: HistoryOptions) -> None:
     from shardcore.plans import store
     from shardcore.report import plan_report
 
@@ -98,7 +99,7 @@ def history(args: argparse.Namespace) -> None:
     print(plan_report.history_text(found))
 
 
-def diff(args: argparse.Namespace) -> None:
+def diff(args: DiffOptions) -> None:
     from shardcore.plans.diff import diff as moves_of
     from shardcore.report import plan_report
 
@@ -110,34 +111,36 @@ def diff(args: argparse.Namespace) -> None:
     require_outputs(args, [] if args.problem else [p.with_name("problem.json") for p in (args.old, args.new)])
     (old, _), (new, problem) = (_read(path, args.problem) for path in (args.old, args.new))
     print(plan_report.diff_text(moves_of(old, new, problem)))
-    if args.page:
-        _write_comparison(args, old, new, problem)
+    if args.page and args.model:
+        _write_comparison(args.page, args.model, ((args.new, new), (args.old, old)), problem)
         print(f"{args.page}: both plans, for a browser")
 
 
-def _write_comparison(args: argparse.Namespace, old: Plan, new: Plan, problem: Problem) -> None:
-    """Both plans under the problem of the new one."""
-    from shardcore import load_model
+def _write_comparison(
+    page: Path, folders: Sequence[Path], plans: Sequence[tuple[Path, Plan]], problem: Problem
+) -> None:
+    """A page on two plans under the problem of the first, the new one."""
+    from shardcore.cost import composite
     from shardcore.cost.model import price
-    from shardcore.io import files
+    from shardcore.io import writing
     from shardcore.plans.decisions import Version
     from shardcore.report import plan_page
     from shardcore.search.anneal.reshard import rebind_tables
-    from shardcore.search.decisions.tower_plans import as_planned
+    from shardcore.search.decisions.towers import as_planned
     from shardcore.step.lower import lower
 
-    model = load_model(args.model).for_problem(problem)
+    model = composite.load(folders).for_problem(problem)
     problem.require_setting(model.setting)
     versions = []
-    for path, made in ((args.new, new), (args.old, old)):
+    for path, made in plans:
         plan = rebind_tables(made, problem)
         work = lower(plan, as_planned(plan, problem), fits=False)
         versions.append(Version(str(path), plan, price(work, model), work.memory_bytes))
-    files.write_atomic(args.page, plan_page.comparison(problem, *versions).encode())
+    writing.write_atomic(page, plan_page.comparison(problem, *versions).encode())
 
 
-def drift(args: argparse.Namespace) -> None:
-    from shardcore import load_model
+def drift(args: DriftOptions) -> None:
+    from shardcore.cost import composite
     from shardcore.io import files
     from shardcore.plans import store
     from shardcore.plans.drift import drift as drift_of
@@ -147,7 +150,7 @@ def drift(args: argparse.Namespace) -> None:
 
     plan, problem = store.read_plan(args.plans, args.name)
     now = _with_statistics_of(args.fresh, problem)
-    model = load_model(args.model).for_problem(now)
+    model = composite.load(args.model).for_problem(now)
     now.require_setting(model.setting)
     budget = Budget(args.budget_evals) if args.budget_evals else None
     config = ReplanConfig(args.max_moved_tables, seed=args.seed, budget=budget)

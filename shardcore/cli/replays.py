@@ -6,10 +6,22 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from shardcore.cli.options import command, natural, positive, positive_gib
+from shardcore.cli.options import (
+    DatasetFolder,
+    Device,
+    Natural,
+    Output,
+    PlanFile,
+    Positive,
+    PositiveFloat,
+    PositiveGib,
+    ProblemFile,
+    add_command,
+)
 from shardcore.cli.progress_line import shown
 from shardcore.core.progress import report
 from shardcore.core.types import Setting
@@ -19,49 +31,46 @@ if TYPE_CHECKING:
     from shardcore.step.lower import Workload
 
 
+@dataclass(frozen=True)
+class ReplayOptions:
+    """Run one training step of plans for real on this machine, in alternation, and time its parts per device.
+
+    plans: plans of the same problem
+    model: show what this trained model predicts, too; where weights of tables differ in precision, give it
+      for each
+    device: default: cuda where there is one
+    hardware: the setting's name of the device; default: its own
+    repeats: steps of each plan that enter a median
+    arena_gib: weights in memory a process, the largest shard
+    timeout_s: a round of steps that takes longer has hung
+    seed: of the batches
+    append: keep the replays in this dataset too: training on it learns what exchanges take in steps; what it
+      has of these plans is not run again
+    out: write all figures there
+    """
+
+    plans: list[PlanFile]
+    _: KW_ONLY
+    problem: ProblemFile
+    model: list[Annotated[Path, "MODEL"]] | None = None
+    device: Device | None = None
+    hardware: str | None = None
+    repeats: Positive = 50
+    arena_gib: PositiveGib = 1.0
+    timeout_s: PositiveFloat = 120.0
+    seed: Natural = 0
+    append: Annotated[DatasetFolder, Output(())] | None = None
+    out: Annotated[Path, "REPLAY.json", Output()] | None = None
+
+
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    p = command(
-        commands,
-        replay,
-        "Run one training step of plans for real on this machine, in alternation, "
-        "and time its parts per device.",
-        folders={"append": ()},
-    )
-    p.add_argument("plans", type=Path, nargs="+", metavar="PLAN.json", help="plans of the same problem")
-    p.add_argument("--problem", type=Path, required=True, metavar="PROBLEM.json")
-    p.add_argument(
-        "--model",
-        type=Path,
-        action="append",
-        metavar="MODEL",
-        help="show what this trained "
-        "model predicts, too; where weights of tables differ in precision, give it for each",
-    )
-    p.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
-    p.add_argument("--hardware", help="the setting's name of the device; default: its own")
-    p.add_argument("--repeats", type=positive(int), default=50, help="steps of each plan that enter a median")
-    p.add_argument(
-        "--arena-gib", type=positive_gib, default=1.0, help="weights in memory a process, the largest shard"
-    )
-    p.add_argument(
-        "--timeout-s", type=positive(float), default=120.0, help="a round of steps that takes longer has hung"
-    )
-    p.add_argument("--seed", type=natural, default=0, help="of the batches")
-    p.add_argument(
-        "--append",
-        type=Path,
-        metavar="DIR",
-        help="keep the replays in this dataset too: "
-        "training on it learns what exchanges take in steps; what it has of these plans is not "
-        "run again",
-    )
-    p.add_argument("--out", type=Path, metavar="REPLAY.json", help="write all figures there")
+    add_command(commands, replay, ReplayOptions)
 
 
-def replay(args: argparse.Namespace) -> None:
+def replay(args: ReplayOptions) -> None:
     from shardcore.cost import composite
     from shardcore.cost.model import price
-    from shardcore.io import dataset, files, replays
+    from shardcore.io import dataset, files, replays, writing
     from shardcore.measure import hardware
     from shardcore.measure.replay import ReplayConfig, replay_all
     from shardcore.report.replay_report import replay_text
@@ -129,7 +138,7 @@ def replay(args: argparse.Namespace) -> None:
         ],
     }
     if args.out:
-        files.write_json(args.out, body)
+        writing.write_json(args.out, body)
     print(replay_text([str(path) for path in args.plans], costs, predicted))
     if any(cost.oversubscribed for cost in costs):
         print(

@@ -4,111 +4,120 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from shardcore.cli import decisions, plans
-from shardcore.cli.options import add_budget, command, natural, require_outputs
+from shardcore.cli import decisions as deciding
+from shardcore.cli import plans
+from shardcore.cli.options import (
+    DatasetFolder,
+    Output,
+    PlanFile,
+    Positive,
+    ProblemFile,
+    SearchOptions,
+    add_command,
+    require_outputs,
+)
 from shardcore.core.errors import ShardCoreError
 
 if TYPE_CHECKING:
     from shardcore.search.decisions.driver import Outcome
 
-_HOT_ROWS = """Find how many rows of a problem's sequence tables to have on every device, and write the
-problem with these as tables of their own. A plan is searched for each of some thresholds of lookups a batch;
-the best is taken. `plan` then takes the problem that was written. Short for `plan --hot-rows`."""
-_TIERS = """Decide which rows of a problem's tables lie in device memory, and which in the hosts', where not
-all fit. It writes the problem with the load factors that it found, which `plan` then takes. With a model,
-plans are searched for some shares of the memory, and the best is taken; what it leaves free on a device goes
-to the tables there. Short for `plan --tiers`."""
-_PROVISION = """Find the cheapest cluster, of machines that can be had, that trains a problem fast enough; or
-the fastest for a price. Every number of hosts of every offer is searched, if its devices divide the batch
-evenly. The problem's own topology does not count. Short for `plan --offers`."""
 _CLUSTER_FILES = ("problem.json", "plan.json", "clusters.json", "curve.png")
 
 
+@dataclass(frozen=True)
+class HotRowsOptions(SearchOptions):
+    """Find how many rows of a problem's sequence tables to have on every device, and write the problem with
+    these as tables of their own. A plan is searched for each of some thresholds of lookups a batch; the best
+    is taken. `plan` then takes the problem that was written. Short for `plan --hot-rows`.
+
+    model: folder of a trained model
+    algorithm: searches plans; any of `plan`
+    plan: write the plan that was found, too
+    """
+
+    problem: ProblemFile
+    _: KW_ONLY
+    model: list[Path]
+    algorithm: str = "anneal"
+    out: Annotated[Path, "HOT.json", Output()]
+    plan: Annotated[PlanFile, Output()] | None = None
+
+
+@dataclass(frozen=True)
+class HotDriftOptions:
+    """Say how hot the hot rows of a job still are, and what other hot ids would save and move.
+
+    problem: of hot-rows
+    hot_ids: that are hot in the job (write_hot_ids)
+    row_counts: lookups of each row in samples of now (write_row_counts)
+    out: write the hot ids of now
+    """
+
+    problem: Annotated[Path, "HOT.json"]
+    _: KW_ONLY
+    hot_ids: Annotated[Path, "IDS.safetensors"]
+    row_counts: Annotated[Path, "COUNTS.safetensors"]
+    out: Annotated[Path, "NEW.safetensors", Output()] | None = None
+
+
+@dataclass(frozen=True)
+class TiersOptions(SearchOptions, deciding.HostMemoryOptions):
+    """Decide which rows of a problem's tables lie in device memory, and which in the hosts', where not all
+    fit. It writes the problem with the load factors that it found, which `plan` then takes. With a model,
+    plans are searched for some shares of the memory, and the best is taken; what it leaves free on a device
+    goes to the tables there. Short for `plan --tiers`.
+
+    model: folder of a trained model; give one for each precision
+    algorithm: with --model: searches plans; portfolio, the default, or another of `plan`
+    out: write the problem with load factors
+    plan: with --model: write the plan that was found, too
+    """
+
+    problem: ProblemFile
+    _: KW_ONLY
+    model: list[Path] | None = None
+    algorithm: str | None = None
+    out: Annotated[Path, "TIERED.json", Output()] | None = None
+    plan: Annotated[PlanFile, Output()] | None = None
+
+
+@dataclass(frozen=True)
+class ProvisionOptions(SearchOptions, deciding.TargetOptions):
+    """Find the cheapest cluster, of machines that can be had, that trains a problem fast enough; or the
+    fastest for a price. Every number of hosts of every offer is searched, if its devices divide the batch
+    evenly. The problem's own topology does not count. Short for `plan --offers`.
+
+    offers: types of machines, with devices, memory, links, price and cost model (docs/plan.md)
+    algorithm: searches plans; portfolio, the default, or another of `plan`
+    out: gets problem.json and plan.json of the chosen cluster, clusters.json with all of them, and curve.png;
+      the last two even if none meets the target
+    """
+
+    EXCLUSIVE = ()
+    problem: ProblemFile
+    _: KW_ONLY
+    offers: Annotated[Path, "OFFERS.json"]
+    algorithm: str | None = None
+    budget_evals: Positive | None = 20_000
+    out: Annotated[DatasetFolder, Output(_CLUSTER_FILES)]
+
+
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    p = command(commands, hot_rows, _HOT_ROWS, outputs=("out", "plan"))
-    p.add_argument("problem", type=Path, metavar="PROBLEM.json")
-    p.add_argument("--model", type=Path, required=True, action="append", help="folder of a trained model")
-    p.add_argument("--algorithm", default="anneal", help="searches plans; any of `plan`")
-    _add_search(p)
-    p.add_argument("--out", type=Path, required=True, metavar="HOT.json")
-    p.add_argument("--plan", type=Path, metavar="PLAN.json", help="write the plan that was found, too")
-
-    p = command(
-        commands,
-        hot_drift,
-        "Say how hot the hot rows of a job still are, and what other hot ids would save and move.",
-    )
-    p.add_argument("problem", type=Path, metavar="HOT.json", help="of hot-rows")
-    p.add_argument(
-        "--hot-ids",
-        type=Path,
-        required=True,
-        metavar="IDS.safetensors",
-        help="that are hot in the job (write_hot_ids)",
-    )
-    p.add_argument(
-        "--row-counts",
-        type=Path,
-        required=True,
-        metavar="COUNTS.safetensors",
-        help="lookups of each row in samples of now (write_row_counts)",
-    )
-    p.add_argument("--out", type=Path, metavar="NEW.safetensors", help="write the hot ids of now")
-
-    p = command(commands, tiers, _TIERS, outputs=("out", "plan"))
-    p.add_argument("problem", type=Path, metavar="PROBLEM.json")
-    decisions.add_host_memory(p)
-    p.add_argument(
-        "--model", type=Path, action="append", help="folder of a trained model; give one for each precision"
-    )
-    p.add_argument(
-        "--algorithm", help="with --model: searches plans; portfolio, the default, or another of `plan`"
-    )
-    _add_search(p)
-    p.add_argument("--out", type=Path, metavar="TIERED.json", help="write the problem with load factors")
-    p.add_argument(
-        "--plan", type=Path, metavar="PLAN.json", help="with --model: write the plan that was found, too"
-    )
-
-    p = command(commands, provision, _PROVISION, folders={"out": _CLUSTER_FILES})
-    p.add_argument("problem", type=Path, metavar="PROBLEM.json")
-    p.add_argument(
-        "--offers",
-        type=Path,
-        required=True,
-        metavar="OFFERS.json",
-        help="types of machines, with devices, memory, links, price and cost model (docs/plan.md)",
-    )
-    decisions.add_target(p)
-    p.add_argument("--algorithm", help="searches plans; portfolio, the default, or another of `plan`")
-    add_budget(p, evals=20_000)
-    p.add_argument("--seed", type=natural, default=0)
-    p.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="gets problem.json and plan.json "
-        "of the chosen cluster, clusters.json with all of them, and curve.png; the last two even "
-        "if none meets the target",
-    )
+    add_command(commands, hot_rows, HotRowsOptions)
+    add_command(commands, hot_drift, HotDriftOptions)
+    add_command(commands, tiers, TiersOptions)
+    add_command(commands, provision, ProvisionOptions)
 
 
-def _add_search(p: argparse.ArgumentParser) -> None:
-    add_budget(p.add_mutually_exclusive_group())
-    p.add_argument("--seed", type=natural, default=0)
+def hot_rows(args: HotRowsOptions) -> None:
+    plans.plan(deciding.plan_options(args, hot_rows=True, out=args.plan, out_problem=args.out))
 
 
-def hot_rows(args: argparse.Namespace) -> None:
-    plans.plan(
-        plans.plan_arguments(**vars(args) | {"hot_rows": True, "out": args.plan, "out_problem": args.out})
-    )
-
-
-def hot_drift(args: argparse.Namespace) -> None:
+def hot_drift(args: HotDriftOptions) -> None:
     from shardcore.io import files
     from shardcore.io.hot_ids import read_hot_ids, write_hot_ids
     from shardcore.io.row_counts import read_row_counts
@@ -123,10 +132,10 @@ def hot_drift(args: argparse.Namespace) -> None:
     print(drift_table(found))
 
 
-def tiers(args: argparse.Namespace) -> None:
+def tiers(args: TiersOptions) -> None:
     from shardcore.io import files
     from shardcore.report.decisions_report import tiers_report
-    from shardcore.search.decisions.memory_tiers import decide
+    from shardcore.search.decisions.memory_tiers import tiered
 
     for name in ("algorithm", "budget_s", "budget_evals", "plan"):
         if getattr(args, name) is not None and not args.model:
@@ -138,29 +147,24 @@ def tiers(args: argparse.Namespace) -> None:
             f"--plan {args.plan} needs --out, the problem with load factors that it is a plan of"
         )
     if args.model:
-        plans.plan(
-            plans.plan_arguments(**vars(args) | {"tiers": True, "out": args.plan, "out_problem": args.out})
-        )
+        plans.plan(deciding.plan_options(args, tiers=True, out=args.plan, out_problem=args.out))
         return
-    found = decide(decisions.with_host_memory(files.read_problem(args.problem), args)).problem
+    stored = files.read_problem(args.problem)
+    found = tiered(deciding.with_host_memory(stored, args.problem, args.host_gib, args.link_gbps))
     if args.out:
         files.write_problem(args.out, found)
     print(tiers_report(found))
 
 
-def provision(args: argparse.Namespace) -> None:
+def provision(args: ProvisionOptions) -> None:
     from shardcore.search.decisions.provision import read_offers
 
     # Here, for `plan` names other options.
     require_outputs(args, [args.offers.parent / offer.model for offer in read_offers(args.offers)])
     outcomes: list[Outcome] = []
+    asked = deciding.plan_options(args, out=args.out / "plan.json", out_problem=args.out / "problem.json")
     try:
-        found = plans.plan(
-            plans.plan_arguments(
-                **vars(args) | {"out": args.out / "plan.json", "out_problem": args.out / "problem.json"}
-            ),
-            outcomes.append,
-        )
+        found = plans.plan(asked, outcomes.append)
     except ShardCoreError as error:
         if not outcomes:
             raise
@@ -171,10 +175,10 @@ def provision(args: argparse.Namespace) -> None:
 
 
 def _write_clusters(outcomes: Sequence[Outcome], chosen: Outcome | None, out: Path) -> None:
-    from shardcore.io import files
+    from shardcore.io import writing
     from shardcore.report import decisions_report, figures
 
-    files.write_json(
+    writing.write_json(
         out / "clusters.json",
         [
             {
@@ -192,4 +196,4 @@ def _write_clusters(outcomes: Sequence[Outcome], chosen: Outcome | None, out: Pa
             for x in outcomes
         ],
     )
-    files.write_atomic(out / "curve.png", figures.png(decisions_report.clusters_figure(outcomes, chosen)))
+    writing.write_atomic(out / "curve.png", figures.png(decisions_report.clusters_figure(outcomes, chosen)))

@@ -5,59 +5,48 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from shardcore.cli.options import Formatter, command, positive
+from shardcore.cli.options import Device, Formatter, Output, Positive, ProblemFile, add_command
 from shardcore.core.errors import ShardCoreError
 
 if TYPE_CHECKING:
     from shardcore.core.types import Problem
 
-_MEASURE = """Time messages between all pairs of ranks, find which of them share a host, a switch or a fast
-link, and write the problem with the hosts and bandwidths that were found.
 
-Under torchrun, or wherever RANK, WORLD_SIZE and MASTER_ADDR are set, run it once for each rank of the job.
-Rank 0 writes. Elsewhere it starts a process for each device of the problem on this machine."""
+@dataclass(frozen=True)
+class MeasureOptions:
+    """Time messages between all pairs of ranks, find which of them share a host, a switch or a fast link, and
+    write the problem with the hosts and bandwidths that were found.
+
+    Under torchrun, or wherever RANK, WORLD_SIZE and MASTER_ADDR are set, run it once for each rank of the
+    job. Rank 0 writes. Elsewhere it starts a process for each device of the problem on this machine.
+
+    problem: its device i is that of rank i
+    device: gloo between CPUs, or NCCL between GPUs (not exercised yet)
+    message_kib: of the messages that tell ranks apart
+    repeats: of each message, in each of three sweeps; the fastest counts
+    out: the problem with what was found; its devices are in the new order of ranks
+    ranks: write the order of ranks, their groups and the times of pairs
+    """
+
+    problem: ProblemFile
+    _: KW_ONLY
+    device: Device = "cpu"
+    message_kib: Positive = 1024
+    repeats: Positive = 3
+    out: Annotated[ProblemFile, Output()]
+    ranks: Annotated[Path, "RANKS.json", Output()] | None = None
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
     p = commands.add_parser("topology", help="Find how ranks are joined.", formatter_class=Formatter)
-    p = command(
-        p.add_subparsers(required=True, metavar="COMMAND"), measure, _MEASURE, outputs=("out", "ranks")
-    )
-    p.add_argument("problem", type=Path, metavar="PROBLEM.json", help="its device i is that of rank i")
-    p.add_argument(
-        "--device",
-        choices=["cpu", "cuda"],
-        default="cpu",
-        help="gloo between CPUs, or NCCL between GPUs (not exercised yet)",
-    )
-    p.add_argument(
-        "--message-kib", type=positive(int), default=1024, help="of the messages that tell ranks apart"
-    )
-    p.add_argument(
-        "--repeats",
-        type=positive(int),
-        default=3,
-        help="of each message, in each of three sweeps; the fastest counts",
-    )
-    p.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="PROBLEM.json",
-        help="the problem with what was found; its devices are in the new order of ranks",
-    )
-    p.add_argument(
-        "--ranks",
-        type=Path,
-        metavar="RANKS.json",
-        help="write the order of ranks, their groups and the times of pairs",
-    )
+    add_command(p.add_subparsers(required=True, metavar="COMMAND"), measure, MeasureOptions)
 
 
-def measure(args: argparse.Namespace) -> None:
+def measure(args: MeasureOptions) -> None:
     from shardcore.io import files
     from shardcore.measure import pairs
     from shardcore.report import topology_report

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import (
@@ -53,13 +53,12 @@ class Constraints:
     min_widths: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        types = type_hints(Constraints)
-        what = "constraints.reserved_bytes"
-        object.__setattr__(self, "reserved_bytes", typed(self.reserved_bytes, int, what))
+        reserved = typed(self.reserved_bytes, int, "constraints.reserved_bytes")
+        object.__setattr__(self, "reserved_bytes", reserved)
         require_within(self, "constraints", reserved_bytes=(0, MOST_BYTES))
         for name, form in _FORMS.items():
             try:
-                object.__setattr__(self, name, typed(getattr(self, name), types[name], f"constraints.{name}"))
+                object.__setattr__(self, name, tuple(self._entries(name)))
             except ShardCoreError as error:
                 raise ShardCoreError(f"{error}, such as {form}") from None
         pairs = {"pinned": self.pinned, "kinds": self.kinds, "min_widths": self.min_widths}
@@ -80,6 +79,16 @@ class Constraints:
                 require(n == 1, f"constraints.{name} has table {table!r} twice; it needs to be there once")
         kinds = tuple((table, tuple(dict.fromkeys(kinds))) for table, kinds in self.kinds)
         object.__setattr__(self, "kinds", kinds)
+
+    def _entries(self, name: str) -> Iterator[Any]:
+        """Entries of a field, each of its annotated type. Raises ShardCoreError naming the table."""
+        what, [kind, _] = f"constraints.{name}", get_args(type_hints(Constraints)[name])
+        for entry in typed(getattr(self, name), tuple[Any, ...], what):
+            if name in ("unsplit", "together"):
+                yield typed(entry, kind, f"an entry of {what}")
+            else:
+                table, value = typed(entry, tuple[str, Any], f"an entry of {what}")
+                yield table, typed(value, get_args(kind)[1], f"{what} of table {table!r}")
 
     def among(self, names: Collection[str]) -> Constraints:
         """Constraints of some of the tables."""

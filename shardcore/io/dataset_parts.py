@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.core.validation import shown
-from shardcore.io import files
+from shardcore.io import writing
 from shardcore.io.schema import MOST_FILE_BYTES, names_in, read_bytes
 
 MEASUREMENT_VERSIONS = {"compute": 2, "comm": 3}
@@ -134,7 +134,7 @@ def write_part(folder: str | Path, kind: str, rows: list[Row]) -> Path:
     path = Path(folder) / f"{kind}-{hashlib.sha256(content).hexdigest()[:24]}.parquet"
     # A part that cannot be read would spoil its dataset.
     _bounded(content, path)
-    files.write_atomic(path, content)
+    writing.write_atomic(path, content)
     return path
 
 

@@ -1,4 +1,4 @@
-"""What our JSON files share: a schema, its version, and a digest, which an edited file does not match."""
+"""Envelope of our JSON files: a schema, its version, and a digest, which an edited file does not match."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ VERSIONS = {
     "row-counts": 1,
     "rows": 1,
     "rows-complete": 1,
+    "replays": 3,
 }
-"""By schema. No other version is read."""
+"""Version of each schema. No other is read."""
 
 
 def digest(value: Any) -> str:
@@ -39,7 +40,7 @@ def document(schema: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_document(path: str | Path, schema: str) -> bool:
-    """Whether a file says that it is of a schema."""
+    """Tell if a file has a schema."""
     try:
         data = read_json(path)
     except ShardCoreError:
@@ -52,7 +53,7 @@ def open_document(path: str | Path, schema: str) -> dict[str, Any]:
 
 
 def opened(data: Any, schema: str, path: str | Path) -> dict[str, Any]:
-    """The same of a document that was read from a path."""
+    """The body of a document that was read from a path. Raises ShardCoreError for another schema or version."""
     if not isinstance(data, dict) or data.get("schema") != f"shardcore/{schema}":
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         grouped = ": it is of one sharding group, which only price and export read" * (

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.io import files
+from shardcore.io import writing
 from shardcore.io.envelope import digest, document, open_document, seal, unseal
 from shardcore.io.schema import read_bytes
 
@@ -26,8 +26,8 @@ def write_model(
     from safetensors.numpy import save
 
     weights = save({k: np.ascontiguousarray(v) for k, v in tensors.items()})
-    files.write_atomic(Path(folder) / MODEL_WEIGHTS, weights)
-    files.write_json(
+    writing.write_atomic(Path(folder) / MODEL_WEIGHTS, weights)
+    writing.write_json(
         Path(folder) / f"{schema}.json",
         document(schema, seal({**meta, "weights_sha256": hashlib.sha256(weights).hexdigest()})),
     )

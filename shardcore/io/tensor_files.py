@@ -15,9 +15,9 @@ import numpy as np
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.io.envelope import document, opened, seal, unseal
-from shardcore.io.files import write_atomic
 from shardcore.io.model_files import UNREADABLE
 from shardcore.io.schema import parse_json, read, require_file
+from shardcore.io.writing import write_atomic
 
 _META, _DIGESTS = "shardcore", "tensors_sha256"
 

@@ -13,7 +13,7 @@ from typing import Any
 from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.extras import extras_named
 from shardcore.core.validation import require_type, shown
-from shardcore.io import files
+from shardcore.io import writing
 from shardcore.io.schema import ABSENT
 
 
@@ -123,7 +123,7 @@ def write(at: Place, content: bytes) -> None:
         with plain_errors(at):
             if at.exists() and not at.is_file():
                 raise ShardCoreError(f"cannot write {at}: it is no regular file; remove it")
-        files.write_atomic(at, content)
+        writing.write_atomic(at, content)
         return
     try:
         at.call("pipe_file", content)

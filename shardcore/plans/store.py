@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import is_path_name, shown
-from shardcore.io import files, schema
+from shardcore.io import files, schema, writing
 from shardcore.io.envelope import seal, unseal
 from shardcore.plans import decisions, places
 from shardcore.plans.decisions import Decision, require_id
@@ -78,8 +78,7 @@ def read_plan(root: str | Path, name: str, version: str | None = None) -> tuple[
     if not files.DIGEST.fullmatch(version) or not has(root, name, version):
         found = _versions(home)
         raise ShardCoreError(
-            f"problem {name!r} has no version {shown(version)} in {root}; there are "
-            f"{', '.join(found) or 'none'}"
+            f"problem {name!r} has no version {shown(version)} in {root}; there are {', '.join(found) or 'none'}"
         )
     return _load(_version(home, version), name)
 
@@ -286,10 +285,10 @@ def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any],
         folder = _own(_own(_home(root, problem.name) / "versions") / version)
         of_page = {"page_sha256": _sha256(page.encode())} if page else {}
         contents = {
-            "problem.json": files.json_bytes(files.problem_to_json(problem)),
-            COST: files.json_bytes(seal({**cost, **of_page})),
+            "problem.json": writing.json_bytes(files.problem_to_json(problem)),
+            COST: writing.json_bytes(seal({**cost, **of_page})),
             **({PAGE: page.encode()} if page else {}),
-            "plan.json": files.json_bytes(files.plan_to_json(plan, problem)),
+            "plan.json": writing.json_bytes(files.plan_to_json(plan, problem)),
         }
         for name, content in contents.items():  # plan.json comes last and completes the version
             places.write(folder / name, content)
@@ -313,7 +312,7 @@ def record(root: str | Path, decision: Decision) -> None:
             f"last one in {root}; another publisher was faster, so publish again"
         )
     folder = _own(home / "decisions")
-    places.write(folder / f"{decision.id}.json", files.json_bytes(decision.document()))
+    places.write(folder / f"{decision.id}.json", writing.json_bytes(decision.document()))
     places.write(home / _POINTER, f"{decision.id}\n".encode())
 
 
@@ -332,8 +331,8 @@ def prune(root: str | Path, name: str, keep: int) -> list[str]:
     if isinstance(home, Path):
         with places.plain_errors(home):
             for path in list(home.rglob(".*.tmp")):  # rglob follows no links
-                if files.UNFINISHED.fullmatch(path.name):
-                    files.remove_unfinished(path)
+                if writing.UNFINISHED.fullmatch(path.name):
+                    writing.remove_unfinished(path)
     gone = [version for version in _versions(home) if version not in named]
     for version in gone:
         places.remove(_version(home, version) / "plan.json")  # first, as it makes the version

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from shardcore.core.types import Problem
 from shardcore.plans.hot_drift import HotDrift
 from shardcore.report.text import text_table
-from shardcore.search.decisions.driver import Found, Outcome
-from shardcore.search.decisions.ledger import Ledger
-from shardcore.search.decisions.memory_tiers import gains_ms, tiers_of
+from shardcore.search.decisions.driver import Found, Ledger, Outcome
+from shardcore.search.decisions.memory_tiers import gains_ms, link_ms, tiers_of
 from shardcore.search.decisions.provision import Provision, best_of_each, frontier
 from shardcore.step.memory import gib
 from shardcore.tables.hot_rows import HOT
@@ -128,7 +127,7 @@ def tiers_report(problem: Problem) -> str:
     """The tables that are not all in device memory, by what crosses the link for them, most first; and what
     more memory would bring."""
     found = tiers_of(problem)
-    some = sorted((t for t in found.tiers if t.table.in_host_memory), key=lambda t: -t.link_bytes)
+    some = sorted((t for t in found if t.table.in_host_memory), key=lambda t: -t.link_bytes)
     if not some:
         return "All rows fit in device memory."
     rows = [
@@ -147,7 +146,7 @@ def tiers_report(problem: Problem) -> str:
             text_table(("table", "kernel", "weights", "rows cached", "MB over the link"), rows),
             "",
             f"{len(some)} of {len(problem.tables)} tables are not all in device memory. Each step "
-            f"{found.link_bytes / 1e6:,.1f} MB cross the link: {found.link_ms:,.3f} ms at least, at "
+            f"{sum(t.link_bytes for t in found) / 1e6:,.1f} MB cross the link: {link_ms(problem):,.3f} ms at least, at "
             f"{' and '.join(f'{x.gbps:g}' for x in problem.topology.memory)} GB/s a device (given).",
             "",
             text_table(("more device memory", "ms saved"), more),

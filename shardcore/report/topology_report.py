@@ -1,4 +1,4 @@
-"""What was found of ranks and their links: the problem with it, the order of ranks, and lines for people."""
+"""Measured links between ranks: the problem with them, the order of ranks, and lines for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardcore.io import files
+from shardcore.io import files, writing
 from shardcore.measure.rank_order import order, problem_of
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def write(
     """
     files.write_problem(out, problem_of(found.levels, found.links, problem))
     if ranks:
-        files.write_json(
+        writing.write_json(
             ranks,
             {
                 "order": list(order(found.levels, len(found.pair_ms))),
@@ -37,7 +37,7 @@ def write(
 
 
 def lines(found: Found) -> list[str]:
-    """What was found, for people."""
+    """Groups, links and order of ranks, for people."""
     arranged, told = order(found.levels, len(found.pair_ms)), []
     for groups in found.levels:
         shown = "; ".join(" ".join(map(str, group)) for group in groups[:8]) + "; ..." * (len(groups) > 8)

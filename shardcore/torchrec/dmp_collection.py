@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
 from shardcore.core.validation import MOST_DEVICES, require, require_within, shown
-from shardcore.io import files, schema
+from shardcore.io import files, schema, writing
 from shardcore.step.sharding_groups import CONTIGUOUS, MOST_SYNC_EVERY, GroupedPlan, per_host
 from shardcore.torchrec import fields
 from shardcore.torchrec.plan_files import from_json, to_json
@@ -103,7 +103,7 @@ def write_dmp_collection(path: str | Path, arguments: Mapping[str, Any], sync_ev
         "sync_every": sync_every,
         "modules": to_json(arguments["plan"]),
     }
-    files.write_json(path, {"schema": SCHEMA, "version": VERSION, "digest": files.digest(body), **body})
+    writing.write_json(path, {"schema": SCHEMA, "version": VERSION, "digest": files.digest(body), **body})
 
 
 def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:

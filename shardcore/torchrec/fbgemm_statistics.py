@@ -37,7 +37,7 @@ from shardcore.core.access_statistics import REUSE_BINS, Reuse
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
 from shardcore.core.validation import MOST_BATCH, MOST_POOLING, shown
-from shardcore.io import files, schema
+from shardcore.io import schema, writing
 from shardcore.step.access import BIN_HIGH
 from shardcore.torchrec.modules import path_in_model
 
@@ -106,7 +106,7 @@ def write_tables_of_ops(model: nn.Module, folder: str | Path) -> None:
             # Data-parallel lookups are wrapped in DDP, hence `module`.
             for kernel in getattr(getattr(lookup, "module", lookup), "_emb_modules", ()):
                 if uuid := getattr(getattr(kernel, "emb_module", None), "uuid", None):
-                    files.write_json(
+                    writing.write_json(
                         Path(folder) / TABLES.format(op=uuid),
                         [
                             asdict(_part(path_in_model(path, model), table))

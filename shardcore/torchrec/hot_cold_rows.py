@@ -26,9 +26,9 @@ from torch import nn
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import shown
 from shardcore.io.envelope import document, open_document, opened, seal, unseal
-from shardcore.io.files import write_atomic, write_json
 from shardcore.io.model_files import UNREADABLE
 from shardcore.io.schema import build, parse_json, require_file
+from shardcore.io.writing import write_atomic, write_json
 from shardcore.tables.hot_rows import COLD
 from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection, hot_cold_modules
 from shardcore.torchrec.modules import path_in_model
@@ -311,9 +311,8 @@ def _read(path: Path, digest: str, tables: Collection[str]) -> _Part | None:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tuple(tensor.shape) not in ((len(ids),), (len(ids), hi - lo)):
             raise ShardCoreError(
-                f"{path} has {shown(name)} {tensor.dtype} {list(tensor.shape)} for "
-                f"{len(ids)} rows and columns {lo} to {hi}; it needs numbers of rows or "
-                "cells"
+                f"{path} has {shown(name)} {tensor.dtype} {list(tensor.shape)} for {len(ids)} rows and columns {lo} to "
+                f"{hi}; it needs numbers of rows or cells"
             )
     return _Part(header.table, ids, (lo, hi), tensors)
 

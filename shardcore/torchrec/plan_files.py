@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_DEVICES, shown
-from shardcore.io import files, schema
+from shardcore.io import files, schema, writing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +35,7 @@ def write_torchrec(path: str | Path, plan: ShardingPlan, qcomms: QCommsConfig | 
     qcomms: precision of the job's collectives. TorchRec keeps it in sharders, not in the plan.
     """
     body = {"modules": to_json(plan)} | ({"qcomms": encode(qcomms, "qcomms")} if qcomms else {})
-    files.write_json(path, {"schema": SCHEMA, "version": VERSION, "digest": files.digest(body), **body})
+    writing.write_json(path, {"schema": SCHEMA, "version": VERSION, "digest": files.digest(body), **body})
 
 
 def read_torchrec(path: str | Path, module: nn.Module | None = None) -> ShardingPlan:
@@ -83,8 +83,7 @@ def _read(path: str | Path) -> dict[str, Any]:
         raise ShardCoreError(f"{path} has schema {shown(found)}; expected {SCHEMA!r}")
     if data.get("version") not in (1, VERSION):
         raise ShardCoreError(
-            f"{path} has version {shown(data.get('version'))} of {SCHEMA}; this "
-            f"ShardCore reads up to {VERSION}"
+            f"{path} has version {shown(data.get('version'))} of {SCHEMA}; this ShardCore reads up to {VERSION}"
         )
     body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
     # An edited plan could shard a table in a way that nobody priced.

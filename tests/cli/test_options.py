@@ -3,13 +3,13 @@
 import argparse
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from shardcore.cli import main, parser_of_all
+from shardcore.cli.options import outputs, path
 from shardcore.core.types import Placement, Plan, Shard
-from shardcore.io import files
+from shardcore.io import files, writing
 from shardcore.plans import store
 from shardcore.plans.decisions import Decision
 
@@ -23,10 +23,10 @@ def here(stored, problem, model, monkeypatch):
         files.write_problem(stored / name / "problem.json", problem)
         files.write_plan(stored / name / "plan.json", plan, problem)
     for file in model.iterdir():
-        files.write_atomic(stored / "m" / file.name, file.read_bytes())
+        writing.write_atomic(stored / "m" / file.name, file.read_bytes())
     (stored / "link").symlink_to("m")
     (stored / "loop").symlink_to("loop")
-    files.write_json(
+    writing.write_json(
         stored / "offers.json",
         {
             "schema": "shardcore/offers",
@@ -208,13 +208,10 @@ def test_every_path_that_a_command_writes_is_an_output():
         (name, a.dest)
         for name, p in parsers.items()
         for a in p._actions
-        if a.type is Path and (a.dest in ("out", "append", "page") or re.search(r"\bwrite\b", a.help or ""))
+        if a.type is path and (a.dest in ("out", "append", "page") or re.search(r"\bwrite\b", a.help or ""))
     }
     assert writes == {
-        (name, option)
-        for name, p in parsers.items()
-        for option in p.get_default("outputs")
-        if option in {a.dest for a in p._actions}
+        (name, option) for name, p in parsers.items() for option in outputs(p.get_default("options"))
     }
 
 

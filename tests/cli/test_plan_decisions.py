@@ -13,7 +13,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Table
 from shardcore.io import files
 from shardcore.io.grouped_plans import read_grouped
-from shardcore.search.decisions.tower_plans import as_planned
+from shardcore.search.decisions.towers import as_planned
 from shardcore.step.lower import lower
 
 MIB = 1 << 20

@@ -217,7 +217,7 @@ def exporting(stored):
 @pytest.mark.parametrize("module", ["", ".", "a..b", "a/b", " m", "m.", "\x1b[1m"])
 def test_what_cannot_be_a_path_of_a_module_is_refused(stored, exporting, capsys, module):
     assert main([*exporting, module]) == 1
-    assert capsys.readouterr().err.startswith("error: module is '")
+    assert "error: module is '" in capsys.readouterr().err
     assert not (stored / "torchrec.json").exists()
 
 

@@ -38,7 +38,7 @@ def test_it_writes_a_problem_with_hot_rows_and_its_plan(problem, model, tmp_path
     assert main(asked(tmp_path, model)) == 0
     out, err = capsys.readouterr()
     assert out.count("(best)") == 1 and "rows hot from" in out and "their lookups" in out
-    assert err.startswith("no hot rows: ")
+    assert "\nno hot rows: " in f"\n{err}"
     found = files.read_problem(tmp_path / "hot.json")
     lower(files.read_plan(tmp_path / "plan.json", found), found)
 

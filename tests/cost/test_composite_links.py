@@ -35,7 +35,7 @@ def ms(of: Problem, model=MODEL) -> np.ndarray:
 
 
 def test_a_device_takes_as_much_longer_as_its_bytes_take_on_the_link():
-    link = [tier.link_bytes / 2e6 for tier in tiers_of(TIERED).tiers]
+    link = [tier.link_bytes / 2e6 for tier in tiers_of(TIERED)]
     assert min(link[:2]) > 0 and link[2:] == [0, 0]
     assert ms(TIERED) - ms(PLAIN) == pytest.approx(link[:2])
     faster = replace(TIERED, topology=replace(TIERED.topology, memory=(Memory("host", 1 << 30, 4.0),)))

@@ -19,7 +19,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.cost import collective_model, features, neural
 from shardcore.cost.model import QuantileCostModel, at_confidence, group_costs, price
-from shardcore.io import files, model_files, schema
+from shardcore.io import files, model_files, schema, writing
 from shardcore.step.kinds import CHANNELS
 from shardcore.step.lower import lower
 
@@ -320,7 +320,7 @@ def test_a_model_file_runs_no_code(tmp_path, protocol):
         "weights_sha256": hashlib.sha256(weights).hexdigest()
     }
     meta["digest"] = files.digest({k: v for k, v in meta.items() if k not in ("schema", "version", "digest")})
-    files.write_json(tmp_path / "model/model.json", meta)
+    writing.write_json(tmp_path / "model/model.json", meta)
     with pytest.raises(ShardCoreError, match="weights.safetensors is not safetensors"):
         neural.load(tmp_path / "model")
     assert not ran.exists()

@@ -28,7 +28,7 @@ from scratch import Project, Server, copy_project, kill_group, timings, until, w
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.cost import fit, neural
-from shardcore.io import dataset, files, model_files, schema
+from shardcore.io import dataset, files, model_files, schema, writing
 from shardcore.plans import store
 from tasks import publish_claim, registry
 
@@ -335,7 +335,7 @@ def test_a_model_in_the_registry_that_would_run_code_is_refused_and_runs_none(
         "weights_sha256": hashlib.sha256(weights).hexdigest()
     }
     meta["digest"] = files.digest({k: v for k, v in meta.items() if k not in ("schema", "version", "digest")})
-    files.write_json(evil / "artifacts/model/model.json", meta)
+    writing.write_json(evil / "artifacts/model/model.json", meta)
     (evil / "code").mkdir()
     (evil / "code/evil.py").write_text(f"open({str(ran)!r}, 'w').write('ran')\n")
     (evil / "python_model.pkl").write_bytes(weights)

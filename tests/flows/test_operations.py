@@ -41,7 +41,7 @@ from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.cost import fit, neural
-from shardcore.io import dataset, files
+from shardcore.io import dataset, files, writing
 from shardcore.plans import store
 from shardcore.search import Budget
 from shardcore.search.explain import explain
@@ -405,7 +405,7 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(
             for o in stage.get(kind, ())
         ):
             if not out.exists():
-                files.write_atomic(out if out.suffix else out / "part.json", b"{}")
+                writing.write_atomic(out if out.suffix else out / "part.json", b"{}")
     project.run("dvc", "commit", "--force")  # so all of it counts as made by the stages
     project.run("dvc", "remote", "add", "--default", "store", str(project.folder / "remote"))
     for key, value in (("name", "t"), ("email", "t@example.org")):

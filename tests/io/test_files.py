@@ -19,7 +19,7 @@ from shardcore.core.job import Job
 from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.io import files, model_files
+from shardcore.io import files, model_files, writing
 from shardcore.step.lower import lower
 
 
@@ -114,7 +114,7 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
     data = files.problem_to_json(problem)
     del data["constraints"]
     given = {**data, **({"constraints": constraints} if constraints is not None else {})}
-    files.write_json(tmp_path / "p.json", given)
+    writing.write_json(tmp_path / "p.json", given)
     assert files.read_problem(tmp_path / "p.json").constraints.reserved_bytes == reserved
     files.write_problem(tmp_path / "q.json", problem)
     assert files.read_problem(tmp_path / "q.json") == problem
@@ -133,7 +133,7 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
             ["dense_forward_ms -2.0"],
         ),
         (lambda d: d.update(job={"dense_forward_ms": 2.0}), ["dense_backward_ms None", "both, or neither"]),
-        (lambda d: d["tables"][0].update(features=0), ["'cold'", "0 features", "1 to 10000"]),
+        (lambda d: d["tables"][0].update(features=0), ["'cold'", "features 0", "1 to 10,000"]),
         (lambda d: d["tables"][0].update(rows="many"), ["'cold'", "rows", "'many'", "whole number"]),
         (lambda d: d["tables"][0].update(row=3), ["'cold'", "unknown key 'row'"]),
         (lambda d: d["tables"][0].pop("dim"), ["'cold'", "lacks the key 'dim'"]),
@@ -163,28 +163,28 @@ def test_a_problem_that_does_not_say_what_is_reserved_keeps_a_share_for_the_dens
         (lambda d: d["constraints"].update(pinned=["hot"]), ["pinned is ['hot']", "object of tables"]),
         (
             lambda d: d["constraints"].update(pinned={"hot": 0}),
-            ["constraints", "'hot' pinned to 0", "a list"],
+            ["constraints", "pinned of table 'hot' is 0", "a list"],
         ),
-        (lambda d: d["constraints"].update(pinned={"hot": [True]}), ["'hot' pinned to [True]"]),
+        (lambda d: d["constraints"].update(pinned={"hot": [True]}), ["pinned of table 'hot'[0] is True"]),
         (
             lambda d: d["constraints"].update(kinds={"hot": "row"}),
-            ["table 'hot' by 'row'", "['row', 'column']"],
+            ["kinds of table 'hot' is 'row'", "a list of texts"],
         ),
         (
             lambda d: d["constraints"].update(kinds={"hot": ["row", "rows"]}),
             ["kinds of table 'hot' has 'rows'; known are column, row, host_row"],
         ),
         (lambda d: d["constraints"].update(kinds=["hot"]), ["kinds is ['hot']", "object of tables"]),
-        (lambda d: d["constraints"].update(min_widths={"hot": "8"}), ["min_widths '8'", "table 'hot'"]),
+        (lambda d: d["constraints"].update(min_widths={"hot": "8"}), ["min_widths of table 'hot' is '8'"]),
         (lambda d: d["constraints"].update(min_widths=8), ["min_widths is 8", "object of tables"]),
         (
             lambda d: d["constraints"].update(pinned={"hot": ["host-9"]}),
             ["'hot' to 'host-9'", "hosts host-0"],
         ),
         (lambda d: d["constraints"].update(pinned={"hut": [0]}), ["pins ['hut']"]),
-        (lambda d: d["constraints"].update(together={}), ["together is {}", "list of groups"]),
-        (lambda d: d["constraints"].update(together=["hot"]), ["together 'hot'", "a list"]),
-        (lambda d: d["constraints"].update(together=[["hot", "hot"]]), ["'hot' together twice"]),
+        (lambda d: d["constraints"].update(together={}), ["together is {}", "list of lists of texts"]),
+        (lambda d: d["constraints"].update(together=["hot"]), ["together[0] is 'hot'", "a list"]),
+        (lambda d: d["constraints"].update(together=[["hot", "hot"]]), ["together has table 'hot' twice"]),
     ],
 )
 def test_bad_problems_are_refused_by_name(problem_path, edit, named):
@@ -261,7 +261,7 @@ def test_files_have_a_line_for_each_record_and_no_slow_indents(problem, tmp_path
     lines = (tmp_path / "problem.json").read_text().splitlines()
     assert sum('"pooling": ' in line for line in lines) == len(problem.tables) and ' "tables": [' in lines
     odd = {"a": {}, "b": [], "c": [[], {}, 1], "d": {"e": (1, None)}, "f": [{"g": [{}]}], 'h"': "i\n"}
-    assert json.loads(files.json_bytes(odd)) == {**odd, "d": {"e": [1, None]}}
+    assert json.loads(writing.json_bytes(odd)) == {**odd, "d": {"e": [1, None]}}
 
 
 def test_a_plan_is_of_its_problem_as_it_was_not_of_its_name(problem, tmp_path):
@@ -308,7 +308,7 @@ def test_a_plan_that_is_none_of_the_problem_is_refused_with_its_file(problem, tm
     path, data = tmp_path / "plan.json", files.plan_to_json(whole(problem), problem)
     change(data["placements"])
     body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
-    files.write_json(path, {**data, "digest": files.digest(body)})
+    writing.write_json(path, {**data, "digest": files.digest(body)})
     with pytest.raises(ShardCoreError) as error:
         plan = files.read_plan(path, problem)
         with files.validating(path):
@@ -384,7 +384,7 @@ def test_a_model_file_whose_digest_is_right_runs_no_code(tmp_path, written):
         "weights_sha256": hashlib.sha256(content).hexdigest()
     }
     meta["digest"] = files.digest({k: v for k, v in meta.items() if k not in ("schema", "version", "digest")})
-    files.write_json(tmp_path / model_files.MODEL_JSON, meta)
+    writing.write_json(tmp_path / model_files.MODEL_JSON, meta)
     with pytest.raises(ShardCoreError, match="weights.safetensors is not safetensors"):
         model_files.read_model(tmp_path)
     assert not ran.exists()
@@ -405,10 +405,10 @@ def test_a_models_digest_is_of_its_weights_and_what_it_says_of_them_not_of_where
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "f"
-    files.write_atomic(path, b"old")
-    monkeypatch.setattr(files.os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "no space left")))
+    writing.write_atomic(path, b"old")
+    monkeypatch.setattr(writing.os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "no space left")))
     with pytest.raises(ShardCoreError, match="cannot write .*: no space left"):
-        files.write_atomic(path, b"new")
+        writing.write_atomic(path, b"new")
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
@@ -423,21 +423,21 @@ def test_a_table_needs_no_access_statistics_but_needs_to_be_an_object():
 def test_writing_leaves_what_a_link_of_its_temporary_name_leads_to(tmp_path):
     (tmp_path / "precious").write_text("1")
     (tmp_path / f".a.json.{os.getpid()}.tmp").symlink_to(tmp_path / "precious")
-    files.write_json(tmp_path / "a.json", 2)
+    writing.write_json(tmp_path / "a.json", 2)
     assert (tmp_path / "precious").read_text() == "1"
     assert (tmp_path / "a.json").read_text() == "2\n" and not (tmp_path / "a.json").is_symlink()
 
 
 SLOW_WRITER = """
 import os, sys, time
-from shardcore.io import files
+from shardcore.io import writing
 real = os.fsync
 def slow(fd):
     print("writing", flush=True)
     sys.stdin.readline()
     real(fd)
 os.fsync = slow
-files.write_atomic(sys.argv[1], b"slow")
+writing.write_atomic(sys.argv[1], b"slow")
 """
 
 
@@ -460,7 +460,7 @@ def test_what_a_killed_writer_left_goes_and_what_a_living_one_writes_stays(tmp_p
     (tmp_path / ".other.json.1.tmp").write_text("of another file")
     (tmp_path / ".plan.json.1.tmp").symlink_to(tmp_path / ".plan.json.notes")
     assert left.exists()
-    files.write_atomic(path, b"quick")
+    writing.write_atomic(path, b"quick")
     assert not left.exists() and living.exists() and path.read_bytes() == b"quick"
     writers[1].communicate("go on\n")
     assert path.read_bytes() == b"slow"
@@ -478,7 +478,7 @@ def test_a_device_or_pipe_is_written_to_and_stays(tmp_path):
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        files.write_json(pipe, {"a": 1})
+        writing.write_json(pipe, {"a": 1})
         assert json.loads(os.read(reader, 100)) == {"a": 1} and stat.S_ISFIFO(os.stat(pipe).st_mode)
     finally:
         os.close(reader)
@@ -488,5 +488,5 @@ def test_standard_output_is_written_to_also_where_it_is_a_file(tmp_path):
     shown, link = tmp_path / "shown", tmp_path / "stdout"
     with open(shown, "w") as f:
         link.symlink_to(f"/proc/self/fd/{f.fileno()}")
-        files.write_json(link, {"a": 1})
+        writing.write_json(link, {"a": 1})
         assert link.is_symlink() and json.loads(shown.read_text()) == {"a": 1}

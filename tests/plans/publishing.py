@@ -1,7 +1,7 @@
 """Plans published by hand, for the tests of the store."""
 
 from shardcore.core.types import Placement, Plan, Shard
-from shardcore.io import files
+from shardcore.io import files, writing
 from shardcore.plans import store
 from shardcore.plans.decisions import Decision
 
@@ -35,5 +35,5 @@ def sealed_decision(root, name, decision, **changes):
     """Make a changed decision the last one, under the name of its own digest, as an attacker can."""
     document = {**decision.document(), **changes}
     found = files.digest(document)
-    files.write_json(root / name / "decisions" / f"{found}.json", document)
+    writing.write_json(root / name / "decisions" / f"{found}.json", document)
     (root / name / "current").write_text(f"{found}\n")

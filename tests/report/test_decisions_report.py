@@ -1,7 +1,7 @@
 """The ledger of decisions in words."""
 
 from shardcore.report.decisions_report import MOST_ENTRIES, has_choice, ledger_text
-from shardcore.search.decisions.ledger import Entry, Ledger
+from shardcore.search.decisions.driver import Entry, Ledger
 
 INNER = Ledger("memory tiers", "all", "least ms of 1 with a plan", (Entry("all", 2.0, 0.5, 10),))
 

@@ -18,7 +18,7 @@ from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.io import envelope, files
+from shardcore.io import envelope, writing
 from shardcore.io.hot_ids import HotIds
 from shardcore.search import SHARDERS, Budget
 from shardcore.tables.hot_rows import with_hot_rows
@@ -275,7 +275,7 @@ def test_rows_whose_digests_are_right_but_cannot_be_are_refused(tmp_path, change
     body = json.loads(complete.read_text())
     body["files"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
     del body["digest"], body["schema"], body["version"]
-    files.write_json(complete, envelope.document("rows-complete", envelope.seal(body)))
+    writing.write_json(complete, envelope.document("rows-complete", envelope.seal(body)))
     with pytest.raises(ShardCoreError, match=said):
         load_rows(HotColdEmbeddingCollection(CONFIGS, {"h": HOT}), tmp_path / "rows")
 

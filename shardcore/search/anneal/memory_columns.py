@@ -23,7 +23,7 @@ from shardcore.step.memory_account import sums_of
 from shardcore.step.memory_timeline import BATCHES, IDS_ALIVE
 from shardcore.step.op_limits import most_features
 from shardcore.step.output_bytes import table_output_rows
-from shardcore.step.shard_memory import batch_bytes, bucketized_bytes, run_batches, stepped_bytes, table_order
+from shardcore.step.shard_memory import batch_bytes, bucketized_bytes, run_batches, scratch_bytes, table_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +165,7 @@ def batch_memory(
         ).reshape(len(layouts), len(cache)),
         "stepped": np.array(
             [
-                [stepped_bytes(y, Shard.whole(cache.table(s)), problem) for s in range(len(cache))]
+                [scratch_bytes(y, Shard.whole(cache.table(s)), problem) for s in range(len(cache))]
                 for y in layouts
             ],
             float,

@@ -27,7 +27,7 @@ from shardcore.search.state.shard_cost_cache import ShardCostCache, encoded
 from shardcore.search.state.shards import division, placed
 from shardcore.step.kinds import Group, Layout, even_share, run_of, runs_of
 from shardcore.step.memory import held_bytes
-from shardcore.step.memory_account import Turns
+from shardcore.step.memory_account import StageCoefficients
 from shardcore.step.op_limits import may_bind
 from shardcore.step.output_bytes import output_bytes
 
@@ -192,7 +192,7 @@ def space(
         *(id_rates(problem, model, layout) for layout in of_ids),
     ]
     number = {cache.table(s).name: s for s in range(len(cache))}
-    turns = Turns.of(of_ids, problem)
+    coefficients = StageCoefficients.of(of_ids, problem)
     tick()
     shared, parts = _shared(problem, model, cache, groups, everywhere, {t.name for t in by_rows}, of_ids)
     columns = Columns(problem, of_ids, cache.caches, may_bind(problem))
@@ -222,10 +222,10 @@ def space(
         **memory,
         **batch_memory(cache, groups, columns),
         **given(cache, groups, columns),
-        turn_sums=turns.sums,
-        turn_batch=turns.batch,
-        turn_phases=turns.phases,
-        sums_most=turns.most,
+        turn_sums=coefficients.sums,
+        turn_batch=coefficients.batch,
+        turn_phases=coefficients.phases,
+        sums_most=coefficients.most,
         kept=np.zeros((0, n_devices), np.int16),
         weight=np.zeros(0, np.int64),
         joint=np.zeros(0, np.int64),
@@ -233,7 +233,7 @@ def space(
         parameters=model.compiled().parameters,
         halves=halves,
     )
-    multiples = turns.most[[of_ids.index(layout) for layout in layouts]]
+    multiples = coefficients.most[[of_ids.index(layout) for layout in layouts]]
     shared_bytes = sums[..., :2].sum(-1) + (sums[..., 2:4] * multiples.reshape(-1, 1, 2)).sum(-1)
     return SearchSpace(
         problem,

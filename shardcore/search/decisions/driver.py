@@ -1,52 +1,108 @@
-"""One driver of all decisions that are made before a search.
+"""One driver of all decisions that are made before a search, and their ledger.
 
 A decision proposes problems. The driver has each searched, and gives the decision the outcome:
 
-    found = decide(problem, model, [Groups(sync_every=500), Tiers()], SHARDERS["portfolio"],
+    found = decide(problem, model, [Groups(sync_every=500), MemoryTiers()], SHARDERS["portfolio"],
                    budget=Budget(seconds=60))
     found.plan, found.problem, found.plan.provenance["decisions"]
 
-Decisions nest, by their level: each proposal of the first is decided on by the next. The last one's proposals
-go to the sharder.
+Decisions nest, by their level: each proposal of the first is decided on by the next.
+The last one's proposals go to the sharder.
 
 Seconds of a budget count for all searches together: each proposal gets an equal share of what is left.
-Evaluations count for each search. So the plan of a proposal is the one that its problem gets by itself with
-the same budget, and a decision that also proposes the problem as it is never makes a plan dearer.
+Evaluations count for each search. So the plan of a proposal is the one that its problem alone would get with
+the same budget, and a decision that also proposes the unchanged problem never makes a plan dearer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from shardcore.core import progress
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.types import Plan, Problem
-from shardcore.core.validation import require, require_type
+from shardcore.core.validation import require, require_type, shown
 from shardcore.cost.model import CostModel, require_model
+from shardcore.io.schema import build
 from shardcore.search.budget import Budget
-from shardcore.search.decisions.ledger import ENTRY, Entry, Ledger
 from shardcore.search.sharders import Sharder
 
+ENTRY = "decisions"
+"""The ledger's name in a plan's provenance."""
 _LEAST_S = 1e-3
 """Seconds of a search that begins when the time is up. It still gives a plan."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One proposal in a ledger.
+
+    proposed: the proposal in words.
+    ms: predicted cost of its plan. None: it has no plan.
+    seconds, evals: time and evaluations of its searches.
+    why: reason that it has no plan.
+    facts: numbers and texts that the decision knows of it, by name.
+    within: ledger of the decisions on this proposal.
+    """
+
+    proposed: str
+    ms: float | None
+    seconds: float
+    evals: int
+    why: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    within: Ledger | None = None
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The record of one decision, as a plan's provenance has it.
+
+    chosen: words of the proposal that won.
+    because: reason that it won.
+    """
+
+    decision: str
+    chosen: str
+    because: str
+    entries: tuple[Entry, ...]
+
+    def __post_init__(self) -> None:
+        require(
+            any(entry.proposed == self.chosen for entry in self.entries),
+            f"ledger of {self.decision} has chosen {self.chosen!r}, which it does not list",
+        )
+
+    @property
+    def best(self) -> Entry:
+        """The entry that won."""
+        return next(entry for entry in self.entries if entry.proposed == self.chosen)
+
+
+def ledger_of(provenance: Mapping[str, Any]) -> Ledger | None:
+    """The ledger in a plan's provenance. None: nothing was decided before its search.
+
+    Raises ShardCoreError for an entry that is no ledger.
+    """
+    return build(Ledger, provenance[ENTRY], f"provenance: {ENTRY}") if ENTRY in provenance else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
     """A problem that a decision proposes.
 
-    words: for people, different for each proposal of a decision.
-    problem: None: the proposal is refused.
-    refused: reason.
+    words: text for people, different for each proposal of a decision.
+    problem: the proposed problem. For a refused proposal, it is not searched.
+    refused: reason that it is refused. None: it is searched.
     more: proposals that may follow it, at most.
-    model: of its devices. None: the one of all.
+    model: cost model of its devices. None: the one of all.
     search: its sharder. None: the one of all.
     """
 
     words: str
-    problem: Problem | None
+    problem: Problem
     refused: ShardCoreError | None = None
     more: int = 0
     model: CostModel | None = None
@@ -58,9 +114,9 @@ class Found:
     """A plan, and the problem that it is a plan of.
 
     ms: cost, as the outermost decision counts it.
-    evals: of all searches.
-    ledger: of the outermost decision. None: nothing was decided.
-    outcomes: of its proposals.
+    evals: evaluations of all searches.
+    ledger: ledger of the outermost decision. None: nothing was decided.
+    outcomes: outcomes of its proposals.
     """
 
     problem: Problem
@@ -71,8 +127,10 @@ class Found:
     outcomes: tuple[Outcome, ...] = ()
 
     @property
-    def chosen(self) -> Proposal:
-        """The proposal of the outermost decision that won."""
+    def chosen(self) -> Any:
+        """The proposal of the outermost decision that won. Raises ShardCoreError if nothing was decided."""
+        if self.ledger is None:
+            raise ShardCoreError("nothing was decided before this search, so it has no chosen proposal")
         return next(x.proposal for x in self.outcomes if x.proposal.words == self.ledger.chosen)
 
 
@@ -81,7 +139,7 @@ class Outcome:
     """The plan that was found for a proposal, or the error that says why there is none."""
 
     proposal: Any
-    found: Found | None
+    found: Found | None = None
     error: ShardCoreError | None = None
     seconds: float = 0.0
 
@@ -99,12 +157,12 @@ class Outcome:
 class Decision:
     """A choice that is made before a search.
 
-    name: for people, of its proposals.
-    level: decisions nest by it. Devices come first, then tables, then their rows in device memory, then
+    name: plural noun for people.
+    level: order of nesting. Devices come first, then tables, then their rows in device memory, then
       where they may live: each needs what those before it decided.
     against: decisions that it cannot be combined with, by name, and why.
     changes: what its proposals change in the problem that a plan is of. "": nothing.
-    searches_all: whether proposals are searched even when time is up.
+    searches_all: True if proposals are searched even when time is up.
     """
 
     name: ClassVar[str]
@@ -118,14 +176,15 @@ class Decision:
     ) -> Generator[Proposal, Outcome, None]:
         """Propose problems. Each `yield` gives the outcome of the proposal.
 
-        model: for any problem. seconds: for all proposals together. None: no limit.
+        model: cost model for any problem.
+        seconds: time for all proposals together. None: no limit.
 
         Raises ShardCoreError for a problem that it has no proposals for.
         """
         raise NotImplementedError
 
     def adopt(self, proposal: Any, found: Found | None, model: CostModel) -> Found | None:
-        """Make of a found plan what it is to the decision. None: there is no plan."""
+        """Change a found plan into what it is to the decision. None: there is no plan."""
         return found
 
     def best(self, outcomes: Sequence[Outcome]) -> Outcome:
@@ -144,38 +203,39 @@ class Decision:
 def decide(
     problem: Problem,
     model: CostModel,
-    decisions: Sequence[Decision],
+    decisions: Iterable[Decision],
     search: Sharder,
     *,
     seed: int = 0,
     budget: Budget | None = None,
-    heard: Callable[[Outcome], None] = lambda outcome: None,
+    heard: Callable[[Outcome], None] | None = None,
 ) -> Found:
     """The cheapest plan of all that the decisions propose, and what it is a plan of.
 
     The plan's provenance has the ledger.
 
-    model: for any problem.
-    search: what the proposals are searched with.
-    heard: is called with each outcome of the outermost decision.
+    model: cost model for any problem.
+    search: sharder of the proposals.
+    heard: called with each outcome of the outermost decision.
 
     Raises ShardCoreError for decisions that cannot be combined, and as each of them does. If no proposal has
-    a plan, it raises what the search of the first raised, or Infeasible.
+    a plan, it raises the error of the first search, or Infeasible.
     """
     require_type(problem, Problem, "problem", "a Problem")
     require_model(model)
     require_type(decisions, Iterable, "decisions", "a list of decisions, such as [Groups()], or []")
     decisions = list(decisions)
-    for one in decisions:
-        require_type(one, Decision, "a decision", "a Decision, such as Groups()")
-    require_type(search, Callable, "search", 'a sharder, such as SHARDERS["portfolio"]')
+    for decision in decisions:
+        require_type(decision, Decision, "a decision", "a Decision, such as Groups()")
+    right = 'a sharder, such as SHARDERS["portfolio"]'
+    require(callable(search), f"search is {shown(search)}; it needs to be {right}")
     nested = sorted(decisions, key=lambda decision: decision.level)
-    for i, one in enumerate(nested):
-        for other in nested[i + 1 :]:
-            require(one.name != other.name, f"{one.name} were asked for twice; once is enough")
-            why = one.against.get(other.name) or other.against.get(one.name)
-            require(not why, f"{one.name} and {other.name} were both asked for; {why}, so leave one out")
-    found = _Task(nested, search, model, seed, budget, heard).found(problem)
+    for i, outer in enumerate(nested):
+        for inner in nested[i + 1 :]:
+            require(outer.name != inner.name, f"{outer.name} were asked for twice; once is enough")
+            why = outer.against.get(inner.name) or inner.against.get(outer.name)
+            require(not why, f"{outer.name} and {inner.name} were both asked for; {why}, so leave one out")
+    found = _Driver(nested, search, model, seed, budget, heard).found(problem)
     if found.ledger is None:
         return found
     provenance = {**found.plan.provenance, ENTRY: asdict(found.ledger)}
@@ -183,12 +243,12 @@ def decide(
 
 
 @dataclass(frozen=True)
-class _Task:
+class _Driver:
     """Decisions on a problem that are left, and its search.
 
-    model: for any problem.
+    model: cost model for any problem.
     budget: its seconds are for all that is left.
-    heard: is called with each outcome of the first decision.
+    heard: called with each outcome of the first decision.
     """
 
     decisions: Sequence[Decision]
@@ -196,93 +256,81 @@ class _Task:
     model: CostModel
     seed: int
     budget: Budget | None
-    heard: Callable[[Outcome], None]
+    heard: Callable[[Outcome], None] | None = None
 
     def found(self, problem: Problem) -> Found:
         if self.decisions:
-            return _chosen(self.decisions[0], self._outcomes(self.decisions[0], problem))
+            return _chosen(self.decisions[0], list(self._outcomes(self.decisions[0], problem)))
         model = self.model.for_problem(problem)
         problem.require_setting(model.setting)
         plan = self.search(problem, model, seed=self.seed, budget=self.budget)
-        return Found(
-            problem=problem,
-            plan=plan,
-            ms=plan.provenance["predicted_ms"],
-            evals=plan.provenance.get("evals", 0),
-        )
+        ms, evals = plan.provenance["predicted_ms"], plan.provenance.get("evals", 0)
+        return Found(problem=problem, plan=plan, ms=ms, evals=evals)
 
-    def _outcomes(self, decision: Decision, problem: Problem) -> list[Outcome]:
+    def _outcomes(self, decision: Decision, problem: Problem) -> Iterable[Outcome]:
         """The outcome of each proposal."""
-        outcomes: list[Outcome] = []
-        seconds, began = self.budget and self.budget.seconds, progress.clock()
-        steps = decision.proposals(problem, self.model, seconds)
+        budget, seconds, began = self.budget, self.budget and self.budget.seconds, progress.clock()
+        steps, any_plan = decision.proposals(problem, self.model, seconds), False
         proposal = next(steps, None)
         while proposal is not None:
-            budget, late = self.budget, False
-            if seconds is not None:
+            late = False
+            if budget and seconds is not None:
                 left = seconds - (progress.clock() - began)
                 budget = replace(budget, seconds=max(left, _LEAST_S) / (1 + proposal.more))
-                late = left <= 0 and not decision.searches_all and any(x.found for x in outcomes)
-            outcome = (
-                Outcome(proposal=proposal, found=None, error=Infeasible("no time was left for it"))
-                if late
-                else self._outcome(decision, proposal, budget)
-            )
-            outcomes.append(outcome)
-            self.heard(outcome)
+                late = left <= 0 and not decision.searches_all and any_plan
+            if late:
+                outcome = Outcome(proposal=proposal, error=Infeasible("no time was left for it"))
+            else:
+                outcome = self._outcome(decision, proposal, budget)
+            any_plan |= outcome.found is not None
+            if self.heard:
+                self.heard(outcome)
+            yield outcome
             try:
                 proposal = steps.send(outcome)
             except StopIteration:
-                break
-        return outcomes
+                return
 
     def _outcome(self, decision: Decision, proposal: Proposal, budget: Budget | None) -> Outcome:
-        task = _Task(
-            self.decisions[1:],
-            proposal.search or self.search,
-            proposal.model or self.model,
-            self.seed,
-            budget,
-            lambda outcome: None,
-        )
+        search, model = proposal.search or self.search, proposal.model or self.model
+        inner = _Driver(self.decisions[1:], search, model, self.seed, budget)
         began, found, error = progress.clock(), None, proposal.refused
         with progress.part(proposal.words):
-            # That a proposal has no plan is an answer: others may have one.
+            # A proposal without a plan is an answer: others may have one.
             try:
-                found = None if proposal.problem is None else task.found(proposal.problem)
+                found = None if error else inner.found(proposal.problem)
             except ShardCoreError as refused:
                 error = refused
-            found = decision.adopt(proposal, found, task.model)
-        return Outcome(
-            proposal=proposal, found=found, error=None if found else error, seconds=progress.clock() - began
-        )
+            found = decision.adopt(proposal, found, model)
+        seconds = progress.clock() - began
+        return Outcome(proposal=proposal, found=found, error=None if found else error, seconds=seconds)
 
 
 def _chosen(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
     """The choice of a decision, with its ledger. Raises ShardCoreError if no proposal has a plan."""
-    if not any(outcome.found for outcome in outcomes):
-        first = outcomes[0]
+    errors = [outcome.error for outcome in outcomes if outcome.error]
+    if len(errors) == len(outcomes):
         if len(outcomes) == 1:
-            raise first.error
-        kind = Infeasible if all(isinstance(x.error, Infeasible) for x in outcomes) else type(first.error)
-        raise kind(
+            raise errors[0]
+        infeasible = all(isinstance(error, Infeasible) for error in errors)
+        raise (Infeasible if infeasible else type(errors[0]))(
             f"none of {len(outcomes)} proposals of {decision.name} has a plan; "
-            f"{first.proposal.words}: {first.error}"
+            f"{outcomes[0].proposal.words}: {errors[0]}"
         )
     best = decision.best(outcomes)
+    assert best.found is not None
     entries = tuple(
         Entry(
-            outcome.proposal.words,
-            outcome.found.ms if outcome.found else None,
-            round(outcome.seconds, 3),
-            outcome.found.evals if outcome.found else 0,
-            str(outcome.error or ""),
-            decision.facts(outcome),
-            outcome.found.ledger if outcome.found else None,
+            proposed=outcome.proposal.words,
+            ms=outcome.found.ms if outcome.found else None,
+            seconds=round(outcome.seconds, 3),
+            evals=outcome.found.evals if outcome.found else 0,
+            why=str(outcome.error or ""),
+            facts=decision.facts(outcome),
+            within=outcome.found.ledger if outcome.found else None,
         )
         for outcome in outcomes
     )
     ledger = Ledger(decision.name, best.proposal.words, decision.because(outcomes), entries)
-    return replace(
-        best.found, ledger=ledger, outcomes=tuple(outcomes), evals=sum(entry.evals for entry in entries)
-    )
+    evals = sum(entry.evals for entry in entries)
+    return replace(best.found, ledger=ledger, outcomes=tuple(outcomes), evals=evals)

@@ -1,7 +1,7 @@
 """Sharding groups: their size and layout, by the cost of a step and of synchronising replicas.
 
-Each way to divide the devices gives a problem: that of one group (see shardcore/step/sharding_groups.py). A
-step of the whole job then takes
+Each way to divide the devices gives a problem: that of one group (see shardcore/step/sharding_groups.py).
+A step of the whole job then takes
 
     total = step of a group + time to synchronise / steps between two
 
@@ -62,9 +62,9 @@ is weighed against that of the sharder.
 class GroupedCost:
     """The cost of a step in groups.
 
-    step: of one group.
-    dense_gradients_ms: that gradients of replicated tables take longer among all devices than in a group.
-    sync_ms: one synchronisation of the replicas.
+    step: cost of a step of one group.
+    dense_gradients_ms: extra time of replicated tables' gradients among all devices, not only a group.
+    sync_ms: time of one synchronisation of the replicas.
     sync_every: steps from one to the next.
     """
 
@@ -141,14 +141,14 @@ class Groups(Decision):
         """Every size in both layouts, the largest first. All devices as one group are the plain problem."""
         ways = groupings(problem, self.sync_every, require_size(str(self.size), problem))
         for i, grouping in enumerate(ways):
-            refused = own = None
+            refused, proposed = None, problem
             try:
-                own = problem_of_group(problem, grouping)
+                proposed = problem_of_group(problem, grouping)
             except ShardCoreError as error:
                 refused = error
             yield InGroups(
                 words=words(grouping, problem),
-                problem=own,
+                problem=proposed,
                 refused=refused,
                 more=len(ways) - 1 - i,
                 whole=problem,
@@ -159,32 +159,24 @@ class Groups(Decision):
         """Count the synchronisation. A plan that deals bytes evenly is kept where it is cheaper in all."""
         if found is None:
             return None
-        whole, own, grouping = proposal.whole, found.problem, proposal.grouping
-        fitting, plans = model.for_problem(own), [found.plan]
+        whole, group, grouping = proposal.whole, found.problem, proposal.grouping
+        model, plans = model.for_problem(group), [found.plan]
         if grouping.size < len(whole.topology):
             with suppress(Infeasible):
-                plans.append(SHARDERS[EVEN_BYTES](own, fitting))
-        costs = [cost_of(GroupedPlan(grouping, plan, own), whole, fitting) for plan in plans]
+                plans.append(SHARDERS[EVEN_BYTES](group, model))
+        costs = [cost_of(GroupedPlan(grouping, plan, group), whole, model) for plan in plans]
         best = min(range(len(plans)), key=lambda i: costs[i].total_ms)
-        # Inner decisions change tables, and what is asked of them.
-        changed = replace(whole, tables=own.tables, constraints=own.constraints)
-        return FoundGroups(
-            **{**vars(found), "plan": plans[best], "ms": costs[best].total_ms},
-            whole=changed,
-            grouping=grouping,
-            cost=costs[best],
-        )
+        chosen = {**vars(found), "plan": plans[best], "ms": costs[best].total_ms}
+        # Inner decisions change tables and constraints.
+        whole = replace(whole, tables=group.tables, constraints=group.constraints)
+        return FoundGroups(**chosen, whole=whole, grouping=grouping, cost=costs[best])
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
         found = outcome.found
-        if found is None:
+        if not isinstance(found, FoundGroups):
             return {}
-        shares = [
-            used / max(1, free)
-            for used, free in zip(
-                used_bytes(found.plan, found.problem), held_bytes(found.problem), strict=True
-            )
-        ]
+        used, may_hold = used_bytes(found.plan, found.problem), held_bytes(found.problem)
+        shares = [n_bytes / max(1, free) for n_bytes, free in zip(used, may_hold, strict=True)]
         fullest = max(range(len(shares)), key=shares.__getitem__)
         return {
             "step ms": found.cost.step_ms,
@@ -196,32 +188,31 @@ class Groups(Decision):
 def cost_of(grouped: GroupedPlan, problem: Problem, model: CostModel) -> GroupedCost:
     """The cost of a step of a grouped plan.
 
-    problem: the whole. model: for the problem of a group.
+    problem: the problem of all devices.
+    model: cost model for the problem of a group.
     """
     topology, grouping = problem.topology, grouped.grouping
     step, dense, sync = price(lower(grouped.plan, grouped.problem), model), 0.0, 0.0
     if grouping.size < len(topology):
         if n_bytes := replicated_gradient_bytes(grouped.plan):
-            of_all, of_group = (
-                _comm_ms(_all_reduce(n_bytes, among, problem), model)
-                for among in (topology, grouped.problem.topology)
-            )
+            of_all = _comm_ms(_all_reduce(n_bytes, topology, problem), model)
+            of_group = _comm_ms(_all_reduce(n_bytes, grouped.problem.topology, problem), model)
             dense = max(0.0, of_all - of_group)
         # All devices average their weights, then their state. Each waits for the last.
-        sync = sum(
-            max((_comm_ms(part, model) for part in parts), default=0.0)
-            for parts in synchronisation(grouped, problem)
-        ) + _host_rows_ms(grouped)
+        for works in synchronisation(grouped, problem):
+            sync += max((_comm_ms(work, model) for work in works), default=0.0)
+        sync += _host_rows_ms(grouped)
     return GroupedCost(step, dense, sync, grouping.sync_every)
 
 
 def _host_rows_ms(grouped: GroupedPlan) -> float:
     """ms in which rows below device memory cross the link to devices and back. A law, as for cache misses."""
-    ms, topology = [0.0] * len(grouped.problem.topology), grouped.problem.topology
+    topology = grouped.problem.topology
+    ms, gbps = [0.0] * len(topology), {memory.tier: memory.gbps for memory in topology.memory}
     for placement in grouped.plan.placements:
         for device, shard in shards_on(placement):
             if n_bytes := host_bytes(shard, grouped.problem):
-                ms[device] += 2 * n_bytes / topology.memory_of(shard.table.tier).gbps / 1e6
+                ms[device] += 2 * n_bytes / gbps[shard.table.tier] / 1e6
     return max(ms)
 
 
@@ -229,27 +220,21 @@ def synchronisation(grouped: GroupedPlan, problem: Problem) -> tuple[list[Worklo
     """The all-reduces of a synchronisation: of weights, and then of optimizer state.
 
     One for each way in which replicas are spread over hosts, of the device with most bytes.
-    problem: the whole.
+
+    problem: the problem of all devices.
     """
-    topology = problem.topology
-    largest: dict[tuple[int, ...], tuple[int, int]] = {}
-    of_links: dict[tuple[int, ...], Topology] = {}
-    for (weights, state), devices in zip(
-        synced_bytes(grouped.plan, grouped.problem), replicas(topology, grouped.grouping), strict=True
-    ):
+    topology, group = problem.topology, grouped.problem
+    largest: dict[tuple[int, ...], tuple[int, int, Topology]] = {}
+    replicated, of_group = synced_bytes(grouped.plan, group), replicas(topology, grouped.grouping)
+    for (weights, state), devices in zip(replicated, of_group, strict=True):
         among = topology.among(devices)
-        # Replicas that are spread alike over hosts are priced once: the last of them counts.
+        # Replicas with the same spread over hosts are priced once: the last of them counts.
         spread = numbered([d.host for d in among.devices])
-        before = largest.get(spread, (0, 0))
-        largest[spread] = max(before[0], weights), max(before[1], state)
-        of_links[spread] = among
-    return tuple(
-        [
-            _all_reduce(both[i], of_links[spread], grouped.problem)
-            for spread, both in largest.items()
-            if both[i]
-        ]
-        for i in range(2)
+        most_weights, most_state, _ = largest.get(spread, (0, 0, among))
+        largest[spread] = max(most_weights, weights), max(most_state, state), among
+    return (
+        [_all_reduce(weights, among, group) for weights, _, among in largest.values() if weights],
+        [_all_reduce(state, among, group) for _, state, among in largest.values() if state],
     )
 
 

@@ -10,8 +10,8 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
+from shardcore.core.validation import require
 from shardcore.cost.model import CostModel
 from shardcore.search.decisions.driver import Decision, Outcome, Proposal
 from shardcore.step.lower import lower
@@ -19,14 +19,14 @@ from shardcore.step.memory import gib
 from shardcore.tables.hot_rows import heats, hot_counts, with_hot_rows
 
 _FACTOR = 4.0
-"""Between thresholds that are tried at first. Then its root, on both sides of the best of them."""
+"""Ratio of one threshold to the next. Then its root is tried on both sides of the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Threshold(Proposal):
-    """A problem with hot rows as tables of their own.
+    """A problem with hot rows as separate tables.
 
-    rows: hot rows by table.
+    rows: number of hot rows by table.
     """
 
     rows: Mapping[str, int]
@@ -49,26 +49,26 @@ class HotRows(Decision):
 
         Raises ShardCoreError for a problem without sequence tables, and as `heat_of` does.
         """
-        if not (known := heats(problem)):
-            raise ShardCoreError(
-                f"problem {problem.name!r} has no sequence tables that are looked up; only "
-                "those may have hot rows (docs/plan.md)"
-            )
+        known = heats(problem)
+        require(
+            bool(known),
+            f"problem {problem.name!r} has no sequence tables that are looked up; only "
+            "those may have hot rows (docs/plan.md)",
+        )
         outcomes: dict[float, Outcome] = {}
-        yielded: list[tuple[Mapping[str, int], Outcome]] = []
+        searched: list[tuple[Mapping[str, int], Outcome]] = []
 
         def outcome_of(threshold: float, more: int) -> Generator[Threshold, Outcome, Outcome]:
             rows = {} if threshold == math.inf else hot_counts(problem, threshold)
-            outcomes[threshold] = same = next((x for own, x in yielded if own == rows), None)
+            # Thresholds between the same two rows give the same problem.
+            same = next((outcome for before, outcome in searched if before == rows), None)
             if same is None:
-                outcomes[threshold] = yield Threshold(
-                    words=f"rows hot from {threshold:,.1f} lookups a batch" if rows else "no hot rows",
-                    problem=with_hot_rows(problem, rows),
-                    rows=rows,
-                    more=more,
-                )
-                yielded.append((rows, outcomes[threshold]))
-            return outcomes[threshold]
+                words = f"rows hot from {threshold:,.1f} lookups a batch" if rows else "no hot rows"
+                proposed = with_hot_rows(problem, rows)
+                same = yield Threshold(words=words, problem=proposed, rows=rows, more=more)
+                searched.append((rows, same))
+            outcomes[threshold] = same
+            return same
 
         least = max(1.0, len(problem.topology) / 2)
         falling = [max(least, max(float(heat.lookups.max()) for _, heat in known) / _FACTOR)]
@@ -78,7 +78,8 @@ class HotRows(Decision):
             falling = []
         yield from outcome_of(math.inf, len(falling) + 2 if falling else 0)
         for i, threshold in enumerate(falling):
-            if (yield from outcome_of(threshold, len(falling) - i + 1)).found is None:
+            outcome = yield from outcome_of(threshold, len(falling) - i + 1)
+            if outcome.found is None:
                 break
         best = min(outcomes, key=lambda threshold: outcomes[threshold].ms)
         if best < math.inf:

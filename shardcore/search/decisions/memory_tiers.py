@@ -1,44 +1,95 @@
-"""Memory tiers: which share of each table's rows lies in device memory, if not all tables fit there.
+"""Memory tiers: the rows of each table that lie in device memory, if not all tables fit there.
 
-The load factor of a table decides it (types.Table): 1 has all rows in device memory, a share has all rows in
+The load factor of a table says it (types.Table): 1 has all rows in device memory, a share has all rows in
 host memory and a cache of so many on the device, 0 has none there. TorchRec calls the kernels `fused`,
-`fused_uvm_caching` and `fused_uvm`. What then crosses the link to host memory is in tables/host_rows.py.
+`fused_uvm_caching` and `fused_uvm`. tables/host_rows.py tells what then crosses the link to host memory.
 
 Memory goes where a byte of it keeps most bytes off the link (RecShard, arXiv 2201.10095). It is counted over
-all devices together: a decision before the search for places. search/decisions/tiers.py does both.
+all devices together, before the search for places. At first less of it is shared out than there is, which
+leaves searches room to even out devices. After the search, a device's free memory goes to its tables.
 
 Shapes: N sizes of a cache.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
-from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.errors import Infeasible
 from shardcore.core.tiers import BELOW, TIERS
-from shardcore.core.types import Problem, Shard, Table
+from shardcore.core.types import Plan, Problem, Shard, Table
+from shardcore.core.validation import require
+from shardcore.cost.model import CostModel
+from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
+from shardcore.search.decisions.towers import as_planned
+from shardcore.search.state.shards import priced
 from shardcore.step import access
 from shardcore.step.kinds import WHOLE_ROWS, Layout, layout_of
-from shardcore.step.memory import gib, held_bytes, host_bytes, resident_bytes
+from shardcore.step.memory import gib, held_bytes, host_bytes, require_fits, resident_bytes, used_bytes
 from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.host_rows import link_bytes
 
+SHARES = (1.0, 0.97, 0.9, 0.75, 0.5)
+"""Shares of the memory for rows that are given to tables before the search."""
 _SIZES = 129
 """Sizes of a cache that are weighed for each table."""
 
 
+class MemoryTiers(Decision):
+    """Choose the rows of tables that lie in device memory, and those in that of hosts."""
+
+    name: ClassVar[str] = "memory tiers"
+    level: ClassVar[int] = 3
+    changes: ClassVar[str] = "load factors"
+
+    def proposals(
+        self, problem: Problem, model: CostModel, seconds: float | None
+    ) -> Generator[Proposal, Outcome, None]:
+        """A problem with load factors for each of SHARES. Equal ones are proposed once.
+
+        Raises Infeasible and ShardCoreError as `tiered` does.
+        """
+        share_of: dict[Problem, float] = {}
+        for_rows = tier_bytes(in_device_memory(problem))
+        for share in SHARES:
+            try:
+                share_of.setdefault(tiered(problem, (share - 1) * for_rows), share)
+            except Infeasible:
+                if not share_of:
+                    raise
+                break
+        for i, (proposed, share) in enumerate(share_of.items()):
+            words = f"{share:.0%} of the memory for rows shared out first"
+            yield Proposal(words=words, problem=proposed, more=len(share_of) - 1 - i)
+
+    def adopt(self, proposal: Proposal, found: Found | None, model: CostModel) -> Found | None:
+        if found is None:
+            return None
+        filled_up, plan = filled(found.plan, as_planned(found.plan, found.problem), model)
+        problem = replace(found.problem, tables=filled_up.tables)
+        return replace(found, problem=problem, plan=plan, ms=plan.provenance["predicted_ms"])
+
+    def facts(self, outcome: Outcome) -> Mapping[str, Any]:
+        problem = outcome.found.problem if outcome.found else outcome.proposal.problem
+        return {
+            "tables in host memory": sum(table.in_host_memory for table in problem.tables),
+            "MB over the link": sum(tier.link_bytes for tier in tiers_of(problem)) / 1e6,
+        }
+
+
 @dataclass(frozen=True)
 class Tier:
-    """Where a table's rows lie.
+    """The memories of a table's rows.
 
-    table: with the load factor.
-    device_bytes: of weights, cache and optimizer state in device memory.
-    host_bytes: of weights and state in host memory.
-    link_bytes: that cross the link in a step.
+    table: the table with its load factor.
+    device_bytes: bytes of weights, cache and optimizer state in device memory.
+    host_bytes: bytes of weights and state in host memory.
+    link_bytes: bytes that cross the link in a step.
     """
 
     table: Table
@@ -47,173 +98,121 @@ class Tier:
     link_bytes: float
 
 
-@dataclass(frozen=True)
-class Tiers:
-    """The tiers of a problem's tables, in its order.
-
-    problem: with their load factors.
-    """
-
-    problem: Problem
-    tiers: tuple[Tier, ...]
-
-    @property
-    def link_bytes(self) -> float:
-        return sum(tier.link_bytes for tier in self.tiers)
-
-    @property
-    def link_ms(self) -> float:
-        """Of a step, if all devices have as much of it: no plan has less."""
-        topology = self.problem.topology
-        return (
-            sum(
-                tier.link_bytes / topology.memory_of(tier.table.tier).gbps
-                for tier in self.tiers
-                if tier.link_bytes
-            )
-            / len(topology)
-            / 1e6
-        )
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(tier.device_bytes for tier in self.tiers)
+def tiers_of(problem: Problem) -> list[Tier]:
+    """The tiers of a problem's tables by their load factors, in its order."""
+    return [_tier_of(table, problem) for table in problem.tables]
 
 
-def decide(problem: Problem, more_bytes: float = 0) -> Tiers:
-    """The tiers of a problem's tables with the least bytes over the link. It forgets their load factors.
+def link_ms(problem: Problem) -> float:
+    """ms of a step in which rows cross the link, if all devices have as much of it: no plan has less."""
+    gbps = {memory.tier: memory.gbps for memory in problem.topology.memory}
+    total = sum(tier.link_bytes / gbps[tier.table.tier] for tier in tiers_of(problem) if tier.link_bytes)
+    return total / len(problem.topology) / 1e6
 
-    more_bytes: of device memory, all devices together, beyond what the problem has. Negative: less.
+
+def gains_ms(problem: Problem, gibs: Sequence[float]) -> list[float]:
+    """ms of link that so many GiB more of device memory would save in a step, all devices together."""
+    now = link_ms(tiered(problem))
+    return [now - link_ms(tiered(problem, more * 2**30)) for more in gibs]
+
+
+def tiered(problem: Problem, more_bytes: float = 0) -> Problem:
+    """The problem with the load factors that make the least bytes cross the link. It forgets its own.
+
+    more_bytes: device memory, all devices together, beyond what the problem has. Negative: less.
 
     Raises Infeasible if device memory does not even hold the inputs and outputs of a step, and if host memory
     does not hold the tables that are there. Raises ShardCoreError for a problem without host memory, and as
     `heat_of` does.
     """
-    problem = below(in_device_memory(problem))
+    problem = in_device_memory(problem)
     budget = tier_bytes(problem) + more_bytes
-    whole = [tier_of(table, problem) for table in problem.tables]
-    if sum(tier.device_bytes for tier in whole) <= budget:
-        return Tiers(problem, tuple(whole))
-    _require_host_memory(problem)
+    if sum(tier.device_bytes for tier in tiers_of(problem)) <= budget:
+        return problem
+    require(
+        bool(problem.topology.memory),
+        f"problem {problem.name!r} does not say what hosts have; its topology needs "
+        f"memory of tier {' or '.join(map(repr, BELOW))}",
+    )
     # Rows of all caches are as wide as the widest: any table may have one.
     cached = with_load_factors(problem, {table.name: 0.5 for table in problem.tables})
     choices = [choices_of(table, cached) for table in problem.tables]
     try:
-        return _within_host(water_filled(choices, _beside_none(problem, choices, budget)), problem)
+        _require_budget(choices, budget, problem)
+        return _on_hosts(water_filled(choices, budget), problem)
     except Infeasible as error:
         # A cache leaves its whole table in host memory. So what has no room there may fit without caches.
         try:
-            return _largest_to_host(problem, budget)
+            return _on_hosts(_without_caches(problem, budget), problem)
         except Infeasible:
             raise error from None
 
 
-def tiers_of(problem: Problem) -> Tiers:
-    """The tiers by the load factors that the problem has."""
-    return Tiers(problem, tuple(tier_of(table, problem) for table in problem.tables))
-
-
-def gains_ms(problem: Problem, gibs: Sequence[float]) -> list[float]:
-    """ms of link that so many GiB more of device memory would save in a step, all devices together."""
-    now = decide(problem).link_ms
-    return [now - decide(problem, more * 2**30).link_ms for more in gibs]
-
-
-def largest_to_host(problem: Problem) -> Tiers:
-    """What is usual instead: the largest tables go to host memory until the others fit.
-
-    Raises as `decide` does.
-    """
-    problem = below(in_device_memory(problem))
-    _require_host_memory(problem)
-    return _largest_to_host(problem, tier_bytes(problem))
-
-
-def _largest_to_host(problem: Problem, budget: float) -> Tiers:
-    """budget: of device memory."""
+def _without_caches(problem: Problem, budget: float) -> list[Tier]:
+    """The largest tables leave device memory as a whole, until the others fit."""
     choices = {table.name: choices_of(table, problem) for table in problem.tables}
-    left = _beside_none(problem, list(choices.values()), budget)
-    found = {name: of[0] for name, of in choices.items()}
-    left -= sum(tier.device_bytes for tier in found.values())
+    _require_budget(list(choices.values()), budget, problem)
+    tiers = {name: rising[0] for name, rising in choices.items()}
+    left = budget - sum(tier.device_bytes for tier in tiers.values())
     for table in sorted(problem.tables, key=lambda t: t.bytes):
         none, whole = choices[table.name][0], choices[table.name][-1]
         left -= whole.device_bytes - none.device_bytes
         if left < 0:
             break
-        found[table.name] = whole
-    return _within_host(list(found.values()), problem)
+        tiers[table.name] = whole
+    return list(tiers.values())
 
 
-def one_load_factor(problem: Problem) -> Tiers:
-    """What is simple instead: every table is cached, with the largest load factor of all that fits.
+def _require_budget(choices: Sequence[Sequence[Tier]], budget: float, problem: Problem) -> None:
+    """Raise Infeasible if device memory does not even hold tables that have no rows there."""
+    if (missing := sum(rising[0].device_bytes for rising in choices) - budget) > 0:
+        raise Infeasible(
+            f"problem {problem.name!r} lacks at least {gib(missing)} of device memory for "
+            "inputs, outputs and optimizer state of rows, with all rows in host memory: it "
+            "needs more devices, more memory, or a smaller batch"
+        )
 
-    Raises as `decide` does.
-    """
-    problem = below(in_device_memory(problem))
-    _require_host_memory(problem)
-    choices = [choices_of(table, problem) for table in problem.tables]
-    left = _beside_none(problem, choices, tier_bytes(problem))
 
-    def at(factor: float) -> list[Tier]:
-        return [
-            max(
-                (tier for tier in of if tier.table.load_factor <= factor),
-                key=lambda t: t.table.load_factor,
-                default=of[0],
-            )
-            for of in choices
-        ]
-
-    factors = sorted({tier.table.load_factor for of in choices for tier in of})
-    fits = bisect_right(factors, left, key=lambda f: sum(tier.device_bytes for tier in at(f)))
-    return _within_host(at(factors[max(0, fits - 1)]), problem)
+def _on_hosts(tiers: Sequence[Tier], problem: Problem) -> Problem:
+    """The problem with these tiers. Raises Infeasible if host memory does not hold them."""
+    in_host, memory = sum(tier.host_bytes for tier in tiers), problem.topology.memory[0]
+    if in_host > (capacity := len(problem.topology.hosts) * memory.bytes):
+        raise Infeasible(
+            f"problem {problem.name!r} would have {gib(in_host)} of tables in {TIERS[memory.tier].words}, "
+            f"which may hold {gib(capacity)}; it needs {gib(in_host - capacity)} more of it, or "
+            "more device memory"
+        )
+    return with_load_factors(problem, {tier.table.name: tier.table.load_factor for tier in tiers})
 
 
 def in_device_memory(problem: Problem) -> Problem:
-    """The problem with all rows in device memory."""
-    return with_load_factors(problem, {table.name: 1.0 for table in problem.tables})
-
-
-def below(problem: Problem) -> Problem:
-    """The problem with the fastest tier that its topology gives, for all rows that leave device memory."""
+    """The problem with all rows in device memory. Those that leave it go to the fastest tier below."""
     tier = next((memory.tier for memory in problem.topology.memory), BELOW[0])
-    if all(table.tier == tier for table in problem.tables):
-        return problem
-    return replace(problem, tables=tuple(replace(table, tier=tier) for table in problem.tables))
+    return replace(problem, tables=tuple(replace(t, load_factor=1.0, tier=tier) for t in problem.tables))
 
 
 def with_load_factors(problem: Problem, factors: Mapping[str, float]) -> Problem:
     """The problem with load factors of some tables, by name."""
-    return replace(
-        problem,
-        tables=tuple(
-            replace(t, load_factor=factors[t.name])
-            if factors.get(t.name, t.load_factor) != t.load_factor
-            else t
-            for t in problem.tables
-        ),
-    )
+    tables = (replace(t, load_factor=factors.get(t.name, t.load_factor)) for t in problem.tables)
+    return replace(problem, tables=tuple(tables))
 
 
 def tier_bytes(problem: Problem) -> float:
     """Bytes of device memory that weights, caches and state may take, on all devices together."""
-    held = sum(_rows_bytes(table, problem) for table in problem.tables)
-    taken, local = sum(table_bytes(t, problem) for t in problem.tables), local_batch_bytes(problem)
-    return sum(max(0, may_hold - local) for may_hold in held_bytes(problem)) - (taken - held)
+    rows = sum(_rows_bytes(table, problem) for table in problem.tables)
+    peaks, local = sum(table_bytes(t, problem) for t in problem.tables), local_batch_bytes(problem)
+    return sum(max(0, capacity - local) for capacity in held_bytes(problem)) - (peaks - rows)
 
 
-def tier_of(table: Table, problem: Problem) -> Tier:
-    """Where its rows lie by the load factor that it has."""
-    shard = Shard.whole(table)
-    cached = np.array([table.cached(table.rows)])
-    link = (
-        link_bytes(table, cached, problem.global_batch, problem.optimizer).sum()
-        if table.in_host_memory
-        else 0.0
-    )
-    asked = _kinds_of(table, problem)
-    on_devices = len(problem.topology) if asked and all(layout.local_batch for layout in asked) else 1
-    return Tier(table, on_devices * _rows_bytes(table, problem), host_bytes(shard, problem), float(link))
+def _tier_of(table: Table, problem: Problem) -> Tier:
+    link = 0.0
+    if table.in_host_memory:
+        cached = np.array([table.cached(table.rows)])
+        link = float(link_bytes(table, cached, problem.global_batch, problem.optimizer).sum())
+    kinds = _kinds_of(table, problem)
+    copies = len(problem.topology) if kinds and all(layout.local_batch for layout in kinds) else 1
+    on_host = host_bytes(Shard.whole(table), problem)
+    return Tier(table, copies * _rows_bytes(table, problem), on_host, link)
 
 
 def _rows_bytes(table: Table, problem: Problem) -> int:
@@ -226,94 +225,56 @@ def _kinds_of(table: Table, problem: Problem) -> list[Layout]:
 
 
 def choices_of(table: Table, problem: Problem) -> list[Tier]:
-    """What a table may have in device memory: no rows, a cache of some size, or all, in this order.
+    """The tiers that a table may have, by rising device bytes: no rows, a cache of some size, or all.
 
     All only, if the problem asks for kinds that TorchRec does not cache.
     """
-    whole = replace(table, load_factor=1.0)
-    if (asked := _kinds_of(table, problem)) and not any(layout.caches for layout in asked):
-        return [tier_of(whole, problem)]
+    whole = _tier_of(replace(table, load_factor=1.0), problem)
+    if (kinds := _kinds_of(table, problem)) and not any(layout.caches for layout in kinds):
+        return [whole]
     sizes = np.unique(np.geomspace(1, table.rows, _SIZES).astype(int))
-    # Nothing crosses the link for a table without lookups, so it needs no cache.
     least = [0] * bool(TIERS[table.tier].kernel)
-    sizes = np.append(least, sizes[sizes < table.rows] if access.lookups(table, problem.global_batch) else [])
+    # Nothing crosses the link for a table without lookups, so it needs no cache.
+    used = access.lookups(table, problem.global_batch)
+    sizes = np.append(least, sizes[sizes < table.rows] if used else [])
     link = link_bytes(table, sizes, problem.global_batch, problem.optimizer).sum(1)
-    found = []
+    choices = []
     for size, n_bytes in zip(sizes.tolist(), link.tolist(), strict=True):
-        tiered = replace(table, load_factor=size / table.rows)
-        shard = Shard.whole(tiered)
-        found.append(Tier(tiered, _rows_bytes(tiered, problem), host_bytes(shard, problem), n_bytes))
-    return [*found, tier_of(whole, problem)]
-
-
-def _require_host_memory(problem: Problem) -> None:
-    if not problem.topology.memory:
-        raise ShardCoreError(
-            f"problem {problem.name!r} does not say what hosts have; its topology needs "
-            f"memory of tier {' or '.join(map(repr, BELOW))}"
-        )
-
-
-def _beside_none(problem: Problem, choices: Sequence[Sequence[Tier]], budget: float) -> float:
-    """A budget of device bytes. Raises Infeasible if it does not even hold tables that have no rows there."""
-    if (missing := sum(of[0].device_bytes for of in choices) - budget) > 0:
-        raise Infeasible(
-            f"problem {problem.name!r} lacks at least {gib(missing)} of device memory for "
-            "inputs, outputs and optimizer state of rows, with all rows in host memory: it "
-            "needs more devices, more memory, or a smaller batch"
-        )
-    return budget
-
-
-def _within_host(tiers: Sequence[Tier], problem: Problem) -> Tiers:
-    in_host, hosts = sum(tier.host_bytes for tier in tiers), len(problem.topology.hosts)
-    memory = problem.topology.memory[0]
-    if in_host > (may_hold := hosts * memory.bytes):
-        raise Infeasible(
-            f"problem {problem.name!r} would have {gib(in_host)} of tables in "
-            f"{TIERS[memory.tier].words}, "
-            f"which may hold {gib(may_hold)}; it needs {gib(in_host - may_hold)} more of it, or "
-            "more device memory"
-        )
-    factors = {tier.table.name: tier.table.load_factor for tier in tiers}
-    return Tiers(with_load_factors(problem, factors), tuple(tiers))
+        cached = replace(table, load_factor=size / table.rows)
+        on_host = host_bytes(Shard.whole(cached), problem)
+        choices.append(Tier(cached, _rows_bytes(cached, problem), on_host, n_bytes))
+    return [*choices, whole]
 
 
 def water_filled(choices: Sequence[Sequence[Tier]], budget: float) -> list[Tier]:
     """One tier of each table, with the least bytes over the link together under a budget of device bytes.
 
-    choices: of each table, the first with the fewest device bytes.
+    choices: tiers of each table, the first with the fewest device bytes.
 
     Exact but for one step of one table: steps are taken in the order of bytes saved a byte, along each
     table's lower convex hull, and the first that does not fit is taken in part.
     """
-    hulls = [_hull(of) for of in choices]
-    steps = sorted(
-        (
-            (of[i].link_bytes - of[i + 1].link_bytes) / (of[i + 1].device_bytes - of[i].device_bytes),
-            -table,
-            -i,
-        )
-        for table, of in enumerate(hulls)
-        for i in range(len(of) - 1)
-    )[::-1]
-    found, stuck = [of[0] for of in hulls], set[int]()
-    left = budget - sum(tier.device_bytes for tier in found)
-    for _, table, i in steps:
-        now, then = found[-table], hulls[-table][1 - i]
-        if -table in stuck:
+    hulls = [_hull(tiers) for tiers in choices]
+    steps = [
+        (-_saved(hull[i], hull[i + 1]), table, i)
+        for table, hull in enumerate(hulls)
+        for i in range(len(hull) - 1)
+    ]
+    filled, stuck = [hull[0] for hull in hulls], set[int]()
+    left = budget - sum(tier.device_bytes for tier in filled)
+    for _, table, i in sorted(steps):
+        now, then = filled[table], hulls[table][i + 1]
+        if table in stuck:
             continue
         if then.device_bytes - now.device_bytes > left:
-            stuck.add(-table)
-            then = min(
-                (tier for tier in choices[-table] if tier.device_bytes <= now.device_bytes + left),
-                key=lambda tier: tier.link_bytes,
-            )
+            stuck.add(table)
+            fitting = [tier for tier in choices[table] if tier.device_bytes <= now.device_bytes + left]
+            then = min(fitting, key=lambda tier: tier.link_bytes)
             if then.link_bytes >= now.link_bytes:
                 continue
         left -= then.device_bytes - now.device_bytes
-        found[-table] = then
-    return found
+        filled[table] = then
+    return filled
 
 
 def _hull(tiers: Sequence[Tier]) -> list[Tier]:
@@ -329,4 +290,37 @@ def _hull(tiers: Sequence[Tier]) -> list[Tier]:
 
 
 def _saved(a: Tier, b: Tier) -> float:
+    """Bytes off the link that a byte of device memory saves."""
     return (a.link_bytes - b.link_bytes) / (b.device_bytes - a.device_bytes)
+
+
+def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Plan]:
+    """The problem and plan after a device's free memory went to tables that are only there.
+
+    Load factors of other tables stay. If the step is not predicted faster, nothing changes.
+    """
+    homes: dict[str, set[int]] = defaultdict(set)
+    for placement in plan.placements:
+        homes[placement.shard.table.name].update(placement.devices)
+    tables = {table.name: table for table in problem.tables}
+    on_device: dict[int, list[Table]] = defaultdict(list)
+    for name, devices in homes.items():
+        if len(devices) == 1 and tables[name].in_host_memory:
+            on_device[min(devices)].append(tables[name])
+    free = [may - used for may, used in zip(held_bytes(problem), used_bytes(plan, problem), strict=True)]
+    factors: dict[str, float] = {}
+    for device, here in on_device.items():
+        budget = sum(_rows_bytes(table, problem) for table in here) + free[device]
+        tiers = water_filled([choices_of(table, problem) for table in here], budget)
+        factors |= {tier.table.name: tier.table.load_factor for tier in tiers}
+    better = with_load_factors(problem, factors)
+    now = {table.name: table for table in better.tables}
+    moved = tuple(replace(p, shard=replace(p.shard, table=now[p.shard.table.name])) for p in plan.placements)
+    kept = {k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")}
+    try:
+        require_fits(Plan(moved), better)
+        faster = priced(moved, better, model.for_problem(better), **kept)
+    except Infeasible:
+        return problem, plan
+    is_faster = faster.provenance["predicted_ms"] < plan.provenance["predicted_ms"]
+    return (better, faster) if is_faster else (problem, plan)

@@ -1,9 +1,9 @@
 """Capacity planning: the cheapest cluster, of machines that can be had, that trains a problem fast enough.
 
-The question is that of Hercules (Ke et al., HPCA 2022). Each number of hosts of each offer is a problem of
-its own: the same tables and global batch, on its devices. Its plan is searched, and its step priced by the
-offer's cost model. A cluster has machines of one offer: TorchRec divides a batch evenly, so the slowest would
-hold up all.
+The question is that of Hercules (Ke et al., HPCA 2022). Each number of hosts of each offer is one problem:
+the same tables and global batch, on its devices. Its plan is searched, and its step priced by the offer's
+cost model. A cluster has machines of one offer: TorchRec divides a batch evenly, so the slowest would hold
+up all.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,15 +43,15 @@ MOST_PRICE = 1e9
 class Offer:
     """A type of machine.
 
-    name: of the offer.
-    devices: of one machine.
-    memory_bytes: of each device.
-    price_per_hour: of one machine, in any currency.
+    name: name of the offer.
+    devices: devices of one machine.
+    memory_bytes: memory of each device.
+    price_per_hour: price of one machine, in any currency.
     model: folder of the cost model of its devices.
     most_hosts: machines that can be had.
-    watts: of one machine. None: not known.
-    speed: of a device, relative to what the model was measured on.
-    links: of its devices, as in Topology.
+    watts: power of one machine. None: not known.
+    speed: speed of a device, relative to what the model was measured on.
+    links: links of its devices, as in Topology.
     """
 
     name: str
@@ -83,21 +84,17 @@ class Offer:
         self.topology(1)  # for its refusals
 
     def topology(self, hosts: int) -> Topology:
-        devices = tuple(
-            Device(self.memory_bytes, self.speed, f"host-{h}")
-            for h in range(hosts)
-            for _ in range(self.devices)
-        )
-        return Topology(devices, links=self.links)
+        on_hosts = ([Device(self.memory_bytes, self.speed, f"host-{h}")] * self.devices for h in range(hosts))
+        return Topology(tuple(chain.from_iterable(on_hosts)), links=self.links)
 
 
 @dataclass(frozen=True)
 class Target:
-    """The aim of a cluster. One of these.
+    """The aim of a cluster. Exactly one field is given.
 
-    step_ms: of a step, at most.
-    samples_per_s: at least.
-    price_per_hour: of the cluster, at most; the fastest that it buys is wanted.
+    step_ms: time of a step, at most.
+    samples_per_s: samples at least.
+    price_per_hour: price of the cluster, at most; the fastest that it buys is wanted.
     """
 
     step_ms: float | None = None
@@ -113,7 +110,7 @@ class Target:
 
     @property
     def given(self) -> tuple[str, float]:
-        """The one that is given: its name and value."""
+        """Name and value of the field that is given."""
         return next((k, v) for k, v in vars(self).items() if v is not None)
 
 
@@ -122,7 +119,7 @@ class Cluster(Proposal):
     """Some machines of an offer.
 
     problem: the tables on its devices.
-    plans: found for as many hosts of as many devices. It may have these, too.
+    plans: plans found for as many hosts of as many devices. It may have these, too.
     """
 
     offer: Offer
@@ -140,13 +137,6 @@ class Cluster(Proposal):
     def samples_per_s(self, step_ms: float) -> float:
         return 1e3 * self.problem.global_batch / step_ms
 
-    def meets(self, target: Target, step_ms: float) -> bool:
-        if target.price_per_hour is not None:
-            return self.price_per_hour <= target.price_per_hour
-        if target.step_ms is not None:
-            return step_ms <= target.step_ms
-        return self.samples_per_s(step_ms) >= target.samples_per_s
-
 
 @dataclass(frozen=True)
 class Offers:
@@ -158,7 +148,7 @@ class Offers:
         names = [offer.name for offer in self.offers]
         require(bool(names), "there are no offers; it needs one or more")
         twice = next((name for name in names if names.count(name) > 1), None)
-        require(twice is None, f"there are two offers {twice!r}; each needs a name of its own")
+        require(twice is None, f"there are two offers {twice!r}; each needs another name")
 
 
 def read_offers(path: str | Path) -> tuple[Offer, ...]:
@@ -169,7 +159,7 @@ def read_offers(path: str | Path) -> tuple[Offer, ...]:
 def clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:
     """Every number of hosts of every offer whose devices divide the batch evenly. Not searched yet.
 
-    A problem that keeps free what is the default on its own devices keeps free what is the default on theirs.
+    A problem that keeps free the default on its devices keeps free the default on theirs.
 
     Raises ShardCoreError for a problem whose constraints name devices.
     """
@@ -189,19 +179,15 @@ def clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:
                 # Names are limited to 100 characters, and to those of files. Offers have any.
                 offered = re.sub("[^A-Za-z0-9._-]+", "-", offer.name)
                 name = f"{problem.name[:60]}.{hosts}x{offered[:30]}"
-                yield Cluster(
-                    words=f"{hosts} x {offer.name!r}",
-                    offer=offer,
-                    hosts=hosts,
-                    problem=replace(problem, name=name, topology=offer.topology(hosts)),
-                )
+                on_hosts = replace(problem, name=name, topology=offer.topology(hosts))
+                yield Cluster(words=f"{hosts} x {offer.name!r}", offer=offer, hosts=hosts, problem=on_hosts)
 
 
 @dataclass(frozen=True)
 class Provision(Decision):
     """Choose the cluster to rent or buy.
 
-    models: by the offers' `model`.
+    models: cost models by the offers' `model`.
     """
 
     offers: Sequence[Offer]
@@ -225,23 +211,22 @@ class Provision(Decision):
         Raises SettingMismatch for a model of another setting than the problem's. Raises ShardCoreError where
         no number of hosts divides the batch, and as `clusters`.
         """
-        # Before any search: a model of another setting would end them all. Offers have hardware of their own.
+        # Before any search: a model of another setting would end them all. Offers have other hardware.
         anywhere = replace(problem, topology=replace(problem.topology, hardware=None))
         for offer in self.offers:
             anywhere.require_setting(self.models[offer.model].for_problem(anywhere).setting)
-        asked, plans = list(clusters(problem, self.offers)), defaultdict[tuple[int, int], list[Plan]](list)
+        proposed, plans = list(clusters(problem, self.offers)), defaultdict[tuple[int, int], list[Plan]](list)
         require(
-            bool(asked),
+            bool(proposed),
             f"problem {problem.name!r} has global_batch {problem.global_batch}, which no "
             f"number of hosts of offers {', '.join(offer.name for offer in self.offers)} divides evenly",
         )
-        for i, cluster in enumerate(asked):
-            alike = plans[cluster.hosts, cluster.offer.devices]
-            outcome = yield replace(
-                cluster, model=self.models[cluster.offer.model], more=len(asked) - 1 - i, plans=tuple(alike)
-            )
+        for i, cluster in enumerate(proposed):
+            same_size, model = plans[cluster.hosts, cluster.offer.devices], self.models[cluster.offer.model]
+            more = len(proposed) - 1 - i
+            outcome = yield replace(cluster, model=model, more=more, plans=tuple(same_size))
             if outcome.found and outcome.found.ledger is None:
-                alike.append(outcome.found.plan)
+                same_size.append(outcome.found.plan)
 
     def adopt(self, proposal: Cluster, found: Found | None, model: CostModel) -> Found | None:
         """The cheapest of the plan found and of other clusters' plans. So more memory is never dearer.
@@ -249,26 +234,22 @@ class Provision(Decision):
         Plans on which inner decisions were made are of other problems: none is proposed.
         """
         problem = found.problem if found else proposal.problem
-        own = model.for_problem(problem)
+        model, evals = model.for_problem(problem), found.evals if found else 0
         for plan in proposal.plans:
             if memory.fits(plan, problem):
-                kept = priced(
-                    plan.placements,
-                    problem,
-                    own,
-                    **{k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")},
-                )
-                ms = kept.provenance["predicted_ms"]
+                kept = {k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")}
+                plan = priced(plan.placements, problem, model, **kept)
+                ms = plan.provenance["predicted_ms"]
                 if found is None or ms < found.ms:
-                    found = Found(problem=problem, plan=kept, ms=ms, evals=found.evals if found else 0)
+                    found = Found(problem=problem, plan=plan, ms=ms, evals=evals)
         return found
 
     def best(self, outcomes: Sequence[Outcome]) -> Outcome:
         return best_of_each(outcomes, self.target)[0]
 
     def because(self, outcomes: Sequence[Outcome]) -> str:
-        key, asked = self.target.given
-        return f"{'fastest' if key == 'price_per_hour' else 'cheapest'} with {key} {asked:g}"
+        key, aim = self.target.given
+        return f"{'fastest' if key == 'price_per_hour' else 'cheapest'} with {key} {aim:g}"
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
         return {"price_per_hour": outcome.proposal.price_per_hour}
@@ -282,40 +263,38 @@ def best_of_each(outcomes: Sequence[Outcome], target: Target) -> list[Outcome]:
 
     Raises ShardCoreError where no cluster meets it, naming the nearest.
     """
+    key, aim = target.given
+
+    def value(outcome: Outcome) -> float:
+        cluster: Cluster = outcome.proposal
+        if key == "step_ms":
+            return outcome.ms
+        return cluster.price_per_hour if key == "price_per_hour" else cluster.samples_per_s(outcome.ms)
+
+    def rank(outcome: Outcome) -> tuple[float, ...]:
+        price, watts = outcome.proposal.price_per_hour, outcome.proposal.watts
+        watts = float("inf") if watts is None else watts
+        return (outcome.ms, price, watts) if key == "price_per_hour" else (price, watts, outcome.ms)
+
     planned = [x for x in outcomes if x.found]
-    meeting = sorted((x for x in planned if x.proposal.meets(target, x.ms)), key=lambda x: _rank(x, target))
+    meeting = [x for x in planned if (value(x) >= aim if key == "samples_per_s" else value(x) <= aim)]
     if not meeting:
-        key, asked = target.given
-        near = min(planned, key=_price if key == "price_per_hour" else lambda x: x.ms)
-        has = {
-            "step_ms": near.ms,
-            "price_per_hour": _price(near),
-            "samples_per_s": near.proposal.samples_per_s(near.ms),
-        }[key]
+        near = min(planned, key=value if key == "price_per_hour" else lambda x: x.ms)
         raise ShardCoreError(
-            f"no cluster of {len(outcomes)} reaches {key} {asked:g}; the nearest, "
-            f"{near.proposal.words}, has {has:.4g}"
+            f"no cluster of {len(outcomes)} reaches {key} {aim:g}; the nearest, "
+            f"{near.proposal.words}, has {value(near):.4g}"
         )
     first: dict[str, Outcome] = {}
-    for outcome in meeting:
+    for outcome in sorted(meeting, key=rank):
         first.setdefault(outcome.proposal.offer.name, outcome)
     return list(first.values())
-
-
-def _price(outcome: Outcome) -> float:
-    return outcome.proposal.price_per_hour
-
-
-def _rank(outcome: Outcome, target: Target) -> tuple[float, ...]:
-    cost, ms = _price(outcome), outcome.ms
-    watts = float("inf") if outcome.proposal.watts is None else outcome.proposal.watts
-    return (ms, cost, watts) if target.price_per_hour is not None else (cost, watts, ms)
 
 
 def frontier(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Clusters that none is both cheaper and faster than, by rising price."""
     kept: list[Outcome] = []
-    for outcome in sorted((x for x in outcomes if x.found), key=lambda x: (_price(x), x.ms)):
+    planned = [x for x in outcomes if x.found]
+    for outcome in sorted(planned, key=lambda x: (x.proposal.price_per_hour, x.ms)):
         if not kept or outcome.ms < kept[-1].ms:
             kept.append(outcome)
     return kept

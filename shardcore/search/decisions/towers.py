@@ -1,5 +1,8 @@
 """Towers: hosts of tables, so that those that belong together meet on one (shardcore/io/towers.py).
 
+Towers become constraints.pinned and job.tower_ratio: an ordinary problem, which every search, price and check
+reads as it reads any other.
+
 The partition is found by local search: the moves of Fiduccia and Mattheyses (1982) and the exchanges of
 Kernighan and Lin (1970), from a greedy start and from random ones. It looks for, in this order:
 
@@ -8,7 +11,7 @@ Kernighan and Lin (1970), from a greedy start and from random ones. It looks for
 3. the most affinity within hosts;
 4. even hosts.
 
-Work is the predicted cost of each table in an op of its own, divided by the speeds of a host's devices.
+Work is the predicted cost of each table in an op alone, divided by the speeds of a host's devices.
 
 Shapes: U units (tables that have to share a host), H hosts; 2 resources: work in ms, memory in bytes.
 """
@@ -24,43 +27,130 @@ import numpy as np
 
 from shardcore.core.constraints import require_tower_hosts
 from shardcore.core.errors import Infeasible, ShardCoreError
-from shardcore.core.types import Plan, Problem, Shard
-from shardcore.core.validation import require, require_types, require_within
+from shardcore.core.types import Plan, Problem, Shard, Table
+from shardcore.core.validation import require, require_types
 from shardcore.cost.model import CostModel
 from shardcore.io.towers import Towers
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
-from shardcore.search.decisions.tower_plans import as_towers
 from shardcore.search.state.feasible import shown
+from shardcore.search.state.shards import on_all_devices
+from shardcore.step.kinds import ID_CHANNELS
+from shardcore.step.lower import Workload, lower
 from shardcore.step.memory import gib, held_bytes
 from shardcore.step.memory_account import local_batch_bytes, table_bytes
+from shardcore.step.scopes import groups_of
 from shardcore.tables.hot_rows import as_cold, cold_names
 
 MOST_UNITS = 4096
 """A search compares all pairs of units."""
+_TOLERANCE = 0.1
+"""A host's work or memory may exceed its share by this much before affinity stops counting."""
 _OVERFULL, _UNBALANCED, _UNEVEN = 1e12, 1e6, 1e-6
 """Weights that put the aims in their order: affinity within hosts counts at most 1."""
 _WORK, _MEMORY = range(2)
 _ROUNDING = 1e-13
 """Changes of a cost by less than this share of it count as none."""
 _MOST_PASSES = 100
-"""Over all units, from one start. A few are enough."""
-_PAIRS = 1_000_000
-"""Pairs of units over all starts: small problems have more starts."""
+"""Passes over all units, from one start. A few are enough."""
+_MOST_STARTS, _PAIRS = 16, 1_000_000
+"""Starts of the local search, and pairs of units over all starts: small problems have more starts."""
+
+
+# --- problems and plans with towers -------------------------------------------------------------------------
+
+
+def as_towers(problem: Problem, host_of: Mapping[str, str], ratio: float) -> Problem:
+    """The problem with its tables pinned to hosts, and with outputs that cross hosts `ratio` times smaller.
+
+    Raises ShardCoreError for hosts that cannot have towers.
+    """
+    on_host = dict(zip(problem.topology.hosts, problem.topology.on_hosts, strict=True))
+    pinned = tuple(
+        (t.name, tuple(sorted({*on_host[host_of[t.name]]} & {*problem.allowed_devices(t.name)})))
+        for t in problem.tables
+        if not _everywhere(t, problem)
+    )
+    constraints, job = (
+        replace(problem.constraints, pinned=pinned),
+        replace(problem.job, tower_ratio=float(ratio)),
+    )
+    return replace(problem, constraints=constraints, job=job)
+
+
+def as_planned(plan: Plan, problem: Problem) -> Problem:
+    """The problem as a plan with towers has it: by its placements, and the ratio in its provenance.
+
+    The problem itself for a plan without towers. Raises ShardCoreError for an entry that is no ratio, or a
+    table on several hosts.
+    """
+    if "tower_ratio" not in plan.provenance:
+        return problem
+    ratio, devices = plan.provenance["tower_ratio"], problem.topology.devices
+    require(
+        isinstance(ratio, int | float) and not isinstance(ratio, bool),
+        f"plan has tower_ratio {ratio!r} in its provenance; it needs a number, 1 or more",
+    )
+    host_of: dict[str, str] = {}
+    for placement in plan.placements:
+        name = placement.shard.table.name
+        if _everywhere(placement.shard.table, problem):
+            continue
+        for host in (devices[d].host for d in placement.devices):
+            require(
+                host_of.setdefault(name, host) == host,
+                f"plan has towers, but table {name!r} on hosts {host_of[name]!r} and {host!r}; it needs one",
+            )
+    return as_towers(problem, host_of, ratio)
+
+
+def _everywhere(table: Table, problem: Problem) -> bool:
+    """Tell if a table is no tower's: a sequence of a kind that is on all devices, as hot rows are."""
+    return table.sequence and on_all_devices(table, problem)
 
 
 @dataclass(frozen=True)
-class TowerConfig:
-    """tolerance: by how much a host's work or memory may exceed its share before affinity stops counting;
-    most_starts: of the local search; seed: of the random ones; seconds: when a division that fits will do."""
+class TowerTraffic:
+    """Bytes of outputs that a step of a plan sends forward, in FP32. Backward gradients take as many.
 
-    tolerance: float = 0.1
-    most_starts: int = 16
-    seed: int = 0
-    seconds: float | None = None
+    within_bytes, across_bytes: bytes between devices of a host, and between hosts.
+    plain_within_bytes, plain_across_bytes: the same if the job had no towers.
+    ratio: compression ratio of the towers.
+    """
 
-    def __post_init__(self) -> None:
-        require_within(self, "towers", tolerance=(0, 1e6), most_starts=(1, 10_000))
+    within_bytes: float
+    across_bytes: float
+    plain_within_bytes: float
+    plain_across_bytes: float
+    ratio: float
+
+
+def tower_traffic(plan: Plan, problem: Problem) -> TowerTraffic | None:
+    """Bytes of a plan with towers and without. None for a problem without towers."""
+    if (ratio := problem.job.tower_ratio) is None:
+        return None
+    plain = replace(problem, job=replace(problem.job, tower_ratio=None))
+    within, across = _sent(lower(plan, problem, fits=False))
+    plain_within, plain_across = _sent(lower(plan, plain, fits=False))
+    return TowerTraffic(within, across, plain_within, plain_across, ratio)
+
+
+def _sent(workload: Workload) -> tuple[float, float]:
+    """Bytes of outputs that devices send to others of their host, and to other hosts. Hosts are equal."""
+    within = across = 0.0
+    topology = workload.topology
+    for channel, entering in zip(workload.channels, workload.traffic, strict=True):
+        if channel in ID_CHANNELS or "forward" not in channel.row.ways:
+            continue
+        hosts = [topology.devices[d].host for d in groups_of(channel.group, topology)[0]]
+        n, mates = len(hosts), hosts.count(hosts[0])
+        # Of the n parts that a device enters, it keeps one.
+        within += (mates - 1) / n * float(entering.sum())
+        across += (n - mates) / n * float(entering.sum())
+    return within, across
+
+
+# --- the decision -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -69,14 +159,14 @@ class TowerHosts:
 
     problem: the problem with each table pinned to its host, and with the ratio in its job.
     host_of: the host of each table.
-    affinity_inside: the share of the matrix's affinity that lies within hosts. 1 where there is no matrix.
+    affinity_inside: share of the matrix's affinity that lies within hosts. 1 where there is no matrix.
     loads: [H] a host's work and memory over its share of the whole. 1 is even.
     """
 
     problem: Problem
     host_of: Mapping[str, str]
     affinity_inside: float
-    loads: tuple[tuple[float, float], ...]
+    loads: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +182,7 @@ class OnTowers(Decision):
     """Choose the host of each tower. A plan with towers is one of the problem without them.
 
     start: a plan that the search improves. Its tables may stay on their hosts.
-    moves: whether they may also leave these.
+    moves: True if they may also leave these.
     """
 
     towers: Towers
@@ -111,59 +201,34 @@ class OnTowers(Decision):
     ) -> Generator[OnHosts, Outcome, None]:
         """The hosts of the plan to start from, if any, and the hosts found within a third of the seconds.
 
-        Raises as `tower_hosts`.
+        Raises ShardCoreError as `tower_hosts` does.
         """
-        towers, fitting = self.towers.renamed(cold_names(problem)), model.for_problem(problem)
-        config = TowerConfig(seconds=seconds and seconds / 3)
-        kept = self._kept(problem, towers, fitting, config)
+        towers, for_problem = self.towers.renamed(cold_names(problem)), model.for_problem(problem)
+        third = seconds and seconds / 3
+        kept = None
+        if self.start:
+            try:
+                stays = _on_its_hosts(problem, as_cold(self.start, problem))
+                kept = tower_hosts(stays, towers, for_problem, third)
+            except ShardCoreError:  # the towers are against these hosts
+                kept = None
         if kept:
-            yield OnHosts(
-                words="hosts of the plan before",
-                problem=kept.problem,
-                more=int(self.moves),
-                whole=problem,
-                hosts=kept,
-            )
+            words, more = "hosts of the plan before", int(self.moves)
+            yield OnHosts(words=words, problem=kept.problem, more=more, whole=problem, hosts=kept)
         if self.moves or not kept:
-            hosts = tower_hosts(problem, towers, fitting, config)
+            hosts = tower_hosts(problem, towers, for_problem, third)
             yield OnHosts(words="hosts found", problem=hosts.problem, whole=problem, hosts=hosts)
-
-    def _kept(
-        self, problem: Problem, towers: Towers, model: CostModel, config: TowerConfig
-    ) -> TowerHosts | None:
-        """Hosts where no table leaves its own. None: there is no such plan, or the towers are against it."""
-        if self.start is None:
-            return None
-        topology, hosts_of = problem.topology, defaultdict(set)
-        for p in as_cold(self.start, problem).placements:
-            hosts_of[p.shard.table.name] |= {topology.devices[d].host for d in p.devices if d < len(topology)}
-        pins = dict(problem.constraints.pinned)
-        for table in problem.tables:
-            if len(hosts_of[table.name]) == 1:
-                on_host = topology.on_hosts[topology.hosts.index(*hosts_of[table.name])]
-                if allowed := set(on_host) & set(problem.allowed_devices(table.name)):
-                    pins[table.name] = tuple(sorted(allowed))
-        asked = replace(problem.constraints, pinned=tuple(pins.items()))
-        try:
-            return tower_hosts(replace(problem, constraints=asked), towers, model, config)
-        except ShardCoreError:
-            return None
 
     def adopt(self, proposal: OnHosts, found: Found | None, model: CostModel) -> Found | None:
         if found is None:
             return None
         whole, hosts = proposal.whole, proposal.hosts
-        asked = replace(found.problem.constraints, pinned=whole.constraints.pinned)
-        inside = {"affinity_inside": hosts.affinity_inside, "loads": [list(host) for host in hosts.loads]}
-        plan = replace(
-            found.plan,
-            provenance={
-                **found.plan.provenance,
-                "tower_ratio": self.towers.compression_ratio,
-                "towers": inside,
-            },
-        )
-        return replace(found, problem=replace(found.problem, job=whole.job, constraints=asked), plan=plan)
+        constraints = replace(found.problem.constraints, pinned=whole.constraints.pinned)
+        problem = replace(found.problem, job=whole.job, constraints=constraints)
+        towers = {"affinity_inside": hosts.affinity_inside, "loads": [list(host) for host in hosts.loads]}
+        more = {"tower_ratio": self.towers.compression_ratio, "towers": towers}
+        plan = replace(found.plan, provenance={**found.plan.provenance, **more})
+        return replace(found, problem=problem, plan=plan)
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
         hosts = outcome.proposal.hosts
@@ -173,17 +238,33 @@ class OnTowers(Decision):
         }
 
 
+def _on_its_hosts(problem: Problem, plan: Plan) -> Problem:
+    """The problem with each table pinned to its host in a plan, if that is one and allowed."""
+    topology, hosts_of = problem.topology, defaultdict[str, set[str]](set)
+    for p in plan.placements:
+        hosts_of[p.shard.table.name] |= {topology.devices[d].host for d in p.devices if d < len(topology)}
+    pins = dict(problem.constraints.pinned)
+    for table in problem.tables:
+        if len(hosts_of[table.name]) == 1:
+            [host] = hosts_of[table.name]
+            on_host = topology.on_hosts[topology.hosts.index(host)]
+            if allowed := set(on_host) & set(problem.allowed_devices(table.name)):
+                pins[table.name] = tuple(sorted(allowed))
+    return replace(problem, constraints=replace(problem.constraints, pinned=tuple(pins.items())))
+
+
 def tower_hosts(
-    problem: Problem, towers: Towers, model: CostModel, config: TowerConfig | None = None
+    problem: Problem, towers: Towers, model: CostModel, seconds: float | None = None
 ) -> TowerHosts:
     """Assign tables to hosts.
 
-    A table's own pins (constraints.pinned) are kept. Tables kept together count as a group.
+    Constraints of tables (pinned) are kept. Tables kept together count as a group.
+
+    seconds: time after which a division that fits will do. None: no limit.
 
     Raises ShardCoreError for a table that the problem lacks, and where its hosts cannot have towers.
     Raises Infeasible, which names a group and by how much it does not fit, if memory is too small.
     """
-    config = config or TowerConfig()
     known, topology = {t.name for t in problem.tables}, problem.topology
     require_tower_hosts({}, topology.on_hosts, f"problem {problem.name!r}")
     for name in (*(n for group in towers.towers for n in group), *towers.tables):
@@ -199,51 +280,50 @@ def tower_hosts(
         f"towers leave {len(units)} groups of tables; at most {MOST_UNITS} are "
         "divided over hosts, so more tables need to be in groups",
     )
-    number = {name: i for i, unit in enumerate(units) for name in unit}
-    on_hosts = [frozenset(devices) for devices in topology.on_hosts]
-    allowed = np.array(
-        [
-            [all(on_host & set(problem.allowed_devices(name)) for name in unit) for on_host in on_hosts]
-            for unit in units
-        ]
-    )
-    for unit, where in zip(units, allowed, strict=True):
+    allowed_of = {t.name: set(problem.allowed_devices(t.name)) for t in problem.tables}
+    may_live = [
+        [all({*host} & allowed_of[name] for name in unit) for host in topology.on_hosts] for unit in units
+    ]
+    allowed = np.array(may_live)
+    for unit, hosts in zip(units, may_live, strict=True):
         require(
-            where.any(),
-            f"towers keep tables {shown(unit)} on one host, but constraints.pinned leaves "
-            "them none in common",
+            any(hosts),
+            f"towers keep tables {shown(unit)} on one host, but constraints.pinned leaves them none in common",
         )
+    number = {name: i for i, unit in enumerate(units) for name in unit}
+    unit_of = [number[t.name] for t in problem.tables]
     load = np.zeros((len(units), 2))
-    at = [number[t.name] for t in problem.tables]
-    shards = [Shard.whole(t) for t in problem.tables]
-    np.add.at(load[:, _WORK], at, np.asarray(model.head(model.encode(shards)), dtype=float))
-    np.add.at(load[:, _MEMORY], at, [float(table_bytes(s.table, problem)) for s in shards])
+    codes = model.encode([Shard.whole(t) for t in problem.tables])
+    np.add.at(load[:, _WORK], unit_of, np.asarray(model.head(codes), dtype=float))
+    np.add.at(load[:, _MEMORY], unit_of, [float(table_bytes(t, problem)) for t in problem.tables])
     affinity = np.zeros((len(units), len(units)))
-    of = [number[name] for name in towers.tables]
-    np.add.at(affinity, np.ix_(of, of), towers.matrix() * (1 - np.eye(len(of))))
+    in_matrix = [number[name] for name in towers.tables]
+    np.add.at(affinity, np.ix_(in_matrix, in_matrix), towers.matrix() * (1 - np.eye(len(in_matrix))))
     local = local_batch_bytes(problem)
-    free = [may_hold - local for may_hold in held_bytes(problem)]
-    capacity = np.array(
-        [
-            (sum(topology.devices[d].speed for d in host), max(1, sum(max(0, free[d]) for d in host)))
-            for host in topology.on_hosts
-        ],
-        dtype=float,
-    )
-    _require_each_fits(units, load[:, _MEMORY], np.where(allowed, capacity[:, _MEMORY], 0).max(1), problem)
-    division = Division(affinity, load, capacity, allowed, config)
+    free = [max(0, may_hold - local) for may_hold in held_bytes(problem)]
+    speeds = [sum(topology.devices[d].speed for d in host) for host in topology.on_hosts]
+    # At least a byte: shares of nothing are not defined.
+    room = [max(1, sum(free[d] for d in host)) for host in topology.on_hosts]
+    capacity = np.array(list(zip(speeds, room, strict=True)), dtype=float)
+    for unit, needed, where in zip(units, load[:, _MEMORY], allowed, strict=True):
+        largest = np.where(where, capacity[:, _MEMORY], 0).max()
+        if needed > largest:
+            raise Infeasible(
+                f"problem {problem.name!r} does not fit: {_group(unit)} of the towers takes "
+                f"{gib(needed)} with outputs; the largest host where it may live may hold "
+                f"{gib(largest)}, {gib(needed - largest)} too little. It would fit in smaller "
+                "groups, or with that much more memory on a host"
+            )
+    division = Division(affinity, load, capacity, allowed, seconds)
     host = division.best()
     _require_all_fit(units, host, load[:, _MEMORY], capacity[:, _MEMORY], problem)
     host_of = {t.name: topology.hosts[host[number[t.name]]] for t in problem.tables}
     return TowerHosts(
-        as_towers(problem, host_of, towers.compression_ratio),
-        host_of,
-        division.inside(host),
-        tuple(map(tuple, division.loads(host).tolist())),
+        problem=as_towers(problem, host_of, towers.compression_ratio),
+        host_of=host_of,
+        affinity_inside=division.inside(host),
+        loads=tuple(map(tuple, division.loads(host).tolist())),
     )
-
-
-# --- units --------------------------------------------------------------------------------------------------
 
 
 def _units(problem: Problem, towers: Towers) -> list[tuple[str, ...]]:
@@ -254,49 +334,37 @@ def _units(problem: Problem, towers: Towers) -> list[tuple[str, ...]]:
     unit_of: dict[str, list[str]] = {t.name: [t.name] for t in problem.tables}
     for group in (*towers.towers, *problem.constraints.together):
         for name in group[1:]:
-            mine, other = unit_of[group[0]], unit_of[name]
-            if mine is not other:
-                small, large = sorted((mine, other), key=len)
+            unit, other = unit_of[group[0]], unit_of[name]
+            if unit is not other:
+                small, large = sorted((unit, other), key=len)
                 large += small
                 unit_of.update(dict.fromkeys(small, large))
-    found: dict[int, list[str]] = {}
+    units: dict[int, list[str]] = {}
     for table in problem.tables:
-        found.setdefault(id(unit_of[table.name]), []).append(table.name)
-    return list(map(tuple, found.values()))
+        units.setdefault(id(unit_of[table.name]), []).append(table.name)
+    return list(map(tuple, units.values()))
 
 
 def _group(unit: Sequence[str]) -> str:
     return f"table {unit[0]!r}" if len(unit) == 1 else f"the group {shown(unit)}"
 
 
-def _require_each_fits(
-    units: Sequence[Sequence[str]], n_bytes: np.ndarray, most: np.ndarray, problem: Problem
-) -> None:
-    for unit, needed, largest in zip(units, n_bytes, most, strict=True):
-        if needed > largest:
-            raise Infeasible(
-                f"problem {problem.name!r} does not fit: {_group(unit)} of the towers takes "
-                f"{gib(needed)} with outputs; the largest host where it may live may hold "
-                f"{gib(largest)}, {gib(needed - largest)} too little. It would fit in smaller "
-                "groups, or with that much more memory on a host"
-            )
-
-
 def _require_all_fit(
-    units: Sequence[Sequence[str]], host: np.ndarray, n_bytes: np.ndarray, most: np.ndarray, problem: Problem
+    units: Sequence[Sequence[str]], host: np.ndarray, n_bytes: np.ndarray, room: np.ndarray, problem: Problem
 ) -> None:
-    held = np.bincount(host, n_bytes, len(most))
-    h = int(np.argmax(held - most))
-    if held[h] > most[h]:
+    held = np.bincount(host, n_bytes, len(room))
+    h = int(np.argmax(held - room))
+    if held[h] > room[h]:
         # The smallest group without which the rest fits: it found no host.
-        over, here = held[h] - most[h], np.flatnonzero(host == h)
+        over, here = held[h] - room[h], np.flatnonzero(host == h)
         enough = here[n_bytes[here] >= over]
-        unit = units[min(enough if len(enough) else here, key=lambda u: n_bytes[u])]
+        candidates = enough if len(enough) else here
+        unit = units[int(candidates[np.argmin(n_bytes[candidates])])]
         raise Infeasible(
             f"problem {problem.name!r} does not fit: no division of its towers over "
-            f"{len(most)} hosts was found. In the best one {_group(unit)} is on host "
+            f"{len(room)} hosts was found. In the best one {_group(unit)} is on host "
             f"{problem.topology.hosts[h]!r}, whose tables take {gib(held[h])} with outputs; it "
-            f"may hold {gib(most[h])}, {gib(over)} too little. It may fit in smaller groups, "
+            f"may hold {gib(room[h])}, {gib(over)} too little. It may fit in smaller groups, "
             "or with that much more memory on each host"
         )
 
@@ -310,9 +378,11 @@ class Division:
     affinity: [U, U] symmetric.
     load: [U, 2] work and memory.
     capacity: [H, 2] speed and memory.
-    allowed: [U, H] where a unit may be.
+    allowed: [U, H] hosts where a unit may be.
+    seconds: time after which a division that fits will do. None: no limit.
+    tolerance: share by which a host may exceed an even load before affinity stops counting.
 
-    Affinity within units is no part of it: no division changes that.
+    Affinity within units is not counted: no division changes that.
     """
 
     def __init__(
@@ -321,10 +391,12 @@ class Division:
         load: np.ndarray,
         capacity: np.ndarray,
         allowed: np.ndarray,
-        config: TowerConfig,
+        seconds: float | None = None,
+        tolerance: float = _TOLERANCE,
     ) -> None:
-        self.config, self.load, self.allowed, self.memory = config, load, allowed, capacity[:, _MEMORY]
-        self.affinity, self._meter = affinity.copy(), Budget(seconds=config.seconds).start()
+        self.load, self.allowed, self.tolerance = load, allowed, tolerance
+        self.memory, self.hosts = capacity[:, _MEMORY], np.arange(len(capacity))
+        self.affinity, self._meter = affinity.copy(), Budget(seconds=seconds).start()
         self._inside_units = float(np.trace(affinity)) / 2
         np.fill_diagonal(self.affinity, 0.0)
         self.all_affinity = float(self.affinity.sum()) / 2
@@ -333,20 +405,17 @@ class Division:
 
     def best(self) -> np.ndarray:
         """[U] the host of each unit in the best division found."""
-        rng = np.random.default_rng(self.config.seed)
-        n = len(self.load)
+        rng = np.random.default_rng(0)
+        starts = min(_MOST_STARTS, max(2, 1 + _PAIRS // len(self.load) ** 2))
         found = [self._improved(self._greedy())]
         # A random start often ends better than the greedy one where units are many.
-        for _ in range(min(self.config.most_starts, max(2, 1 + _PAIRS // n**2)) - 1):
-            if not self._meter.left():
-                break
+        while len(found) < starts and self._meter.left():
             found.append(self._improved(np.array([rng.choice(np.flatnonzero(w)) for w in self.allowed])))
         return min(found, key=self.cost)
 
     def cost(self, host: np.ndarray) -> float:
         """The sum that the search minimises: the aims of the module, weighted."""
-        hosts = np.arange(len(self.share))
-        return float(self._penalty(self._totals(host), hosts).sum() - self._share_inside(host))
+        return float(self._penalty(self._totals(host), self.hosts).sum() - self._share_inside(host))
 
     def inside(self, host: np.ndarray) -> float:
         """The share of affinity between different tables that lies within hosts. 1 where there is none."""
@@ -367,24 +436,20 @@ class Division:
         return float(same) / self.all_affinity if self.all_affinity else 1.0
 
     def _penalty(self, totals: np.ndarray, hosts: np.ndarray) -> np.ndarray:
-        """[...] of hosts [...] that hold totals [..., 2]."""
+        """[...] penalties of hosts [...] that hold totals [..., 2]."""
         relative = totals / self.share[hosts]
         overfull = np.maximum(0.0, totals[..., _MEMORY] / self.memory[hosts] - 1)
-        beyond = np.maximum(0.0, relative - (1 + self.config.tolerance)).sum(-1)
+        beyond = np.maximum(0.0, relative - (1 + self.tolerance)).sum(-1)
         return _OVERFULL * overfull + _UNBALANCED * beyond + _UNEVEN * (relative**2).sum(-1) / len(self.share)
 
     def _greedy(self) -> np.ndarray:
         """[U] hosts: units by falling load, each where it costs least."""
-        n_units, hosts = len(self.load), np.arange(len(self.share))
         order = np.argsort(-(self.load / self.share.sum(0)).max(1), kind="stable")
-        host, totals = np.full(n_units, -1), np.zeros_like(self.share)
+        host, totals = np.full(len(self.load), -1), np.zeros_like(self.share)
         near, per_unit = np.zeros(self.allowed.shape), 1 / (self.all_affinity or 1.0)
         for u in order:
-            grows = (
-                self._penalty(totals + self.load[u], hosts)
-                - self._penalty(totals, hosts)
-                - near[u] * per_unit
-            )
+            after = self._penalty(totals + self.load[u], self.hosts)
+            grows = after - self._penalty(totals, self.hosts) - near[u] * per_unit
             host[u] = h = int(np.argmin(np.where(self.allowed[u], grows, np.inf)))
             totals[h] += self.load[u]
             near[:, h] += self.affinity[:, u]
@@ -392,60 +457,50 @@ class Division:
 
     def _improved(self, host: np.ndarray) -> np.ndarray:
         """The division after moves and exchanges of units, until none makes it cheaper."""
-        host, changed, passes = host.copy(), True, 0
-        totals, hosts = self._totals(host), np.arange(len(self.share))
+        host, totals = host.copy(), self._totals(host)
         # [U, H] affinity of a unit to those of a host.
-        near = self.affinity @ np.eye(len(hosts))[host]
-        while changed and passes < _MOST_PASSES:
-            changed, passes = False, passes + 1
+        near = self.affinity @ np.eye(len(self.hosts))[host]
+        for _ in range(_MOST_PASSES):
+            changed = False
             for u in range(len(host)):
                 # What does not fit is worth waiting for.
                 if not self._meter.left() and (totals[:, _MEMORY] <= self.memory).all():
                     return host
-                here, now = host[u], self._penalty(totals, hosts)
+                here, now = host[u], self._penalty(totals, self.hosts)
                 by_move = self._by_move(u, here, totals, now, near)
                 by_swap = self._by_swap(u, host, totals, now, near)
                 v, to = int(np.argmin(by_swap)), int(np.argmin(by_move))
                 # Rounding errors of large penalties are no gain: the search would go round in circles.
                 if min(by_swap[v], by_move[to]) >= -(1e-12 + _ROUNDING * now.sum()):
                     continue
-                moves = (
-                    [(u, here, to)] if by_move[to] <= by_swap[v] else [(u, here, host[v]), (v, host[v], here)]
-                )
-                for w, old, new in moves:
+                swap = [(u, here, host[v]), (v, host[v], here)]
+                for w, old, new in [(u, here, to)] if by_move[to] <= by_swap[v] else swap:
                     host[w], changed = new, True
                     near[:, old] -= self.affinity[:, w]
                     near[:, new] += self.affinity[:, w]
                 # Sums afresh: differences would gather rounding errors.
                 totals = self._totals(host)
+            if not changed:
+                break
         return host
 
     def _by_move(
         self, u: int, here: int, totals: np.ndarray, now: np.ndarray, near: np.ndarray
     ) -> np.ndarray:
-        """[H] what it costs to move a unit to each host. inf where it may not be, or is."""
-        hosts = np.arange(len(now))
-        leaves = self._penalty(totals[here] - self.load[u], hosts[here]) - now[here]
-        costs = (
-            leaves
-            + self._penalty(totals + self.load[u], hosts)
-            - now
-            - (near[u] - near[u, here]) / (self.all_affinity or 1.0)
-        )
-        return np.where(self.allowed[u] & (hosts != here), costs, np.inf)
+        """[H] cost of moving a unit to each host. inf where it may not be, or is."""
+        leaves = self._penalty(totals[here] - self.load[u], self.hosts[here]) - now[here]
+        enters = leaves + self._penalty(totals + self.load[u], self.hosts) - now
+        costs = enters - (near[u] - near[u, here]) / (self.all_affinity or 1.0)
+        return np.where(self.allowed[u] & (self.hosts != here), costs, np.inf)
 
     def _by_swap(
         self, u: int, host: np.ndarray, totals: np.ndarray, now: np.ndarray, near: np.ndarray
     ) -> np.ndarray:
-        """[U] what it costs to exchange a unit with each other one. inf where they may not, or share one."""
+        """[U] cost of exchanging a unit with each other one. inf where they may not, or share a host."""
         here, v = host[u], np.arange(len(host))
         differs = self.load[u] - self.load
         loses = near[u, here] - near[u, host] + near[v, host] - near[v, here] + 2 * self.affinity[u]
-        costs = (
-            self._penalty(totals[here] - differs, np.full(len(host), here))
-            - now[here]
-            + self._penalty(totals[host] + differs, host)
-            - now[host]
-            + loses / (self.all_affinity or 1.0)
-        )
+        first = self._penalty(totals[here] - differs, np.full(len(host), here)) - now[here]
+        both = first + self._penalty(totals[host] + differs, host) - now[host]
+        costs = both + loses / (self.all_affinity or 1.0)
         return np.where((host != here) & self.allowed[u, host] & self.allowed[:, here], costs, np.inf)

@@ -45,7 +45,7 @@ from shardcore.step.id_bytes import sample_bytes
 from shardcore.step.kinds import WHOLE_ROWS, Layout, run_of, runs_of, shards_on
 from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.memory import Caches
-from shardcore.step.memory_account import Account, Turns, sums_of
+from shardcore.step.memory_account import Account, StageCoefficients, sums_of
 from shardcore.step.memory_timeline import IDS_ALIVE
 from shardcore.step.shard_memory import RunBatch, bucketized_bytes, run_batches
 
@@ -127,7 +127,7 @@ class ShardCostCache:
         self._batches: dict[Layout, RunBatch] | None = None
         self.sums, self._multiples = np.zeros((1, 6)), {}
         for run in {*self.kinds, *(run for of in map(self.runs, range(len(self))) for run in of)}:
-            [self._multiples[run]] = Turns.of((run,), problem).most
+            [self._multiples[run]] = StageCoefficients.of((run,), problem).most
         self.bytes, self.outputs, self.id_bytes = (np.zeros(1, dtype=np.int64) for _ in range(3))
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.io import files
+from shardcore.io import files, writing
 from shardcore.measure.sampling import placements
 from shardcore.measure.sampling.groups import GroupConfig
 from shardcore.search import SHARDERS, Budget
@@ -91,7 +91,7 @@ def main() -> None:
     for seed in args.seeds:
         plans |= record(live, seed, args.draws, setting)
     head = {"schema": placements.SCHEMA, "version": placements.VERSION}
-    files.write_json(placements.RECORDED, {**head, "plans": dict(sorted(plans.items()))})
+    writing.write_json(placements.RECORDED, {**head, "plans": dict(sorted(plans.items()))})
     print(f"{len(plans) - before} plans recorded, {len(plans)} in all, in {placements.RECORDED}")
 
 

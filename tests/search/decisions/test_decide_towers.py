@@ -18,8 +18,7 @@ from shardcore.io import files
 from shardcore.io.towers import Towers, read_towers
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.bound.lower_bound import bound
-from shardcore.search.decisions.tower_plans import as_planned, as_towers, tower_traffic
-from shardcore.search.decisions.towers import Division, TowerConfig, tower_hosts
+from shardcore.search.decisions.towers import Division, as_planned, as_towers, tower_hosts, tower_traffic
 from shardcore.search.state.placement_state import PlacementState
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.step.kinds import CHANNELS
@@ -61,7 +60,7 @@ def test_no_division_of_few_units_is_better(seed):
     capacity = np.stack([np.ones(n_hosts), np.full(n_hosts, room)], 1)
     allowed = rng.random((n_units, n_hosts)) < 0.9
     allowed[:, 0] |= ~allowed.any(1)
-    division = Division(affinity + affinity.T, load, capacity, allowed, TowerConfig(tolerance=0.15))
+    division = Division(affinity + affinity.T, load, capacity, allowed, tolerance=0.15)
     least = min(
         division.cost(np.array(h))
         for h in product(range(n_hosts), repeat=n_units)
@@ -82,7 +81,8 @@ def test_out_of_time_the_first_division_that_fits_will_do():
             load,
             capacity,
             np.ones((30, 3), dtype=bool),
-            TowerConfig(tolerance=0.02, seconds=seconds),
+            seconds,
+            tolerance=0.02,
         )
         for seconds in (1e-9, None)
     )
@@ -97,7 +97,7 @@ def test_out_of_time_a_division_that_does_not_fit_is_still_improved():
         np.stack([n_bytes, n_bytes], 1),
         np.array([(1, 9.0)] * 3),
         np.ones((7, 3), dtype=bool),
-        TowerConfig(seconds=1e-9),
+        seconds=1e-9,
     )
     assert np.bincount(division.best(), n_bytes).tolist() == [9, 9, 9]
 
@@ -109,7 +109,7 @@ def test_memory_counts_before_affinity():
     affinity[0, 1] = affinity[1, 0] = 1.0
     for room, beside in ((10.5, 3), (11.0, 1)):
         capacity = np.array([(1, room)] * 2)
-        division = Division(affinity, load, capacity, np.ones((4, 2), dtype=bool), TowerConfig())
+        division = Division(affinity, load, capacity, np.ones((4, 2), dtype=bool))
         host = division.best()
         assert np.flatnonzero(host == host[0]).tolist() == [0, beside]
 

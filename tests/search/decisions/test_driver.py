@@ -19,13 +19,11 @@ from shardcore.io.towers import Towers
 from shardcore.plans.replan import ReplanConfig, Start
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions import provision
-from shardcore.search.decisions.driver import Decision, Proposal, decide
+from shardcore.search.decisions.driver import Decision, Proposal, decide, ledger_of
 from shardcore.search.decisions.groups import FoundGroups, Groups
 from shardcore.search.decisions.hot_rows import HotRows
-from shardcore.search.decisions.ledger import ledger_of
-from shardcore.search.decisions.tiers import Tiers
-from shardcore.search.decisions.tower_plans import as_planned
-from shardcore.search.decisions.towers import OnTowers
+from shardcore.search.decisions.memory_tiers import MemoryTiers
+from shardcore.search.decisions.towers import OnTowers, as_planned
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import problem_of_group
 from shardcore.tables.hot_rows import COLD, HOT
@@ -141,7 +139,7 @@ def test_the_same_seed_gives_the_same_plan():
     [
         lambda of: Groups("8"),
         lambda of: HotRows(),
-        lambda of: Tiers(),
+        lambda of: MemoryTiers(),
         lambda of: OnTowers(Towers(2.0, (("t6", "t7"),))),
         lambda of: Start(SHARDERS["random"](of, MODEL), of, algorithm="anneal"),
     ],
@@ -166,7 +164,7 @@ def test_groups_whose_tables_do_not_fit_have_rows_in_the_memory_of_their_share_o
     tight = problem(4 * MIB, memory=(Memory("host", 64 * MIB, 25.0),))
     with pytest.raises(Infeasible):
         found(tight, Groups("2"))
-    best = found(tight, Tiers(), Groups("2"))  # in any order
+    best = found(tight, MemoryTiers(), Groups("2"))  # in any order
     assert isinstance(best, FoundGroups) and best.grouping.size == 2
     assert any(table.in_host_memory for table in best.problem.tables)
     # Of a host of four devices a group has one half, or a quarter on each of two.
@@ -203,7 +201,7 @@ def test_towers_hold_the_cold_rows_of_their_sequences_and_hot_ones_are_everywher
 
 def test_towers_may_have_rows_in_host_memory():
     tight = problem(2 * MIB, memory=(Memory("host", 64 * MIB, 25.0),))
-    best = found(tight, OnTowers(Towers(2.0, (("t0", "t1"),))), Tiers())
+    best = found(tight, OnTowers(Towers(2.0, (("t0", "t1"),))), MemoryTiers())
     assert any(table.in_host_memory for table in best.problem.tables) and not best.problem.constraints.pinned
     own = as_planned(best.plan, best.problem)
     assert price(lower(best.plan, own), MODEL.for_problem(own)).total_ms == pytest.approx(best.ms)
@@ -217,10 +215,10 @@ def test_towers_may_have_rows_in_host_memory():
             "sharding groups and towers .* towers are of all hosts",
         ),
         (
-            [provision.Provision([], {}, provision.Target(1.0)), Tiers()],
+            [provision.Provision([], {}, provision.Target(1.0)), MemoryTiers()],
             "clusters and memory tiers .* offers do",
         ),
-        ([Tiers(), Tiers()], "memory tiers were asked for twice"),
+        ([MemoryTiers(), MemoryTiers()], "memory tiers were asked for twice"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_before_any_search(decisions, why):

@@ -1,29 +1,52 @@
-"""Memory tiers keep within memory, save most bytes of the slow link, and reach TorchRec."""
+"""Memory tiers keep within memory, save most bytes of the slow link, and give plans that fit."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.links import links_of
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Problem, Table
+from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
+from shardcore.cost.analytic import AnalyticModel
+from shardcore.search import SHARDERS, Budget
+from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.memory_tiers import (
+    MemoryTiers,
     Tier,
-    decide,
+    filled,
     gains_ms,
-    largest_to_host,
-    one_load_factor,
+    link_ms,
     tier_bytes,
+    tiered,
     tiers_of,
     water_filled,
     with_load_factors,
 )
+from shardcore.step.lower import lower
+from shardcore.step.memory import require_fits
 
 
-def problem(memory, optimizer="exact_sgd", gbps=25.0, host_bytes=1 << 34):
+def device_bytes(of: Problem) -> int:
+    return sum(tier.device_bytes for tier in tiers_of(of))
+
+
+def simpler(of: Problem) -> Iterator[Problem]:
+    """The largest tables in host memory until the others fit; then one load factor for all that fits."""
+    largest = sorted(of.tables, key=lambda t: -t.bytes)
+    out = ({t.name: 0.0 for t in largest[:n]} for n in range(len(largest) + 1))
+    one = ({t.name: float(factor) for t in of.tables} for factor in np.linspace(1, 0, 101))
+    for factors in (out, one):
+        several = (with_load_factors(of, some) for some in factors)
+        yield next(x for x in several if device_bytes(x) <= tier_bytes(of))
+
+
+def two_devices(memory, optimizer="exact_sgd", gbps=25.0, host_bytes=1 << 34):
     tables = (
         Table("hot", 100_000, 64, 20.0, Zipf(1.2)),
         Table("flat", 100_000, 64, 2.0, Zipf(0.2)),
@@ -37,53 +60,52 @@ def problem(memory, optimizer="exact_sgd", gbps=25.0, host_bytes=1 << 34):
 
 
 def test_all_rows_are_in_device_memory_where_they_fit():
-    found = decide(problem(1 << 30))
-    assert {table.kernel for table in found.problem.tables} == {"fused"}
-    assert found.link_ms == 0
+    found = tiered(two_devices(1 << 30))
+    assert {table.kernel for table in found.tables} == {"fused"}
+    assert link_ms(found) == 0
 
 
 @pytest.mark.parametrize("optimizer", ["exact_sgd", "rowwise_adagrad"])
 def test_what_does_not_fit_is_cached_within_memory(optimizer):
-    asked = problem(18 << 20, optimizer)
-    found = decide(asked)
-    assert 0 < found.device_bytes <= tier_bytes(asked)
-    kernels = {table.name: table.kernel for table in found.problem.tables}
+    asked = two_devices(18 << 20, optimizer)
+    found = tiered(asked)
+    assert 0 < device_bytes(found) <= tier_bytes(asked)
+    kernels = {table.name: table.kernel for table in found.tables}
     assert kernels["idle"] == "fused_uvm" and "fused_uvm_caching" in kernels.values()
-    for other in (largest_to_host(asked), one_load_factor(asked)):
-        assert other.device_bytes <= tier_bytes(asked)
-        assert found.link_bytes < other.link_bytes
+    for other in simpler(asked):
+        assert device_bytes(other) <= tier_bytes(asked) and link_ms(found) < link_ms(other)
 
 
 def test_state_of_rows_stays_in_device_memory():
     """As FBGEMM has it: nothing of it crosses the link."""
-    plain, rowwise = (problem(18 << 20, optimizer) for optimizer in ("exact_sgd", "rowwise_adagrad"))
+    plain, rowwise = (two_devices(18 << 20, optimizer) for optimizer in ("exact_sgd", "rowwise_adagrad"))
     plain, rowwise = (with_load_factors(p, {"flat": 0.25}) for p in (plain, rowwise))
-    without, having = (tiers_of(p).tiers[1] for p in (plain, rowwise))
+    without, having = (tiers_of(p)[1] for p in (plain, rowwise))
     assert having.device_bytes - without.device_bytes == 4 * having.table.rows
     assert (having.host_bytes, having.link_bytes) == (without.host_bytes, without.link_bytes)
     assert having.host_bytes == having.table.bytes
 
 
 def test_more_memory_never_crosses_more():
-    slow = [decide(problem(mib << 20)).link_ms for mib in range(12, 60, 4)]
+    slow = [link_ms(tiered(two_devices(mib << 20))) for mib in range(12, 60, 4)]
     assert slow == sorted(slow, reverse=True)
     assert slow[-1] == 0
 
 
 def test_gains_are_what_more_memory_saves():
-    asked = problem(18 << 20)
+    asked = two_devices(18 << 20)
     none, some, all_of_it = gains_ms(asked, [0, 0.005, 1])
-    assert none == 0 < some < all_of_it == decide(asked).link_ms
+    assert none == 0 < some < all_of_it == link_ms(tiered(asked))
 
 
 def test_a_link_twice_as_fast_takes_half_the_time():
-    asked = problem(18 << 20)
-    fast = decide(problem(18 << 20, gbps=50.0))
-    assert fast.link_ms == pytest.approx(decide(asked).link_ms / 2)
+    asked = two_devices(18 << 20)
+    fast = tiered(two_devices(18 << 20, gbps=50.0))
+    assert link_ms(fast) == pytest.approx(link_ms(tiered(asked)) / 2)
 
 
 def test_water_filling_finds_the_best_of_all_choices():
-    tables = problem(1 << 30).tables
+    tables = two_devices(1 << 30).tables
     # Falling and convex, as misses are.
     choices = [
         [Tier(t, 10 * i, 0, float((6 - i) ** 2 * (k + 1))) for i in range(7)]
@@ -101,39 +123,33 @@ def test_water_filling_finds_the_best_of_all_choices():
 
 
 def test_a_decision_forgets_an_earlier_one():
-    asked = problem(18 << 20)
-    assert decide(decide(asked).problem).problem == decide(asked).problem
-    assert tiers_of(decide(asked).problem).tiers == decide(asked).tiers
+    asked = two_devices(18 << 20)
+    assert tiered(tiered(asked)) == tiered(asked)
 
 
 @pytest.mark.parametrize(
     "do, error, words",
     [
-        (lambda: problem(1 << 20, gbps=0.0), ShardCoreError, "memory host has gbps 0.0; it needs"),
-        (lambda: problem(1 << 20, host_bytes=-1), ShardCoreError, "memory host has bytes -1; it needs"),
-        (lambda: decide(problem(18 << 20, gbps=None)), ShardCoreError, "needs memory of tier 'host'"),
+        (lambda: two_devices(1 << 20, gbps=0.0), ShardCoreError, "memory host has gbps 0.0; it needs"),
+        (lambda: two_devices(1 << 20, host_bytes=-1), ShardCoreError, "memory host has bytes -1; it needs"),
+        (lambda: tiered(two_devices(18 << 20, gbps=None)), ShardCoreError, "needs memory of tier 'host'"),
         (
-            lambda: with_load_factors(problem(1 << 30, gbps=None), {"flat": 0.5}),
+            lambda: with_load_factors(two_devices(1 << 30, gbps=None), {"flat": 0.5}),
             ShardCoreError,
             "rows of table 'flat' in host memory; its topology needs memory of tier 'host'",
         ),
         (
-            lambda: with_load_factors(problem(1 << 30), {"flat": 1.5}),
+            lambda: with_load_factors(two_devices(1 << 30), {"flat": 1.5}),
             ShardCoreError,
             "load_factor 1.5; it needs",
         ),
-        *(
-            (lambda how=how: how(problem(1 << 16)), Infeasible, "lacks at least .* of device memory")
-            for how in (decide, one_load_factor, largest_to_host)
-        ),
-        *(
-            (lambda how=how: how(problem(18 << 20, host_bytes=1 << 20)), Infeasible, "it needs .* more of it")
-            for how in (decide, one_load_factor, largest_to_host)
-        ),
+        (lambda: tiered(two_devices(1 << 16)), Infeasible, "lacks at least .* of device memory"),
+        (lambda: tiered(two_devices(18 << 20, host_bytes=1 << 20)), Infeasible, "it needs .* more of it"),
         (
-            lambda: decide(
+            lambda: tiered(
                 replace(
-                    problem(18 << 20), tables=(Table("r", 10**6, 64, 1.0, Reuse((1.0,) + (0.0,) * 16, 64)),)
+                    two_devices(18 << 20),
+                    tables=(Table("r", 10**6, 64, 1.0, Reuse((1.0,) + (0.0,) * 16, 64)),),
                 )
             ),
             ShardCoreError,
@@ -148,11 +164,126 @@ def test_what_cannot_be_decided_is_refused(do, error, words):
 
 def test_a_data_parallel_table_is_on_every_device_as_a_whole():
     """TorchRec caches no such table."""
-    asked = problem(36 << 20)
+    asked = two_devices(36 << 20)
     asked = replace(asked, constraints=Constraints(kinds=(("hot", ("data_parallel",)),)))
-    found = decide(asked)
-    [hot] = [tier for tier in found.tiers if tier.table.name == "hot"]
+    found = tiered(asked)
+    [hot] = [tier for tier in tiers_of(found) if tier.table.name == "hot"]
     assert (hot.table.load_factor, hot.device_bytes) == (1.0, 2 * hot.table.bytes)
-    assert sum(t.table.in_host_memory for t in found.tiers) and found.device_bytes <= tier_bytes(asked)
-    for other in (largest_to_host(asked), one_load_factor(asked)):
-        assert not next(t for t in other.problem.tables if t.name == "hot").in_host_memory
+    assert any(table.in_host_memory for table in found.tables) and device_bytes(found) <= tier_bytes(asked)
+
+
+# --- plans --------------------------------------------------------------------------------------------------
+
+MODEL = AnalyticModel(Setting("made-up", 1024))
+TABLES = tuple(Table(f"t{i}", 20_000 + 3_000 * i, 16, 4.0 + i, Zipf(0.6 + 0.1 * i)) for i in range(8))
+
+
+def problem(memory_bytes: int = 5 << 20, tables=TABLES, host_bytes: int = 1 << 30) -> Problem:
+    topology = Topology((Device(memory_bytes),) * 4, memory=(Memory("host", host_bytes, 5.0),))
+    return Problem("large", tables, topology, 1024)
+
+
+def found(of: Problem, algorithm: str = "anneal_columns"):
+    return decide(of, MODEL, [MemoryTiers()], SHARDERS[algorithm], budget=Budget(evals=300))
+
+
+def test_what_does_not_fit_gets_a_plan_within_all_memories():
+    asked = problem()
+    with pytest.raises(Infeasible):
+        SHARDERS["anneal_columns"](asked, MODEL)
+    best = found(asked)
+    assert max(lower(best.plan, best.problem).memory_bytes) <= 5 << 20
+    assert any(table.in_host_memory for table in best.problem.tables)
+    assert best.plan.provenance["predicted_ms"] == best.ms
+
+
+def test_it_is_faster_than_with_simpler_load_factors():
+    asked, best = problem(), found(problem())
+    for other in simpler(asked):
+        # With room to spare, for these fill all memory at once.
+        roomy = replace(other, topology=problem(6 << 20).topology)
+        plan = SHARDERS["anneal_columns"](roomy, MODEL.for_problem(roomy), budget=Budget(evals=300))
+        assert best.ms < plan.provenance["predicted_ms"]
+
+
+def test_where_host_memory_holds_few_tables_whole_ones_stay_on_devices():
+    """Caches of both would leave both in host memory, which holds one."""
+    tables = (Table("a", 300_000, 16, 4.0, Zipf(1.0)), Table("b", 299_000, 16, 4.0, Zipf(1.0)))
+    topology = Topology((Device(22 << 20),), memory=(Memory("host", 20 << 20, 5.0),))
+    found = tiered(Problem("two", tables, topology, 64))
+    assert sorted(t.load_factor for t in found.tables) == [0.0, 1.0]
+
+
+def test_what_fits_stays_in_device_memory():
+    [only] = found(problem(1 << 28)).outcomes
+    assert not any(table.in_host_memory for table in only.found.problem.tables)
+
+
+def test_memory_that_is_left_on_a_device_goes_to_its_tables():
+    asked = with_load_factors(problem(), {t.name: 0.1 for t in TABLES})
+    plan = SHARDERS["size_greedy"](asked, MODEL.for_problem(asked))
+    better, now = filled(plan, asked, MODEL)
+    assert link_ms(better) < 0.5 * link_ms(asked)
+    assert now.provenance["predicted_ms"] < plan.provenance["predicted_ms"]
+    assert [p.devices for p in now.placements] == [p.devices for p in plan.placements]
+    lower(now, better)
+
+
+@pytest.mark.parametrize("algorithm", sorted(SHARDERS))
+def test_every_sharder_takes_load_factors(algorithm):
+    asked = tiered(problem(), -(1 << 20))
+    found = SHARDERS[algorithm](asked, MODEL.for_problem(asked), budget=Budget(evals=200))
+    lower(found, asked)
+    held = {t.name for t in asked.tables if t.in_host_memory}
+    assert not {p.shard.table.name for p in found.placements if p.kind == "data_parallel"} & held
+
+
+@pytest.mark.parametrize("load_factor", [1.0, 0.5])
+def test_tables_that_replicas_would_suit_are_none_with_rows_in_host_memory(load_factor):
+    small = tuple(Table(f"s{i}", 100, 16, 50.0, Zipf(1.0), load_factor=load_factor) for i in range(4))
+    slow = replace(problem(1 << 26).topology, links=links_of(within_host=0.01, latency_ms=0.1))
+    asked = Problem("small", small, slow, 1024)
+    found = SHARDERS["anneal"](asked, MODEL.for_problem(asked), budget=Budget(evals=2_000))
+    assert lower(found, asked)
+    assert any(p.kind == "data_parallel" for p in found.placements) is (load_factor == 1)
+
+
+def test_a_replica_has_no_rows_in_host_memory():
+    asked = with_load_factors(problem(), {"t0": 0.1})
+    plan = Plan(tuple(Placement("data_parallel", Shard.whole(t), (0, 1, 2, 3)) for t in asked.tables))
+    with pytest.raises(ShardCoreError, match="by data_parallel, with load_factor 0.1"):
+        lower(plan, asked)
+
+
+def test_what_hosts_cannot_hold_is_refused():
+    with pytest.raises(Infeasible, match="in host memory, which may hold 1.0 MiB"):
+        found(problem(host_bytes=1 << 20))
+    two = replace(
+        problem(),
+        topology=replace(
+            problem().topology,
+            memory=(Memory("host", 11 << 20, 5.0),),
+            devices=tuple(Device(5 << 20, host=f"host-{i // 2}") for i in range(4)),
+        ),
+    )
+    asked = with_load_factors(two, {t.name: 0.1 for t in TABLES})
+    plan = Plan(tuple(Placement("column", Shard.whole(t), (i % 2,)) for i, t in enumerate(asked.tables)))
+    with pytest.raises(Infeasible, match="host 'host-0' of problem 'large' would hold 14.9 MiB of rows"):
+        lower(plan, asked)
+
+
+@pytest.mark.parametrize("dims", [(4, 128), (8, 512)])
+def test_tables_of_unlike_widths_share_a_cache_that_fits(dims):
+    """A cached row of a narrow table is as wide as the widest of its op, so few narrow ones are cached."""
+    rng = np.random.default_rng(0)
+    tables = tuple(
+        Table(f"t{i}", int(10 ** rng.uniform(4, 5)), int(rng.choice(dims)), 5.0) for i in range(10)
+    )
+    room = sum(t.bytes for t in tables) // 4
+    problem = Problem(
+        "p", tables, Topology((Device(room),) * 2, memory=(Memory("host", 1 << 36, 25.0),)), 256
+    )
+    model = AnalyticModel(Setting("made-up", 256)).for_problem(problem)
+    for outcome in decide(problem, model, [MemoryTiers()], SHARDERS["size_greedy"]).outcomes:
+        if outcome.found:
+            require_fits(outcome.found.plan, outcome.found.problem)

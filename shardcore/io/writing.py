@@ -1,0 +1,162 @@
+"""Writing of files: whole or not at all, by a temporary name that is then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import require, require_type, shown
+
+UNFINISHED = re.compile(r"\..+\.\d+\.tmp")
+"""Names of files that `write_atomic` has not renamed yet."""
+
+_MOST_LINKS = 40
+"""Most links that are followed, as the kernel does."""
+
+
+def write_atomic(path: str | Path, content: bytes) -> None:
+    """Write a file whole or not at all, creating its folder; raises ShardCoreError naming it where that
+    cannot be done. A device or pipe (/dev/null, /dev/stdout) is written to: to rename a file over it would
+    take it from everybody. Temporary files that killed writers of the same file left are removed."""
+    require_type(path, (str, Path), "path", "a path of a file")
+    require("\0" not in str(path) and str(path) != "", f"cannot write {shown(str(path))}: no name of a file")
+    path = Path(path)
+    temporary = _temporary(path.parent, path.name)
+    try:
+        if _is_written_through(path):
+            path.write_bytes(content)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            for name in os.listdir(path.parent):
+                if name.startswith(f".{path.name}.") and UNFINISHED.fullmatch(name):
+                    remove_unfinished(path.parent / name)
+        # of another process that had this number; or a link, which leads anywhere
+        temporary.unlink(missing_ok=True)
+        with _held(temporary) as f:
+            f.write(content)
+            f.flush()
+            os.fsync(f.fileno())
+            os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # the first error is the one to tell of
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise ShardCoreError(f"cannot write {path}: {error.strerror}") from None
+        raise
+
+
+def _held(temporary: Path) -> BinaryIO:
+    """A new file, locked as long as it is open: its writer lives."""
+    import fcntl
+
+    while True:
+        f = open(temporary, "xb")
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(f, fcntl.LOCK_EX)
+        if os.fstat(f.fileno()).st_nlink:
+            return f
+        f.close()  # another writer removed it before it was locked
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove a temporary file whose writer was killed: nobody holds its lock."""
+    import fcntl
+
+    with contextlib.suppress(OSError), open(path, "rb", opener=_no_link) as f:
+        if stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def require_writable(path: str | Path, what: str, folder: bool = False) -> None:
+    """Raise ShardCoreError if a file, or files in a folder, could not be written there.
+
+    what: its name, for messages. It tries, for permissions do not tell all. What is not there yet stays so.
+    """
+    path = Path(path)
+    try:
+        if path.exists() and path.is_dir() != folder:
+            kinds = ("file", "folder") if folder else ("folder", "file")
+            raise ShardCoreError("{} {} is a {}; it needs to be a {}".format(what, path, *kinds))
+        if _is_written_through(path):
+            return
+        at = path if folder else path.parent
+        while not os.path.lexists(at):
+            at = at.parent
+        temporary = _temporary(at, path.name)
+        temporary.unlink(missing_ok=True)
+        open(temporary, "xb").close()
+        temporary.unlink()
+    except OSError as error:
+        raise ShardCoreError(f"{what} {path} cannot be written: {error.strerror}") from None
+
+
+def _temporary(folder: Path, name: str) -> Path:
+    return folder / f".{name}.{os.getpid()}.tmp"
+
+
+def _is_written_through(path: Path) -> bool:
+    """Tell if a path is a device or pipe, or leads to an open file of a process."""
+    return path.exists() and not path.is_dir() and (not path.is_file() or _is_open_file(path))
+
+
+def _is_open_file(path: Path) -> bool:
+    """Whether a link leads to what a process has open, as /dev/stdout does, also where that is a file."""
+    for _ in range(_MOST_LINKS):
+        if path.parent.resolve().match("/proc/*/fd"):
+            return True
+        if not path.is_symlink():
+            return False
+        path = path.parent / path.readlink()
+    return False
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    write_atomic(path, json_bytes(value))
+
+
+_dumps = json.JSONEncoder(allow_nan=False).encode
+"""On one line, by C code: with `indent`, json is pure Python."""
+
+
+def json_bytes(value: Any) -> bytes:
+    """JSON that people read and compare: a line for each key, and for each record in a list (a placement, a
+    table)."""
+    return (_lines(value, "\n") + "\n").encode()
+
+
+def _lines(value: Any, end: str) -> str:
+    inner = end + " "
+    if isinstance(value, Mapping) and value:
+        return (
+            "{"
+            + ",".join(f"{inner}{_dumps(str(k))}: {_lines(v, inner)}" for k, v in value.items())
+            + end
+            + "}"
+        )
+    if isinstance(value, list | tuple) and any(isinstance(entry, Mapping | list | tuple) for entry in value):
+        return "[" + ",".join(inner + _dumps(entry) for entry in value) + end + "]"
+    return _dumps(value)
+
+
+def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """One line a row; the columns are those of the first."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomic(path, text.getvalue().encode())
