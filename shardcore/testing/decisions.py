@@ -9,8 +9,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
 from shardcore.cost.model import CostModel
 from shardcore.search import SHARDERS, Budget, Sharder
-from shardcore.search.decisions.driver import Decision, Found, Outcome, decide
-from shardcore.search.decisions.ledger import ENTRY
+from shardcore.search.decisions.driver import ENTRY, Decision, Found, Outcome, decide
 from shardcore.testing.plans import check_plan
 from shardcore.testing.problems import model_for, with_slack
 from shardcore.testing.sharders import require_error
