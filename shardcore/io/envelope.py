@@ -10,7 +10,7 @@ from typing import Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import shown
-from shardcore.io.schema import read_json
+from shardcore.io.schema import Readable, read_json
 
 VERSIONS = {
     "problem": 1,
@@ -26,6 +26,9 @@ VERSIONS = {
     "rows": 1,
     "rows-complete": 1,
     "replays": 3,
+    "decision": 1,
+    "torchrec-plan": 2,
+    "dmp-collection": 1,
 }
 """Version of each schema. No other is read."""
 
@@ -48,11 +51,11 @@ def is_document(path: str | Path, schema: str) -> bool:
     return isinstance(data, dict) and data.get("schema") == f"shardcore/{schema}"
 
 
-def open_document(path: str | Path, schema: str) -> dict[str, Any]:
+def open_document(path: str | Path | Readable, schema: str) -> dict[str, Any]:
     return opened(read_json(path), schema, path)
 
 
-def opened(data: Any, schema: str, path: str | Path) -> dict[str, Any]:
+def opened(data: Any, schema: str, path: object) -> dict[str, Any]:
     """The body of a document that was read from a path. Raises ShardCoreError for another schema or version."""
     if not isinstance(data, dict) or data.get("schema") != f"shardcore/{schema}":
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
@@ -72,7 +75,7 @@ def seal(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, "digest": digest(body)}
 
 
-def unseal(body: dict[str, Any], path: str | Path) -> dict[str, Any]:
+def unseal(body: dict[str, Any], path: object) -> dict[str, Any]:
     found = body.pop("digest", None)
     if found != digest(body):
         raise ShardCoreError(

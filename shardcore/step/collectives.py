@@ -58,7 +58,7 @@ class Collective:
     name: as channels and files give it.
     words: for people.
     ways: its directions, in the order in which they run: "forward", "backward", or both.
-    call: the exchange in torch, a key of measure/transfers.CALLS.
+    call: the exchange in torch, a key of measure/exchanges.EXCHANGES. Ids have another (measure/id_transfer.py).
     draw: how it is drawn to be measured.
     like: the collective whose rates stand in where its own were not measured. "": none.
     ring: True if bytes go round a ring. Otherwise each device sends to each other one.

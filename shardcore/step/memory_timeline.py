@@ -1,6 +1,7 @@
 """Memory timeline of a training step: the buffers of a device that are alive in each phase.
 
-Source: live tensors of TorchRec's CPU processes (bench/memory.py), and its comm_ops.py. Gloo gathers in a buffer
+Source: live tensors of TorchRec's CPU processes (tests/torchrec/peaks.py), and its
+comm_ops.py. Gloo gathers in a buffer
 that its thread frees when it is done. That buffer counts until it is waited for.
 
 A run is a kind's op and exchange (`kinds.run_of`). TorchRec takes runs in the order of the first table of each, in

@@ -1,8 +1,6 @@
 """What a step takes of a device, by part: by hand, and as torch sees it in TorchRec's processes."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -277,11 +275,9 @@ def test_searches_count_what_whole_tables_take(job, hardware, sequence):
 @pytest.mark.parametrize("seed", range(40))
 def test_sums_over_shards_are_what_a_plan_takes(seed):
     """To the byte, of all kinds, on two devices and on two hosts of two, with sequences and features."""
-    sys.path.append(str(Path(__file__).parents[1] / "torchrec"))
     pytest.importorskip("torchrec")
     import training
-
-    from bench.memory import drawn
+    from peaks import drawn
 
     rng = np.random.default_rng(seed)
     given = training.problem(*((1, 2), (2, 2))[seed // 2 % 2], ordered=seed % 5 == 0)
@@ -487,7 +483,7 @@ def test_a_divided_sequence_keeps_where_each_id_was_by_hand():
 def test_long_sequences_take_what_torch_sees(divided):
     """The holder has by far the most. TR 1924: ids of 9 to 11 local batches, outputs of the global one."""
     pytest.importorskip("torchrec")
-    from bench import memory as peaks
+    import peaks
 
     two = Topology((Device(2**34, host="h"),) * 2, "cpu")
     problem = Problem("long", (SHORT, LONG), two, 256)
@@ -503,7 +499,7 @@ def test_the_count_is_the_peak_that_torch_sees(seed):
     Where outputs dominate steps differ: gloo's threads free their buffers sooner or later.
     """
     pytest.importorskip("torchrec")
-    from bench import memory as peaks
+    import peaks
 
     [row] = peaks.compared([seed])
     assert all(-peaks.BELOW <= share <= peaks.ABOVE for share in peaks.off(row, "used_bytes")), row
