@@ -5,8 +5,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Defects that `make mutants` draws.
 MUTANTS ?= 40
-# Which FBGEMM to install: gpu where there is an NVIDIA driver, else cpu.
-EXTRA ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
+# Which FBGEMM to install: the GPU's where there is an NVIDIA driver, else the CPU's.
+EXTRA ?= $(if $(shell command -v nvidia-smi),measure-gpu,measure)
 # What installs: uv (and pip where uv cannot), or pip.
 INSTALLER ?= uv
 
@@ -18,7 +18,7 @@ export DVC_NO_ANALYTICS := 1
 export RAY_USAGE_STATS_ENABLED := 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO := 0
 
-SIZE := 2.2 GB$(if $(filter gpu,$(EXTRA)), and CUDA)
+SIZE := 2.2 GB$(if $(filter measure-gpu,$(EXTRA)), and CUDA)
 
 .PHONY: run test test-long mutants figures up status down setup lock lint
 
@@ -45,6 +45,8 @@ status down:
 
 lint: setup
 	ruff check .
+	ruff format --check .
+	pyright
 
 setup: .venv/.ready
 

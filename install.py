@@ -1,6 +1,6 @@
 """Install ShardCore from this folder, into the environment of the Python that runs this.
 
-    python install.py [EXTRA ...]     for example: python install.py cpu pipeline dev torchrec
+    python install.py [EXTRA ...]     for example: python install.py measure pipeline dev torchrec
     python install.py --lock          write the versions that are installed now to constraints.txt
 
 Versions are those of constraints.txt. uv installs if it can be had and sees the packages, else pip. uv reads
@@ -40,8 +40,8 @@ PROGRAMS = {
         "dvc.commands.repro",
         "prefect.server.api.server",
     ),
-    "cpu": ("fbgemm_gpu",),
-    "gpu": ("fbgemm_gpu",),
+    "measure": ("fbgemm_gpu",),
+    "measure-gpu": ("fbgemm_gpu",),
     TORCHREC: ("torchrec.distributed",),
 }
 PIP = (sys.executable, "-m", "pip", "-qq", "--disable-pip-version-check")

@@ -50,6 +50,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel, price
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS, Budget
+from shardcore.search.anneal import compiled
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search, copy_of
 from shardcore.search.anneal.starts import Start, Starts
@@ -220,7 +221,7 @@ def counted_by(search: Search | Starts, start: Start) -> np.ndarray:
     """[D] bytes that annealing counts of a plan. Where devices have no memory, what is left is exact."""
     fixed = start.fixed._replace(free=np.full(len(start.fixed.free), -1e-9), host_free=np.inf)
     state = copy_of(start.state)
-    search.compiled.refresh(search.head, fixed, state)
+    compiled.refresh(search.head, fixed, state)
     return np.rint(-state.left)
 
 

@@ -12,14 +12,16 @@ The nouns are here; the verbs live in their modules and load when asked for:
 """
 
 from importlib import import_module
-from importlib.metadata import version
 
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, SettingMismatch, ShardCoreError
+from shardcore.core.extras import extras_named
 from shardcore.core.step_cost import StepCost
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
+
+__version__ = "0.1.0"
 
 _VERBS = {
     "lower": ("shardcore.step.lower", "lower"),
@@ -52,13 +54,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "__version__":
-        return version("shardcore")
     if name not in _VERBS:
         raise AttributeError(f"module 'shardcore' has no attribute {name!r}")
     module, attribute = _VERBS[name]
-    return getattr(import_module(module), attribute)
+    with extras_named():
+        return getattr(import_module(module), attribute)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted({*globals(), *__all__})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ray
 
 from shardcore.measure import pairs
-from shardcore.measure.pairs import Found, PairConfig
+from shardcore.measure.pairs import PairConfig, PairMeasurement
 from tasks import actors
 
 
@@ -17,7 +17,9 @@ class PairRank(actors.Member):
         super().__init__()
         self._turns = (0, 1)
 
-    def run(self, rank: int, ranks: int, address: str, config: PairConfig, device: str) -> tuple[Found, str]:
+    def run(
+        self, rank: int, ranks: int, address: str, config: PairConfig, device: str
+    ) -> tuple[PairMeasurement, str]:
         """What it found, and the address of its node."""
         found = pairs.measure_rank(rank, ranks, address, config, device, self._note)
         return found, ray.util.get_node_ip_address()

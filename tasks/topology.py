@@ -10,7 +10,7 @@ from prefect import task
 
 from shardcore.io import files
 from shardcore.measure import pairs
-from shardcore.measure.pairs import Found, PairConfig
+from shardcore.measure.pairs import PairConfig, PairMeasurement
 from shardcore.report import topology_report
 from tasks import actors, console
 from tasks.measure import cluster_device
@@ -30,7 +30,7 @@ def find_links(problem: Path, out: Path, ranks: Path | None, config: PairConfig)
 
 
 @task(task_run_name="measure-pairs")
-def measure_pairs(ranks: int, config: PairConfig) -> tuple[Found, list[str]]:
+def measure_pairs(ranks: int, config: PairConfig) -> tuple[PairMeasurement, list[str]]:
     """What a gang of the connected cluster finds, and the node of each rank.
 
     It runs on GPUs where the cluster has some, else on CPU cores. Ray fills a host before it takes another.

@@ -50,6 +50,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
     # or the processes that tests start would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+pytest.register_assert_rewrite("shardcore.testing")
+
 from boxes import can_box  # noqa: E402
 from ray_fixtures import (  # noqa: E402, F401
     actor_processes,

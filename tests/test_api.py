@@ -1,7 +1,6 @@
 """The library as its users call it: what is there, short texts of its nouns, and errors for arguments of
 another type, which name the argument, its value and what would be right."""
 
-import pathlib
 import re
 
 import numpy as np
@@ -247,8 +246,6 @@ def test_all_that_the_page_names_is_there():
     names = dir(shardcore)
     assert {*shardcore.__all__, "__version__"} <= set(names)
     assert {"price", "lower", "load_model", "replay", "load_plan", "SHARDERS", "Budget"} <= set(names)
-    text = (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text()
-    assert f'version = "{shardcore.__version__}"' in text
     for name in shardcore.__all__:
         assert getattr(shardcore, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'prices'"):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from shardcore.core.extras import EXTRA_OF
 from tasks import params, paths
 
 ROOT = Path(__file__).parent.parent
@@ -26,7 +27,7 @@ FLOORS = (
     ("search",),
     ("plans", "torchrec"),
     ("report",),
-    ("cli",),
+    ("cli", "testing"),
 )
 """The rooms of shardcore/, from the ground up."""
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -237,33 +238,47 @@ def test_stages_that_read_lists_of_public_tables_depend_on_them():
             assert "shardcore/tables" in listed(stage, "deps")  # the folder holds the lists
 
 
-def test_shardcore_uses_only_what_the_base_installs():
-    """And FBGEMM and TorchRec, which extras bring and which it says are missing."""
+def test_shardcore_uses_only_the_core_and_packages_whose_extra_it_names():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
-    base = {{"PyYAML": "yaml"}.get(name, name) for name in named}
-    files = {p for p in our_files() if p.relative_to(ROOT).parts[0] == "shardcore"}
-    for path in files:
+    core = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
+    assert set(EXTRA_OF.values()) <= set(project["optional-dependencies"])
+    for path in sorted((ROOT / "shardcore").rglob("*.py")):
         used = {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names
-        beyond = used - base - {"shardcore", "fbgemm_gpu", "torchrec"}
-        assert not beyond, f"{path} imports {beyond}, which the base of pyproject.toml does not install"
+        beyond = used - core - {"shardcore", *EXTRA_OF}
+        assert not beyond, f"{path} imports {beyond}, which neither the core nor an extra installs"
 
 
-def test_shardcore_runs_without_orchestrators_and_fbgemm_is_late():
+@cache
+def imported_at_import(path: Path) -> set[str]:
+    """Modules that a file imports when it is imported itself."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_orchestrators_fbgemm_and_what_is_seldom_needed_are_imported_late():
     heavy = ORCHESTRATORS | {"fbgemm_gpu", "torchrec", "scipy", "matplotlib", "yaml", "safetensors"}
     for path in sorted((ROOT / "shardcore").rglob("*.py")):
-        at_import = {
-            a.split(".")[0]
-            for node in ast.parse(path.read_text()).body
-            for a in (
-                [x.name for x in node.names]
-                if isinstance(node, ast.Import)
-                else [node.module]
-                if isinstance(node, ast.ImportFrom)
-                else []
-            )
-        }
+        at_import = {name.split(".")[0] for name in imported_at_import(path)}
         assert not at_import & heavy, f"{path} imports {at_import & heavy} at import"
+
+
+def test_planning_imports_no_package_of_an_extra():
+    starts = ("cli", "search", "cost.composite", "plans.store", "plans.diff", "report.plan_report", "testing")
+    waiting, seen = [f"shardcore.{start}" for start in starts], set()
+    while waiting:
+        path = module_file(waiting.pop())
+        if path is None or path in seen:
+            continue
+        seen.add(path)
+        names = imported_at_import(path)
+        assert not {name.split(".")[0] for name in names} & set(EXTRA_OF), path
+        waiting += [name for name in names if name.startswith("shardcore.")]
+    assert len(seen) > 50
 
 
 def test_what_measures_on_the_cluster_reaches_no_prefect():

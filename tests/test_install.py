@@ -23,8 +23,8 @@ LOCKED = dict(
     for line in (ROOT / "constraints.txt").read_text().splitlines()
     if not line.startswith("#")
 )
-ELSEWHERE = {"fbgemm-gpu", "psycopg2-binary"}
-"""What the environment that the lock was made from does not have: a GPU's FBGEMM, PostgreSQL's driver."""
+ELSEWHERE = {"fbgemm-gpu", "psycopg2-binary", "s3fs", "shardcore"}
+"""What is not locked: a GPU's FBGEMM, PostgreSQL's driver, object stores, and this package's own extras."""
 
 
 def requirements() -> list[Requirement]:
@@ -101,7 +101,7 @@ def test_uv_is_told_the_settings_that_pip_takes(tmp_path):
 
 
 def test_torchrec_comes_without_its_dependencies_and_only_when_asked():
-    assert install.wanted(["cpu", "dev"]) == [["--editable", f"{ROOT}[cpu,dev]"]]
+    assert install.wanted(["measure", "dev"]) == [["--editable", f"{ROOT}[measure,dev]"]]
     assert install.wanted([]) == [["--editable", str(ROOT)]]
     assert install.wanted(["torchrec"])[1:] == [["--no-deps", "torchrec"]]
 
@@ -164,13 +164,13 @@ def test_what_neither_can_install_is_an_error(checkout, tmp_path):
 
 def test_make_installs_the_extras_of_stages_and_tests():
     said = subprocess.run(
-        ["make", "--dry-run", "--always-make", "setup", "EXTRA=gpu"],
+        ["make", "--dry-run", "--always-make", "setup", "EXTRA=measure-gpu"],
         cwd=ROOT,
         text=True,
         check=True,
         stdout=subprocess.PIPE,
     ).stdout
-    assert "python install.py --installer uv gpu pipeline dev torchrec" in said
+    assert "python install.py --installer uv measure-gpu pipeline dev torchrec" in said
 
 
 # --- without the extra --------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from shardcore.cli import (
 )
 from shardcore.cli.options import Formatter, build, require_outputs
 from shardcore.core.errors import ShardCoreError, escaped
+from shardcore.core.extras import extras_named
 from shardcore.core.gc_pause import rare_collections
 
 
@@ -43,9 +44,7 @@ class _Printable:
 
 def parser_of_all() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shardcore", description=__doc__, formatter_class=Formatter
-    )
+    parser = argparse.ArgumentParser(prog="shardcore", description=__doc__, formatter_class=Formatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for group in (
         plans,
@@ -70,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # of help, whose reader may have gone, too
         options = build(parsed)
         require_outputs(options)
-        with rare_collections(), redirect_stdout(_Printable(sys.stdout)):
+        with rare_collections(), extras_named(), redirect_stdout(_Printable(sys.stdout)):
             parsed.run(options)
         sys.stdout.flush()
     except BrokenPipeError:

@@ -43,13 +43,8 @@ def predict(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
 
 def noise(samples: Sequence[ComputeSample]) -> float:
     """Percent, mean interquartile range over median of the timings of samples. 0 for none."""
-    spreads = [
-        (part.q3_ms - part.q1_ms) / part.median_ms
-        for s in samples
-        if s.error is None
-        for part in (s.forward, s.backward)
-        if part.median_ms
-    ]
+    parts = [part for s in samples if s.error is None for part in (s.forward, s.backward)]
+    spreads = [(part.q3_ms - part.q1_ms) / part.median_ms for part in parts if part and part.median_ms]
     return 100 * float(np.mean(spreads)) if spreads else 0.0
 
 
@@ -78,20 +73,17 @@ def evaluate(
 
     A kind without samples has no metrics.
     """
-    compute, comm = (
-        [s for s in samples if s.error is None] for samples in (compute, collective_fit.priced(comm))
-    )
+    compute = [s for s in compute if s.error is None]
+    comm = [s for s in collective_fit.priced(comm) if s.error is None]
     metrics: dict[str, float] = {"n_compute": float(len(compute)), "n_comm": float(len(comm))}
     if compute:
         sums = _sums(model, compute)
-        both = nets.parts(model.weights, sums)
-        # [S, 2] measured ms, forward and backward.
-        found = np.array([[s.forward.median_ms, s.backward.median_ms] for s in compute])
-        total, measured = both.sum(1), found.sum(1)
+        predicted, timed = nets.parts(model.weights, sums), features.measured_ms(compute)
+        total, measured = predicted.sum(1), timed.sum(1)
         metrics |= {
             "compute_mape": mape(total, measured),
-            "forward_compute_mape": mape(both[:, 0], found[:, 0]),
-            "backward_compute_mape": mape(both[:, 1], found[:, 1]),
+            "forward_compute_mape": mape(predicted[:, 0], timed[:, 0]),
+            "backward_compute_mape": mape(predicted[:, 1], timed[:, 1]),
             "compute_mse_ms2": float(((total - measured) ** 2).mean()),
             "compute_kendall_tau": kendall_tau(total, measured),
         }

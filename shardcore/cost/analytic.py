@@ -33,16 +33,15 @@ MS_PER_US = 1e-3
 class AnalyticModel:
     """Costs from the work of an op, each driver at a constant rate.
 
-    compute = launch (once for a fused op, which is why fusing pays) + tables + lookups + bytes gathered +
-    bytes updated
+    compute = launch (once for a fused op, which is why fusing pays) + tables + lookups + bytes gathered + bytes updated
 
-    transfer = latency + bytes that leave a device / bandwidth, the same for all: nobody is done before the
-    last sender
+    transfer = latency + bytes that leave a device / bandwidth, the same for all: none is done before the last sender
 
     waiting = max over devices of (compute + backward transfer) - the device's own
 
-    The defaults have the order of magnitude of a data-centre GPU. They were not measured.
-    Bandwidths and latency of a topology take precedence over the model's.
+    The defaults have the order of magnitude of a data-centre GPU. They were not measured. Bandwidths and latency of a
+    topology take precedence over the model's.
+
     Raises ShardCoreError for a negative cost, or a bandwidth that is not positive.
     """
 
@@ -60,8 +59,7 @@ class AnalyticModel:
             value = getattr(self, field.name)
             if not (value > 0 if field.name.endswith("gbps") else value >= 0):
                 raise ShardCoreError(
-                    f"analytic model has {field.name} {value}; "
-                    "bandwidths need to be positive, costs 0 or more"
+                    f"analytic model has {field.name} {value}; bandwidths need to be positive, costs 0 or more"
                 )
 
     def for_problem(self, problem: Problem) -> AnalyticModel | Composite:
@@ -87,17 +85,11 @@ class AnalyticModel:
         batch = batch or self.setting.batch
         drivers = np.ones((len(shards), 4))
         if len(shards):
-            row_bytes, looked_up, share = np.array(
-                [
-                    (s.width * PRECISION_BYTES[s.table.precision], s.table.looked_up, access_share(s))
-                    for s in shards
-                ],
-                dtype=float,
-            ).T
-            lookups = batch * looked_up * share
-            drivers[:, 1:] = np.stack(
-                [lookups, lookups * row_bytes, unique_rows_of(shards, batch) * row_bytes], 1
-            )
+            row_bytes = np.array([s.width * PRECISION_BYTES[s.table.precision] for s in shards], dtype=float)
+            looked_up = np.array([s.table.looked_up for s in shards], dtype=float)
+            lookups = batch * looked_up * np.array([access_share(s) for s in shards], dtype=float)
+            updated_bytes = unique_rows_of(shards, batch) * row_bytes
+            drivers[:, 1:] = np.stack([lookups, lookups * row_bytes, updated_bytes], 1)
         return drivers
 
     def head(self, sums: np.ndarray) -> np.ndarray:
@@ -126,7 +118,7 @@ class AnalyticModel:
         )
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
-        """[G] zeros: this model does not tell forward from backward."""
+        """[G] zeros: this model does not divide costs into forward and backward."""
         return np.zeros(np.shape(sums)[:-1])
 
     @property
@@ -136,7 +128,7 @@ class AnalyticModel:
 
     @property
     def launch_ms(self) -> float:
-        """What fusing two ops saves, exactly (see model.BoundableCostModel)."""
+        """Exact ms that fusing two ops saves (see model.BoundableCostModel)."""
         return self.launch_us * MS_PER_US
 
     def rates(self, least: np.ndarray) -> np.ndarray:
@@ -148,9 +140,9 @@ class AnalyticModel:
         return True
 
     def even_is_least(self, topology: Topology) -> bool:
-        """See model.BoundableCostModel. The transfer is convex in the bytes, and the same for all devices.
+        """The transfer is convex in the bytes, and the same for all devices.
 
-        With hosts of equal size, swapping devices does not change it.
+        With hosts of equal size, swapping devices does not change it. See model.BoundableCostModel.
         """
         return topology.equal_hosts
 

@@ -1,8 +1,8 @@
 """The communication model's rates: fitted to measured exchanges, and judged on others.
 
-On one host each rank's transfer counts. Over several hosts that of the last rank does: a step waits for it,
-and how much earlier others end is up to how TCP shares a link. Fitted to all ranks, the last comes out 20% to
-30% too early (docs/benchmarks/2026-11-25-emulated-hosts.md).
+On one host each rank's transfer counts. Over several hosts that of the last rank does: a step waits for it, and the
+lead of others depends on how TCP shares a link. Fitted to all ranks, the last comes out 20% to 30% too early
+(docs/benchmarks/2026-11-25-emulated-hosts.md).
 
 Shapes: D devices, E exchange terms, S samples, R ranks that count of all samples.
 """
@@ -39,9 +39,9 @@ ONCE, MESSAGES = (EXCHANGE_TERMS.index(name) for name in ("once", "messages"))
 MESSAGE_SHARE = 1 / 7
 """Latency of a message to one device more, over that which an exchange has once, where it was not measured.
 
-In published logs of nccl-tests on A100, all-to-alls of small messages take 3.7 times as long on 32 devices
-as on 8, all-gathers 2.7 and all-reduces 2.1 times. With this share it is 2.7 times
-(docs/decisions/latency-of-more-devices.md)."""
+In published logs of nccl-tests on A100, all-to-alls of small messages take 3.7 times as long on 32 devices as on 8,
+all-gathers 2.7 and all-reduces 2.1 times. With this share it is 2.7 times (docs/decisions/latency-of-more-devices.md).
+"""
 FEWEST_SAMPLES = 4
 """A collective with fewer samples gets no rates."""
 _MEASURED = [
@@ -56,38 +56,33 @@ def fit(
     note: Callable[[str, int, dict[str, float]], None],
 ) -> dict[str, np.ndarray]:
     """[E] rates of each measured collective, group, payload and direction, named by `weight`."""
-    rates = {}
+    rates: dict[str, np.ndarray] = {}
     for (row, payload), group in itertools.product(_MEASURED, SCOPES):
         known, unseen = (_of(side, row.name, payload, group) for side in (train_side, validation))
-        # Ids that are worked on before have the rates of others.
+        # Ids with work before have the rates of other ids.
         for way in row.ways if len(known) >= FEWEST_SAMPLES and not row.work else ():
-            (terms, measured), (unseen_terms, unseen_measured) = (
-                observed(known, way),
-                observed(unseen or known, way),
-            )
+            terms, measured = observed(known, way)
             # Without validation samples, training samples stand in for the report.
+            unseen_terms, unseen_measured = observed(unseen or known, way)
             rates[weight(Channel(row.name, group), way, payload)] = law = _fit_rates(terms, measured)
             log_error = np.log(np.maximum(transfer_ms(terms, law), 1e-9) / measured)
-            note(
-                _metric(row.name, way, payload) + f"_{group}" * (group != WORLD),
-                0,
-                {
-                    "train_loss": float(np.abs(log_error).mean()),
-                    "validation_mape": mape(transfer_ms(unseen_terms, law), unseen_measured),
-                },
-            )
-    plain_ids = [s for s in train_side if (row := s.request.row).ids and not row.work]
-    works = [
-        _fit_work(rates, row, _of(train_side, row.name, "fp32")) for row in COLLECTIVES.values() if row.work
-    ]
-    return rates | {name: law for work in works for name, law in work.items()} | _fit_ordering(plain_ids)
+            losses = {
+                "train_loss": float(np.abs(log_error).mean()),
+                "validation_mape": mape(transfer_ms(unseen_terms, law), unseen_measured),
+            }
+            note(_metric(row.name, way, payload) + f"_{group}" * (group != WORLD), 0, losses)
+    works: dict[str, np.ndarray] = {}
+    for row in COLLECTIVES.values():
+        works |= _fit_work(rates, row, _of(train_side, row.name, "fp32"))
+    plain_ids = [s for s in train_side if s.request.row.ids and not s.request.row.work]
+    return rates | works | _fit_ordering(plain_ids)
 
 
 def _fit_work(
     rates: Mapping[str, np.ndarray], row: Collective, samples: Sequence[CollectiveSample]
 ) -> dict[str, np.ndarray]:
-    """Own work on ids: what these exchanges take beyond those of other ids. Nothing without both."""
-    if len(samples) < FEWEST_SAMPLES or not is_measured(rates, Channel(row.like)):
+    """Own work on ids: the excess of these exchanges over those of other ids. Nothing without both."""
+    if not row.work or len(samples) < FEWEST_SAMPLES or not is_measured(rates, Channel(row.like)):
         return {}
     terms, measured = observed(samples, "forward")
     mean_bytes = np.concatenate(
@@ -99,24 +94,23 @@ def _fit_work(
 
 
 def _fit_ordering(samples: Sequence[CollectiveSample]) -> dict[str, np.ndarray]:
-    """What it takes to put ids in order. Nothing where samples do not tell it."""
-    told = [s for s in samples if s.work_ms is not None]
-    if len(told) < FEWEST_SAMPLES:
+    """The law of putting ids in order. Nothing where too few samples tell it."""
+    timed = [(owned_bytes(s), s.work_ms) for s in samples if s.work_ms is not None]
+    if len(timed) < FEWEST_SAMPLES:
         return {}
-    received = np.concatenate([owned_bytes(s) for s in told])
-    work_ms = np.concatenate([s.work_ms for s in told])
-    some = (received > 0) & (work_ms > 0)
-    own = np.stack([np.ones(some.sum()), received[some]], axis=1)
-    return {ORDER: fit_law(own, work_ms[some])}
+    received, work_ms = (np.concatenate(values) for values in zip(*timed, strict=True))
+    ran = (received > 0) & (work_ms > 0)
+    own = np.stack([np.ones(ran.sum()), received[ran]], axis=1)
+    return {ORDER: fit_law(own, work_ms[ran])}
 
 
 def _fit_rates(terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.ndarray:
     """[E] rates of transfer_ms from terms [E, S].
 
-    The maximum is not linear. So guess for each sample which level of links is slowest, and fit the linear
-    law. Repeat until the guess agrees with the fit.
+    The maximum is not linear. So guess for each sample which level of links is slowest, and fit the linear law. Repeat
+    until the guess agrees with the fit.
     """
-    parts = list(PARTS.values())
+    parts, rates = list(PARTS.values()), np.zeros(len(terms))
     # [S] the level that decides; first the outermost that a sample uses.
     decides = np.max([k * terms[part].any(0) for k, part in enumerate(parts)], axis=0)
     for _ in range(rounds):
@@ -131,7 +125,7 @@ def _fit_rates(terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.n
 
 
 def _fit_shared(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
-    """fit_law; terms that are always equal share their rate evenly.
+    """Fit a law whose always equal terms share their rate evenly.
 
     Samples of one number of devices do not tell how latency grows with it: MESSAGE_SHARE does then.
     """
@@ -152,22 +146,18 @@ def priced(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:
 
     An exchange that ended before the last rank started has no transfer time, and is left out.
     """
-    return [
-        s
-        for s in samples
-        if (s.request.row.cast or s.request.payload == "fp32")
-        and (s.error or min(x.median_ms for way in s.request.row.ways for x in getattr(s, way)) > 0)
-    ]
+    chosen = [s for s in samples if s.request.row.cast or s.request.payload == "fp32"]
+    return [s for s in chosen if s.error or min(_measured_ms(s, way).min() for way in s.request.row.ways) > 0]
 
 
 def observed(samples: Sequence[CollectiveSample], way: str) -> tuple[np.ndarray, np.ndarray]:
     """Terms [E, R] and measured transfer ms [R]."""
-    counting = [_counting(s, way) for s in samples]
-    terms = [_sample_terms(s, way)[:, ranks] for s, ranks in zip(samples, counting, strict=True)]
-    return (
-        np.concatenate(terms, axis=1),
-        np.concatenate([_measured_ms(s, way)[ranks] for s, ranks in zip(samples, counting, strict=True)]),
-    )
+    terms, measured = [], []
+    for s in samples:
+        ranks = _counting(s, way)
+        terms.append(_sample_terms(s, way)[:, ranks])
+        measured.append(_measured_ms(s, way)[ranks])
+    return np.concatenate(terms, axis=1), np.concatenate(measured)
 
 
 def _measured_ms(sample: CollectiveSample, way: str) -> np.ndarray:
@@ -194,10 +184,10 @@ def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
         units_of([f"host-{rank // each}" for rank in members[0]]),
         max(r.start_ms) - min(r.start_ms) if first else 0.0,
     )
-    found = np.zeros((len(terms), len(r.widths)))
-    for of_ranks, term in zip(found, terms, strict=True):
-        of_ranks[members] = np.broadcast_to(term, members.shape)
-    return found
+    of_ranks = np.zeros((len(terms), len(r.widths)))
+    for row, term in zip(of_ranks, terms, strict=True):
+        row[members] = np.broadcast_to(term, members.shape)
+    return of_ranks
 
 
 def owned_bytes(sample: CollectiveSample) -> np.ndarray:
@@ -212,20 +202,16 @@ def predicted(
     w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample], way: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Predicted and measured transfer ms [R]. All samples are of one collective and payload."""
-    found, measured = zip(*(_both_ms(w, s, way) for s in samples), strict=True)
-    return np.concatenate(found), np.concatenate(measured)
-
-
-def _both_ms(
-    w: Mapping[str, np.ndarray], sample: CollectiveSample, way: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Predicted and measured ms of the ranks that count in a sample."""
-    r, measured = sample.request, _measured_ms(sample, way)
-    channel = Channel(r.collective, r.group)
-    ms = transfer_ms(_sample_terms(sample, way), rates_of(w, channel, way, r.payload))
-    ms = ms + work_before_ms(w, channel, owned_bytes(sample))
-    ms = np.broadcast_to(ms, measured.shape)
-    return (ms, measured) if r.hosts == 1 else (ms.max(keepdims=True), measured.max(keepdims=True))
+    all_predicted, all_measured = [], []
+    for sample in samples:
+        r, measured = sample.request, _measured_ms(sample, way)
+        channel = Channel(r.collective, r.group)
+        ms = transfer_ms(_sample_terms(sample, way), rates_of(w, channel, way, r.payload))
+        ms = np.broadcast_to(ms + work_before_ms(w, channel, owned_bytes(sample)), measured.shape)
+        # Over several hosts the last rank counts.
+        all_predicted.append(ms if r.hosts == 1 else ms.max(keepdims=True))
+        all_measured.append(measured if r.hosts == 1 else measured.max(keepdims=True))
+    return np.concatenate(all_predicted), np.concatenate(all_measured)
 
 
 def errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> dict[str, float]:
@@ -248,11 +234,8 @@ def errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> 
 def _of(
     samples: Sequence[CollectiveSample], collective: str, payload: str, group: str = WORLD
 ) -> list[CollectiveSample]:
-    return [
-        s
-        for s in samples
-        if (s.request.collective, s.request.payload, s.request.group) == (collective, payload, group)
-    ]
+    kind = (collective, payload, group)
+    return [s for s in samples if (s.request.collective, s.request.payload, s.request.group) == kind]
 
 
 def _metric(collective: str, way: str, payload: str) -> str:

@@ -4,25 +4,22 @@ Each collective has its own rates, forward and backward.
 
     transfer = latency + max(time within hosts, time between hosts)
 
-Bytes use both kinds of link at once, so the slower kind decides.
-Each of the three parts is linear in its terms, and all rates are 0 or more.
-So more bytes never take less time, and the law is convex.
+Bytes use both kinds of link at once, so the slower kind decides. Each of the three parts is linear in its terms, and
+all rates are 0 or more. So more bytes never take less time, and the law is convex. Swapping two devices of a host, or
+two hosts, swaps their times.
 
-The law treats equal devices alike. Swapping two devices of a host, or two hosts, swaps their times.
+The explicit link model (explicit_links) is the same law with the bandwidths and latency of a topology. It serves links
+that nobody could measure.
 
-The explicit link model (explicit_links) is the same law with a topology's own bandwidths and latency.
-It serves links that nobody could measure.
+In a training step a collective takes longer than in isolation. Replays give that factor (step_factors.py). Prices
+include it. Accuracy is that of the law without it.
 
-In a training step a collective takes longer than alone. Replays give that factor (step_factors.py).
-Prices include it. Accuracy is that of the law without it.
+Bytes are those of FP32 outputs, whatever travels. So each payload has other rates, casts included. A payload that was
+not measured has the rates of FP32, with proportionally fewer bytes.
 
-Bytes are those of FP32 outputs, whatever travels. So each payload has rates of its own, casts included. A
-payload that was not measured has the rates of FP32, with as many bytes fewer.
-
-Bucketized ids travel as other ids do. What it takes to put them in buckets is added: work of each device, on
-the ids of its own samples. It does not depend on links. Ids that arrive are put in order, which is work of
-each device too. The rates of ids include it. A law of its own says how much of their time it is, and is added
-where a topology gives its links.
+Bucketized ids travel as other ids do. The time to put them in buckets is added: work of each device, on the ids of its
+samples. It does not depend on links. Ids that arrive are put in order, which is work of each device, too. The rates of
+ids include it. Another law gives its share of their time, and is added where a topology gives its links.
 
 Shapes: D devices, E exchange terms, S samples; ... any leading dimensions.
 """
@@ -46,7 +43,7 @@ LATENCY_TERMS = ("once", "messages", "far_rounds", "skew_ms")
 """Terms of the latency.
 
 once: 1.
-messages: that a device sends.
+messages: sent by a device.
 far_rounds: rounds that wait for a link between hosts. An all-to-all has one: it sends all at once.
 skew_ms: from the first start to the last, at most SKEW_LIMIT_MS. Long waiters resume late.
 """
@@ -58,24 +55,14 @@ PARTS: Mapping[str, slice] = {
 }
 """The terms of each level."""
 NEAR, *_, FAR = PARTS.values()
-OF_BYTES = [
-    EXCHANGE_TERMS.index(term)
-    for level in LEVELS.values()
-    for term, count in level.terms.items()
-    if count != "head_start"
-]
-_OWN_BYTES = [
-    EXCHANGE_TERMS.index(term)
-    for level in LEVELS.values()
-    for term, count in level.terms.items()
-    if count == "bytes"
-]
+_COUNT_OF = [count for level in LEVELS.values() for count in level.terms.values()]
+OF_BYTES = [LATENCY.stop + i for i, count in enumerate(_COUNT_OF) if count != "head_start"]
+_OWN_BYTES = [LATENCY.stop + i for i, count in enumerate(_COUNT_OF) if count == "bytes"]
 
 FP32: Mapping[str, str] = {"forward": "fp32", "backward": "fp32"}
 """Payloads by way."""
 ORDER = "order_ids"
-"""The name of a weight [2]: of putting arrived ids in order. ms once, and ms a byte. There is none without
-samples that tell it apart."""
+"""Name of a weight [2], of putting arrived ids in order: ms once, and ms a byte. Absent where not measured."""
 OWN_WORK = (*(row.work.weight for row in COLLECTIVES.values() if row.work), ORDER)
 """Names of the weights of devices' own work on ids."""
 ALL_TO_ALL = Channel(next(iter(COLLECTIVES)))
@@ -86,8 +73,8 @@ LEAST_IN_STEP, MOST_IN_STEP = 1e-3, 1e3
 
 # --- terms --------------------------------------------------------------------------------------------------
 
-Terms = Sequence[np.ndarray | float]
-"""One of each of EXCHANGE_TERMS, in a shape that broadcasts to [..., D]."""
+Terms = Sequence[np.ndarray | float] | np.ndarray
+"""Values of EXCHANGE_TERMS, in shapes that broadcast to [..., D]."""
 
 
 def exchange_terms(
@@ -107,20 +94,11 @@ def exchange_terms(
         # Inputs are padded to the largest, but for a dense gradient.
         owned = row.passes * (owned if row.dense else owned.max(-1, keepdims=True))
     # A device receives its ids as it receives gradients backward: `owned` bytes, a part from each device.
-    counts = link_counts(row.ring, owned, units, channel.scope.across)
+    by_level = zip(LEVELS.values(), link_counts(row.ring, owned, units, channel.scope.across), strict=True)
     far_rounds = float(any(joins(units)[1:])) * (n - 1 if row.ring else 1)
     times = row.exchanges
-    return [
-        1.0 * times,
-        (n - 1.0) * times,
-        far_rounds * times,
-        skew,
-        *(
-            of[count]
-            for level, of in zip(LEVELS.values(), counts, strict=True)
-            for count in level.terms.values()
-        ),
-    ]
+    counts = [of_level[name] for level, of_level in by_level for name in level.terms.values()]
+    return [1.0 * times, (n - 1.0) * times, far_rounds * times, skew, *counts]
 
 
 # --- prices -------------------------------------------------------------------------------------------------
@@ -176,7 +154,7 @@ def collective_ms(
         if way in rates:
             ms[..., members] = np.where(runs, transfer_ms(terms, rates[way]), 0.0)
     if channel.row.ids:
-        # Rates of measured links include what it takes to put ids in order. Given links do not.
+        # Rates of measured links include the time to put ids in order. Given links do not.
         given = topology.slowest
         own_ms = _order_ms(w, owned, once=given.latency_ms is not None, bytes_too=given.gbps is not None)
         own_ms = own_ms + work_before_ms(w, channel, owned)
@@ -210,9 +188,9 @@ def id_work_ms(w: Mapping[str, np.ndarray], channel: Channel, received_bytes: np
 def _order_ms(
     w: Mapping[str, np.ndarray], received_bytes: np.ndarray, once: bool = True, bytes_too: bool = True
 ) -> np.ndarray:
-    """[..., D] ms in which a device puts ids in order that arrived. 0 where that was not measured.
+    """[..., D] ms in which a device puts arrived ids in order. 0 where that was not measured.
 
-    once, bytes_too: what counts of it: what it takes at once, and by the bytes [..., D] of each device.
+    once, bytes_too: True if the constant counts, and the time by bytes [..., D] of each device.
     """
     of_any, of_byte = w.get(ORDER, (0.0, 0.0))
     return np.where(received_bytes > 0, of_any * once + of_byte * bytes_too * received_bytes, 0.0)
@@ -232,22 +210,22 @@ def _found(
     w: Mapping[str, np.ndarray], name: Callable[[Channel, str], str], channel: Channel, way: str
 ) -> np.ndarray | None:
     """A channel's own weight. If absent, that of its collective over all devices, or of those like it."""
-    tried = (channel, *_stand_ins(channel))
-    return next((w[name(c, way)] for c in tried if name(c, way) in w), None)
+    names = [name(c, way) for c in (channel, *_stand_ins(channel))]
+    return next((w[key] for key in names if key in w), None)
 
 
 def _stand_ins(channel: Channel) -> list[Channel]:
-    """The channel's collective over all devices, then the ones like it (Collective.like)."""
-    found = [Channel(channel.collective)]
-    while like := found[-1].row.like:
-        found.append(Channel(like))
-    return found
+    """The channel's collective over all devices, then similar ones (Collective.like)."""
+    channels = [Channel(channel.collective)]
+    while like := channels[-1].row.like:
+        channels.append(Channel(like))
+    return channels
 
 
 def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: str = "fp32") -> np.ndarray:
     """[E] rates: the channel's own or a substitute (see _found). 0 where there is none.
 
-    Of another payload than FP32: those of the channel or its collective, or FP32's with fewer bytes.
+    For another payload than FP32: those of the channel or its collective, or FP32's with fewer bytes.
     """
     if channel.row.cast and payload != "fp32":
         own = [weight(c, way, payload) for c in (channel, Channel(channel.collective))]
@@ -266,7 +244,7 @@ def _share(channel: Channel, payload: str) -> float:
 
 
 def knows_payload(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: str) -> bool:
-    """Whether the rates of a channel are those of its payload."""
+    """True if the rates of a channel are those of its payload."""
     return (
         payload == "fp32"
         or not channel.row.cast
@@ -286,13 +264,13 @@ def in_step(w: Mapping[str, np.ndarray], channel: Channel, way: str) -> float:
 
 
 def stands_for(w: Mapping[str, np.ndarray], channel: Channel) -> str:
-    """In words: the channel whose rates a channel without measurements uses."""
+    """Words for the channel whose rates a channel without measurements uses."""
     measured = (c for c in _stand_ins(channel) if is_measured(w, c))
     return f"the {next(measured, ALL_TO_ALL).words}"
 
 
 def is_measured(w: Mapping[str, np.ndarray], channel: Channel) -> bool:
-    """Whether the channel has rates of its own in every direction."""
+    """True if the channel has measured rates in every direction."""
     row = channel.row
     if row.work:
         return row.work.weight in w and is_measured(w, Channel(row.like))
@@ -308,11 +286,11 @@ def measured_links(w: Mapping[str, np.ndarray], channel: Channel) -> set[str]:
 def explicit_links(
     rates: np.ndarray, topology: Topology, share: float = 1.0, units: np.ndarray | None = None
 ) -> np.ndarray:
-    """The explicit link model: [E] rates with the topology's own latency and bandwidths put in.
+    """The explicit link model: [E] rates with the latency and bandwidths of the topology.
 
-    The busiest device's bytes decide. Where the devices of a unit share a link, the busiest unit's do. If
-    nothing is known of links within such units, a device's are as fast.
-    share: of the bytes, that travel.
+    The busiest device's bytes decide. Where the devices of a unit share a link, the busiest unit's do. If nothing is
+    known of links within such units, a device's are as fast.
+    share: share of the bytes that travels.
     units: [K, n] of the devices that exchange. None: all.
     """
     rates = rates.copy()
@@ -332,7 +310,7 @@ def explicit_links(
 
 
 def _give(rates: np.ndarray, level: Level, term: str, of_byte: float) -> None:
-    """Put ms of a byte in as the one rate of a level."""
+    """Make ms of a byte the only rate of a level."""
     rates[PARTS[level.name]] = 0
     rates[EXCHANGE_TERMS.index(term)] = of_byte
 
@@ -340,33 +318,32 @@ def _give(rates: np.ndarray, level: Level, term: str, of_byte: float) -> None:
 def _counted(units: np.ndarray, rates: np.ndarray) -> np.ndarray:
     """[K, n] units, as far as the rates [..., E] can tell levels apart.
 
-    A level without rates passes what it joins on to the next one out that has some, or else in. Where none
-    has, all devices count as one unit.
+    The bytes of a level without rates count on the next one out that has some, or else in. Where none has, all devices
+    count as one unit.
     """
     known = [bool(rates[..., part].any()) for part in PARTS.values()]
     if not any(known):
         return np.zeros_like(units)
-    found, last = units.copy(), max(k for k, has_rates in enumerate(known) if has_rates)
+    counted, last = units.copy(), max(k for k, has_rates in enumerate(known) if has_rates)
     for k, has_rates in enumerate(known[:last]):
         if not has_rates:
-            found[k] = found[k - 1] if k else np.arange(units.shape[1])
-    found[last:] = units[-1]
-    return found
+            counted[k] = counted[k - 1] if k else np.arange(units.shape[1])
+    counted[last:] = units[-1]
+    return counted
 
 
 def even_is_least(w: Mapping[str, np.ndarray], topology: Topology, payload: str = "fp32") -> bool:
-    """Whether an even division of a collective's bytes over devices is the cheapest.
+    """True if an even division of a collective's bytes over devices is the cheapest.
 
-    Forward the last device counts, backward the devices' mean weighted by speed.
-    The law is convex. Where hosts are alike, swapping devices does not change it.
-    Backward a device's own bytes may count. Then all devices have to be alike.
+    Forward the last device counts, backward the devices' mean weighted by speed. The law is convex. Where hosts are
+    equal, swapping devices does not change it. Backward a device's bytes may count. Then all devices have to be equal.
     """
-    alike = len(topology.hosts) == 1 and len({d.speed for d in topology.devices}) == 1
-    return topology.equal_hosts and (alike or not own_bytes_count(w, topology, payload))
+    equal = len(topology.hosts) == 1 and len({d.speed for d in topology.devices}) == 1
+    return topology.equal_hosts and (equal or not own_bytes_count(w, topology, payload))
 
 
 def own_bytes_count(w: Mapping[str, np.ndarray], topology: Topology, payload: str = "fp32") -> bool:
-    """Whether backward time depends on a device's own bytes, besides the busiest device's.
+    """True if backward time depends on a device's bytes, not only on the busiest device's.
 
     payload: of gradients.
     """

@@ -1,8 +1,8 @@
 """The composite cost model: heads whose ms add up.
 
-A model is trained for one precision. TorchRec runs the shards of a kind as one fused op for each precision,
-one after another. Rows below device memory cross a link, as if nothing hid it. So the cost of an op is a sum:
-of a model of each precision, over the shards that have it, and of the links over all shards.
+A model is trained for one precision. TorchRec runs the shards of a kind as one fused op for each precision, one after
+another. Rows below device memory cross a link, as if nothing hid it. So the cost of an op is a sum: of a model of each
+precision, over the shards that have it, and of the links over all shards.
 
 Shapes: N shards, F features of all heads side by side, G ops, D devices; ... any leading dimensions.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ class LinkHead:
 
     gbps: GB/s of a device, by tier.
     optimizer: of the embeddings.
-    batch: samples of an op that does not say how many it runs over.
+    batch: samples of an op, where a call gives none.
     """
 
     gbps: Mapping[str, float]
@@ -71,13 +71,13 @@ class LinkHead:
         return np.divide(sums[..., 0], total, out=np.zeros_like(total), where=total > 0)
 
     def out_of_range(self, workload: Workload) -> list[str]:
-        found: dict[str, dict[str, None]] = {}
+        tables: dict[str, dict[str, None]] = {}
         for shard in (s for ops in workload.ops for op in ops for s in op.shards if s.table.in_host_memory):
-            found.setdefault(shard.table.tier, {})[shard.table.name] = None
+            tables.setdefault(shard.table.tier, {})[shard.table.name] = None
         return [
-            f"table {next(iter(names))!r}{and_more(names)} has rows in {TIERS[tier].words}: the topology "
-            f"gives the {self.gbps[tier]:g} GB/s of their link, not measured"
-            for tier, names in found.items()
+            f"table {next(iter(names))!r}{and_more(names)} has rows in {TIERS[tier].words}: the topology gives the "
+            f"{self.gbps[tier]:g} GB/s of their link, not measured"
+            for tier, names in tables.items()
         ]
 
 
@@ -99,8 +99,7 @@ class Composite:
         for other in others:
             if replace(other, precision=first.precision, batch=first.batch) != first:
                 raise SettingMismatch(
-                    f"models for ({first}) and ({other}) cannot be mixed; they need the "
-                    "same hardware and optimizer"
+                    f"models for ({first}) and ({other}) cannot be mixed; they need the same hardware and optimizer"
                 )
         precisions = [m.setting.precision for m in self.models]
         if precisions != sorted(set(precisions)):
@@ -113,7 +112,7 @@ class Composite:
         return replace(self.models[0].setting, precision="+".join(m.setting.precision for m in self.models))
 
     def for_problem(self, problem: Problem) -> CostModel:
-        """See model.CostModel. Of the precisions that the problem has; a single model where it has one."""
+        """The models of the problem's precisions (see model.CostModel); a single model where it has one."""
         models = [m.in_device_memory(problem) for m in self.models]
         wanted = problem.precision.split("+")
         needed = [m for m in models if m.setting.precision in wanted]
@@ -128,32 +127,30 @@ class Composite:
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, F] the encoding by each head of its own shards, and 0 elsewhere."""
-        found = []
+        parts = []
         for head in self._heads:
             of_all = len(self.models) == 1 or head is self.links
             own = [i for i, s in enumerate(shards) if of_all or s.table.precision == head.setting.precision]
             codes = head.encode([shards[i] for i in own], batch)
-            found.append(np.zeros((len(shards), codes.shape[1])))
-            found[-1][own] = codes
-        return np.concatenate(found, axis=1)
+            parts.append(np.zeros((len(shards), codes.shape[1])))
+            parts[-1][own] = codes
+        return np.concatenate(parts, axis=1)
 
     def _split(self, sums: np.ndarray) -> Iterable[tuple[Any, np.ndarray]]:
-        """The heads, and the sums [..., F] of each. Models have as many features each."""
+        """The heads, and the sums [..., F] of each. All models have equally many features."""
         sums = np.asarray(sums, dtype=float)
         of_models, of_links = np.split(sums, [sums.shape[-1] - 2 * bool(self.links)], axis=-1)
         parts = np.split(of_models, len(self.models), axis=-1)
         return zip(self._heads, [*parts, of_links], strict=False)
 
     def head(self, sums: np.ndarray) -> np.ndarray:
-        return sum(head.head(own) for head, own in self._split(sums))
+        return _total(head.head(own) for head, own in self._split(sums))
 
     def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
         """The sum of the models' quantiles, an upper bound: their errors rarely add up."""
         # An op without shards of a model costs nothing.
-        return sum(
-            np.where(own[..., 0] > 0, head.quantile(own, level), 0.0)
-            if head is not self.links
-            else head.quantile(own, level)
+        return _total(
+            np.where((own[..., 0] > 0) | (head is self.links), head.quantile(own, level), 0.0)
             for head, own in self._split(sums)
         )
 
@@ -162,16 +159,17 @@ class Composite:
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
         total = np.asarray(self.head(sums), dtype=float)
-        forward = sum(head.forward_share(own) * head.head(own) for head, own in self._split(sums))
+        forward = _total(head.forward_share(own) * head.head(own) for head, own in self._split(sums))
         return np.divide(forward, total, out=np.zeros_like(total), where=total > 0)
 
     def compiled(self, level: float | None = None) -> Compiled:
-        from shardcore.cost import compiled
+        from shardcore.cost import compiled  # numba compiles on import
 
-        found = [model.compiled(*([] if level is None else [level])) for model in self.models]
-        [one, *others] = found
+        # A model without quantiles takes no level.
+        heads = [model.compiled(*([] if level is None else [level])) for model in self.models]
+        [one, *others] = heads
         if others:
-            parameters = [of.parameters for of in found]
+            parameters = [head.parameters for head in heads]
             numbers = np.array([len(parameters), *map(len, parameters)], dtype=float)
             one = Compiled(compiled.ready(compiled.several), np.concatenate([numbers, *parameters]))
         if self.links is None:
@@ -191,22 +189,20 @@ class Composite:
         return self.of_exchanges.comm(traffic, compute_ms, topology)
 
     def out_of_range(self, workload: Workload) -> list[str]:
-        """See model.CostModel. Each precision's shards against its own model."""
-        several = len(self.models) > 1
-        found = [
-            head.out_of_range(
-                _only(head.setting.precision, workload, head is self.of_exchanges)
-                if several and head is not self.links
-                else workload
-            )
-            for head in self._heads
-        ]
-        return list(dict.fromkeys(sentence for sentences in found for sentence in sentences))
+        """Sentences on each precision's shards from its model (see model.CostModel)."""
+        sentences: dict[str, None] = {}
+        for head in self._heads:
+            step = workload
+            if len(self.models) > 1 and head is not self.links:
+                step = _only(head.setting.precision, workload, head is self.of_exchanges)
+            sentences |= dict.fromkeys(head.out_of_range(step))
+        return list(sentences)
 
     @property
     def lower(self) -> Composite | None:
-        """See model.CostModel. None for several models: an op of one precision saves less launches than one
-        of all. The time of links is linear, so fusing saves none of it.
+        """None for several models: an op of one precision saves fewer launches than one of all.
+
+        The time of links is linear, so fusing saves none of it. See model.CostModel.
         """
         lower = self.models[0].lower if len(self.models) == 1 else None
         return None if lower is None else replace(self, models=(lower,))
@@ -224,6 +220,10 @@ class Composite:
 
     def even_is_least(self, topology: Topology) -> bool:
         return self.models[0].even_is_least(topology)
+
+
+def _total(parts: Iterable[np.ndarray]) -> np.ndarray:
+    return reduce(np.add, parts)
 
 
 def composed(models: Sequence[Any], problem: Problem) -> Any:
@@ -255,12 +255,8 @@ def load(folders: str | Path | Sequence[str | Path]) -> NeuralModel | Composite:
 
 def _only(precision: str, workload: Workload, exchanges: bool) -> Workload:
     """The workload without shards of other precisions, and with or without exchanges."""
-    ops = tuple(
-        tuple(
-            replace(op, shards=own)
-            for op in ops
-            if (own := tuple(s for s in op.shards if s.table.precision == precision))
-        )
-        for ops in workload.ops
-    )
-    return replace(workload, ops=ops, traffic=workload.traffic * exchanges)
+    of_devices = []
+    for ops in workload.ops:
+        kept = [(op, tuple(s for s in op.shards if s.table.precision == precision)) for op in ops]
+        of_devices.append(tuple(replace(op, shards=shards) for op, shards in kept if shards))
+    return replace(workload, ops=tuple(of_devices), traffic=workload.traffic * exchanges)

@@ -1,10 +1,9 @@
 """Correct slow machine drift using neighbouring samples' residuals.
 
-While measuring, an op's slowdown is known from the ops timed in turn with it (measure/timing.py).
-A drift that outlasts all of these ops is invisible then.
-It shows later: neighbours in time all cost more than a law of their drivers predicts.
-So each sample's slowdown is multiplied by the median of its neighbours' residuals.
-That happens only as far as neighbours predict each other.
+While measuring, an op's slowdown is known from the ops timed in turn with it (measure/timing.py). A drift that
+outlasts all of these ops is invisible then. It shows later: neighbours in time all cost more than a law of their
+drivers predicts. So each sample's slowdown is multiplied by the median of its neighbours' residuals, as far as
+neighbours predict each other.
 
 A sample never corrects itself. The test split corrects nobody.
 
@@ -42,7 +41,7 @@ _LEAST = 50
 
 @dataclass(frozen=True, eq=False)
 class Measurements:
-    """What models are trained and judged on, after drift correction.
+    """Samples to train and judge models on, after drift correction.
 
     compute, comm: each sample once. Exchanges over emulated links are left out.
     repeats: all timings of samples timed several times, the most often timed first.
@@ -63,18 +62,18 @@ class Measurements:
 def read(folders: Sequence[str | Path], setting: Setting) -> Measurements:
     """The measurements of one setting, from several dataset folders together.
 
-    Raises ShardCoreError for a folder without measurements.
-    Raises it too for one whose compute samples are all of other settings.
+    Raises ShardCoreError for a folder without measurements, and for one whose compute samples are all of other
+    settings.
     """
     for folder in folders:
         if not any(Path(folder).glob("*.parquet")) and not (Path(folder) / dataset.REPLAYS).is_dir():
             raise ShardCoreError(f"{folder} holds no measurements; it needs to be a dataset folder")
-        found = dataset.settings(folder)
-        if found and setting not in found:
-            held = "; ".join(map(str, found))
+        others = dataset.settings(folder)
+        if others and setting not in others:
+            held = "; ".join(map(str, others))
             raise ShardCoreError(f"{folder} holds samples for ({held}), none for ({setting})")
     # Each folder comes from one machine: drift is shared within a folder only.
-    each = [corrected(dataset.read_timings(f, setting)) for f in folders]  # each from a machine of its own
+    each = [corrected(dataset.read_timings(f, setting)) for f in folders]
     known = list({(s.id, s.measured_at): s for samples in each for s in samples}.values())
     # Emulated links are no links of the setting's hardware. And no law of groups is fitted.
     comm = {
@@ -93,7 +92,7 @@ def read(folders: Sequence[str | Path], setting: Setting) -> Measurements:
 def as_in_a_step(comm: Sequence[CollectiveSample]) -> list[CollectiveSample]:
     """Prefer collectives timed between busy ranks, which is how training steps run them.
 
-    They are taken where there are FEWEST_BUSY, or no others. Otherwise those between idle ranks are taken.
+    That needs FEWEST_BUSY of them, or no others. Otherwise those between idle ranks stay.
     """
 
     def chosen(collective: str) -> list[CollectiveSample]:
@@ -110,8 +109,7 @@ def corrected(samples: Sequence[ComputeSample]) -> list[ComputeSample]:
     """The samples with their slowdown refined, and their timings scaled to match.
 
     Failed samples stay as they are. Several timings of one id are a sample each.
-    Nothing changes where neighbours do not predict each other.
-    That is the case on a quiet machine, or without times of measurement.
+    Nothing changes where neighbours do not predict each other: on a quiet machine, or without times of measurement.
     """
     timed = [s for s in samples if s.error is None]
     if len(timed) < _LEAST:
@@ -127,20 +125,17 @@ def _drift(timed: Sequence[ComputeSample]) -> np.ndarray:
         return np.zeros(len(timed))
     residual = _residual(timed, trusted)
     at_s = np.array([s.measured_at for s in timed])
-    found = _neighbours_median(at_s, residual, trusted, [s.id for s in timed])
-    theirs, own = found[trusted], residual[trusted]
-    # The slope of a sample's residual on its neighbours': 0 where they say nothing, 1 where they say all.
-    foretold = float(theirs @ own / (theirs @ theirs)) if theirs.any() else 0.0
+    medians = _neighbours_median(at_s, residual, trusted, [s.id for s in timed])
+    near, own = medians[trusted], residual[trusted]
+    # The slope of a sample's residual on its neighbours': 0 where they tell nothing, 1 where they tell all.
+    slope = float(near @ own / (near @ near)) if near.any() else 0.0
     # A negative slope would mean neighbours predict the opposite: then correct nothing.
-    return np.clip(foretold, 0.0, 1.0) * found
+    return np.clip(slope, 0.0, 1.0) * medians
 
 
 def _residual(timed: Sequence[ComputeSample], trusted: np.ndarray) -> np.ndarray:
     """[S] log of measured / predicted, for a linear law of the drivers. The trusted median is 0."""
-    drivers = np.stack([features.features(s.request.shards, s.request.batch)[0].sum(0) for s in timed])
-    terms = np.concatenate([np.ones((len(timed), 1)), drivers], 1)
-    measured = np.array([s.total_ms for s in timed])
-    # The column of ones stands for the launch.
+    terms, measured = features.launch_and_drivers(timed), features.measured_ms(timed).sum(1)
     law = fit_law(terms[trusted], measured[trusted])
     residual = np.log(measured / np.maximum(terms @ law, 1e-9))
     return residual - np.median(residual[trusted])
@@ -154,7 +149,7 @@ def _neighbours_median(
     Other timings of the same id are left out.
     """
     order = np.flatnonzero(trusted)[np.argsort(at_s[trusted], kind="stable")]
-    found = np.zeros(len(at_s))
+    medians = np.zeros(len(at_s))
     for i, place in enumerate(np.searchsorted(at_s[order], at_s)):
         near = [
             j
@@ -164,21 +159,15 @@ def _neighbours_median(
         ]
         # A median of few samples is mostly noise.
         if len(near) >= NEIGHBOURS // 2:
-            found[i] = np.median(residual[near])
-    return found
+            medians[i] = np.median(residual[near])
+    return medians
 
 
 def _faster(sample: ComputeSample, by: float) -> ComputeSample:
     """The sample as if timed on a machine faster by this factor."""
 
-    def divided(spread: Spread) -> Spread:
-        return dataclasses.replace(
-            spread, median_ms=spread.median_ms / by, q1_ms=spread.q1_ms / by, q3_ms=spread.q3_ms / by
-        )
+    def divided(part: Spread | None) -> Spread | None:
+        return part and Spread(part.median_ms / by, part.q1_ms / by, part.q3_ms / by, part.repeats)
 
-    return dataclasses.replace(
-        sample,
-        forward=divided(sample.forward),
-        backward=divided(sample.backward),
-        slowdown=sample.slowdown * by,
-    )
+    forward, backward = divided(sample.forward), divided(sample.backward)
+    return dataclasses.replace(sample, forward=forward, backward=backward, slowdown=sample.slowdown * by)

@@ -1,8 +1,8 @@
 """Features of a shard in a fused FBGEMM op.
 
-Drivers are additive amounts of work. Conditions are what changes the price of that work.
+Drivers are additive measures of work. Conditions change the price of that work.
 
-Shapes: N shards, K drivers, C conditions.
+Shapes: N shards, K drivers, C conditions, S samples.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardcore.core.types import PRECISION_BYTES, Shard
+from shardcore.io.measurements import ComputeSample
 from shardcore.step import access
 from shardcore.step.output_bytes import output_rows
 
@@ -30,7 +31,7 @@ DRIVERS = (
     "unpooled_cells",
     "unpooled_unique_rows",
 )
-"""Amounts of work for one shard. They add up over the shards of an op.
+"""Work for one shard. Drivers add up over the shards of an op.
 
 shards: 1, the table to set up.
 bags: offsets read, one a sample and feature of the table; one a lookup of a sequence.
@@ -40,9 +41,9 @@ lookup_cells: lookups × width, summed; backward, gradients applied.
 unique_rows: distinct rows touched.
 unique_cells: unique_rows × width, fetched from memory.
 wider_than_W: 1 if it is. Their sums tell the class of the op's widest shard, and stay sums in a search.
-unpooled_cells, unpooled_unique_rows: of a sequence, its output_cells and unique_rows once more. FBGEMM has
-    other kernels for it, with rates of their own: on a CPU, backward finds each distinct row in a hash map,
-    which takes twenty times as long as in a pooled op.
+unpooled_cells, unpooled_unique_rows: output_cells and unique_rows of a sequence once more. FBGEMM has other kernels
+    for it, with other rates: on a CPU, backward finds each distinct row in a hash map, which takes twenty times as
+    long as in a pooled op.
 """
 
 CONDITIONS = (
@@ -56,7 +57,7 @@ CONDITIONS = (
     "bytes",
     "batch",
 )
-"""What changes the price of the drivers. All are natural logarithms.
+"""Conditions that change the price of the drivers. All are natural logarithms.
 
 width, rows, batch: of the shard and the op.
 lines: bytes of the cache lines that a row occupies, over the row's own bytes.
@@ -70,7 +71,7 @@ _LINE_BYTES = 64
 
 def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarray]:
     """DRIVERS [N, K] and CONDITIONS [N, C], float64, of shards in an op over `batch` samples."""
-    found = np.zeros((len(shards), len(DRIVERS) + len(CONDITIONS)))
+    columns = np.zeros((len(shards), len(DRIVERS) + len(CONDITIONS)))
     if len(shards):
         width, height, element_bytes, pooling, bags, dedup, unpooled = np.array(
             [
@@ -120,9 +121,23 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
             height * row_bytes,
             batch / dedup,
         )
-        for k, of in enumerate((*additive, *map(_log, conditions))):
-            found[:, k] = of
-    return found[:, : len(DRIVERS)], found[:, len(DRIVERS) :]
+        for k, values in enumerate((*additive, *map(_log, conditions))):
+            columns[:, k] = values
+    return columns[:, : len(DRIVERS)], columns[:, len(DRIVERS) :]
+
+
+def launch_and_drivers(samples: Sequence[ComputeSample]) -> np.ndarray:
+    """[S, K + 1] terms of a linear law of ops: 1 for the launch, and the op's drivers."""
+    if not samples:
+        return np.zeros((0, 1 + len(DRIVERS)))
+    drivers = [features(s.request.shards, s.request.batch)[0].sum(0) for s in samples]
+    return np.concatenate([np.ones((len(samples), 1)), np.stack(drivers)], 1)
+
+
+def measured_ms(samples: Sequence[ComputeSample]) -> np.ndarray:
+    """[S, 2] measured ms, forward and backward, of samples without an error."""
+    medians = [[part.median_ms for part in (s.forward, s.backward) if part] for s in samples]
+    return np.array(medians).reshape(-1, 2)
 
 
 def _log(x: np.ndarray) -> np.ndarray:

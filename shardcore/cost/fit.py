@@ -1,7 +1,6 @@
 """Train the cost models on measurements.
 
-First the compute model's rates are fitted by least squares.
-Then correction and contention learn the remaining error.
+First the compute model's rates are fitted by least squares. Then correction and contention learn the remaining error.
 Both minimise relative errors, so a small op counts as much as a large one.
 
 Shapes: S samples, N shards, K terms, D ranks.
@@ -37,7 +36,7 @@ _LEAST_STEPS = 16
 _FEWEST_AT_BATCH = 8
 """Groups at a batch, for it to count as measured."""
 _OF_EXCHANGES = ("devices", "exchange_bytes", "exchange_id_bytes")
-"""Those of exchanges, among ranges.QUANTITIES."""
+"""Names of ranges.QUANTITIES that concern exchanges."""
 _CONTENTIONS = 8
 """Hidden units of the contention network."""
 
@@ -80,30 +79,35 @@ def train(
             **_fit_compute(*_sides(compute), config, note, start),
             **collective_fit.fit(*_sides(comm), note),
         }
-    measured, carried = measured_ranges(_sides(compute)[0], _sides(comm)[0]), {}
-    # Exchanges belong to the hardware, not to the batch or the optimizer.
-    if start is not None and not comm and start.setting.hardware == setting.hardware:
-        weights |= {
-            k: v
-            for k, v in start.weights.items()
-            if k.startswith("exchange") or k in collective_model.OWN_WORK
-        }
-        measured |= {k: v for k, v in start.meta["ranges"].items() if k in _OF_EXCHANGES}
-        carried = {k: v for k, v in start.meta.items() if k == "steps"}
+    measured, carried, provenance = measured_ranges(_sides(compute)[0], _sides(comm)[0]), {}, {}
+    if start is not None:
+        provenance = {"start": {"setting": str(start.setting), **start.meta["provenance"]}}
+        # Exchanges belong to the hardware, not to the batch or the optimizer.
+        if not comm and start.setting.hardware == setting.hardware:
+            of_exchanges = [
+                k for k in start.weights if k.startswith("exchange") or k in collective_model.OWN_WORK
+            ]
+            weights |= {k: start.weights[k] for k in of_exchanges}
+            measured |= {k: v for k, v in start.meta["ranges"].items() if k in _OF_EXCHANGES}
+            carried = {k: v for k, v in start.meta.items() if k == "steps"}
+    sides = [
+        (kind, split_of(s.id)) for kind, samples in (("compute", compute), ("comm", comm)) for s in samples
+    ]
     splits = {
-        f"{kind}_{side}": sum(split_of(s.id) == side for s in samples)
-        for kind, samples in (("compute", compute), ("comm", comm))
+        f"{kind}_{side}": sides.count((kind, side))
+        for kind in ("compute", "comm")
         for side in ("train", "validation", "test")
     }
-    hidden = [weights[k].size for k in sorted(weights) if k.startswith("network.") and k.endswith(".bias")][
-        :-1
-    ]
+    # The last layer has two outputs, always.
+    *hidden, _ = (
+        weights[k].size for k in sorted(weights) if k.startswith("network.") and k.endswith(".bias")
+    )
     meta = {
         "ranges": measured,
         "samples": splits,
         "config": {**dataclasses.asdict(config), "hidden": hidden},
         "metrics": {},
-        "provenance": {"start": {"setting": str(start.setting), **start.meta["provenance"]}} if start else {},
+        "provenance": provenance,
         **carried,
     }
     model = NeuralModel(setting, weights, meta)
@@ -128,8 +132,7 @@ def _one_thread() -> Iterator[None]:
 
 def _usable(samples: Sequence[Sample], setting: Setting, least: int, what: str) -> list[Sample]:
     """Samples without an error, sorted by id. Raises ShardCoreError for another setting, or too few."""
-    other = next((s for s in samples if s.setting != setting), None)
-    if other is not None:
+    if other := next((s for s in samples if s.setting != setting), None):
         raise ShardCoreError(
             f"sample {other.id} was measured for ({other.setting}); the model is for ({setting})"
         )
@@ -144,20 +147,19 @@ def _usable(samples: Sequence[Sample], setting: Setting, least: int, what: str) 
 
 def _sides(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
     """Train and validation samples. In a tiny dataset an empty side takes the other's."""
-    train_side, validation = (
-        [s for s in samples if split_of(s.id) == side] for side in ("train", "validation")
-    )
+    sides = ("train", "validation")
+    train_side, validation = ([s for s in samples if split_of(s.id) == side] for side in sides)
     return train_side or validation or list(samples), validation or train_side or list(samples)
 
 
 def measured_ranges(
     compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample]
 ) -> dict[str, list[float]]:
-    """The smallest and largest value of each of ranges.QUANTITIES among samples. Without what none has."""
+    """The smallest and largest value of each of ranges.QUANTITIES among samples, where there are any."""
     values: dict[str, list[float]] = {name: [] for name in ranges.QUANTITIES}
     for sample in compute:
-        for name, found in ranges.op_quantities(sample.request.shards, sample.request.batch).items():
-            values[name] += found
+        for name, of_op in ranges.op_quantities(sample.request.shards, sample.request.batch).items():
+            values[name] += of_op
     for sample in comm:
         values["devices"].append(len(sample.request.widths))
         name = "exchange_id_bytes" if sample.request.row.ids else "exchange_bytes"
@@ -167,7 +169,7 @@ def measured_ranges(
 
 
 def _global_batches(samples: Sequence[ComputeSample]) -> list[float]:
-    """Batches at which ops were measured that are more than replicas of small tables."""
+    """Batches at which ops larger than replicas of small tables were measured."""
     largest: dict[int, list[int]] = {}
     for sample in samples:
         largest.setdefault(sample.request.batch, []).append(max(s.bytes for s in sample.request.shards))
@@ -200,12 +202,11 @@ class _Groups:
     @classmethod
     def of(cls, samples: Sequence[ComputeSample]) -> _Groups:
         rows = [features.features(s.request.shards, s.request.batch) for s in samples]
-        measured = [[s.forward.median_ms, s.backward.median_ms] for s in samples]
         return cls(
-            np.concatenate([d for d, _ in rows]),
-            np.concatenate([c for _, c in rows]),
-            np.concatenate([[0], np.cumsum([len(d) for d, _ in rows])]),
-            np.array(measured),
+            drivers=np.concatenate([drivers for drivers, _ in rows]),
+            conditions=np.concatenate([conditions for _, conditions in rows]),
+            starts=np.concatenate([[0], np.cumsum([len(drivers) for drivers, _ in rows])]),
+            measured=features.measured_ms(samples),
         )
 
     def sums(self, per_shard: np.ndarray) -> np.ndarray:
@@ -234,17 +235,15 @@ def _fit_compute(
         total_steps=1 + config.epochs * math.ceil(len(train_side) / batch_size),
     )
     rng = np.random.default_rng(config.seed)
-    best, best_epoch, kept = np.inf, 0, {}
+    best, best_epoch, kept, loss = np.inf, 0, {}, np.nan
     # Early stopping: keep the weights with the best validation error.
     for epoch in range(config.epochs + 1):  # epoch 0 is the physical baseline, or the model to start from
-        loss = _epoch(known, raw, tensors, optimizer, schedule, batch_size, rng) if epoch else float("nan")
+        if epoch:
+            loss = _epoch(known, raw, tensors, optimizer, schedule, batch_size, rng)
         with torch.no_grad():
+            if not epoch:
+                loss = float(ratio_loss(_predict(known, raw, tensors), torch.from_numpy(known.measured)))
             error = mape(_predict(unseen, raw, tensors).sum(1).numpy(), unseen.measured.sum(1))
-            loss = (
-                float(ratio_loss(_predict(known, raw, tensors), torch.from_numpy(known.measured)))
-                if epoch == 0
-                else loss
-            )
         note("compute", epoch, {"train_loss": loss, "validation_mape": error})
         if error < best:
             best, best_epoch, kept = error, epoch, {k: v.detach().clone() for k, v in raw.items()}
@@ -267,8 +266,7 @@ _LOGS = ("launch", "contention.0.weight", "contention.1.weight")
 def _initial(known: _Groups, config: FitConfig) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
     """Weights that stay fixed, and weights to train.
 
-    The network's last layer starts at 0, and contention starts near 0.
-    So training begins at the physical baseline.
+    The network's last layer starts at 0, and contention starts near 0. So training begins at the physical baseline.
     """
     drivers = known.sums(known.drivers)
     # The column of ones fits the launch.
@@ -303,17 +301,15 @@ def _initial(known: _Groups, config: FitConfig) -> tuple[dict[str, np.ndarray], 
 
 
 def _continued(known: _Groups, start: NeuralModel) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
-    """As _initial, from a trained model.
+    """Weights that stay fixed, and weights to train, of a trained model.
 
-    Rates and launch are fitted anew under the old correction and contention.
-    These then apply over both measured ranges.
+    Rates and launch are fitted anew under the old correction and contention. These then apply over both measured
+    ranges.
     """
     old = start.weights
     # Under both, costs are linear in rates and launch. So least squares still applies.
-    correction, contention = (
-        nets.correction(old, known.conditions),
-        nets.contention(old, known.sums(known.drivers)),
-    )
+    correction = nets.correction(old, known.conditions)
+    contention = nets.contention(old, known.sums(known.drivers))
     laws = []
     for way in (0, 1):
         terms = known.sums(known.drivers * correction[:, way : way + 1]) * contention[:, way : way + 1]
@@ -324,16 +320,12 @@ def _continued(known: _Groups, start: NeuralModel) -> tuple[dict[str, np.ndarray
         "condition_low": np.minimum(old["condition_low"], known.conditions.min(0)),
         "condition_high": np.maximum(old["condition_high"], known.conditions.max(0)),
     }
-    moved = {
-        k: v
-        for k, v in {**old, "launch": np.maximum(launch, 1e-4)}.items()
-        if k == "launch" or k.startswith(("network.", "contention."))
-    }
-    raw = {
-        f"log.{k}" if k in _LOGS else k: torch.from_numpy(np.log(v) if k in _LOGS else np.array(v))
-        for k, v in moved.items()
-    }
-    return fixed, {k: v.requires_grad_() for k, v in raw.items()}
+    trained = {k: v for k, v in old.items() if k.startswith(("network.", "contention."))}
+    raw = {}
+    for k, v in {**trained, "launch": np.maximum(launch, 1e-4)}.items():
+        name, values = (f"log.{k}", np.log(v)) if k in _LOGS else (k, np.array(v))
+        raw[name] = torch.from_numpy(values).requires_grad_()
+    return fixed, raw
 
 
 def _positive(raw: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -351,14 +343,11 @@ def _predict(
     chosen = np.arange(len(groups.measured)) if chosen is None else chosen
     rows, group = _shards_of(groups, chosen)
     w = {**fixed, **_positive(raw)}
-    codes = nets.encode(
-        w, torch.from_numpy(groups.drivers[rows]), torch.from_numpy(groups.conditions[rows]), torch
-    )
+    drivers, conditions = torch.from_numpy(groups.drivers[rows]), torch.from_numpy(groups.conditions[rows])
+    codes = nets.encode(w, drivers, conditions, torch)
     # Sum shards by op. index_add is torch's form of np.add.at.
-    sums = torch.zeros(len(chosen), codes.shape[1], dtype=codes.dtype).index_add(
-        0, torch.from_numpy(group), codes
-    )
-    return nets.parts(w, sums, torch)
+    sums = torch.zeros(len(chosen), codes.shape[1], dtype=codes.dtype)
+    return nets.parts(w, sums.index_add(0, torch.from_numpy(group), codes), torch)
 
 
 def _shards_of(groups: _Groups, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -382,7 +371,8 @@ def _epoch(
     """One pass over all ops. Returns the mean loss."""
     losses = []
     order = rng.permutation(len(groups.measured))
-    for chosen in _batches(order, batch_size):
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
         loss = ratio_loss(_predict(groups, raw, fixed, chosen), torch.from_numpy(groups.measured[chosen]))
         optimizer.zero_grad()
         loss.backward()
@@ -392,14 +382,10 @@ def _epoch(
     return sum(losses) / len(order)
 
 
-def _batches(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    return (order[i : i + size] for i in range(0, len(order), size))
-
-
 def ratio_loss(predicted: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
     """Mean absolute log ratio.
 
-    Near the relative error, it counts too much and too little alike. Outliers weigh little.
+    It is near the relative error, but counts errors in both directions equally. Outliers weigh little.
     """
     whole = (predicted.sum(1) / measured.sum(1)).log().abs().mean()
     return _WHOLE * whole + _PART * (predicted / measured).log().abs().mean(0).sum()

@@ -8,16 +8,15 @@ from typing import Any
 from shardcore.cost.model import CostModel
 
 USUAL_ERRORS = (0.05, 0.13)
-"""Mean errors of ops and of exchanges of a model of datasets/cpu-amd-epyc. They stand in where a model knows
-none."""
+"""Mean errors of ops and of exchanges of a model of datasets/cpu-amd-epyc. They stand in where a model knows none."""
 _WORSE = 1.5
-"""From so many times the usual error on, it is said."""
+"""Least ratio to the usual error that is reported."""
 
 
 def errors_of(model: CostModel) -> tuple[float, float]:
     """Mean relative errors of ops and of exchanges, on samples that the model was not trained on."""
-    found = [_errors(_meta(one).get("metrics", {})) for one in trained(model)]
-    return max(c for c, _ in found), max(x for _, x in found)
+    errors = [_errors(_meta(one).get("metrics", {})) for one in trained(model)]
+    return max(ops for ops, _ in errors), max(exchanges for _, exchanges in errors)
 
 
 def worse_than_usual(model: CostModel) -> list[str]:
@@ -32,12 +31,12 @@ def worse_than_usual(model: CostModel) -> list[str]:
 
 def label(model: CostModel) -> str:
     """The model's setting and its data, which tell models of one hardware apart."""
-    found = (_meta(one).get("provenance", {}).get("data", "unknown") for one in trained(model))
-    return f"{model.setting}, data {'+'.join(str(data)[:8] for data in found)}"
+    data = (_meta(one).get("provenance", {}).get("data", "unknown") for one in trained(model))
+    return f"{model.setting}, data {'+'.join(str(digest)[:8] for digest in data)}"
 
 
 def trained(model: CostModel) -> tuple[CostModel, ...]:
-    """The models that were trained, of which a model is made: one of each precision."""
+    """The trained models within a model: one of each precision."""
     if inner := getattr(model, "model", None):
         return trained(inner)
     return getattr(model, "models", (model,))

@@ -16,10 +16,10 @@ bytes: of the device, out and in.
 busiest: the most of any device in one direction.
 port: the most of any device over this level and all inner ones, in one direction. They may share a port.
 uplink: the most of any inner unit, such as a host. Its devices may share an uplink.
-shared_uplink: the mean over inner units. Of an all-to-all without the part for one other, of a ring all.
-    A link that is busier than others is filled all the time. Links that are all as busy are not, if several
-    units share them: TCP shares unevenly, so in the end some rest while others still carry.
-head_start: -1. What links take at once after a pause, and what early ranks have sent by the last one's start.
+shared_uplink: the mean over inner units; of an all-to-all without the bytes for one other unit.
+    A link that is busier than others is filled all the time. Equally busy links are not, if several units share them:
+    TCP shares unevenly, so in the end some rest while others still carry.
+head_start: -1. Its rate stands for a link's burst after a pause, and for bytes sent before the last rank's start.
 
 All are 0 where a level joins no devices. Only a ring counts the innermost always.
 """
@@ -28,33 +28,32 @@ All are 0 where a level joins no devices. Only a ring counts the innermost alway
 def link_counts(
     ring: bool, owned: np.ndarray, units: np.ndarray, shares_links: bool
 ) -> list[dict[str, np.ndarray | float]]:
-    """[K] counts of each level of links (COUNTS), each [..., n] or as it broadcasts to it.
+    """[K] counts of each level of links (COUNTS), each broadcasting to [..., n].
 
-    An all-to-all: each device sends owned / n to every other one. Backward it receives as much, so counts are
-    the same. A ring (Patarasuk and Yuan 2009): (n - 1) / n of the bytes leave and enter every device, and
-    every unit. They do so in n - 1 rounds, each as slow as its slowest link.
+    An all-to-all: each device sends owned / n to every other one. Backward it receives as much, so counts are the
+    same. A ring (Patarasuk and Yuan 2009): (n - 1) / n of the bytes leave and enter every device, and every unit. They
+    do so in n - 1 rounds, each as slow as its slowest link.
     """
     used = joins(units)
     if ring:
         moved = owned * (units.shape[1] - 1) / units.shape[1]
-        return [
-            {
-                "bytes": 2 * x,
-                "head_start": -float(k > 0 and joins_some),
-                **dict.fromkeys(("busiest", "port", "uplink", "shared_uplink"), x),
-            }
-            for k, joins_some in enumerate(used)
-            for x in [moved * float(k == 0 or joins_some)]
-        ]
-    found, inner, leaves_ports, enters_ports = [], np.arange(units.shape[1]), 0.0, 0.0
+        levels = []
+        for k, joins_some in enumerate(used):
+            # The innermost level always counts: a ring passes every device.
+            x = moved * float(k == 0 or joins_some)
+            of_ring = dict.fromkeys(("busiest", "port", "uplink", "shared_uplink"), x)
+            levels.append({"bytes": 2 * x, "head_start": -float(k > 0 and joins_some), **of_ring})
+        return levels
+    levels, inner, leaves_ports, enters_ports = [], np.arange(units.shape[1]), 0.0, 0.0
     for outer, joins_some in zip(units, used, strict=True):
+        counts = dict.fromkeys(COUNTS, 0.0)
         if joins_some:
             counts, out, into = _level_counts(owned, inner, outer, shares_links)
             leaves_ports, enters_ports = leaves_ports + out, enters_ports + into
             counts["port"] = _busiest(leaves_ports, enters_ports)
-        found.append(counts if joins_some else dict.fromkeys(COUNTS, 0.0))
+        levels.append(counts)
         inner = outer
-    return found
+    return levels
 
 
 def _level_counts(

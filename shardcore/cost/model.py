@@ -27,32 +27,38 @@ from shardcore.step.lower import Workload, lower
 class CostModel(Protocol):
     """Costs of fused ops and collectives, in ms. All methods are pure.
 
-    An op costs head(sum of its shards' encodings).
-    So a search adds and subtracts rows of F numbers, and never runs a network twice on a shard.
+    An op costs head(sum of its shards' encodings). So a search adds and subtracts rows of F numbers, and never runs a
+    network twice on a shard.
     """
 
-    setting: Setting
+    @property
+    def setting(self) -> Setting: ...
 
     def for_problem(self, problem: Problem) -> CostModel:
         """The model at the batch of a problem, and with its job's payloads.
 
         Raises SettingMismatch for a batch beyond those that it was measured at.
         """
+        ...
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, F] float64 encodings of shards in an op over `batch` samples (None: the setting's)."""
+        ...
 
     def head(self, sums: np.ndarray) -> np.ndarray:
         """[G] ms, forward + backward, of ops from summed encodings [G, F]. A row of zeros costs 0."""
+        ...
 
     def forward_share(self, sums: np.ndarray) -> np.ndarray:
         """[G] the share of forward in an op's ms.
 
-        A model that cannot tell returns 0, as backward is the costlier one.
+        0 where a model does not know it, as backward is the costlier one.
         """
+        ...
 
     def compiled(self) -> Compiled:
         """`head` for one op at a time, compiled. For searches that price millions of ops."""
+        ...
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Costs of the collectives.
@@ -60,9 +66,11 @@ class CostModel(Protocol):
         traffic: [L C, ..., D] bytes of each of kinds.CHANNELS, in each lane, as in Workload.
         compute_ms: [..., D] of each device. It sets the skew with which devices arrive.
         """
+        ...
 
     def out_of_range(self, workload: Workload) -> list[str]:
-        """Sentences on what of a step the model has not measured. Empty where it has measured all."""
+        """Sentences on the parts of a step beyond the measured range. Empty where there is none."""
+        ...
 
     @property
     def lower(self) -> BoundableCostModel | None:
@@ -70,6 +78,7 @@ class CostModel(Protocol):
 
         None where nothing can be proved.
         """
+        ...
 
 
 class Compiled(NamedTuple):
@@ -88,9 +97,9 @@ class CommCost:
 
     forward_ms: [..., D] transfer of pooled outputs.
     backward_ms: [..., D] transfer of gradients.
-    waiting_ms: [..., D] that a device waits for the last one, before the forward exchange.
+    waiting_ms: [..., D] wait for the last device, before the forward exchange.
     input_ms: [..., D] transfer of ids, the device's own work included.
-    input_work_ms: [..., D] of it, own work: to put ids in buckets, and in order once they arrived.
+    input_work_ms: [..., D] own work in it: to put ids in buckets, and in order once they arrived.
     """
 
     forward_ms: np.ndarray
@@ -101,21 +110,27 @@ class CommCost:
 
     @property
     def total_ms(self) -> np.ndarray:
-        """[..., D] ms of all but ids."""
+        """[..., D] ms without ids."""
         return self.forward_ms + self.backward_ms + self.waiting_ms
 
 
+@runtime_checkable
 class ProbabilisticCostModel(CostModel, Protocol):
     """A CostModel that knows the distribution of measurements around its predictions."""
 
+    def for_problem(self, problem: Problem) -> ProbabilisticCostModel: ...
+
     def compiled(self, level: float | None = None) -> Compiled:
         """`head` for one op at a time; with a level, `quantile`."""
+        ...
 
     def quantile(self, sums: np.ndarray, level: float) -> np.ndarray:
         """[G] ms. A measurement of the op lies below with probability `level`."""
+        ...
 
     def is_above_head(self, level: float) -> bool:
-        """Whether the quantile of this level is never below `head`."""
+        """True if the quantile of this level is never below `head`."""
+        ...
 
 
 class BoundableCostModel(CostModel, Protocol):
@@ -134,23 +149,26 @@ class BoundableCostModel(CostModel, Protocol):
 
         head(sums) >= launch_ms + rates · sums, wherever sums >= least.
         """
+        ...
 
     def takes_all_alike(self, topology: Topology) -> bool:
-        """Whether a backward exchange takes all devices the same time."""
+        """True if a backward exchange takes all devices the same time."""
+        ...
 
     def even_is_least(self, topology: Topology) -> bool:
-        """Whether an even division of a collective's bytes makes the exchanges of a step cheapest.
+        """True if an even division of a collective's bytes makes the exchanges of a step cheapest.
 
         Forward the last device counts, backward the devices' mean weighted by speed.
         """
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class QuantileCostModel:
     """A cautious CostModel: an op costs its quantile at `confidence`, not its mean.
 
-    So a search is not drawn to ops whose cost is uncertain.
-    Raises ShardCoreError, when asked for a cost, if the model does not know that confidence.
+    So a search is not drawn to ops whose cost is uncertain. `head` and `compiled` raise ShardCoreError if the model
+    does not know that confidence.
     """
 
     model: ProbabilisticCostModel
@@ -188,8 +206,17 @@ class QuantileCostModel:
 
 
 def at_confidence(model: CostModel, confidence: float | None) -> CostModel:
-    """The model at a confidence; the model itself where none is given."""
-    return QuantileCostModel(model, confidence) if confidence else model
+    """The model at a confidence; the model itself where none is given.
+
+    Raises ShardCoreError for a model without quantiles.
+    """
+    if not confidence:
+        return model
+    if not isinstance(model, ProbabilisticCostModel):
+        raise ShardCoreError(
+            f"model {type(model).__name__} has no quantiles; confidence needs a trained model"
+        )
+    return QuantileCostModel(model, confidence)
 
 
 def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None) -> np.ndarray:
@@ -207,10 +234,10 @@ def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int 
 
 
 def exposed_input_ms(comm: CommCost, job: Job) -> np.ndarray:
-    """[...] ms that a step takes longer because ids travel.
+    """[...] ms by which ids make a step longer.
 
-    Devices meet in this exchange, so the longest transfer counts. What the dense part hides costs nothing. It
-    hides what travels, and no work: that is done by the device which runs it.
+    Devices meet in this exchange, so the longest transfer counts. The dense part hides transfers, which then cost
+    nothing. It hides no work: the same device runs both.
     """
     return np.maximum(comm.input_work_ms.max(-1), comm.input_ms.max(-1) - job.hides_ids_ms)
 
@@ -221,7 +248,7 @@ def step_ms(compute_ms: np.ndarray, comm: CommCost, job: Job) -> np.ndarray:
 
 
 def require_model(model: object) -> None:
-    """Raise ShardCoreError unless something can be asked for costs."""
+    """Raise ShardCoreError unless this is a cost model."""
     if not isinstance(model, CostModel):
         raise ShardCoreError(
             f"model is {shown(model)}; it needs to be a cost model, as load_model(folder) gives"
@@ -229,35 +256,34 @@ def require_model(model: object) -> None:
 
 
 def price(workload: Workload, model: CostModel) -> PredictedCost:
-    """The cost that a model predicts for one step of a workload, and what of it was not measured."""
+    """The cost that a model predicts for one step of a workload. Its `extrapolated` names unmeasured parts."""
     require_type(workload, Workload, "workload", "a Workload, as lower(plan, problem) gives")
     require_model(model)
     n_devices = len(workload.ops)
     forward, backward = np.zeros(n_devices), np.zeros(n_devices)
     # Devices that run the same shards share an Op. It is priced once.
-    known: dict[int, tuple[float, float]] = {}
+    priced: dict[int, tuple[float, float]] = {}
     for device, ops in enumerate(workload.ops):
         for op in ops:
-            if id(op) not in known:
+            if id(op) not in priced:
                 sums = model.encode(op.shards, op.batch).sum(0, keepdims=True)
                 # The op's forward part; the rest is backward.
                 share = float(model.forward_share(sums)[0])
-                known[id(op)] = float(model.head(sums)[0]), share
-            op_ms, share = known[id(op)]
+                priced[id(op)] = float(model.head(sums)[0]), share
+            op_ms, share = priced[id(op)]
             # Speed scales compute, not communication.
             cost = op_ms / workload.topology.devices[device].speed
             forward[device] += share * cost
             backward[device] += (1 - share) * cost
     # Collectives depend on when devices arrive, so compute comes first.
     comm = model.comm(workload.traffic, forward + backward, workload.topology)
-    input_ms = np.full(n_devices, exposed_input_ms(comm, workload.job))
-    *parts, input_ms = (
-        tuple(map(float, x))
-        for x in (forward, backward, comm.forward_ms, comm.backward_ms, comm.waiting_ms, input_ms)
-    )
     return PredictedCost(
-        *parts,
-        input_ms=input_ms,
+        forward_compute_ms=tuple(forward.tolist()),
+        backward_compute_ms=tuple(backward.tolist()),
+        forward_comm_ms=tuple(comm.forward_ms.tolist()),
+        backward_comm_ms=tuple(comm.backward_ms.tolist()),
+        waiting_ms=tuple(comm.waiting_ms.tolist()),
+        input_ms=(float(exposed_input_ms(comm, workload.job)),) * n_devices,
         dense_ms=workload.job.dense_ms,
         extrapolated=(*_of_another_setting(workload, model.setting), *model.out_of_range(workload)),
     )
@@ -278,7 +304,7 @@ def _of_another_setting(workload: Workload, setting: Setting) -> Iterator[str]:
 
 @dataclass(frozen=True, eq=False)
 class PricedPlan:
-    """A plan, one step of it, and what a model predicts that the step costs."""
+    """A plan, one step of it, and the cost that a model predicts."""
 
     plan: Plan
     workload: Workload

@@ -20,8 +20,7 @@ from shardcore.core.links import LEVELS
 from shardcore.core.topology import Topology
 from shardcore.core.types import Problem, Setting, Shard
 from shardcore.core.validation import require_type, shown
-from shardcore.cost import collective_model, features, nets, quantiles, ranges
-from shardcore.cost import weight_checks as required
+from shardcore.cost import collective_model, features, nets, quantiles, ranges, weight_checks
 from shardcore.cost.composite import Composite, composed
 from shardcore.cost.model import CommCost, Compiled
 from shardcore.io import files, model_files, schema
@@ -40,12 +39,12 @@ class NeuralModel:
     """A CostModel with the formulas of nets.py.
 
     weights: arrays by name.
-    meta: JSON, with the entries below.
-    `ranges`: the smallest and largest measured value of each of ranges.QUANTITIES.
-    `samples`: how many it was trained on.
-    `config`: how it was trained.
-    `metrics`: accuracy on the validation split.
-    `provenance`: what the trainer adds.
+    meta: JSON, with these entries:
+      ranges: smallest and largest measured value of each of ranges.QUANTITIES.
+      samples: numbers of samples that it was trained on.
+      config: of the training.
+      metrics: accuracy on the validation split.
+      provenance: origin, from the trainer.
     """
 
     setting: Setting
@@ -62,11 +61,9 @@ class NeuralModel:
         return self.for_batch(problem.global_batch).for_payloads(job.forward_payload, job.backward_payload)
 
     def for_payloads(self, forward: str, backward: str) -> NeuralModel:
-        """The model of jobs whose outputs and gradients travel so. See types.PAYLOADS."""
-        return dataclasses.replace(
-            self,
-            setting=dataclasses.replace(self.setting, forward_payload=forward, backward_payload=backward),
-        )
+        """The model of jobs with these data types of outputs and gradients (types.PAYLOADS)."""
+        setting = dataclasses.replace(self.setting, forward_payload=forward, backward_payload=backward)
+        return dataclasses.replace(self, setting=setting)
 
     def for_batch(self, batch: int) -> NeuralModel:
         """The model of problems with another global batch.
@@ -77,8 +74,8 @@ class NeuralModel:
         if not low <= batch <= high:
             measured = f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
             raise SettingMismatch(
-                f"global batch {batch} was not measured; the cost model for "
-                f"({self.setting}) is good for {measured}: measure with --batch {batch}"
+                f"global batch {batch} was not measured; the cost model for ({self.setting}) is good for {measured}: "
+                f"measure with --batch {batch}"
             )
         return dataclasses.replace(self, setting=dataclasses.replace(self.setting, batch=batch))
 
@@ -88,22 +85,19 @@ class NeuralModel:
         None: the setting's batch.
         """
         batch = batch or self.setting.batch
+
+        def encoded(some: Sequence[Shard]) -> np.ndarray:
+            return nets.encode(self.weights, *features.features(some, batch))
+
         # In chunks, which bound the memory (see _AT_ONCE).
-        found = [
-            self._encode(shards[i : i + _AT_ONCE], batch) for i in range(0, max(1, len(shards)), _AT_ONCE)
-        ]
-        codes = found[0] if len(found) == 1 else np.concatenate(found)
+        chunks = [encoded(shards[i : i + _AT_ONCE]) for i in range(0, max(1, len(shards)), _AT_ONCE)]
+        codes = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
         if idle := [i for i, shard in enumerate(shards) if not shard.table.pooling]:
             # No op without lookups was measured. It runs, and takes no longer than one with some.
-            busy = [
-                self._encode([_with_lookups(shards[i], pooling) for i in idle], batch)
-                for pooling in _SOME_LOOKUPS
-            ]
-            codes[idle, -2:] = np.minimum.reduce([codes[idle, -2:], *(each[:, -2:] for each in busy)])
+            for pooling in _SOME_LOOKUPS:
+                busy = encoded([_with_lookups(shards[i], pooling) for i in idle])
+                codes[idle, -2:] = np.minimum(codes[idle, -2:], busy[:, -2:])
         return codes
-
-    def _encode(self, shards: Sequence[Shard], batch: int) -> np.ndarray:
-        return nets.encode(self.weights, *features.features(shards, batch))
 
     def head(self, sums: np.ndarray) -> np.ndarray:
         """[...] ms, forward + backward, of ops from summed encodings [..., K + 2]. 0 for an empty op."""
@@ -124,7 +118,7 @@ class NeuralModel:
 
     def compiled(self, level: float | None = None) -> Compiled:
         """`head` for one op at a time; with a level, `quantile`."""
-        from shardcore.cost import compiled
+        from shardcore.cost import compiled  # numba compiles on import
 
         w, error = self.weights, 0.0 if level is None else quantiles.error(self.weights, level)
         # The order of parameters is that of compiled.contended.
@@ -160,7 +154,7 @@ class NeuralModel:
 
     @property
     def launch_ms(self) -> float:
-        """What fusing two ops saves at most (see model.BoundableCostModel).
+        """Most ms that fusing two ops saves (see model.BoundableCostModel).
 
         Contention only grows with the drivers, so fusing saves nothing else.
         """
@@ -196,20 +190,21 @@ class NeuralModel:
         measured = collective_model.is_measured(self.weights, collective_model.ALL_TO_ALL)
         if len(topology) > 1 and not measured and not topology.link(first := next(iter(LEVELS))).gbps:
             raise ShardCoreError(
-                f"the cost model for ({self.setting}) has no measured exchanges: "
-                f"give the topology's links (of level {first!r}, and of others that it "
-                "has), or measure exchanges and train again"
+                f"the cost model for ({self.setting}) has no measured exchanges: give the topology's links (of level "
+                f"{first!r}, and of others that it has), or measure exchanges and train again"
             )
         compute_ms = np.asarray(compute_ms, dtype=float)
-        of_channel = self.collectives(traffic, compute_ms, topology)
-        input_ms = sum(of_channel.pop(channel)[0] for channel in ID_CHANNELS)
-        work_ms = sum(
-            collective_model.id_work_ms(self.weights, channel, arriving)
-            for channel, arriving in zip(channels_of(traffic), traffic, strict=True)
-            if channel in ID_CHANNELS
-        )
-        forward, backward = map(sum, zip(*of_channel.values(), strict=True))
-        # waiting: devices meet at the forward exchange only if bytes are exchanged at all.
+        input_ms, work_ms, forward, backward = (np.zeros(np.shape(traffic)[1:]) for _ in range(4))
+        for channel, (there, back) in self.collectives(traffic, compute_ms, topology).items():
+            if channel in ID_CHANNELS:
+                input_ms += there
+            else:
+                forward += there
+                backward += back
+        for channel, arriving in zip(channels_of(traffic), traffic, strict=True):
+            if channel in ID_CHANNELS:
+                work_ms += collective_model.id_work_ms(self.weights, channel, arriving)
+        # Devices meet at the forward exchange only if bytes are exchanged at all.
         ready = compute_ms + backward
         meets = traffic.sum(0).sum(-1, keepdims=True) > 0
         waiting = np.where(meets & (len(topology) > 1), ready.max(-1, keepdims=True) - ready, 0.0)
@@ -223,23 +218,23 @@ class NeuralModel:
         compute_ms: [..., D].
         """
         skew_ms = np.ptp(compute_ms, axis=-1)
-        found: dict[Channel, tuple[np.ndarray, np.ndarray]] = {}
+        by_channel: dict[Channel, tuple[np.ndarray, np.ndarray]] = {}
         payloads = {"forward": self.setting.forward_payload, "backward": self.setting.backward_payload}
         for channel, sent_bytes in zip(channels_of(traffic), traffic, strict=True):
             forward, backward = collective_model.collective_ms(
                 self.weights, channel, sent_bytes, topology, skew_ms, payloads
             )
             # Runs exchange one after another.
-            before = found.get(channel, (0.0, 0.0))
-            found[channel] = before[0] + forward, before[1] + backward
+            before = by_channel.get(channel, (0.0, 0.0))
+            by_channel[channel] = before[0] + forward, before[1] + backward
             if "forward" in channel.row.ways:
                 # A collective synchronises the devices: the next one starts without skew.
                 skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)
-        return found
+        return by_channel
 
 
 def _with_lookups(shard: Shard, pooling: float) -> Shard:
-    """The shard, had its table so many lookups a sample."""
+    """The shard of a table with so many lookups a sample."""
     access = shard.table.access if isinstance(shard.table.access, Zipf) else Zipf(1.0)
     return dataclasses.replace(shard, table=dataclasses.replace(shard.table, pooling=pooling, access=access))
 
@@ -251,8 +246,8 @@ def physical(model: NeuralModel) -> NeuralModel:
     """
     if "start" in model.meta.get("provenance", {}):
         raise ShardCoreError(
-            f"the cost model for ({model.setting}) was fine-tuned: "
-            "its rates say nothing without its correction; give the folder of another model"
+            f"the cost model for ({model.setting}) was fine-tuned: its rates mean nothing without its correction; "
+            "give the folder of another model"
         )
     n = len(features.CONDITIONS)
     learned = ("network.", "contention.1.")
@@ -275,36 +270,34 @@ _NAMES = {
 
 
 def save(model: NeuralModel, folder: str | Path) -> None:
-    """Write model.json and weights.safetensors. Raises ShardCoreError for weights that `load` would
-    refuse."""
-    required.require(model.weights)
-    model_files.write_model(
-        folder, {**model.meta, **_NAMES, "setting": files.setting_to_json(model.setting)}, model.weights
-    )
+    """Write model.json and weights.safetensors. Raises ShardCoreError for weights that `load` would refuse."""
+    weight_checks.require(model.weights)
+    meta = {**model.meta, **_NAMES, "setting": files.setting_to_json(model.setting)}
+    model_files.write_model(folder, meta, model.weights)
 
 
 def load(folder: str | Path) -> NeuralModel:
-    """Read what `save` wrote, bit for bit.
+    """Read a model that `save` wrote, bit for bit.
 
-    Raises ShardCoreError for a file that is missing, cut short or edited.
-    Raises it too for a model trained on other features than this ShardCore computes.
+    Raises ShardCoreError for a file that is missing, cut short or edited, and for a model trained on other features
+    than this ShardCore computes.
     """
     require_type(folder, (str, os.PathLike), "folder of a model", "a path")
     meta, weights = model_files.read_model(folder)
     setting = files.setting_from_json(meta.pop("setting", None), f"{folder}: setting")
     # Weights are matrices by position, so names have to agree in order too.
-    for what, names in _NAMES.items():
-        found = meta.pop(what, None)
-        if what in required.LONGER and required.are_older(found, names):
-            weights = required.LONGER[what](weights, found)
-        elif found != names:
+    for noun, names in _NAMES.items():
+        trained_on = meta.pop(noun, None)
+        if noun == "exchange_terms" and weight_checks.lack_some(trained_on):
+            weights = weight_checks.with_all_terms(weights, trained_on)
+        elif trained_on != names:
             raise ShardCoreError(
-                f"model in {folder} was trained on {what} {shown(found)}; "
-                f"this ShardCore computes {shown(names)}: train again"
+                f"model in {folder} was trained on {noun} {shown(trained_on)}; this ShardCore computes "
+                f"{shown(names)}: train again"
             )
     files.require_provenance(schema.build(_Meta, meta, str(folder)).provenance, f"{folder}: provenance")
     try:
-        required.require(weights)
+        weight_checks.require(weights)
     except ShardCoreError as error:
         raise ShardCoreError(f"model in {folder}: {error}") from None
     return NeuralModel(setting, weights, {"provenance": {}, **meta})

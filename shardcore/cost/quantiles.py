@@ -28,14 +28,16 @@ _PER_KNOT = 50
 def fit(predicted_ms: np.ndarray, measured_ms: np.ndarray) -> dict[str, np.ndarray]:
     """The weights band.* from predictions [S] of held-out samples and their measurements [S]."""
     log_ms, error = np.log(predicted_ms), np.log(measured_ms / predicted_ms)
-    # Use fewer knots until no quantile falls as the cost grows.
-    for knots in range(max(1, min(_KNOTS, len(error) // _PER_KNOT)), 0, -1):
+    knots = max(1, min(_KNOTS, len(error) // _PER_KNOT))
+    while True:
         parts = np.array_split(np.argsort(log_ms), knots)
         at = np.array([log_ms[p].mean() for p in parts])
         widths = np.array([max(np.abs(error[p]).mean(), 1e-6) for p in parts])
         scores = np.sort(error / np.interp(log_ms, at, widths))
-        if rises(at, widths, scores):
+        if knots == 1 or rises(at, widths, scores):
             break
+        # Use fewer knots until no quantile falls as the cost grows.
+        knots -= 1
     # The quantile of n + 1 draws, of which the next is one: at the ends it is the largest seen.
     ranks = np.clip(LEVELS * (len(scores) + 1) - 1, 0, len(scores) - 1)
     return {
@@ -47,7 +49,7 @@ def fit(predicted_ms: np.ndarray, measured_ms: np.ndarray) -> dict[str, np.ndarr
 
 
 def rises(log_ms: np.ndarray, width: np.ndarray, error: np.ndarray) -> bool:
-    """Whether every quantile grows with the cost. error: sorted, any number."""
+    """True if every quantile grows with the cost. error: sorted, any number."""
     # d(log quantile) / d(log ms) = 1 + slope of width × error. The extreme errors decide.
     return bool((1 + np.outer(np.diff(width) / np.diff(log_ms), error[[0, -1]]) > 0).all())
 
@@ -55,8 +57,8 @@ def rises(log_ms: np.ndarray, width: np.ndarray, error: np.ndarray) -> bool:
 def quantile(w: Mapping[str, np.ndarray], predicted_ms: np.ndarray, level: float) -> np.ndarray:
     """[G] ms. A measurement lies below with probability `level`, given predictions [G].
 
-    It grows with the prediction, and is 0 where that is 0.
-    Raises ShardCoreError for a level outside 0.005 to 0.995, where no quantile is known.
+    It grows with the prediction, and is 0 where that is 0. Raises ShardCoreError for a level outside 0.005 to 0.995,
+    where no quantile is known.
     """
     predicted = np.asarray(predicted_ms, dtype=float)
     log_ms = np.log(np.maximum(predicted, 1e-12))
@@ -67,7 +69,7 @@ def error(w: Mapping[str, np.ndarray], level: float) -> float:
     """The quantile of the errors at a level. Raises as `quantile` does."""
     if not LEVELS[0] <= level <= LEVELS[-1]:
         raise ShardCoreError(
-            f"confidence leads to level {level:g} of the costs' distribution; "
-            f"known are those within {LEVELS[0]} and {LEVELS[-1]}"
+            f"confidence leads to level {level:g} of the costs' distribution; known are those within {LEVELS[0]} and "
+            f"{LEVELS[-1]}"
         )
     return float(np.interp(level, w["band.level"], w["band.error"]))

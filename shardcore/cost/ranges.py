@@ -1,4 +1,4 @@
-"""The measured range of a cost model, and what of a step lies beyond it."""
+"""The measured range of a cost model, and sentences on parts of a step beyond it."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def op_quantities(shards: Sequence[Shard], batch: int) -> dict[str, list[float]]
 
 
 def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
-    """Sentences about what lies beyond the measured range. Empty where nothing does.
+    """Sentences on values beyond the measured range. Empty where there are none.
 
-    Each names the worst case of a kind, and how many more there are.
+    Each names the worst case of a kind, and the number of others.
     """
-    found: dict[str, list[tuple[str, float]]] = {name: [] for name in QUANTITIES}
+    values_of: dict[str, list[tuple[str, float]]] = {name: [] for name in QUANTITIES}
     known: dict[int, dict[str, list[float]]] = {}  # devices of replicas share their Op
     for device, ops in enumerate(workload.ops):
         for op in ops:
@@ -85,19 +85,18 @@ def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
                 known[id(op)] = op_quantities(op.shards, op.batch)
             for name, values in known[id(op)].items():
                 if name.startswith("shard_"):
-                    found[name] += zip(map(_name, op.shards), values, strict=True) if first else ()
+                    values_of[name] += zip(map(_name, op.shards), values, strict=True) if first else ()
                 else:
-                    found[name].append((f"device {device}", values[0]))
+                    values_of[name].append((f"device {device}", values[0]))
     if len(workload.topology) > 1:
-        found["devices"].append(("the topology", len(workload.topology)))
+        values_of["devices"].append(("the topology", len(workload.topology)))
         for channel, sent in zip(workload.channels, workload.traffic, strict=True):
-            found["exchange_id_bytes" if channel in ID_CHANNELS else "exchange_bytes"] += [
-                (f"device {d}", b) for d, b in enumerate(sent)
-            ]
-    sentences = [
-        s for name, values in found.items() for s in _beyond(name, values, model.meta["ranges"].get(name))
-    ]
-    return sentences + list(_unmeasured(model, workload))
+            name = "exchange_id_bytes" if channel in ID_CHANNELS else "exchange_bytes"
+            values_of[name] += [(f"device {d}", n_bytes) for d, n_bytes in enumerate(sent)]
+    sentences: list[str] = []
+    for name, values in values_of.items():
+        sentences += _beyond(name, values, model.meta["ranges"].get(name))
+    return [*sentences, *_unmeasured(model, workload)]
 
 
 def _name(shard: Shard) -> str:
@@ -118,11 +117,8 @@ def _beyond(
     for side, end, limit in ((above, quantity.upper, high), (below, quantity.lower, low)):
         if side:
             value, owner = side[0]
-            more = and_more(side)
-            yield (
-                f"{owner} {quantity.phrase.format(quantity.show(value))}{more}; "
-                f"{end} measured {quantity.show(limit)}"
-            )
+            phrase = quantity.phrase.format(quantity.show(value))
+            yield f"{owner} {phrase}{and_more(side)}; {end} measured {quantity.show(limit)}"
 
 
 def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
@@ -132,13 +128,8 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
         yield f"the topology names no hardware: prices are those of {model.setting.hardware}"
     elif topology.hardware != model.setting.hardware:
         yield f"the topology has {topology.hardware}; the model was measured on {model.setting.hardware}"
-    used = list(
-        dict.fromkeys(
-            c
-            for c, sent in zip(workload.channels, workload.traffic, strict=True)
-            if sent.any() and groups_of(c.group, topology).shape[1] > 1
-        )
-    )
+    carrying = [c for c, sent in zip(workload.channels, workload.traffic, strict=True) if sent.any()]
+    used = [c for c in dict.fromkeys(carrying) if groups_of(c.group, topology).shape[1] > 1]
     if topology.links and len(topology) > 1:
         yield (
             f"the topology gives {'; '.join(link.words for link in topology.links)}: the explicit link "
@@ -150,15 +141,11 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
     for k, (name, is_used) in enumerate(zip(LEVELS, joins(topology.units), strict=True)):
         if others := next((of for of in known if of and name not in of), None) if is_used else None:
             # As collective_model counts them: the next level out that is known, or else in.
-            stand_in = next(x for x in (*order[k:], *order[:k][::-1]) if x in others)
-            yield (
-                f"links {LEVELS[name].words} were not measured: they count as those {LEVELS[stand_in].words}"
-            )
-    for channel in (
-        c
-        for c in used
-        if c != collective_model.ALL_TO_ALL and not collective_model.is_measured(model.weights, c)
-    ):
+            stand_in = LEVELS[next(x for x in (*order[k:], *order[:k][::-1]) if x in others)].words
+            yield f"links {LEVELS[name].words} were not measured: they count as those {stand_in}"
+    for channel in used:
+        if channel == collective_model.ALL_TO_ALL or collective_model.is_measured(model.weights, channel):
+            continue
         kinds = kinds_of(channel, workload.job.tower_ratio is not None)
         yield (
             f"{kinds} shards: their {channel.words} is priced with the rates of "
@@ -199,17 +186,11 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
         )
     copied = [s.table.name for ops in workload.ops for op in ops for s in op.shards if s.table.dedup > 1]
     if copied:
-        yield (
-            f"table {copied[0]!r} is deduplicated: it is priced as looked up by fewer samples, not measured"
-        )
-    slow_or_fast = sorted({d.speed for d in topology.devices} - {1.0})
-    if slow_or_fast:
-        yield (
-            f"devices of speed {', '.join(f'{s:g}' for s in slow_or_fast)} are scaled from the "
-            "measured hardware"
-        )
+        yield f"table {copied[0]!r} is deduplicated: it is priced as looked up by fewer samples, not measured"
+    if speeds := ", ".join(f"{s:g}" for s in sorted({d.speed for d in topology.devices} - {1.0})):
+        yield f"devices of speed {speeds} are scaled from the measured hardware"
 
 
 def and_more(of: Sized) -> str:
-    """How many there are beside the one that is named."""
+    """The number of others than the named one, in words."""
     return f" (and {len(of) - 1} more)" if len(of) > 1 else ""

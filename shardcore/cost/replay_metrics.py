@@ -1,17 +1,19 @@
 """Judge models and sharders by replays: several plans of each of many problems, run on real processes.
 
-Figures are means over problems, however many plans each has.
-Plans of one problem err together. So 95% intervals come from a bootstrap over problems (Efron 1979).
-Two replays differ beyond noise if they differ by more than half their joint 95% interval.
+Figures are means over problems, however many plans each has. Plans of one problem err together. So 95% intervals come
+from a bootstrap over problems (Efron 1979). Two replays differ beyond noise if they differ by more than half their
+joint 95% interval.
 
-The best plan of a problem is the best one replayed; better ones may exist.
-Selecting the minimum biases regret upward, and the share of a closed gap downward.
+The best plan of a problem is the best one replayed; better ones may exist. Selecting the minimum biases regret upward,
+and the share of a closed gap downward.
 
 Shapes: N problems, P plans of a problem.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -58,7 +60,7 @@ class SharderComparison:
 
     predicted: its predicted cost over ours, the mean over problems.
     cost: its replayed cost over ours.
-    gap_closed: the part of its regret that ours avoids. None where it has no regret.
+    gap_closed: share of its regret that ours avoids. None where it has no regret.
     losses: by problem, the share by which ours was slower, beyond noise.
     """
 
@@ -90,7 +92,7 @@ def errors(rows: Sequence[ReplayRecord]) -> tuple[float, float]:
 
 
 def by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.ndarray]:
-    """How well a model chooses among the plans of each problem. Figures are [N].
+    """Quality of a model's choice among the plans of each problem. Figures are [N].
 
     kendall_tau, spearman: rank correlation of predicted and replayed.
     tau_beyond_noise: as Kendall's tau, over the pairs that differ beyond noise only.
@@ -99,54 +101,57 @@ def by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.n
 
     nan where a problem has too few plans.
     """
-    found: dict[str, list[float]] = {
-        k: [] for k in ("kendall_tau", "spearman", "tau_beyond_noise", "regret", "ours_regret")
-    }
-    for own in _grouped(rows).values():
-        plans = distinct(own)
+    names = "kendall_tau", "spearman", "tau_beyond_noise", "regret", "ours_regret"
+    figures: dict[str, list[float]] = {name: [] for name in names}
+    for rows_of_problem in _grouped(rows).values():
+        plans = distinct(rows_of_problem)
         predicted, replayed = _arrays(plans)
+        best_ms = replayed.min()
         several = len(plans) > 1
         # From all records, not distinct plans: an equal plan may be listed under another algorithm.
-        our_ms = [r.replayed_ms for r in own if r.algorithm == ours]
-        for name, value in (
-            ("kendall_tau", kendall_tau(predicted, replayed) if several else np.nan),
-            ("spearman", spearman(predicted, replayed) if several else np.nan),
-            ("tau_beyond_noise", _tau_beyond_noise(plans)),
-            ("regret", 100 * (replayed[predicted.argmin()] / replayed.min() - 1)),
-            ("ours_regret", 100 * (np.mean(our_ms) / replayed.min() - 1) if our_ms else np.nan),
-        ):
-            found[name].append(float(value))
-    return {name: np.array(values) for name, values in found.items()}
+        our_ms = [r.replayed_ms for r in rows_of_problem if r.algorithm == ours]
+        figures["kendall_tau"].append(kendall_tau(predicted, replayed) if several else np.nan)
+        figures["spearman"].append(spearman(predicted, replayed) if several else np.nan)
+        figures["tau_beyond_noise"].append(_tau_beyond_noise(plans))
+        figures["regret"].append(100 * (replayed[predicted.argmin()] / best_ms - 1))
+        figures["ours_regret"].append(100 * (np.mean(our_ms) / best_ms - 1) if our_ms else np.nan)
+    return {name: np.array(values) for name, values in figures.items()}
 
 
 def rivals(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, SharderComparison]:
     """Every algorithm against ours, by name. Those without a common problem are left out."""
     problems = _grouped(rows)
-    found = {}
+    comparisons = {}
     for name in dict.fromkeys(r.algorithm for r in rows):
         costs, predicted, losses = [], [], {}
         for problem, own in problems.items():
             theirs, mine = ([r for r in own if r.algorithm == a] for a in (name, ours))
             if theirs and mine:
-                their_ms, our_ms = (np.mean([r.replayed_ms for r in x]) for x in (theirs, mine))
-                predicted.append(np.divide(*(np.mean([r.predicted_ms for r in x]) for x in (theirs, mine))))
+                their_predicted_ms, their_ms, their_noise_ms = _means(theirs)
+                our_predicted_ms, our_ms, our_noise_ms = _means(mine)
+                predicted.append(their_predicted_ms / our_predicted_ms)
                 costs.append((their_ms, our_ms, min(r.replayed_ms for r in own)))
                 # Two independent errors add in quadrature.
-                if our_ms - their_ms > np.hypot(*(np.mean([r.noise_ms for r in x]) for x in (theirs, mine))):
-                    losses[problem] = float(our_ms / their_ms - 1)
+                if our_ms - their_ms > math.hypot(their_noise_ms, our_noise_ms):
+                    losses[problem] = our_ms / their_ms - 1
         if costs:
             their, our, best = np.array(costs).T
             # Both relative to the best plan replayed, so that problems weigh alike.
             lacked, gained = their / best - 1, (their - our) / best
             closed = bootstrap(gained, over=lacked) if name != ours and lacked.sum() > 0 else None
-            found[name] = SharderComparison(
+            comparisons[name] = SharderComparison(
                 problems=len(costs),
                 predicted=float(np.mean(predicted)),
                 cost=bootstrap(their / our),
                 gap_closed=closed,
                 losses=losses,
             )
-    return found
+    return comparisons
+
+
+def _means(rows: Sequence[ReplayRecord]) -> list[float]:
+    """Mean predicted, replayed and noise ms."""
+    return np.mean([(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in rows], axis=0).tolist()
 
 
 def bootstrap(values: np.ndarray, over: np.ndarray | None = None) -> Interval:
@@ -197,10 +202,10 @@ def figures(rows: Sequence[ReplayRecord]) -> dict[str, float]:
 
 
 def lost(challenger: Sequence[ReplayRecord], champion: Sequence[ReplayRecord]) -> str | None:
-    """Why a challenger may not replace a champion, or None if it may.
+    """The reason why a challenger may not replace a champion. None: it may.
 
-    It loses if its regret is larger, or its tau_beyond_noise smaller, on the same replays.
-    The 95% interval of the difference has to exclude 0. FEWEST problems are needed.
+    It loses if its regret is larger, or its tau_beyond_noise smaller, on the same replays. The 95% interval of the
+    difference has to exclude 0. FEWEST problems are needed.
     """
     new, old = by_problem(challenger), by_problem(champion)
     for name, words, sign, form in (
@@ -237,7 +242,7 @@ def _arrays(rows: Sequence[ReplayRecord]) -> tuple[np.ndarray, np.ndarray]:
 
 def _grouped(rows: Sequence[ReplayRecord]) -> dict[str, list[ReplayRecord]]:
     """The records of each problem."""
-    found: dict[str, list[ReplayRecord]] = {}
+    by_problem = defaultdict(list)
     for row in rows:
-        found.setdefault(row.problem, []).append(row)
-    return found
+        by_problem[row.problem].append(row)
+    return by_problem

@@ -1,4 +1,4 @@
-"""Predictions for replayed plans, beside what they took."""
+"""Predictions for replayed plans, next to their measured costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardcore.step.lower import lower
 def judge(replayed: Sequence[ReplaySet], model: CostModel, ids: bool = True) -> list[ReplayRecord]:
     """One record for every replay. Times are scaled to a slowdown of 1.
 
-    ids: whether both times include what ids add to a step.
+    ids: True if both times include the ms that ids add to a step.
     """
     rows = []
     for one in replayed:
@@ -42,23 +42,22 @@ def judge(replayed: Sequence[ReplaySet], model: CostModel, ids: bool = True) -> 
 
 
 def _total_ms(cost: StepCost, ids: bool) -> float:
-    # Ids add as much on every device.
+    # Ids add equally much on every device.
     return cost.total_ms - (0.0 if ids else max(cost.input_ms))
 
 
 def parts(replayed: Sequence[ReplaySet], model: CostModel) -> dict[str, float]:
     """Measured over predicted time of each part of a step, over all replays. Keys are step_cost.PARTS."""
-    pairs = [
-        (
-            price(lower(plan, one.problem, fits=False), model.for_problem(one.problem)),
-            one.costs[name].at_usual_speed(),
-        )
-        for one in replayed
-        for name, plan in one.plans.items()
-    ]
-    predicted, took = (
-        np.array([[sum(getattr(pair[i], name)) for name in PARTS] for pair in pairs]).sum(0) for i in (0, 1)
-    )
+
+    def of(cost: StepCost) -> np.ndarray:
+        return np.array([sum(getattr(cost, name)) for name in PARTS])
+
+    predicted = took = np.zeros(len(PARTS))
+    for one in replayed:
+        own = model.for_problem(one.problem)
+        for name, plan in one.plans.items():
+            predicted = predicted + of(price(lower(plan, one.problem, fits=False), own))
+            took = took + of(one.costs[name].at_usual_speed())
     return {name: float(t / p) for name, p, t in zip(PARTS, predicted, took, strict=True) if p > 0}
 
 

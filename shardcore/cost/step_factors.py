@@ -1,16 +1,16 @@
 """The time of a collective within a training step, relative to its time in isolation: a factor, from replays.
 
-In a step an exchange follows compute, without the barrier of an isolated measurement. So it takes longer.
-On one host there is one factor for each collective and direction.
+In a step an exchange follows compute, without the barrier of an isolated measurement. So it takes longer. On one host
+there is one factor for each collective and direction.
 
-Over several hosts parts of a step overlap: a rank that has its ids sends gradients, while ids of others
-travel. Only their sum is told, so a collective has one factor for both directions, and all ids have one.
-An all-reduce of small replicas takes 2.4 times as long as alone there (emulated hosts,
-docs/benchmarks/2026-11-25-emulated-hosts.md). It is a ring through all ranks, so each waits for all others.
+Over several hosts, phases of a step overlap: a rank that has its ids sends gradients, while ids of others travel. Only
+their sum is measured, so a collective has one factor for both directions, and all ids have one. An all-reduce of small
+replicas takes 2.4 times as long there as in isolation (emulated hosts, docs/benchmarks/2026-11-25-emulated-hosts.md).
+It is a ring through all ranks, so each waits for all others.
 
 Ops take as long in a step as in isolation, at the slowdown that the reference op shows (docs/decisions/measuring.md).
-So a replay on one host whose compute took longer than predicted ran on a slower machine.
-Its exchanges are divided by that slowdown. Links between hosts do not slow down with a machine.
+So a replay on one host whose compute took longer than predicted ran on a slower machine. Its exchanges are
+divided by that slowdown. Links between hosts do not slow down with a machine.
 
 Shapes: S steps, D devices, C collectives.
 """
@@ -36,14 +36,15 @@ FEWEST_STEPS = 8
 """A collective that ran in fewer steps uses the all-to-all's factor."""
 
 Step = tuple[Workload, StepCost]
-"""A replayed step, and what it took."""
+"""A replayed step, and its measured cost."""
 
 
 def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     """The model with factors fitted to these steps, on links that were measured.
 
-    meta["steps"]: the number of steps used. The model itself is returned where none is usable.
-    Steps on one host say nothing of collectives measured between hosts only.
+    meta["steps"]: the number of steps used. The model itself is returned where none is usable. Steps on one host tell
+    nothing of collectives measured between hosts only.
+
     Raises ShardCoreError where some steps ran on one host and some over several.
     """
     steps = [
@@ -64,74 +65,64 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
             f"{len(on_one)} steps ran on one host and {len(over_several)} over several; a "
             "model has one factor for a collective in both: give steps of one kind"
         )
-    found = [*(_of_part(alone, on_one, part) for part in _PARTS), _of_sums(alone, over_several)]
-    factors = {
-        name: np.array([k])
-        for of, _ in found
-        for name, k in of.items()
-        if collective_model.LEAST_IN_STEP <= k <= collective_model.MOST_IN_STEP
-    }
+    of_parts = [_of_part(alone, on_one, part) for part in _PARTS]
+    of_sums, used_over_several = _of_sums(alone, over_several)
+    least, most = collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP
+    factors = {}
+    for fitted in (*(fitted for fitted, _ in of_parts), of_sums):
+        factors |= {name: np.array([factor]) for name, factor in fitted.items() if least <= factor <= most}
     if not factors:
         return model
-    told = max(n for _, n in found[:-1]) + found[-1][1]
+    used = max(n for _, n in of_parts) + used_over_several
     return dataclasses.replace(
-        alone, weights={**alone.weights, **factors}, meta={**model.meta, "steps": told}
+        alone, weights={**alone.weights, **factors}, meta={**model.meta, "steps": used}
     )
 
 
 def _of_part(alone: NeuralModel, steps: Sequence[Step], part: str) -> tuple[dict[str, float], int]:
-    """Factors by the names of their weights, and the number of steps that tell them.
-
-    From one part of steps on one host.
-    """
+    """Factors by the names of their weights, and the number of steps used. From one part of steps on one host."""
     way, channels = _PARTS[part]
-    # What a dense part hides of ids has no time.
-    timed = [
-        s for s in steps if any(getattr(s[1], part)) and not (part == "input_ms" and s[0].job.hides_ids_ms)
-    ]
-    often = [
-        c
-        for c in channels
-        if next(iter(LEVELS)) in collective_model.measured_links(alone.weights, c)
-        and sum(_runs(w, c) for w, _ in timed) >= FEWEST_STEPS
-    ]
+    # Ids that a dense part hides have no time.
+    timed = [s for s in steps if any(getattr(s[1], part))]
+    timed = [s for s in timed if part != "input_ms" or not s[0].job.hides_ids_ms]
+    innermost = next(iter(LEVELS))
+    known = [c for c in channels if innermost in collective_model.measured_links(alone.weights, c)]
+    often = [c for c in known if sum(_runs(w, c) for w, _ in timed) >= FEWEST_STEPS]
     # Keep steps whose collectives all run often enough, or another's time would distort the fit.
-    known = [s for s in timed if (ran := {c for c in channels if _runs(s[0], c)}) and ran <= set(often)]
-    if not known:
+    usable = [s for s in timed if (ran := {c for c in channels if _runs(s[0], c)}) and ran <= set(often)]
+    if not usable:
         return {}, 0
-    terms, took = (
-        np.concatenate(x) for x in zip(*(_observed(alone, s, part, often) for s in known), strict=True)
-    )
+    observed = [_observed(alone, s, part, often) for s in usable]
+    terms, took = (np.concatenate(values) for values in zip(*observed, strict=True))
     fitted = fit_law(terms, took)
-    return {collective_model.step_weight(c, way): k for c, k in zip(often, fitted, strict=True)}, len(known)
+    names = [collective_model.step_weight(c, way) for c in often]
+    return dict(zip(names, fitted.tolist(), strict=True)), len(usable)
 
 
 def _of_sums(alone: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, float], int]:
-    """As _of_part, from the sum of all exchanges of steps over several hosts."""
+    """Factors and number of steps as _of_part, from the sum of all exchanges of steps over several hosts."""
     steps = [(w, took) for w, took in steps if any(took.input_ms) and not w.job.hides_ids_ms]
-    often = [
-        some
-        for some in _SUMS
-        if all(_decides(c) in collective_model.measured_links(alone.weights, c) for c in some)
-        and sum(any(_runs(w, c) for c in some) for w, _ in steps) >= FEWEST_STEPS
-    ]
-    known = [s for s in steps if all(c in sum(often, ()) for c in s[0].channels if _runs(s[0], c))]
-    if not known:
+
+    def is_measured(channel: Channel) -> bool:
+        return _decides(channel) in collective_model.measured_links(alone.weights, channel)
+
+    known = [channels for channels in _SUMS if all(map(is_measured, channels))]
+    often = [x for x in known if sum(any(_runs(w, c) for c in x) for w, _ in steps) >= FEWEST_STEPS]
+    covered = {c for channels in often for c in channels}
+    usable = [(w, took) for w, took in steps if covered.issuperset(c for c in w.channels if _runs(w, c))]
+    if not usable:
         return {}, 0
-    terms, took = [], []
-    for workload, measured in known:
+    terms, took_ms = [], []
+    for workload, measured in usable:
         last = int(np.argmin(measured.waiting_ms))  # the others wait for it
-        took.append(measured.total_ms - measured.dense_ms - measured.compute_ms[last])
+        took_ms.append(measured.total_ms - measured.dense_ms - measured.compute_ms[last])
         compute_ms = np.array(price(workload, alone).compute_ms)
         ms = alone.collectives(workload.traffic, compute_ms, workload.topology)
-        terms.append([sum(ms[c][way][last] for c in some for way in (0, 1)) for some in often])
-    fitted = fit_law(np.array(terms), np.array(took))
-    return {
-        collective_model.step_weight(c, way): k
-        for some, k in zip(often, fitted, strict=True)
-        for c in some
-        for way in c.row.ways
-    }, len(known)
+        terms.append([sum(ms[c][way][last] for c in channels for way in (0, 1)) for channels in often])
+    factors = {}
+    for channels, factor in zip(often, fit_law(np.array(terms), np.array(took_ms)).tolist(), strict=True):
+        factors |= {collective_model.step_weight(c, way): factor for c in channels for way in c.row.ways}
+    return factors, len(usable)
 
 
 def _decides(channel: Channel) -> str:
@@ -141,12 +132,11 @@ def _decides(channel: Channel) -> str:
 
 
 def said(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
-    """In words: what `fit` made of n steps."""
+    """A sentence on the result of `fit` for n steps."""
     if fitted is before:
         return (
-            f"{n} replayed steps tell nothing of what exchanges take in them: needed are {FEWEST_STEPS} "
-            "on links that were "
-            "measured, and measured exchanges"
+            f"{n} replayed steps tell nothing of what exchanges take in them: needed are {FEWEST_STEPS} on links that "
+            "were measured, and measured exchanges"
         )
     return f"{fitted.meta['steps']} of {n} replayed steps tell what exchanges take in them"
 
@@ -165,7 +155,7 @@ _NAMES = {collective_model.step_weight(c, way) for way, channels in _PARTS.value
 
 
 def _runs(workload: Workload, channel: Channel) -> bool:
-    """Whether any device enters bytes into the channel."""
+    """True if any device enters bytes into the channel."""
     return bool(workload.traffic[[c == channel for c in workload.channels]].any())
 
 
@@ -177,11 +167,11 @@ def _observed(
     The measured times are scaled to the slowdown of the measurements.
     """
     workload, measured = step
-    said = price(workload, model)
-    alone = model.collectives(workload.traffic, np.array(said.compute_ms), workload.topology)
+    compute_ms = price(workload, model).compute_ms
+    predicted = model.collectives(workload.traffic, np.array(compute_ms), workload.topology)
     # Index into the pair (forward, backward) of NeuralModel.collectives.
     which = ("forward", "backward").index(_PARTS[part][0])
-    took = np.array(getattr(measured, part)) * sum(said.compute_ms) / sum(measured.compute_ms)
+    took = np.array(getattr(measured, part)) * sum(compute_ms) / sum(measured.compute_ms)
     # A transfer that ended before the last device arrived has no measured time.
     ran = took > 0
-    return np.stack([alone[c][which] for c in channels], axis=-1)[ran], took[ran]
+    return np.stack([predicted[c][which] for c in channels], axis=-1)[ran], took[ran]

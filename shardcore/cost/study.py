@@ -19,7 +19,7 @@ from shardcore.io.measurements import ComputeSample
 from shardcore.tables.held_out import kept_for_testing
 
 CONTROL = 8
-"""An op timed more often than this is the reference op. It is no part of a repeatability set."""
+"""An op timed more often than this is the reference op, and left out of repeatability sets."""
 _PARTS = (16, 8, 4, 2, 1)
 """A learning curve trains on the dataset divided by each of these."""
 _POWERS = np.linspace(0.1, 2, 39)
@@ -28,18 +28,14 @@ _POWERS = np.linspace(0.1, 2, 39)
 def repeatability(repeats: Sequence[Sequence[ComputeSample]]) -> float | None:
     """Mean absolute error of one timing, in percent. No model can be shown to be better than this.
 
-    It uses ops timed at least three times, or twice where there are none (dataset.repeated).
-    Each contributes the difference of its two most precise timings, over √2.
-    None without any such op.
+    It uses ops timed at least three times, or twice where there are none (dataset.repeated). Each contributes the
+    difference of its two most precise timings, over √2. None without any such op.
     """
     often = [g for g in repeats if 3 <= len(g) <= CONTROL] or [g for g in repeats if len(g) == 2]
     # Both timings err alike, so their difference has √2 times the error of one.
     pairs = [sorted(g, key=lambda s: math.inf if s.relative_ci is None else s.relative_ci)[:2] for g in often]
-    return (
-        100 * float(np.mean([abs(b.total_ms / a.total_ms - 1) for a, b in pairs])) / math.sqrt(2)
-        if pairs
-        else None
-    )
+    errors = [abs(b.total_ms / a.total_ms - 1) for a, b in pairs]
+    return 100 * float(np.mean(errors)) / math.sqrt(2) if errors else None
 
 
 def split_by_table(compute: Sequence[ComputeSample]) -> tuple[list[ComputeSample], list[ComputeSample]]:
@@ -69,7 +65,7 @@ def unseen_tables(
 class LearningCurve:
     """Test error against the number of training samples.
 
-    rows: (samples, error in percent), as found.
+    rows: (samples, error in percent), as measured.
     constant, scale, power: of the law through them (Hestness et al. 2017).
 
         error = constant + scale × samples^-power
@@ -119,11 +115,11 @@ def learning_curve(
 def _law(rows: Sequence[tuple[int, float]]) -> LearningCurve:
     """The best law over a grid of powers. For a fixed power it is linear."""
     samples, error = (np.array(x, dtype=float) for x in zip(*rows, strict=True))
-    found = []
+    laws = []
     for power in _POWERS:
         terms = np.stack([np.ones_like(samples), samples**-power], 1)
         constant, scale = fit_law(terms, error)
         # Relative error, as for the fit itself.
         missed = float(np.abs(terms @ [constant, scale] / error - 1).mean())
-        found.append((missed, LearningCurve(tuple(rows), float(constant), float(scale), float(power))))
-    return min(found, key=lambda x: x[0])[1]
+        laws.append((missed, LearningCurve(tuple(rows), float(constant), float(scale), float(power))))
+    return min(laws, key=lambda x: x[0])[1]

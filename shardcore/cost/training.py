@@ -38,18 +38,16 @@ class TrainingData:
     @property
     def warnings(self) -> list[str]:
         software = sorted({s.software for s in self.known.compute if s.software})
-        return (
-            [
-                f"samples were measured with different software: {'; '.join(software)}; if their timings "
-                "differ, train on those of one"
-            ]
-            if len(software) > 1
-            else []
-        )
+        if len(software) < 2:
+            return []
+        return [
+            f"samples were measured with different software: {'; '.join(software)}; if their timings differ, train on "
+            "those of one"
+        ]
 
 
 def read(folders: Sequence[str | Path], setting: Setting) -> TrainingData:
-    """Raises what drift_correction.read and replays.steps raise."""
+    """Read the samples of a setting. Raises as drift_correction.read and replays.steps."""
     paths = tuple(map(Path, folders))
     return TrainingData(paths, setting, drift_correction.read(paths, setting), replays.steps(paths, setting))
 
@@ -58,7 +56,7 @@ def read(folders: Sequence[str | Path], setting: Setting) -> TrainingData:
 class Trained(TrainedModel):
     """A model and its learning curves.
 
-    of_steps: a sentence on what replayed steps told. "": there were none.
+    of_steps: a sentence on the replayed steps. "": there were none.
     """
 
     of_steps: str = ""
@@ -71,9 +69,11 @@ def train(
     start: NeuralModel | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> Trained:
-    """Train on the train and validation splits, then fit what exchanges take in steps.
+    """Train on the train and validation splits, then fit factors of exchanges in steps.
 
-    provenance: is kept in the model's, beside the digest of the data. Raises what fit.train raises.
+    provenance: added to the model's, with the digest of the data.
+
+    Raises as fit.train.
     """
     from shardcore.cost import fit  # imports torch, which judging does not need
 
@@ -91,7 +91,7 @@ def judge(model: NeuralModel, known: drift_correction.Measurements, split: str =
 
 
 def read_held_out(model: NeuralModel, folder: Path) -> drift_correction.Measurements:
-    """Measurements to judge a model by: those of a folder, and of the datasets that joined its training.
+    """Measurements to judge a model by, from a folder and the datasets that joined its training.
 
     Raises ShardCoreError where none of the groups is held out.
     """

@@ -1,7 +1,7 @@
 """Validity of a model's weights: predictions have to be finite, 0 or more, and grow with the work.
 
-A weights file is safe to load, but may hold anything.
-With a negative launch, for example, predictions are negative, and a search would look for more of them.
+A weights file is safe to load, but may hold anything. With a negative launch, for example, predictions are negative,
+and a search would look for more of them.
 
 Shapes: K drivers, C conditions, H hidden, E exchange terms, Q knots, L levels.
 """
@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import LEVELS
 from shardcore.core.types import PAYLOADS
 from shardcore.cost import collective_model, features, quantiles
 from shardcore.step.kinds import CHANNELS
@@ -28,50 +27,23 @@ _CONTENTION, _BAND = 50.0, 300.0
 Their product is finite, and far beyond any measurement.
 """
 _MOST_LAYERS = 8
-"""Of the network. With more, products of weights within _ANY may overflow."""
+"""Layers of the network. With more, products of weights within _ANY may overflow."""
 
 
-def _with_new_drivers(w: Mapping[str, np.ndarray], known: Sequence[str]) -> dict[str, np.ndarray]:
-    """The weights of a model that knew only some drivers. The others cost nothing."""
-    return {
-        **w,
-        **{
-            name: _placed(w[name], known, features.DRIVERS, fill)
-            for name, fill in (("rates", 0.0), ("contention.0.weight", 0.0), ("load_typical", 1.0))
-            if name in w
-        },
-    }
+def lack_some(terms: object) -> bool:
+    """True if these are exchange terms, and not all: levels of links were added since."""
+    names = collective_model.EXCHANGE_TERMS
+    return isinstance(terms, list) and 0 < len(terms) < len(names) and all(term in names for term in terms)
 
 
-def _with_new_terms(w: Mapping[str, np.ndarray], known: Sequence[str]) -> dict[str, np.ndarray]:
+def with_all_terms(w: Mapping[str, np.ndarray], known: Sequence[str]) -> dict[str, np.ndarray]:
     """The weights of a model that knew only some exchange terms. The others cost nothing."""
-    return {
-        name: _placed(law, known, collective_model.EXCHANGE_TERMS, 0.0)
-        if name.startswith("exchange_")
-        else law
-        for name, law in w.items()
-    }
-
-
-def _placed(values: np.ndarray, known: Sequence[str], names: Sequence[str], fill: float) -> np.ndarray:
-    """Values of the known among all names."""
-    if values.shape[:1] != (len(known),):
-        return values
-    found = np.full((len(names), *values.shape[1:]), fill, values.dtype)
-    found[[names.index(name) for name in known]] = values
-    return found
-
-
-def are_older(found: object, names: Sequence[str]) -> bool:
-    """True if an older model has these names: the first of all, or all but terms of new levels of links."""
-    if not isinstance(found, list) or not found:
-        return False
-    new = {term for level in LEVELS.values() if not level.terms.keys() & found for term in level.terms}
-    return found in (names[: len(found)], [name for name in names if name not in new])
-
-
-LONGER = {"drivers": _with_new_drivers, "exchange_terms": _with_new_terms}
-"""How older models get what was added since, by the list that names it."""
+    weights = dict(w)
+    for name, law in w.items():
+        if name.startswith("exchange_") and law.shape == (len(known),):
+            weights[name] = np.zeros(len(collective_model.EXCHANGE_TERMS))
+            weights[name][[collective_model.EXCHANGE_TERMS.index(term) for term in known]] = law
+    return weights
 
 
 def require(w: Mapping[str, np.ndarray]) -> None:
@@ -118,17 +90,14 @@ def require(w: Mapping[str, np.ndarray]) -> None:
 
 def _require_band(log_ms: np.ndarray, width: np.ndarray, level: np.ndarray, error: np.ndarray) -> None:
     """Quantiles have to rise with the level and with the cost, and stay finite."""
-    if level[0] > quantiles.LEVELS[0] or level[-1] < quantiles.LEVELS[-1]:
+    lowest, highest = quantiles.LEVELS[0], quantiles.LEVELS[-1]
+    if level[0] > lowest or level[-1] < highest:
         raise ShardCoreError(
-            f"weight 'band.level' goes from {level[0]:g} to {level[-1]:g}; it needs to "
-            f"reach from {quantiles.LEVELS[0]} to {quantiles.LEVELS[-1]}"
+            f"weight 'band.level' goes from {level[0]:g} to {level[-1]:g}; it needs to reach from {lowest} to {highest}"
         )
-    for name, found, least in (
-        ("band.log_ms", log_ms, 1e-9),
-        ("band.level", level, 1e-9),
-        ("band.error", error, 0.0),
-    ):
-        if (np.diff(found) < least).any():
+    rising = (("band.log_ms", log_ms, 1e-9), ("band.level", level, 1e-9), ("band.error", error, 0.0))
+    for name, values, least in rising:
+        if (np.diff(values) < least).any():
             raise ShardCoreError(f"weight {name!r} falls; it needs to rise")
     if not quantiles.rises(log_ms, width, error):
         raise ShardCoreError("weights 'band.width' and 'band.error' mean quantiles that fall as costs grow")
@@ -140,13 +109,8 @@ def _network(
     w: Mapping[str, np.ndarray], inputs: int
 ) -> dict[str, tuple[tuple[int, ...], tuple[float, float]]]:
     """Rules of the correction network's layers. Each takes what the one before gives; the last gives 2."""
-    rules, last = (
-        {},
-        max(
-            (int(found[1]) for name in w if (found := re.fullmatch(r"network\.(\d{1,3})\..*", name))),
-            default=0,
-        ),
-    )
+    layers = (re.fullmatch(r"network\.(\d{1,3})\..*", name) for name in w)
+    rules, last = {}, max((int(layer[1]) for layer in layers if layer), default=0)
     if last >= _MOST_LAYERS:
         raise ShardCoreError(f"weights 'network' have {last + 1} layers; they need {_MOST_LAYERS} at most")
     # The name of a layer gives its number: network.0, network.1, ...
@@ -165,13 +129,13 @@ def _length(w: Mapping[str, np.ndarray], name: str) -> int:
 def _require(w: Mapping[str, np.ndarray], name: str, shape: Sequence[int], ends: tuple[float, float]) -> None:
     if name not in w:
         raise ShardCoreError(f"weight {name!r} is missing")
-    found = w[name]
-    if found.shape != tuple(shape) or found.dtype != np.float64:
+    values = w[name]
+    if values.shape != tuple(shape) or values.dtype != np.float64:
         raise ShardCoreError(
-            f"weight {name!r} is {found.dtype} {list(found.shape)}; it needs to be float64 {list(shape)}"
+            f"weight {name!r} is {values.dtype} {list(values.shape)}; it needs to be float64 {list(shape)}"
         )
-    wrong = ~((found >= ends[0]) & (found <= ends[1]))  # of NaN, too
+    wrong = ~((values >= ends[0]) & (values <= ends[1]))  # also NaN
     if wrong.any():
         raise ShardCoreError(
-            f"weight {name!r} has {float(found[wrong][0]):g}; it needs {ends[0]:g} to {ends[1]:g}"
+            f"weight {name!r} has {float(values[wrong][0]):g}; it needs {ends[0]:g} to {ends[1]:g}"
         )

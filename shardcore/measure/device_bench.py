@@ -1,4 +1,4 @@
-"""A worker's end of supervised measuring (supervise.py): a KernelBench that counts what it does."""
+"""A worker's end of supervised measuring (supervise.py): a KernelBench that counts its work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardcore.measure.kernels import KernelBench, KernelConfig
 
 @dataclass(frozen=True)
 class BenchSpec:
-    """What a worker makes its KernelBench of; the fields are as there."""
+    """Arguments of a worker's KernelBench."""
 
     setting: Setting
     device: str = "cpu"
@@ -26,7 +26,7 @@ class BenchSpec:
 
 
 class Counts(NamedTuple):
-    """What a worker has done so far.
+    """Work of a worker so far.
 
     kernel_s: seconds inside timed kernels.
     kept_s: seconds of them in runs that entered a median.
@@ -46,7 +46,7 @@ class DeviceBench(KernelBench):
         super().__init__(spec.setting, spec.device, spec.config, spec.reference, reference_ms)
 
     def call(self, method: str, *arguments: Any) -> tuple[Any, Counts]:
-        """What a method answers, and the counts after it."""
+        """The result of a method, and the counts after it."""
         return getattr(self, method)(*arguments), self.counts()
 
     def counts(self) -> Counts:
@@ -61,8 +61,11 @@ class DeviceBench(KernelBench):
     def take(
         self, requests: Sequence[ComputeRequest], last: bool, seconds: float
     ) -> tuple[list[ComputeSample], int]:
-        """Take requests in for so many seconds, one at least; with `last`, run what was taken in. The samples
-        that finished meanwhile, the reference's among them, and how many requests were taken in."""
+        """Take requests in for so many seconds, one at least.
+
+        last: True if all of them run to their end, too.
+        Returns finished samples, the reference's among them, and the number of requests taken in.
+        """
         began, samples, taken = time.monotonic(), [], 0
         self.expect(requests)
         for request in requests:

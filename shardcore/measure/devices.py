@@ -1,6 +1,6 @@
-"""The device that is measured on: its clock, memory and caches. Ops are measured by no other calls of CUDA.
+"""The device to measure on: its clock, memory and caches. Ops are measured by no other calls of CUDA.
 
-Not exercised: `Cuda` ran in a rehearsal only, with a stand-in for what it calls (tests/measure/fake_cuda.py).
+Not exercised: `Cuda` ran in a rehearsal only, with a stand-in for its calls (tests/measure/fake_cuda.py).
 """
 
 from __future__ import annotations
@@ -8,31 +8,36 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import re
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import require
 
 REHEARSAL = "SHARDCORE_REHEARSAL"
-"""This variable names the class, as module:Class, that stands in for Cuda in a rehearsal."""
+"""Environment variable: the class, as module:Class, that stands in for Cuda in a rehearsal."""
 
 
 class Cpu:
     """One core.
 
-    name: as users say it.
-    place: where tensors live.
+    name: as users write it.
+    place: device of tensors.
     memory_of: FBGEMM's word for the memory of weights.
-    request_errors: what a request alone may raise. Other errors spoil the process.
+    request_errors: errors of one request. Others spoil the process.
     batch: the default global batch.
     backend: of torch.distributed.
-    gang_start_s: what the first collective may take longer than others.
+    gang_start_s: time that the first collective may take longer than others.
     tolerance: the default of kernels.KernelConfig.
-    drawing_threads: that draw ids while the device runs. None on a CPU: they would disturb what is measured.
+    drawing_threads: threads that draw ids while the device runs. 0 on a CPU: they would disturb the timings.
     """
 
     name = place = "cpu"
@@ -56,52 +61,60 @@ class Cpu:
         return [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
 
     def keep_busy(self, ms: float) -> None:
-        """Give the device work for so long, so that what is launched next does not wait for its launch."""
+        """Give the device work for so long, so that the next kernels do not wait for their launch."""
 
     def synchronize(self) -> None:
-        """Wait for all that was launched."""
+        """Wait for all launched kernels."""
 
     def meet(self) -> None:
         """Wait for all ranks of the process group."""
         torch.distributed.barrier()
 
     def release(self) -> None:
-        """Give back memory that is not used."""
+        """Give back unused memory."""
 
     def evict_bytes(self) -> int:
-        """More than the caches hold."""
+        """Bytes that exceed the caches."""
         return 64 << 20  # an EPYC's L3 slice has 32 MiB
 
     def arena_bytes(self, weights_share: float) -> int:
-        """Bytes of weights to measure in, by default. Opens no context on a GPU.
+        """Default bytes of the arena of weights. Opens no context on a GPU.
 
-        weights_share: of the weights in the memory of weights and optimizer state.
+        weights_share: share of the weights in the memory of weights and optimizer state.
         """
         return 1 << 30
 
     def stream_bytes(self) -> int:
         """Memory for drawn ids, at most."""
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
+        return self._memory_bytes() // 8
 
     def batch_bytes(self) -> int:
         """Memory for a batch's ids and outputs, at most. To draw ids takes a few times their memory."""
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+        return self._memory_bytes() // 4
+
+    def _memory_bytes(self) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def used_share(self) -> float:
-        """Of its memory, by all processes."""
+        """Share of its memory that all processes use."""
         raise ShardCoreError("a CPU's memory is not watched")
 
-    def versions(self) -> dict[str, str]:
-        """What a timing depends on besides the hardware."""
-        from importlib.metadata import PackageNotFoundError, version
+    def product(self) -> str:
+        """Name of the product."""
+        try:
+            model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+        except OSError:
+            model = None
+        # Makers write much around a CPU's name.
+        return re.sub(r"\((R|TM)\)|CPU|@.*|\d+-Core|Processor", " ", model.group(1) if model else "unknown")
 
-        found = {"torch": torch.__version__}
+    def versions(self) -> dict[str, str]:
+        """Software that a timing depends on."""
+        versions = {"torch": str(torch.__version__)}
         for name in ("fbgemm-gpu", "fbgemm-gpu-cpu"):
-            try:
-                found["fbgemm"] = version(name)
-            except PackageNotFoundError:
-                continue
-        return found
+            with suppress(PackageNotFoundError):
+                versions["fbgemm"] = version(name)
+        return versions
 
 
 class Cuda(Cpu):
@@ -122,8 +135,7 @@ class Cuda(Cpu):
         return torch.cuda.is_available()
 
     def product(self) -> str:
-        """Its name."""
-        return _asked("name")
+        return _nvidia_smi("name")
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -156,11 +168,8 @@ class Cuda(Cpu):
         # The other half is for streams of ids, outputs and gradients.
         return int(_mib("memory.free") * (1 << 20) / 2 * weights_share)
 
-    def stream_bytes(self) -> int:
-        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory // 8
-
-    def batch_bytes(self) -> int:
-        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory // 4
+    def _memory_bytes(self) -> int:
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
     def used_share(self) -> float:
         return _mib("memory.used") / _mib("memory.total")
@@ -168,39 +177,37 @@ class Cuda(Cpu):
     def versions(self) -> dict[str, str]:
         return {
             **super().versions(),
-            "driver": _asked("driver_version"),
-            "clocks": _asked("clocks.max.sm"),
+            "driver": _nvidia_smi("driver_version"),
+            "clocks": _nvidia_smi("clocks.max.sm"),
             "cuda": str(torch.version.cuda),
         }
 
 
-def _asked(what: str) -> str:
-    """What nvidia-smi says of the first visible GPU. It opens no context, unlike torch."""
+def _nvidia_smi(field: str) -> str:
+    """A field of the first visible GPU. Opens no context, unlike torch."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
-    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", "-i", gpu]
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "-i", gpu]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ShardCoreError(
-            f"nvidia-smi does not run: {error}; install NVIDIA's driver tools, or give "
-            "--arena-gib and --hardware"
+            f"nvidia-smi does not run: {error}; install NVIDIA's driver tools, or give --arena-gib and --hardware"
         ) from None
     if done.returncode or not done.stdout.strip():
-        said = " ".join((done.stdout + done.stderr).split())[:200]
-        raise ShardCoreError(f"nvidia-smi does not tell {what} of GPU {gpu}: {said}")
+        message = " ".join((done.stdout + done.stderr).split())[:200]
+        raise ShardCoreError(f"nvidia-smi does not tell {field} of GPU {gpu}: {message}")
     return done.stdout.splitlines()[0].strip()
 
 
-def _mib(what: str) -> int:
-    found = _asked(what)
-    if not found.isdigit():
-        raise ShardCoreError(f"nvidia-smi says {what} is {found!r}; it needs a number of MiB")
-    return int(found)
+def _mib(field: str) -> int:
+    value = _nvidia_smi(field)
+    require(value.isdigit(), f"nvidia-smi says {field} is {value!r}; it needs a number of MiB")
+    return int(value)
 
 
 def device_of(name: str) -> Cpu:
     """The device of a name, "cpu" or "cuda"."""
     if name == "cuda" and (stand_in := os.environ.get(REHEARSAL)):
-        module, _, found = stand_in.partition(":")
-        return getattr(importlib.import_module(module), found)()
+        module, _, name_of_class = stand_in.partition(":")
+        return getattr(importlib.import_module(module), name_of_class)()
     return {"cpu": Cpu, "cuda": Cuda}[name]()

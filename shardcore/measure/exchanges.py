@@ -1,27 +1,33 @@
-"""The exchanges of a replayed step: how a rank takes part in each channel of layouts, with buffers of its
-own.
+"""The exchanges of a step: how a rank takes part in each channel, with buffers of its own.
 
-The channels of a run form a chain. Forward, what arrives over one is what enters the next; backward,
-gradients go the other way. Gloo on CPU; NCCL has the same interface and has not been run here.
+The channels of a run form a chain. Forward, the result of one enters the next. Backward, gradients go the other
+way. Payloads of 16 bits are cast as in TorchRec's quantised communication: FP32 tensors are encoded before and
+decoded after the collective, inside the timed part, for a step pays for both. Gloo sums FP16 and BF16 (seen with
+torch 2.13). NCCL has the same interface and has not been run here.
+
+Over the hosts of a box, an all-to-all posts receives before sends. Gloo's own posts sends first: a late rank sends
+all its data before it announces that it can receive, so their connection carries one way after the other. Two hosts
+of two ranks then take up to 1.5 times as long (docs/decisions/many-hosts.md). NCCL's do not wait for each other,
+and the box stands for its links.
 
 Shapes: n ranks of a group, B global batch, W columns of an op.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardcore.core.catalog import PRECISIONS
 from shardcore.core.topology import Topology
 from shardcore.core.types import OUTPUT_BYTES
-from shardcore.measure import all_to_all, own_core
+from shardcore.io.measurements import CollectiveRequest
+from shardcore.measure import hosts, own_core
 from shardcore.measure.fused_op import even_parts
-from shardcore.measure.transfers import all_gather, carried, reduce_scatter
 from shardcore.step.kinds import Channel, Layout
 from shardcore.step.lower import Workload
 from shardcore.step.scopes import SCOPES, WORLD, groups_in
@@ -29,170 +35,250 @@ from shardcore.step.traffic import row_in
 
 Full = Callable[[Sequence[int]], torch.Tensor]
 """Makes a buffer of some shape."""
-Groups = Mapping[str, "tuple[Sequence[int], dist.ProcessGroup | None]"]
-"""By scope: the ranks of the own group, and torch's name for it (None: all ranks)."""
+Collective = Callable[[torch.Tensor, torch.Tensor], object]
+"""Called with the tensor to fill and the one to send."""
+Group = tuple[Sequence[int], "dist.ProcessGroup | None"]
+"""Ranks in torch's order, and torch's name for them (None: all ranks)."""
+Groups = Mapping[str, Group]
+"""This rank's group of each scope."""
+Payloads = tuple[str, str]
+"""Data types that travel, forward and backward."""
 
 
-class Exchange(Protocol):
+# --- collectives of torch -----------------------------------------------------------------------------------
+
+
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> object: ...
+
+
+def start_all_to_all(
+    into: torch.Tensor,
+    source: torch.Tensor,
+    arriving: Sequence[int] | None = None,
+    leaving: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> list[Pending]:
+    """Start an all-to-all. Elements have arrived when each result has been waited for.
+
+    into, source: flat.
+    arriving, leaving: elements from and to each rank of the group. None: equally many.
+
+    Raises RuntimeError where these do not sum to all elements.
+    """
+    n, own = dist.get_world_size(group), dist.get_rank(group)
+    arriving = list(arriving) if arriving is not None else [into.numel() // n] * n
+    leaving = list(leaving) if leaving is not None else [source.numel() // n] * n
+    if hosts.own_host() is None:
+        work = dist.all_to_all_single(into, source, arriving, leaving, group, async_op=True)
+        return [work] if work else []
+    parts_in, parts_out = into.split(arriving), source.split(leaving)
+    parts_in[own].copy_(parts_out[own])
+    pending: list[Pending] = []
+    # Each rank begins with its neighbour, so that no rank is sent to by all at once.
+    for transfer, parts, way in ((dist.irecv, parts_in, -1), (dist.isend, parts_out, 1)):
+        for other in ((own + way * i) % n for i in range(1, n)):
+            peer = other if group is None else dist.get_global_rank(group, other)
+            if parts[other].numel() and (work := transfer(parts[other], peer, group)):
+                pending.append(work)
+    return pending
+
+
+def all_to_all(into: torch.Tensor, source: torch.Tensor, *arguments: Any, **named: Any) -> None:
+    """Run `start_all_to_all` to its end."""
+    for pending in start_all_to_all(into, source, *arguments, **named):
+        pending.wait()
+
+
+def _reduce_scatter(into: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    # torch 2.13 renames it
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(into, source, group=group)
+
+
+def _all_gather(into: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(into, source, group=group)
+
+
+def _carried(into: torch.Tensor, source: torch.Tensor, payload: str, collective: Collective) -> torch.Tensor:
+    """`into`, FP32, filled by a collective from FP32 `source`, with casts to the payload and back."""
+    dtype = getattr(torch, PRECISIONS[payload].torch)
+    if source.dtype == dtype:
+        collective(into, source)
+        return into
+    sent = source.to(dtype)
+    arrived = sent if into is source else torch.empty_like(into, dtype=dtype)
+    collective(arrived, sent)
+    return into.copy_(arrived)
+
+
+# --- exchanges with buffers ---------------------------------------------------------------------------------
+
+
+class Exchange:
+    """One collective and its way back, over flat FP32 buffers.
+
+    outputs: enter where `forward` is given none; their gradients come back here, too.
+    arrived: result of `forward`.
+    gradients: of `arrived`, where `backward` is given none.
+    """
+
+    def __init__(
+        self, n_outputs: int, n_arrived: int, payloads: Payloads, ways: Sequence[Collective], full: Full
+    ):
+        self.outputs, self.gradients = full((n_outputs,)), full((n_arrived,))
+        self.arrived = torch.empty_like(self.gradients)
+        self._payloads, self._ways = payloads, ways
+
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
-        """What arrives, for what this rank enters (None: nothing)."""
+        """Send outputs; the result is what arrives. None: this rank has none of its own."""
+        return _carried(self.arrived, _as_much(outputs, self.outputs), self._payloads[0], self._ways[0])
 
     def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradients of what it entered, in `into` where that has their shape. gradients: of what arrived
-        (None: the dense part's)."""
+        """Send gradients back. The result is in `into` where that has room for it."""
+        back, source = _as_much(into, self.outputs), _as_much(gradients, self.gradients)
+        return _carried(back, source, self._payloads[1], self._ways[1])
+
+
+def _as_much(tensor: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
+    """As many elements of a tensor as travel, flat. Where it has fewer, the buffer.
+
+    A batch has more lookups or fewer. As many bytes travel as the workload says.
+    """
+    return buffer if tensor is None or tensor.numel() < buffer.numel() else tensor.view(-1)[: buffer.numel()]
+
+
+class _AllReduce(Exchange):
+    """Dense gradients summed in place, backward only. A run's outputs do not enter."""
+
+    def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
+        return outputs
+
+    def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor:
+        return _carried(self.gradients, self.gradients, self._payloads[1], self._ways[1])
+
+
+def _all_to_all_of(
+    elements: Sequence[int], rank: int, group: Group, payloads: Payloads, full: Full
+) -> Exchange:
+    """Outputs [B, W] of each rank, to where their samples are; or rows of sequences.
+
+    Across hosts only what tower modules leave of outputs travels. These modules are not run.
+    """
+    ranks, name = group
+    shares = [even_parts(n, len(ranks)) for n in elements]
+    to, of = shares[ranks.index(rank)], [share[ranks.index(rank)] for share in shares]
+    there = partial(all_to_all, arriving=of, leaving=to, group=name)
+    back = partial(all_to_all, arriving=to, leaving=of, group=name)
+    return Exchange(sum(to), sum(of), payloads, (there, back), full)
+
+
+def _reduce_scatter_of(
+    elements: Sequence[int], rank: int, group: Group, payloads: Payloads, full: Full
+) -> Exchange:
+    """Partial outputs [B, W] summed, each rank having its samples; gradients are gathered.
+
+    A rank with fewer columns pads, for every rank gives as much.
+    """
+    ranks, name = group
+    # Of pooled outputs each rank has as many samples, of distinct values about as many.
+    most = -(-max(elements) // len(ranks))
+    ways = (partial(_reduce_scatter, group=name), partial(_all_gather, group=name))
+    return Exchange(most * len(ranks), most, payloads, ways, full)
+
+
+def _all_reduce_of(
+    elements: Sequence[int], rank: int, group: Group, payloads: Payloads, full: Full
+) -> Exchange:
+    ranks, name = group
+
+    def reduce(into: torch.Tensor, source: torch.Tensor) -> None:
+        dist.all_reduce(into, group=name)
+
+    return _AllReduce(0, elements[ranks.index(rank)], payloads, (reduce, reduce), full)
+
+
+EXCHANGES = {"all_to_all": _all_to_all_of, "reduce_scatter": _reduce_scatter_of, "all_reduce": _all_reduce_of}
+"""By step.collectives.Collective.call. elements: of outputs (gradients if dense) of each rank of the group."""
+
+
+def exchange_of(
+    request: CollectiveRequest, rank: int, name: dist.ProcessGroup | None, full: Full
+) -> Exchange:
+    """The exchange of a request for outputs or gradients. name: torch's for the ranks of its group; None: all."""
+    ranks = next(ranks for ranks in request.groups if rank in ranks)
+    elements = [request.batch * request.widths[r] for r in ranks]
+    return EXCHANGES[request.row.call](
+        elements, rank, (ranks, name), (request.payload, request.payload), full
+    )
+
+
+# --- a step -------------------------------------------------------------------------------------------------
+
+
+def own_group(rank: int, groups: Iterable[Sequence[int]]) -> tuple[Sequence[int], dist.ProcessGroup]:
+    """Make process groups, and return this rank's. All ranks of the gang have to call this together."""
+    own = None
+    for ranks in map(sorted, groups):  # as torch numbers them
+        made = dist.new_group(ranks)
+        if isinstance(made, dist.ProcessGroup) and rank in ranks:
+            own = ranks, made
+    own_core.let_network_wait()
+    if own is None:
+        raise AssertionError(f"rank {rank} is in none of the groups")
+    return own
 
 
 def groups(rank: int, topology: Topology, channels: Sequence[Channel]) -> Groups:
-    """The own groups for some channels. All ranks of the gang have to call this together, ranks being
-    devices."""
-    found: dict[str, tuple[Sequence[int], dist.ProcessGroup | None]] = {WORLD: (range(len(topology)), None)}
-    for name in (n for n in SCOPES if n != WORLD and any(c.group == n for c in channels)):
-        for ranks in map(sorted, groups_in(topology, name)):  # as torch numbers them
-            made = dist.new_group(ranks)
-            if rank in ranks:
-                found[name] = ranks, made
-    own_core.let_network_wait()
-    return found
+    """The own groups for some channels, ranks being devices. All ranks have to call this together."""
+    used = [name for name in SCOPES if name != WORLD and any(c.group == name for c in channels)]
+    whole: Group = range(len(topology)), None
+    return {WORLD: whole, **{name: own_group(rank, groups_in(topology, name)) for name in used}}
 
 
 def used_channels(workload: Workload) -> list[Channel]:
-    """Those that carry something."""
-    several = len(workload.ops) > 1
-    return list(
-        dict.fromkeys(
-            c for c, sent in zip(workload.channels, workload.traffic, strict=True) if several and sent.any()
-        )
-    )
+    """Channels that carry something."""
+    if len(workload.ops) == 1:
+        return []
+    carrying = zip(workload.channels, workload.traffic, strict=True)
+    return list(dict.fromkeys(channel for channel, sent in carrying if sent.any()))
 
 
 def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dict[Layout, list[Exchange]]:
     """The exchanges of each run that carry something, in the order of runs."""
-    # Gradients of all replicas are one exchange, of the first run that has any.
     job = workload.job
-    of_rows = {
+    if len(workload.ops) == 1:
+        return {}
+    # Gradients of all replicas are one exchange, of the first run that has any.
+    run_of_rows = {
         tuple(row_in(lane, c) for c in run.channels_in(job)): run
         for run, lane in reversed(workload.lanes.items())
     }
-    found = {
-        run: rows
-        for rows, run in of_rows.items()
-        if len(workload.ops) > 1 and workload.traffic[list(rows)].any()
-    }
+    carrying = {run: rows for rows, run in run_of_rows.items() if workload.traffic[list(rows)].any()}
+
+    def made(channel: Channel, row: int) -> Exchange:
+        group = own_groups[channel.group]
+        elements = [round(workload.traffic[row][r] / OUTPUT_BYTES) for r in group[0]]
+        payloads = (job.forward_payload, job.backward_payload) if channel.row.cast else ("fp32", "fp32")
+        return EXCHANGES[channel.row.call](elements, rank, group, payloads, full)
+
     return {
-        run: [
-            _EXCHANGES[c.row.call](workload.traffic[row], workload, rank, full, own_groups[c.group])
-            for c, row in zip(run.channels_in(job), found[run], strict=True)
-        ]
+        run: [made(c, row) for c, row in zip(run.channels_in(job), carrying[run], strict=True)]
         for run in workload.lanes
-        if run in found
+        if run in carrying
     }
 
 
 def forward(chain: Sequence[Exchange], outputs: torch.Tensor | None) -> torch.Tensor | None:
+    """Send a run's outputs through its chain."""
     for exchange in chain:
         outputs = exchange.forward(outputs)
     return outputs
 
 
 def backward(chain: Sequence[Exchange], into: torch.Tensor | None) -> None:
+    """Send gradients of the dense part back through a chain, into those of the run's outputs."""
     gradients = None
     for i, exchange in reversed(list(enumerate(chain))):
         gradients = exchange.backward(gradients, None if i else into)
-
-
-class _AllToAll:
-    """Outputs [B, W] of each rank, or as many rows as an exchange before it left, to where their samples
-    are; and rows of sequences, of which each rank asked for as many.
-
-    A batch has more lookups or fewer, but as many bytes of sequences travel as the workload says. Across
-    hosts, only what tower modules leave of outputs travels. These modules are not run.
-    """
-
-    def __init__(
-        self,
-        entering: np.ndarray,
-        workload: Workload,
-        rank: int,
-        full: Full,
-        group: tuple[Sequence[int], dist.ProcessGroup | None],
-    ) -> None:
-        ranks, self._group = group
-        shares = [even_parts(round(entering[r] / OUTPUT_BYTES), len(ranks)) for r in ranks]
-        self._mine, self._theirs = shares[ranks.index(rank)], [of[ranks.index(rank)] for of in shares]
-        self._entered, self._sent = full((sum(self._mine),)), full((sum(self._theirs),))
-        self._arrived, self._job = torch.empty_like(self._sent), workload.job
-
-    def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
-        send = partial(all_to_all.run, arriving=self._theirs, leaving=self._mine, group=self._group)
-        return carried(self._arrived, _as_much(outputs, self._entered), self._job.forward_payload, send)
-
-    def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
-        send = partial(all_to_all.run, arriving=self._mine, leaving=self._theirs, group=self._group)
-        return carried(
-            _as_much(into, self._entered), _as_much(gradients, self._sent), self._job.backward_payload, send
-        )
-
-
-def _as_much(tensor: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
-    """The first of a tensor's elements, flat, as many as travel. Where it has fewer, an own buffer."""
-    return own if tensor is None or tensor.numel() < own.numel() else tensor.view(-1)[: own.numel()]
-
-
-class _ReduceScatter:
-    """Partial outputs [B, W] summed, each rank having its samples; and gradients to all. A rank with fewer
-    columns pads, for every rank gives as much."""
-
-    def __init__(
-        self,
-        entering: np.ndarray,
-        workload: Workload,
-        rank: int,
-        full: Full,
-        group: tuple[Sequence[int], dist.ProcessGroup | None],
-    ) -> None:
-        ranks, self._group = group
-        # Of pooled outputs, each rank has as many samples. Of distinct values, it has about as many.
-        most = -(-max(round(entering[r] / OUTPUT_BYTES) for r in ranks) // len(ranks))
-        self._padded, self._sent = full((most * len(ranks),)), full((most,))
-        self._arrived, self._job = torch.empty_like(self._sent), workload.job
-
-    def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
-        return carried(
-            self._arrived,
-            self._as_wide(outputs),
-            self._job.forward_payload,
-            partial(reduce_scatter, group=self._group),
-        )
-
-    def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
-        back, own = self._as_wide(into), self._sent
-        return carried(
-            back, _as_much(gradients, own), self._job.backward_payload, partial(all_gather, group=self._group)
-        )
-
-    def _as_wide(self, tensor: torch.Tensor | None) -> torch.Tensor:
-        return tensor.view(-1) if tensor is not None and tensor.numel() == len(self._padded) else self._padded
-
-
-class _AllReduce:
-    """Dense gradients summed, backward only."""
-
-    def __init__(
-        self,
-        entering: np.ndarray,
-        workload: Workload,
-        rank: int,
-        full: Full,
-        group: tuple[Sequence[int], dist.ProcessGroup | None],
-    ) -> None:
-        self._dense, self._group = full((round(entering[rank] / OUTPUT_BYTES),)), group[1]
-
-    def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
-        return outputs
-
-    def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
-        dist.all_reduce(self._dense, group=self._group)
-        return into
-
-
-_EXCHANGES = {"all_to_all": _AllToAll, "reduce_scatter": _ReduceScatter, "all_reduce": _AllReduce}

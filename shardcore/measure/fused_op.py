@@ -1,4 +1,4 @@
-"""FBGEMM's fused training op by our names of optimizers and precisions, and whether it runs on a device."""
+"""FBGEMM's fused training op, by our names of optimizers and precisions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from shardcore.core.catalog import OPTIMIZERS, PRECISIONS
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard
+from shardcore.core.validation import require
 from shardcore.step.memory import gib
 
 _LEARNING_RATE = 1e-3
@@ -23,11 +24,12 @@ def build(
     table_of: Sequence[int] | None = None,
     sequence: bool = False,
 ) -> torch.nn.Module:
-    """An op of one row a table, of so many columns each. Raises what FBGEMM raises where it has no such op.
+    """An op of one row a table. Raises what FBGEMM raises where it has no such op.
 
+    widths: columns of each table.
     device: "cpu" or "cuda"; "meta" is CUDA's op without its memory.
     table_of: the table of each feature. None: each table has one.
-    sequence: whether each lookup is an output of its own, as TorchRec runs EmbeddingCollections.
+    sequence: True if each lookup is an output, as TorchRec runs EmbeddingCollections.
     """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
@@ -40,13 +42,11 @@ def build(
         SplitTableBatchedEmbeddingBagsCodegen,
     )
 
-    place = (
-        (EmbeddingLocation.HOST, ComputeDevice.CPU)
-        if device == "cpu"
-        else (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
-    )
+    on_cpu = device == "cpu"
+    location = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
+    compute = ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
     return SplitTableBatchedEmbeddingBagsCodegen(
-        [(1, width, *place) for width in widths],
+        [(1, width, location, compute) for width in widths],
         feature_table_map=list(table_of) if table_of is not None else None,
         optimizer=EmbOptimType[OPTIMIZERS[optimizer].theirs],
         weights_precision=SparseType[PRECISIONS[precision].theirs],
@@ -58,32 +58,31 @@ def build(
 
 
 def even_parts(n: int, parts: int) -> list[int]:
-    """n things in parts, as even as they can be."""
+    """Split n into parts, as even as they can be."""
     each, more = divmod(n, parts)
     return [each + (i < more) for i in range(parts)]
 
 
 def require_trains(setting: Setting, device: str) -> None:
-    """Raise ShardCoreError where FBGEMM does not train in a setting on a device; it names what would run."""
-    if setting.precision not in PRECISIONS:
-        raise ShardCoreError(
-            f"an op has weights of one precision, not of {setting.precision}; measure each "
-            f"apart: {', '.join(PRECISIONS)}"
-        )
+    """Raise ShardCoreError where FBGEMM does not train in a setting on a device. It names what would run."""
+    require(
+        setting.precision in PRECISIONS,
+        f"an op has weights of one precision, not of {setting.precision}; measure each apart: {', '.join(PRECISIONS)}",
+    )
     if not (why := _refusal(setting.optimizer, setting.precision, device)):
         return
-    running = {
-        optimizer: [p for p in PRECISIONS if not _refusal(optimizer, p, device)] for optimizer in OPTIMIZERS
-    }
-    known = "; ".join(f"{optimizer} with {' or '.join(of)}" for optimizer, of in running.items() if of)
+    running = []
+    for optimizer in OPTIMIZERS:
+        if trained := [p for p in PRECISIONS if not _refusal(optimizer, p, device)]:
+            running.append(f"{optimizer} with {' or '.join(trained)}")
     raise ShardCoreError(
         f"FBGEMM does not train {setting.precision} weights with {setting.optimizer} on "
-        f"{device} ({why}); here it trains {known or 'nothing'}"
+        f"{device} ({why}); here it trains {'; '.join(running) or 'nothing'}"
     )
 
 
 def _refusal(optimizer: str, precision: str, device: str) -> str:
-    """Why FBGEMM does not train one row so, in its own words. "": it does."""
+    """FBGEMM's message where it does not train one row so. "": it does."""
     # A list of what runs would be wrong for the next version or device, so one row is trained.
     row, offsets = torch.tensor([0], device=device), torch.tensor([0, 1], device=device)
     try:
@@ -95,9 +94,12 @@ def _refusal(optimizer: str, precision: str, device: str) -> str:
 
 
 def places(sizes: list[int], room: int, shards: tuple[Shard, ...]) -> list[int]:
-    """Where each table begins in an arena of `room` elements: one after the other from a place of the group's
-    own, wrapping round."""
+    """The element at which each table begins in an arena of `room` elements.
+
+    Tables lie one after the other, wrapping round.
+    """
     spare = (room - sum((size + 15) // 16 * 16 for size in sizes)) // 16
+    # Each group begins elsewhere, and always at the same place.
     places, cursor = [], zlib.crc32("".join(s.label for s in shards).encode()) % max(1, spare) * 16
     for size, shard in zip(sizes, shards, strict=True):
         if size > room:

@@ -1,13 +1,13 @@
-"""What is measured on: the device's name, and FBGEMM fit for the torch at hand."""
+"""The name of the hardware, and checks that FBGEMM fits the torch at hand."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import torch
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import require
 from shardcore.measure.devices import device_of
 
 AUTO = "auto"
@@ -20,34 +20,28 @@ def detect_device() -> str:
 
 def require_device(device: str) -> None:
     """Raise ShardCoreError where there is no such device."""
-    if not device_of(device).is_there():
-        raise ShardCoreError(
-            "there is no CUDA device here, or this torch was built without CUDA; measure on 'cpu'"
-        )
+    require(
+        device_of(device).is_there(),
+        "there is no CUDA device here, or this torch was built without CUDA; measure on 'cpu'",
+    )
 
 
 def hardware_name(device: str) -> str:
-    """The name of this machine's device as settings and model registries use it: "nvidia-h200",
-    "cpu-amd-epyc-9654". Raises ShardCoreError where there is no such device."""
+    """The name of this machine's device in settings and model registries: "nvidia-h200", "cpu-amd-epyc-9654".
+
+    Raises ShardCoreError where there is no such device.
+    """
     require_device(device)
-    if device == "cuda":
-        return _slug(device_of(device).product())
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
-    except OSError:
-        found = None
-    name = found.group(1) if found else "unknown"
-    return "cpu-" + _slug(re.sub(r"\((R|TM)\)|CPU|@.*|\d+-Core|Processor", " ", name))
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    slug = re.sub(r"[^a-z0-9]+", "-", device_of(device).product().lower()).strip("-")
+    return slug if device == "cuda" else f"cpu-{slug}"
 
 
 def require_fbgemm(device: str) -> None:
-    """Import FBGEMM and run one row of it on the device; raises ShardCoreError saying what to install where
-    FBGEMM is missing, was built for another torch, or is the CPU build on a GPU machine, and where there is
-    no such device."""
+    """Import FBGEMM and run one row of it on the device.
+
+    Raises ShardCoreError with what to install where FBGEMM is missing, was built for another torch, or is the CPU
+    build on a GPU machine, and where there is no such device.
+    """
     require_device(device)
     try:
         from fbgemm_gpu import split_table_batched_embeddings_ops_training  # noqa: F401 (loads the ops)
@@ -57,14 +51,13 @@ def require_fbgemm(device: str) -> None:
         torch.ops.fbgemm.segment_sum_csr(1, offsets, torch.ones(1, device=place))
     except ImportError as error:
         raise ShardCoreError(
-            "FBGEMM is not installed: in a checkout, pip install -e '.[cpu]' (or [gpu] on a "
-            "CUDA machine); "
+            "FBGEMM is not installed: pip install 'shardcore[measure]' (or [measure-gpu] on a CUDA machine); "
             f"importing it said: {_line(error)}"
         ) from None
     except (AttributeError, OSError, RuntimeError) as error:
         raise ShardCoreError(
-            f"FBGEMM does not match torch {torch.__version__} (1.8 goes with 2.13, "
-            f"1.7 with 2.12, 1.6 with 2.11): {_line(error)}"
+            f"FBGEMM does not match torch {torch.__version__} (1.8 goes with 2.13, 1.7 with 2.12, 1.6 with 2.11): "
+            f"{_line(error)}"
         ) from None
 
 

@@ -1,14 +1,14 @@
 """A cluster in a box: hosts that this machine emulates, so that ranks exchange over links of a chosen rate.
 
-A network namespace is a host to gloo: a network card and addresses of its own. A bridge in a namespace of its
-own joins them. `tbf` shapes what each host sends, and at the bridge what it receives.
+A network namespace is a host to gloo: it has a network card and addresses. A bridge in another namespace joins
+them. `tbf` shapes what each host sends, and at the bridge what it receives.
 
-What is real: processes, gloo, TCP, and queues and sharing on the links. What is not: the links' rates, and a
-core for each rank. Ranks of all hosts share this machine's cores, so compute among them measures the
-scheduler. Links lose nothing (_QUEUE_BYTES), as those of GPU clusters, and TCP is told so (_TCP).
+Real: processes, gloo, TCP, and queues and sharing on the links. Emulated: the links' rates. Ranks of all hosts
+share this machine's cores, so compute among them measures the scheduler. Links lose nothing (_QUEUE_BYTES), as
+those of GPU clusters, and TCP is tuned for that (_TCP).
 
-Namespaces have no names: each lives as long as its keeper, a process that ends when its standard input does.
-So nothing is left behind even where the maker is killed, and boxes side by side have equal addresses.
+Namespaces have no names. Each lives as long as the file by which its maker holds it, or a process in it. So nothing
+is left behind even where the maker is killed, and two boxes may have equal addresses.
 """
 
 from __future__ import annotations
@@ -18,49 +18,53 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import LINK_GBIT_S, require_within
 from shardcore.io.measurements import EmulatedLinks
 
+T = TypeVar("T")
 HOST_VARIABLE = "SHARDCORE_BOX_HOST"
-"""Set for processes in a box: the number of their host."""
+"""Environment variable of processes in a box: the number of their host."""
 _INTERFACE, _BRIDGE = "eth0", "bridge0"
-_MOST_HOSTS, _MOST_RANKS = 64, 64
 _BITS = 1e9
 _MTU = 9000
 """As GPU clusters have it. With 1,500 bytes, 5% of a link's rate would go to headers."""
 _PACKET_BYTES = 16 << 10
-"""At most so much is handed to a link at once (by gso)."""
+"""Most bytes that a link is given at once (by gso)."""
 _BURST_BYTES, _BURST_S = 20 << 10, 200e-6
-"""What a link takes without delay after a pause: it has to hold a packet, and what a late timer missed."""
+"""Burst of a link after a pause: it has to hold a packet, and what a late timer missed."""
 _QUEUE_BYTES = 64 << 20
-"""Of each link: more than all sockets of its senders hold, so nothing is lost."""
+"""Queue of a link: more than all sockets of its senders hold, so nothing is lost."""
 _TCP = {
     "tcp_congestion_control": "reno",
     "tcp_slow_start_after_idle": "0",
     "tcp_early_retrans": "0",
     "tcp_rto_min_us": "2000000",
 }
-"""Of each host. Nothing is lost, so Reno's windows only grow, and what TCP sends twice is waste. BBR, which a
-machine may have by default, paces each connection below what it saw: links that all carry as much then idle
-for a fifth of an exchange (docs/benchmarks/2026-11-25-emulated-hosts.md). Kernels before 6.11 lack the last.
+"""Settings of each host. Nothing is lost, so Reno's windows only grow, and a second transmission is waste. BBR,
+which a machine may have by default, paces each connection below the rate it saw: links that all carry as much then
+idle for a fifth of an exchange (docs/benchmarks/2026-11-25-emulated-hosts.md). Kernels before 6.11 lack the last.
 """
-_TOOLS = ("unshare", "nsenter", "ip", "tc")
+_TOOLS = ("nsenter", "ip", "tc")
 _NETWORK = 0x40000000
 """Linux' CLONE_NEWNET."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """hosts of ranks_per_host ranks each.
+    """Emulated hosts.
 
-    between_gbit_s: of each host's link, Gbit/s each way; its ranks share it.
-    within_gbit_s: of each host's loopback, Gbit/s, which all transfers among its ranks share; None: as fast
+    hosts: number of hosts.
+    ranks_per_host: ranks of each.
+    between_gbit_s: rate of each host's link, Gbit/s each way; its ranks share it.
+    within_gbit_s: rate of each host's loopback, Gbit/s, which all transfers among its ranks share. None: as fast
         as it is.
     """
 
@@ -70,14 +74,8 @@ class Box:
     within_gbit_s: float | None = None
 
     def __post_init__(self) -> None:
-        require_within(
-            self,
-            "box",
-            hosts=(2, _MOST_HOSTS),
-            ranks_per_host=(1, _MOST_RANKS),
-            between_gbit_s=LINK_GBIT_S,
-            within_gbit_s=LINK_GBIT_S,
-        )
+        rates = {"between_gbit_s": LINK_GBIT_S, "within_gbit_s": LINK_GBIT_S}
+        require_within(self, "box", hosts=(2, 64), ranks_per_host=(1, 64), **rates)
 
     @property
     def ranks(self) -> int:
@@ -90,37 +88,32 @@ class Box:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs.
+    """The host of a rank.
 
-    host: number of its host.
-    address: of its host.
-    namespace, inode: its network's file, and that file's inode. The file is named by a process that may end.
+    host: its number.
+    address: its address.
+    namespace: file of its network, which the maker of the box holds open.
     """
 
     host: int
     address: str
     namespace: str
-    inode: int
 
     def enter(self) -> None:
-        """Have the calling thread, and all that it starts from now on, run on this host.
+        """Move the calling thread, and all that it starts from now on, to this host.
 
         Raises ShardCoreError where the host is gone.
         """
         try:
             with open(self.namespace) as network:
-                if os.fstat(network.fileno()).st_ino != self.inode:
-                    raise ProcessLookupError
-                libc = ctypes.CDLL(None, use_errno=True)  # os.setns is there from Python 3.12
-                if libc.setns(network.fileno(), _NETWORK):
-                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        except (FileNotFoundError, ProcessLookupError):
-            raise ShardCoreError(f"host {self.host} of the box is gone: its keeper was ended") from None
+                _call("setns", network.fileno(), _NETWORK)
+        except FileNotFoundError:
+            raise ShardCoreError(f"host {self.host} of the box is gone: its maker ended") from None
         except OSError as error:
             raise ShardCoreError(f"host {self.host} of the box cannot be entered: {error.strerror}") from None
 
     def settle(self) -> None:
-        """Have this process run on this host, and gloo use its link."""
+        """Move this process to this host, with gloo on its link."""
         self.enter()
         os.environ |= {HOST_VARIABLE: str(self.host), "GLOO_SOCKET_IFNAME": _INTERFACE}
 
@@ -131,94 +124,78 @@ def own_host() -> str | None:
 
 
 def machine_id() -> str:
-    """Tells machines apart, whose cores their ranks share."""
+    """Name of this machine, equal for processes that share its cores."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
 
 
+def in_thread(work: Callable[[], T]) -> T:
+    """Run work in a thread that ends with it, so that no other thread changes its network."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
+
+
 @contextmanager
 def box_of(config: Box) -> Iterator[list[Place]]:
     """Emulated hosts while the context lasts: the place of each rank, host by host.
 
-    Needs root, and Linux' ip, tc and tbf. Raises ShardCoreError where there is no such thing.
+    Needs root, and Linux' ip, tc and tbf. Raises ShardCoreError where one is missing.
     """
-    _require_root()
-    with ExitStack() as kept:
-        switch, *of_hosts = (kept.enter_context(_kept_network()) for _ in range(config.hosts + 1))
-        _join(config, switch, of_hosts)
-        places = [
-            Place(i, _address(i), f"/proc/{pid}/ns/net", os.stat(f"/proc/{pid}/ns/net").st_ino)
-            for i, pid in enumerate(of_hosts)
-        ]
-        yield [place for place in places for _ in range(config.ranks_per_host)]
-
-
-def _require_root() -> None:
     if missing := [tool for tool in _TOOLS if not shutil.which(tool)]:
         raise ShardCoreError(f"a cluster in a box needs Linux' {', '.join(_TOOLS)}; here is no {missing[0]}")
     if os.geteuid():
         raise ShardCoreError(
             f"a cluster in a box needs root, to make network namespaces; this is user {os.geteuid()}"
         )
+    networks: list[int] = []
+    try:
+        for _ in range(config.hosts + 1):
+            networks.append(in_thread(_new_network))
+        # Processes of any parent can open these, as long as this process has them open.
+        switch, *of_hosts = (f"/proc/{os.getpid()}/fd/{network}" for network in networks)
+        _join(config, switch, of_hosts)
+        places = [Place(i, _address(i), namespace) for i, namespace in enumerate(of_hosts)]
+        yield [place for place in places for _ in range(config.ranks_per_host)]
+    finally:
+        for network in networks:
+            os.close(network)
 
 
-@contextmanager
-def _kept_network() -> Iterator[int]:
-    """A network namespace, by the process that keeps it. It ends with the context, and with this process."""
-    # a group of its own: Ctrl-C is for the maker
-    keeper = subprocess.Popen(
-        ["unshare", "--net", "sh", "-c", f"{_settle_tcp()}echo; exec cat >/dev/null"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    with keeper:  # at the end it has no input, so it ends
-        try:
-            if not keeper.stdout.readline():
-                raise _cannot("unshare --net", keeper.stderr.read())
-            yield keeper.pid
-        finally:
-            keeper.kill()
+def _new_network() -> int:
+    """Move the calling thread to a new network. Its open file keeps the network."""
+    try:
+        _call("unshare", _NETWORK)
+    except OSError as error:
+        raise _cannot("unshare", str(error)) from None
+    for name, value in _TCP.items():
+        setting = Path("/proc/sys/net/ipv4", name)
+        if setting.exists():
+            setting.write_text(value)
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
 
 
-def _settle_tcp() -> str:
-    """Shell code that gives the network it runs in its TCP."""
-    files = ((f"/proc/sys/net/ipv4/{name}", value) for name, value in _TCP.items())
-    return "".join(f"[ ! -e {path} ] || echo {value} > {path} || exit; " for path, value in files)
+def _call(name: str, *arguments: int) -> None:
+    """Call a function of libc; Python has setns and unshare from 3.12 on. Raises OSError where it fails."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _join(config: Box, switch: int, of_hosts: Sequence[int]) -> None:
+def _join(config: Box, switch: str, of_hosts: Sequence[str]) -> None:
     """Give each host a link to a bridge, and each link its rate both ways."""
-    ports = range(len(of_hosts))
-    links = f"mtu {_MTU} gso_max_size {_PACKET_BYTES} up"
-    _run(
-        "ip",
-        switch,
-        [
-            f"link add {_BRIDGE} type bridge",
-            f"link set {_BRIDGE} up",
-            *(f"link add port{i} type veth peer name {_INTERFACE} netns {of_hosts[i]}" for i in ports),
-            *(f"link set port{i} master {_BRIDGE} {links}" for i in ports),
-        ],
-    )
     between = _shape(config.between_gbit_s)
-    _run("tc", switch, [f"qdisc add dev port{i} root {between}" for i in ports])
-    within = [] if config.within_gbit_s is None else [f"qdisc add dev lo root {_shape(config.within_gbit_s)}"]
+    up = f"mtu {_MTU} gso_max_size {_PACKET_BYTES} up"
+    _run("ip", switch, [f"link add {_BRIDGE} type bridge", f"link set {_BRIDGE} up"])
     for i, host in enumerate(of_hosts):
-        _run(
-            "ip",
-            host,
-            [
-                f"link set lo {links}",
-                f"link set {_INTERFACE} {links}",
-                f"address add {_address(i)}/16 dev {_INTERFACE}",
-            ],
-        )
-        _run("tc", host, [f"qdisc add dev {_INTERFACE} root {between}", *within])
+        peer = f"link add port{i} type veth peer name {_INTERFACE} netns {host}"
+        _run("ip", switch, [peer, f"link set port{i} master {_BRIDGE} {up}"])
+        _run("tc", switch, [f"qdisc add dev port{i} root {between}"])
+        address = f"address add {_address(i)}/16 dev {_INTERFACE}"
+        _run("ip", host, [f"link set lo {up}", f"link set {_INTERFACE} {up}", address])
+        _run("tc", host, [f"qdisc add dev {_INTERFACE} root {between}"])
+        if config.within_gbit_s is not None:
+            _run("tc", host, [f"qdisc add dev lo root {_shape(config.within_gbit_s)}"])
 
 
 def _shape(gbit_s: float) -> str:
@@ -230,19 +207,14 @@ def _address(host: int) -> str:
     return f"10.88.0.{host + 1}"
 
 
-def _run(tool: str, network: int, lines: Sequence[str]) -> None:
+def _run(tool: str, network: str, lines: Sequence[str]) -> None:
     """Run lines of ip or tc in a network."""
-    done = subprocess.run(
-        ["nsenter", f"--net=/proc/{network}/ns/net", tool, "-batch", "-"],
-        input="\n".join(lines),
-        capture_output=True,
-        text=True,
-    )
+    command = ["nsenter", f"--net={network}", tool, "-batch", "-"]
+    done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True)
     if done.returncode:
         raise _cannot(tool, done.stderr)
 
 
-def _cannot(what: str, said: str) -> ShardCoreError:
-    return ShardCoreError(
-        f"a cluster in a box cannot be made here: {what}: {' '.join(said.split())[:200] or 'it ended'}"
-    )
+def _cannot(tool: str, message: str) -> ShardCoreError:
+    reason = " ".join(message.split())[:200] or "it ended"
+    return ShardCoreError(f"a cluster in a box cannot be made here: {tool}: {reason}")

@@ -1,13 +1,13 @@
 """Input distribution among real processes, as TorchRec's KJTAllToAll runs it.
 
-It takes three all-to-alls: how much each rank will send, lengths, and ids. Lengths and ids arrive rank by
-rank. A permutation by FBGEMM then orders them by feature, as the lookups need them. Where rows of tables are
-divided, FBGEMM first puts a rank's ids in buckets, one for each row range.
+It takes three all-to-alls: the numbers of elements that follow, lengths, and ids. Lengths and ids arrive rank by rank.
+A permutation by FBGEMM then orders them by feature, as the lookups need them. Where rows of tables are divided, FBGEMM
+first puts a rank's ids in buckets, one for each row range.
 
-Buckets and the order are a device's own work. A dense part on the same device does not hide it, as it hides
-what travels. TrainPipelineSparseDist (TorchRec 1.8) puts ids in buckets at the start of a step, before the
-forward pass of the batch before (`start_sparse_data_dist`). It puts them in order when their own forward pass
-begins, right before the lookups (`PipelinedForward`, `KJTAllToAllTensorsAwaitable._wait_impl`).
+Buckets and the order are work of the device. A dense part on the same device does not hide it, as it hides transfers.
+TrainPipelineSparseDist (TorchRec 1.8) puts ids in buckets at the start of a step, before the forward pass of the
+batch before (`start_sparse_data_dist`). It puts them in order when their own forward pass begins, right before the
+lookups (`PipelinedForward`, `KJTAllToAllTensorsAwaitable._wait_impl`).
 
 Shapes: n ranks, F features of a rank, b samples of a rank.
 """
@@ -22,17 +22,27 @@ import torch
 from shardcore.core.job import Job
 from shardcore.core.types import OUTPUT_BYTES
 from shardcore.io.measurements import CollectiveRequest
-from shardcore.measure import all_to_all
+from shardcore.measure.exchanges import start_all_to_all
 from shardcore.step.collectives import Work
 from shardcore.step.id_bytes import received_bytes
 from shardcore.step.lower import Workload
 
+Parts = Sequence[tuple[Callable[[], object], bool]]
+"""Calls one after the other, each with True if it is the device's own work."""
 _COLUMNS = 32
-"""A drawn exchange has a feature for so many columns. An eighth of its bytes are then lengths."""
+"""Columns for a feature of a drawn exchange. An eighth of its bytes are then lengths."""
 _JOB = Job()
 _RANGE_ROWS = 1 << 20
 """Rows of a range, in exchanges with buckets."""
 _TYPES = {4: torch.int32, 8: torch.int64}
+
+
+def transfer_of(request: CollectiveRequest, rank: int, device: torch.device | str = "cpu") -> IdTransfer:
+    """One rank's transfer of a drawn exchange of ids."""
+    work, ranks = request.row.work, len(request.widths)
+    features, ids = features_and_ids(request)
+    groups = [range(ranks)] if work and work.buckets else []
+    return IdTransfer(features, ids, request.batch // ranks, rank, device, groups=groups, work=work)
 
 
 def features_and_ids(request: CollectiveRequest) -> tuple[list[int], list[int]]:
@@ -55,11 +65,13 @@ def features_and_ids(request: CollectiveRequest) -> tuple[list[int], list[int]]:
 def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu") -> list[IdTransfer]:
     """One rank's input distributions of a step, one for each run (kinds.runs_of)."""
     n, job, local = len(workload.ops), workload.job, workload.global_batch // len(workload.ops)
-    found = []
+    transfers = []
     for layout in workload.lanes if n > 1 else ():
+        if layout.ids is None:
+            continue
         # Several columns of a table on a device get their ids once.
         shards = [
-            {(s.table, s.row_lo): s for op in ops for s in op.shards if layout.ids and op.run is layout}
+            {(s.table, s.row_lo): s for op in ops if op.run is layout for s in op.shards}
             for ops in workload.ops
         ]
         if not any(shards):
@@ -72,18 +84,18 @@ def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu
             for b, f in zip(n_bytes, features, strict=True)
         ]
         groups = layout.groups(workload.topology) if layout.divides_rows else ()
-        found.append(IdTransfer(features, ids, local, rank, device, job, groups, layout.ids.row.work))
-    return found
+        transfers.append(IdTransfer(features, ids, local, rank, device, job, groups, layout.ids.row.work))
+    return transfers
 
 
 class IdTransfer:
-    """One rank's part of an input distribution, over and over.
+    """One rank's side of an input distribution, over and over.
 
     features: [n] F of each rank.
     ids: [n] ids that a rank receives from each rank.
     local_batch: b.
     job: the types of ids and lengths.
-    groups: of ranks that divide rows. The ranks of a group have the same features.
+    groups: ranks that divide rows. The ranks of a group have the same features.
     work: on the rank's own ids, before they travel.
     """
 
@@ -101,41 +113,36 @@ class IdTransfer:
         import fbgemm_gpu  # noqa: F401 (it registers the operators)
 
         n, id_type, length_type = len(features), _TYPES[job.id_bytes], _TYPES[job.length_bytes]
-        self._lengths_to = [f * local_batch for f in features]
-        self._ids_to = list(ids)
-        self._lengths_from, self._ids_from = [self._lengths_to[rank]] * n, [self._ids_to[rank]] * n
-        self._announced = torch.tensor(
-            [*zip(self._lengths_to, self._ids_to, strict=True)], device=device
-        ).flatten()
+        self._local_batch, self._work = local_batch, work
+        self._lengths_to, self._ids_to = [f * local_batch for f in features], list(ids)
+        lengths_from, ids_from = [self._lengths_to[rank]] * n, [self._ids_to[rank]] * n
+        sizes = [size for both in zip(self._lengths_to, self._ids_to, strict=True) for size in both]
+        self._announced = torch.tensor(sizes, device=device)
         self._expected = torch.empty_like(self._announced)
-        # Without groups, what goes to each rank. With them, the features of each group, not yet in buckets.
-        parts = (
-            [(f, [total]) for f, total in zip(features, ids, strict=True)]
-            if not groups
-            else [(features[group[0]], [ids[r] for r in group]) for group in groups]
-        )
-        lengths = torch.cat([_lengths(f * local_batch, sum(of)) for f, of in parts])
-        self._work, self.lengths = work, lengths.to(device, length_type)
-        drawn = torch.cat([_in_ranges(of) for _, of in parts]) if groups else torch.arange(sum(ids))
+        if groups:
+            # The features of each group, whose ids are not yet in buckets.
+            parts = [(features[group[0]], [ids[r] for r in group]) for group in groups]
+            drawn = torch.cat([_in_ranges(counts) for _, counts in parts])
+        else:
+            parts = [(f, [total]) for f, total in zip(features, ids, strict=True)]
+            drawn = torch.arange(sum(ids))
         self.ids = drawn.to(device, id_type)
+        lengths = torch.cat([_lengths(f * local_batch, sum(counts)) for f, counts in parts])
+        self.lengths = lengths.to(device, length_type)
         self._buckets = len(groups[0]) if groups else 0
         self._ranges = torch.full((sum(f for f, _ in parts),), _RANGE_ROWS, dtype=id_type, device=device)
         self._by_rank = _by_rank(groups, features).to(device) if len(groups) > 1 else None
         self._arrived = (
-            torch.empty(sum(self._lengths_from), dtype=length_type, device=device),
-            torch.empty(sum(self._ids_from), dtype=id_type, device=device),
+            torch.empty(sum(lengths_from), dtype=length_type, device=device),
+            torch.empty(sum(ids_from), dtype=id_type, device=device),
         )
         # Feature f of each rank, one after another.
-        self._by_feature = (
-            torch.arange(n * features[rank], dtype=torch.int32, device=device)
-            .view(n, features[rank])
-            .T.flatten()
-        )
-        self._local_batch = local_batch
+        by_feature = torch.arange(n * features[rank], dtype=torch.int32, device=device)
+        self._by_feature = by_feature.view(n, features[rank]).T.flatten()
 
     @property
-    def parts(self) -> tuple[tuple[Callable[[], None], bool], ...]:
-        """What to call one after the other, and whether it is the device's own work."""
+    def parts(self) -> Parts:
+        """The calls of one transfer."""
         return (
             (self.prepare, True),
             (self.announce, False),
@@ -155,24 +162,24 @@ class IdTransfer:
         self._leaving = self._work.run(self) if self._work else (self.lengths, self.ids)
 
     def announce(self) -> None:
-        """Say how much will come. It travels from then on."""
-        self._works = all_to_all.launch(self._expected, self._announced)
+        """Start to send the numbers of lengths and ids that follow."""
+        self._pending = start_all_to_all(self._expected, self._announced)
 
     def send(self) -> None:
-        """Send lengths and ids, once it is known how many will come. They travel from then on."""
+        """Start to send lengths and ids, once their numbers have arrived."""
         self.arrive()
-        # Sizes of what arrives: the host waits for them.
+        # The host waits for the numbers.
         from_each = zip(*self._expected.view(-1, 2).tolist(), strict=True)
         sent = zip(self._arrived, self._leaving, from_each, (self._lengths_to, self._ids_to), strict=True)
-        self._works = [work for of in sent for work in all_to_all.launch(*of)]
+        self._pending = [pending for of in sent for pending in start_all_to_all(*of)]
 
     def arrive(self) -> None:
-        """Wait for what was sent last."""
-        for work in self._works:
-            work.wait()
+        """Wait for the last transfers."""
+        for pending in self._pending:
+            pending.wait()
 
     def put_in_order(self) -> None:
-        """Order what arrived by feature: `received`, as of `run`."""
+        """Order by feature: `received`, as of `run`."""
         lengths, ids = self._arrived
         if len(self._by_feature):
             of_feature = lengths.view(len(self._by_feature), self._local_batch)
@@ -209,7 +216,7 @@ def _by_rank(groups: Sequence[Sequence[int]], features: Sequence[int]) -> torch.
 
 
 def _in_ranges(counts: Sequence[int]) -> torch.Tensor:
-    """So many ids of each row range, mixed as those of samples are."""
+    """Ids of each row range, mixed as those of samples are. counts: of each range."""
     ranges = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
     ids = ranges * _RANGE_ROWS + torch.arange(len(ranges)) % _RANGE_ROWS
     return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]

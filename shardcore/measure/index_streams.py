@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
 import torch
 
 from shardcore.core.types import MIN_WIDTH, Shard, Table
@@ -20,15 +19,15 @@ from shardcore.tables import streams
 Stream = tuple[torch.Tensor, torch.Tensor]
 """Ids, and offsets of samples in them."""
 _Key = tuple[Table, int, int]
-"""What a stream is drawn from: its table, batch and seed."""
+"""Table, batch and seed of a stream."""
 
 
 class IndexStreams:
-    """Streams that were drawn, as many of the last used as fit.
+    """A cache of drawn streams, least recently used out first.
 
     place: the torch device where they lie.
-    most_bytes: of all streams that are kept. The ids of an op under way are beside them.
-    threads: that draw ahead of need (`expect`). 0 where they would take the cores that are measured.
+    most_bytes: of all streams that are kept. The ids of an op under way come on top.
+    threads: draw ahead of need (`expect`). 0 where they would take the cores that are measured.
     drawn: streams drawn so far. It grows while a request is prepared, so it shows life.
     """
 
@@ -40,9 +39,9 @@ class IndexStreams:
         self._expected: dict[_Key, Future] = {}
 
     def expect(self, requests: Iterable[ComputeRequest], seed: int) -> None:
-        """Begin to draw what `lookups` of these requests will need, if there are threads for that.
+        """Begin to draw the streams of these requests, if there are threads for that.
 
-        What was expected before and is not now is let go: another device measures it.
+        Streams expected before and not now are dropped: another device measures them.
         """
         if not self._threads:
             return
@@ -56,23 +55,19 @@ class IndexStreams:
     def lookups(self, request: ComputeRequest, seed: int) -> Stream:
         """Indices [L] and offsets of a request's T features, table after table.
 
-        Offsets are as many as there are distinct values, and 1. Of sequences [T × B + 1]: nothing comes after
-        the last value.
+        There is an offset for each distinct value, and a last one. Of sequences [T × B + 1]: samples after the last
+        value are empty.
         """
-        parts = [self._shard(s, request.batch, seed) for s in request.shards]
-        parts = [
-            (
-                ids,
-                torch.cat([offsets, offsets[-1:].expand(request.batch * s.table.features + 1 - len(offsets))])
-                if s.table.sequence
-                else offsets,
-            )
-            for s, (ids, offsets) in zip(request.shards, parts, strict=True)
-        ]
-        starts = np.cumsum([0] + [len(ids) for ids, _ in parts])
-        offsets = [o[:-1] + int(start) for (_, o), start in zip(parts, starts[:-1], strict=True)]
-        end = torch.tensor([int(starts[-1])], device=self.place)
-        return torch.cat([ids for ids, _ in parts]), torch.cat([*offsets, end])
+        all_ids, all_offsets, start = [], [], 0
+        for s in request.shards:
+            ids, offsets = self._shard(s, request.batch, seed)
+            if s.table.sequence:
+                empty = request.batch * s.table.features + 1 - len(offsets)
+                offsets = torch.cat([offsets, offsets[-1:].expand(empty)])
+            all_ids.append(ids)
+            all_offsets.append(offsets[:-1] + start)
+            start += len(ids)
+        return torch.cat(all_ids), torch.cat([*all_offsets, torch.tensor([start], device=self.place)])
 
     def clear(self) -> None:
         self._kept.clear()
@@ -93,7 +88,8 @@ class IndexStreams:
             return self._kept[key]
         expected = self._expected.pop(key, None)
         parts = expected.result() if expected else streams.stream(*key)
-        drawn = tuple(torch.from_numpy(part).to(self.place) for part in parts)
+        ids, offsets = (torch.from_numpy(part).to(self.place) for part in parts)
+        drawn = ids, offsets
         self.drawn += 1
         self._kept[key] = drawn
         self._bytes += _bytes(drawn)

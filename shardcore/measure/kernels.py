@@ -1,21 +1,21 @@
 """Fused FBGEMM ops, forward and backward, measured on one device.
 
-Building an op with its own weights costs seconds of allocation for milliseconds of kernel. Here one arena of
-weights, touched once, serves every op: an op is built with one row a table, in milliseconds, and then given
-the arena and the true row counts. Tables of one op lie one after the other; where they exceed the arena
-together they wrap round and share addresses. A batch touches a small part of the arena, so shared rows are
-rare, and the kernels see the same spread of addresses.
+Building an op with its own weights costs seconds of allocation for milliseconds of kernel. Here one arena of weights,
+touched once, serves every op. An op is built with one row a table, in milliseconds, and then gets the arena and the
+true row counts. Tables of one op lie one after the other. Where they exceed the arena together they wrap round and
+share addresses. A batch touches a small share of the arena, so shared rows are rare, and the kernels see the same
+spread of addresses.
 
-Ops run in turn: between two runs of one op, the others evict it from the caches, as other layers and other
-batches do in training, and cost nothing. A finished op makes room for the next. Where too few are left to
-evict each other, the caches are overwritten before each run. The order changes from round to round, and each
-op lies elsewhere in the arena, so that none profits from the same neighbour.
+Ops run in turn: between two runs of one op, the others evict it from the caches, as other layers and other batches do
+in training, and cost nothing. A finished op makes room for the next. Where too few are left to evict each other, the
+caches are overwritten before each run. The order changes from round to round, and each op lies elsewhere in the
+arena, so that none profits from the same neighbour.
 
-Repeats of an op are thus spread over seconds, and runs side by side tell the machine's slowdown at each
-moment (timing.SlowdownLog); timings are given at its usual speed, which a reference op ties down: it runs in
-every round, from the first to the last.
+So repeats of an op are spread over seconds, and neighbouring runs show the machine's slowdown at each moment
+(timing.SlowdownLog). Timings are at its usual speed, which a reference op ties down: it runs in every round, from the
+first to the last.
 
-Shapes: T tables of an op, L lookups, B batch, W columns of all its shards together.
+Shapes: T tables of an op, F features, L lookups, B batch, W columns of all its shards together.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from shardcore.core.catalog import OPTIMIZERS, PRECISIONS
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard
-from shardcore.core.validation import MOST_BYTES, MOST_REPEATS, MOST_ROWS, require_within
+from shardcore.core.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Setting, Shard
+from shardcore.core.validation import MOST_BYTES, MOST_REPEATS, MOST_ROWS, require, require_within
 from shardcore.io import dataset
 from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.measure import devices, fused_op, hardware, timing
 from shardcore.measure.index_streams import IndexStreams
-from shardcore.measure.op_shape import OpShape, op_shape
-from shardcore.step import memory
+from shardcore.step import access, memory
+from shardcore.step.lower import is_sequence
 
+T = TypeVar("T")
 _REFERENCE_RUNS = 48
 """Runs of the reference that make one sample of it."""
 _SEED = 0
-"""Of the batches that are measured."""
+"""Seed of the batches that are measured."""
 _FIRST_LAUNCH_MS, _LAUNCHES = 20.0, 1.5
-"""A device is kept busy for so many times as long as the last launches took, and at first for 20 ms."""
+"""A device is kept busy for 1.5 times as long as the last launches took, and at first for 20 ms."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,11 @@ class KernelConfig:
     """How ops are measured.
 
     arena_bytes: weights shared by all ops, the largest shard that can be measured.
-    tolerance: repeats stop when the median of forward + backward is known to this fraction (95%). None: the
-        device's.
+    tolerance: repeats stop when the median of forward + backward is known to this fraction (95%). None: the device's.
     min_repeats, max_repeats: of an op.
     interleave: ops in turn.
-    state_rows: rows of an optimizer's state that there is room for. Tables beyond it share them. None: as
-        many as an arena of the narrowest rows has.
+    state_rows: rows of an optimizer's state. Tables beyond it share them. None: as many as an arena of the narrowest
+        rows has.
     """
 
     arena_bytes: int = 1 << 30
@@ -81,22 +81,23 @@ class KernelConfig:
             max_repeats=(self.min_repeats, MOST_REPEATS),
             interleave=(1, MOST_REPEATS),
         )
-        if not (self.tolerance is None or 0 < self.tolerance < 1):
-            raise ShardCoreError(
-                f"kernel config has tolerance {self.tolerance}; it needs a share within 0 and 1, such as 0.05"
-            )
+        require(
+            self.tolerance is None or 0 < self.tolerance < 1,
+            f"kernel config has tolerance {self.tolerance}; it needs a share within 0 and 1, such as 0.05",
+        )
 
     def tolerance_on(self, device: str) -> float:
         return self.tolerance or devices.device_of(device).tolerance
 
 
 class KernelBench:
-    """Measures requests of one Setting on one device ("cpu" or "cuda"); holds the arena and the tables' index
-    streams.
+    """Measures requests of one Setting on one device ("cpu" or "cuda"), over one arena.
 
-    reference: a group that runs in every round; each time it has run often enough, a sample of it is among
-    those returned. reference_ms: its forward + backward at the device's usual speed (from `calibrate`, or an
-    earlier dataset); without it, a timing is at the mean slowdown of some thousand runs.
+    reference: a group that runs in every round. Each time it has run often enough, its sample is among the results.
+    reference_ms: its forward + backward at the device's usual speed (from `calibrate`, or an earlier dataset).
+        Without it, a timing is at the mean slowdown of some thousand runs.
+    kernel_s: seconds inside timed kernels so far, warm-ups and the reference included.
+    kept_s: seconds of them in runs that entered a median.
     """
 
     def __init__(
@@ -114,16 +115,12 @@ class KernelBench:
         self.streams = IndexStreams(
             self._device.place, self._device.stream_bytes(), self._device.drawing_threads
         )
-        self.kernel_s = 0.0
-        """Seconds inside timed kernels so far, warm-ups and the reference included."""
-        self.kept_s = 0.0
-        """Seconds of them in runs that entered a median."""
-        dtype = getattr(torch, PRECISIONS[setting.precision].torch)
+        self.kernel_s = self.kept_s = 0.0
+        place, dtype = self._device.place, getattr(torch, PRECISIONS[setting.precision].torch)
         elements = self.config.arena_bytes // PRECISION_BYTES[setting.precision]
         try:
-            place = self._device.place
             self._arena = torch.empty(elements, dtype=dtype, device=place).uniform_(-0.01, 0.01)
-            # Of rows there are most where all are narrow.
+            # An arena has most rows where all are narrow.
             rows = min(self.config.state_rows or MOST_ROWS, max(1, elements // MIN_WIDTH))
             self._states = [
                 torch.zeros(elements if per == "cell" else rows, device=place)
@@ -165,15 +162,16 @@ class KernelBench:
         return [run.request for run in self._active]
 
     def measure(self, requests: Iterable[ComputeRequest]) -> Iterator[ComputeSample]:
-        """Yield one sample a request (and the reference's), in the order in which they finish; a request that
-        fails yields its error."""
+        """Yield one sample a request (and the reference's), in the order in which they finish.
+
+        A request that fails yields its error.
+        """
         for request in requests:
             yield from self.add(request)
         yield from self.finish()
 
     def add(self, request: ComputeRequest) -> list[ComputeSample]:
-        """Take a request in, once there is room for it; the samples that finished meanwhile, and its own
-        where it failed."""
+        """Take a request in, once there is room. Returns samples that finished meanwhile, failed ones too."""
         finished = []
         while len(self._active) >= self.config.interleave:
             finished += self._round()
@@ -184,8 +182,7 @@ class KernelBench:
         return finished
 
     def finish(self, seconds: float = math.inf) -> list[ComputeSample]:
-        """Run what was taken in to its end, or for somewhat longer than so many seconds; the samples that
-        this finished."""
+        """Run active requests to their end, or for somewhat longer than so many seconds. Returns their samples."""
         finished, until = [], time.monotonic() + seconds
         while self._active:
             finished += self._round()
@@ -196,25 +193,33 @@ class KernelBench:
         return finished
 
     def calibrate(self, requests: Iterable[ComputeRequest], seconds: float = 5.0) -> float:
-        """The reference's forward + backward in ms at the slowdown that the machine has for so many seconds,
-        in which other requests run in turn with it: give as many as will when measuring (`interleave`), for
-        the reference to find the same caches."""
+        """The reference's forward + backward in ms, at the machine's slowdown in so many seconds.
+
+        requests: run in turn with it. Give as many as will when measuring (`interleave`), for the reference to find
+            the same caches.
+        """
         runs, totals, until = [], [], time.monotonic() + seconds
+        if (reference := self._reference) is None:
+            raise ShardCoreError("there is no reference op to calibrate by; give the bench one")
         for request in requests:
             try:
                 runs.append(self._with_room(lambda r=request: self.prepare(r)))
             except self._device.request_errors:
                 continue
+
+        def total_ms(run: Run) -> float:
+            if 2 * len(runs) < self.config.interleave:
+                self._caches.evict()
+            return self.once_ms(run)
+
         while time.monotonic() < until or len(totals) < 10:
-            for run in [*runs, self._reference]:
-                if 2 * len(runs) < self.config.interleave:
-                    self._caches.evict()
-                total = sum(self._once(run))
-            totals.append(total)
+            for run in runs:
+                total_ms(run)
+            totals.append(total_ms(reference))
         return float(np.median(totals))
 
     def _round(self) -> list[ComputeSample]:
-        """Run the reference and each op in turn once; the samples that this finished."""
+        """Run the reference and each active op once. Returns the samples that this finished."""
         turn = [*self._active, *([self._reference] if self._reference else [])]
         self._order.shuffle(turn)
         crowded = 2 * len(self._active) >= self.config.interleave
@@ -222,7 +227,7 @@ class KernelBench:
         return failed + self._settled()
 
     def _repeat(self, run: Run, crowded: bool) -> ComputeSample | None:
-        """Run an op once more; its sample if that failed."""
+        """Run an op once more. Returns its sample if that failed."""
         if not crowded:
             self._caches.evict()
         try:
@@ -237,8 +242,8 @@ class KernelBench:
         run.warm = True
         return None
 
-    def _with_room(self, work: Callable[[], Any]) -> Any:
-        """What `work` gives. Out of memory, it is tried once more without the streams that are kept."""
+    def _with_room(self, work: Callable[[], T]) -> T:
+        """The result of `work`. Out of memory, it is tried once more without the streams that are kept."""
         try:
             return work()
         except torch.OutOfMemoryError:
@@ -248,16 +253,15 @@ class KernelBench:
         return work()
 
     def _settled(self) -> list[ComputeSample]:
-        """Samples of the ops whose median is known well enough, or as well as is to be."""
+        """Samples of the ops whose median is known well enough, or that ran often enough."""
         full = [run for run in self._active if len(run.times_ms) >= self.config.min_repeats]
         if not full:
             return []
         slowdown, finished = self._log.fit(), []
         for run in full:
-            times = _at_usual_speed(run, slowdown)
-            if len(times) >= self.config.max_repeats or timing.relative_ci(
-                times.sum(1)
-            ) <= self.config.tolerance_on(self.device):
+            totals = _at_usual_speed(run, slowdown).sum(1).tolist()
+            is_known = timing.relative_ci(totals) <= self.config.tolerance_on(self.device)
+            if is_known or len(totals) >= self.config.max_repeats:
                 self._active.remove(run)
                 self.kept_s += sum(forward + backward for forward, backward, _ in run.times_ms) / 1e3
                 finished.append(self._sample(run, slowdown))
@@ -266,9 +270,11 @@ class KernelBench:
         return finished
 
     def prepare(self, request: ComputeRequest, seed: int = _SEED) -> Run:
-        """Build a request's op over the arena, with the batch that `seed` draws. Raises ShardCoreError where
-        a shard is larger than the arena or of another precision than the setting's, and where the batch takes
-        more memory than may be."""
+        """Build a request's op over the arena, with the batch that `seed` draws.
+
+        Raises ShardCoreError where a shard is larger than the arena or of another precision than the setting's, and
+        where the batch takes too much memory.
+        """
         shape = self._shape(request)
         indices, offsets = self.streams.lookups(request, seed)
         rows, width = len(indices) if request.shards[0].table.sequence else shape.rows, shape.width
@@ -300,11 +306,11 @@ class KernelBench:
         return True
 
     def once_ms(self, run: Run) -> float:
-        """Run forward and backward once; their ms together, as the clock shows them."""
+        """Clock ms of one run forward and backward."""
         return sum(self._once(run))
 
     def _once(self, run: Run) -> tuple[float, float]:
-        """Run forward and backward once; their ms."""
+        """Clock ms of one run: forward, backward."""
         # Else the marks would time how Python launches, not what the device runs.
         self._device.keep_busy(self._launch_ms)
         began = time.perf_counter()
@@ -318,18 +324,16 @@ class KernelBench:
         self.kernel_s += (forward + backward) / 1e3
         return forward, backward
 
-    def _shape(self, request: ComputeRequest) -> OpShape:
+    def _shape(self, request: ComputeRequest) -> _Shape:
         other = {s.table.precision for s in request.shards} - {self.setting.precision}
-        if other:
-            raise ShardCoreError(f"shards have weights in {other.pop()}; the setting is ({self.setting})")
-        return op_shape(request, self._device.batch_bytes())
+        require(not other, f"shards have weights in {', '.join(other)}; the setting is ({self.setting})")
+        return _shape_of(request, self._device.batch_bytes())
 
     def _build(self, shards: tuple[Shard, ...]) -> torch.nn.Module:
-        """An op over the arena: built with one row a table, then given its true row counts and places in the
-        arena."""
-        # The number of the table of each feature: FBGEMM keeps what it knows of tables by feature.
+        """An op over the arena: built with one row a table, then given its true row counts and places."""
+        # The number of the table of each feature: FBGEMM keeps properties of tables by feature.
         of_feature = [i for i, s in enumerate(shards) for _ in range(s.table.features)]
-        op = fused_op.build(
+        op: Any = fused_op.build(
             [s.width for s in shards],
             self.setting.optimizer,
             self.setting.precision,
@@ -339,6 +343,7 @@ class KernelBench:
         )
         memory_of = self._device.memory_of
         rows, cells = [s.rows for s in shards], [s.rows * s.width for s in shards]
+        # Its sort of ids by row goes by these.
         op.total_hash_size = sum(rows)
         op.total_hash_size_bits = int(math.log2(float(sum(rows))) + 1)
         starts, places = [0, *np.cumsum(rows)], fused_op.places(cells, self._arena.numel(), shards)
@@ -359,14 +364,15 @@ class KernelBench:
     def _sample(self, run: Run, slowdown: Callable[[int], float] | None = None) -> ComputeSample:
         """The sample of a run's timings, which are then forgotten."""
         times = _at_usual_speed(run, slowdown or self._log.fit())
+        totals = times.sum(1)
         clock = np.array([forward + backward for forward, backward, _ in run.times_ms])
         sample = dataclasses.replace(
             self._failed(run.request),
             error=None,
             forward=timing.spread(times[:, 0]),
             backward=timing.spread(times[:, 1]),
-            slowdown=float(np.median(clock / times.sum(1))),
-            relative_ci=timing.relative_ci(times.sum(1)),
+            slowdown=float(np.median(clock / totals)),
+            relative_ci=timing.relative_ci(totals),
         )
         run.times_ms = []
         return sample
@@ -389,10 +395,16 @@ class KernelBench:
 
 @dataclass(eq=False)
 class Run:
-    """One op, ready to run, with a number of its own: over indices [L] and offsets [T × B + 1]; gradient [B,
-    W] of its outputs, [L, W] of a sequence's. values: [T, 1] of each feature, where a table has fewer than
-    samples (deduplicated); offsets are then as many, and the gradient is flat. times_ms: of each repeat
-    forward, backward, and its number in the slowdown log."""
+    """One op, ready to run.
+
+    number: in the slowdown log.
+    indices, offsets: [L] and [F × B + 1].
+    gradient: [B, W] of its outputs, [L, W] of a sequence's.
+    values: [F, 1] of each feature, where a table has fewer than samples (deduplicated). Offsets are then as many, and
+        the gradient is flat. None: all have B.
+    warm: True after the first run.
+    times_ms: of each repeat forward, backward, and its number in the slowdown log.
+    """
 
     number: int
     request: ComputeRequest
@@ -405,15 +417,54 @@ class Run:
     times_ms: list[tuple[float, float, int]] = dataclasses.field(default_factory=list)
 
     def forward(self) -> torch.Tensor:
-        """The op's outputs. As TorchRec does, FBGEMM is told how many values features have if they differ."""
+        """The op's outputs."""
+        # As TorchRec does, FBGEMM gets the number of values of each feature if they differ.
         return self.op(self.indices, self.offsets, batch_size_per_feature_per_rank=self.values)
 
 
 def _at_usual_speed(run: Run, slowdown: Callable[[int], float]) -> np.ndarray:
     """[repeats, 2] forward and backward ms."""
-    return np.array(
-        [
-            (forward / slowdown(number), backward / slowdown(number))
-            for forward, backward, number in run.times_ms
-        ]
+    slowdowns = np.array([slowdown(number) for _, _, number in run.times_ms])
+    return np.array(run.times_ms)[:, :2] / slowdowns[:, None]
+
+
+class _Shape(NamedTuple):
+    """Shape of an op's batch and outputs.
+
+    values: [F] distinct values of each feature.
+    rows: of outputs: one for each lookup of sequences, as expected, or for each sample.
+    width: columns of a row.
+    several: True if features have different numbers of values. All outputs are one row then.
+    """
+
+    values: list[int]
+    rows: int
+    width: int
+    several: bool
+
+
+def _shape_of(request: ComputeRequest, most_bytes: int) -> _Shape:
+    """The shape of a request, before ids are drawn. most_bytes: of its ids and outputs.
+
+    Raises ShardCoreError for a larger one, and for an op that FBGEMM cannot run.
+    """
+    sequence, values, widths = is_sequence(request.shards), [], []
+    for s in request.shards:
+        values += fused_op.even_parts(access.distinct_values(s.table, request.batch), s.table.features)
+        widths += [s.width] * s.table.features
+    looked_up = sum(round(request.batch * s.table.looked_up) for s in request.shards)
+    several = not sequence and any(s.table.dedup > 1 for s in request.shards)
+    if sequence:
+        rows, width = looked_up, widths[0]
+    elif several:
+        rows, width = 1, sum(n * w for n, w in zip(values, widths, strict=True))
+    else:
+        rows, width = request.batch, sum(widths)
+    # Ids and offsets of 8 bytes; outputs and their gradients.
+    n_bytes = 8 * (looked_up + sum(values)) + 2 * OUTPUT_BYTES * rows * width
+    require(
+        n_bytes <= most_bytes,
+        f"a batch of {request.batch} has {n_bytes / 2**30:.1f} GiB of ids and outputs; on this machine it may have "
+        f"{most_bytes / 2**30:.1f}: it needs fewer samples, or lookups of each",
     )
+    return _Shape(values, rows, width, several)

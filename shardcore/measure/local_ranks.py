@@ -1,8 +1,8 @@
-"""A gang: one local process a rank, started together, heard while they work, and ended together.
+"""A gang: one local process a rank. They start together, send messages while they work, and end together.
 
-Ranks that exchange wait for each other, so one that dies or hangs would hold up all. A process's death ends
-its pipe and is noticed at once; a rank that has nothing to say for the allowed time hangs. Of several
-complaints, the rank that failed is named, not those that lost it.
+Ranks that exchange wait for each other, so one that dies or hangs would hold up all. A process's death ends its pipe
+and is noticed at once. A rank without a message for the allowed time hangs. Of several complaints, the rank that
+failed is named, not those that lost it.
 """
 
 from __future__ import annotations
@@ -10,22 +10,21 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.measure import processes
+from shardcore.measure import hosts, processes
 from shardcore.measure.hosts import Place
 
 MOST_RANKS = 128
 """Processes of a gang on one machine. Each loads torch, which takes some 200 MB."""
 _LOOPBACK = "127.0.0.1"
 _GRACE_S = 1.0
-"""How long a rank that lost another waits to be told why: the other's own report comes first if there is
-one."""
+"""Wait for the report of the rank that failed, once another has lost it."""
 
 
 class Lost(ShardCoreError):
@@ -34,7 +33,7 @@ class Lost(ShardCoreError):
 
 @contextmanager
 def exchanging() -> Iterator[None]:
-    """Around collectives: what breaks them is Lost, for torch does not tell a lost rank from other errors."""
+    """Raise Lost where collectives break. Torch does not tell a lost rank from other errors."""
     try:
         yield
     except RuntimeError as error:
@@ -48,39 +47,38 @@ def run(
     arguments: Sequence[Any],
     timeout_s: float,
     places: Sequence[Place] | None = None,
-) -> Iterator[tuple[int, Any]]:
-    """Run work(rank, init_method, say, *arguments) in one process a rank; yields (rank, value) for each
-    say(value) as it comes.
+) -> Generator[tuple[int, Any]]:
+    """Run work(rank, init_method, say, *arguments) in one process a rank.
 
+    Yields (rank, value) for each say(value) as it comes. Processes are named "<name>-rank-<rank>".
     init_method: for collectives.Rank, one for all: a port of this machine's loopback, or of the first place.
-    places: of each rank, see hosts.box_of. None: this machine. Processes are named "<name>-rank-<rank>".
-    `work` and `arguments` need to be picklable.
-    Raises ShardCoreError for more than MOST_RANKS, and where a rank fails (with the ShardCoreError or
-    RuntimeError it raised), dies, or none says anything for timeout_s: it names the rank and the reason.
+    work, arguments: picklable.
+    places: of each rank (hosts.box_of). None: this machine.
+
+    Raises ShardCoreError for more than MOST_RANKS, and where a rank fails (with a ShardCoreError or RuntimeError),
+    dies, or none has a message for timeout_s. It names the rank and the reason.
     No process is left when the iterator ends, raises or is closed.
     """
     if ranks > MOST_RANKS:
         raise ShardCoreError(
-            f"{name}: {ranks:,} devices need as many processes on this machine, and at most "
-            f"{MOST_RANKS} are started; take a problem of fewer devices, or a job with a "
-            "rank on each device where the command allows it"
+            f"{name}: {ranks:,} devices need as many processes on this machine, and at most {MOST_RANKS} are started; "
+            "take a problem of fewer devices, or a job with a rank on each device where the command allows it"
         )
-    pipes, running = [], []
+    pipes: list[Connection] = []
+    running: list[BaseProcess] = []
     address = places[0].address if places else _LOOPBACK
     with _reserved_port(address, places[0] if places else None) as port:
         try:
             for rank in range(ranks):
                 pipe, theirs = processes.context().Pipe(duplex=False)
-                process = processes.made(
-                    f"{name}-rank-{rank}",
-                    _rank_process,
-                    (theirs, places and places[rank], work, rank, f"tcp://{address}:{port}", arguments),
-                )
+                place = places[rank] if places else None
+                task = (theirs, place, work, rank, f"tcp://{address}:{port}", arguments)
+                process = processes.made(f"{name}-rank-{rank}", _rank_process, task)
                 process.start()
                 theirs.close()  # so that the pipe ends when the process does
                 pipes.append(pipe)
                 running.append(process)
-            yield from _heard(name, pipes, running, timeout_s)
+            yield from _messages(name, pipes, running, timeout_s)
         finally:
             for pipe, process in zip(pipes, running, strict=True):
                 process.kill()
@@ -90,26 +88,18 @@ def run(
 
 @contextmanager
 def _reserved_port(address: str, place: Place | None) -> Iterator[int]:
-    """A free port of an address. It is taken, without listening, until rank 0 listens there; both allow that
-    (SO_REUSEADDR)."""
-    with _socket_at(place) as held:
+    """A free port of an address. The socket is bound, and does not listen: rank 0 will (SO_REUSEADDR)."""
+
+    def made() -> socket.socket:
+        if place:
+            place.enter()
+        return socket.socket()
+
+    # A socket stays on the host where it was made. Only a thread enters that.
+    with hosts.in_thread(made) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((address, 0))
         yield held.getsockname()[1]
-
-
-def _socket_at(place: Place | None) -> socket.socket:
-    """A socket on a host of a box (None: of this machine), where it stays."""
-    if place is None:
-        return socket.socket()
-
-    def made() -> socket.socket:
-        place.enter()
-        return socket.socket()
-
-    # Only a thread of its own moves, and then it ends.
-    with ThreadPoolExecutor(1) as mover:
-        return mover.submit(made).result()
 
 
 def _rank_process(
@@ -124,7 +114,7 @@ def _rank_process(
     try:
         if place:
             place.settle()
-        work(rank, init_method, lambda value: pipe.send(("said", value)), *arguments)
+        work(rank, init_method, lambda value: pipe.send(("message", value)), *arguments)
         pipe.send(("done", None))
     except Lost as error:
         pipe.send(("lost", _line(error)))
@@ -133,24 +123,27 @@ def _rank_process(
         pipe.send(("failed", _line(error)))
 
 
-def _heard(
-    name: str, pipes: Sequence[Connection], processes: Sequence[Any], timeout_s: float
+def _messages(
+    name: str, pipes: Sequence[Connection], processes: Sequence[BaseProcess], timeout_s: float
 ) -> Iterator[tuple[int, Any]]:
+    """Yield messages until all ranks are done. Raises as `run`."""
     done: set[int] = set()
     lost: dict[int, str] = {}
-    # a rank that waits in an exchange speaks up after timeout_s
+    # a rank that waits in an exchange complains after timeout_s
     deadline = time.monotonic() + timeout_s + _GRACE_S
     while len(done) < len(pipes):
-        running = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in done and rank not in lost}
-        ready = wait(list(running), max(0.0, deadline - time.monotonic())) if running else []
+        running = [rank for rank in range(len(pipes)) if rank not in done and rank not in lost]
+        ready = (
+            wait([pipes[rank] for rank in running], max(0.0, deadline - time.monotonic())) if running else []
+        )
         if not ready:
-            raise ShardCoreError(_why(name, running.values(), lost, timeout_s))
-        for rank, pipe in ((running[p], p) for p in ready):
+            raise ShardCoreError(_silence(name, running, lost, timeout_s))
+        for rank in (rank for rank in running if pipes[rank] in ready):
             try:
-                kind, value = pipe.recv()
+                kind, value = pipes[rank].recv()
             except (EOFError, OSError):  # at once, or in the middle of a message
                 kind, value = "failed", end_of(processes[rank])
-            if kind == "said":
+            if kind == "message":
                 yield rank, value
             elif kind == "done":
                 done.add(rank)
@@ -162,28 +155,22 @@ def _heard(
             deadline = min(deadline, now + _GRACE_S) if lost else now + timeout_s + _GRACE_S
 
 
-def _why(name: str, silent: Iterable[int], lost: dict[int, str], timeout_s: float) -> str:
-    silent = ", ".join(map(str, silent))
+def _silence(name: str, silent: Iterable[int], lost: dict[int, str], timeout_s: float) -> str:
+    ranks = ", ".join(map(str, silent))
     if not lost:
-        return (
-            f"{name}: no word for {timeout_s:g} s from rank {silent}: it hangs, "
-            "or its work needs a longer timeout_s"
-        )
-    rank, said = next(iter(lost.items()))
-    return (
-        f"{name}: rank {silent or rank} does not answer the others ({timeout_s:g} s are allowed); "
-        f"rank {rank}: {said}"
-    )
+        return f"{name}: no word for {timeout_s:g} s from rank {ranks}: it hangs, or its work needs a longer timeout_s"
+    first, reason = next(iter(lost.items()))
+    waits = f"rank {ranks or first} does not answer the others ({timeout_s:g} s are allowed)"
+    return f"{name}: {waits}; rank {first}: {reason}"
 
 
-def end_of(process: Any) -> str:
-    """Why a process that ended did."""
+def end_of(process: BaseProcess) -> str:
+    """The reason why a process ended."""
     process.join(_GRACE_S)
     code = process.exitcode
     if code is not None and code < 0:
-        return f"it was killed by {signal.Signals(-code).name}" + (
-            " (out of memory?)" if -code == signal.SIGKILL else ""
-        )
+        killer = signal.Signals(-code).name
+        return f"it was killed by {killer}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
     return f"it ended with exit code {code}; what it wrote to standard error says why"
 
 

@@ -1,5 +1,4 @@
-"""Measuring workers as local processes, each fed and heard over a pipe. Between answers it says that it
-lives."""
+"""Measuring workers as local processes, each with a pipe. Between answers they send heartbeats."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -17,7 +17,7 @@ from shardcore.measure.device_bench import BenchSpec, Counts, DeviceBench
 from shardcore.measure.supervise import Ended, Refused
 
 _BEAT_S, _BEATS = 1.0, 4
-"""Between two words of a process, at most; and how many it has at least before it counts as hung."""
+"""Seconds between two heartbeats, at most; and heartbeats before a process counts as hung, at least."""
 
 
 class LocalTransport:
@@ -30,49 +30,48 @@ class LocalTransport:
         return LocalWorker(self.spec, reference_ms, self._beat_s)
 
     def wait(self, workers: Sequence[LocalWorker], timeout_s: float) -> list[LocalWorker]:
-        pipes = {w.pipe: w for w in workers}
-        for pipe in wait(list(pipes), timeout_s):
-            pipes[pipe].hear()
-        return [w for w in workers if w.said]
+        ready = wait([w.pipe for w in workers], timeout_s)
+        for worker in workers:
+            if worker.pipe in ready:
+                worker.receive()
+        return [w for w in workers if w.message]
 
     def room(self) -> str:
         return f"this machine has {os.cpu_count()} cores"
 
 
 class LocalWorker:
-    """said: the kind and the value of its answer, once it is there."""
+    """One process. message: kind and value of its answer, once it is there."""
 
     def __init__(self, spec: BenchSpec, reference_ms: float | None, beat_s: float):
         self.pipe, theirs = processes.context().Pipe()
-        self.said: tuple[str, Any] | None = None
+        self.message: tuple[str, Any] | None = None
         self.counts = Counts()
         self._process = processes.made(f"measure-{spec.device}", _serve, (theirs, spec, reference_ms, beat_s))
         self._process.start()
         theirs.close()  # so that the pipe ends when the process does
 
     def call(self, method: str, *arguments: Any, label: str = "") -> None:
-        self.said = None
-        try:
+        self.message = None
+        with suppress(OSError):  # it is gone, which its pipe's end will tell
             self.pipe.send((method, *arguments))
-        except OSError:  # it is gone, which its pipe's end will tell
-            pass
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         try:
             kind, value, self.counts = self.pipe.recv()
         except (EOFError, OSError):
             kind, value = "ended", local_ranks.end_of(self._process)
         if kind != "beat":
-            self.said = kind, value
+            self.message = kind, value
 
     def answer(self) -> Any:
-        kind, value = self.said
+        kind, value = self.message or ("ended", "it has not answered yet")
         if kind != "answer":
             raise (Refused if kind == "refused" else Ended)(value)
         return value
 
     def look(self) -> None:
-        """Its beats have told."""
+        """Its heartbeats have brought its counts."""
 
     def end(self) -> None:
         self._process.kill()
@@ -81,11 +80,11 @@ class LocalWorker:
 
 
 def _serve(pipe: Connection, spec: BenchSpec, reference_ms: float | None, beat_s: float) -> None:
-    """The process: answers calls in turn, and says every beat_s what its kernels have run."""
+    """The process: answers calls in turn, and sends its counts every beat_s."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends it
     bench, sending = None, threading.Lock()
 
-    def say(kind: str, value: object = None) -> None:
+    def send(kind: str, value: object = None) -> None:
         try:
             with sending:
                 pipe.send((kind, value, bench.counts() if bench else Counts()))
@@ -95,17 +94,16 @@ def _serve(pipe: Connection, spec: BenchSpec, reference_ms: float | None, beat_s
     def beat() -> None:
         while True:
             time.sleep(beat_s)
-            say("beat")
+            send("beat")
 
     try:
         bench = DeviceBench(spec, reference_ms)
         threading.Thread(target=beat, daemon=True).start()
         while True:
-            say("answer", bench.call(*pipe.recv())[0])
+            send("answer", bench.call(*pipe.recv())[0])
     except EOFError:  # the parent is gone
         return
     except Exception as error:  # a CUDA fault, say, which spoils the process: it is replaced whatever it was
         refused = bench is None and isinstance(error, ShardCoreError)
-        say(
-            "refused" if refused else "ended", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        )
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        send("refused" if refused else "ended", reason)

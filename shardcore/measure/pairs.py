@@ -1,4 +1,4 @@
-"""How long messages between pairs of ranks take, and what links carry. Every rank of a gang calls these.
+"""Times of messages between pairs of ranks, and bandwidths of links. Every rank of a gang calls these.
 
 Pairs talk in turn, one after another: pairs that share a link or a core would slow each other down. With more
 ranks than MOST_IN_TURN, pairs without a common rank talk at once.
@@ -32,9 +32,14 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class PairConfig:
-    """message_kib: of the messages that tell ranks apart. sweeps: over all pairs, and repeats: of a pair in
-    each. The fastest counts, so that what disturbs a machine for a while disturbs no pair in all sweeps.
-    load_kib: of the messages that tell what links carry. timeout_s: a rank that waits longer gives up."""
+    """How pairs are measured.
+
+    message_kib: size of the messages that tell ranks apart.
+    sweeps: over all pairs. The fastest counts, so that no disturbance meets a pair in all sweeps.
+    repeats: of a pair in each sweep.
+    load_kib: size of the messages that tell bandwidths.
+    timeout_s: a rank that waits longer gives up.
+    """
 
     message_kib: int = 1024
     sweeps: int = 3
@@ -43,21 +48,19 @@ class PairConfig:
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        require_within(
-            self,
-            "pairs",
-            message_kib=(1, 1 << 20),
-            load_kib=(1, 1 << 20),
-            sweeps=(1, MOST_REPEATS),
-            repeats=(1, MOST_REPEATS),
-            timeout_s=WAITS_S,
-        )
+        sizes = dict.fromkeys(("message_kib", "load_kib"), (1, 1 << 20))
+        counts = dict.fromkeys(("sweeps", "repeats"), (1, MOST_REPEATS))
+        require_within(self, "pairs", **sizes, **counts, timeout_s=WAITS_S)
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """What a gang found. pair_ms: [D, D]. levels: groups of near ranks, the smallest first. links: of the
-    first level."""
+class PairMeasurement:
+    """Measurements of a gang.
+
+    pair_ms: [D, D] ms of a message from one rank to another. The diagonal is 0.
+    levels: groups of near ranks, the smallest first.
+    links: of the first level.
+    """
 
     pair_ms: np.ndarray
     levels: list[Groups]
@@ -65,17 +68,17 @@ class Found:
 
 
 def require_links(problem: Problem) -> None:
-    """Raises ShardCoreError for a problem of one device, and for one with towers, which name hosts."""
+    """Raise ShardCoreError for a problem of one device, and for one with towers, which name hosts."""
     require(
         problem.job.tower_ratio is None,
-        f"problem {problem.name!r} has towers (job.tower_ratio), and "
-        "its tables are pinned to hosts; measure the problem without both, then run plan --towers",
+        f"problem {problem.name!r} has towers (job.tower_ratio), and its tables are pinned to hosts; measure the "
+        "problem without both, then run plan --towers",
     )
     require(len(problem.topology) > 1, f"problem {problem.name!r} has one device; links need 2 or more")
 
 
 Note = Callable[[int, int], None]
-"""Told after each turn of pairs how many there were, and of how many."""
+"""Called after each turn of pairs with the number of turns so far, and of all."""
 
 
 def measure(
@@ -84,27 +87,27 @@ def measure(
     device: str = "cpu",
     note: Note = lambda done, of: None,
     on: Sequence[Place] = (),
-) -> Found:
-    """What a gang of local processes finds, one a core or a GPU.
+) -> PairMeasurement:
+    """Measure by a gang of local processes, one a core or a GPU.
 
     on: the place of each rank, in a box.
 
     Raises ShardCoreError if a rank dies or hangs. No process stays behind.
     """
     hardware.require_device(device)
-    heard = local_ranks.run("pairs", _work, ranks, (ranks, config, device), config.timeout_s, on or None)
-    for rank, said in heard:
-        if rank == 0 and isinstance(said, Found):
-            return said
+    task = (ranks, config, device)
+    for rank, message in local_ranks.run("pairs", _work, ranks, task, config.timeout_s, on or None):
+        if rank == 0 and isinstance(message, PairMeasurement):
+            return message
         if rank == 0:
-            note(*said)
-    raise AssertionError("rank 0 ends with what it found")
+            note(*message)
+    raise AssertionError("rank 0 ends with its measurement")
 
 
 def _work(
     rank: int, init_method: str, say: Callable[[object], None], ranks: int, config: PairConfig, device: str
 ) -> None:
-    """One process of the gang. It says how far it is, and in the end what it found."""
+    """One process of the gang. It sends its progress, and in the end its measurement."""
     if device == "cuda":
         torch.cuda.set_device(rank)
     say(measure_rank(rank, ranks, init_method, config, device, lambda *done: say(done)))
@@ -117,37 +120,31 @@ def measure_rank(
     config: PairConfig,
     device: str,
     note: Note = lambda done, of: None,
-) -> Found:
-    """The same, called by every rank of a gang, each in a process of its own."""
+) -> PairMeasurement:
+    """Measure as a rank of a gang, each in another process."""
     if device == "cpu":
         torch.set_num_threads(1)
     with local_ranks.exchanging():
         collectives.connect(rank, ranks, init_method, device, config.timeout_s)
-        found = measure_here(config, device, note)
+        pair_ms = pair_times(config, device, note)
+        near = levels(pair_ms)
+        groups = near[0] if near else (tuple(range(ranks)),)
+        measured = PairMeasurement(pair_ms, near, links(groups, config, device))
         # Rank 0 holds the store, which the others need until they are done.
         dist.barrier()
         dist.destroy_process_group()
-    return found
+    return measured
 
 
-def measure_job(config: PairConfig, device: str = "cpu", note: Note = lambda done, of: None) -> Found:
-    """The same in a job that torchrun or the like has started. Each of its processes calls this."""
+def measure_job(
+    config: PairConfig, device: str = "cpu", note: Note = lambda done, of: None
+) -> PairMeasurement:
+    """Measure in a job that torchrun or the like has started. Each of its processes calls this."""
     hardware.require_device(device)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    return measure_rank(
-        int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", config, device, note
-    )
-
-
-def measure_here(
-    config: PairConfig, device: torch.device | str = "cpu", note: Note = lambda done, of: None
-) -> Found:
-    """The same, called by every rank of a process group."""
-    pair_ms = pair_times(config, device, note)
-    near = levels(pair_ms)
-    groups = near[0] if near else (tuple(range(len(pair_ms))),)
-    return Found(pair_ms, near, links(groups, config, device))
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return measure_rank(rank, ranks, "env://", config, device, note)
 
 
 def rounds(ranks: int) -> Iterator[list[tuple[int, int]]]:
@@ -163,50 +160,48 @@ def rounds(ranks: int) -> Iterator[list[tuple[int, int]]]:
 def pair_times(
     config: PairConfig, device: torch.device | str = "cpu", note: Note = lambda done, of: None
 ) -> np.ndarray:
-    """[D, D] ms of a message from one rank to another: half of there and back, the fastest of some.
-
-    The diagonal is 0.
-    """
+    """[D, D] ms of a message from one rank to another: half of there and back, the fastest of some."""
     rank, n = dist.get_rank(), dist.get_world_size()
     message = torch.zeros(config.message_kib << 10, dtype=torch.uint8, device=device)
-    own = torch.full((n,), torch.inf, dtype=torch.float64)
-    own[rank] = 0.0
-    sweep = list(rounds(n)) if n > MOST_IN_TURN else [[pair] for some in rounds(n) for pair in some]
-    turns = sweep * config.sweeps
+    to_others = torch.full((n,), torch.inf, dtype=torch.float64)
+    to_others[rank] = 0.0
+    at_once = list(rounds(n))
+    in_turn = [[pair] for pairs in at_once for pair in pairs]
+    turns = (at_once if n > MOST_IN_TURN else in_turn) * config.sweeps
     for done, turn in enumerate(turns, 1):
         dist.barrier()
         for pair in turn:
             if rank in pair:
                 other = pair[1 - pair.index(rank)]
                 took_s = _there_and_back(message, other, rank == pair[0], config.repeats)
-                own[other] = min(own[other].item(), min(took_s) / 2 * 1e3)
+                to_others[other] = min(to_others[other].item(), min(took_s) / 2 * 1e3)
         note(done, len(turns))
-    rows = [torch.zeros_like(own) for _ in range(n)]
-    dist.all_gather(rows, own)
-    found = torch.stack(rows).numpy()
-    return np.minimum(found, found.T)
+    rows = [torch.zeros_like(to_others) for _ in range(n)]
+    dist.all_gather(rows, to_others)
+    both_ways = torch.stack(rows).numpy()
+    return np.minimum(both_ways, both_ways.T)
 
 
 def _there_and_back(message: torch.Tensor, other: int, first: bool, repeats: int) -> list[float]:
-    """s of each of some messages to another rank and back. The first message, which connects, is left out."""
-    found = []
+    """Seconds of each of some messages to another rank and back."""
+    took_s = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
         for send in (first, not first):
             (dist.send if send else dist.recv)(message, other)
         if message.is_cuda:
             torch.cuda.synchronize(message.device)
-        found.append(time.perf_counter() - began)
-    return found[1:]
+        took_s.append(time.perf_counter() - began)
+    return took_s[1:]  # the first message connects
 
 
 def links(groups: Groups, config: PairConfig, device: torch.device | str = "cpu") -> Links:
-    """What links within and between these groups carry, and what a collective takes at least."""
+    """Bandwidths of links within and between these groups, and the least time of a collective."""
     rank, n = dist.get_rank(), dist.get_world_size()
     load = torch.zeros(config.load_kib << 10, dtype=torch.uint8, device=device)
 
-    def carried(pairs: Sequence[tuple[int, int]]) -> float | None:
-        """GB/s of each first rank to its second while all of these pairs do so."""
+    def gbps(pairs: Sequence[tuple[int, int]]) -> float | None:
+        """GB/s of each first rank to its second while all of these pairs send."""
         if not pairs:
             return None
         mine = next((pair for pair in pairs if rank in pair), None)
@@ -220,35 +215,37 @@ def links(groups: Groups, config: PairConfig, device: torch.device | str = "cpu"
         return len(load) / took / _GB
 
     # One pair within each group; one rank of each group, each with one of another; then all ranks.
-    within = carried([(group[0], group[1]) for group in groups if len(group) > 1])
-    alone, between = (carried(_between(some)) for some in (tuple(g[:1] for g in groups), groups))
+    within = gbps([(group[0], group[1]) for group in groups if len(group) > 1])
+    first = gbps(_between(tuple(group[:1] for group in groups)))
+    between = gbps(_between(groups))
     small, into = torch.zeros(n, device=device), torch.zeros(n, device=device)
-    once = []
+    took_s = []
     for _ in range(config.repeats + 1):
         dist.barrier()
         began = time.perf_counter()
         dist.all_to_all_single(into, small)
         if small.is_cuda:
             torch.cuda.synchronize(small.device)
-        once.append(_slowest(time.perf_counter() - began))
-    return Links(within, between, _shared_gbps(groups, alone, between), 1e3 * float(np.median(once[1:])))
+        took_s.append(_slowest(time.perf_counter() - began))
+    return Links(within, between, _shared_gbps(groups, first, between), 1e3 * float(np.median(took_s[1:])))
 
 
-def _shared_gbps(groups: Groups, alone: float | None, together: float | None) -> float | None:
-    """GB/s of a link that the ranks of a group share. None where each rank has its own.
+def _shared_gbps(groups: Groups, first: float | None, together: float | None) -> float | None:
+    """GB/s of a link that the ranks of a group share. None where each rank has a link.
 
-    alone: of a rank while no other of its group sends. together: while all do.
+    first: of a rank while no other of its group sends.
+    together: of a rank while all send.
     """
     size = max(map(len, groups))
-    # Half way, on a scale of ratios, from links of their own to one link.
-    if alone is None or together is None or alone < together * size**0.5 or size == 1:
+    # Half way, on a scale of ratios, from a link for each rank to one link for all.
+    if first is None or together is None or first < together * size**0.5 or size == 1:
         return None
     return together * size
 
 
 def _between(groups: Groups) -> list[tuple[int, int]]:
-    """Pairs of ranks of different groups, as many at once as there are. A rank is in one pair at most."""
-    # In the order of groups, ranks that are half of all apart are of different groups of one size.
+    """Pairs of ranks of different groups, all that can send at once. A rank is in one pair at most."""
+    # In the order of groups, two ranks that stand half the list apart are of different groups of one size.
     ranks = [rank for group in groups for rank in group]
     half, group_of = len(ranks) // 2, {rank: i for i, group in enumerate(groups) for rank in group}
     pairs = zip(ranks[:half], ranks[len(ranks) - half :], strict=True)
@@ -256,7 +253,8 @@ def _between(groups: Groups) -> list[tuple[int, int]]:
 
 
 def _one_way(load: torch.Tensor, sender: int, receiver: int) -> None:
-    """One rank sends to another. Both at once share a connection, where gloo's requests wait behind data."""
+    """One rank sends to another."""
+    # Not both at once: they would share a connection, where gloo's requests wait behind data.
     if dist.get_rank() == sender:
         dist.send(load, receiver)
     else:
@@ -267,6 +265,6 @@ def _one_way(load: torch.Tensor, sender: int, receiver: int) -> None:
 
 def _slowest(seconds: float) -> float:
     """The longest of all ranks."""
-    found = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.item()
+    longest = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return longest.item()

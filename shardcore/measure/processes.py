@@ -1,7 +1,7 @@
 """Processes that measure, or take part in a gang. They end when this process does, however that ends.
 
-Without a GPU each is forked from a server, which has imported torch and FBGEMM and done nothing else: so it
-starts at once. With one each starts anew: importing may ask CUDA for its devices, after which forks cannot.
+Without a GPU each is forked from a server, which has imported torch and FBGEMM and done nothing else: so it starts
+at once. With one each starts anew: importing may ask CUDA for its devices, after which forks cannot.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-_METHOD = "spawn" if Path("/dev/nvidiactl").exists() else "forkserver"
+_SPAWNS = Path("/dev/nvidiactl").exists()
 _IMPORTED = [
     "shardcore.measure.replay",
     "shardcore.measure.supervise",
@@ -25,12 +25,12 @@ _IMPORTED = [
     "fbgemm_gpu.split_table_batched_embeddings_ops_training",
 ]
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Torch reads it once. Else each rank in a box says that other hosts' addresses have no names."""
+"""Torch reads it once. Else each rank in a box warns that other hosts' addresses have no names."""
 
 
-def context() -> BaseContext:
+def context() -> SpawnContext | ForkServerContext:
     """Makes pipes to processes."""
-    return multiprocessing.get_context(_METHOD)
+    return multiprocessing.get_context("spawn") if _SPAWNS else multiprocessing.get_context("forkserver")
 
 
 def made(name: str, work: Callable[..., None], arguments: Sequence[Any]) -> BaseProcess:
@@ -39,13 +39,13 @@ def made(name: str, work: Callable[..., None], arguments: Sequence[Any]) -> Base
     `work` and `arguments` need to be picklable. It has the environment that this process has now.
     """
     environment = _QUIET | os.environ
-    if _METHOD == "forkserver":
+    if not _SPAWNS:
         _start_server()
     return context().Process(target=_run, name=name, daemon=True, args=(environment, work, arguments))
 
 
 def _start_server() -> None:
-    """Does nothing where there is one."""
+    """Start the server of forks. Does nothing where there is one."""
     forkserver.set_forkserver_preload(_IMPORTED)
     added = _QUIET.keys() - os.environ
     # The server takes over the environment. Other threads may read it: so all else stays as it is.
@@ -65,5 +65,6 @@ def _run(environment: Mapping[str, str], work: Callable[..., None], arguments: S
 
 
 def _end_with_parent() -> None:
-    wait([multiprocessing.parent_process().sentinel])
+    if parent := multiprocessing.parent_process():
+        wait([parent.sentinel])
     os._exit(1)

@@ -1,29 +1,26 @@
-"""Replay: run one step of plans for real, one process a device, and time its parts. The ground truth of
-`price`.
+"""Replay: run one step of plans for real, one process a device, and time its parts. The ground truth of `price`.
 
 A step is timed as it falls in a training loop, from one dense part to the next:
 
   barrier | ids of the next batch | exchange of gradients | backward | forward of that batch | waiting |
   exchange of outputs
 
-Ids travel where TorchRec's pipeline has them (job.HIDES_IDS): beside the dense part, for which ranks sleep.
-Before it, ranks put ids in buckets and say how many will come. Between its forward and backward they send
-them. After it, they put those that arrived in order (id_transfer.py). Without a pipeline all of it comes
-later, but takes as long. What the dense part hides costs nothing.
+Ids travel where TorchRec's pipeline has them (job.HIDES_IDS): beside the dense part, for which ranks sleep. Before
+it, ranks put ids in buckets and announce their numbers. Between its forward and backward they send them. After it,
+they put arrived ids in order (id_transfer.py). Without a pipeline all of it comes later, but takes as long. Whatever
+the dense part hides costs nothing.
 
-So a device reaches the forward exchange after its backward transfer and all its compute, and waits there for
-the last one: the waiting that a CostModel predicts. Ranks compare their marks by the host's monotonic clock,
-hence they share one host. A transfer is from the last rank's start to a rank's own end; the skew with which
-ranks leave the barrier is nobody's cost.
+So a device reaches the forward exchange after its backward transfer and all its compute, and waits there for the
+last one: the waiting that a CostModel predicts. Ranks compare their marks by the host's monotonic clock, hence they
+share one host. A transfer is from the last rank's start to a rank's own end; the skew with which ranks leave the
+barrier is nobody's cost.
 
-Ops run over an arena as in kernels.py, outputs and gradients travel between the ops' own buffers. Sequences
-run by an op that does not pool, and their lookups travel. Steps go through several different batches, and
-before each the caches are overwritten, as the dense part and other layers would. Gloo on CPU; NCCL is written
-for the same interface and has not been run here.
+Ops run over an arena as in kernels.py; outputs and gradients travel between the ops' buffers. Steps go through
+several different batches, and before each the caches are overwritten, as the dense part and other layers would. Gloo
+on CPU; NCCL is written for the same interface and has not been run here.
 
-Over the hosts of a box (hosts.py), exchanges are real and hosts are emulated. Their ranks share the cores of
-this machine. So the compute of each device is measured before, with nothing beside, and a rank sleeps for as
-long.
+Over the hosts of a box (hosts.py), exchanges are real and hosts are emulated. Their ranks share the cores of this
+machine. So the compute of each device is measured before, one device at a time, and a rank sleeps for as long.
 
 Shapes: D devices (ranks), R repeats, B global batch, W columns of an op.
 """
@@ -34,7 +31,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import NoneType
 from typing import Any
 
@@ -45,14 +42,7 @@ from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Setting, precision_of
-from shardcore.core.validation import (
-    MOST_BYTES,
-    MOST_REPEATS,
-    MOST_SEED,
-    WAITS_S,
-    require_type,
-    require_within,
-)
+from shardcore.core.validation import WAITS_S, require, require_type
 from shardcore.io.dataset import ReferenceOp
 from shardcore.io.measurements import StepSample
 from shardcore.measure import exchanges, id_transfer, local_ranks
@@ -60,47 +50,19 @@ from shardcore.measure.collectives import CollectiveConfig, Rank, wait_and_trans
 from shardcore.measure.devices import device_of
 from shardcore.measure.hosts import Place
 from shardcore.measure.step_compute import (
-    Alone,
     Asleep,
+    ComputeTimes,
     Ops,
+    ReferenceRuns,
+    ReplayConfig,
     benches_for,
     full,
-    measure_alone,
-    precision_in,
+    measure_compute,
     require_room,
 )
 from shardcore.measure.timing import Caches, spread
+from shardcore.step.kinds import Layout
 from shardcore.step.lower import Workload
-
-
-@dataclass(frozen=True)
-class ReplayConfig:
-    """repeats of each plan's step after warmups; batches: different ones to go through; arena_bytes: weights
-    of one rank, the largest shard that can be replayed (more where a reference op's shards are larger);
-    evict_bytes: overwritten before each step, more than the caches hold; timeout_s: building a plan's ops or
-    a round of steps that takes longer has hung; seed: of the batches."""
-
-    repeats: int = 50
-    warmups: int = 4
-    batches: int = 4
-    arena_bytes: int = 1 << 30
-    evict_bytes: int = 64 << 20
-    timeout_s: float = 120.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_within(
-            self,
-            "replay config",
-            repeats=(1, MOST_REPEATS),
-            warmups=(0, MOST_REPEATS),
-            batches=(1, MOST_REPEATS),
-            arena_bytes=(1, MOST_BYTES),
-            evict_bytes=(0, MOST_BYTES),
-            timeout_s=WAITS_S,
-            seed=(0, MOST_SEED),
-        )
-
 
 STEP_REPEATS = 20
 STEP_BYTES = 512 << 20
@@ -108,18 +70,18 @@ STEP_BYTES = 512 << 20
 
 
 def of_samples(arena_bytes: int, hang_s: float, repeats: int = STEP_REPEATS) -> ReplayConfig:
-    """How plans are replayed whose steps are samples of a dataset: weights of STEP_BYTES a rank at most; in a
-    round, or while a plan's ops are built, more happens than in one op that hangs after hang_s."""
-    return ReplayConfig(
-        repeats=repeats, arena_bytes=min(arena_bytes, STEP_BYTES), timeout_s=min(2 * hang_s, WAITS_S[1])
-    )
+    """How plans are replayed whose steps are samples of a dataset: with weights of STEP_BYTES a rank at most."""
+    # In a round, or while ops are built, more happens than in one op, which hangs after hang_s.
+    timeout_s = min(2 * hang_s, WAITS_S[1])
+    return ReplayConfig(repeats=repeats, arena_bytes=min(arena_bytes, STEP_BYTES), timeout_s=timeout_s)
 
 
 def replay(
     workload: Workload, setting: Setting, config: ReplayConfig | None = None, device: str = "cpu"
 ) -> StepSample:
-    """What one step of `workload` costs on this machine's devices ("cpu": one process a device; "cuda": one
-    GPU a device).
+    """The cost of one step of `workload` on this machine's devices.
+
+    device: "cpu" (one process a device) or "cuda" (one GPU a device).
 
     Raises as replay_all.
     """
@@ -137,16 +99,16 @@ def replay_all(
     reference: ReferenceOp | None = None,
     on: Sequence[Place] = (),
 ) -> list[StepSample]:
-    """Replay several plans of one problem, their steps in alternation (A B A B), so that a disturbance meets
-    them all; and with them a dataset's reference op, on all devices at once, which tells the machine's
-    slowdown.
+    """Replay several plans of one problem, their steps in alternation (A B A B).
 
-    on: the places of a box, whose hosts are those of the topology. The reference op then runs while
-    compute is measured, and ranks sleep for as long as compute takes at a slowdown of 1. Links have none.
+    So a disturbance meets them all.
+    reference: a dataset's reference op, run on all devices at once, which tells the machine's slowdown.
+    on: the places of a box, whose hosts are those of the topology. The reference op then runs while compute is
+        measured, and ranks sleep for as long as compute takes at a slowdown of 1. Links have none.
 
-    Raises SettingMismatch where a workload is for another setting, and ShardCoreError where workloads differ
-    in their devices, a shard exceeds the arena, the machine lacks the GPUs, or a rank dies or hangs: it names
-    the rank and the reason, and no process stays behind.
+    Raises SettingMismatch where a workload is for another setting.
+    Raises ShardCoreError where workloads differ in their devices, a shard exceeds the arena, the machine lacks the
+    GPUs, or a rank dies or hangs: it names the rank and the reason, and no process stays behind.
     """
     config = config or ReplayConfig()
     if not workloads:
@@ -154,65 +116,48 @@ def replay_all(
     for workload in workloads:
         require_replayable(workload, workloads[0], setting, device, on)
     require_room(workloads, setting, config, reference)
-    n_devices, topology = len(workloads[0].ops), workloads[0].topology
-    alone, where = None, None
+    ranks, topology, compute_ms, places = len(workloads[0].ops), workloads[0].topology, None, None
     if on:
-        [(_, (alone, beside))] = local_ranks.run(
-            "compute",
-            measure_alone,
-            1,
-            (workloads, setting, config, reference),
-            config.timeout_s * (1 + len(workloads)),
-        )
-        slowdown = float(np.median(beside)) / reference[1] if reference else 1.0
-        alone = [alone_ms / slowdown for alone_ms in alone]
-        where = [place for _, place in sorted(zip(topology.ranks, on, strict=True), key=lambda x: x[0])]
-    last_said = dict(
-        local_ranks.run(
-            "replay",
-            _work,
-            n_devices,
-            (workloads, setting, config, device, None if on else reference, alone),
-            config.timeout_s,
-            where,
-        )
-    )
-    return combine_all(
-        [last_said[rank] for rank in range(n_devices)], None if on else reference, workloads[0].job
-    )
+        task, timeout_s = (workloads, setting, config, reference), config.timeout_s * (1 + len(workloads))
+        [(_, (compute_ms, beside_ms))] = local_ranks.run("compute", measure_compute, 1, task, timeout_s)
+        slowdown = float(np.median(beside_ms)) / reference[1] if reference else 1.0
+        compute_ms = [of_devices / slowdown for of_devices in compute_ms]
+        places = [place for _, place in sorted(zip(topology.ranks, on, strict=True), key=lambda x: x[0])]
+        reference = None
+    task = (workloads, setting, config, device, reference, compute_ms)
+    # The last message of each rank is its result. Those before it are progress.
+    last = dict(local_ranks.run("replay", _work, ranks, task, config.timeout_s, places))
+    return combine_all([last[rank] for rank in range(ranks)], reference, workloads[0].job)
 
 
 def combine_all(
     ranks: Sequence[tuple[list[np.ndarray], np.ndarray]], reference: ReferenceOp | None, job: Job
 ) -> list[StepSample]:
-    """The workloads' costs from what replay_rank gives of each rank of one host."""
-    slowdown = (
-        float(np.median([reference_ms for _, reference_ms in ranks], axis=1).mean()) / reference[1]
-        if reference
-        else 1.0
-    )
-    return [
-        replace(combine(marks, job), slowdown=slowdown)
-        for marks in zip(*(marks for marks, _ in ranks), strict=True)
-    ]
+    """The workloads' costs from the results of replay_rank, of each rank of one host."""
+    slowdown = 1.0
+    if reference:
+        medians_ms = np.median([reference_ms for _, reference_ms in ranks], axis=1)
+        slowdown = float(medians_ms.mean()) / reference[1]
+    of_workloads = zip(*(marks for marks, _ in ranks), strict=True)
+    return [replace(combine(marks, job), slowdown=slowdown) for marks in of_workloads]
 
 
 def combine(marks_s: Sequence[np.ndarray], job: Job) -> StepSample:
-    """One workload's cost from what each rank of one host saw of it: D arrays [R, 6] of replay_rank."""
+    """One workload's cost. marks_s: D arrays [R, 6] of replay_rank, of the ranks of one host."""
     begin, informed, received, updated, pooled, end = np.moveaxis(np.stack(marks_s), -1, 0) * 1e3  # [D, R]
     _, ids = wait_and_transfer(begin, informed)
     _, backward_comm = wait_and_transfer(informed, received)
     waiting, forward_comm = wait_and_transfer(pooled, end)
     # Ranks meet in the next exchange: the last one to have its ids counts.
     input_ms = np.maximum(0.0, ids - job.hides_ids_ms).max(0, keepdims=True) * np.ones_like(ids)
-    parts = (pooled - updated, updated - received, forward_comm, backward_comm, waiting, input_ms)
-    medians = {
-        name: tuple(map(float, np.median(part, axis=1))) for name, part in zip(PARTS, parts, strict=True)
-    }
+    # In the order of PARTS.
+    parts = np.stack([pooled - updated, updated - received, forward_comm, backward_comm, waiting, input_ms])
+    medians = zip(PARTS, np.median(parts, axis=2).tolist(), strict=True)
+    timed: dict[str, Any] = {name: tuple(of_devices) for name, of_devices in medians}
     return StepSample(
-        **medians,
+        **timed,
         dense_ms=job.dense_ms,
-        step=spread(sum(parts).max(0) + job.dense_ms),
+        step=spread(parts.sum(0).max(0) + job.dense_ms),
         oversubscribed=len(marks_s) > len(os.sched_getaffinity(0)),
     )
 
@@ -220,51 +165,49 @@ def combine(marks_s: Sequence[np.ndarray], job: Job) -> StepSample:
 def require_replayable(
     workload: Workload, first: Workload, setting: Setting, device: str, on: Sequence[Place] = ()
 ) -> None:
-    """Raise SettingMismatch or ShardCoreError unless a workload can be replayed in `setting`, together with
-    `first`. on: the places of a box to replay it on; none: this machine."""
-    topology = workload.topology
+    """Raise SettingMismatch or ShardCoreError unless a workload can be replayed in `setting` together with `first`.
+
+    on: the places of a box to replay it on. None: this machine.
+    """
+    topology, job = workload.topology, workload.job
     tables = {s.table for ops in workload.ops for op in ops for s in op.shards}
-    precision = precision_of(tables) or setting.precision
-    own = replace(
+    needed = replace(
         setting,
         hardware=topology.hardware or setting.hardware,
         batch=workload.global_batch,
-        precision=precision,
+        precision=precision_of(tables) or setting.precision,
     )
-    if own != setting:
+    if needed != setting:
         raise SettingMismatch(
-            f"the workload is for ({own}), the replay for ({setting}); replay it on its "
-            "own hardware and batch"
+            f"the workload is for ({needed}), the replay for ({setting}); replay it on its own hardware and batch"
         )
-    in_host = next((t.name for t in tables if t.in_host_memory), None)
-    if in_host is not None:
-        raise ShardCoreError(
-            f"table {in_host!r} has rows in host memory; a replay has all of them on the device, so far"
-        )
-    if workload.job.tower_ratio is not None and len(workload.lanes) > 1:
-        kinds = ", ".join(run.name for run in workload.lanes)
-        raise ShardCoreError(
-            f"the plan has towers, and shards of {kinds}; a replay with towers needs one kind, so far"
-        )
-    if workload.job != first.job:
-        raise ShardCoreError(
-            f"workloads of ({workload.job}) and ({first.job}) cannot be replayed together; "
-            "give plans of one problem"
-        )
-    if topology != first.topology:
-        raise ShardCoreError(
-            f"workloads of {len(topology)} and {len(first.topology)} devices, or of "
-            "different topologies, "
-            "cannot be replayed together; give plans of one problem"
-        )
+    below = next((t.name for t in tables if t.in_host_memory), None)
+    require(
+        below is None,
+        f"table {below!r} has rows in host memory; a replay has all of them on the device, so far",
+    )
+    require(
+        job.tower_ratio is None or len(workload.lanes) <= 1,
+        f"the plan has towers, and shards of {', '.join(run.name for run in workload.lanes)}; a replay with towers "
+        "needs one kind, so far",
+    )
+    require(
+        job == first.job,
+        f"workloads of ({job}) and ({first.job}) cannot be replayed together; give plans of one problem",
+    )
+    require(
+        topology == first.topology,
+        f"workloads of {len(topology)} and {len(first.topology)} devices, or of different topologies, cannot be "
+        "replayed together; give plans of one problem",
+    )
     counts = list(Counter(place.host for place in on).values()) or [len(topology)]
-    if [len(of) for of in topology.on_hosts] != counts or any(d.speed != 1 for d in topology.devices):
-        needed = f"the box's {len(counts)} hosts of {counts[0]} devices" if on else "one host"
-        raise ShardCoreError(
-            f"the topology has hosts {', '.join(topology.hosts)} and speeds "
-            f"{sorted({d.speed for d in topology.devices})}; a replay needs {needed} and "
-            "devices of speed 1"
-        )
+    speeds = sorted({d.speed for d in topology.devices})
+    hosts = f"the box's {len(counts)} hosts of {counts[0]} devices" if on else "one host"
+    require(
+        [len(devices) for devices in topology.on_hosts] == counts and speeds == [1],
+        f"the topology has hosts {', '.join(topology.hosts)} and speeds {speeds}; a replay needs {hosts} and devices "
+        "of speed 1",
+    )
     if device == "cuda" and torch.cuda.device_count() < len(topology):
         raise ShardCoreError(
             f"a replay of {len(topology)} devices needs as many GPUs; here are {torch.cuda.device_count()}"
@@ -283,55 +226,48 @@ def replay_rank(
     device: str = "cpu",
     progress: Callable[[], None] = lambda: None,
     reference: ReferenceOp | None = None,
-    alone: Alone | None = None,
+    compute_ms: ComputeTimes | None = None,
     meet: Callable[[], object] | None = None,
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """One rank's part, for whoever starts the gang: marks [R, 6] of each workload, in s of the host's
-    monotonic clock; and [R] ms of the reference op, once a round (without one: [0]).
+    """One rank's side, for whoever starts the gang. All its ranks need the same arguments.
 
-    The marks of a step: its begin, ids received, gradients received, weights updated, the next batch pooled,
-    outputs received. All ranks of the gang need the same arguments; `progress` is called after each op built
-    and each round of steps.
-
-    alone: ms for which the rank sleeps instead of computing. None: it computes.
+    Returns marks [R, 6] of each workload, in s of the host's monotonic clock: a step's begin, ids received, gradients
+    received, weights updated, the next batch pooled, outputs received. And [R] ms of the reference op, once a round
+    (without one: [0]).
+    progress: called after each op built and each round of steps.
+    compute_ms: time for which the rank sleeps instead of computing. None: it computes.
     meet: waits until a step may begin. None: for the ranks of the gang.
     """
     if device == "cpu":
         torch.set_num_threads(1)
-    benches = {} if alone else benches_for(workloads, [rank], setting, config, device, reference)
-    beside = reference and benches[precision_in(reference[0])].prepare(reference[0], config.seed)
-    steps = []
+    benches = {} if compute_ms else benches_for(workloads, [rank], setting, config, device, reference)
+    beside, steps = ReferenceRuns(benches, reference, config.seed), []
     for i, workload in enumerate(workloads):
-        compute = (
-            Asleep(workload, rank, alone[i][rank], device)
-            if alone
-            else Ops(benches, workload, rank, config, device)
-        )
+        if compute_ms:
+            compute = Asleep(workload, rank, compute_ms[i][rank], device)
+        else:
+            compute = Ops(benches, workload, rank, config, device)
         steps.append(_Step(compute, workload, rank, device))
         progress()
     caches = Caches(config.evict_bytes, device_of(device).place)
     with local_ranks.exchanging():
-        member = Rank(
-            rank, len(workloads[0].ops), init_method, device, CollectiveConfig(timeout_s=config.timeout_s)
-        )
+        alike = CollectiveConfig(timeout_s=config.timeout_s)
+        member = Rank(rank, len(workloads[0].ops), init_method, device, alike)
         used = [channel for workload in workloads for channel in exchanges.used_channels(workload)]
         groups = exchanges.groups(rank, workloads[0].topology, used)
         for step in steps:
             step.join(groups, meet or member.meet)
-    marks: list[list[tuple[float, ...]]] = [[] for _ in steps]
-    reference_ms: list[float] = []
+    marks: list[list[np.ndarray]] = [[] for _ in steps]
     for index in range(config.warmups + config.repeats):
         progress()
-        # In another order each round, the same for all ranks: whoever hears of the progress takes a core from
-        # the first.
+        # In another order each round, the same for all ranks: whoever reads the progress takes a core from the
+        # first.
         for i in np.random.default_rng([config.seed, index]).permutation(len(steps)):
             caches.evict()
             marks[i].append(steps[i].once(index % config.batches))
-        if beside:
-            caches.evict()
-            reference_ms.append(benches[precision_in(reference[0])].once_ms(beside))
+        beside.once(caches)
     member.close()
-    return [np.array(m[config.warmups :]) for m in marks], np.array(reference_ms[config.warmups :])
+    return [np.array(m[config.warmups :]) for m in marks], np.array(beside.times_ms[config.warmups :])
 
 
 class _Step:
@@ -339,7 +275,8 @@ class _Step:
 
     def __init__(self, compute: Ops | Asleep, workload: Workload, rank: int, device: str):
         self._compute, self._workload, self._rank = compute, workload, rank
-        self._chains, self._ids = {}, []
+        self._chains: dict[Layout, list[exchanges.Exchange]] = {}
+        self._ids: list[id_transfer.IdTransfer] = []
         self._meet: Callable[[], object] = lambda: None
         self._on, self._device = device_of(device), device_of(device).place
 
@@ -351,27 +288,15 @@ class _Step:
         )
         self._ids = id_transfer.of_workload(self._workload, self._rank, self._device)
 
-    def once(self, batch: int) -> tuple[float, ...]:
-        """One step from dense part to dense part, going on with batch number `batch`; the six marks of
-        replay_rank."""
+    def once(self, batch: int) -> np.ndarray:
+        """One step from dense part to dense part, going on with batch number `batch`; [6] marks of replay_rank."""
         mark = self._on.mark
         with local_ranks.exchanging():
             self._meet()
             began = time.perf_counter()
             begin = informed = mark()
             if self._ids:
-                job = self._workload.job
-                dense_ms = (job.dense_forward_ms, job.dense_backward_ms) if job.hides_ids_ms else (0.0, 0.0)
-                for transfer in self._ids:
-                    transfer.prepare()
-                    transfer.announce()
-                wait_until(time.perf_counter() + dense_ms[0] / 1e3)
-                for transfer in self._ids:
-                    transfer.send()
-                wait_until(time.perf_counter() + dense_ms[1] / 1e3)
-                for transfer in self._ids:
-                    transfer.arrive()
-                    transfer.put_in_order()
+                self._exchange_ids()
                 informed = mark()
             for kind, chain in self._chains.items():
                 exchanges.backward(chain, self._compute.gradients.get(kind))
@@ -386,7 +311,21 @@ class _Step:
                 exchanges.forward(chain, outputs.get(kind))
             # Read only now: to wait for each mark would make the device idle between.
             marks = [begin, informed, received, updated, pooled, mark()]
-            return tuple(began + np.cumsum([0.0, *self._on.elapsed_ms(marks)]) / 1e3)
+            return began + np.cumsum([0.0, *self._on.elapsed_ms(marks)]) / 1e3
+
+    def _exchange_ids(self) -> None:
+        job = self._workload.job
+        hides = job.hides_ids_ms > 0
+        for transfer in self._ids:
+            transfer.prepare()
+            transfer.announce()
+        wait_until(time.perf_counter() + hides * (job.dense_forward_ms or 0.0) / 1e3)
+        for transfer in self._ids:
+            transfer.send()
+        wait_until(time.perf_counter() + hides * (job.dense_backward_ms or 0.0) / 1e3)
+        for transfer in self._ids:
+            transfer.arrive()
+            transfer.put_in_order()
 
 
 def _work(
@@ -398,13 +337,10 @@ def _work(
     config: ReplayConfig,
     device: str,
     reference: ReferenceOp | None,
-    alone: Alone | None,
+    compute_ms: ComputeTimes | None,
 ) -> None:
-    """One process of replay_all's gang; the last thing it says is its marks."""
+    """One process of replay_all's gang. Its last message is its result."""
     if device == "cuda":
         torch.cuda.set_device(rank)
-    say(
-        replay_rank(
-            rank, init_method, workloads, setting, config, device, lambda: say(None), reference, alone
-        )
-    )
+    arguments = (rank, init_method, workloads, setting, config, device)
+    say(replay_rank(*arguments, progress=lambda: say(None), reference=reference, compute_ms=compute_ms))

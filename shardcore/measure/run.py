@@ -1,7 +1,7 @@
-"""Measure what a dataset's folder lacks: what a seed draws, run, and kept in parts as it comes back.
+"""Measure the samples that a dataset's folder lacks: a seed draws them, and they are written as they come back.
 
-A rerun goes on where the last one ended. Where samples run is the caller's: processes of this machine for the
-command, Ray actors for the pipeline. Both hear of progress by a callback.
+A rerun goes on where the last one ended. The caller chooses where samples run: processes of this machine for the
+command, Ray actors for the pipeline. Both get a callback for progress.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from typing import Any, TypeVar
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem, Setting, Table
 from shardcore.io import dataset, replays
-from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeRequest, EmulatedLinks
+from shardcore.io.measurements import (
+    CollectiveRequest,
+    CollectiveSample,
+    ComputeRequest,
+    ComputeSample,
+    EmulatedLinks,
+)
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measure.sampling import Request, different
 from shardcore.measure.sampling.collectives import comm_request, emulated_request
@@ -25,14 +31,14 @@ from shardcore.measure.sampling.groups import GroupConfig, compute_request
 from shardcore.measure.supervise import Finished, Supervisor
 
 KEEP_EVERY_S = 5.0
-"""Between two writes, whatever the chunk: at most so much that has finished is lost at a kill."""
+"""Seconds between two writes, whatever the chunk: a kill loses at most the samples of that time."""
 _LONGEST_END = 0.25
-"""The share of the time that may be kept for what still runs at the end."""
+"""Largest share of the time that is kept for requests still running at the end."""
 _LATE_S = 5.0
-"""Seconds to wait for results after the time is over. Later ones are given up."""
+"""Seconds to wait for results after the time is over. Later ones are dropped."""
 Event = TypeVar("Event")
 Attempt = Callable[[str, Callable[[replays.Replay], object]], bool]
-"""Do work on a problem of this name, which is given what replays. False: it failed, and the others go on."""
+"""Called with a problem's name, and work that needs a replay function. False: it failed, and the others go on."""
 
 
 # --- what is wanted -----------------------------------------------------------------------------------------
@@ -49,11 +55,11 @@ def wanted_groups(
     tables: Sequence[Table], setting: Setting, n: int | None, seed: int, groups: GroupConfig
 ) -> Iterator[tuple[str, ComputeRequest]]:
     """The first n different groups of a seed, with their ids. None: all."""
-    return different(
-        lambda i: compute_request(tables, i, setting, seed, groups),
-        lambda r: dataset.compute_id(setting, r),
-        n,
-    )
+
+    def draw(i: int) -> ComputeRequest:
+        return compute_request(tables, i, setting, seed, groups)
+
+    return different(draw, lambda r: dataset.compute_id(setting, r), n)
 
 
 def wanted_exchanges(
@@ -90,16 +96,16 @@ def measure_groups(
 ) -> None:
     """Measure groups by a calibrated bench, into a folder.
 
-    progress: told what came back, after it is kept or will be within KEEP_EVERY_S.
+    progress: called with results, which are written or will be within KEEP_EVERY_S.
     chunk: samples written at once.
-    until: time.monotonic() at which to end; what runs then is still kept.
+    until: time.monotonic() at which to end; requests that run then are still kept.
     """
     began, done = time.monotonic(), 0
-    # Only now: what cannot be measured leaves no folder.
+    # Only now: a measurement that cannot start leaves no folder.
     pool_name = dataset.write_pool(folder, pool)
 
     def has_time(_: ComputeRequest) -> bool:
-        """Tell if a request can finish in time, judged by those so far."""
+        """True if a request can finish in time, judged by those so far."""
         now = time.monotonic()
         each_s = (now - began) / done if done else 0.0
         return now + min(bench.spec.config.interleave * each_s, _LONGEST_END * (until - began)) < until
@@ -109,17 +115,15 @@ def measure_groups(
         done += sum(f.settled for f in finished)
         progress(finished)
 
-    in_time = itertools.takewhile(
-        lambda _: time.monotonic() < until + _LATE_S,
-        bench.measure(requests if until == math.inf else itertools.takewhile(has_time, requests)),
-    )
-    keep(
-        in_time,
-        lambda finished: [s for f in finished for s in f.samples],
-        chunk,
-        lambda samples: dataset.write_compute(folder, samples, pool_name),
-        count,
-    )
+    def samples_of(finished: Sequence[Finished]) -> list[ComputeSample]:
+        return [s for f in finished for s in f.samples]
+
+    def write(samples: list[ComputeSample]) -> None:
+        dataset.write_compute(folder, samples, pool_name)
+
+    results = bench.measure(requests if until == math.inf else itertools.takewhile(has_time, requests))
+    in_time = itertools.takewhile(lambda _: time.monotonic() < until + _LATE_S, results)
+    keep(in_time, samples_of, chunk, write, count)
 
 
 def measure_exchanges(
@@ -133,7 +137,7 @@ def measure_exchanges(
 
 
 def by(replay: replays.Replay) -> Attempt:
-    """Attempt each problem by this function. Where it fails, so does all."""
+    """Attempt each problem by this function. Its errors end all."""
 
     def attempt(_: str, work: Callable[[replays.Replay], object]) -> bool:
         work(replay)
@@ -152,17 +156,18 @@ def measure_steps(
 ) -> None:
     """Replay the plans whose steps a folder lacks, and once more those that were disturbed.
 
-    progress: told of each problem, the number of its plans, and whether they were disturbed before.
+    progress: called with each problem, the number of its plans, and True if they were disturbed before.
     """
     failed = set()
     for again in (False, True):
         for problem, made in replays.missing(folder, wanted, setting):
             if problem.name in failed:
                 continue
-            if attempt(
-                problem.name,
-                lambda replay, p=problem, m=made: replays.append(folder, p, m, setting, config, replay),
-            ):
+
+            def append(replay: replays.Replay, problem: Problem = problem, made: Any = made) -> None:
+                replays.append(folder, problem, made, setting, config, replay)
+
+            if attempt(problem.name, append):
                 progress(problem, len(made), again)
             else:
                 failed.add(problem.name)
@@ -175,8 +180,10 @@ def keep(
     write: Callable[[list[Any]], object],
     progress: Callable[[Event], object],
 ) -> None:
-    """Write samples in parts of `chunk` as they come, what has come every KEEP_EVERY_S, and what is left also
-    where an error or Ctrl-C ends them."""
+    """Write samples in parts of `chunk` as they come, and every KEEP_EVERY_S whatever there is.
+
+    The rest is written at the end, also where an error or Ctrl-C ends them.
+    """
     waiting: list[Any] = []
     failed: list[Exception] = []
     taking, ended = threading.Lock(), threading.Event()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import OUTPUT_BYTES, PRECISION_BYTES, Setting, Shard
+from shardcore.core.validation import MOST_BYTES, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
 from shardcore.io.dataset import ReferenceOp
 from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import own_core
@@ -26,52 +27,80 @@ from shardcore.step.lower import Op, Workload
 from shardcore.step.memory import gib
 from shardcore.step.output_bytes import output_bytes
 
-Alone = Sequence[np.ndarray]
-"""For each workload, [D, 2] ms of a device's forward and backward compute, measured with nothing beside."""
-Config = Any
-"""A replay.ReplayConfig. Replays use this module."""
+ComputeTimes = Sequence[np.ndarray]
+"""For each workload, [D, 2] ms of a device's forward and backward compute, measured one device at a time."""
+Benches = Mapping[str, KernelBench]
+"""By precision of weights."""
 _GRADIENT = 1e-3
-"""What dense parts send back: small, so that weights stay finite however often a step repeats."""
+"""Value of the dense part's gradients: small, so that weights stay finite however often a step repeats."""
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """How steps are replayed.
+
+    repeats: of each plan's step, after warmups.
+    batches: different ones to go through.
+    arena_bytes: weights of one rank, the largest shard that can be replayed (more where a reference op's shards are
+        larger).
+    evict_bytes: overwritten before each step, more than the caches hold.
+    timeout_s: building a plan's ops, or a round of steps, that takes longer has hung.
+    seed: of the batches.
+    """
+
+    repeats: int = 50
+    warmups: int = 4
+    batches: int = 4
+    arena_bytes: int = 1 << 30
+    evict_bytes: int = 64 << 20
+    timeout_s: float = 120.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_within(
+            self,
+            "replay config",
+            repeats=(1, MOST_REPEATS),
+            warmups=(0, MOST_REPEATS),
+            batches=(1, MOST_REPEATS),
+            arena_bytes=(1, MOST_BYTES),
+            evict_bytes=(0, MOST_BYTES),
+            timeout_s=WAITS_S,
+            seed=(0, MOST_SEED),
+        )
 
 
 class Ops:
     """One rank's compute of a workload: its ops over each batch.
 
-    The shards of a run are one op for each precision of their weights, and for each width of sequences. Their
-    outputs travel together.
+    The shards of a run are one op for each precision of their weights, and for each width of sequences. Their outputs
+    travel together.
 
-    outputs, gradients: by run (kinds.runs_of). Batches have more lookups or fewer, so gradients of
-        sequences have room for the most of any.
+    outputs, gradients: by run (kinds.runs_of). Batches have more lookups or fewer, so gradients of sequences have
+        room for the most of any.
     """
 
-    def __init__(
-        self, benches: Mapping[str, KernelBench], workload: Workload, rank: int, config: Config, device: str
-    ):
-        self._batches = [
-            {
-                op.run: [benches[precision_in(part)].prepare(part, config.seed + k) for part in _fused(op)]
-                for op in workload.ops[rank]
-            }
-            for k in range(config.batches)
-        ]
-        self.gradients = {
-            op.run: full(
-                _shape(op, max(sum(run.gradient.numel() for run in runs[op.run]) for runs in self._batches)),
-                device,
-            )
-            for op in workload.ops[rank]
-        }
-        self._flat = {op.run for op in workload.ops[rank] if _is_flat(op)}
+    def __init__(self, benches: Benches, workload: Workload, rank: int, config: ReplayConfig, device: str):
+        own = workload.ops[rank]
+
+        def prepared(op: Op, batch: int) -> list[Any]:
+            seed = config.seed + batch
+            return [benches[_precision(part)].prepare(part, seed) for part in _fused(op)]
+
+        self._batches = [{op.run: prepared(op, batch) for op in own} for batch in range(config.batches)]
+        self.gradients = {}
+        for op in own:
+            sizes = [sum(run.gradient.numel() for run in runs[op.run]) for runs in self._batches]
+            self.gradients[op.run] = full(_shape(op, max(sizes)), device)
+        self._flat = {op.run for op in own if _is_flat(op)}
         self.forward(config.batches - 1)
 
     def forward(self, batch: int) -> None:
-        outputs = {kind: [run.forward() for run in of_kind] for kind, of_kind in self._batches[batch].items()}
-        self.outputs = {
-            kind: own[0]
-            if len(own) == 1
-            else torch.cat([x.flatten() for x in own] if kind in self._flat else own, -1)
-            for kind, own in outputs.items()
-        }
+        results = {kind: [run.forward() for run in runs] for kind, runs in self._batches[batch].items()}
+        self.outputs = {}
+        for kind, parts in results.items():
+            flat = [x.flatten() for x in parts] if kind in self._flat else parts
+            self.outputs[kind] = parts[0] if len(parts) == 1 else torch.cat(flat, -1)
 
     def backward(self) -> None:
         for kind, output in self.outputs.items():
@@ -81,24 +110,22 @@ class Ops:
 class Asleep:
     """Compute that was measured before: the rank sleeps for as long. Otherwise as Ops.
 
-    alone_ms: [2] forward and backward.
+    compute_ms: [2] forward and backward.
     """
 
-    def __init__(self, workload: Workload, rank: int, alone_ms: np.ndarray, device: str):
-        self._alone_s = alone_ms / 1e3
-        self.outputs = {
-            op.run: full(
-                _shape(op, sum(output_bytes(s, op.batch) for s in op.shards) // OUTPUT_BYTES), device
-            )
-            for op in workload.ops[rank]
-        }
-        self.gradients = {kind: torch.full_like(own, _GRADIENT) for kind, own in self.outputs.items()}
+    def __init__(self, workload: Workload, rank: int, compute_ms: np.ndarray, device: str):
+        self._forward_s, self._backward_s = (compute_ms / 1e3).tolist()
+        self.outputs = {}
+        for op in workload.ops[rank]:
+            elements = sum(output_bytes(s, op.batch) for s in op.shards) // OUTPUT_BYTES
+            self.outputs[op.run] = full(_shape(op, elements), device)
+        self.gradients = {kind: torch.full_like(outputs, _GRADIENT) for kind, outputs in self.outputs.items()}
 
     def forward(self, batch: int) -> None:
-        time.sleep(self._alone_s[0])
+        time.sleep(self._forward_s)
 
     def backward(self) -> None:
-        time.sleep(self._alone_s[1])
+        time.sleep(self._backward_s)
 
 
 def full(shape: Sequence[int], device: str) -> torch.Tensor:
@@ -106,12 +133,12 @@ def full(shape: Sequence[int], device: str) -> torch.Tensor:
 
 
 def _shape(op: Op, elements: int) -> tuple[int, ...]:
-    """Of outputs: a row for each sample."""
+    """Shape of outputs: a row for each sample."""
     return (elements,) if _is_flat(op) else (op.batch, elements // op.batch)
 
 
 def _is_flat(op: Op) -> bool:
-    """Whether its outputs have no common rows: of sequences, and of fewer values than samples."""
+    """True if outputs have no common rows: those of sequences, and of fewer values than samples."""
     return op.run.sequence or any(s.table.dedup > 1 for s in op.shards)
 
 
@@ -120,18 +147,37 @@ def _fused(op: Op) -> list[ComputeRequest]:
     shards: dict[tuple[str, int], list[Shard]] = defaultdict(list)
     for shard in op.shards:
         shards[shard.table.precision, shard.width if op.run.sequence else 0].append(shard)
-    return [ComputeRequest(tuple(own), op.batch) for own in shards.values()]
+    return [ComputeRequest(tuple(group), op.batch) for group in shards.values()]
 
 
-def precision_in(request: ComputeRequest) -> str:
+def _precision(request: ComputeRequest) -> str:
     return request.shards[0].table.precision
+
+
+class ReferenceRuns:
+    """Runs of a dataset's reference op beside steps. Without one it does nothing.
+
+    times_ms: of each run.
+    """
+
+    def __init__(self, benches: Benches, reference: ReferenceOp | None, seed: int):
+        self.times_ms: list[float] = []
+        self._bench = self._run = None
+        if reference:
+            self._bench = benches[_precision(reference[0])]
+            self._run = self._bench.prepare(reference[0], seed)
+
+    def once(self, caches: Caches) -> None:
+        if self._bench and self._run:
+            caches.evict()
+            self.times_ms.append(self._bench.once_ms(self._run))
 
 
 def benches_for(
     workloads: Sequence[Workload],
     ranks: Iterable[int],
     setting: Setting,
-    config: Config,
+    config: ReplayConfig,
     device: str,
     reference: ReferenceOp | None,
 ) -> dict[str, KernelBench]:
@@ -139,78 +185,85 @@ def benches_for(
 
     Together at most config.arena_bytes.
     """
-    requests = [part for w in workloads for rank in ranks for op in w.ops[rank] for part in _fused(op)]
-    precisions = setting.precision.split("+")
-    room = dict.fromkeys(precisions, 64)
-    for request in requests:
-        room[precision_in(request)] = max(room[precision_in(request)], _arena_bytes(request))
-    room = {p: min(config.arena_bytes // len(precisions), n_bytes) for p, n_bytes in room.items()}
-    _grow(room, reference)
+    room = _room(setting, config.arena_bytes, None)
+    needed = dict.fromkeys(room, 64)
+    for op in (op for w in workloads for rank in ranks for op in w.ops[rank]):
+        for request in _fused(op):
+            precision, cell_bytes = _precision(request), PRECISION_BYTES[_precision(request)]
+            # Tables lie one after the other, at multiples of 16 elements.
+            n_bytes = sum((s.rows * s.width + 15) // 16 * 16 * cell_bytes for s in request.shards)
+            needed[precision] = max(needed[precision], n_bytes)
+    sizes = {p: min(room[p], n_bytes) for p, n_bytes in needed.items()}
+    _grow(sizes, reference)
     return {
         p: KernelBench(replace(setting, precision=p), device, KernelConfig(arena_bytes=n_bytes))
-        for p, n_bytes in room.items()
+        for p, n_bytes in sizes.items()
     }
 
 
 def require_room(
-    workloads: Sequence[Workload], setting: Setting, config: Config, reference: ReferenceOp | None
+    workloads: Sequence[Workload], setting: Setting, config: ReplayConfig, reference: ReferenceOp | None
 ) -> None:
     """Raise ShardCoreError for a shard that no bench of `benches_for` has room for."""
-    room = dict.fromkeys(precisions := setting.precision.split("+"), config.arena_bytes // len(precisions))
-    _grow(room, reference)
+    room = _room(setting, config.arena_bytes, reference)
     for shard in (s for w in workloads for ops in w.ops for op in ops for s in op.shards):
-        if shard.bytes > room[shard.table.precision]:
+        if shard.bytes > (most := room[shard.table.precision]):
             raise ShardCoreError(
-                f"shard {shard.label} is {gib(shard.bytes)}; the arena holds "
-                f"{gib(room[shard.table.precision])}: give more (--arena-gib, "
+                f"shard {shard.label} is {gib(shard.bytes)}; the arena holds {gib(most)}: give more (--arena-gib, "
                 "ReplayConfig.arena_bytes), as each rank has memory for"
             )
+
+
+def _room(setting: Setting, arena_bytes: int, reference: ReferenceOp | None) -> dict[str, int]:
+    """Bytes of an arena for each precision."""
+    precisions = setting.precision.split("+")
+    room = {precision: arena_bytes // len(precisions) for precision in precisions}
+    _grow(room, reference)
+    return room
 
 
 def _grow(room: dict[str, int], reference: ReferenceOp | None) -> None:
     """Give a reference op the room that it needs, by precision."""
     if reference:
-        of = precision_in(reference[0])
-        room[of] = max(room[of], *(s.bytes for s in reference[0].shards))
+        precision = _precision(reference[0])
+        room[precision] = max(room[precision], *(s.bytes for s in reference[0].shards))
 
 
-def _arena_bytes(request: ComputeRequest) -> int:
-    """What an op takes in an arena, its tables one after the other at multiples of 16 elements."""
-    return sum(
-        (s.rows * s.width + 15) // 16 * 16 * PRECISION_BYTES[s.table.precision] for s in request.shards
-    )
-
-
-def measure_alone(
+def measure_compute(
     rank: int,
     init_method: str,
     say: Callable[[Any], None],
     workloads: Sequence[Workload],
     setting: Setting,
-    config: Config,
+    config: ReplayConfig,
     reference: ReferenceOp | None,
 ) -> None:
-    """A process that measures the compute of all devices, one after another. It says Alone, and [R] ms of the
-    reference op beside."""
+    """A process that measures the compute of all devices, one after another.
+
+    It sends ComputeTimes, and [R] ms of the reference op.
+    """
     torch.set_num_threads(1)
     cores = own_core.take(0)
     benches = benches_for(workloads, range(len(workloads[0].ops)), setting, config, "cpu", reference)
-    beside = reference and benches[precision_in(reference[0])].prepare(reference[0], config.seed)
-    caches, found, reference_ms = Caches(config.evict_bytes, "cpu"), [], []
+    beside, caches, times = (
+        ReferenceRuns(benches, reference, config.seed),
+        Caches(config.evict_bytes, "cpu"),
+        [],
+    )
     for workload in workloads:
-        found.append(np.zeros((len(workload.ops), 2)))
+        of_devices = np.zeros((len(workload.ops), 2))
         for device in range(len(workload.ops)):
-            ops, took = Ops(benches, workload, device, config, "cpu"), []
+            ops, took_ms = Ops(benches, workload, device, config, "cpu"), []
             for index in range(config.warmups + config.repeats):
                 caches.evict()
                 marks = [time.perf_counter()]
+                # In the order of a step, which begins after the dense part.
                 for part in (ops.backward, partial(ops.forward, index % config.batches)):
                     part()
                     marks.append(time.perf_counter())
-                took.append(np.diff(marks)[::-1] * 1e3)
-            found[-1][device] = np.median(took[config.warmups :], axis=0)
-            if beside:
-                caches.evict()
-                reference_ms.append(benches[precision_in(reference[0])].once_ms(beside))
+                took_ms.append(np.diff(marks)[::-1] * 1e3)
+            of_devices[device] = np.median(took_ms[config.warmups :], axis=0)
+            beside.once(caches)
+        times.append(of_devices)
     own_core.give_back(cores)
-    say((found, np.array(reference_ms)))
+    say((times, np.array(beside.times_ms)))

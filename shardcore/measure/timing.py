@@ -1,10 +1,11 @@
-"""Clocks, medians, when a median is known well enough, and the slowdown of the machine meanwhile."""
+"""Medians of timings, their confidence, and the machine's slowdown meanwhile."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,14 +13,13 @@ import torch
 from shardcore.io.measurements import Spread
 
 
-def spread(values_ms: Sequence[float]) -> Spread:
+def spread(values_ms: Sequence[float] | np.ndarray) -> Spread:
     q1, median, q3 = np.percentile(np.asarray(values_ms), [25, 50, 75])
     return Spread(float(median), float(q1), float(q3), len(values_ms))
 
 
-def relative_ci(values_ms: Sequence[float]) -> float:
-    """How well a median is known: half its 95% interval relative to it, from order statistics (no
-    distribution assumed).
+def relative_ci(values_ms: Sequence[float] | np.ndarray) -> float:
+    """Half the 95% interval of a median, relative to it. No distribution is assumed.
 
     Infinite below six values, of which no interval of the median can have 95%.
     """
@@ -27,7 +27,8 @@ def relative_ci(values_ms: Sequence[float]) -> float:
     if n < 6:
         return math.inf
     ordered = np.sort(np.asarray(values_ms))
-    reach = 0.98 * math.sqrt(n)  # normal approximation to the binomial ranks of the median, 95%
+    # From order statistics: the normal approximation to the binomial ranks of the median, 95%.
+    reach = 0.98 * math.sqrt(n)
     low, high = max(0, math.floor((n - 1) / 2 - reach)), min(n - 1, math.ceil((n - 1) / 2 + reach))
     return float((ordered[high] - ordered[low]) / 2 / max(ordered[n // 2], 1e-9))
 
@@ -35,23 +36,23 @@ def relative_ci(values_ms: Sequence[float]) -> float:
 class SlowdownLog:
     """The machine's slowdown at each of many runs of different ops in turn, from the runs themselves.
 
-    A shared machine's speed wanders by tens of percent within milliseconds to minutes, for all ops nearly
-    alike. How much slower than usual the runs just before and after were, each compared with its own op's
-    level, tells the slowdown at a run: as far as neighbours agree at all, so that on a quiet machine nothing
-    is corrected. Levels and slowdowns are fitted together by turns. An op with a known level (`anchors`, log
-    ms) ties the slowdown to its usual value; without one, the mean slowdown is 1. The last `kept` runs are
-    fitted together.
+    A shared machine's speed wanders by tens of percent within milliseconds to minutes, for all ops by nearly the same
+    factor. Each run is compared with its op's level. The excess of the runs just before and after tells the slowdown
+    at a run, as far as neighbours agree: on a quiet machine nothing is corrected. Levels and slowdowns are fitted by
+    turns.
+
+    anchors: known levels of ops, log ms. They tie the slowdown to its usual value. Without one, its mean is 1.
+    kept: the last runs, which are fitted together.
 
     Shapes: N runs kept.
     """
 
     REACH = 3.0
-    """Runs over which a neighbour's word fades by a factor of e; found on recorded runs, where 2 to 5 are
-    alike."""
+    """Runs over which a neighbour's weight fades by a factor of e. On recorded runs 2 to 5 are equally good."""
     _OUTLIER = 0.3
-    """A run slower or faster by more than this, in log, says no more than this of the slowdown."""
+    """Most excess of a run that counts, in log: an outlier tells little of the slowdown."""
 
-    def __init__(self, anchors: dict[Hashable, float] | None = None, kept: int = 2048):
+    def __init__(self, anchors: Mapping[Any, float] | None = None, kept: int = 2048):
         self.anchors = dict(anchors or {})
         self._runs: deque[tuple[Hashable, float]] = deque(maxlen=kept)
         self._added = 0
@@ -59,14 +60,16 @@ class SlowdownLog:
         self._kernel = np.where(distance == 0, 0.0, np.exp(-np.abs(distance) / self.REACH))
 
     def add(self, op: Hashable, ms: float) -> int:
-        """Note a run; its number, from 0."""
+        """Add a run. Returns its number, from 0."""
         self._runs.append((op, math.log(max(ms, 1e-6))))
         self._added += 1
         return self._added - 1
 
     def fit(self) -> Callable[[int], float]:
-        """The slowdown at each run kept, by its number (1: as usual, 1.2: all took 20% longer); for older
-        runs KeyError."""
+        """The slowdown at each run kept, by its number. 1: as usual. 1.2: all took 20% longer.
+
+        The result raises KeyError for older runs.
+        """
         ops, logs = zip(*self._runs, strict=True)
         numbers: dict[Hashable, int] = {}
         op = np.array([numbers.setdefault(o, len(numbers)) for o in ops])
@@ -79,11 +82,12 @@ class SlowdownLog:
             excess = slowdown + np.clip(log - levels[op] - slowdown, -self._OUTLIER, self._OUTLIER)
             around = self._around(excess) / np.maximum(weight, 1e-9)
             centred = around - around.mean()
+            # The slope of a run's excess on its neighbours': 0 where they tell nothing.
             agreement = float(np.clip(centred @ excess / max(centred @ centred, 1e-12), 0.0, 1.0))
             slowdown = around.mean() + agreement * centred
-            levels += (
-                np.bincount(op, np.clip(log - slowdown - levels[op], -self._OUTLIER, self._OUTLIER)) / count
-            )
+            missed = np.clip(log - slowdown - levels[op], -self._OUTLIER, self._OUTLIER)
+            levels += np.bincount(op, missed) / count
+            # Levels and slowdown are known up to a constant, which anchors or the mean settle.
             shift = np.mean([levels[k] - level for k, level in tied]) if tied else -slowdown.mean()
             levels, slowdown = levels - shift, slowdown + shift
         slowdown = np.exp(slowdown)
@@ -102,10 +106,7 @@ class SlowdownLog:
 
 
 class Caches:
-    """A device's caches, which `evict` overwrites, as other layers would between two runs of an op.
-
-    n_bytes: more than the caches hold.
-    """
+    """A device's caches, which `evict` overwrites, as other layers would. n_bytes: more than they hold."""
 
     def __init__(self, n_bytes: int, device: str):
         self._written = torch.zeros(max(1, n_bytes // 4), device=device)

@@ -1,4 +1,4 @@
-"""What was found of ranks and their links: the problem with it, the order of ranks, and lines for people."""
+"""Measured links between ranks: the problem with them, the order of ranks, and lines for people."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from shardcore.measure.rank_order import order, problem_of
 
 if TYPE_CHECKING:
     from shardcore.core.types import Problem
-    from shardcore.measure.pairs import Found
+    from shardcore.measure.pairs import PairMeasurement
 
 
 def write(
-    found: Found, problem: Problem, out: Path, ranks: Path | None = None, nodes: Sequence[str] | None = None
+    found: PairMeasurement,
+    problem: Problem,
+    out: Path,
+    ranks: Path | None = None,
+    nodes: Sequence[str] | None = None,
 ) -> str:
     """Write the problem with the topology that was found. Returns lines that say what was found.
 
@@ -36,8 +40,8 @@ def write(
     return "\n".join(lines(found))
 
 
-def lines(found: Found) -> list[str]:
-    """What was found, for people."""
+def lines(found: PairMeasurement) -> list[str]:
+    """Groups, links and order of ranks, for people."""
     arranged, told = order(found.levels, len(found.pair_ms)), []
     for groups in found.levels:
         shown = "; ".join(" ".join(map(str, group)) for group in groups[:8]) + "; ..." * (len(groups) > 8)

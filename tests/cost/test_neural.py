@@ -17,7 +17,7 @@ from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
-from shardcore.cost import collective_model, features, neural
+from shardcore.cost import collective_model, neural
 from shardcore.cost.model import QuantileCostModel, at_confidence, group_costs, price
 from shardcore.io import files, model_files, schema, writing
 from shardcore.step.kinds import CHANNELS
@@ -332,39 +332,6 @@ def test_a_model_of_other_features_is_refused(model, tmp_path):
     body = {k: v for k, v in meta.items() if k != "schema"}
     model_files.write_model(tmp_path, {**body, "drivers": ["lookups"]}, weights)
     with pytest.raises(ShardCoreError, match=r"was trained on drivers \['lookups'\]; .*train again"):
-        neural.load(tmp_path)
-
-
-def test_a_model_that_knows_no_counts_of_wide_shards_prices_as_before(model, tmp_path):
-    known = features.DRIVERS.index("wider_than_32")
-    body = {k: v for k, v in model.meta.items() if k != "provenance"}
-    short = {
-        name: values[:known] if name in ("rates", "load_typical", "contention.0.weight") else values
-        for name, values in model.weights.items()
-    }
-    model_files.write_model(
-        tmp_path,
-        {
-            **body,
-            "setting": files.setting_to_json(model.setting),
-            **neural._NAMES,
-            "drivers": list(features.DRIVERS[:known]),
-        },
-        short,
-    )
-    old = neural.load(tmp_path)
-    shards = [Shard.whole(Table("t", 1000, 32, 3.0)), Shard.whole(Table("u", 1000, 8, 9.0))]
-    assert old.head(old.encode(shards).sum(0)) == pytest.approx(
-        model.head(model.encode(shards).sum(0)), rel=0.2
-    )
-    assert not old.weights["rates"][known:].any() and not old.weights["contention.0.weight"][known:].any()
-
-    model_files.write_model(
-        tmp_path,
-        {**body, "setting": files.setting_to_json(model.setting), **neural._NAMES, "drivers": []},
-        short,
-    )
-    with pytest.raises(ShardCoreError, match=r"was trained on drivers \[\]; "):
         neural.load(tmp_path)
 
 

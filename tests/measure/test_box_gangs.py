@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from boxes import boxed
 from shapes import column, host_row, on_hosts, replica
 
 from shardcore.core.constraints import Constraints
@@ -15,18 +16,7 @@ from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.step.kinds import CHANNELS, Channel
 from shardcore.step.lower import lower
 
-
-def lacking():
-    """Why no box can be made here. Empty where one can."""
-    try:
-        with box_of(Box()):
-            return ""
-    except ShardCoreError as error:
-        return str(error)
-
-
-LACKING = lacking()
-pytestmark = pytest.mark.skipif(bool(LACKING), reason=LACKING)
+pytestmark = boxed
 SLOW = Box(hosts=2, ranks_per_host=2, between_gbit_s=0.08)
 
 

@@ -14,8 +14,8 @@ from shardcore.core.types import Setting
 from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure import collectives, local_ranks
+from shardcore.measure.exchanges import exchange_of
 from shardcore.measure.sampling.collectives import comm_request
-from shardcore.measure.transfers import transfers
 from shardcore.step.collectives import COLLECTIVES
 
 SETTING = Setting("test", 48)
@@ -107,11 +107,12 @@ def _one_of_three(rank, init_method, say, folder):
     member = collectives.Rank(rank, 3, init_method, "cpu", CONFIG)
     arrived = []
     for request in THREE:
-        for transfer in transfers(request, rank):
-            if transfer is not None:
-                transfer.source.copy_(rank + 1 + torch.arange(transfer.source.numel()) / 1000)
-                transfer.run()
-                arrived.append(transfer.into.tolist())
+        exchange = exchange_of(request, rank, None, torch.zeros)
+        for way in request.row.ways:
+            source = exchange.outputs if way == "forward" else exchange.gradients
+            source.copy_(rank + 1 + torch.arange(source.numel()) / 1000)
+            result = exchange.forward(None) if way == "forward" else exchange.backward(None, None)
+            arrived.append(result.tolist())
     member.measure([dataclasses.replace(THREE[0], busy_ms=0.0)])
     idle = float(member._scratch.max())
     member.measure([dataclasses.replace(THREE[0], busy_ms=1.0)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.measure import hardware
+from shardcore.measure import devices, hardware
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from shardcore.measure import hardware
 def test_a_cpu_is_named_after_its_model(model, name, tmp_path, monkeypatch):
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nmodel\t\t: 17\nmodel name\t: {model}\nstepping\t: 1\n")
-    monkeypatch.setattr(hardware, "Path", lambda path: {"/proc/cpuinfo": info}[path])
+    monkeypatch.setattr(devices, "Path", lambda path: {"/proc/cpuinfo": info}[path])
     assert hardware.hardware_name("cpu") == name
     info.unlink()
     assert hardware.hardware_name("cpu") == "cpu-unknown"

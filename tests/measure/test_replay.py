@@ -105,17 +105,17 @@ def _told(rank, init_method, say, workloads, reference):
         def once(self, batch):
             # of one channel each, on one host
             chains = {kind: chain[0] for kind, chain in self._chains.items()}
-            buffers = {kind: getattr(x, "_sent", getattr(x, "_dense", None)) for kind, x in chains.items()}
+            buffers = {kind: x.gradients for kind, x in chains.items()}
             for k, sent in enumerate(buffers.values()):
                 sent.copy_((rank + 1 + 10 * k + torch.arange(sent.numel()) / 1e4).view(sent.shape))
             sent = told(buffers)
             marks = super().once(batch)
-            dense = {kind: x._dense for kind, x in chains.items() if hasattr(x, "_dense")}
+            dense = {kind: buffers[kind] for kind in chains if kind.dense_gradient}
             saw[self] = (
                 sent,
                 told({**self._compute.gradients, **dense}),
                 told(self._compute.outputs),
-                told({kind: x._arrived for kind, x in chains.items() if kind not in dense}),
+                told({kind: x.arrived for kind, x in chains.items() if kind not in dense}),
             )
             return marks
 
@@ -310,7 +310,7 @@ def _over_hosts(rank, init_method, say, workload):
         (op,) = workload.ops[rank]
         outputs = torch.from_numpy(_marked(rank, (op.batch, sum(s.width for s in op.shards))))
         arrived = exchanges.forward(chain, outputs).numpy().copy()
-        chain[-1]._sent.copy_(torch.from_numpy(_marked(rank, chain[-1]._sent.shape)))
+        chain[-1].gradients.copy_(torch.from_numpy(_marked(rank, chain[-1].gradients.shape)))
         back = torch.zeros_like(outputs)
         exchanges.backward(chain, back)
     member.close()

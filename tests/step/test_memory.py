@@ -29,7 +29,7 @@ def problem_of(*tables, hardware="nvidia-h200", n=2, optimizer="exact_sgd", batc
 
 
 def local_of(plan: Plan, problem: Problem) -> dict:
-    return memory.local_amounts(memory.run_batches(plan.placements, problem), problem)
+    return memory.local_buffers(memory.run_batches(plan.placements, problem), problem)
 
 
 def test_what_a_whole_table_takes_by_hand():
@@ -52,8 +52,8 @@ def test_16_bits_take_more_at_first_by_hand(payload):
     plain = problem_of(hardware="cpu-some")
     short = replace(plain, job=Job(forward_payload=payload))
     assert table_bytes(TABLE, short) == 1000 * 8 * 4 + max(3 * arrived, 2 * arrived + 2.5 * pooled)
-    amounts = memory.shard_amounts(WHOLE_ROWS, [Shard.whole(TABLE)], short)
-    assert [amounts[f"all_to_all world{what}"] for what in ("", " there", " back", " cast", " clamped")] == [
+    buffers = memory.shard_buffers(WHOLE_ROWS, [Shard.whole(TABLE)], short)
+    assert [buffers[f"all_to_all world{what}"] for what in ("", " there", " back", " cast", " clamped")] == [
         pooled,
         pooled / 2,
         pooled,
@@ -436,8 +436,8 @@ def test_rows_of_a_divided_table_take_the_ids_in_them():
     problem = problem_of(hardware="cpu-some", n=4)
     parts = [shard for _, shard in shards_on(row(TABLE, problem.topology))]
     kind = next(layout for layout in LAYOUTS.values() if layout.name == "row")
-    amounts = [memory.shard_amounts(kind, [shard], problem)["arrived"] for shard in parts]
-    assert sum(amounts) == 64 * (3 * 8 + 4 * 4)
+    buffers = [memory.shard_buffers(kind, [shard], problem)["arrived"] for shard in parts]
+    assert sum(buffers) == 64 * (3 * 8 + 4 * 4)
 
 
 def test_a_short_last_range_of_rows_takes_no_more_than_the_others():
@@ -469,13 +469,13 @@ def test_a_divided_sequence_keeps_where_each_id_was_by_hand():
     problem = problem_of(LONG, hardware="cpu-some", batch=256)
     plan = Plan((row(LONG, problem.topology),))
     local = 128 * 4000 * 8
-    [amounts] = local_of(plan, problem).values()
-    assert amounts["bucketized"] == 2 * local + 128 * 2 * 4
+    [buffers] = local_of(plan, problem).values()
+    assert buffers["bucketized"] == 2 * local + 128 * 2 * 4
     [device, _] = memory.by_part(plan, problem)
     assert device.parts["ids"] == pytest.approx(11 * local, rel=1e-3)
     pooled = replace(LONG, sequence=False)
-    [amounts] = local_of(Plan((row(pooled, problem.topology),)), replace(problem, tables=(pooled,))).values()
-    assert amounts["bucketized"] == local + 128 * 2 * 4
+    [buffers] = local_of(Plan((row(pooled, problem.topology),)), replace(problem, tables=(pooled,))).values()
+    assert buffers["bucketized"] == local + 128 * 2 * 4
 
 
 @pytest.mark.long

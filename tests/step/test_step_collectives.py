@@ -22,9 +22,9 @@ def test_rates_of_the_first_stand_in_for_all():
 
 @pytest.mark.parametrize("row", COLLECTIVES.values(), ids=COLLECTIVES)
 def test_a_row_runs_and_can_be_measured(row):
-    from shardcore.measure.transfers import CALLS
+    from shardcore.measure.exchanges import EXCHANGES
 
-    assert row.call in CALLS and set(row.ways) <= {"forward", "backward"} and row.ways
+    assert (row.ids or row.call in EXCHANGES) and set(row.ways) <= {"forward", "backward"} and row.ways
     assert 0 < row.draw.share < 1 and (not row.draw.scope or row.draw.scope in SCOPES)
     assert row.ids or not row.work
 
@@ -41,8 +41,8 @@ def test_a_row_says_what_a_run_holds_in_each_phase_whatever_its_groups(row, scop
     channel, moved = f"{row.name} {scope}", "dense" if row.dense else f"{row.name} {scope}"
     for sequence in (False, True):
         stages = stages_of(row.name, (channel,), sequence)
-        amounts, times = times_of((stages,))
-        assert len(stages) == 4 and times[amounts.index((0, moved))].max() >= 1
+        buffers, times = times_of((stages,))
+        assert len(stages) == 4 and times[buffers.index((0, moved))].max() >= 1
         # All that waits is used up when the step ends.
         assert not stages[0].before and not stages[-1].after
     assert stages_of(row.name, (channel,), True) is stages

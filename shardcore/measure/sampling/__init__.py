@@ -1,13 +1,13 @@
-"""Seeded draws: what is measured, and the problems that sharders are judged on.
+"""Seeded draws: the samples to measure, and the problems that sharders are judged on.
 
   groups        groups of shards, each run as one fused op
-  placements    where the tables of a drawn problem live, for groups as sharders make them
+  placements    places of the tables of a drawn problem, for groups as sharders make them
   collectives   collectives with the loads and skews of plans
   steps         plans whose steps of training are replayed
   problems      problems for sharders
 
-Draw i depends only on (seed, i). So asking for more keeps earlier draws. Draws see no cost model and no
-search. So an edit of a sharder leaves every wanted sample as it was.
+Draw i depends only on (seed, i). So more draws keep earlier ones. Draws see no cost model and no search. So an edit
+of a sharder leaves every wanted sample as it was.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardcore.io.measurements import CollectiveRequest, ComputeRequest
 
 Request = TypeVar("Request", ComputeRequest, CollectiveRequest)
 MOST_DRAWS, MOST_RANKS = 1_000_000, 1 << 10
-"""MOST_DRAWS: of groups, collectives, steps or problems. All are drawn before the first is used. MOST_RANKS:
-of one collective, which must be drawn within a second."""
+"""Limits: draws of groups, collectives, steps or problems, which are all drawn before the first is used; and ranks of
+one collective, which must be drawn within a second."""
 
 
 def different(

@@ -15,12 +15,12 @@ from shardcore.step.scopes import SCOPES, even_hosts
 _PLAIN = 0.5
 """Share of draws that are all-to-alls at the full batch."""
 BUSY_MS = 20.0
-"""How long ranks compute before a collective. Steps of plans take about as long."""
+"""Time for which ranks compute before a collective. Steps of plans take about as long."""
 _VARIED = {name: row.draw.share for name, row in COLLECTIVES.items() if not row.draw.stream}
-"""Shares of collectives among the other draws. Each with a stream of its own then replaces some."""
+"""Shares of collectives among the other draws. Each with another stream then replaces some."""
 _EVEN = 0.25
-"""Share of draws over emulated hosts in which all ranks own as much, as in plans of good searches. Links that
-are all equally busy are filled less than one that is busier than others."""
+"""Share of draws over emulated hosts in which all ranks own as much, as in plans of good searches. Equally busy links
+are filled less than one that is busier than others."""
 _FP32 = 0.75
 """Share of draws in FP32. Others are in FP16 or BF16, as TorchRec can send outputs and gradients."""
 
@@ -30,14 +30,13 @@ def comm_request(
 ) -> CollectiveRequest:
     """Collective `index` among ranks on `hosts` hosts.
 
-    Loads follow NeuroShard: 1 to 30 tables per rank, of random dims. Half of the draws have a log-uniform
-    number of tables, because plans have many small exchanges. Each table goes to a random rank with
-    probability p, otherwise to the least loaded one. A uniform p varies the balance. Every eighth draw leaves
-    some ranks without tables.
+    Loads follow NeuroShard: 1 to 30 tables per rank, of random dims. Half of the draws have a log-uniform number of
+    tables, because plans have many small exchanges. Each table goes to a random rank with probability p, otherwise to
+    the least loaded one. A uniform p varies the balance. Every eighth draw leaves some ranks without tables.
 
-    Every other draw has start skews up to max_start_ms. Half of the draws are all-to-alls at the full batch,
-    as plans of whole and column-wise tables have. The others vary in collective and batch. Some draws then
-    get another payload, and some become exchanges of ids.
+    Every other draw has start skews up to max_start_ms. Half of the draws are all-to-alls at the full batch, as plans
+    of whole and column-wise tables have. The others vary in collective and batch. Some draws then get another
+    payload, and some become exchanges of ids.
     """
     rng = np.random.default_rng([2, seed, index, ranks])
     p, widths = rng.random(), [0] * ranks
@@ -56,14 +55,14 @@ def comm_request(
         rng.random()  # earlier versions drew a payload here
         for _ in range(rng.integers(4)):
             batch = batch // 2 if batch % (2 * ranks) == 0 else batch
-    # Drawn apart, so that the other draws are those of earlier versions.
-    apart = np.random.default_rng([6, seed, index, ranks])
-    if COLLECTIVES[collective].cast and apart.random() >= _FP32:
-        payload = str(apart.choice([p for p in PAYLOADS if p != "fp32"]))
+    # Another stream, so that the other draws are those of earlier versions.
+    payloads = np.random.default_rng([6, seed, index, ranks])
+    if COLLECTIVES[collective].cast and payloads.random() >= _FP32:
+        payload = str(payloads.choice([p for p in PAYLOADS if p != "fp32"]))
     for row in (r for r in COLLECTIVES.values() if r.draw.stream):
-        own = np.random.default_rng([row.draw.stream, seed, index, ranks])
-        if own.random() < row.draw.share:
-            collective, payload, rng = row.name, "fp32", own
+        stream = np.random.default_rng([row.draw.stream, seed, index, ranks])
+        if stream.random() < row.draw.share:
+            collective, payload, rng = row.name, "fp32", stream
             break
     widths = COLLECTIVES[collective].draw.loads(widths, rng)
     return CollectiveRequest(tuple(widths), batch, start_ms, collective, payload, hosts, BUSY_MS)
@@ -72,12 +71,12 @@ def comm_request(
 def emulated_request(
     index: int, ranks_on: tuple[int, int], batch: int, links: EmulatedLinks, seed: int = 0
 ) -> CollectiveRequest:
-    """Collective `index` among the ranks of emulated hosts, as comm_request draws them; some within a host or
-    across hosts, and some with the same load for all.
+    """Collective `index` among the ranks of emulated hosts, as comm_request draws them.
+
+    Some are within a host or across hosts, and some have the same load for all. No rank computes before it: they
+    share this machine's cores.
 
     ranks_on: hosts, and ranks of each.
-
-    Nobody computes before it: the ranks share this machine's cores.
     """
     hosts, each = ranks_on
     request = replace(
@@ -89,9 +88,8 @@ def emulated_request(
     if not group or each == 1 or np.random.default_rng([7, seed, index, hosts * each]).random() >= share:
         return request
     # Across hosts travel the rows that a reduce-scatter within hosts left.
-    across = SCOPES[group].across
-    grouped = {"group": group, "batch": request.batch // each if across else request.batch}
+    batch = request.batch // each if SCOPES[group].across else request.batch
     members = SCOPES[group].groups(even_hosts(hosts * each, hosts))
     idle = [ranks[0] for ranks in members if not any(request.widths[r] for r in ranks)]
     widths = tuple(min(DIMS) if r in idle else w for r, w in enumerate(request.widths))
-    return replace(request, widths=widths, **grouped)
+    return replace(request, widths=widths, group=group, batch=batch)

@@ -1,4 +1,4 @@
-"""Drawn groups of shards, each measured as one fused op: random ones, and ones from plans."""
+"""Drawn groups of shards, each measured as one fused op: random groups, and groups of plans."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard, Table
-from shardcore.core.validation import MOST_BYTES, MOST_DIM, require_within
+from shardcore.core.validation import MOST_BYTES, MOST_DIM, require, require_within
 from shardcore.io.measurements import ComputeRequest
 from shardcore.measure.sampling import placements
 from shardcore.measure.sampling.problems import DEVICES, DIMS
@@ -23,29 +22,27 @@ _REFERENCE_SEED = 2**32 - 1
 _REFERENCE_SHARDS = 8
 _NARROW = 32
 """The widest shard of a narrow group, in columns."""
-
 _MOST_SHARDS = 1 << 16
-"""Shards of a group."""
+"""Shards of a group, at most."""
 
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """Which groups are drawn.
+    """Distribution of drawn groups.
 
     max_shards: shards in one op.
     max_width: columns of a shard.
     max_shard_bytes: bytes of a shard's weights.
     any_width: share of widths from all multiples of 4, log-uniform. Other widths are powers of two.
     row_ranges: share of shards that are a row range.
-    one_sided: share of random groups of shards up to 32 columns only, or of wider ones only. Kernels choose
-        by the widest (see features.WIDTH_CLASSES).
+    one_sided: share of random groups of shards up to 32 columns only, or of wider ones only. Kernels choose by the
+        widest (see features.WIDTH_CLASSES).
     duplicates: share of shards that repeat a shard of the group.
     planned: share of groups that are a device's op in a plan.
     replicated: share of data-parallel groups, of small tables at a local batch.
-    smaller_batches: share of the other groups that run at a half, a quarter or an eighth of the batch. A
-        model is then good for all batches between.
-    sequences: share of the groups but data-parallel ones whose lookups are not pooled. Such an op has one
-        width.
+    smaller_batches: share of the other groups that run at a half, a quarter or an eighth of the batch. A model is then
+        good for all batches between.
+    sequences: share of the groups but data-parallel ones whose lookups are not pooled. Such an op has one width.
     """
 
     max_shards: int = 30
@@ -61,21 +58,23 @@ class GroupConfig:
     sequences: float = 0.05
 
     def __post_init__(self) -> None:
-        share = (0, 1)
+        names = (
+            "any_width",
+            "row_ranges",
+            "one_sided",
+            "duplicates",
+            "planned",
+            "smaller_batches",
+            "sequences",
+        )
         require_within(
             self,
             "group config",
             max_shards=(1, _MOST_SHARDS),
             max_width=(MIN_WIDTH, MOST_DIM),
             max_shard_bytes=(4 * MIN_WIDTH, MOST_BYTES),
-            any_width=share,
-            row_ranges=share,
-            one_sided=share,
-            duplicates=share,
-            planned=share,
             replicated=(0, 1 - self.planned),
-            smaller_batches=share,
-            sequences=share,
+            **dict.fromkeys(names, (0, 1)),
         )
 
 
@@ -84,33 +83,32 @@ def compute_request(
 ) -> ComputeRequest:
     """Group `index` of a setting: a random one, a data-parallel one, or one as plans have them."""
     config = config or GroupConfig()
-    if not pool:
-        raise ShardCoreError("the pool has no tables to draw from")
+    require(bool(pool), "the pool has no tables to draw from")
     rng = np.random.default_rng([1, seed, index])
     kind = rng.random()
     if kind > 1 - config.replicated:
-        # Each device looks up a replica only for its own share of the batch.
+        # Each device looks up a replica only for its share of the batch.
         batch = max(1, setting.batch // int(rng.choice(DEVICES)))
-        config = dataclasses.replace(
-            config, row_ranges=0.0, max_shard_bytes=min(config.max_shard_bytes, REPLICATED_BYTES)
-        )
+        most = min(config.max_shard_bytes, REPLICATED_BYTES)
+        config = dataclasses.replace(config, row_ranges=0.0, max_shard_bytes=most)
         return ComputeRequest(_random_group(pool, rng, setting, config), batch)
-    shards = kind < config.planned and _planned_group(pool, rng, setting, config)
-    # Drawn apart: groups of both sides are those of earlier versions.
-    aside = np.random.default_rng([8, seed, index])
-    shards = shards or _random_group(pool, rng, setting, config, *_side(aside, config))
+    shards = _planned_group(pool, rng, setting, config) if kind < config.planned else ()
+    if not shards:
+        # Another stream: groups of both sides are those of earlier versions.
+        narrowest, widest = _side(np.random.default_rng([8, seed, index]), config)
+        shards = _random_group(pool, rng, setting, config, narrowest, widest)
     smaller = int(rng.choice(DEVICES)) if rng.random() < config.smaller_batches else 1
     batch = max(1, setting.batch // smaller)
-    # Drawn apart: all other groups are those of earlier versions.
+    # Another stream: all other groups are those of earlier versions.
     if np.random.default_rng([9, seed, index]).random() < config.sequences:
         shards = _as_sequences(shards, batch, config) or shards
     return ComputeRequest(shards, batch)
 
 
 def _as_sequences(shards: Sequence[Shard], batch: int, config: GroupConfig) -> tuple[Shard, ...]:
-    """The shards of one width as sequences. Empty: none has outputs that are as small as a shard may be."""
-    found = [dataclasses.replace(s, table=dataclasses.replace(s.table, sequence=True)) for s in shards]
-    small = [s for s in found if output_bytes(s, batch) <= config.max_shard_bytes]
+    """The shards of one width as sequences. Empty: none has outputs within max_shard_bytes."""
+    unpooled = [dataclasses.replace(s, table=dataclasses.replace(s.table, sequence=True)) for s in shards]
+    small = [s for s in unpooled if output_bytes(s, batch) <= config.max_shard_bytes]
     return tuple(s for s in small if s.width == small[0].width)
 
 
@@ -119,31 +117,27 @@ def reference_request(
 ) -> ComputeRequest:
     """The reference op. It runs throughout, to show the machine's slowdown.
 
-    It has typical shards of the pool, the same for every seed. It is large enough to slow down with other
-    ops.
+    It has typical shards of the pool, the same for every seed. It is large enough to slow down with other ops.
     """
     rng = np.random.default_rng([1, _REFERENCE_SEED])
     config = config or GroupConfig()
-    tables = [
-        dataclasses.replace(pool[i], precision=setting.precision)
-        for i in rng.integers(len(pool), size=_REFERENCE_SHARDS)
-    ]
+    chosen = rng.integers(len(pool), size=_REFERENCE_SHARDS).tolist()
+    tables = [dataclasses.replace(pool[i], precision=setting.precision) for i in chosen]
     return ComputeRequest(tuple(_shard(t, rng, config) for t in tables), setting.batch)
 
 
 def _planned_group(
     pool: Sequence[Table], rng: np.random.Generator, setting: Setting, config: GroupConfig
 ) -> tuple[Shard, ...]:
-    """What one device runs of a plan, without shards that exceed the config. Empty: no shard is left."""
+    """The shards of a device in a plan, without those that exceed the config. Empty: no shard is left."""
     planned = placements.planned(pool, rng, setting)
-    found = planned and placements.place(*planned)
-    if not found:
+    of_devices = placements.place(*planned) if planned else None
+    if not of_devices:
         return ()
-    ops = [shards for shards in found if shards]
+    ops = [shards for shards in of_devices if shards]
     chosen = ops[rng.integers(len(ops))]
-    return tuple(s for s in chosen if s.bytes <= config.max_shard_bytes and s.width <= config.max_width)[
-        : config.max_shards
-    ]
+    small = [s for s in chosen if s.bytes <= config.max_shard_bytes and s.width <= config.max_width]
+    return tuple(small[: config.max_shards])
 
 
 def _side(rng: np.random.Generator, config: GroupConfig) -> tuple[int, int]:
@@ -164,17 +158,15 @@ def _random_group(
 ) -> tuple[Shard, ...]:
     """1 to max_shards shards of the pool's tables, with replacement, at random widths.
 
-    Three quarters of the groups have at most 15.
-
-    This is NeuroShard's draw, widened to the shards that a search makes.
+    Three quarters of the groups have at most 15. It is NeuroShard's draw, widened to the shards that a search makes.
     """
     shards: list[Shard] = []
     most = min(15, config.max_shards) if rng.random() < 0.75 else config.max_shards
     for _ in range(rng.integers(1, most + 1)):
         if shards and rng.random() < config.duplicates:
-            shards.append(shards[rng.integers(len(shards))])
+            shards.append(shards[int(rng.integers(len(shards)))])
         else:
-            table = dataclasses.replace(pool[rng.integers(len(pool))], precision=setting.precision)
+            table = dataclasses.replace(pool[int(rng.integers(len(pool)))], precision=setting.precision)
             shards.append(_shard(table, rng, config, narrowest, widest))
     return tuple(shards)
 

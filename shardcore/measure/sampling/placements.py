@@ -1,9 +1,10 @@
-"""Where the tables of a drawn problem live, so that groups are measured as plans have them.
+"""Placements of the tables of a drawn problem, so that groups are measured as plans have them.
 
-Sharders are not used here: an edit of a search must not change which samples are wanted. `_greedy` places
-simple orders. Plans of NeuroShard's search, and plans that `_greedy` cannot find, were recorded once in
-recorded_plans.json (tests/measure/sampling/record_draws.py). Without a record, the costliest tables are halved
-instead. How good a plan is does not matter here.
+Sharders are not used here: an edit of a search must not change the wanted samples. `_greedy` places simple orders.
+Plans of NeuroShard's search, and plans that `_greedy` cannot find, were recorded once in recorded_plans.json
+(tests/measure/sampling/record_draws.py).
+Without a record, the costliest tables are halved instead. The quality of a plan does
+not matter here.
 
 Shapes: D devices.
 """
@@ -24,7 +25,7 @@ from shardcore.measure.sampling.problems import DEVICES, ProblemConfig, draw_pro
 
 NEUROSHARD = "neuroshard"
 PLANNERS = ("random", "size_greedy", "dim_greedy", "lookup_greedy", "size_lookup_greedy", NEUROSHARD)
-"""How tables are placed. The list is fixed: another one would change earlier draws."""
+"""Ways to place tables. The list is fixed: another one would change earlier draws."""
 RECORDED = Path(__file__).parent / "recorded_plans.json"
 SCHEMA, VERSION = "shardcore/recorded_plans", 1
 _PLANNED_SEED = 2**32 - 2
@@ -50,7 +51,7 @@ def planned(pool: Sequence[Table], rng: np.random.Generator, setting: Setting) -
 
 def place(drawn: Problem, planner: str) -> list[tuple[Shard, ...]] | None:
     """[D] the shards of each device, by table name. None: `_greedy` finds no device for some table."""
-    columns = recorded(drawn, planner) or own(drawn, planner)
+    columns = recorded(drawn, planner) or computed(drawn, planner)
     if columns is None:
         return None
     shards: list[list[Shard]] = [[] for _ in columns]
@@ -65,18 +66,17 @@ def deal_columns(table: Table, widths: Mapping[int, int]) -> list[tuple[int, Sha
 
     widths: columns of each device.
     """
-    found, lo = [], 0
+    dealt, lo = [], 0
     for device, width in sorted(widths.items()):
-        found.append((device, Shard(table, 0, table.rows, lo, lo + width)))
+        dealt.append((device, Shard(table, 0, table.rows, lo, lo + width)))
         lo += width
-    return found
+    return dealt
 
 
-# --- own placements
-# ----------------------------------------------------------------------------------------------------
+# --- computed placements ------------------------------------------------------------------------------------
 
 
-def own(drawn: Problem, planner: str) -> Columns | None:
+def computed(drawn: Problem, planner: str) -> Columns | None:
     """The tables placed by `_greedy`. None: some table finds no device.
 
     Tables that fit no device are cut in halves first.
@@ -86,12 +86,9 @@ def own(drawn: Problem, planner: str) -> Columns | None:
     if planner == NEUROSHARD:
         for _ in range(_CUTS):
             # NeuroShard cuts the dearest tables, which limit the balance.
-            i, width = max(
-                (s for s in shards if s[1] > MIN_WIDTH),
-                default=(0, 0),
-                key=lambda s: load(drawn.tables[s[0]], s[1]),
-            )
-            if width:
+            wide = [shard for shard in shards if shard[1] > MIN_WIDTH]
+            if wide:
+                i, width = max(wide, key=lambda shard: load(drawn.tables[shard[0]], shard[1]))
                 shards.remove((i, width))
                 shards += [(i, half) for half in _halves(width)]
     return _greedy(drawn, shards, load)
@@ -105,7 +102,7 @@ _LOADS: Mapping[str, Callable[[Table, int], float]] = {
     "size_lookup_greedy": lambda table, width: _looked_up(table, width) * math.log10(table.rows),
     NEUROSHARD: lambda table, width: _looked_up(table, width),
 }
-"""The load that each planner balances. 0: any device with free memory will do."""
+"""The load that each planner balances. 0: any device with free memory."""
 
 
 def _looked_up(table: Table, width: int) -> float:
@@ -120,14 +117,14 @@ def _bytes(drawn: Problem, i: int, width: int) -> int:
 
 def _fitting(drawn: Problem, i: int) -> list[int]:
     """Widths of shards of table i that each fit an empty device. It is halved as often as needed."""
-    waiting, found, free = [drawn.tables[i].dim], [], drawn.topology.devices[0].memory_bytes
+    waiting, widths, free = [drawn.tables[i].dim], [], drawn.topology.devices[0].memory_bytes
     while waiting:
         width = waiting.pop()
         if width > MIN_WIDTH and _bytes(drawn, i, width) > free:
             waiting += reversed(_halves(width))
         else:
-            found.append(width)
-    return found
+            widths.append(width)
+    return widths
 
 
 def _halves(width: int) -> tuple[int, int]:
@@ -141,19 +138,18 @@ def _greedy(
 ) -> Columns | None:
     """Place shards (table, columns) by falling load, each on the least loaded device with free memory.
 
-    Without loads, a random device with free memory is taken. Shards of a table that meet on a device
-    share its overhead. None: a shard finds no device.
+    Without loads, on a random device with free memory. Shards of a table that meet on a device share its overhead.
+    None: a shard finds no device.
     """
     # A fixed seed: the same problem must give the same placement everywhere.
     rng = np.random.default_rng(0)
     tables, devices = drawn.tables, drawn.topology.devices
     loads = [load(tables[i], width) for i, width in shards]
     left, sums = np.array([d.memory_bytes for d in devices]), np.zeros(len(devices))
-    found: Columns = [{} for _ in devices]
-
+    columns: Columns = [{} for _ in devices]
     for n in sorted(range(len(shards)), key=lambda n: (-loads[n], -_bytes(drawn, *shards[n]), n)):
         i, width = shards[n]
-        before = [of.get(i, 0) for of in found]
+        before = [of.get(i, 0) for of in columns]
         extra = np.array([_bytes(drawn, i, was + width) - _bytes(drawn, i, was) for was in before])
         fits = extra <= left
         if not fits.any():
@@ -167,12 +163,11 @@ def _greedy(
             device = int(rng.choice(np.flatnonzero(fits)))
         sums[device] += loads[n]
         left[device] -= extra[device]
-        found[device][i] = found[device].get(i, 0) + width
-    return found
+        columns[device][i] = columns[device].get(i, 0) + width
+    return columns
 
 
-# --- recorded plans
-# ----------------------------------------------------------------------------------------------------
+# --- recorded plans -----------------------------------------------------------------------------------------
 
 
 def recorded(drawn: Problem, planner: str) -> Columns | None:
@@ -194,8 +189,9 @@ def recorded_plans() -> dict[str, list[str]]:
 
 def key(drawn: Problem, planner: str) -> str:
     """The key of a recorded plan. Rows and accesses are left out: pools of other machines differ in a few."""
-    of = [len(drawn.topology), drawn.global_batch, drawn.precision, drawn.optimizer]
-    return f"{planner}-{files.digest([*of, [[t.name, t.dim] for t in drawn.tables]])}"
+    tables = [[t.name, t.dim] for t in drawn.tables]
+    identity = [len(drawn.topology), drawn.global_batch, drawn.precision, drawn.optimizer, tables]
+    return f"{planner}-{files.digest(identity)}"
 
 
 def line(of: Mapping[int, int], drawn: Problem) -> str:

@@ -17,16 +17,13 @@ from shardcore.step.memory_account import local_batch_bytes, table_bytes
 DIMS = (4, 8, 16, 32, 64, 128)
 """Dims that NeuroShard gives each table of its pool."""
 DEVICES = (2, 4, 8)
-"""Numbers of devices in the plans that groups imitate. A local batch is the global batch divided by one of
-these."""
-
-
+"""Numbers of devices in the plans that groups imitate. A local batch is the global batch over one of these."""
 _MOST_SLACK = 1e6
 
 
 @dataclass(frozen=True)
 class ProblemConfig:
-    """Which problems are drawn.
+    """Distribution of drawn problems.
 
     devices: number of equal devices.
     min_tables: fewest tables.
@@ -79,7 +76,7 @@ def draw_problem(
 def sized(
     drawn: Problem, slack: float, bytes_of: Callable[[Table, Problem, int], int], more: int = 0
 ) -> Problem:
-    """The problem on devices that have `slack` times what its tables take, and some bytes more each."""
+    """The problem on devices with `slack` times the bytes of its tables in all, and `more` bytes each."""
     need = sum(bytes_of(t, drawn, t.dim) for t in drawn.tables)
     # A problem must have a solution: every table fits a device at its narrowest.
     narrowest = max(bytes_of(t, drawn, MIN_WIDTH) for t in drawn.tables)
@@ -88,12 +85,10 @@ def sized(
 
 
 def drawn_bytes(table: Table, drawn: Problem, width: int) -> int:
-    """What draws of samples count: weights, a number a row for Adagrad, outputs and their gradients.
+    """Bytes as draws of samples count them: weights, a number a row for Adagrad, outputs and their gradients.
 
-    It is no count of memory any more. It stays, so that the same samples are wanted as before.
+    Plans count memory otherwise by now. This stays, so that the same samples are wanted as before.
     """
     state = {"rowwise_adagrad": 4}.get(drawn.optimizer, 0)
-    return (
-        table.rows * (width * PRECISION_BYTES[table.precision] + state)
-        + 2 * drawn.global_batch * width * OUTPUT_BYTES
-    )
+    row_bytes = width * PRECISION_BYTES[table.precision] + state
+    return table.rows * row_bytes + 2 * drawn.global_batch * width * OUTPUT_BYTES

@@ -8,17 +8,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Placement, Plan, Problem, Setting, Shard, Table
-from shardcore.core.validation import MOST_BYTES
+from shardcore.core.validation import MOST_BYTES, require
 from shardcore.measure.sampling.placements import deal_columns
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.step.kinds import WHOLE_ROWS, Layout, even_share, ways
 
 _SHARED = ((False, False), (True, False), (False, True), (False, False), (True, False), (True, True))
-"""The plans of a problem: whether it has tables with divided rows, and replicas. All have others by
-columns."""
+"""Plans of a problem: True for tables with divided rows, and for replicas. All have others by columns."""
 _STEP_SEED = 2**32 - 3
 _STEP_TABLES = (8, 24)
 _STEP_DIMS = (16, 32, 64, 128)
@@ -47,19 +45,18 @@ def step_plans(
 ) -> tuple[Problem, Plans]:
     """Problem `index` whose steps are measured, with its plans.
 
-    Plans are random. So loads are uneven, and every collective runs with many bytes and with few. A problem
-    without tables small enough to replicate has fewer plans. `devices` must divide the batch.
+    Plans are random. So loads are uneven, and every collective runs with many bytes and with few. A problem without
+    tables small enough to replicate has fewer plans. `devices` must divide the batch.
 
     Raises ShardCoreError if no table of the pool has lookups and fits max_table_bytes.
     """
     rng = np.random.default_rng([4, seed, index])
     fitting = {dim: step_tables(pool, setting, max_table_bytes, dim) for dim in (MIN_WIDTH, *_STEP_DIMS)}
-    if not fitting[MIN_WIDTH]:
-        raise ShardCoreError(
-            f"none of the pool's {len(pool)} tables has lookups and fits "
-            f"{max_table_bytes >> 20} MiB at a dim of {MIN_WIDTH}: no step can be replayed; "
-            "give more memory, or ask for no steps"
-        )
+    require(
+        bool(fitting[MIN_WIDTH]),
+        f"none of the pool's {len(pool)} tables has lookups and fits {max_table_bytes >> 20} MiB at a dim of "
+        f"{MIN_WIDTH}: no step can be replayed; give more memory, or ask for no steps",
+    )
     enough = min(_STEP_TABLES[0], len(fitting[MIN_WIDTH]))
     # Wide tables are large: only dims at which enough tables fit are drawn.
     max_dim = int(rng.choice([dim for dim in _STEP_DIMS if len(fitting[dim]) >= enough] or [MIN_WIDTH]))
@@ -70,15 +67,14 @@ def step_plans(
     room = Device(MOST_BYTES)
     drawn = dataclasses.replace(drawn, name=f"steps-{seed}-{index:02}", topology=Topology((room,) * devices))
     small = [t for t in drawn.tables if t.bytes <= _COPIED_BYTES]
-    kinds = [
-        [k for k, wanted in zip(_sharing(drawn.topology), shared, strict=True) if wanted]
-        for shared in _SHARED
-        if small or not shared[1]
-    ]
-    return drawn, [
-        (", ".join(k.name for k in (WHOLE_ROWS, *some)), _step_plan(drawn, some, small, rng))
-        for some in kinds
-    ]
+    dividing, replicating = _sharing(drawn.topology)
+    plans = []
+    for divides, replicates in _SHARED:
+        if small or not replicates:
+            kinds = [dividing] * divides + [replicating] * replicates
+            words = ", ".join(kind.name for kind in (WHOLE_ROWS, *kinds))
+            plans.append((words, _step_plan(drawn, kinds, small, rng)))
+    return drawn, plans
 
 
 def _sharing(topology: Topology) -> tuple[Layout, Layout]:
@@ -94,11 +90,8 @@ def step_tables(
     pool: Sequence[Table], setting: Setting, max_table_bytes: int, dim: int = MIN_WIDTH
 ) -> list[Table]:
     """The pool's tables that have lookups and are small enough for a step at this dim."""
-    return [
-        t
-        for t in pool
-        if t.pooling > 0 and t.rows * dim * PRECISION_BYTES[setting.precision] <= max_table_bytes
-    ]
+    row_bytes = dim * PRECISION_BYTES[setting.precision]
+    return [t for t in pool if t.pooling > 0 and t.rows * row_bytes <= max_table_bytes]
 
 
 def _step_plan(
@@ -109,17 +102,17 @@ def _step_plan(
     dividing, replicating = _sharing(drawn.topology)
     chosen = rng.permutation(len(small))[: rng.integers(1, 4)] if replicating in sharing else ()
     copied = {small[i].name for i in chosen}
-    found: list[Placement] = []
+    placements: list[Placement] = []
     for table in drawn.tables:
         if table.name in copied:
-            found.append(Placement(replicating.name, Shard.whole(table), everywhere))
+            placements.append(Placement(replicating.name, Shard.whole(table), everywhere))
         elif dividing in sharing and rng.random() < _DIVIDED and even_share(table.rows, len(everywhere)):
-            found.append(Placement(dividing.name, Shard.whole(table), everywhere))
+            placements.append(Placement(dividing.name, Shard.whole(table), everywhere))
         else:
-            found += [
-                Placement(WHOLE_ROWS.name, shard, (d,)) for d, shard in _cut_columns(table, everywhere, rng)
-            ]
-    return Plan(tuple(sorted(found, key=lambda p: (p.shard.table.name, p.shard.row_lo, p.shard.col_lo))))
+            cut = _cut_columns(table, everywhere, rng)
+            placements += [Placement(WHOLE_ROWS.name, shard, (device,)) for device, shard in cut]
+    placements.sort(key=lambda p: (p.shard.table.name, p.shard.row_lo, p.shard.col_lo))
+    return Plan(tuple(placements))
 
 
 def _cut_columns(table: Table, devices: Sequence[int], rng: np.random.Generator) -> list[tuple[int, Shard]]:

@@ -65,7 +65,7 @@ def record(pool: Sequence[Table], seed: int, draws: int, setting: Setting) -> di
         if key in placements.recorded_plans():
             continue
         columns = columns_of(drawn, planner, setting)
-        if columns and columns != placements.own(drawn, planner):
+        if columns and columns != placements.computed(drawn, planner):
             new[key] = [placements.line(of, drawn) for of in columns]
     return new
 

@@ -118,4 +118,4 @@ def test_recording_keeps_plans_that_the_draws_do_not_find(pool):
         drawn, planner = by_key[key]
         columns = record_draws.columns_of(drawn, planner, setting)
         assert lines == [placements.line(of, drawn) for of in columns]
-        assert columns != placements.own(drawn, planner)
+        assert columns != placements.computed(drawn, planner)
