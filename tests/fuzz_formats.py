@@ -189,10 +189,7 @@ def use_offers(folder: Path, sound: Sound) -> None:
 
 @reads(
     "plans",
-    *(
-        f"shardcore/plans/store.py:{name}"
-        for name in ("_read", "is_whole", "_pointer", "_holder", "load_page")
-    ),
+    *(f"shardcore/plans/store.py:{name}" for name in ("_read", "is_whole", "_pointer", "load_page")),
     parts=("plans",),
     damage=damage_decision,
 )

@@ -49,6 +49,7 @@ def refusal(name: str, sound: fuzz_files.Sound, folder: Path) -> str:
         FORMATS[name].use(folder, sound)
     except ShardCoreError as error:
         assert str(error).isprintable() and 0 < len(str(error)) <= MOST_CHARACTERS
+        there |= {path.name for path in folder.rglob("*")}  # a use may move files
         assert name in NAME_NO_FILE or any(file in str(error) for file in there), error
         return str(error)
     return ""

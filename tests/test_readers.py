@@ -68,8 +68,11 @@ NO_FORMAT = {
     "shardcore/measure/hardware.py:hardware_name",
     "shardcore/measure/hosts.py:enter",
     "shardcore/measure/hosts.py:machine_id",
+    "shardcore/measure/hosts.py:_new_network",
+    "shardcore/measure/devices.py:product",
     "shardcore/measure/own_core.py:let_network_wait",
-    # Lines of our own processes, and a command's argument.
+    # Lines of our own processes, a command's argument, and a value written and read again.
+    "shardcore/testing/decisions.py:test_the_ledger_goes_into_the_plan",
     "tasks/console.py:relayed",
     "flows/refresh.py:setting_of",
     # Answers and tags of the stack's services.

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import simulated_cluster as exchanges
 from laws import SETTING, comm_samples, exchange_law, of_terms, spread
 from shapes import ALL_REDUCE, ALL_TO_ALL, column, host_row, replica, row, sends
 
-from bench import links
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import LEVELS, links_of, units_of
 from shardcore.core.topology import Device, Topology
@@ -273,10 +273,11 @@ def test_devices_of_a_host_share_its_link_where_the_topology_says_so():
 
 
 def test_numbers_of_ranks_and_hosts_never_trained_on():
-    cluster = links.Cluster()
-    model = fitted(links.simulated(cluster, links.KNOWN, 30, seed=0))
+    model = fitted(exchanges.simulated(exchanges.Cluster(), exchanges.KNOWN, 30, seed=0))
     for shape in ((3, 1), (6, 3), (12, 1), (16, 4), (32, 4)):
-        found = collective_fit.errors(model.weights, links.simulated(cluster, [shape], 3, seed=1))
+        found = collective_fit.errors(
+            model.weights, exchanges.simulated(exchanges.Cluster(), [shape], 3, seed=1)
+        )
         assert len(found) == 5 and np.mean(list(found.values())) < 10, (shape, found)
 
 
@@ -305,7 +306,7 @@ def test_a_late_start_costs_the_first_forward_exchange(model):
 @pytest.fixture(scope="module")
 def of_hosts() -> neural.NeuralModel:
     """Trained on simulated exchanges over one and two hosts."""
-    return fitted(links.simulated(links.Cluster(), ((2, 1), (4, 1), (4, 2), (8, 2)), 15, seed=0))
+    return fitted(exchanges.simulated(exchanges.Cluster(), ((2, 1), (4, 1), (4, 2), (8, 2)), 15, seed=0))
 
 
 def test_permuting_devices_with_their_hosts_permutes_costs(of_hosts):
@@ -350,7 +351,7 @@ def test_what_is_empty_or_alone_takes_no_time(of_hosts):
 def test_links_never_measured_count_as_those_that_were(of_hosts):
     traffic, compute = columns([64, 0, 256, 128]), np.zeros(4)
     within = fitted(comm_samples())
-    between = fitted(links.simulated(links.Cluster(), ((2, 2), (4, 4)), 30, seed=0))
+    between = fitted(exchanges.simulated(exchanges.Cluster(), ((2, 2), (4, 4)), 30, seed=0))
     for model, same in ((within, on_hosts(4)), (between, on_hosts(1, 1, 1, 1))):
         a, b = (model.comm(traffic, compute, topology) for topology in (on_hosts(2, 2), same))
         assert np.array_equal(a.forward_ms, b.forward_ms) and np.array_equal(a.backward_ms, b.backward_ms)
@@ -402,7 +403,7 @@ def test_what_was_not_measured_is_named(of_hosts):
     assert "within a host is priced with the rates of the all-to-all" in said(within, on_hosts(2, 2))
     proxy = "links between hosts were not measured: they count as those within hosts"
     assert proxy in said(within, on_hosts(1, 1))
-    between = fitted(links.simulated(links.Cluster(), ((2, 2),), 30, seed=0))
+    between = fitted(exchanges.simulated(exchanges.Cluster(), ((2, 2),), 30, seed=0))
     proxy = "links within hosts were not measured: they count as those between hosts"
     assert proxy in said(between, on_hosts(2))
     given = said(of_hosts, on_hosts(1, 1, links=links_of(between_hosts=3.0)))

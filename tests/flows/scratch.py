@@ -37,7 +37,7 @@ TOY = {
         "step_samples": 0,
         "step_repeats": 3,
     },
-    "train": {"epochs": 3, "learning_curve": False},
+    "train": {"epochs": 8, "learning_curve": False},
     "train_policy": {"algorithm": None},
     "evaluate": {
         "problems": 2,

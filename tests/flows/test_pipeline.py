@@ -23,7 +23,7 @@ def project(new_project):
     made = new_project()
     pool = make_pool.fn(TablesConfig(**TOY["tables"]))
     for i in range(2):
-        problem = draw_problem(pool, i, Setting("any", 64), 0, ProblemConfig(devices=2, max_dim=32))
+        problem = draw_problem(pool, i, Setting("any", 64), 0, ProblemConfig(2, 8, 12, max_dim=32))
         files.write_problem(made.folder / f"problems/draw-{i}.json", problem)
     (made.folder / "log").write_text(made.run("flows.refresh").stdout)
     return made

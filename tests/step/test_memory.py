@@ -492,7 +492,8 @@ def test_long_sequences_take_what_torch_sees(divided):
     assert memory.used_bytes(plan, problem)[1] == pytest.approx(max(found[1]), rel=0.02)
 
 
-@pytest.mark.parametrize("seed", [100, pytest.param(101, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [100, 101])
 def test_the_count_is_the_peak_that_torch_sees(seed):
     """In TorchRec's own processes, under its pipeline, where most of it is weights, or ids.
 

@@ -60,12 +60,6 @@ def said_of(output: str, at_most: float) -> None:
     assert re.findall(r"(\w+) over shardcore \d", times) == ["torchrec", "unsharded"]
 
 
-def test_the_example_trains_as_unsharded():
-    codes, output = training.run_script(2, EXAMPLE, "--check", "--steps", "10")
-    assert codes == [0, 0], output
-    said_of(output, 0.995)
-
-
 @pytest.mark.long
 def test_the_example_takes_the_batch_of_the_model_that_it_is_given(tmp_path):
     """As that of `make run`, which is for another batch than the example's own."""
