@@ -31,6 +31,9 @@ class Reuse:
     bins: tuple[float, ...]
     batch: int
 
+    def __repr__(self) -> str:
+        return f"Reuse({len(self.bins)} bins, batch={self.batch})"
+
     def __post_init__(self) -> None:
         require_types(self, "a reuse histogram")
         total = sum(self.bins)
@@ -67,6 +70,9 @@ class RowShares:
 
     lookups: tuple[float, ...]
     unique: tuple[float, ...]
+
+    def __repr__(self) -> str:
+        return f"RowShares({len(self.lookups)} ranges)"
 
     def __post_init__(self) -> None:
         require_types(self, "row shares")

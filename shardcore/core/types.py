@@ -89,6 +89,14 @@ class Table:
     managed_collision: ManagedCollision | None = None
     tier: str = BELOW[0]
 
+    def __repr__(self) -> str:
+        """Shape and lookups, and other fields only where they differ from the default."""
+        shape = [f"{self.rows} x {self.dim}", f"pooling={self.pooling:g}"]
+        given = {
+            f.name: getattr(self, f.name) for f in fields(self)[4:] if getattr(self, f.name) != f.default
+        }
+        return f"Table({', '.join([repr(self.name), *shape, *(f'{k}={v!r}' for k, v in given.items())])})"
+
     def __post_init__(self) -> None:
         require_types(self, "table")
         require_name(self.name, "a table")
@@ -324,9 +332,12 @@ class Setting:
 class Kind(Protocol):
     """Fields of a kind of sharding that constraints concern (see kinds.Layout)."""
 
-    name: str
-    divides_rows: bool
-    cuts_columns: bool
+    @property
+    def name(self) -> str: ...
+    @property
+    def divides_rows(self) -> bool: ...
+    @property
+    def cuts_columns(self) -> bool: ...
 
 
 @dataclass(frozen=True)
