@@ -40,6 +40,7 @@ def clock(monkeypatch):
     """A clock that shows `now`."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(progress, "_stopped_s", 0.0)  # other tests may have compiled functions
     return clock
 
 
