@@ -1,8 +1,10 @@
 # make run: everything, from nothing to published plans.  make test: the tests (test-long: those of the long-lived stack,
 # of failures struck into it, and slow ones).  make figures: all figures of docs/benchmarks
-# again, some 18 hours.  All set up .venv themselves.
+# again, some 18 hours.  make mutants ROOM=step: the mutation score of a room.  All set up .venv themselves.
 # make up, status, down: the long-lived services (docs/operations.md).
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Defects that `make mutants` draws.
+MUTANTS ?= 40
 # Which FBGEMM to install: the GPU's where there is an NVIDIA driver, else the CPU's.
 EXTRA ?= $(if $(shell command -v nvidia-smi),measure-gpu,measure)
 # What installs: uv (and pip where uv cannot), or pip.
@@ -18,7 +20,7 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO := 0
 
 SIZE := 2.2 GB$(if $(filter measure-gpu,$(EXTRA)), and CUDA)
 
-.PHONY: run test test-long figures up status down setup lock lint
+.PHONY: run test test-long mutants figures up status down setup lock lint
 
 run: setup
 	@python -m tasks.services python -m flows.refresh
@@ -28,6 +30,9 @@ test: setup
 
 test-long: setup
 	python -m pytest -m long
+
+mutants: setup
+	python tests/mutants.py $(ROOM) --mutants $(MUTANTS)
 
 figures: setup
 	python -m bench.figures

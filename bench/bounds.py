@@ -12,14 +12,14 @@ was above the optimum. Drawn problems are those of bench.search: the gap is that
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from itertools import combinations_with_replacement
 
 import numpy as np
 import torch
 
+from bench import common
+from bench.common import say
 from bench.search import problems
 from shardcore import report
 from shardcore.core.links import links_of
@@ -98,15 +98,15 @@ def optimum_ms(problem: Problem, model: CostModel) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = common.parser(
+        __doc__,
+        {"model": "folder of a trained model"},
+        tiny=40,
+        skip=(0, "tiny problems to leave out first"),
+        problems=10,
+        devices=4,
+        seed=(2026, "of the drawn problems"),
     )
-    parser.add_argument("model", help="folder of a trained model")
-    parser.add_argument("--tiny", type=int, default=40)
-    parser.add_argument("--skip", type=int, default=0, help="tiny problems to leave out first (0)")
-    parser.add_argument("--problems", type=int, default=10)
-    parser.add_argument("--devices", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=2026, help="of the drawn problems (2026)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = neural.load(args.model)
@@ -117,11 +117,9 @@ def main() -> None:
         b = bound(problem, model)
         searched = [SHARDERS[name](problem, model).provenance["predicted_ms"] for name in SHARDERS_SHOWN]
         found.append([ms / optimum for ms in (b.proved_ms, b.estimate_ms, *searched)])
-        print(
+        say(
             f"tiny {seed}: {n} plans, optimum {optimum:.3f} ms, bound {b.proved_ms:.3f}, "
-            f"estimate {b.estimate_ms:.3f}, {b.limit}",
-            file=sys.stderr,
-            flush=True,
+            f"estimate {b.estimate_ms:.3f}, {b.limit}"
         )
     print(f"{model.setting}; {args.tiny} problems of 2 to 5 tables, all plans priced\n")
     if found:
@@ -145,11 +143,9 @@ def main() -> None:
             ms = SHARDERS[name](problem, model).provenance["predicted_ms"]
             gaps[name].append((ms / b.proved_ms - 1, ms / b.estimate_ms - 1))
             if name == SHARDERS_SHOWN[-1]:
-                print(
+                say(
                     f"{problem.name}: {len(problem.tables)} tables, {name} {ms:.2f} ms, "
-                    f"bound {b.proved_ms:.2f}",
-                    file=sys.stderr,
-                    flush=True,
+                    f"bound {b.proved_ms:.2f}"
                 )
     if seconds:
         print(

@@ -14,13 +14,13 @@ share of its host's link, or all share it. `twice` says how far two measurements
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from bench import common
 from shardcore import report
 from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
@@ -188,9 +188,7 @@ def shuffles(times: int, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.box", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     commands = parser.add_subparsers(required=True, dest="what")
     p = commands.add_parser("judge")
     p.add_argument("folder", type=Path, help="dataset of emulated exchanges")

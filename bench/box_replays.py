@@ -16,19 +16,16 @@ FOLDER gets what bench.replays writes. A rerun goes on after the problems done.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from bench import box
+from bench import box, common
 from bench import replays as one_host
+from bench.common import say
 from shardcore.core.job import Job
 from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
@@ -36,7 +33,7 @@ from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import collective_fit, neural, replay_metrics, replay_records, step_factors
 from shardcore.cost.collective_model import OWN_WORK
 from shardcore.cost.model import price
-from shardcore.io import dataset, replays, writing
+from shardcore.io import dataset, replays
 from shardcore.measure import hosts
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
@@ -82,18 +79,8 @@ def of_box(
         for name, cost in one.costs.items()
     ]
     fitted = step_factors.fit(alone, told)
-    print(step_factors.summary(alone, fitted, len(told)), file=sys.stderr)
+    say(step_factors.summary(alone, fitted, len(told)))
     return fitted
-
-
-def rows_of(out: Path, problems: int, measured: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is measured of each problem, a line each in a file. Lines that it has are not measured again."""
-    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    for i in range(len(rows), problems):
-        rows.append(measured(i))
-        writing.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows).encode())
-        print(rows[-1], flush=True)
-    return rows
 
 
 def pool() -> list[Table]:
@@ -154,31 +141,18 @@ def _said(ratios: Sequence[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.box_replays",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = common.parser(
+        __doc__,
+        {"model": "folder of a model of this machine"},
+        out=...,
+        exchanges=(Path, "dataset of emulated exchanges"),
+        measurements=(Path, "the dataset of MODEL, whose reference op tells the machine's slowdown"),
+        known=(False, "only shapes of boxes that exchanges are fitted to"),
+        steps=(Path, "replays of other problems, which tell what exchanges take in a step"),
+        problems=20,
+        repeats=(9, "steps of each plan"),
+        seed=(77, "of the problems"),
     )
-    parser.add_argument("model", help="folder of a model of this machine")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--exchanges", type=Path, metavar="BOX", help="dataset of emulated exchanges")
-    parser.add_argument(
-        "--measurements",
-        type=Path,
-        help="the dataset of MODEL, whose reference op tells the machine's slowdown",
-    )
-    parser.add_argument(
-        "--known", action="store_true", help="only shapes of boxes that exchanges are fitted to"
-    )
-    parser.add_argument(
-        "--steps",
-        type=Path,
-        metavar="FOLDER",
-        help="replays of other problems, which tell what exchanges take in a step",
-    )
-    parser.add_argument("--problems", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=9, help="steps of each plan (9)")
-    parser.add_argument("--seed", type=int, default=77, help="of the problems (77)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, config, kept = neural.load(args.model), ReplayConfig(args.repeats, 2, arena_bytes=4 << 30), []
@@ -211,11 +185,9 @@ def main() -> None:
             )
         rows = replay_records.judge(kept[-1:], own)
         said = ", ".join(f"{r.algorithm} {r.replayed_ms:.1f} ({r.predicted_ms:.1f})" for r in rows)
-        print(
+        say(
             f"problem {i + 1} of {args.problems}, {where.hosts} x {where.ranks_per_host}: "
-            f"{len(problem.tables)} tables: {said}",
-            file=sys.stderr,
-            flush=True,
+            f"{len(problem.tables)} tables: {said}"
         )
     rows = replay_records.judge(kept, model)
     noise = np.median([r.noise_ms / r.replayed_ms for r in rows])

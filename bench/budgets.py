@@ -18,7 +18,6 @@ The model is that of a trained model's folder, or AnalyticModel.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -32,7 +31,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.kept import count_processor_seconds, of_size, with_memory
+from bench import common
+from bench.kept import of_size, with_memory
 from bench.production import HEADERS, compiled, row
 from shardcore import report
 from shardcore.core.constraints import Constraints
@@ -172,21 +172,13 @@ def rates(folders: list[Path]) -> Iterator[tuple[tuple[int, int], list[float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.budgets",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--processor", action="store_true", help="count the processor's seconds")
-    parser.add_argument(
-        "--most",
-        type=int,
-        default=max(n for n, _ in SIZES),
-        metavar="TABLES",
-        help="leave out problems of more tables (100,000)",
+    parser = common.parser(
+        __doc__,
+        processor=(False, "count the processor's seconds"),
+        most=(max(n for n, _ in SIZES), "leave out problems of more tables"),
+        against=(str, "an earlier commit"),
     )
     parser.add_argument("--first-plan", nargs="?", const="", metavar="MODEL")
-    parser.add_argument("--against", metavar="COMMIT", help="an earlier commit")
     args = parser.parse_args()
     if args.first_plan is not None:
         plans = zip(("first", "second"), first_plans(args.first_plan), strict=True)
@@ -211,7 +203,7 @@ def main() -> None:
         print(report.text_table(headers, rows))
     else:
         if args.processor:
-            count_processor_seconds()
+            common.count_processor_seconds()
         compiled()
         rows = []
         for name, problem, seconds in sizes():

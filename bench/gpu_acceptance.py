@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench import common
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.io import dataset, writing
@@ -248,17 +249,15 @@ def _samples(args: argparse.Namespace) -> list[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu_acceptance",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = common.parser(
+        __doc__,
+        out=...,
+        minutes=(8.0, "for groups"),
+        batch=(device_of("cuda").batch, "global batch"),
+        groups=(GROUPS, "that there have to be"),
+        again=(AGAIN, "groups to measure again"),
+        arena_gib=(8.0, "where events are compared"),
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--minutes", type=float, default=8.0, help="for groups (8)")
-    parser.add_argument("--batch", type=int, default=device_of("cuda").batch, help="global batch (65536)")
-    parser.add_argument("--groups", type=int, default=GROUPS, help="that there have to be (2000)")
-    parser.add_argument("--again", type=int, default=AGAIN, help="groups to measure again (64)")
-    parser.add_argument("--arena-gib", type=float, default=8.0, help="where events are compared (8)")
     parser.add_argument(
         "--only",
         nargs="+",

@@ -25,21 +25,19 @@ run. Exit code 1 if a plan is dearer by more than 0.1% than there, or refused wh
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from bench import common
+from bench.common import say
 from shardcore import report
-from shardcore.core import progress
 from shardcore.core.access_statistics import ManagedCollision
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
@@ -50,9 +48,9 @@ from shardcore.core.topology import GIB, Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel, price
-from shardcore.io import writing
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS, Budget
+from shardcore.search.anneal import compiled
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search, copy_of
 from shardcore.search.anneal.starts import Start, Starts
@@ -223,7 +221,7 @@ def counted_by(search: Search | Starts, start: Start) -> np.ndarray:
     """[D] bytes that annealing counts of a plan. Where devices have no memory, what is left is exact."""
     fixed = start.fixed._replace(free=np.full(len(start.fixed.free), -1e-9), host_free=np.inf)
     state = copy_of(start.state)
-    search.compiled.refresh(search.head, fixed, state)
+    compiled.refresh(search.head, fixed, state)
     return np.rint(-state.left)
 
 
@@ -232,11 +230,11 @@ def off_of_plans(n: int) -> list[int]:
 
     It has tables whole there that a plan cuts both ways.
     """
-    from bench.memory import drawn as planned  # with torch and TorchRec
+    from bench.memory import peaks  # with torch and TorchRec
 
     off = []
     for i in range(n):
-        problem, plan = planned(i)
+        problem, plan = peaks.drawn(i)
         starts = Starts(problem, model_of(problem), Budget().start(), 0)
         start = starts.resharded(Reshard(plan), "all")
         off += off_bytes(start.placements, problem, counted_by(starts, start))
@@ -410,35 +408,20 @@ def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
     )
 
 
-def count_processor_seconds() -> None:
-    """From now on budgets count seconds of the processor: searches run in one thread."""
-    progress.time = SimpleNamespace(monotonic=time.process_time)
-
-
-def lines_of(path: Path | None) -> list[dict[str, Any]]:
-    """Rows that a run wrote. None where there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
-
-
-def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write all rows at once, so that a run may be killed at any time."""
-    writing.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kept", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = common.parser(
+        __doc__,
+        problems=100,
+        evals=20_000,
+        seconds=(2.0, "of each search on the findings"),
+        out=(Path, "a line of JSON for each problem"),
+        against=(Path, "--out of another commit"),
     )
     parser.add_argument("suite", choices=(*SLACK, "findings", "plans"))
-    parser.add_argument("--problems", type=int, default=100)
-    parser.add_argument("--evals", type=int, default=20_000)
     parser.add_argument("--sharders", nargs="*", default=list(SHARDERS))
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each search on the findings")
-    parser.add_argument("--out", type=Path, help="a line of JSON for each problem")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="--out of another commit")
     args = parser.parse_args()
     if args.suite == "findings":
-        count_processor_seconds()
+        common.count_processor_seconds()
         searched(next(findings()), args.sharders, Budget(evals=1))  # to compile
         each = {p.name: searched(p, args.sharders, Budget(seconds=args.seconds)) for p in findings()}
         print(
@@ -460,9 +443,9 @@ def main() -> int:
         return int(off.any())
     if args.out is None:
         parser.error("--out is needed: a file for the results, such as tight.jsonl")
-    old = {row["problem"]: row for row in lines_of(args.against)}
+    old = {row["problem"]: row for row in common.lines_of(args.against)}
     memory_bytes = {int(name.split("-")[1]): row["memory_bytes"] for name, row in old.items()}
-    rows = lines_of(args.out)
+    rows = common.lines_of(args.out)
     for i in range(len(rows), args.problems):
         problem = drawn(args.suite, i, memory_bytes.get(i))
         found = searched(problem, args.sharders, Budget(evals=args.evals))
@@ -478,13 +461,8 @@ def main() -> int:
                 "fits": packed(problem) is not None if small and refused else None,
             }
         )
-        write_lines(args.out, rows)
-        print(
-            problem.name,
-            *(f"{n} {f.get('ms', np.nan):.4g}" for n, f in found.items()),
-            file=sys.stderr,
-            flush=True,
-        )
+        common.write_lines(args.out, rows)
+        say(problem.name, *(f"{n} {f.get('ms', np.nan):.4g}" for n, f in found.items()))
     rows = rows[: args.problems]
     print(summary(rows, args.sharders))
     if not old:

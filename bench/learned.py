@@ -22,7 +22,6 @@ processor.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,6 +30,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench import common
+from bench.common import say
 from bench.peers import PEERS
 from bench.search import problems
 from shardcore import report
@@ -52,7 +53,6 @@ from shardcore.tables.generate import generate_pool
 from shardcore.tables.held_out import kept_for_testing
 
 TRAIN, VALIDATION, SEED = 60, 15, 2026
-LINKS = {"links": links_of(within_host=1.0, latency_ms=0.2)}
 MANY = Budget(evals=32)
 FEW, CUTS_MANY = 8, "dreamshard_direct"
 """On more devices only this policy cuts columns: the beam runs it on hundreds of states."""
@@ -71,7 +71,7 @@ def sized(
     """Problems of as many tables and devices as `size` says, dims up to 128."""
     shape = ProblemConfig(size[1], size[0], size[0], slack=2.0)
     drawn = [draw_problem(tables, i, model.setting, seed, shape) for i in range(n)]
-    return [replace(p, topology=Topology(p.topology.devices, **LINKS)) for p in drawn]
+    return [replace(p, topology=Topology(p.topology.devices, **common.LINKS)) for p in drawn]
 
 
 def policy(
@@ -90,7 +90,7 @@ def policy(
             ),
         )
     found = read_policy(folder)
-    print(f"{folder.name}: {found.meta['metrics']}", file=sys.stderr, flush=True)
+    say(f"{folder.name}: {found.meta['metrics']}")
     return found
 
 
@@ -146,7 +146,7 @@ def compared(args: argparse.Namespace, model: NeuralModel) -> None:
         for name, arm in arms.items():
             for kept, found in zip((cost, seconds), ms_of(arm, problem), strict=True):
                 kept[name].append(found)
-        print(f"problem {i + 1} of {len(drawn)}: {len(problem.tables)} tables", file=sys.stderr, flush=True)
+        say(f"problem {i + 1} of {len(drawn)}: {len(problem.tables)} tables")
     found = compare.standings(cost, seconds, "anneal_columns")
     print(
         f"{model.setting}; {len(drawn)} unseen problems of {args.devices} devices; policies of "
@@ -273,14 +273,14 @@ def started(args: argparse.Namespace, model: NeuralModel) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = common.parser(
+        __doc__,
+        {"model": "folder of a trained model"},
+        out=(..., "folder that keeps trained policies"),
+        problems=50,
+        devices=4,
+        trained_on=4,
     )
-    parser.add_argument("model", help="folder of a trained model")
-    parser.add_argument("--out", type=Path, required=True, help="folder that keeps trained policies")
-    parser.add_argument("--problems", type=int, default=50)
-    parser.add_argument("--devices", type=int, default=4)
-    parser.add_argument("--trained-on", type=int, default=4, metavar="DEVICES")
     parser.add_argument("--policies", nargs="+", default=list(NETS), choices=list(NETS), help="of --transfer")
     which = parser.add_mutually_exclusive_group()
     for name in ("transfer", "large", "start"):

@@ -30,7 +30,6 @@ Shapes: D ranks, M messages, L links.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import math
@@ -39,6 +38,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bench import common
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import OUTPUT_BYTES, Setting
@@ -362,21 +362,15 @@ def simulated_rows(cluster: Cluster, n: int, seed: int) -> list[tuple[str, ...]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = common.parser(
+        __doc__,
+        simulate=(False, "simulated exchanges (as well)"),
+        samples=(90, "simulated exchanges of each number of ranks and hosts"),
+        uplink_gbps=(5.0, "simulated: of a host (5; a rank's port has 8)"),
+        eager_bytes=(8192, "simulated: longer messages shake hands first"),
+        seed=(0, "of the simulation"),
     )
     parser.add_argument("dataset", nargs="?", help="folder of measurements of one setting")
-    parser.add_argument("--simulate", action="store_true", help="simulated exchanges (as well)")
-    parser.add_argument(
-        "--samples", type=int, default=90, help="simulated exchanges of each number of ranks and hosts (90)"
-    )
-    parser.add_argument(
-        "--uplink-gbps", type=float, default=5, help="simulated: of a host (5; a rank's port has 8)"
-    )
-    parser.add_argument(
-        "--eager-bytes", type=int, default=8192, help="simulated: longer messages shake hands first (8192)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the simulation (0)")
     args = parser.parse_args()
     if not (args.dataset or args.simulate):
         parser.error("give a folder of measurements, --simulate, or both")

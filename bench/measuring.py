@@ -11,7 +11,6 @@ within a fraction of a second, they share the machine's momentary slowdown.)
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import resource
 import time
@@ -19,6 +18,7 @@ import time
 import numpy as np
 import torch
 
+from bench import common
 from shardcore import report
 from shardcore.core.types import Setting
 from shardcore.io.measurements import ComputeRequest
@@ -67,17 +67,15 @@ def plain(request: ComputeRequest, device: str) -> tuple[list[float], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = common.parser(
+        __doc__,
+        groups=(100, "groups to measure both ways"),
+        passes=(2, "times that each way measures all groups"),
+        repeats=(6, "of ShardCore's"),
+        batch=(2048, "global batch"),
+        max_bytes=(1 << 32, "weights of a group (4 GiB, NeuroShard's limit)"),
+        seed=11,
     )
-    parser.add_argument("--groups", type=int, default=100, help="groups to measure both ways (100)")
-    parser.add_argument("--passes", type=int, default=2, help="times that each way measures all groups (2)")
-    parser.add_argument("--repeats", type=int, default=6, help="of ShardCore's (6)")
-    parser.add_argument("--batch", type=int, default=2048, help="global batch (2048)")
-    parser.add_argument(
-        "--max-bytes", type=int, default=1 << 32, help="weights of a group (4 GiB, NeuroShard's limit)"
-    )
-    parser.add_argument("--seed", type=int, default=11)
     args = parser.parse_args()
     torch.set_num_threads(1)
     device = hardware.detect_device()

@@ -14,283 +14,21 @@ promised (ABOVE, BELOW).
 
 from __future__ import annotations
 
-import argparse
-import ctypes
-import gc
-import json
-import logging
-import os
 import sys
-import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from torch import nn
 
+from bench import common
 from shardcore import report
-from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
-from shardcore.core.job import PAYLOADS, Job
-from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Plan, Problem, Table
-from shardcore.io import writing
+from shardcore.core.types import Plan, Problem
 from shardcore.step import memory
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "torchrec"))
 
-import training
-
-ABOVE, BELOW = 0.10, 0.05
-"""How far a count may be from the peak, as shares of it."""
-MOSTLY = {
-    "weights": ((20_000, 100_000), (16, 64), (1, 3), 2048),
-    "ids": ((500, 3000), (4, 8), (20, 60), 8192),
-    "outputs": ((500, 3000), (32, 128), (1, 2), 8192),
-    "all": ((5_000, 40_000), (8, 64), (5, 20), 8192),
-}
-"""What takes most memory: least and most rows, dim and pooling of tables, and the batch of two devices."""
-SHAPES = ((1, 2), (1, 2), (1, 2), (1, 2), (2, 2))
-"""Hosts, and devices on each. A fifth of the plans have two hosts."""
-WARM, STEPS = 3, 30
-"""Steps before those that are measured, and these. DDP makes its buckets anew in the third."""
-
-
-def drawn(seed: int) -> tuple[Problem, Plan]:
-    """A random problem and a plan of it, of all kinds."""
-    rng = np.random.default_rng([seed, 19])
-    (hosts, per_host), mostly = SHAPES[seed % len(SHAPES)], list(MOSTLY)[seed % len(MOSTLY)]
-    rows, dims, pooling, batch = MOSTLY[mostly]
-    tables = tuple(
-        Table(
-            f"t{i}",
-            int(rng.integers(*rows)),
-            4 * int(rng.integers(dims[0] // 4, dims[1] // 4, endpoint=True)),
-            float(rng.integers(*pooling, endpoint=True)),
-        )
-        for i in range(rng.integers(6, 12))
-    )
-    devices = tuple(Device(2**34, host=f"host-{h}") for h in range(hosts) for _ in range(per_host))
-    tables = (*with_features(tables, seed), *sequences(seed))
-    given = Problem(
-        f"{mostly}-{seed}",
-        tables,
-        Topology(devices, "cpu"),
-        batch,
-        str(rng.choice(["exact_sgd", "rowwise_adagrad"])),
-    )
-    return replace(given, job=drawn_job(seed)), training.draw(given, rng)
-
-
-def with_features(tables: tuple[Table, ...], seed: int) -> tuple[Table, ...]:
-    """The tables, of which about a third have two features."""
-    rng = np.random.default_rng([seed, 21])
-    return tuple(
-        replace(t, features=1 + int(rng.random() < 1 / 3), collection="sequences" if t.sequence else "tables")
-        for t in tables
-    )
-
-
-def sequences(seed: int) -> tuple[Table, ...]:
-    """Tables of an EmbeddingCollection, of one dim: every third plan has two or three."""
-    if seed % 3:
-        return ()
-    rng = np.random.default_rng([seed, 22])
-    rows, dims, pooling, _ = MOSTLY[list(MOSTLY)[seed % len(MOSTLY)]]
-    dim = 8 * int(rng.integers(1, max(1, dims[1] // 16), endpoint=True))
-    return with_features(
-        tuple(
-            Table(
-                f"s{i}",
-                int(rng.integers(*rows)),
-                dim,
-                float(rng.integers(1, pooling[1] // 2, endpoint=True)),
-                sequence=True,
-            )
-            for i in range(rng.integers(2, 4))
-        ),
-        seed,
-    )
-
-
-def features_of(table: Table) -> list[str]:
-    return [f"{table.name}.{i}" for i in range(table.features)]
-
-
-def drawn_job(seed: int) -> Job:
-    """Half of them with payloads of 16 bits, one way or both. Half with an optimizer of replicas by name."""
-    rng = np.random.default_rng([seed, 20])
-    there, back = (str(x) for x in rng.choice(list(PAYLOADS), 2)) if rng.integers(2) else ("fp32", "fp32")
-    of_replicas = str(rng.choice(list(DENSE_OPTIMIZERS))) if rng.integers(2) else None
-    return Job(forward_payload=there, backward_payload=back, replica_optimizer=of_replicas)
-
-
-# --- what is measured -------------------------------------------------------------------------------------
-
-
-class Model(nn.Module):
-    """The tables, and as dense part layers that only sum their outputs."""
-
-    def __init__(self, problem: Problem) -> None:
-        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
-
-        def configs(kind: type, tables: list[Table]) -> list[Any]:
-            return [
-                kind(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=features_of(t))
-                for t in tables
-            ]
-
-        super().__init__()
-        pooled, others = ([t for t in problem.tables if t.sequence == s] for s in (False, True))
-        meta = torch.device("meta")
-        self.tables = EmbeddingBagCollection(device=meta, tables=configs(EmbeddingBagConfig, pooled))
-        self.top = nn.Linear(sum(t.dim * t.features for t in pooled), 1, bias=False)
-        self.features = [f for t in others for f in features_of(t)]
-        self.sequences = self.of_rows = None
-        if others:
-            self.sequences = EmbeddingCollection(device=meta, tables=configs(EmbeddingConfig, others))
-            self.of_rows = nn.Linear(others[0].dim, 1, bias=False)
-
-    def forward(self, features):
-        pooled, sequences = self.tables(features), self.sequences(features) if self.sequences else {}
-        values, rows = pooled.values(), [sequences[f].values() for f in self.features]
-        summed = self.top(values)
-        return summed.mean() + sum(self.of_rows(x).mean() for x in rows), summed.detach()
-
-
-def batch_of(problem: Problem, rank: int):
-    """A rank's samples. Each step gets a copy, so that all steps take the same memory."""
-    from torchrec import KeyedJaggedTensor
-
-    rng = np.random.default_rng([rank, 5])
-    keys = {f: t for t in problem.tables for f in features_of(t)}
-    lengths = [rng.poisson(t.pooling / t.features, problem.local_batch) for t in keys.values()]
-    ids = [rng.integers(0, t.rows, n.sum()) for t, n in zip(keys.values(), lengths, strict=True)]
-    given, counts = torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(lengths))
-
-    def batches() -> Iterator[KeyedJaggedTensor]:
-        while True:  # by torch's allocator, which the profiler sees
-            yield KeyedJaggedTensor(keys=list(keys), values=given.clone(), lengths=counts.to(torch.int32))
-
-    return batches()
-
-
-def measured(given: Sequence[tuple[Problem, Plan]], limit_s: float = 180) -> list[list[list[int]]]:
-    """For each plan, [D, STEPS] the peak bytes of each step. All have the same hosts and devices.
-
-    limit_s: for a plan, in the mean.
-    """
-    n = len(given[0][0].topology)
-    with tempfile.TemporaryDirectory() as folder:
-        codes = training.in_processes(n, _train, (given, folder), limit_s * len(given))
-        if any(codes):
-            raise SystemExit(f"processes of {given[0][0].name} ended with {codes}")
-        return [
-            [json.loads(Path(f"{folder}/{i}-{rank}.json").read_text()) for rank in range(n)]
-            for i in range(len(given))
-        ]
-
-
-def _train(rank: int, given: Sequence[tuple[Problem, Plan]], folder: str) -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    topology = given[0][0].topology
-    n, local = len(topology), len(topology) // len(topology.hosts)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local)
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
-    count_in_all_threads()
-    for i, (problem, plan) in enumerate(given):
-        trace = f"{folder}/trace-{rank}.json"
-        # From the start, so that weights and optimizer state count as what they really are.
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        ) as profiler:
-            _steps(problem, plan, batch_of(problem, rank))
-        profiler.export_chrome_trace(trace)
-        gc.collect()  # the next plan starts with nothing
-        writing.write_json(f"{folder}/{i}-{rank}.json", peaks(Path(trace)))
-        dist.barrier()
-    os._exit(0)
-
-
-def _steps(problem: Problem, plan: Plan, batches: Iterator[Any]) -> None:
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.embedding import EmbeddingCollectionSharder
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
-    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-    from torchrec.optim.optimizers import in_backward_optimizer_filter
-
-    theirs = {name: EmbOptimType[optimizer.theirs] for name, optimizer in OPTIMIZERS.items()}
-    of_replicas = _optimizer_class(problem)
-    codecs = get_qcomm_codecs_registry(
-        QCommsConfig(CommType(problem.job.forward_payload), CommType(problem.job.backward_payload)),
-        device=torch.device("cpu"),
-    )
-    model = DistributedModelParallel(
-        Model(problem),
-        device=torch.device("cpu"),
-        plan=to_torchrec(plan, problem, Model(problem), "cpu"),
-        sharders=[
-            sharder(
-                fused_params={"optimizer": theirs[problem.optimizer], "learning_rate": 0.01},
-                qcomm_codecs_registry=codecs,
-            )
-            for sharder in (EmbeddingBagCollectionSharder, EmbeddingCollectionSharder)
-        ],
-    )
-    dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(model.named_parameters())),
-        lambda parameters: of_replicas(parameters, lr=0.01),
-    )
-    pipeline = TrainPipelineSparseDist(
-        model, CombinedOptimizer([model.fused_optimizer, dense]), torch.device("cpu")
-    )
-    for step in range(WARM + STEPS):
-        with torch.profiler.record_function(f"step {step}"):
-            pipeline.progress(batches)
-
-
-def _optimizer_class(problem: Problem) -> type[torch.optim.Optimizer]:
-    """The optimizer of replicas."""
-    module, _, name = DENSE_OPTIMIZERS[problem.replica_optimizer].theirs.rpartition(".")
-    return getattr(import_module(module), name)
-
-
-def count_in_all_threads() -> None:
-    """From now on the profiler's totals include what gloo's threads allocate and free.
-
-    It records what its own threads do. But a flag of torch's allocator makes its total that of all threads.
-    """
-    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    ctypes.c_bool.in_dll(c10, "FLAGS_caffe2_report_cpu_memory_usage").value = True
-
-
-def peaks(trace: Path) -> list[int]:
-    """The peak of each warm step."""
-    events = json.loads(trace.read_text())["traceEvents"]
-    totals = np.array(
-        sorted((e["ts"], e["args"]["Total Allocated"]) for e in events if e.get("name") == "[memory]")
-    )
-    steps = {
-        e["name"]: (e["ts"], e["ts"] + e["dur"])
-        for e in events
-        if e.get("ph") == "X" and str(e["name"]).startswith("step ")
-    }
-    bounds = [np.searchsorted(totals[:, 0], steps[f"step {s}"]) for s in range(WARM, WARM + STEPS)]
-    return [int(totals[first:last, 1].max()) for first, last in bounds]
-
+import peaks
 
 # --- TorchRec's own count ---------------------------------------------------------------------------------
 
@@ -310,7 +48,7 @@ def estimated(problem: Problem, plan: Plan) -> list[int]:
     from torchrec.distributed.types import PipelineType
 
     n, fused = len(problem.topology), replace(problem, job=replace(problem.job, replica_optimizer=None))
-    model, sharders = Model(problem), (EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder())
+    model, sharders = peaks.Model(problem), (EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder())
     sharded = to_torchrec(plan, problem, model, "cpu").plan
     pooling = {t.name: [t.pooling / t.features] * t.features for t in problem.tables}
     options = []
@@ -325,7 +63,7 @@ def estimated(problem: Problem, plan: Plan) -> list[int]:
         )
         [parameter] = (x for name, x in module.named_parameters() if name.split(".")[-2] == table.name)
         # By this it knows the optimizer's state. Only replicas have one by name.
-        parameter._optimizer_classes = [_optimizer_class(problem if not spec else fused)]
+        parameter._optimizer_classes = [peaks._optimizer_class(problem if not spec else fused)]
         options.append(
             ShardingOption(
                 name=table.name,
@@ -355,65 +93,27 @@ def estimated(problem: Problem, plan: Plan) -> list[int]:
     return found
 
 
-# --- both -------------------------------------------------------------------------------------------------
-
-
-def compared(seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """For each plan the peak, and the counts, of every device. All of the same shape."""
-    given = [drawn(seed) for seed in seeds]
-    return [
-        {"seed": seed, "steps_bytes": found, **counted(seed, found)}
-        for seed, found in zip(seeds, measured(given), strict=True)
-    ]
-
-
-def counted(seed: int, steps_bytes: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """What is counted of a plan, and the peak that it is compared with, of every device.
-
-    The peak is that of the largest step: a job has to fit it. Steps of the same batch differ: gloo's threads
-    free their buffers sooner or later.
-    """
-    problem, plan = drawn(seed)
-    return {
-        "problem": problem.name,
-        "kinds": sorted({p.kind for p in plan.placements}),
-        "sequences": any(t.sequence for t in problem.tables),
-        "peak_bytes": [max(each) for each in steps_bytes],
-        "used_bytes": memory.used_bytes(plan, problem),
-        "phases": [device.phase for device in memory.by_part(plan, problem)],
-        "torchrec_bytes": estimated(problem, plan),
-    }
-
-
-def off(row: dict[str, Any], count: str) -> list[float]:
-    """[D] by how much a count differs from the peak, as shares of it."""
-    return [n / peak - 1 for n, peak in zip(row[count], row["peak_bytes"], strict=True)]
-
-
 COUNTS = {"counted": "used_bytes", "TorchRec": "torchrec_bytes"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.memory",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = common.parser(
+        __doc__,
+        plans=(20, "to draw"),
+        first=(0, "number of the first plan"),
+        out=(Path("memory.jsonl"), "a line of JSON for each plan"),
     )
-    parser.add_argument("--plans", type=int, default=20, help="to draw (20)")
-    parser.add_argument("--first", type=int, default=0, help="number of the first plan (0)")
-    parser.add_argument("--out", type=Path, default=Path("memory.jsonl"), help="a line of JSON for each plan")
     args = parser.parse_args()
     seeds = range(args.first, args.first + args.plans)
-    lines = args.out.read_text().splitlines() if args.out.exists() else []
-    done = {row["seed"]: row for row in map(json.loads, lines)}
-    for shape in dict.fromkeys(SHAPES):
-        waiting = [s for s in seeds if s not in done and SHAPES[s % len(SHAPES)] == shape]
-        for row in compared(waiting) if waiting else ():
-            done[row["seed"]] = row
-            with args.out.open("a") as f:
-                f.write(json.dumps(row) + "\n")
+    done = {row["seed"]: row for row in common.lines_of(args.out)}
+    for shape in dict.fromkeys(peaks.SHAPES):
+        waiting = [s for s in seeds if s not in done and peaks.SHAPES[s % len(peaks.SHAPES)] == shape]
+        done |= {row["seed"]: row for row in (peaks.compared(waiting) if waiting else ())}
+        common.write_lines(args.out, list(done.values()))
     # Counted again: the code may have changed since it was measured.
-    rows = [done[seed] | counted(seed, done[seed]["steps_bytes"]) for seed in seeds]
+    rows = [done[seed] | peaks.counted(seed, done[seed]["steps_bytes"]) for seed in seeds]
+    for row in rows:
+        row["torchrec_bytes"] = estimated(*peaks.drawn(row["seed"]))
     shown = []
     for row in rows:
         fullest = int(np.argmax(row["peak_bytes"]))
@@ -424,13 +124,13 @@ def main() -> None:
                 kinds,
                 row["phases"][fullest],
                 memory.gib(row["peak_bytes"][fullest]),
-                *(f"{off(row, count)[fullest]:+.1%}" for count in COUNTS.values()),
+                *(f"{peaks.off(row, count)[fullest]:+.1%}" for count in COUNTS.values()),
             )
         )
     print(report.text_table(("plan", "kinds", "phase", "peak of the fullest", *COUNTS), shown))
     for name, count in COUNTS.items():
-        each = [share for row in rows for share in off(row, count)]
-        within = sum(-BELOW <= share <= ABOVE for share in each)
+        each = [share for row in rows for share in peaks.off(row, count)]
+        within = sum(-peaks.BELOW <= share <= peaks.ABOVE for share in each)
         print(
             f"{name}: {min(each):+.1%} to {max(each):+.1%}, {np.median(each):+.1%} in the median; "
             f"{within} of {len(each)} devices within limits"
@@ -444,7 +144,11 @@ def main() -> None:
             for n, steps in zip(row["used_bytes"], row["steps_bytes"], strict=True)
         ]
         print(f"counted, against the {name} of the steps: {min(each):+.1%} to {max(each):+.1%}")
-    sys.exit(any(not -BELOW <= share <= ABOVE for row in rows for share in off(row, "used_bytes")))
+    sys.exit(
+        any(
+            not -peaks.BELOW <= share <= peaks.ABOVE for row in rows for share in peaks.off(row, "used_bytes")
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -32,18 +32,17 @@ import argparse
 import itertools
 import json
 import math
-import sys
 import time
 import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench import neuroshard_net
+from bench import common, neuroshard_net
+from bench.common import say
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting, Table
@@ -175,20 +174,16 @@ def planned_ids(
 
 
 def read(args: argparse.Namespace) -> Data:
-    settings = dataset.settings(args.dataset)
-    if len(settings) != 1:
-        raise ShardCoreError(
-            f"{args.dataset} holds samples of [{'; '.join(map(str, settings))}]; this bench needs one setting"
-        )
-    known = drift_correction.read([args.dataset], settings[0])
-    groups = [s for s in known.compute if s.error is None and s.request.batch == settings[0].batch]
+    setting = common.only_setting(args.dataset)
+    known = drift_correction.read([args.dataset], setting)
+    groups = [s for s in known.compute if s.error is None and s.request.batch == setting.batch]
     from_plans = planned_ids(
-        generate_pool(), settings[0], args.draws, args.draw_seeds, int(args.arena_gib * 2**30)
+        generate_pool(), setting, args.draws, args.draw_seeds, int(args.arena_gib * 2**30)
     )
     test = accuracy.held_out(groups)
     planned, random = ([s for s in test if (s.id in from_plans) == side] for side in (True, False))
     seen, unseen = study.split_by_table(groups)
-    measured = {s.id: s.total_ms for s in dataset.read_compute(args.dataset, settings[0]) if s.error is None}
+    measured = {s.id: s.total_ms for s in dataset.read_compute(args.dataset, setting) if s.error is None}
     data = Data(
         groups, test, planned, random, unseen, seen, measured, study.repeatability(known.repeats) or 0.0
     )
@@ -198,9 +193,9 @@ def read(args: argparse.Namespace) -> Data:
             f"its test split, {len(unseen)} of unseen tables and {len(seen)} without any; "
             "each is needed (see --draws)"
         )
-    unsettled = study.repeatability(dataset.read_repeats(args.dataset, settings[0])) or 0.0
+    unsettled = study.repeatability(dataset.read_repeats(args.dataset, setting)) or 0.0
     print(
-        f"{settings[0]}: {len(groups)} groups, {len(test)} of them held out, {len(planned)} of those from "
+        f"{setting}: {len(groups)} groups, {len(test)} of them held out, {len(planned)} of those from "
         f"plans; unseen tables: {len(unseen)} groups, by models of {len(seen)}; repeatability (floor): "
         f"{data.floor:.2f}% (as measured {unsettled:.2f}%)\n",
         flush=True,
@@ -229,21 +224,19 @@ def curves_figure(rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("dataset", help="folder of measurements of one setting")
-    parser.add_argument("--seeds", type=int, default=1, help="seeds of initial weights and order (1)")
-    parser.add_argument("--epochs", type=int, default=1000, help="of NeuroShard's network (1000)")
-    parser.add_argument("--only", help="train only models whose name holds this")
-    parser.add_argument("--out", type=Path, required=True, help="folder that keeps what was trained")
-    parser.add_argument(
-        "--draws", type=int, default=5100, help="of each seed that the dataset measured (5100)"
+    parser = common.parser(
+        __doc__,
+        {"dataset": "folder of measurements of one setting"},
+        seeds=(1, "seeds of initial weights and order"),
+        epochs=(1000, "of NeuroShard's network"),
+        only=(str, "train only models whose name holds this"),
+        out=(..., "folder that keeps what was trained"),
+        draws=(5100, "of each seed that the dataset measured"),
+        arena_gib=(4.0, "with which it was measured"),
     )
     parser.add_argument(
         "--draw-seeds", type=int, nargs="*", default=[0, 1], help="that the dataset measured (0 1)"
     )
-    parser.add_argument("--arena-gib", type=float, default=4, help="with which it was measured (4)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     data = read(args)
@@ -287,11 +280,9 @@ def main() -> None:
                 raise ShardCoreError(
                     f"{path} is of {rows[-1].get('made_of')}, this run of {made_of}; give another --out"
                 )
-            print(
+            say(
                 f"seed {seed}, {name}, {split}: {rows[-1]['train s']:.0f} s, "
-                f"{next(iter(rows[-1]['figures'].values())):.2f}%",
-                file=sys.stderr,
-                flush=True,
+                f"{next(iter(rows[-1]['figures'].values())):.2f}%"
             )
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows:

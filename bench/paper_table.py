@@ -30,9 +30,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,10 +39,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench import common
 from bench import replays as one_host
-from bench.learned import LINKS, halves, policy
+from bench.common import say
+from bench.learned import halves, policy
 from bench.peers import PEERS
-from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting, Shard, Table
 from shardcore.cost import neural, replay_records
@@ -71,7 +72,6 @@ BASELINES = (*WHOLE, "torchrec")
 """Those of the paper's table."""
 _SEED = 2026
 
-Arm = Callable[[Problem], Plan]
 Row = Mapping[str, Any]
 """A task: devices, max_dim, task, tables, model, seed; arms: by name, {ms, seconds, solved}."""
 
@@ -116,7 +116,7 @@ def drawn(
 
 def linked(problem: Problem) -> Problem:
     """The problem with the links that all benches give where only two processes were measured."""
-    return replace(problem, topology=replace(problem.topology, **LINKS))
+    return replace(problem, topology=replace(problem.topology, **common.LINKS))
 
 
 def solved(name: str, plan: Plan) -> bool:
@@ -127,7 +127,7 @@ def solved(name: str, plan: Plan) -> bool:
     )
 
 
-def arms(model: NeuralModel, devices: int, pool: Sequence[Table], folder: Path) -> dict[str, Arm]:
+def arms(model: NeuralModel, devices: int, pool: Sequence[Table], folder: Path) -> dict[str, common.Arm]:
     """All arms by name. pool: to train policies on; they are kept in `folder`."""
 
     def to_learn(n: int, seed: int) -> list[Problem]:
@@ -141,16 +141,6 @@ def arms(model: NeuralModel, devices: int, pool: Sequence[Table], folder: Path) 
     found |= {name: SHARDERS[name] for name in ("torchrec", "neuroshard") if name in SHARDERS}
     found |= {**PEERS, OURS: SHARDERS[OURS], "anneal": SHARDERS["anneal"]}
     return {name: lambda problem, of=of: of(problem, model) for name, of in found.items()}
-
-
-def tried(arm: Arm, problem: Problem) -> tuple[Plan | None, float]:
-    """An arm's plan, None if it finds none, and seconds of the processor."""
-    began = time.process_time()
-    try:
-        plan = arm(problem)
-    except Infeasible:
-        plan = None
-    return plan, time.process_time() - began
 
 
 def outcome(name: str, plan: Plan | None, seconds: float) -> dict[str, Any]:
@@ -296,7 +286,7 @@ def predicted(args: argparse.Namespace, model: NeuralModel) -> str:
     rows = read(path, made_with)
     cells = [(devices, dim) for devices in args.devices for dim in args.dims]
     to_learn, testing = halves()
-    all_arms: dict[int, dict[str, Arm]] = {}
+    all_arms: dict[int, dict[str, common.Arm]] = {}
     # A task of every cell before the next: cut off, all cells have about as many.
     for i, cell in ((i, cell) for i in range(args.tasks) for cell in cells):
         if (*cell, i) in rows or time.monotonic() > end:
@@ -304,9 +294,9 @@ def predicted(args: argparse.Namespace, model: NeuralModel) -> str:
         if cell[0] not in all_arms:
             all_arms[cell[0]] = arms(model, cell[0], to_learn, args.policies)
             for arm in all_arms[cell[0]].values():  # compiled and imported before the clock starts
-                tried(arm, linked(task(testing, model.setting, 0, (2, DIMS[0]), args.seed + 1)))
+                common.timed(arm, linked(task(testing, model.setting, 0, (2, DIMS[0]), args.seed + 1)))
         problem = linked(task(testing, model.setting, i, cell, args.seed))
-        found = {name: outcome(name, *tried(arm, problem)) for name, arm in all_arms[cell[0]].items()}
+        found = {name: outcome(name, *common.timed(arm, problem)) for name, arm in all_arms[cell[0]].items()}
         rows[*cell, i] = {
             "devices": cell[0],
             "max_dim": cell[1],
@@ -316,11 +306,9 @@ def predicted(args: argparse.Namespace, model: NeuralModel) -> str:
             "arms": found,
         }
         write(path, rows)
-        print(
+        say(
             f"task {i + 1}: {cell[0]} devices, dims up to {cell[1]}, {len(problem.tables)} tables, "
-            f"{sum(one['seconds'] for one in found.values()):.1f} s",
-            file=sys.stderr,
-            flush=True,
+            f"{sum(one['seconds'] for one in found.values()):.1f} s"
         )
     done = {
         devices: complete(rows, [(devices, dim) for dim in args.dims], args.tasks) for devices in args.devices
@@ -343,7 +331,7 @@ def replayed(args: argparse.Namespace, model: NeuralModel) -> str:
         if time.monotonic() > end:
             break
         problem, began = task(testing, model.setting, i, cell, args.seed), time.monotonic()
-        plans = {name: tried(arm, problem) for name, arm in all_arms.items()}
+        plans = {name: common.timed(arm, problem) for name, arm in all_arms.items()}
         seconds |= {(problem.name, name): took for name, (_, took) in plans.items()}
         made = [(name, plan) for name, (plan, _) in plans.items() if plan and solved(name, plan)]
         kept.append(
@@ -356,11 +344,9 @@ def replayed(args: argparse.Namespace, model: NeuralModel) -> str:
                 lambda w: replay_all(w, model.setting, config, "cpu", reference),
             )
         )
-        print(
+        say(
             f"{problem.name}: {len(problem.tables)} tables, {len(made)} plans, "
-            f"{time.monotonic() - began:.0f} s",
-            file=sys.stderr,
-            flush=True,
+            f"{time.monotonic() - began:.0f} s"
         )
     n = len(kept) // len(cells)
     if not n:
@@ -398,15 +384,21 @@ def of_replays(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.paper_table",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = common.parser(
+        __doc__,
+        {"model": "folder of a trained model"},
+        out=...,
+        policies=(Path, "folder that keeps trained policies (OUT)"),
+        tasks=(100, "of a cell"),
+        minutes=(float("inf"), "begin no task after"),
+        seed=(_SEED, "of the tasks"),
+        replay=(False, "on 2 devices, by real processes"),
+        repeats=(15, "replayed steps of each plan"),
+        measurements=(
+            Path,
+            "the dataset of MODEL, whose reference op tells the machine's slowdown while it replays",
+        ),
     )
-    parser.add_argument("model", help="folder of a trained model")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--policies", type=Path, help="folder that keeps trained policies (OUT)")
-    parser.add_argument("--tasks", type=int, default=100, help="of a cell (100)")
     parser.add_argument("--devices", type=int, nargs="+", default=DEVICES, help="(4 8)")
     parser.add_argument(
         "--dims",
@@ -416,15 +408,6 @@ def main() -> None:
         choices=DIMS,
         metavar="DIM",
         help="largest of a cell (4 8 16 32 64 128)",
-    )
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no task after (no limit)")
-    parser.add_argument("--seed", type=int, default=_SEED, help="of the tasks (2026)")
-    parser.add_argument("--replay", action="store_true", help="on 2 devices, by real processes")
-    parser.add_argument("--repeats", type=int, default=15, help="replayed steps of each plan (15)")
-    parser.add_argument(
-        "--measurements",
-        type=Path,
-        help="the dataset of MODEL, whose reference op tells the machine's slowdown while it replays",
     )
     args = parser.parse_args()
     args.policies = args.policies or args.out

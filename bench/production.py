@@ -14,7 +14,6 @@ are the processor's, as on an idle machine.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import resource
 import sys
@@ -24,7 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from bench.kept import count_processor_seconds, model_of, of_size
+from bench import common
+from bench.kept import model_of, of_size
 from shardcore import report
 from shardcore.core import progress
 from shardcore.core.errors import Infeasible
@@ -149,18 +149,16 @@ def row(name: str, problem: Problem, theirs: Plan | None, seconds: float) -> tup
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.production",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = common.parser(
+        __doc__,
+        {"inputs": (Path, "folder of the public inputs")},
+        processor=(False, "count the processor's seconds"),
+        only=("", "jobs with this word in their name"),
+        budget_s=(float, "(60 for r04, 20 for the other)"),
     )
-    parser.add_argument("inputs", type=Path, help="folder of the public inputs")
-    parser.add_argument("--processor", action="store_true", help="count the processor's seconds")
-    parser.add_argument("--only", metavar="WORD", default="", help="jobs with this word in their name")
-    parser.add_argument("--budget-s", type=float, help="(60 for r04, 20 for the other)")
     args = parser.parse_args()
     if args.processor:
-        count_processor_seconds()
+        common.count_processor_seconds()
     compiled()
     rows = []
     for name, problem, theirs, seconds in jobs(args.inputs):

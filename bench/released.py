@@ -47,6 +47,8 @@ import numpy as np
 import torch
 from numba import float64, njit
 
+from bench import common
+from bench.common import say
 from bench.kept import with_memory
 from bench.neuroshard_net import table_features
 from bench.search import problems
@@ -58,7 +60,7 @@ from shardcore.cost import drift_correction
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.collective_model import ALL_TO_ALL
 from shardcore.cost.model import CommCost, Compiled, price
-from shardcore.io import dataset, writing
+from shardcore.io import writing
 from shardcore.measure.sampling.collectives import comm_request
 from shardcore.search import Budget, compare
 from shardcore.search.neuroshard import neuroshard
@@ -266,10 +268,7 @@ def trained(
                 errors = network.train(*data, epochs=args.epochs)
             network.save(str(path.with_suffix(".part")))
             path.with_suffix(".part").rename(path)
-            print(
-                f"{name} network: {time.perf_counter() - began:.0f} s, RMSE {errors['test'] ** 0.5:.3f} ms",
-                file=sys.stderr,
-            )
+            say(f"{name} network: {time.perf_counter() - began:.0f} s, RMSE {errors['test'] ** 0.5:.3f} ms")
         network.load(str(path))
     return tuple(made.values())
 
@@ -375,27 +374,21 @@ def rows(memory: str, found: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("dataset", help="folder of measurements of one setting")
-    parser.add_argument("--neuroshard", type=Path, required=True, help="checkout of the released code")
-    parser.add_argument("--problems", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=2026, help="of the problems (2026)")
-    parser.add_argument("--epochs", type=int, default=100, help="of the networks' training (100)")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder that keeps what was trained and found"
+    parser = common.parser(
+        __doc__,
+        {"dataset": "folder of measurements of one setting"},
+        neuroshard=(..., "checkout of the released code"),
+        problems=20,
+        seed=(2026, "of the problems"),
+        epochs=(100, "of the networks' training"),
+        out=(..., "folder that keeps what was trained and found"),
     )
     args = parser.parse_args()
-    settings = dataset.settings(args.dataset)
-    if len(settings) != 1:
-        parser.error(
-            f"{args.dataset} holds samples of [{'; '.join(map(str, settings))}]; this bench needs one setting"
-        )
+    setting = common.only_setting(args.dataset)
     theirs = released(args.neuroshard)
     torch.set_num_threads(1)
     made_of, note = (
-        {"dataset": args.dataset, "setting": str(settings[0]), "epochs": args.epochs},
+        {"dataset": args.dataset, "setting": str(setting), "epochs": args.epochs},
         args.out / "made_of.json",
     )
     args.out.mkdir(parents=True, exist_ok=True)
@@ -403,20 +396,19 @@ def main() -> None:
         writing.write_json(note, made_of)
     if (kept := json.loads(note.read_text())) != made_of:
         raise ShardCoreError(f"{args.out} is of {kept}, this run of {made_of}; give another --out")
-    drawn = problems(SimpleNamespace(setting=settings[0]), args.problems, DEVICES, args.seed)
-    networks = trained(theirs, args, settings[0], drawn[0].topology)
-    model = Published(settings[0], *networks)
+    drawn = problems(SimpleNamespace(setting=setting), args.problems, DEVICES, args.seed)
+    networks = trained(theirs, args, setting, drawn[0].topology)
+    model = Published(setting, *networks)
     anneal(drawn[0], model, budget=Budget(evals=100), space="halves")  # compiled before the clock starts
     found: dict[str, list[dict[str, Any]]] = {}
     for problem in drawn:
         for memory, of in {"as drawn": problem, "tight": with_memory(problem, TIGHT)}.items():
             path = args.out / f"{problem.name}-{memory.split()[0]}.json"
-            if not path.exists():
-                writing.write_json(path, compared(theirs, networks, model, of))
-            found.setdefault(memory, []).append(json.loads(path.read_text()))
-        print(f"{problem.name}: {len(problem.tables)} tables", file=sys.stderr, flush=True)
+            row = common.kept(path, lambda of=of: compared(theirs, networks, model, of))
+            found.setdefault(memory, []).append(row)
+        say(f"{problem.name}: {len(problem.tables)} tables")
     differ = max(f["differ"] for of in found.values() for f in of)
-    print(f"{settings[0]}; {args.problems} problems of {DEVICES} devices; prices differ by {differ:.0e}\n")
+    print(f"{setting}; {args.problems} problems of {DEVICES} devices; prices differ by {differ:.0e}\n")
     print(
         report.text_table(
             (

@@ -20,7 +20,6 @@ What is trained and found is kept in OUT, one file an arm and seed: killed, it g
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import io
@@ -39,10 +38,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench import common
+from bench.common import say
 from bench.neuroshard_net import table_features
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost import neural
@@ -58,7 +58,6 @@ from shardcore.step.memory_account import local_batch_bytes, table_bytes
 from shardcore.tables.generate import PoolConfig, generate_pool
 
 DEVICES, TASKS, VALIDATION, DIM, SLACK = 4, 50, 15, 16, 2.0
-LINKS = {"links": links_of(within_host=1.0, latency_ms=0.2)}
 OURS = ("dreamshard", "dreamshard_direct", "autoshard")
 
 
@@ -82,7 +81,7 @@ def tasks(model: NeuralModel, tables: int) -> dict[str, list[Problem]]:
             Problem(
                 f"{side}-{i}",
                 of,
-                Topology((Device(1),) * DEVICES, **LINKS),
+                Topology((Device(1),) * DEVICES, **common.LINKS),
                 model.setting.batch,
                 model.setting.optimizer,
             )
@@ -308,22 +307,20 @@ def kept(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     if not path.exists():
         with contextlib.redirect_stdout(io.StringIO()):
             writing.write_json(path, make())
-        print(f"{path.name}: {json.loads(path.read_text())['seconds']:.0f} s", file=sys.stderr, flush=True)
+        say(f"{path.name}: {json.loads(path.read_text())['seconds']:.0f} s")
     return json.loads(path.read_text())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", help="folder of a trained model")
-    parser.add_argument("--dreamshard", type=Path, help="checkout of the released code")
-    parser.add_argument("--autoshard", type=Path, help="checkout of the released code")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tables", type=int, default=50, help="of a task (50)")
-    parser.add_argument("--autoshard-steps", type=int, default=100_000, help="of its training (100,000)")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder that keeps what was trained and found"
+    parser = common.parser(
+        __doc__,
+        {"model": "folder of a trained model"},
+        dreamshard=(Path, "checkout of the released code"),
+        autoshard=(Path, "checkout of the released code"),
+        seeds=3,
+        tables=(50, "of a task"),
+        autoshard_steps=(100_000, "of its training"),
+        out=(..., "folder that keeps what was trained and found"),
     )
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from bench import common
+from bench.common import say
 from shardcore import report
 from shardcore.core.job import Job
 from shardcore.core.types import Plan, Problem
@@ -136,11 +136,11 @@ def text(rows: Sequence[replay_metrics.ReplayRecord], parts: Mapping[str, float]
             + ".",
             "Among the plans of a problem (mean over problems, 95% interval): "
             + "; ".join(
-                f"{words} {_interval(replay_metrics.bootstrap(found[name]), form)}"
+                f"{words} {common.spoken(replay_metrics.bootstrap(found[name]), form)}"
                 for name, words, form in (
-                    ("kendall_tau", "Kendall's tau", "{:.3f}"),
-                    ("spearman", "Spearman's rho", "{:.3f}"),
-                    ("tau_beyond_noise", "tau of pairs that differ beyond noise", "{:.3f}"),
+                    ("kendall_tau", "Kendall's tau"),
+                    ("spearman", "Spearman's rho"),
+                    ("tau_beyond_noise", "tau of pairs that differ beyond noise"),
                     ("regret", "regret of the plan that the model prefers", "{:.1f}%"),
                     ("ours_regret", f"of {replay_metrics.OURS}'s", "{:.1f}%"),
                 )
@@ -163,8 +163,8 @@ def _rivals_table(rivals: dict[str, replay_metrics.SharderComparison]) -> str:
             (
                 name,
                 f"{r.predicted:.3f}",
-                _interval(r.cost, "{:.3f}"),
-                _interval(r.gap_closed, "{:.0%}") if r.gap_closed else "-",
+                common.spoken(r.cost),
+                common.spoken(r.gap_closed, "{:.0%}") if r.gap_closed else "-",
                 f"{len(r.losses)} of {r.problems}",
                 sum(loss > LOSS for loss in r.losses.values()),
                 f"{worst:.1%}" if worst else "-",
@@ -184,10 +184,6 @@ def _rivals_table(rivals: dict[str, replay_metrics.SharderComparison]) -> str:
     )
 
 
-def _interval(found: replay_metrics.Interval, form: str) -> str:
-    return f"{form.format(found.mean)} ({form.format(found.low)} to {form.format(found.high)})"
-
-
 def write(folder: Path, kept: Sequence[replays.ReplaySet], model: neural.NeuralModel, head: str) -> str:
     """Everything that FOLDER holds beside the problems' own; the report."""
     rows = replay_records.judge(kept, model)
@@ -199,31 +195,27 @@ def write(folder: Path, kept: Sequence[replays.ReplaySet], model: neural.NeuralM
             model_report.replayed_cost(replay_metrics.rivals(rows), replay_metrics.OURS, "Replayed cost"),
         ),
     ):
-        content = io.BytesIO()
-        figure.savefig(content, format="png", dpi=120)
-        writing.write_atomic(folder / f"{name}.png", content.getvalue())
+        common.write_png(folder / f"{name}.png", figure)
     page = text(rows, replay_records.parts(kept, model), head)
     writing.write_atomic(folder / "report.md", page.encode())
     return page
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = common.parser(
+        __doc__,
+        {"model": "folder of a model of this machine"},
+        out=(..., "folder of the report and of what is done"),
+        measurements=(
+            Path,
+            "the dataset of MODEL; its reference group tells the machine's slowdown meanwhile",
+        ),
+        problems=30,
+        repeats=(40, "steps of each plan"),
+        max_dim=(16, "of the tables"),
+        sequences=(0.0, "of the tables: not pooled"),
+        seed=(31, "of the problems"),
     )
-    parser.add_argument("model", help="folder of a model of this machine")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the report and of what is done")
-    parser.add_argument(
-        "--measurements",
-        type=Path,
-        metavar="DIR",
-        help="the dataset of MODEL: its reference "
-        "group tells the machine's slowdown while it replays (without: "
-        "as the clock shows it)",
-    )
-    parser.add_argument("--problems", type=int, default=30)
-    parser.add_argument("--repeats", type=int, default=40, help="steps of each plan (40)")
-    parser.add_argument("--max-dim", type=int, default=16, help="of the tables (16)")
     parser.add_argument(
         "--dense-ms",
         type=float,
@@ -231,10 +223,6 @@ def main() -> None:
         metavar=("FORWARD", "BACKWARD"),
         help="of a dense part, beside which ids travel; ranks sleep for it",
     )
-    parser.add_argument(
-        "--sequences", type=float, default=0.0, metavar="SHARE", help="of the tables: not pooled (0)"
-    )
-    parser.add_argument("--seed", type=int, default=31, help="of the problems (31)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, config, kept = neural.load(args.model), ReplayConfig(repeats=args.repeats), []
@@ -252,12 +240,10 @@ def main() -> None:
             )
         )
         [mine] = (r for r in replay_records.judge(kept[-1:], model) if r.algorithm == replay_metrics.OURS)
-        print(
+        say(
             f"problem {i + 1} of {args.problems}: {len(problem.tables)} tables, {replay_metrics.OURS} "
             f"{mine.replayed_ms:.2f} ms replayed (± {mine.noise_ms:.2f}), "
-            f"{mine.predicted_ms:.2f} predicted",
-            file=sys.stderr,
-            flush=True,
+            f"{mine.predicted_ms:.2f} predicted"
         )
     print(write(args.out, kept, model, _head(args, kept, model)))
 

@@ -22,16 +22,16 @@ from __future__ import annotations
 import argparse
 import ctypes
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
-from bench.kept import lines_of, with_memory, write_lines
+from bench import common
+from bench.common import say
+from bench.kept import with_memory
 from shardcore import report
 from shardcore.core.errors import Infeasible
 from shardcore.core.links import links_of
@@ -164,30 +164,24 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.rises",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = common.parser(
+        __doc__,
+        problems=200,
+        seed=38,
+        model=(str, "folder of a trained model; default: AnalyticModel"),
+        out=(..., "a line of JSON for each problem"),
+        jobs=2,
+        minutes=np.inf,
     )
-    parser.add_argument("--problems", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=38)
-    parser.add_argument("--model", help="folder of a trained model; default: AnalyticModel")
-    parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each problem")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=np.inf, help="(without a limit)")
     args = parser.parse_args()
-    rows = lines_of(args.out)
+    rows = common.lines_of(args.out)
     for row in results(range(len(rows), args.problems), args):
         rows.append(row)
-        write_lines(args.out, rows)
+        common.write_lines(args.out, rows)
         costs = "; ".join(
             f"{axis} {' '.join(f'{c:.4g}' for c in costs)}" for axis, costs in row["costs"].items()
         )
-        print(
-            f"{len(rows)} of {args.problems}, {row['problem']}: {row['tables']} x {row['devices']}, {costs}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"{len(rows)} of {args.problems}, {row['problem']}: {row['tables']} x {row['devices']}, {costs}")
     print(summary(rows[: args.problems]))
 
 

@@ -21,9 +21,7 @@ search/bound/lower_bound.py.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +30,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from bench import replays
+from bench import common, replays
+from bench.common import say
 from bench.kept import with_memory
 from bench.peers import PEERS
 from shardcore import report
@@ -95,32 +94,17 @@ def add_best_greedy(cost: dict[str, list[float]], seconds: dict[str, list[float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", help="folder of a trained model")
-    parser.add_argument("--problems", type=int, default=20)
-    parser.add_argument("--devices", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=2026, help="of the problems (2026)")
-    parser.add_argument(
-        "--seconds", type=float, help="all searches have as long (default: each as long as it takes)"
-    )
-    parser.add_argument(
-        "--unequal", action="store_true", help="every second device has half the speed and half the memory"
-    )
-    parser.add_argument(
-        "--two-ranks", type=int, metavar="MAX_DIM", help="problems of bench.replays, with dims up to MAX_DIM"
-    )
-    parser.add_argument(
-        "--memory",
-        type=float,
-        metavar="TIMES",
-        help="memory of all devices over what the tables need, such as 1.02 (default: ample)",
-    )
-    parser.add_argument(
-        "--no-bound",
-        action="store_true",
-        help="leave out the bound, which takes longer than all sharders together",
+    parser = common.parser(
+        __doc__,
+        {"model": "folder of a trained model"},
+        problems=20,
+        devices=4,
+        seed=(2026, "of the problems"),
+        seconds=(float, "all searches have as long (default: each as long as it takes)"),
+        unequal=(False, "every second device has half the speed and half the memory"),
+        two_ranks=(int, "problems of bench.replays, with dims up to MAX_DIM"),
+        memory=(float, "memory of all devices over what the tables need, such as 1.02 (default: ample)"),
+        no_bound=(False, "leave out the bound, which takes longer than all sharders together"),
     )
     args = parser.parse_args()
     if args.two_ranks and (args.unequal or args.devices != parser.get_default("devices")):
@@ -166,7 +150,7 @@ def main() -> None:
             least = bound(problem, model)
             cost["lower bound"].append(least.proved_ms)
             cost["estimate"].append(least.estimate_ms)
-        print(f"problem {i + 1} of {len(drawn)}: {len(problem.tables)} tables", file=sys.stderr, flush=True)
+        say(f"problem {i + 1} of {len(drawn)}: {len(problem.tables)} tables")
     add_best_greedy(cost, seconds)
     if None in cost.get("lower bound", []):
         del cost["lower bound"]

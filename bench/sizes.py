@@ -19,14 +19,15 @@ import sys
 import time
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 
+from bench import common
+from bench.common import say
 from bench.kept import of_size
 from shardcore import report
 from shardcore.cost import neural
-from shardcore.io import writing
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.bound.lower_bound import bound
 from shardcore.search.portfolio import annealing as anneal
@@ -64,11 +65,9 @@ def one(model: neural.NeuralModel, n_tables: int, n_devices: int) -> dict[str, f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = common.parser(
+        __doc__, {"model": "folder of a trained model"}, out=(Path("search-sizes.png"), "the plot")
     )
-    parser.add_argument("model", help="folder of a trained model")
-    parser.add_argument("--out", type=Path, default=Path("search-sizes.png"), help="the plot")
     parser.add_argument("--one", type=int, nargs=2, metavar=("TABLES", "DEVICES"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -102,7 +101,7 @@ def main() -> None:
                 f"{f['anneal_ms'] / f['estimate_ms']:.3f}",
             )
         )
-        print(f"{size[0]} tables, {size[1]} devices done", file=sys.stderr, flush=True)
+        say(f"{size[0]} tables, {size[1]} devices done")
     print(
         report.text_table(
             (
@@ -122,11 +121,6 @@ def main() -> None:
 
 
 def _plot(found: list[dict[str, float]], out: Path) -> None:
-    matplotlib.use("Agg")
-    import io
-
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes, devices = figure.subplots(), [d for _, d in SIZES]
     for key, label in (
@@ -144,9 +138,7 @@ def _plot(found: list[dict[str, float]], out: Path) -> None:
         xticklabels=devices,
     )
     axes.legend()
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=120)
-    writing.write_atomic(out, content.getvalue())
+    common.write_png(out, figure)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ steps, of the slowest rank.
 
 from __future__ import annotations
 
-import argparse
 import io
 import sys
 import time
@@ -42,6 +41,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from bench import common
+from bench.common import say
 from bench.steps_training import LARGE, TIMEOUT_S, TURN, Steps, combine, work
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
@@ -80,11 +81,7 @@ def _trains(plan: Plan, problem: Problem) -> bool:
     try:
         return bool(to_torchrec(plan, problem, "tables", "cpu"))
     except ShardCoreError as error:
-        print(
-            f"{problem.name}, plan of {plan.provenance.get('algorithm')}: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"{problem.name}, plan of {plan.provenance.get('algorithm')}: {error}")
         return False
 
 
@@ -107,9 +104,7 @@ def run(
                 _path(out, kept), {**_asked(kept, rounds), "plans": {n: asdict(s) for n, s in steps.items()}}
             )
             found[kept.problem.name] = steps
-            print(
-                f"{len(found)} of {len(all_kept)} problems: {_line(kept, steps)}", file=sys.stderr, flush=True
-            )
+            say(f"{len(found)} of {len(all_kept)} problems: {_line(kept, steps)}")
             if time.monotonic() > until:
                 break
     return [Trained(kept, found[kept.problem.name]) for kept in all_kept if kept.problem.name in found]
@@ -210,7 +205,7 @@ def text(
             (
                 words,
                 *(
-                    _interval(replay_metrics.bootstrap(found[name]), form)
+                    common.spoken(replay_metrics.bootstrap(found[name]), form)
                     if np.isfinite(found[name]).any()
                     else "-"
                     for name, form in RANKING.items()
@@ -222,7 +217,7 @@ def text(
         (
             name,
             f"{rival.predicted:.3f}",
-            *(_interval(found[name].cost) for found in by_part),
+            *(common.spoken(found[name].cost) for found in by_part),
             f"{len(by_part[1][name].losses)} of {rival.problems}",
         )
         for name, rival in by_part[0].items()
@@ -283,10 +278,6 @@ def _head(trained: Sequence[Trained], rows: Sequence[replay_metrics.ReplayRecord
         f"(median over plans; {np.quantile(ratio, 0.1):.2f} to {np.quantile(ratio, 0.9):.2f} for eight "
         "in ten)."
     )
-
-
-def _interval(found: replay_metrics.Interval, form: str = "{:.3f}") -> str:
-    return f"{form.format(found.mean)} ({form.format(found.low)} to {form.format(found.high)})"
 
 
 def plot(
@@ -382,28 +373,16 @@ def write(out: Path, trained: Sequence[Trained], model: neural.NeuralModel) -> s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = common.parser(
+        __doc__,
+        {"model": "folder of the cost model", "replays": (Path, "folder of bench.replays, of this machine")},
+        out=(..., "folder of the report and of what is done"),
+        measurements=(..., "the dataset of MODEL: its reference op tells the machine's slowdown"),
+        problems=30,
+        minutes=(7.0, "begin no problem after so many (7); 0: report what is done"),
     )
-    parser.add_argument("model", help="folder of the cost model")
-    parser.add_argument("replays", type=Path, help="folder of bench.replays, of this machine")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the report and of what is done")
-    parser.add_argument(
-        "--measurements",
-        type=Path,
-        metavar="DIR",
-        required=True,
-        help="the dataset of MODEL: its reference op tells the machine's slowdown",
-    )
-    parser.add_argument("--problems", type=int, default=30)
     parser.add_argument(
         "--rounds", type=int, default=7, help=f"turns of each plan, {TURN - 1} timed steps each (7)"
-    )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=7.0,
-        help="begin no problem after so many (7); 0: report what is done",
     )
     args = parser.parse_args()
     model = neural.load(args.model)

@@ -14,268 +14,27 @@ A line of --out is a model. Run again, it goes on from there. Exits 1 if a byte 
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
-import os
 import sys
-import tempfile
-import warnings
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-
+from bench import common
+from bench.common import say
 from shardcore import report
-from shardcore.core.catalog import PRECISIONS
 from shardcore.core.job import PAYLOADS, Job
-from shardcore.core.topology import Topology
 from shardcore.core.types import OUTPUT_BYTES, Table
-from shardcore.io import writing
-from shardcore.step.kinds import Channel
-from shardcore.step.scopes import SCOPES
-from shardcore.torchrec.sharding_plan import to_torchrec
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "torchrec"))
 
-import training
+import counted_traffic
+from drawn_collections import drawn
 
-from bench.drawn_collections import (
-    INPUT,
-    SPLITS,
-    Calls,
-    Drawn,
-    drawn,
-    expected,
-    ids_of,
-    in_order,
-    lengths_of,
-)
-
-_PARTS = {"SplitsAllToAllAwaitable": SPLITS, "KJTAllToAllTensorsAwaitable": INPUT}
-"""TorchRec's classes whose collectives carry no outputs."""
-_COLLECTIVES = {
-    "alltoall_base_": "all_to_all",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "_allgather_base_": "reduce_scatter",
-    "allreduce_": "all_reduce",
-}
 _SPECIAL: dict[str, Callable[[Table], bool]] = {
     "weights of lookups": lambda t: t.weighted,
     "sequences": lambda t: t.sequence,
     "tables of several features": lambda t: t.features > 1,
 }
 """What tables of a model may have, in the report's words."""
-_SHORT, _MIXED = "payloads of 16 bits", "weights in FP32 and FP16"
-
-
-# --- what is counted ---------------------------------------------------------------------------------------
-
-
-class Count(TorchDispatchMode):
-    """Counts the bytes in and out of every collective of c10d, by what it carries."""
-
-    def __init__(self, topology: Topology) -> None:
-        super().__init__()
-        self.calls: dict[str, list[list[int]]] = {}
-        self.topology = topology
-        self.way = "forward"
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            name = func._schema.name.removeprefix("c10d::")
-            if name not in _COLLECTIVES:
-                raise ValueError(f"TorchRec ran {name}, which bench.traffic does not know")
-            self._add(name, args)
-        return func(*args, **(kwargs or {}))
-
-    def _add(self, name: str, args) -> None:
-        if name == "allreduce_":
-            into = source = args[0]
-            group = args[1]
-        else:
-            into, source, group = args[:3]
-        what = _carried() or f"{self.way} {self._channel(name, group).words}"
-        self.calls.setdefault(what, []).append(
-            [sum(t.numel() * t.element_size() for t in _flat(tensors)) for tensors in (source, into)]
-        )
-
-    def _channel(self, name: str, group) -> Channel:
-        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
-        scope = next(
-            name
-            for name, row in SCOPES.items()
-            if sorted(ranks) in map(sorted, row.groups(self.topology.on_hosts))
-        )
-        return Channel(_COLLECTIVES[name], scope)
-
-
-def _flat(tensors) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else [t for inner in tensors for t in _flat(inner)]
-
-
-def _carried() -> str:
-    """What a collective carries beside outputs and gradients, by the class of TorchRec that runs it."""
-    frame = sys._getframe(1)
-    while frame:
-        for name, what in _PARTS.items():
-            if frame.f_code.co_qualname.startswith(name):
-                return what
-        frame = frame.f_back
-    return ""
-
-
-class Model(nn.Module):
-    """The collections of a drawn model."""
-
-    def __init__(self, model: Drawn, device: str) -> None:
-        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
-        from torchrec.modules.embedding_configs import DataType
-
-        super().__init__()
-        for name, tables in model.collections.items():
-            if tables[0].sequence:
-                setattr(
-                    self,
-                    name,
-                    EmbeddingCollection(
-                        device=torch.device(device),
-                        tables=[
-                            EmbeddingConfig(
-                                name=t.name,
-                                num_embeddings=t.rows,
-                                embedding_dim=t.dim,
-                                data_type=DataType[PRECISIONS[t.precision].theirs],
-                                feature_names=model.features[t.name],
-                            )
-                            for t in tables
-                        ],
-                    ),
-                )
-                continue
-            setattr(
-                self,
-                name,
-                EmbeddingBagCollection(
-                    device=torch.device(device),
-                    is_weighted=tables[0].weighted,
-                    tables=[
-                        EmbeddingBagConfig(
-                            name=t.name,
-                            num_embeddings=t.rows,
-                            embedding_dim=t.dim,
-                            data_type=DataType[PRECISIONS[t.precision].theirs],
-                            feature_names=model.features[t.name],
-                        )
-                        for t in tables
-                    ],
-                ),
-            )
-
-    def forward(self, batches):
-        found = []
-        for name, collection in self.named_children():
-            outputs = collection(batches[name])
-            outputs = outputs.to_dict() if hasattr(outputs, "to_dict") else outputs
-            found += [
-                (x if isinstance(x, torch.Tensor) else x.values()).flatten()
-                for _, x in sorted(outputs.items())
-            ]
-        return torch.cat(found)
-
-
-def counted(model: Drawn, seed: int, limit_s: float = 120) -> list[Calls]:
-    """As `expected`, counted in TorchRec's processes."""
-    n = len(model.problem.topology)
-    with tempfile.TemporaryDirectory() as folder:
-        codes = training.in_processes(n, _step, (model, seed, folder), limit_s)
-        if any(codes):
-            raise SystemExit(f"model {seed}: processes ended with {codes}")
-        return [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(n)]
-
-
-def _step(rank: int, model: Drawn, seed: int, folder: str) -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.embedding import EmbeddingCollectionSharder
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
-
-    topology = model.problem.topology
-    n, local = len(topology), len(topology) // len(topology.hosts)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local)
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n)
-    fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
-    codecs = get_qcomm_codecs_registry(
-        QCommsConfig(
-            forward_precision=CommType(model.problem.job.forward_payload),
-            backward_precision=CommType(model.problem.job.backward_payload),
-        ),
-        device=torch.device("cpu"),
-    )
-    sharded = DistributedModelParallel(
-        Model(model, "cpu"),
-        device=torch.device("cpu"),
-        sharders=[
-            EmbeddingBagCollectionSharder(fused_params=fused, qcomm_codecs_registry=codecs),
-            EmbeddingCollectionSharder(fused_params=fused, qcomm_codecs_registry=codecs),
-        ],
-        plan=to_torchrec(model.plan, model.problem, Model(model, "meta"), "cpu"),
-    )
-    batch = _batch(model, seed, rank)
-    # The first step of DDP also exchanges what it needs to know of its parameters.
-    sharded(batch).sum().backward()
-    with Count(topology) as count:
-        pooled = sharded(batch)
-        count.way = "backward"
-        pooled.sum().backward()
-    writing.write_json(f"{folder}/{rank}.json", in_order(count.calls))
-    dist.barrier()
-    os._exit(0)
-
-
-def _batch(model: Drawn, seed: int, rank: int):
-    """For each collection its features, with weights if it has them."""
-    from torchrec import KeyedJaggedTensor
-
-    lengths, ids = lengths_of(model, seed, rank), ids_of(model, seed, rank)
-    dtype, job, found = {4: torch.int32, 8: torch.int64}, model.problem.job, {}
-    for name, tables in model.collections.items():
-        own = list(dict.fromkeys(f for t in tables for f in model.features[t.name]))
-        values = np.concatenate([ids[f] for f in own])
-        found[name] = KeyedJaggedTensor(
-            keys=own,
-            values=torch.from_numpy(values).to(dtype[job.id_bytes]),
-            weights=torch.ones(len(values)) if tables[0].weighted else None,
-            lengths=torch.from_numpy(np.concatenate([lengths[f] for f in own])).to(dtype[job.length_bytes]),
-        )
-    return found
-
-
-# --- both --------------------------------------------------------------------------------------------------
-
-
-def differences(seed: int, shape: tuple[int, int] | None = None) -> list[str]:
-    """What TorchRec sends otherwise than is expected, rank by rank."""
-    model, found = drawn(seed, shape), []
-    for rank, (ours, theirs) in enumerate(zip(expected(model, seed), counted(model, seed), strict=True)):
-        found += [
-            f"rank {rank}: {name}: [in, out] bytes {ours.get(name, [])} expected, "
-            f"{theirs.get(name, [])} counted"
-            for name in sorted({*ours, *theirs})
-            if ours.get(name) != theirs.get(name)
-        ]
-    return found
 
 
 def _is_short(job: Job) -> bool:
@@ -283,16 +42,9 @@ def _is_short(job: Job) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.traffic",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--models", type=int, default=200, help="to draw (200)")
-    parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each model")
+    parser = common.parser(__doc__, models=(200, "to draw"), out=(..., "a line of JSON for each model"))
     args = parser.parse_args()
-    lines = args.out.read_text().splitlines() if args.out.exists() else []
-    done = {row["seed"]: row for row in map(json.loads, lines)}
+    done = {row["seed"]: row for row in common.lines_of(args.out)}
     for seed in range(args.models):
         if seed in done:
             continue
@@ -303,32 +55,22 @@ def main() -> None:
             "tables": len(model.problem.tables),
             "collections": len(model.collections),
             "kinds": sorted({p.kind for p in model.plan.placements}),
-            "differences": differences(seed),
+            "differences": counted_traffic.differences(seed),
         }
-        with args.out.open("a") as f:
-            f.write(json.dumps(done[seed]) + "\n")
-        print(f"\r{len(done)} of {args.models}", end="", file=sys.stderr, flush=True)
+        common.write_lines(args.out, list(done.values()))
+        say(f"{len(done)} of {args.models}")
     rows = [done[seed] for seed in range(args.models)]
-    kinds = Counter(kind for row in rows for kind in row["kinds"])
-    print(
-        report.text_table(
-            ("models with", "models", "to the byte"),
-            [
-                (what, len(some), sum(not r["differences"] for r in some))
-                for what, some in [
-                    ("any", rows),
-                    *((kind, [r for r in rows if kind in r["kinds"]]) for kind in sorted(kinds)),
-                    ("several collections", [r for r in rows if r["collections"] > 1]),
-                    *(
-                        (what, [r for r in rows if any(map(has, drawn(r["seed"]).problem.tables))])
-                        for what, has in _SPECIAL.items()
-                    ),
-                    (_SHORT, [r for r in rows if _is_short(drawn(r["seed"]).problem.job)]),
-                    (_MIXED, [r for r in rows if "+" in drawn(r["seed"]).problem.precision]),
-                ]
-            ],
-        )
-    )
+    problems = {row["seed"]: drawn(row["seed"]).problem for row in rows}
+    groups = {"any": rows}
+    for kind in sorted({kind for row in rows for kind in row["kinds"]}):
+        groups[kind] = [r for r in rows if kind in r["kinds"]]
+    groups["several collections"] = [r for r in rows if r["collections"] > 1]
+    for name, has in _SPECIAL.items():
+        groups[name] = [r for r in rows if any(map(has, problems[r["seed"]].tables))]
+    groups["payloads of 16 bits"] = [r for r in rows if _is_short(problems[r["seed"]].job)]
+    groups["weights in FP32 and FP16"] = [r for r in rows if "+" in problems[r["seed"]].precision]
+    shown = [(name, len(some), sum(not r["differences"] for r in some)) for name, some in groups.items()]
+    print(report.text_table(("models with", "models", "to the byte"), shown))
     for row in rows:
         for words in row["differences"]:
             print(f"model {row['seed']}: {words}")

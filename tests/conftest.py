@@ -18,7 +18,7 @@ import pytest
 
 HERE = Path(__file__).parent
 WARM_UP = HERE / "warm_up.py"
-sys.path.append(str(HERE / "cost"))  # laws.py, for all
+sys.path += [str(HERE / "cost"), str(HERE / "torchrec")]  # laws.py and peaks.py, for all
 # What a person has set for other work must not reach the tests, nor the processes that they start.
 OTHERS = (
     "PREFECT_",
@@ -49,6 +49,8 @@ os.environ |= {
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts into the background
     # or the processes that tests start would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+pytest.register_assert_rewrite("shardcore.testing")
 
 from boxes import can_box  # noqa: E402
 from ray_fixtures import (  # noqa: E402, F401

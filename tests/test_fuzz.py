@@ -1,18 +1,30 @@
-"""A slice of bench/fuzz.py: damaged files of every format are refused in a line, or can be used."""
+"""Damaged files of every format are refused in one line that names the file, or can be used.
+
+    SHARDCORE_EXAMPLES=1700 python -m pytest -n 0 tests/test_fuzz.py      so many random cases of each format
+
+Each case damages a sound file, reads it as users' commands do, and uses what was read. Hypothesis draws the
+cases, and shrinks one that fails.
+"""
 
 import os
 import shutil
+import tempfile
+from pathlib import Path
 
+import fuzz_files
 import pytest
+from fuzz_formats import FORMATS, Format
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from bench import fuzz, fuzz_files
-from bench.fuzz_formats import FORMATS
+from shardcore.core.errors import MOST_CHARACTERS, ShardCoreError
 
-pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer")
+pytestmark = [pytest.mark.filterwarnings("ignore:Pydantic serializer"), pytest.mark.timeout(120)]
 NOT_READ = {"report.html", "cost.json", ".turn"}
 """By who loads a plan."""
-OF_EACH = 12
-"""Cases, which makes 276 of all formats."""
+NAME_NO_FILE = {"batch", "hot_ids", "request", "users"}
+"""Formats of which some refusals name the table, or the part of a request."""
+EXAMPLES = int(os.environ.get("SHARDCORE_EXAMPLES", 12))
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +34,47 @@ def sound(tmp_path_factory):
     return fuzz_files.Sound.read(folder)
 
 
+def copied(one: Format, sound: fuzz_files.Sound, folder: Path) -> Path:
+    folder.mkdir()
+    for part in one.parts:
+        copy = shutil.copytree if (sound.folder / part).is_dir() else shutil.copy
+        copy(sound.folder / part, folder / part)
+    return folder
+
+
+def refusal(name: str, sound: fuzz_files.Sound, folder: Path) -> str:
+    """Message of the refusal, empty where the files can be used. Whatever else is raised fails the test."""
+    there = {path.name for path in folder.rglob("*")}
+    try:
+        FORMATS[name].use(folder, sound)
+    except ShardCoreError as error:
+        assert str(error).isprintable() and 0 < len(str(error)) <= MOST_CHARACTERS
+        assert name in NAME_NO_FILE or any(file in str(error) for file in there), error
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_damaged_is_refused_in_a_line_or_can_be_used(sound, tmp_path, name):
-    (tmp_path / "whole").mkdir()
-    assert fuzz.judge(name, 0, sound, tmp_path / "whole", damage=False)["outcome"] == "accepted"
-    rows = list(fuzz.judged(name, range(OF_EACH), sound))
-    assert [r for r in rows if r["outcome"] not in ("refused", "accepted")] == []
-    assert sum(r["outcome"] == "refused" for r in rows) > OF_EACH / 3  # or it damages nothing
+    one, refused = FORMATS[name], []
+    assert refusal(name, sound, copied(one, sound, tmp_path / "whole")) == ""
+
+    @settings(
+        max_examples=EXAMPLES,
+        derandomize="SHARDCORE_EXAMPLES" not in os.environ,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data())
+    def judge(data):
+        with tempfile.TemporaryDirectory(prefix="fuzz-") as place:
+            folder = copied(one, sound, Path(place, "case"))
+            one.damage(folder, data.draw)
+            refused.append(bool(refusal(name, sound, folder)))
+
+    judge()
+    assert sum(refused) > len(refused) / 3  # or it damages nothing
 
 
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - {"users", "cache"}))  # DVC's own: left alone
@@ -39,14 +85,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(sound, tmp_path, name)
         whole = sound.folder / part
         read = [p for p in (whole, *whole.rglob("*")) if p.is_file() and p.name not in NOT_READ]
         for i, file in enumerate(read):
-            folder = tmp_path / f"{part}-{i}"
-            folder.mkdir()
-            for other in one.parts:
-                (shutil.copytree if (sound.folder / other).is_dir() else shutil.copy)(
-                    sound.folder / other, folder / other
-                )
-            path = folder / file.relative_to(sound.folder)
+            path = copied(one, sound, tmp_path / f"{part}-{i}") / file.relative_to(sound.folder)
             path.unlink()
             os.mkfifo(path)
-            row = fuzz.used(one, sound, folder)
-            assert (row["outcome"], "no file" in row["said"]) == ("refused", True), (file, row)
+            assert "no file" in refusal(name, sound, tmp_path / f"{part}-{i}"), file

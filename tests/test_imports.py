@@ -27,7 +27,7 @@ FLOORS = (
     ("search",),
     ("plans", "torchrec"),
     ("report",),
-    ("cli",),
+    ("cli", "testing"),
 )
 """The rooms of shardcore/, from the ground up."""
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -1,11 +1,11 @@
-"""Every function that reads a file is in the registry that bench.fuzz walks, or reads no file of users."""
+"""Every function that reads a file is in the registry that tests/test_fuzz.py walks, or reads no file of users."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
-
-from bench.fuzz_formats import FORMATS
+from fuzz_formats import FORMATS
 
 ROOT = Path(__file__).parent.parent
 
@@ -109,6 +109,7 @@ def readers(text: str, file: str) -> set[str]:
     return found
 
 
+@functools.cache
 def all_readers() -> set[str]:
     return {
         reader

@@ -250,6 +250,13 @@ class Plan:
     def __post_init__(self) -> None:
         require_types(self, "a plan")
 
+    def by_table(self) -> dict[str, list[Placement]]:
+        """Placements by name of their table."""
+        placements: dict[str, list[Placement]] = {}
+        for p in self.placements:
+            placements.setdefault(p.shard.table.name, []).append(p)
+        return placements
+
     def __repr__(self) -> str:
         tables = {p.shard.table for p in self.placements}
         devices = {d for p in self.placements for d in p.devices}

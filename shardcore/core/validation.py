@@ -112,11 +112,12 @@ def typed(value: Any, kind: Any, what: str, build: Callable[..., Any] | None = N
     elif origin is Literal:
         if isinstance(value, str) and value in inner:
             return value
-    elif kind in (int, float):
-        if isinstance(value, numbers.Integral if kind is int else numbers.Real) and not isinstance(
-            value, bool
-        ):
-            return kind(value)
+    elif kind in (int, float) and isinstance(value, bool):
+        pass  # True and False are no numbers
+    elif kind is int and isinstance(value, numbers.Integral):
+        return int(value)
+    elif kind is float and isinstance(value, numbers.Real):
+        return float(value)
     elif build and dataclasses.is_dataclass(kind):
         return build(kind, value, what)
     elif isinstance(value, origin or kind):
@@ -192,7 +193,7 @@ def require_within(record: object, what: str, **ends: tuple[float, float]) -> No
     for name, (low, high) in ends.items():
         value = getattr(record, name)
         if value is not None and not low <= value <= high:
-            raise ShardCoreError(f"{what} has {name} {value}; it needs {low:,} to {high:,}")
+            raise ShardCoreError(f"{what} has {name} {value}; it needs {low:,.16g} to {high:,.16g}")
 
 
 def require_known(record: object, what: str, **known: Collection[str]) -> None:

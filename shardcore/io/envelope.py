@@ -1,4 +1,4 @@
-"""What our JSON files share: a schema, its version, and a digest, which an edited file does not match."""
+"""Envelope of our JSON files: a schema, its version, and a digest, which an edited file does not match."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import shown
-from shardcore.io.schema import read_json
+from shardcore.io.schema import Readable, read_json
 
 VERSIONS = {
     "problem": 1,
@@ -25,8 +25,12 @@ VERSIONS = {
     "row-counts": 1,
     "rows": 1,
     "rows-complete": 1,
+    "replays": 3,
+    "decision": 1,
+    "torchrec-plan": 2,
+    "dmp-collection": 1,
 }
-"""By schema. No other version is read."""
+"""Version of each schema. No other is read."""
 
 
 def digest(value: Any) -> str:
@@ -39,7 +43,7 @@ def document(schema: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_document(path: str | Path, schema: str) -> bool:
-    """Whether a file says that it is of a schema."""
+    """Tell if a file has a schema."""
     try:
         data = read_json(path)
     except ShardCoreError:
@@ -47,12 +51,12 @@ def is_document(path: str | Path, schema: str) -> bool:
     return isinstance(data, dict) and data.get("schema") == f"shardcore/{schema}"
 
 
-def open_document(path: str | Path, schema: str) -> dict[str, Any]:
+def open_document(path: str | Path | Readable, schema: str) -> dict[str, Any]:
     return opened(read_json(path), schema, path)
 
 
-def opened(data: Any, schema: str, path: str | Path) -> dict[str, Any]:
-    """The same of a document that was read from a path."""
+def opened(data: Any, schema: str, path: object) -> dict[str, Any]:
+    """The body of a document that was read from a path. Raises ShardCoreError for another schema or version."""
     if not isinstance(data, dict) or data.get("schema") != f"shardcore/{schema}":
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         grouped = ": it is of one sharding group, which only price and export read" * (
@@ -71,7 +75,7 @@ def seal(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, "digest": digest(body)}
 
 
-def unseal(body: dict[str, Any], path: str | Path) -> dict[str, Any]:
+def unseal(body: dict[str, Any], path: object) -> dict[str, Any]:
     found = body.pop("digest", None)
     if found != digest(body):
         raise ShardCoreError(

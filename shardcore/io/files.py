@@ -24,7 +24,7 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.core.validation import MOST_DEVICES, require_type, shown
 from shardcore.io import problem_parts
 from shardcore.io.envelope import digest, document, open_document, seal, unseal
-from shardcore.io.schema import build, is_whole, read
+from shardcore.io.schema import Readable, build, is_whole, read
 from shardcore.io.writing import write_json
 from shardcore.step.kinds import LAYOUTS, layout_of
 
@@ -42,10 +42,12 @@ def _given(record: Any, always: Collection[str] = (), never: Collection[str] = (
 
     always: fields that are written whatever they are. never: fields that are left out.
     """
+    values = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in never}
+    defaults = {f.name: f.default for f in dataclasses.fields(record)}
     return {
-        f.name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
-        for f in dataclasses.fields(record)
-        if f.name not in never and ((value := getattr(record, f.name)) != f.default or f.name in always)
+        name: dataclasses.asdict(value) if dataclasses.is_dataclass(type(value)) else value
+        for name, value in values.items()
+        if value != defaults[name] or name in always
     }
 
 
@@ -134,7 +136,7 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
     return build(Constraints, others, what, also=_BY_TABLE, **given)
 
 
-def read_problem(path: str | Path) -> Problem:
+def read_problem(path: str | Path | Readable) -> Problem:
     data, what = open_document(path, "problem"), str(path)
     topology, tables = data.pop("topology", None), data.pop("tables", None)
     constraints, job = data.pop("constraints", {}), data.pop("job", {})
@@ -235,7 +237,7 @@ def write_plan(path: str | Path, plan: Plan, problem: Problem) -> None:
     write_json(path, plan_to_json(plan, problem))
 
 
-def read_plan(path: str | Path, problem: Problem) -> Plan:
+def read_plan(path: str | Path | Readable, problem: Problem) -> Plan:
     """A plan for `problem`, parsed: it is for the caller to lower it, or to validate it by `require_plan`.
 
     Raises ShardCoreError where it was made for another problem, or was edited.

@@ -13,7 +13,6 @@ from typing import Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
-from shardcore.core.validation import shown
 from shardcore.io import files, problem_parts, writing
 from shardcore.io.envelope import document, is_document, open_document, seal, unseal
 from shardcore.io.schema import build
@@ -24,7 +23,7 @@ SCHEMA = "grouped-plan"
 
 
 def is_grouped(path: str | Path) -> bool:
-    """Whether a file says that it is a grouped plan."""
+    """Tell if a file has the schema of a grouped plan."""
     return is_document(path, SCHEMA)
 
 
@@ -53,17 +52,12 @@ def read_grouped(path: str | Path, problem: Problem) -> GroupedPlan:
 
     Raises ShardCoreError where it was made for another one, was edited, or `lower` would refuse it.
     """
-    found = build(_GroupedPlan, unseal(open_document(path, SCHEMA), path), str(path))
-    if found.problem_digest != (own := files.problem_digest(problem)):
-        raise ShardCoreError(
-            f"{path} is a grouped plan for problem {shown(found.problem)} with digest "
-            f"{shown(found.problem_digest)}; problem {problem.name!r} here has {own}"
-            f"{problem_parts.refusal(found.problem_parts, problem)}"
-        )
-    grouping = build(Grouping, found.groups, f"{path}: groups")
+    written = build(_GroupedPlan, unseal(open_document(path, SCHEMA), path), str(path))
+    files.require_same_problem(written, problem, f"{path} is a grouped plan")
+    grouping = build(Grouping, written.groups, f"{path}: groups")
     try:
         of_group = problem_of_group(problem, grouping)
-        plan = files.plan_from_json(dict(found.plan), of_group, "its plan")
+        plan = files.plan_from_json(dict(written.plan), of_group, "its plan")
         require_plan(plan, of_group)
     except ShardCoreError as error:
         raise type(error)(f"{path}: {error}") from None

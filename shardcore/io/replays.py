@@ -22,13 +22,13 @@ from typing import Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Plan, Problem, Setting
-from shardcore.core.validation import MOST_MS, MOST_SPEED, shown
+from shardcore.core.validation import MOST_MS, MOST_SPEED, require, require_within, shown
 from shardcore.io import dataset, files, schema, writing
-from shardcore.io.envelope import is_document
-from shardcore.io.measurements import Spread, StepSample
+from shardcore.io.envelope import document, is_document, opened, seal, unseal
+from shardcore.io.measurements import StepSample
 from shardcore.step.lower import Workload, lower
 
-SCHEMA, VERSION = "shardcore/replays", 3
+SCHEMA = "replays"
 STEP_VERSION = 5
 """Raised by hand when the times of a replayed step mean something else. In 3, ids travel in it. In 4, each
 rank has a core of its own. In 5, ids of divided rows are put in buckets."""
@@ -109,8 +109,7 @@ def keep(
             for algorithm, name in names
         ],
     }
-    head = {"schema": SCHEMA, "version": VERSION}
-    writing.write_json(folder / REPLAYS_JSON, {**head, **body, "digest": files.digest(body)})
+    writing.write_json(folder / REPLAYS_JSON, document(SCHEMA, seal(body)))
     return ReplaySet(problem, setting, names, plans, costs)
 
 
@@ -163,7 +162,7 @@ def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config
     except ShardCoreError:
         return False
     names = [(algorithm, plan_digest(plan)) for algorithm, plan in made]
-    if body.measurement_version != _version(problem) or any(_is_disturbed(r.cost()) for r in body.replays):
+    if body.measurement_version != _version(problem) or any(_is_disturbed(r.cost) for r in body.replays):
         return False
     return (
         known.problem == problem
@@ -183,10 +182,10 @@ def _kept(folder: Path, body: _Body) -> ReplaySet:
     """The replays in `body`, which is replays.json, with the problem and plans beside it."""
     problem = files.read_problem(folder / PROBLEM_JSON)
     for row in body.replays:
-        if len(row.waiting_ms) != len(problem.topology):
+        if len(row.cost.waiting_ms) != len(problem.topology):
             raise ShardCoreError(
                 f"{folder / REPLAYS_JSON}: plan {row.plan} has times of "
-                f"{len(row.waiting_ms)} devices; problem {problem.name!r} has "
+                f"{len(row.cost.waiting_ms)} devices; problem {problem.name!r} has "
                 f"{len(problem.topology)}"
             )
     names = dict.fromkeys(r.plan for r in body.replays)
@@ -200,7 +199,7 @@ def _kept(folder: Path, body: _Body) -> ReplaySet:
         body.setting,
         tuple((r.algorithm, r.plan) for r in body.replays),
         plans,
-        {r.plan: r.cost() for r in body.replays},
+        {r.plan: r.cost for r in body.replays},
     )
 
 
@@ -327,54 +326,33 @@ def digests(folder: Path) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A replay in replays.json: the algorithm, the plan's digest, and the fields of StepSample."""
+    """A replay in replays.json, where the fields of its cost are beside the others."""
 
     algorithm: str
     plan: str
     total_ms: float
-    forward_compute_ms: tuple[float, ...]
-    backward_compute_ms: tuple[float, ...]
-    forward_comm_ms: tuple[float, ...]
-    backward_comm_ms: tuple[float, ...]
-    waiting_ms: tuple[float, ...]
-    step: Spread
-    oversubscribed: bool
-    slowdown: float
-    input_ms: tuple[float, ...]
-    dense_ms: float
+    cost: StepSample
 
     def __post_init__(self) -> None:
-        if not files.DIGEST.fullmatch(self.plan):
-            raise ShardCoreError(
-                f"a replay is of plan {shown(self.plan)}; it needs the 16 hex digits of a digest"
-            )
-        of_parts = [getattr(self, name) for name in PARTS]
-        alike = len({len(p) for p in of_parts}) == 1 and of_parts[0]
-        if not alike or not all(0 <= ms <= MOST_MS for p in of_parts for ms in p):
-            raise ShardCoreError(
-                f"the replay of plan {self.plan} has parts {shown(of_parts)}; "
-                "it needs as many times for each, of 0 ms or more"
-            )
-        if not 0 <= self.dense_ms <= MOST_MS:
-            raise ShardCoreError(
-                f"the replay of plan {self.plan} has dense_ms {self.dense_ms}; it needs 0 or more"
-            )
-        if not 1 / MOST_SPEED <= self.slowdown <= MOST_SPEED:
-            raise ShardCoreError(
-                f"the replay of plan {self.plan} has slowdown {self.slowdown}; it needs "
-                f"{1 / MOST_SPEED:g} to {MOST_SPEED:g}"
-            )
-        if not math.isclose(self.total_ms, self.cost().total_ms, rel_tol=1e-9):
-            raise ShardCoreError(
-                f"the replay of plan {self.plan} has total_ms {self.total_ms}; its parts "
-                f"sum to {self.cost().total_ms}"
-            )
-        usual = self.cost().at_usual_speed()  # its times are checked too
-        if not (usual.total_ms > 0 and usual.step.median_ms > 0):
-            raise ShardCoreError(f"the replay of plan {self.plan} took 0 ms; no step does")
-
-    def cost(self) -> StepSample:
-        return StepSample(**{f.name: getattr(self, f.name) for f in dataclasses.fields(StepSample)})
+        cost, what = self.cost, f"the replay of plan {self.plan}"
+        require(
+            files.DIGEST.fullmatch(self.plan) is not None,
+            f"a replay is of plan {shown(self.plan)}; it needs the 16 hex digits of a digest",
+        )
+        parts = [getattr(cost, name) for name in PARTS]
+        equal_lengths = len(set(map(len, parts))) == 1 and len(parts[0]) > 0
+        require(
+            equal_lengths and all(0 <= ms <= MOST_MS for part in parts for ms in part),
+            f"{what} has parts {shown(parts)}; it needs as many times for each, of 0 ms or more",
+        )
+        ends = {"dense_ms": (0, MOST_MS), "slowdown": (1 / MOST_SPEED, MOST_SPEED)}
+        require_within(cost, what, **ends)
+        require(
+            math.isclose(self.total_ms, cost.total_ms, rel_tol=1e-9),
+            f"{what} has total_ms {self.total_ms}; its parts sum to {cost.total_ms}",
+        )
+        usual = cost.at_usual_speed()  # its times are checked too
+        require(usual.total_ms > 0 and usual.step.median_ms > 0, f"{what} took 0 ms; no step does")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,30 +361,33 @@ class _Body:
 
     setting: Setting
     config: Mapping[str, Any]
-    replays: tuple[_Row, ...]
     measurement_version: int
     digest: str
+    replays: tuple[_Row, ...]
 
     def __post_init__(self) -> None:
-        known: dict[str, StepSample] = {}
+        costs = {row.plan: row.cost for row in self.replays}
         for row in self.replays:
-            if known.setdefault(row.plan, row.cost()) != row.cost():
-                raise ShardCoreError(f"plan {row.plan} has two replays of different times; it needs one")
+            require(
+                row.cost == costs[row.plan],
+                f"plan {row.plan} has two replays of different times; it needs one",
+            )
 
 
 def _read(folder: Path) -> _Body:
     path = folder / REPLAYS_JSON
     data = schema.read_json(path)
-    version = data.get("version") if isinstance(data, dict) else None
-    if type(version) is not int or (data.get("schema"), version) != (SCHEMA, VERSION):
-        raise ShardCoreError(
-            f"{path} is not {SCHEMA} of version {VERSION}; remove {folder} to replay its plans again"
-        )
-    body = {k: v for k, v in data.items() if k not in ("schema", "version")}
-    if data.get("digest") != files.digest({k: v for k, v in body.items() if k != "digest"}):
-        digest = shown(data.get("digest"))
-        raise ShardCoreError(
-            f"{path} does not match its digest {digest}; it was edited after ShardCore "
-            f"wrote it: remove {folder} to replay its plans again"
-        )
-    return schema.build(_Body, body, str(path))
+    try:
+        body = opened(data, SCHEMA, path)
+        sealed = unseal(dict(body), path)
+    except ShardCoreError as error:
+        raise ShardCoreError(f"{error}; remove {folder} to replay its plans again") from None
+    rows = schema.read(sealed.pop("replays", None), tuple[Mapping[str, Any], ...], f"{path}: replays")
+    replays = tuple(_row(row, f"{path}: replays[{i}]") for i, row in enumerate(rows))
+    return schema.build(_Body, sealed, str(path), digest=body["digest"], replays=replays)
+
+
+def _row(row: Mapping[str, Any], what: str) -> _Row:
+    head = {k: v for k, v in row.items() if k in ("algorithm", "plan", "total_ms")}
+    cost = {k: v for k, v in row.items() if k not in head}
+    return schema.build(_Row, head, what, cost=schema.build(StepSample, cost, what, also=tuple(head)))

@@ -17,12 +17,15 @@ import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shardcore.core.errors import ShardCoreError, Unreachable, shortened
 from shardcore.core.validation import shown, type_hints, typed
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 MOST_FILE_BYTES = 1 << 29
 """Largest file. A problem of a million tables is smaller."""
 MOST_MAPPED_BYTES = 1 << 44

@@ -1,4 +1,4 @@
-"""Decisions: which version of a problem's plan is current, since when and why."""
+"""Decisions: the current version of a problem's plan, its time and its reason."""
 
 from __future__ import annotations
 
@@ -11,30 +11,29 @@ from typing import Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Plan
-from shardcore.core.validation import MOST_UNIX_S, is_path_name, shown
-from shardcore.io import files, schema
+from shardcore.core.validation import MOST_UNIX_S, is_path_name, require, require_known, require_within, shown
+from shardcore.io import envelope, files, schema
 
 OUTCOMES = ("first", "better", "kept", "no longer fits", "restored")
-_SCHEMA, _SCHEMA_VERSION = "shardcore/decision", 1
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Which version of a problem's plan is current, and why.
+    """A choice of a problem's current version, with its reason.
 
     problem: the problem's name.
-    outcome: one of OUTCOMES. "first", "better" and "no longer fits" take the candidate. "no longer fits" is
-      about the previous plan. "kept" keeps the previous plan. "restored" takes the version that was current
+    outcome: one of OUTCOMES. "first", "better" and "no longer fits" choose the candidate. "no longer fits" is
+      about the previous plan. "kept" keeps the previous plan. "restored" chooses the version that was current
       under the same model before.
-    reason: why, in a sentence.
+    reason: the reason, in a sentence.
     current: the version that was chosen.
     candidate: the version that was considered.
     problem_digest: digest of the problem as it is now.
     candidate_ms: cost of the candidate under the current model. None: unknown.
     previous_ms: cost of the previous plan under the current model. None: there was none, or it is no longer
       valid for this problem.
-    margin_ms: by how much the gain may be wrong (see gain.Gain). None: there was nothing to compare.
-    threshold: the share of previous_ms by which a candidate must be cheaper, whatever its margin.
+    margin_ms: error of the gain (see gain.Gain). None: there was nothing to compare.
+    threshold: the share of previous_ms by which a candidate must be cheaper, at any margin.
     decided_at: Unix s. 0: unknown.
     parent: id of the decision before.
     provenance: model, model_version, data_version, git_commit, setting, algorithm, its settings and seed.
@@ -55,26 +54,23 @@ class Decision:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.outcome not in OUTCOMES:
-            raise ShardCoreError(f"decision has outcome {self.outcome!r}; known are {', '.join(OUTCOMES)}")
-        if not is_path_name(self.problem):
-            raise ShardCoreError(f"decision has problem {self.problem!r}; it needs the name of one")
+        require_known(self, "decision", outcome=OUTCOMES)
+        require(
+            is_path_name(self.problem), f"decision has problem {self.problem!r}; it needs the name of one"
+        )
         for name in ("current", "candidate", "problem_digest"):
             require_id(getattr(self, name), f"decision has {name}")
-        if self.outcome != "kept" and self.current != self.candidate:
-            raise ShardCoreError(
-                f"decision {self.outcome!r} has current {self.current}; it takes its candidate, {self.candidate}"
-            )
+        require(
+            self.outcome == "kept" or self.current == self.candidate,
+            f"decision {self.outcome!r} has current {self.current}; it takes its candidate, {self.candidate}",
+        )
         if self.parent is not None:
             require_id(self.parent, "decision has parent")
-        for name in ("candidate_ms", "previous_ms", "margin_ms", "threshold", "decided_at"):
-            if not 0 <= (getattr(self, name) or 0) < math.inf:
-                raise ShardCoreError(f"decision has {name} {getattr(self, name)}; it needs 0 or more")
+        for name in ("candidate_ms", "previous_ms", "margin_ms", "threshold"):
+            value = getattr(self, name) or 0
+            require(0 <= value < math.inf, f"decision has {name} {value}; it needs 0 or more")
         # datetime cannot show later times.
-        if self.decided_at > MOST_UNIX_S:
-            raise ShardCoreError(
-                f"decision has decided_at {self.decided_at}; it needs Unix seconds, up to {MOST_UNIX_S:.0f}"
-            )
+        require_within(self, "decision", decided_at=(0, MOST_UNIX_S))
 
     @property
     def id(self) -> str:
@@ -86,16 +82,14 @@ class Decision:
         return self.candidate_ms if self.current == self.candidate else self.previous_ms
 
     def repeats(self, other: Decision | None) -> bool:
-        """Whether it says the same as the other one, time and parent aside."""
+        """Compare all but time and parent, which differ between any two decisions."""
         if other is None:
             return False
-        # Time and parent differ between any two decisions.
-        same = dataclasses.replace(self, decided_at=other.decided_at, parent=other.parent)
-        return same == other
+        return dataclasses.replace(self, decided_at=other.decided_at, parent=other.parent) == other
 
     def document(self) -> dict[str, Any]:
         """The decision as JSON."""
-        return {"schema": _SCHEMA, "version": _SCHEMA_VERSION, **dataclasses.asdict(self)}
+        return envelope.document("decision", dataclasses.asdict(self))
 
 
 def from_document(data: Any, where: str) -> Decision:
@@ -103,33 +97,22 @@ def from_document(data: Any, where: str) -> Decision:
 
     where: the file, for the message.
     """
-    known = _SCHEMA, _SCHEMA_VERSION, int
-    if (
-        not isinstance(data, dict)
-        or (data.pop("schema", None), version := data.pop("version", None), type(version)) != known
-    ):
-        raise ShardCoreError(
-            f"{where} is no decision of a version that this ShardCore reads ({_SCHEMA} {_SCHEMA_VERSION})"
-        )
-    decision = schema.build(Decision, data, where)
+    decision = schema.build(Decision, envelope.opened(data, "decision", where), where)
+    # Reports read these keys as texts.
     files.require_provenance(decision.provenance, f"{where}: provenance")
     return decision
 
 
-def require_id(found: str, what: str) -> str:
-    """`found`, if it is a digest. Raises ShardCoreError otherwise: versions and decisions are named by
-    digest."""
-    if not files.DIGEST.fullmatch(found):
-        raise ShardCoreError(f"{what} {shown(found)}; it needs 16 hex digits")
-    return found
+def require_id(text: str, what: str) -> str:
+    """Return a digest, the name of versions and decisions. Raises ShardCoreError for any other text."""
+    if not files.DIGEST.fullmatch(text):
+        raise ShardCoreError(f"{what} {shown(text)}; it needs 16 hex digits")
+    return text
 
 
 @dataclass(frozen=True)
 class Version:
-    """A plan, and what it takes.
-
-    name: for people.
-    """
+    """A plan with its name for people, its cost, and the bytes that it needs on each device."""
 
     name: str
     plan: Plan

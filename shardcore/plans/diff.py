@@ -1,4 +1,15 @@
-"""What moves when one plan of a problem replaces another, and how to move less. Pure.
+"""Moves of tables when one plan of a problem replaces another, and ways to move less. Pure.
+
+A checkpoint may lose data where a table changes its kind of sharding. Tried by saving with
+torch.distributed.checkpoint and loading under another plan, on two gloo ranks (TorchRec 1.8;
+tests/plans/test_checkpoints.py does it again):
+
+- Weights load from any kind into any other. `load_state_dict` alone loads them from replicas only, or into
+  the same shards.
+- The optimizer of replicas is not the fused one, and each names its state otherwise (TorchRec issue 2394). A
+  fused table that was a replica finds no state, and loading fails. A replica that was fused starts afresh.
+- State with one number a row is kept for each range of columns. With another number of ranges its size
+  differs, and loading fails.
 
 Shapes: D devices.
 """
@@ -6,15 +17,21 @@ Shapes: D devices.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.core.types import PRECISION_BYTES, Placement, Plan, Problem, Shard, Table
-from shardcore.plans import checkpoints
 from shardcore.step.kinds import WHOLE_ROWS, layout_of, shards_on
+
+NOTHING = "nothing, as the optimizer keeps no state"
+ALL_LOADS = "nothing"
+FROM_REPLICAS = "its optimizer state, which fails to load, for replicas name theirs otherwise"
+TO_REPLICAS = "its optimizer state without a word, for replicas name theirs otherwise"
+OTHER_PARTS = "its optimizer state, which fails to load, for it has one number a row of each part of columns"
 
 
 @dataclass(frozen=True)
@@ -25,8 +42,8 @@ class Move:
     bytes: weights of those cells, summed over devices. New rows and columns do not count.
     old: its placements before.
     new: its placements after.
-    forced: whether it could not stay.
-    loses: what a checkpoint loses by another kind of sharding or number of parts. "": neither changes.
+    forced: True if it could not stay.
+    loses: loss of a checkpoint by another kind of sharding or number of parts. "": neither changes.
     """
 
     table: str
@@ -77,7 +94,7 @@ class Diff:
 
     @property
     def chosen(self) -> Diff:
-        """The moves that could."""
+        """The moves that could be avoided."""
         return Diff(tuple(m for m in self.moves if not m.forced), (), ())
 
     @property
@@ -87,11 +104,13 @@ class Diff:
 
     def document(self) -> dict[str, Any]:
         """The moves as JSON, for a plan's provenance."""
+        chosen, forced = (
+            {"tables": [m.table for m in of_kind.moves], "bytes": of_kind.bytes}
+            for of_kind in (self.chosen, self.forced)
+        )
         return {
-            **{
-                name: {"tables": [m.table for m in found.moves], "bytes": found.bytes}
-                for name, found in (("chosen", self.chosen), ("forced", self.forced))
-            },
+            "chosen": chosen,
+            "forced": forced,
             "added": list(self.added),
             "removed": list(self.removed),
             "resized": [r.new.name for r in self.resized],
@@ -106,31 +125,46 @@ class Diff:
 def diff(old: Plan, new: Plan, problem: Problem | None = None, forced: Collection[str] = ()) -> Diff:
     """The moves from an old plan to a new one.
 
-    problem: has the optimizers, whose state a checkpoint may lose (see checkpoints.lost).
+    problem: has the optimizers, whose state a checkpoint may lose (see `lost`).
     forced: names of tables that could not stay.
     """
-    before, after = _by_table(old), _by_table(new)
+    before, after = old.by_table(), new.by_table()
     moves, resized = [], []
-    for name, now in after.items():
-        if not (was := before.get(name)):
-            continue
-        tables, cell = (was[0].shard.table, now[0].shard.table), PRECISION_BYTES[now[0].shard.table.precision]
-        moved = _moved_cells(was, now) * cell
+    for name in before.keys() & after.keys():
+        was, now = before[name], after[name]
+        old_table, new_table = was[0].shard.table, now[0].shard.table
+        moved = _moved_bytes(was, now)
+        # Another kind changes a checkpoint even where no cell moves.
         if moved or {p.kind for p in was} != {p.kind for p in now}:
-            moves.append(
-                Move(name, moved, tuple(was), tuple(now), name in forced, checkpoints.lost(was, now, problem))
-            )
-        if len({(t.rows, t.dim) for t in tables}) > 1:
-            resized.append(Resized(*tables, _new_cells(was, now) * cell))
-    added, removed = (
-        tuple(sorted(names)) for names in (after.keys() - before.keys(), before.keys() - after.keys())
-    )
+            loses = lost(was, now, problem)
+            moves.append(Move(name, moved, tuple(was), tuple(now), name in forced, loses))
+        if (old_table.rows, old_table.dim) != (new_table.rows, new_table.dim):
+            resized.append(Resized(old_table, new_table, _new_bytes(was, now)))
     return Diff(
-        tuple(sorted(moves, key=lambda m: (-m.bytes, m.table))),
-        added,
-        removed,
-        tuple(sorted(resized, key=lambda r: (-r.new_bytes, r.new.name))),
+        moves=tuple(sorted(moves, key=lambda m: (-m.bytes, m.table))),
+        added=tuple(sorted(after.keys() - before.keys())),
+        removed=tuple(sorted(before.keys() - after.keys())),
+        # Names break ties, so the same plans give the same diff.
+        resized=tuple(sorted(resized, key=lambda r: (-r.new_bytes, r.new.name))),
     )
+
+
+def lost(old: Sequence[Placement], new: Sequence[Placement], problem: Problem | None) -> str:
+    """The loss of a table's checkpoint between its old placements and its new ones. "": nothing changes.
+
+    problem: has the optimizers. None: state by rows is assumed, which loses most.
+    """
+    replicas = [any(layout_of(p.kind).dense_gradient for p in plan) for plan in (old, new)]
+    parts = [len({p.devices for p in plan}) for plan in (old, new)]
+    if {p.kind for p in old} == {p.kind for p in new} and parts[0] == parts[1]:
+        return ""
+    fused = OPTIMIZERS[problem.optimizer].states if problem else ("row",)
+    dense = DENSE_OPTIMIZERS[problem.replica_optimizer].states if problem else ("row",)
+    if not fused and not (any(replicas) and dense):
+        return NOTHING
+    if any(replicas):
+        return FROM_REPLICAS if replicas[0] else TO_REPLICAS
+    return OTHER_PARTS if "row" in fused and parts[0] != parts[1] else ALL_LOADS
 
 
 def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
@@ -142,26 +176,28 @@ def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
     """
     from scipy.optimize import linear_sum_assignment
 
-    as_it_is = reorder_columns(new, old)
+    unchanged = reorder_columns(new, old)
     if problem.pinned or any(layout_of(p.kind).divides_rows for p in new.placements):
-        return as_it_is
+        return unchanged
     # stay[i, j] is the gain of giving new device i the number j: maximize the sum.
     stay, devices = _staying_bytes(old, new, len(problem.topology)), problem.topology.devices
     place = np.arange(len(devices))
     for kind in dict.fromkeys(devices):
         # Devices that differ in speed or memory cannot be exchanged.
+        # One assignment problem for each group of equal devices.
         equal = np.array([d for d, device in enumerate(devices) if device == kind])
-        given, taken = linear_sum_assignment(stay[np.ix_(equal, equal)], maximize=True)
-        place[equal[given]] = equal[taken]
+        given, numbers = linear_sum_assignment(stay[np.ix_(equal, equal)], maximize=True)
+        place[equal[given]] = equal[numbers]
     exchanged = tuple(
         replace(p, devices=(place[p.devices[0]],)) if len(p.devices) == 1 else p for p in new.placements
     )
     # The assignment ignores column order, so it can lose to the plan as it was.
-    return min(
-        as_it_is,
-        reorder_columns(Plan(exchanged, new.provenance), old),
-        key=lambda plan: _moved_bytes(old, plan),
-    )
+    relabelled, before = reorder_columns(Plan(exchanged, new.provenance), old), old.by_table()
+
+    def moved_bytes(plan: Plan) -> int:
+        return sum(_moved_bytes(before[name], now) for name, now in plan.by_table().items() if name in before)
+
+    return min(unchanged, relabelled, key=moved_bytes)
 
 
 def reorder_columns(new: Plan, old: Plan) -> Plan:
@@ -170,71 +206,59 @@ def reorder_columns(new: Plan, old: Plan) -> Plan:
     It costs the same, since every device keeps as many columns. Tables that are divided by rows or replicated
     stay as they are.
     """
-    before, placements = _by_table(old), []
-    for name, own in _by_table(new).items():
-        if name in before and len(own) > 1 and all(layout_of(p.kind) is WHOLE_ROWS for p in own):
-            first, column, ordered = {p.devices[0]: p.shard.col_lo for p in before[name]}, 0, []
+    before, placements = old.by_table(), list[Placement]()
+    for name, now in new.by_table().items():
+        was = before.get(name, [])
+        if was and len(now) > 1 and all(layout_of(p.kind) is WHOLE_ROWS for p in now):
             # Devices without an old shard come last.
-            for p in sorted(own, key=lambda p: (first.get(p.devices[0], p.shard.table.dim), p.shard.col_lo)):
-                ordered.append(
-                    replace(p, shard=replace(p.shard, col_lo=column, col_hi=column + p.shard.width))
-                )
-                column += p.shard.width
-            own = min(own, ordered, key=lambda found: _moved_cells(before[name], found))
-        placements += own
+            order = dict.fromkeys((p.devices[0] for p in now), now[0].shard.table.dim)
+            order |= {p.devices[0]: p.shard.col_lo for p in was}
+            column, ordered = 0, []
+            for p in sorted(now, key=lambda p: (order[p.devices[0]], p.shard.col_lo)):
+                shard = replace(p.shard, col_lo=column, col_hi=column + p.shard.width)
+                ordered.append(replace(p, shard=shard))
+                column = shard.col_hi
+            now = min(now, ordered, key=lambda table: _moved_bytes(was, table))
+        placements += now
     return Plan(tuple(placements), new.provenance)
 
 
 def _staying_bytes(old: Plan, new: Plan, n_devices: int) -> np.ndarray:
     """[D, D] bytes of weights on device i of the new plan and on device j of the old plan."""
-    found, before = np.zeros((n_devices, n_devices)), _by_table(old)
-    for name, own in _by_table(new).items():
-        had = [(d, s) for q in before.get(name, ()) for d, s in shards_on(q) if d < n_devices]
-        for now, shard in (found_on for p in own for found_on in shards_on(p)):
-            for was, old_shard in had:
-                found[now, was] += _shared_cells(shard, old_shard) * PRECISION_BYTES[shard.table.precision]
-    return found
+    staying, before = np.zeros((n_devices, n_devices)), old.by_table()
+    for name, placements in new.by_table().items():
+        for now, shard in _shards(placements):
+            for was, old_shard in _shards(before.get(name, [])):
+                if was < n_devices:
+                    staying[now, was] += _shared_bytes(shard, old_shard)
+    return staying
 
 
-def _by_table(plan: Plan) -> Mapping[str, list[Placement]]:
-    found: dict[str, list[Placement]] = defaultdict(list)
-    for p in plan.placements:
-        found[p.shard.table.name].append(p)
-    return found
+def _shards(placements: Sequence[Placement]) -> list[tuple[int, Shard]]:
+    """Devices with their shards."""
+    return [pair for p in placements for pair in shards_on(p)]
 
 
-def _moved_bytes(old: Plan, new: Plan) -> int:
-    before = _by_table(old)
+def _moved_bytes(old: Sequence[Placement], new: Sequence[Placement]) -> int:
+    """Weights of a table that move to a device which did not have them, counted once per device."""
+    old_shards, old_table = defaultdict[int, list[Shard]](list), Shard.whole(old[0].shard.table)
+    for device, shard in _shards(old):
+        old_shards[device].append(shard)
+    # Cells that are new in the table do not move: nobody had them.
     return sum(
-        _moved_cells(before[name], now) * PRECISION_BYTES[now[0].shard.table.precision]
-        for name, now in _by_table(new).items()
-        if name in before
+        _shared_bytes(shard, old_table) - sum(_shared_bytes(shard, s) for s in old_shards[device])
+        for device, shard in _shards(new)
     )
 
 
-def _moved_cells(old: Sequence[Placement], new: Sequence[Placement]) -> int:
-    """Old cells that move to a device which did not have them, counted once per device."""
-    had: dict[int, list[Shard]] = defaultdict(list)
-    for p in old:
-        for device, shard in shards_on(p):
-            had[device].append(shard)
-    known = Shard.whole(old[0].shard.table)
-    return sum(
-        _shared_cells(shard, known) - sum(_shared_cells(shard, s) for s in had[device])
-        for p in new
-        for device, shard in shards_on(p)
-    )
+def _new_bytes(old: Sequence[Placement], new: Sequence[Placement]) -> int:
+    """Weights that the old table did not have, counted once per device."""
+    old_table = Shard.whole(old[0].shard.table)
+    return sum(_shared_bytes(s, s) - _shared_bytes(s, old_table) for _, s in _shards(new))
 
 
-def _new_cells(old: Sequence[Placement], new: Sequence[Placement]) -> int:
-    """Cells that the old table did not have, counted once per device."""
-    known = Shard.whole(old[0].shard.table)
-    return sum(
-        shard.rows * shard.width - _shared_cells(shard, known) for p in new for _, shard in shards_on(p)
-    )
-
-
-def _shared_cells(a: Shard, b: Shard) -> int:
+def _shared_bytes(a: Shard, b: Shard) -> int:
+    """Weights that are in both shards, in the precision of the first."""
     rows = min(a.row_hi, b.row_hi) - max(a.row_lo, b.row_lo)
     columns = min(a.col_hi, b.col_hi) - max(a.col_lo, b.col_lo)
-    return max(0, rows) * max(0, columns)
+    return max(0, rows) * max(0, columns) * PRECISION_BYTES[a.table.precision]

@@ -1,4 +1,4 @@
-"""Drift: how far a plan is from the best, now that its tables' statistics changed."""
+"""Drift: the distance of a plan from the best one, after its tables' statistics changed."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Drift:
     best: that plan.
     replan_ms: cost of the best plan found with at most `most_tables` moves.
     replan: that plan.
-    moves: what moves for `replan`.
-    gain: what `replan` saves, and how sure that is.
+    moves: the moves to `replan`.
+    gain: ms that `replan` saves, with their margin.
     most_tables: how many tables may move. None: any number.
-    threshold: the share of now_ms by which a re-plan must be cheaper to pay, whatever its margin.
+    threshold: the share of now_ms by which a re-plan must be cheaper to pay, at any margin.
     """
 
     planned_ms: float
@@ -54,14 +54,14 @@ class Drift:
 
     @property
     def pays(self) -> bool:
-        """Whether the re-plan is worth its moves."""
+        """True if the re-plan is worth its moves."""
         return self.gain.worth_it(self.threshold)
 
 
 def drift(
     plan: Plan, problem: Problem, now: Problem, model: CostModel, config: ReplanConfig, threshold: float = 0.0
 ) -> Drift:
-    """How far a plan of `problem` is from the best plan of `now`, and what a re-plan would save.
+    """The drift of a plan of `problem` from the best plan of `now`.
 
     Tables may have grown. Each search gets the config's budget. Neither result is dearer than the plan
     itself.
@@ -69,31 +69,33 @@ def drift(
     Raises what `lower` raises if the plan is no longer valid. A new plan is then needed at any cost.
     """
     old = rebind_tables(plan, now)
-    planned, kept = price_plan(plan, problem, model), price_plan(old, now, model)
-
-    def total_ms(priced: PricedPlan) -> float:
-        return priced.cost.total_ms
+    planned, current = price_plan(plan, problem, model), price_plan(old, now, model)
 
     # A short search may end worse than its start, so the old plan competes too.
     def searched(limit: ReplanConfig) -> PricedPlan:
-        return min(price_plan(replan(plan, now, model, limit), now, model), kept, key=total_ms)
+        return min(price_plan(replan(plan, now, model, limit), now, model), current, key=_total_ms)
 
+    # No limit on moves: the best plan is a yardstick, not a proposal.
     best = searched(replace(config, max_moved_tables=None, max_moved_bytes=None))
     replanned = searched(config) if config.limited else best
     # The unlimited search is heuristic as well. It can lose to the limited one.
-    best = min(best, replanned, key=total_ms)
+    best = min(best, replanned, key=_total_ms)
     return Drift(
-        planned_ms=total_ms(planned),
-        now_ms=total_ms(kept),
-        best_ms=total_ms(best),
+        planned_ms=_total_ms(planned),
+        now_ms=_total_ms(current),
+        best_ms=_total_ms(best),
         best=best.plan,
-        replan_ms=total_ms(replanned),
+        replan_ms=_total_ms(replanned),
         replan=replanned.plan,
         moves=diff(plan, replanned.plan, now, forced_moves(plan, now)),
-        gain=gain(kept, replanned, now, model),
+        gain=gain(current, replanned, now, model),
         most_tables=config.max_moved_tables,
         threshold=threshold,
     )
+
+
+def _total_ms(priced: PricedPlan) -> float:
+    return priced.cost.total_ms
 
 
 def refreshed_by(problem: Problem, fresh: Problem) -> Problem:
@@ -102,9 +104,9 @@ def refreshed_by(problem: Problem, fresh: Problem) -> Problem:
     Raises ShardCoreError if they differ otherwise, too: in tables, devices, batch, job.
     """
     now = refreshed(problem, fresh.tables, _MEASURED)
-    kept = parts_of(now)
-    del kept["order of tables"]
-    if differ := refusal(kept, fresh):
+    parts = parts_of(now)
+    del parts["order of tables"]
+    if differ := refusal(parts, fresh):
         raise ShardCoreError(
             f"problem {fresh.name!r} has more than fresh statistics for the plan of "
             f"{problem.name!r}{differ}. Re-plan it: plan --start, with --start-problem"
@@ -125,10 +127,8 @@ def refreshed(problem: Problem, tables: Iterable[Table], fields: Sequence[str] =
             f"none of the {len(fresh)} tables with fresh statistics is one of problem {problem.name!r}'s, which has "
             f"{', '.join(t.name for t in problem.tables[:3])}, ..."
         )
-    return replace(
-        problem,
-        tables=tuple(
-            replace(t, **{name: getattr(fresh[t.name], name) for name in fields}) if t.name in fresh else t
-            for t in problem.tables
-        ),
-    )
+    now = []
+    for t in problem.tables:
+        changed = {name: getattr(fresh.get(t.name, t), name) for name in fields}
+        now.append(replace(t, **changed))
+    return replace(problem, tables=tuple(now))

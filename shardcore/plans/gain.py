@@ -1,7 +1,7 @@
 """The gain of one plan over another, with an interval of the difference, not of the two costs.
 
-Two plans of a problem share most errors of the model. Let a and b be the ms of a part of the step under both
-plans, sigma the model's held-out error of that part, and c the share of its work that the plans place
+Two plans of a problem share most errors of the model. Let a and b be the ms of compute, or of exchanges, under both
+plans, sigma the model's held-out error of it, and c the share of its work that the plans place
 otherwise. Errors of what stays are the same in both, those of what moves are independent:
 
     var = sigma² (a² + b² - 2 (1 - c) a b)
@@ -50,22 +50,19 @@ class Gain:
         return self.ms > max(self.margin_ms, threshold * self.before_ms)
 
     def __str__(self) -> str:
-        of = self.before_ms or 1.0
-        return f"gain {self.ms / of:.1%} ± {self.margin_ms / of:.1%}"
+        before_ms = self.before_ms or 1.0
+        return f"gain {self.ms / before_ms:.1%} ± {self.margin_ms / before_ms:.1%}"
 
 
 def gain(before: PricedPlan, now: PricedPlan, problem: Problem, model: CostModel) -> Gain:
     """The gain of a plan over another one of the same tables. Costs are the model's."""
     plans, costs = (before.plan, now.plan), (before.cost, now.cost)
-    lookups, sent = (
-        _changed(*plans, of)
-        for of in (
-            lambda shard: shard.table.looked_up * shard.width * shard.rows / shard.table.rows,
-            lambda shard: output_bytes(shard, problem.global_batch),
-        )
-    )
+    lookups = _changed(*plans, lambda s: s.table.looked_up * s.width * s.rows / s.table.rows)
+    sent = _changed(*plans, lambda s: output_bytes(s, problem.global_batch))
     compute = [max(cost.compute_ms) for cost in costs]
+    # Exchanges here are all of the step but the slowest compute and the dense model.
     exchanges = [cost.total_ms - cost.dense_ms - ms for cost, ms in zip(costs, compute, strict=True)]
+    # Changes of compute and of exchanges err independently.
     variance = sum(
         error**2 * (a * a + b * b - 2 * (1 - changed) * a * b)
         for error, changed, (a, b) in zip(
@@ -85,8 +82,8 @@ def _changed(old: Plan, new: Plan, work: Callable[[Shard], float]) -> float:
 
 def _work_on(plan: Plan, work: Callable[[Shard], float]) -> dict[Any, float]:
     """Work by device, kind, table and rows. Which columns of a table a device has does not matter."""
-    found: dict[Any, float] = defaultdict(float)
+    placed: dict[Any, float] = defaultdict(float)
     for p in plan.placements:
         for device, shard in shards_on(p):
-            found[device, p.kind, shard.table.name, shard.row_lo] += work(shard)
-    return found
+            placed[device, p.kind, shard.table.name, shard.row_lo] += work(shard)
+    return placed

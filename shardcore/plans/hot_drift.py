@@ -1,4 +1,4 @@
-"""How hot the hot rows of a problem still are, and what other hot ids would bring and move.
+"""Drift of hot rows: their share of lookups now, and the gain and moves of other hot ids.
 
 Shapes: R rows of a table.
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import PAYLOADS
-from shardcore.core.types import PRECISION_BYTES, Problem
+from shardcore.core.types import PRECISION_BYTES, Problem, Table
 from shardcore.io.hot_ids import HotIds
 from shardcore.io.row_counts import RowCounts
 from shardcore.step.id_bytes import lookup_bytes
@@ -21,18 +21,19 @@ from shardcore.tables.hot_rows import COLD, HOT
 
 @dataclass(frozen=True)
 class HotDrift:
-    """How hot the hot rows of a table still are.
+    """Drift of the hot rows of a table.
 
-    table: its name, without that of a part.
-    rows: that are hot.
+    table: its name, without the ending of hot or cold rows.
+    rows: hot rows.
     still_hot: share of them that are as hot as the last of as many hottest rows now.
-    planned_share: share of lookups that the problem says they have.
-    share: share of lookups that they have now.
+    planned_share: their share of lookups in the problem.
+    share: their share of lookups now.
     best_share: share of lookups that as many hottest rows have now.
-    new: the hot ids that have it. Of equally hot ids, those that are hot stay.
+    new: the ids of the hottest rows. Of equally hot ids, those that are hot stay.
     entering: rows that are hot only in `new`. As many others leave.
-    saved_bytes: that leave devices in a step less with `new`, all devices together: ids, outputs, gradients.
-    moved_bytes: of weights that enter, once to each device, and that leave, to one.
+    saved_bytes: bytes that no longer leave devices in a step with `new`, over all devices: ids, outputs,
+      gradients.
+    moved_bytes: weights that enter, once to each device, and that leave, to one.
     """
 
     table: str
@@ -72,7 +73,7 @@ def hot_drift(problem: Problem, hot: Mapping[str, HotIds], counts: RowCounts) ->
             f"there are hot ids of table {unknown[0]!r}, which has no hot rows in problem "
             f"{problem.name!r}; it has of {sorted(names)[:5]}"
         )
-    found, job = [], problem.job
+    drifts = []
     for name in names:
         hot_part, cold_part = tables[name + HOT], tables[name + COLD]
         rows = hot_part.rows + cold_part.rows
@@ -81,44 +82,51 @@ def hot_drift(problem: Problem, hot: Mapping[str, HotIds], counts: RowCounts) ->
                 f"there are no hot ids of table {name!r}; problem {problem.name!r} has {hot_part.rows} hot rows of it"
             )
         now = hot[name]
+        # Hot ids of another version would count other rows as hot.
         if (now.rows, len(now.ids)) != (rows, hot_part.rows):
             raise ShardCoreError(
                 f"table {name!r} was given {len(now.ids)} hot ids of {now.rows} rows; problem {problem.name!r} has "
                 f"{hot_part.rows} of {rows}: they are of another table or version"
             )
-        of_rows = counts.of(name, rows)
-        if not (total := int(of_rows.sum())):
-            raise ShardCoreError(
-                f"table {name!r} has no access statistics: its row counts are all 0; it needs some lookups"
-            )
-        new = _hottest(now, of_rows)
-        entering = len(np.setdiff1d(new.ids, now.ids, assume_unique=True))
-        share, best = (float(of_rows[h.ids].sum()) / total for h in (now, new))
-        planned = hot_part.pooling + cold_part.pooling
-        lookups = (best - share) * total / counts.samples * problem.global_batch
-        devices, row = len(problem.topology), hot_part.dim * PRECISION_BYTES[hot_part.precision]
-        payloads = PAYLOADS[job.forward_payload] + PAYLOADS[job.backward_payload]
-        each = lookup_bytes(cold_part, job) + hot_part.dim * payloads
-        found.append(
-            HotDrift(
-                name,
-                hot_part.rows,
-                new=new,
-                entering=entering,
-                still_hot=float(np.mean(of_rows[now.ids] >= max(1, of_rows[new.ids].min()))),
-                planned_share=hot_part.pooling / planned if planned else 0.0,
-                share=share,
-                best_share=best,
-                saved_bytes=lookups * each * (devices - 1) / devices,
-                moved_bytes=entering * row * (devices + 1),
-            )
+        drifts.append(_drift(name, hot_part, cold_part, now, counts, problem))
+    return sorted(drifts, key=lambda x: -x.saved_bytes)
+
+
+def _drift(
+    name: str, hot_part: Table, cold_part: Table, now: HotIds, counts: RowCounts, problem: Problem
+) -> HotDrift:
+    of_rows = counts.of(name, now.rows)
+    if not (total := int(of_rows.sum())):
+        raise ShardCoreError(
+            f"table {name!r} has no access statistics: its row counts are all 0; it needs some lookups"
         )
-    return sorted(found, key=lambda x: -x.saved_bytes)
+    new, job, n_devices = _hottest(now, of_rows), problem.job, len(problem.topology)
+    entering = len(np.setdiff1d(new.ids, now.ids, assume_unique=True))
+    share, best_share = (float(of_rows[hot.ids].sum()) / total for hot in (now, new))
+    planned = hot_part.pooling + cold_part.pooling
+    row_bytes = hot_part.dim * PRECISION_BYTES[hot_part.precision]
+    payload_bytes = hot_part.dim * (PAYLOADS[job.forward_payload] + PAYLOADS[job.backward_payload])
+    # Lookups in a step that `new` makes hot. Of a cold one, (D - 1) / D come from another device.
+    saved_lookups = (best_share - share) * total / counts.samples * problem.global_batch
+    sent_share = (n_devices - 1) / n_devices
+    return HotDrift(
+        table=name,
+        rows=hot_part.rows,
+        new=new,
+        entering=entering,
+        still_hot=float(np.mean(of_rows[now.ids] >= max(1, of_rows[new.ids].min()))),
+        planned_share=hot_part.pooling / planned if planned else 0.0,
+        share=share,
+        best_share=best_share,
+        saved_bytes=saved_lookups * (lookup_bytes(cold_part, job) + payload_bytes) * sent_share,
+        moved_bytes=entering * row_bytes * (n_devices + 1),
+    )
 
 
 def _hottest(now: HotIds, counts: np.ndarray) -> HotIds:
-    """As many hot ids as there are, those with the most lookups. Of equal ones, those that are hot stay."""
+    """The ids with the most lookups, as many as are hot now. Of equal ones, those that are hot stay."""
     was = np.zeros(len(counts), dtype=bool)
     was[now.ids] = True
+    # lexsort sorts by its last key first: most lookups, then those that are hot now.
     order = np.lexsort((~was, -counts))
     return HotIds(now.table, now.rows, np.sort(order[: len(now.ids)]))

@@ -19,7 +19,7 @@ from shardcore.io.schema import ABSENT
 
 @dataclass(frozen=True)
 class Remote:
-    """A file or folder on an fsspec file system. It has the few methods of Path that are used here."""
+    """A file or folder on an fsspec file system, with a few methods of Path."""
 
     fs: Any
     path: str
@@ -90,10 +90,10 @@ def is_link(at: Place) -> bool:
         return isinstance(at, Path) and at.is_symlink()
 
 
-def is_file(at: Place) -> bool:
-    """Whether a path on a local disk is a file. In an object store, only names below a folder are files."""
+def is_folder(at: Place) -> bool:
+    """True for anything but a link or file. An object store has no folders: any name may be one."""
     with plain_errors(at):
-        return isinstance(at, Path) and at.is_file()
+        return not isinstance(at, Path) or not (at.is_symlink() or at.is_file())
 
 
 def exists(at: Place) -> bool:
@@ -110,10 +110,11 @@ def listed(folder: Place) -> list[str]:
     """Sorted names in a folder, without those that begin with a dot. Empty if the folder is missing."""
     try:
         with plain_errors(folder, ABSENT):
-            found = os.listdir(folder) if isinstance(folder, Path) else folder.call("ls", detail=False)
+            paths = os.listdir(folder) if isinstance(folder, Path) else folder.call("ls", detail=False)
     except ABSENT:
         return []
-    return sorted(n for n in {path.rstrip("/").rsplit("/", 1)[-1] for path in found} if not n.startswith("."))
+    names = {path.rstrip("/").rsplit("/", 1)[-1] for path in paths}
+    return sorted(name for name in names if not name.startswith("."))
 
 
 def write(at: Place, content: bytes) -> None:

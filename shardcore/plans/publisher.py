@@ -14,7 +14,7 @@ from typing import Any
 from shardcore.core.errors import Infeasible, ShardCoreError, Unreachable
 from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Plan, Problem
-from shardcore.core.validation import MOST_COUNT, MOST_MS, MOST_SEED, require_within
+from shardcore.core.validation import MOST_COUNT, MOST_MS, MOST_SEED, require, require_within
 from shardcore.cost.model import CostModel, PricedPlan, price_plan
 from shardcore.io import files
 from shardcore.plans import store
@@ -44,16 +44,16 @@ Page = Callable[[Version, Problem, Explanation, Sequence[Decision], Diff | None,
 
 @dataclass(frozen=True)
 class PublishConfig:
-    """What is searched, and which plans are published.
+    """Settings of the search, and of the choice between plans.
 
     algorithm: sharder of the published plans. Baselines are other sharders.
     seed: of the search.
     budget_evals: plans that the search may price.
     threshold: least share by which a new plan must be cheaper to replace the published one. In any case its
       gain has to exceed the model's error of the difference (see gain).
-    keep_versions: how many decisions per problem keep their versions.
-    max_moved_tables: how many tables may move from a published plan that still fits. null: any number. Needs
-      an algorithm that anneals.
+    keep_versions: number of decisions per problem that keep their versions.
+    max_moved_tables: tables that may move from a published plan that still fits. null: any number. Needs an
+      algorithm that anneals.
     plans: the folder or object-store URL to publish in.
     torchrec_s: seconds for TorchRec's planner as a baseline, where it is installed and problems are small. 0:
       leave it out.
@@ -79,19 +79,19 @@ class PublishConfig:
             max_moved_tables=(0, MOST_COUNT),
             torchrec_s=(0, MOST_MS),
         )
-        if not self.plans or not self.plans.isprintable():
-            raise ShardCoreError(
-                f"publish config has plans {self.plans!r}; it needs a folder or URL, such as 'plans'"
-            )
-        if not 0 <= self.threshold < 1:
-            raise ShardCoreError(
-                f"publish config has threshold {self.threshold}; it needs a share within 0 and 1, such as 0.01"
-            )
-        if self.max_moved_tables is not None and not SPACE_OF.get(self.algorithm):
-            raise ShardCoreError(
-                f"publish config has max_moved_tables {self.max_moved_tables} and algorithm "
-                f"{self.algorithm!r}; it needs 0 or more, and one of {', '.join(SPACE_OF)}"
-            )
+        require(
+            bool(self.plans) and self.plans.isprintable(),
+            f"publish config has plans {self.plans!r}; it needs a folder or URL, such as 'plans'",
+        )
+        require(
+            0 <= self.threshold < 1,
+            f"publish config has threshold {self.threshold}; it needs a share within 0 and 1, such as 0.01",
+        )
+        require(
+            self.max_moved_tables is None or self.algorithm in SPACE_OF,
+            f"publish config has max_moved_tables {self.max_moved_tables} and algorithm {self.algorithm!r}; it "
+            f"needs 0 or more, and one of {', '.join(SPACE_OF)}",
+        )
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Published:
     problem: the problem.
     decision: the decision.
     cost: the plan's cost under the current model.
-    baselines: total ms by sharder, or why it found no plan.
+    baselines: total ms by sharder, or its error.
     """
 
     problem: Problem
@@ -111,28 +111,24 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Before:
-    """What was published for a problem before.
+class _Previous:
+    """The last published plan of a problem.
 
-    decision: the last one.
-    published: its plan, with the tables of that time. None: its files are of no use any more.
+    decision: the last decision.
+    published: its plan, with the tables of that time. None: its files are damaged.
     plan: its plan, with the problem's current tables.
-    priced: the latter under the current model. None: it is no longer valid for the problem.
-    why_not: why it is no longer valid, or of no use.
+    priced: that plan under the current model. None: it is no longer valid for the problem.
+    reason: the reason why it is not valid.
     """
 
     decision: Decision
     published: Plan | None
     plan: Plan | None
     priced: PricedPlan | None
-    why_not: str = ""
-
-    @property
-    def total_ms(self) -> float | None:
-        return self.priced.cost.total_ms if self.priced else None
+    reason: str = ""
 
     def moves(self, plan: Plan, problem: Problem) -> Diff | None:
-        """The moves from it to a plan. None: it is of no use any more."""
+        """The moves from it to a plan. None: its files are damaged."""
         if self.published is None:
             return None
         return diff(self.published, plan, problem, forced_moves(self.published, problem))
@@ -145,9 +141,9 @@ class Publisher:
     model: the cost model.
     plans: the folder or URL to publish in.
     config: see PublishConfig.
-    provenance: where model and plans come from. It is written into every decision.
+    provenance: origin of model and plans. It is written into every decision.
     page: renderer of the report page.
-    policy: what a learned algorithm places with.
+    policy: policy of a learned algorithm.
     """
 
     model: CostModel
@@ -164,10 +160,10 @@ class Publisher:
         """Decide on one problem's plan. Raises Infeasible if no plan is found."""
         # Another publisher must not decide between our read and our write.
         with store.turn(self.plans, problem.name):
-            before = self._before(problem)
-            published = self._restored(problem, before) or self._searched(problem, before)
+            previous = self._previous(problem)
+            published = self._restored(problem, previous) or self._searched(problem, previous)
             # A run that changes nothing leaves no decision, so history stays short.
-            if not published.decision.repeats(before and before.decision):
+            if not published.decision.repeats(previous and previous.decision):
                 store.record(self.plans, published.decision)
             try:
                 store.prune(self.plans, problem.name, self.config.keep_versions)
@@ -176,7 +172,7 @@ class Publisher:
                 _logger.warning("problem %r: old versions stay for now: %s", problem.name, error)
         return published
 
-    def _before(self, problem: Problem) -> Before | None:
+    def _previous(self, problem: Problem) -> _Previous | None:
         decision = store.last(self.plans, problem.name)
         if decision is None:
             return None
@@ -185,62 +181,57 @@ class Publisher:
         try:
             published = store.read_plan(self.plans, problem.name)[0]
             plan = rebind_tables(published, problem)
-            return Before(decision, published, plan, price_plan(plan, problem, self.model))
+            return _Previous(decision, published, plan, price_plan(plan, problem, self.model))
         except Unreachable:
             raise
         except ShardCoreError as error:
-            return Before(decision, published, plan, None, str(error))
+            return _Previous(decision, published, plan, None, str(error))
 
-    def _decision(self, problem: Problem, before: Before | None, **made: Any) -> Decision:
-        """A decision with the fields that all share. made: the other fields."""
+    def _decision(self, problem: Problem, previous: _Previous | None, **fields: Any) -> Decision:
+        """A decision of `fields` and those that all decisions share."""
         return Decision(
             problem=problem.name,
             problem_digest=files.problem_digest(problem),
-            previous_ms=before and before.total_ms,
+            previous_ms=previous.priced.cost.total_ms if previous and previous.priced else None,
             threshold=self.config.threshold,
             decided_at=time.time(),
-            parent=before and before.decision.id,
+            parent=previous.decision.id if previous else None,
             provenance=dict(self.provenance),
-            **made,
+            **fields,
         )
 
-    # --- the plan that there was under this model --------------------------------------------------------
+    # --- the earlier plan under this model ----------------------------------------------------------------
 
-    def _restored(self, problem: Problem, before: Before | None) -> Published | None:
+    def _restored(self, problem: Problem, previous: _Previous | None) -> Published | None:
         """The plan that was current when this model version was champion before. None: no such plan.
 
         It must be of the same problem, and its version must still be stored.
         """
 
-        def model_of(x: Decision) -> tuple[Any, Any]:
-            return x.provenance.get("model"), x.provenance.get("model_version")
+        def is_same_model(decision: Decision) -> bool:
+            keys = "model", "model_version"
+            return all(decision.provenance.get(key) == self.provenance[key] for key in keys)
 
-        mine = self.provenance["model"], self.provenance["model_version"]
         # Same model as last time: nothing to roll back to.
-        if before is None or model_of(before.decision) == mine:
+        if previous is None or is_same_model(previous.decision):
             return None
         # A rollback of the champion brings back its plan instead of a new search.
-        then = next(
-            (
-                x
-                for x in islice(store.history(self.plans, problem.name), self.config.keep_versions)
-                if model_of(x) == mine and x.problem_digest == files.problem_digest(problem)
-            ),
-            None,
-        )
-        if then is None or not store.has(self.plans, problem.name, then.current):
+        digest, history = files.problem_digest(problem), store.history(self.plans, problem.name)
+        recent = islice(history, self.config.keep_versions)
+        then = next((x for x in recent if is_same_model(x) and x.problem_digest == digest), None)
+        if then is None:
             return None
         try:
             plan, _ = store.read_plan(self.plans, problem.name, then.current)
             cost = price_plan(rebind_tables(plan, problem), problem, self.model).cost
         except ShardCoreError:
             return None
-        reason = f"the model is version {mine[1]} again, under which this plan was current on {when(then.decided_at)}"
         decision = self._decision(
             problem,
-            before,
+            previous,
             outcome="restored",
-            reason=reason,
+            reason=f"the model is version {self.provenance['model_version']} again, under which this plan was "
+            f"current on {when(then.decided_at)}",
             current=then.current,
             candidate=then.current,
             candidate_ms=cost.total_ms,
@@ -249,104 +240,90 @@ class Publisher:
 
     # --- a new plan --------------------------------------------------------------------------------------
 
-    def _searched(self, problem: Problem, before: Before | None) -> Published:
-        others, found = self._others(problem), self._search(problem, before)
-        gained = gain(before.priced, found, problem, self.model) if before and before.priced else None
-        outcome, reason = self._judged(found.plan, before, gained, problem)
-        candidate = store.version_of(found.plan, problem)
-        current = store.version_of(before.plan, problem) if outcome == "kept" else candidate
+    def _searched(self, problem: Problem, previous: _Previous | None) -> Published:
+        others, candidate = self._others(problem), self._search(problem, previous)
+        outcome, reason, gained, chosen = "first", "no plan was published for this problem", None, candidate
+        if previous and previous.priced:
+            # The gain counts only against a plan that is still valid.
+            gained = gain(previous.priced, candidate, problem, self.model)
+            outcome, reason = self._judged(candidate.plan, previous, gained, problem)
+            chosen = previous.priced if outcome == "kept" else candidate
+        elif previous:
+            outcome, reason = "no longer fits", f"of the plan before: {previous.reason}"
         decision = self._decision(
             problem,
-            before,
+            previous,
             outcome=outcome,
             reason=reason,
-            current=current,
-            candidate=candidate,
-            candidate_ms=found.cost.total_ms,
+            # The old plan for the problem as it is now: the same version where that has not changed.
+            current=store.version_of(chosen.plan, problem),
+            candidate=store.version_of(candidate.plan, problem),
+            candidate_ms=candidate.cost.total_ms,
             margin_ms=gained and gained.margin_ms,
         )
-        self._add(problem, found, candidate, decision, before, others)
-        if current != candidate:
-            # The old plan for the problem as it is now: the same version where that has not changed.
-            found = before.priced
-            self._add(problem, found, current, decision, before, others)
-        return Published(problem, decision, found.cost, _totals(others))
+        self._add(problem, candidate, decision.candidate, decision, previous, others)
+        if decision.current != decision.candidate:
+            self._add(problem, chosen, decision.current, decision, previous, others)
+        return Published(problem, decision, chosen.cost, _totals(others))
 
     def _others(self, problem: Problem) -> dict[str, compare.Outcome]:
         """Plans to compare with: by BASELINES, NeuroShard's beam, and TorchRec's planner if it may run."""
-        budget = Budget(evals=self.config.budget_evals)
-        asked: dict[str, Budget | None] = {**dict.fromkeys(BASELINES), "neuroshard": budget}
-        if (
-            "torchrec" in SHARDERS
-            and self.config.torchrec_s
-            and len(problem.tables) * len(problem.topology) <= _FOR_TORCHREC
-        ):
-            asked["torchrec"] = Budget(seconds=self.config.torchrec_s)
-        return {
-            name: self._compared(name, problem, budget)
-            for name, budget in asked.items()
-            if name != self.config.algorithm
-        }
+        budgets: dict[str, Budget | None] = {**dict.fromkeys(BASELINES)}
+        budgets["neuroshard"] = Budget(evals=self.config.budget_evals)
+        # Its enumeration grows with tables times devices.
+        is_small = len(problem.tables) * len(problem.topology) <= _FOR_TORCHREC
+        if "torchrec" in SHARDERS and self.config.torchrec_s and is_small:
+            budgets["torchrec"] = Budget(seconds=self.config.torchrec_s)
+        budgets.pop(self.config.algorithm, None)
+        outcomes = {}
+        for name, budget in budgets.items():
+            try:
+                outcomes[name] = compare.run(name, problem, self.model, self.config.seed, budget)
+            except ShardCoreError as error:
+                # A failure of a baseline must not keep our plan from being published.
+                outcomes[name] = compare.Outcome(name, 0.0, error=str(error))
+        return outcomes
 
-    def _compared(self, name: str, problem: Problem, budget: Budget | None) -> compare.Outcome:
-        try:
-            return compare.run(name, problem, self.model, self.config.seed, budget)
-        except ShardCoreError as error:
-            # What a baseline cannot plan must not keep ours from being published.
-            return compare.Outcome(name, 0.0, error=str(error))
+    def _search(self, problem: Problem, previous: _Previous | None) -> PricedPlan:
+        """A plan by the config's algorithm, with the publisher's provenance, or the published one.
 
-    def _search(self, problem: Problem, before: Before | None) -> PricedPlan:
-        """A plan by the config's algorithm, with the publisher's provenance, or the one that there is.
-
-        Annealing starts from the published plan, if there is one.
-
-        So noise of the search does not look like an improvement, and few tables move when some are new.
+        Annealing starts from the published plan, if there is one. So noise of the search does not look like an
+        improvement, and few tables move when some are new.
         """
         config, budget = self.config, Budget(evals=self.config.budget_evals)
-        if before and before.plan and (space := SPACE_OF.get(config.algorithm)):
+        old = previous.plan if previous else None
+        plan, priced, space = None, None, SPACE_OF.get(config.algorithm)
+        if previous and old and space:
+            limits = ReplanConfig(config.max_moved_tables, space=space, seed=config.seed, budget=budget)
             try:
-                plan = replan(
-                    before.plan,
-                    problem,
-                    self.model,
-                    ReplanConfig(config.max_moved_tables, space=space, seed=config.seed, budget=budget),
-                )
-                return self._priced(plan, problem, before)
+                plan = replan(old, problem, self.model, limits)
             except ShardCoreError:
-                # What no longer fits gives way to any plan: a limit on what moves from it means nothing.
-                if before.priced or config.max_moved_tables is None:
+                # A limit on moves from a plan that no longer fits means nothing.
+                if previous.priced or config.max_moved_tables is None:
                     raise
-        outcome = compare.run(config.algorithm, problem, self.model, config.seed, budget, self.policy)
-        if outcome.plan is None:
-            raise Infeasible(outcome.error)
-        if before and before.plan:
-            return self._priced(relabel_devices(outcome.plan, before.plan, problem), problem, before)
-        return dataclasses.replace(outcome.priced, plan=self._signed(outcome.plan))
+        if plan is None:
+            outcome = compare.run(config.algorithm, problem, self.model, config.seed, budget, self.policy)
+            if outcome.plan is None:
+                raise Infeasible(outcome.error or f"{config.algorithm} finds no plan")
+            plan, priced = outcome.plan, outcome.priced
+            if old:
+                plan, priced = relabel_devices(plan, old, problem), None
+        # The same placements keep their provenance, hence their version.
+        if previous and previous.priced and set(plan.placements) == set(previous.priced.plan.placements):
+            return previous.priced
+        signed = Plan(plan.placements, {**plan.provenance, **self.provenance})
+        return dataclasses.replace(priced, plan=signed) if priced else price_plan(signed, problem, self.model)
 
-    def _priced(self, plan: Plan, problem: Problem, before: Before) -> PricedPlan:
-        """A plan that was searched. The same placements keep their provenance, hence their version."""
-        if before.priced and set(plan.placements) == set(before.plan.placements):
-            return before.priced
-        return price_plan(self._signed(plan), problem, self.model)
-
-    def _signed(self, plan: Plan) -> Plan:
-        return Plan(plan.placements, {**plan.provenance, **self.provenance})
-
-    def _judged(
-        self, plan: Plan, before: Before | None, gained: Gain | None, problem: Problem
-    ) -> tuple[str, str]:
-        """The outcome of a candidate, and why. gained: over a plan before that is still valid."""
-        if before is None:
-            return "first", "no plan was published for this problem"
-        if gained is None:
-            return "no longer fits", f"of the plan before: {before.why_not}"
-        if plan is before.plan:
+    def _judged(self, plan: Plan, previous: _Previous, gained: Gain, problem: Problem) -> tuple[str, str]:
+        """The outcome of a candidate with its reason. gained: over a plan that is still valid."""
+        if plan is previous.plan:
             return "kept", "the search finds no other plan"
-        better, threshold = gained.worth_it(self.config.threshold), self.config.threshold
-        return "better" if better else "kept", (
+        threshold, moves = self.config.threshold, previous.moves(plan, problem)
+        is_better = gained.worth_it(threshold)
+        return "better" if is_better else "kept", (
             f"{gained} at {CONFIDENCE:.0%} confidence{threshold_words(threshold)}: "
-            f"{'replaced' if better else 'kept'}; {gained.before_ms - gained.ms:.3f} ms instead of "
-            f"{gained.before_ms:.3f} ms; {moves_text(before.moves(plan, problem))}"
+            f"{'replaced' if is_better else 'kept'}; {gained.before_ms - gained.ms:.3f} ms instead of "
+            f"{gained.before_ms:.3f} ms; {moves_text(moves) if moves else ''}"
         )
 
     def _add(
@@ -355,50 +332,35 @@ class Publisher:
         priced: PricedPlan,
         version: str,
         decision: Decision,
-        before: Before | None,
+        previous: _Previous | None,
         others: Mapping[str, compare.Outcome],
     ) -> None:
         """Store a plan as a version with its report page, unless it is stored already."""
         if store.is_whole(self.plans, problem.name, version):
             return
-        plan, cost, memory_bytes = priced.plan, priced.cost, priced.workload.memory_bytes
-        decisions = [decision, *islice(store.history(self.plans, problem.name), _EARLIER)]
-        # Explaining searches alternatives, so it runs only for a new version.
-        explained = explain(priced, problem, self.model, _EXPLAIN, others)
+        cost = priced.cost
         page = self.page(
-            Version(version_name(version), plan, cost, memory_bytes),
+            _version(version, priced),
             problem,
-            explained,
-            decisions,
-            before and before.moves(plan, problem),
-            _version(before),
+            # Explaining searches alternatives, so it runs only for a new version.
+            explain(priced, problem, self.model, _EXPLAIN, others),
+            [decision, *islice(store.history(self.plans, problem.name), _EARLIER)],
+            previous.moves(priced.plan, problem) if previous else None,
+            _version(previous.decision.current, previous.priced) if previous and previous.priced else None,
         )
-        store.add(
-            self.plans,
-            problem,
-            plan,
-            {
-                "predicted": dataclasses.asdict(cost),
-                "total_ms": cost.total_ms,
-                "memory_bytes": list(memory_bytes),
-                "baselines": _totals(others),
-                "extrapolated": list(cost.extrapolated),
-            },
-            page,
-        )
+        numbers = {
+            "predicted": dataclasses.asdict(cost),
+            "total_ms": cost.total_ms,
+            "memory_bytes": list(priced.workload.memory_bytes),
+            "baselines": _totals(others),
+            "extrapolated": list(cost.extrapolated),
+        }
+        store.add(self.plans, problem, priced.plan, numbers, page)
 
 
-def _version(before: Before | None) -> Version | None:
-    """What was published before, to compare with. None: it is of no use any more."""
-    if before is None or before.priced is None:
-        return None
-    return Version(
-        version_name(before.decision.current),
-        before.plan,
-        before.priced.cost,
-        before.priced.workload.memory_bytes,
-    )
+def _version(version: str, priced: PricedPlan) -> Version:
+    return Version(version_name(version), priced.plan, priced.cost, priced.workload.memory_bytes)
 
 
 def _totals(outcomes: Mapping[str, compare.Outcome]) -> dict[str, float | str]:
-    return {name: o.cost.total_ms if o.cost else o.error for name, o in outcomes.items()}
+    return {name: o.cost.total_ms if o.cost else o.error or "" for name, o in outcomes.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -37,10 +38,10 @@ _TRIES = 4
 
 @dataclass(frozen=True)
 class ReplanConfig:
-    """How to re-plan.
+    """Settings of a re-plan.
 
-    max_moved_tables: how many tables may move. None: any number.
-    max_moved_bytes: how many bytes of weights may move. None: any number.
+    max_moved_tables: tables that may move. None: any number.
+    max_moved_bytes: bytes of weights that may move. None: any number.
     space: search space of annealing (see search.anneal.sharder.SPACES). None: that of the old plan.
     seed: of the search.
     budget: of the search. None: the default.
@@ -64,14 +65,14 @@ class ReplanConfig:
 
     @property
     def limited(self) -> bool:
-        """Whether moves are limited."""
+        """True if moves are limited."""
         return self.max_moved_tables is not None or self.max_moved_bytes is not None
 
     @property
     def limits(self) -> str:
         """The limits in words."""
-        said = [f"{self.max_moved_tables} tables"] * (self.max_moved_tables is not None)
-        return " and ".join(said + [f"{self.max_moved_bytes} bytes"] * (self.max_moved_bytes is not None))
+        limits = {"tables": self.max_moved_tables, "bytes": self.max_moved_bytes}
+        return " and ".join(f"{most} {unit}" for unit, most in limits.items() if most is not None)
 
     def exceeded_by(self, moved: Diff) -> tuple[int, int]:
         """Tables and bytes that move beyond the limits. 0 or less: none."""
@@ -98,10 +99,9 @@ def without_devices(old: Plan, before: Problem, now: Problem, gone: Sequence[int
             f"device {wrong[0]} of problem {before.name!r} cannot be gone; it has devices 0 to {n_before - 1}"
         )
     left = [d for d in range(n_before) if d not in gone]
-    if not left:
-        raise ShardCoreError(
-            f"all {n_before} devices of problem {before.name!r} are gone; it needs to have one left"
-        )
+    require(
+        bool(left), f"all {n_before} devices of problem {before.name!r} are gone; it needs to have one left"
+    )
     if n_now == n_before:
         if not gone:
             return old, now
@@ -112,27 +112,28 @@ def without_devices(old: Plan, before: Problem, now: Problem, gone: Sequence[int
                 "only, which are gone; pin it elsewhere"
             )
         return old, replace(now, constraints=replace(now.constraints, pinned=tuple(pins.items())))
+    # Fewer devices than are left: which ones are missing is unknown.
     if gone and n_now < len(left):
         raise ShardCoreError(
             f"problem {now.name!r} has {n_now} devices; {before.name!r} has {len(left)} "
             f"without {device_names(gone)}: name all devices that are gone"
         )
-    # What is gone gets numbers that the problem does not have.
+    # Devices that are gone get numbers that the problem does not have.
     number = {d: i for i, d in enumerate(left)} | {d: n_now + i for i, d in enumerate(gone)}
-    return replace(
-        old, placements=tuple(replace(p, devices=tuple(number[d] for d in p.devices)) for p in old.placements)
-    ), now
+    placements = (replace(p, devices=tuple(number[d] for d in p.devices)) for p in old.placements)
+    return replace(old, placements=tuple(placements)), now
 
 
 @dataclass(frozen=True)
 class Start(Decision):
     """A plan that searches improve instead of planning afresh.
 
-    old, before: the plan, and the problem that it was made for.
+    old: the plan.
+    before: the problem that it was made for.
     gone: devices of that problem that are gone.
-    algorithm: of the new plan. It has to anneal.
-    config: limits on what moves.
-    group: problem of a group that the plan is of. Problems of other groups are searched afresh.
+    algorithm: sharder of the new plan. It has to anneal.
+    config: limits on moves.
+    group: the group's problem of a grouped plan. Problems of other groups are searched afresh.
     """
 
     old: Plan
@@ -171,15 +172,13 @@ class Start(Decision):
             "tower_ratio" not in self.old.provenance or problem.job.tower_ratio is not None,
             "the plan to start from has towers; give the towers, too",
         )
-        was, of = self.numbered(problem)
+        old, now = self.numbered(problem)
 
-        def search(own: Problem, fitting: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
-            return replan(
-                was,
-                of,
-                fitting,
-                replace(self.config, space=SPACE_OF[self.algorithm], seed=seed, budget=budget),
-            )
+        def search(
+            problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None
+        ) -> Plan:
+            config = replace(self.config, space=SPACE_OF[self.algorithm], seed=seed, budget=budget)
+            return replan(old, now, model, config)
 
         yield Proposal(words="from the plan before", problem=problem, search=search)
 
@@ -189,27 +188,27 @@ class Start(Decision):
 
     def moved(self, plan: Plan, problem: Problem) -> Diff:
         """The moves from the old plan to a new one."""
-        was, of = self.numbered(problem)
-        return diff(was, plan, problem, forced_moves(was, of))
+        old, now = self.numbered(problem)
+        return diff(old, plan, problem, forced_moves(old, now))
 
     def adopt(self, proposal: Proposal, found: Found | None, model: CostModel) -> Found | None:
         if found is None or proposal.search is None:
             return found
-        moved = self.moved(found.plan, found.problem).document()
-        return replace(found, plan=replace(found.plan, provenance={**found.plan.provenance, "moved": moved}))
+        provenance = {**found.plan.provenance, "moved": self.moved(found.plan, found.problem).document()}
+        return replace(found, plan=replace(found.plan, provenance=provenance))
 
 
 def forced_moves(old: Plan, problem: Problem) -> frozenset[str]:
-    """Names of the old plan's tables that cannot stay where they are.
+    """Names of the old plan's tables that cannot keep their places.
 
-    Their device is gone or has too little memory, constraints are against it, or their kind cannot run so.
+    Their device is gone or has too little memory, or constraints or their kind forbid it.
     """
-    known = {p.shard.table.name for p in old.placements} & {t.name for t in problem.tables}
-    return frozenset(known - {p.shard.table.name for p in _stays(old, problem).placements})
+    known = old.by_table().keys() & {t.name for t in problem.tables}
+    return frozenset(known - _stays(old, problem).by_table().keys())
 
 
 def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) -> Plan:
-    """The best plan found by annealing from the valid part of the old plan.
+    """The best plan that annealing finds from the valid placements of the old plan.
 
     New tables, and those of `forced_moves`, are placed freely, outside the move limit.
     Without a limit, a new search replaces an old plan that cannot be a start. An old plan that still is one
@@ -221,25 +220,26 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     space = config.space or old.provenance.get("space", "all")
     kept = _kept(old, problem, model, space)
     try:
-        found = _searched(old, problem, model, config, space)
+        searched = _searched(old, problem, model, config, space)
     except ShardCoreError:
         if kept is None:
             raise
         return kept
-    return kept if kept and kept.provenance["predicted_ms"] <= found.provenance["predicted_ms"] else found
+    if kept and kept.provenance["predicted_ms"] <= searched.provenance["predicted_ms"]:
+        return kept
+    return searched
 
 
 def _kept(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | None:
-    """The old plan, priced anew. None if it is none of the problem, or not of the space."""
-    fixed = {t.name for t in problem.tables if on_all_devices(t, problem)}
+    """The old plan, priced anew. None if it is not valid for the problem, or not in the space."""
     try:
         left = _left(old, problem)
         require_plan(left, problem)
     except ShardCoreError:
         return None
-    if space != "all" and any(
-        p.kind != WHOLE_ROWS.name and p.shard.table.name not in fixed for p in left.placements
-    ):
+    # Other kinds are in a space of columns only where a table has no choice.
+    others = [p.shard.table for p in left.placements if p.kind != WHOLE_ROWS.name]
+    if space != "all" and not all(on_all_devices(table, problem) for table in others):
         return None
     kept = priced(left.placements, problem, model)
     return replace(kept, provenance={**old.provenance, **kept.provenance})
@@ -256,82 +256,74 @@ def _searched(old: Plan, problem: Problem, model: CostModel, config: ReplanConfi
         if stays.placements:
             require_fits(stays, problem)  # in the memory of hosts, too
         if config.limited:
-            # Relabelling devices could move more than the limit allows.
-            names = {p.shard.table.name for p in stays.placements}
-            was = Plan(tuple(p for p in old.placements if p.shard.table.name in names))
-            return _moving_little(
-                was,
-                config,
-                lambda tables, n_bytes: reorder_columns(
-                    _with_room(stays, problem, lambda start: search(Reshard(start, tables, n_bytes))), old
-                ),
-            )
-        found = search(Reshard(stays))
+            return _moving_little(old, stays, problem, config, search)
+        searched = search(Reshard(stays))
     except ShardCoreError:
         # A fresh search cannot respect a limit on moves.
         if config.limited:
             raise
-        found = search(None)
-    return relabel_devices(found, old, problem)
+        searched = search(None)
+    return relabel_devices(searched, old, problem)
 
 
-def _moving_little(was: Plan, config: ReplanConfig, search: Callable[[int | None, int | None], Plan]) -> Plan:
+def _moving_little(
+    old: Plan, stays: Plan, problem: Problem, config: ReplanConfig, search: Callable[[Reshard], Plan]
+) -> Plan:
     """The plan of a search that moves no more than the limits.
 
-    Annealing counts what moves before columns are dealt out to devices, and new rows as if they moved. So
-    where its plan moves more, it searches again with limits that are lower by as much.
+    Annealing counts moves before columns are dealt out to devices, and counts new rows as moved. So where its
+    plan moves more, it searches again with limits that are lower by as much. It does not relabel devices,
+    which could move more than the limits allow.
 
-    was: of the old plan, what would stay if nothing may move.
+    stays: the placements of the old plan that stay if nothing may move.
     """
+    # Forced moves do not count, so the limits compare with tables that can stay.
+    names = stays.by_table().keys()
+    before = Plan(tuple(p for p in old.placements if p.shard.table.name in names))
     tables, n_bytes = config.max_moved_tables, config.max_moved_bytes
     for _ in range(_TRIES):
-        found = search(tables, n_bytes)
-        too_many, too_much = config.exceeded_by(diff(was, found))
+        try:
+            searched = search(Reshard(stays, tables, n_bytes))
+        except Infeasible:
+            # It places the other tables uncut. Where they find no room so, they are placed in parts first.
+            if (start := _filled_up(stays, problem)) is None:
+                raise
+            searched = search(Reshard(start, tables, n_bytes))
+        searched = reorder_columns(searched, old)
+        too_many, too_much = config.exceeded_by(diff(before, searched))
         if too_many <= 0 and too_much <= 0:
-            return found
+            return searched
+        # Lower each limit by its excess, and never below 0.
         tables = None if tables is None else max(0, tables - max(0, too_many))
         n_bytes = None if n_bytes is None else max(0, n_bytes - max(0, too_much))
     raise Infeasible(f"no plan was found that moves at most {config.limits}; allow more to move")
 
 
-def _with_room(stays: Plan, problem: Problem, search: Callable[[Plan], Plan]) -> Plan:
-    """The plan of a search from what stays. It places the other tables uncut.
-
-    Where they find no room so, they are placed in parts first.
-    """
-    try:
-        return search(stays)
-    except Infeasible:
-        if (start := _filled_up(stays, problem)) is None:
-            raise
-        return search(start)
-
-
 def _filled_up(stays: Plan, problem: Problem) -> Plan | None:
-    """A plan of what stays, and of the others in the fewest equal parts, each where most memory is left.
+    """The plan with its missing tables in the fewest equal parts, each where most memory is left.
 
     None: a table finds no room. Tables that constraints bind to others, or to a kind, are left out.
     """
-    bound = {*problem.bundle_of, *dict(problem.constraints.kinds)}
-    there = {p.shard.table.name for p in stays.placements} | bound
-    filled: Plan | None = stays
-    for table in sorted((t for t in problem.tables if t.name not in there), key=lambda t: -t.bytes):
-        if (filled := _in_parts(table, filled, problem)) is None:
-            break
-    return filled
+    left_out = {*stays.by_table(), *problem.bundle_of, *dict(problem.constraints.kinds)}
+    for table in sorted((t for t in problem.tables if t.name not in left_out), key=lambda t: -t.bytes):
+        filled = _in_parts(table, stays, problem)
+        if filled is None:
+            return None
+        stays = filled
+    return stays
 
 
 def _in_parts(table: Table, plan: Plan, problem: Problem) -> Plan | None:
-    units, allowed = table.dim // MIN_WIDTH, problem.allowed_devices(table.name)
-    whole = table.name in problem.constraints.unsplit
-    for n in (n for n in range(1, 2 if whole else units + 1) if units % n == 0 and n <= len(allowed)):
-        used = used_bytes(plan, problem) if plan.placements else [0] * len(problem.topology)
-        left = np.array(held_bytes(problem)) - used
-        roomiest = sorted(allowed, key=lambda d: -left[d])[:n]
+    allowed = problem.allowed_devices(table.name)
+    left = np.array(held_bytes(problem)) - _used_bytes(plan, problem)
+    roomiest = sorted(allowed, key=lambda d: -left[d])
+    units = 1 if table.name in problem.constraints.unsplit else table.dim // MIN_WIDTH
+    # Equal parts only: TorchRec cuts a sequence's columns into equal widths.
+    for n in (n for n in range(1, len(allowed) + 1) if units % n == 0):
         width = table.dim // n
         parts = (
             Placement(WHOLE_ROWS.name, Shard(table, 0, table.rows, i * width, (i + 1) * width), (d,))
-            for i, d in enumerate(roomiest)
+            for i, d in enumerate(roomiest[:n])
         )
         filled = Plan((*plan.placements, *parts))
         if fits(filled, problem):
@@ -347,30 +339,38 @@ def _left(old: Plan, problem: Problem) -> Plan:
 
 
 def _stays(old: Plan, problem: Problem) -> Plan:
-    """The part of the old plan that can stay. Tables of a fixed kind are no part of it.
+    """The placements of the old plan that can stay, without tables of a fixed kind.
 
     Where a device would hold more than it may, tables leave it: the smallest that is enough, or the largest.
     """
     left, fixed = _left(old, problem), {t.name for t in problem.tables if on_all_devices(t, problem)}
-    free = Plan(tuple(p for p in left.placements if p.shard.table.name not in fixed))
-    gone = {t.name for t in Reshard(free).sorted(problem).new}
+    gone = {t.name for t in Reshard(_without(left, fixed)).sorted(problem).new}
     while True:
-        stays = Plan(tuple(p for p in left.placements if p.shard.table.name not in gone))
-        used = used_bytes(stays, problem) if stays.placements else [0] * len(problem.topology)
-        too_much = [n - may_hold for n, may_hold in zip(used, held_bytes(problem), strict=True)]
-        worst = max(range(len(used)), key=too_much.__getitem__)
-        on_it = _weights_on(worst, stays, fixed)
-        if too_much[worst] <= 0 or not on_it:
-            return Plan(tuple(p for p in stays.placements if p.shard.table.name not in fixed))
-        enough = {name: n for name, n in on_it.items() if n >= too_much[worst]}
-        gone.add(min(enough, key=enough.__getitem__) if enough else max(on_it, key=on_it.__getitem__))
+        stays = _without(left, gone)
+        # The device with the largest excess gives up tables first.
+        excess = np.array(_used_bytes(stays, problem)) - held_bytes(problem)
+        worst = int(np.argmax(excess))
+        weights = _weights_on(worst, _without(stays, fixed))
+        if excess[worst] <= 0 or not weights:
+            return _without(stays, fixed)
+        enough = [name for name, n in weights.items() if n >= excess[worst]]
+        gone.add(min(enough, key=weights.__getitem__) if enough else max(weights, key=weights.__getitem__))
 
 
-def _weights_on(device: int, plan: Plan, fixed: Collection[str]) -> dict[str, int]:
-    """Bytes of weights of each table on a device, but for tables of a fixed kind."""
-    found: dict[str, int] = {}
+def _without(plan: Plan, tables: Collection[str]) -> Plan:
+    return Plan(tuple(p for p in plan.placements if p.shard.table.name not in tables))
+
+
+def _used_bytes(plan: Plan, problem: Problem) -> Sequence[int]:
+    """[D] bytes that a plan, which may be empty, needs on each device."""
+    return used_bytes(plan, problem) if plan.placements else [0] * len(problem.topology)
+
+
+def _weights_on(device: int, plan: Plan) -> dict[str, int]:
+    """Bytes of weights of each table on a device."""
+    weights: dict[str, int] = defaultdict(int)
     for p in plan.placements:
-        if device in p.devices and p.shard.table.name not in fixed:
-            n_bytes = sum(shard.bytes for d, shard in shards_on(p) if d == device)
-            found[p.shard.table.name] = found.get(p.shard.table.name, 0) + n_bytes
-    return found
+        for d, shard in shards_on(p):
+            if d == device:
+                weights[p.shard.table.name] += shard.bytes
+    return weights

@@ -1,4 +1,4 @@
-"""Published plans on disk: for each problem its versions, its decisions, and one atomic pointer.
+"""Published plans on disk: versions and decisions of each problem, and one atomic pointer.
 
   PLANS/<problem>/versions/<version>/{problem,plan,cost}.json, report.html
       a plan, named by its digest; immutable
@@ -13,7 +13,7 @@ Only the pointer is ever overwritten, and always last. So a killed publisher lea
 one. At worst it leaves files that nothing names. A reader sees either state, whole.
 tests/plans/test_store_operations.py checks this at every single operation.
 
-Publishers that share a folder take turns (`turn`). An object store has no locks: run one publisher at a time
+Publishers that share a folder wait for each other (`turn`). An object store has no locks: run one publisher at a time
 there.
 """
 
@@ -43,10 +43,10 @@ from shardcore.step.lower import require_plan
 FEWEST_KEPT = 2
 """A reader may still be at the version before the current one."""
 PATIENCE_S = 600.0
-"""How long a publisher waits for its turn. One plan never takes that long to publish."""
+"""Time that a publisher waits for its turn. One plan never takes that long to publish."""
 PAGE, COST, REPORT, MODELS, INDEX = "report.html", "cost.json", "report.md", "models.html", "index.html"
 """PAGE and COST, which has the page's digest, belong to a version. REPORT covers all plans, MODELS all
-versions of the model, INDEX links them. These lie beside the plans (see `write`)."""
+versions of the model, INDEX links them. These lie next to the plans (see `write`)."""
 _POINTER = "current"
 _LOOK_S = 0.02
 """Time between two attempts to take the lock."""
@@ -76,9 +76,9 @@ def read_plan(root: str | Path, name: str, version: str | None = None) -> tuple[
     if version is None:
         return _while_it_stays(home, lambda: _load(_version(home, current(root, name)), name))
     if not files.DIGEST.fullmatch(version) or not has(root, name, version):
-        found = _versions(home)
         raise ShardCoreError(
-            f"problem {name!r} has no version {shown(version)} in {root}; there are {', '.join(found) or 'none'}"
+            f"problem {name!r} has no version {shown(version)} in {root}; there are "
+            f"{', '.join(_versions(home)) or 'none'}"
         )
     return _load(_version(home, version), name)
 
@@ -95,15 +95,9 @@ def _version(home: Place, version: str) -> Place:
 
 
 def _versions(home: Place) -> list[str]:
-    """Names of a problem's versions. Links do not count: they may lead out of the store. Nor do files."""
+    """Names of a problem's versions: of its folders, without links, which may lead out of the store."""
     folder = home / "versions"
-    return [
-        name
-        for name in places.listed(folder)
-        if files.DIGEST.fullmatch(name)
-        and not places.is_link(folder / name)
-        and not places.is_file(folder / name)
-    ]
+    return [n for n in places.listed(folder) if files.DIGEST.fullmatch(n) and places.is_folder(folder / n)]
 
 
 def load_page(root: str | Path, name: str, version: str) -> bytes | None:
@@ -132,11 +126,11 @@ def last(root: str | Path, name: str) -> Decision | None:
 def history(root: str | Path, name: str) -> Iterator[Decision]:
     """Decisions on a problem's plan, newest first. Raises ShardCoreError if one is missing or edited."""
     home = _home(root, name)
-    found = _pointer(home)
-    while found:
-        decision = _read(home, name, found)
+    decision_id = _pointer(home)
+    while decision_id:
+        decision = _read(home, name, decision_id)
         yield decision
-        found = decision.parent
+        decision_id = decision.parent
 
 
 def names(root: str | Path) -> list[str]:
@@ -146,7 +140,7 @@ def names(root: str | Path) -> list[str]:
 
 
 def _has_pointer(home: Place) -> bool:
-    """Whether a problem's plans are there. Not behind a link, which may lead in a circle."""
+    """True if there are plans of a problem, and not behind a link, which may lead in a circle."""
     with suppress(ShardCoreError):
         return not places.is_link(home) and places.exists(home / _POINTER)
     return False
@@ -168,23 +162,23 @@ def _while_it_stays(home: Place, read: Callable[[], T]) -> T:
 
 def _pointer(home: Place) -> str | None:
     """The id in the pointer file. None: there is no such file."""
+    path = home / _POINTER
     try:
-        with places.plain_errors(home / _POINTER, schema.ABSENT):
-            path = home / _POINTER
+        with places.plain_errors(path, schema.ABSENT):
             content = schema.content_of(path) if isinstance(path, Path) else path.read_bytes()
-            # A damaged pointer may be long: read only what an id can need.
-            found = content[:100].decode(errors="replace").strip()
     except schema.ABSENT:
         return None
-    if not found:
-        raise ShardCoreError(f"{home / _POINTER} is empty; it was cut short or edited")
-    return require_id(found, f"{home / _POINTER} names decision")
+    # A damaged pointer may be long: decode no more than an id can need.
+    decision_id = content[:100].decode(errors="replace").strip()
+    if not decision_id:
+        raise ShardCoreError(f"{path} is empty; it was cut short or edited")
+    return require_id(decision_id, f"{path} names decision")
 
 
-def _read(home: Place, name: str, found: str) -> Decision:
-    path = home / "decisions" / f"{found}.json"
+def _read(home: Place, name: str, decision_id: str) -> Decision:
+    path = home / "decisions" / f"{decision_id}.json"
     decision = decisions.from_document(schema.read_json(path), str(path))
-    if decision.id != found:
+    if decision.id != decision_id:
         raise ShardCoreError(f"{path} does not match its name; it was edited after ShardCore wrote it")
     if decision.problem != name:
         raise ShardCoreError(
@@ -216,35 +210,27 @@ def turn(root: str | Path, name: str, patience_s: float = PATIENCE_S) -> Iterato
         home.mkdir(parents=True, exist_ok=True)
         # O_NOFOLLOW: a link in a shared folder must not make us truncate another file.
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-        f = open(opened, "a+")  # emptied below, under the lock
-    with f:
+    with open(opened, "a+", errors="replace") as lock:  # emptied below, under the lock
         with places.plain_errors(path):
             while True:
-                try:
+                with suppress(BlockingIOError):
                     # Non-blocking, because a blocking flock cannot time out.
-                    fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                except BlockingIOError:
-                    if time.monotonic() > until:
-                        raise ShardCoreError(
-                            f"plans for problem {name!r} are being published by another, which has held {path} for "
-                            f"{patience_s:.0f} s or more: {_holder(path)}; end it if it hangs, and publish again"
-                        ) from None
+                if time.monotonic() > until:
+                    lock.seek(0)
+                    holder = lock.read(4096).strip() or "a process that does not say which"
+                    raise ShardCoreError(
+                        f"plans for problem {name!r} are being published by another, which has held {path} for "
+                        f"{patience_s:.0f} s or more: {holder}; end it if it hangs, and publish again"
+                    )
                 time.sleep(_LOOK_S)
-            # Say who holds the lock, for the message of those who wait.
-            f.truncate(0)
-            f.write(
-                f"process {os.getpid()} on {socket.gethostname()} since {datetime.now().isoformat(' ', 'seconds')}\n"
-            )
-            f.flush()
+            # Name the holder of the lock, for the message of those who wait.
+            since = datetime.now().isoformat(" ", "seconds")
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+            lock.flush()
         yield
-
-
-def _holder(path: Path) -> str:
-    with suppress(ShardCoreError):
-        if said := schema.read_bytes(path, 4096).decode(errors="replace").strip():
-            return said
-    return "a process that does not say which"
 
 
 def version_of(plan: Plan, problem: Problem) -> str:
@@ -257,18 +243,16 @@ def has(root: str | Path, name: str, version: str) -> bool:
 
 
 def is_whole(root: str | Path, name: str, version: str) -> bool:
-    """Whether a version is there and its files are as they were written."""
+    """True if a version is there and its files are as they were written."""
     folder = _version(_home(root, name), version)
     try:
         _load(folder, name)
         cost = unseal(schema.read(schema.read_json(folder / COST), Mapping[str, Any], COST), folder / COST)
-        if "page_sha256" in cost and cost["page_sha256"] != _sha256(schema.read_bytes(folder / PAGE)):
-            return False
+        return "page_sha256" not in cost or cost["page_sha256"] == _sha256(schema.read_bytes(folder / PAGE))
     except Unreachable:
         raise
     except ShardCoreError:
         return False
-    return True
 
 
 def _sha256(content: bytes) -> str:
@@ -282,16 +266,14 @@ def add(root: str | Path, problem: Problem, plan: Plan, cost: Mapping[str, Any],
     """
     version = version_of(plan, problem)
     if not is_whole(root, problem.name, version):
-        folder = _own(_own(_home(root, problem.name) / "versions") / version)
-        of_page = {"page_sha256": _sha256(page.encode())} if page else {}
-        contents = {
-            "problem.json": writing.json_bytes(files.problem_to_json(problem)),
-            COST: writing.json_bytes(seal({**cost, **of_page})),
-            **({PAGE: page.encode()} if page else {}),
-            "plan.json": writing.json_bytes(files.plan_to_json(plan, problem)),
-        }
-        for name, content in contents.items():  # plan.json comes last and completes the version
-            places.write(folder / name, content)
+        folder = _no_link(_home(root, problem.name) / "versions" / version)
+        places.write(folder / "problem.json", writing.json_bytes(files.problem_to_json(problem)))
+        if page:
+            cost = {**cost, "page_sha256": _sha256(page.encode())}
+            places.write(folder / PAGE, page.encode())
+        places.write(folder / COST, writing.json_bytes(seal(cost)))
+        # The plan comes last and completes the version.
+        places.write(folder / "plan.json", writing.json_bytes(files.plan_to_json(plan, problem)))
     return version
 
 
@@ -306,26 +288,27 @@ def record(root: str | Path, decision: Decision) -> None:
             f"problem {name!r} has no version {decision.current!r} in {root} to make current"
         )
     before = last(root, name)
+    # An object store has no lock, so the parent is checked right before writing.
     if decision.parent != (before.id if before else None):
         raise ShardCoreError(
             f"problem {name!r}: decision {decision.id} follows {decision.parent}, but {before and before.id} is the "
             f"last one in {root}; another publisher was faster, so publish again"
         )
-    folder = _own(home / "decisions")
-    places.write(folder / f"{decision.id}.json", writing.json_bytes(decision.document()))
+    places.write(home / "decisions" / f"{decision.id}.json", writing.json_bytes(decision.document()))
     places.write(home / _POINTER, f"{decision.id}\n".encode())
 
 
 def prune(root: str | Path, name: str, keep: int) -> list[str]:
     """Remove versions that none of the last `keep` decisions names. Returns them.
 
-    Decisions stay. Temporary files of killed publishers are removed. Call it within one's own `turn`.
+    Decisions stay. Temporary files of killed publishers are removed. Call it within a `turn`.
     """
     if keep < FEWEST_KEPT:
         raise ShardCoreError(
             f"versions of the last {keep} decisions are to be kept; it needs {FEWEST_KEPT} or more, as a reader may "
             "still be at the one before"
         )
+    # Candidates that were considered of late stay, too.
     named = {v for d in islice(history(root, name), keep) for v in (d.current, d.candidate)}
     home = _home(root, name)
     if isinstance(home, Path):
@@ -341,7 +324,7 @@ def prune(root: str | Path, name: str, keep: int) -> list[str]:
 
 
 def write(root: str | Path, name: str, content: bytes) -> None:
-    """Write a file for people beside the plans, atomically."""
+    """Write a file for people next to the plans, atomically."""
     places.write(places.place(root) / name, content)
 
 
@@ -360,14 +343,14 @@ def _home(root: str | Path, name: str) -> Place:
             f"problem {name!r} has the name of the file beside the plans in {root}; it needs another"
         )
     # Files behind a link belong to somebody else.
-    home = _own(places.place(root) / name)
+    home = _no_link(places.place(root) / name)
     for folder in ("versions", "decisions"):
-        _own(home / folder)
+        _no_link(home / folder)
     return home
 
 
-def _own(folder: Place) -> Place:
-    """A folder of a problem. Raises ShardCoreError for a link."""
+def _no_link(folder: Place) -> Place:
+    """Return a folder of a problem. Raises ShardCoreError for a link."""
     if places.is_link(folder):
         raise ShardCoreError(f"{folder} is a symbolic link; a problem's plans are kept in folders of its own")
     return folder

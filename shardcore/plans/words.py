@@ -9,44 +9,42 @@ from shardcore.plans.diff import Diff
 from shardcore.step.memory import gib
 
 
-def moves_text(found: Diff) -> str:
-    """Tables that move, grow, are new or are gone, in a few words, and what a checkpoint loses."""
-    return "; ".join(moves_words(found))
+def moves_text(moves: Diff) -> str:
+    """Tables that move, grow, are new or are gone, in a few words, and losses of a checkpoint."""
+    return "; ".join(moves_words(moves))
 
 
-def moves_words(found: Diff) -> list[str]:
-    forced, chosen = found.forced, found.chosen
-    said = [f"{moved_words(found)} to move" if found.moves else "nothing moves"]
+def moves_words(moves: Diff) -> list[str]:
+    forced, chosen = moves.forced, moves.chosen
+    words = [f"{moved_words(moves)} to move" if moves.moves else "nothing moves"]
     if forced.moves:
-        said.append(
+        words.append(
             f"{moved_words(forced)} had to ({_few(m.table for m in forced.moves)}), {moved_words(chosen)} by choice"
         )
-    if found.resized:
-        said.append(
-            f"{count(len(found.resized), 'table')} of another shape ({_few(r.new.name for r in found.resized)}), "
-            f"{gib(found.new_bytes)} of new weights; a checkpoint of the old shape does not load"
+    if moves.resized:
+        words.append(
+            f"{count(len(moves.resized), 'table')} of another shape ({_few(r.new.name for r in moves.resized)}), "
+            f"{gib(moves.new_bytes)} of new weights; a checkpoint of the old shape does not load"
         )
-    said += [
-        f"{count(len(names), 'table')} {words}: {_few(names)}"
-        for names, words in ((found.added, "new"), (found.removed, "gone"))
-        if names
-    ]
-    for loses in dict.fromkeys(m.loses for m in found.moves if m.loses):
-        names = [m.table for m in found.moves if m.loses == loses]
-        said.append(
+    for names, change in ((moves.added, "new"), (moves.removed, "gone")):
+        if names:
+            words.append(f"{count(len(names), 'table')} {change}: {_few(names)}")
+    for loses in dict.fromkeys(m.loses for m in moves.moves if m.loses):
+        names = [m.table for m in moves.moves if m.loses == loses]
+        words.append(
             f"{count(len(names), 'table')} by another kind of sharding or in other parts "
             f"({_few(names)}): a checkpoint loses {loses}"
         )
-    return said
+    return words
 
 
-def moved_words(found: Diff) -> str:
-    """How many tables and bytes move."""
-    return f"{count(len(found.moves), 'table')}, {gib(found.bytes)} of weights" if found.moves else "nothing"
+def moved_words(moves: Diff) -> str:
+    """The number of tables and bytes that move."""
+    return f"{count(len(moves.moves), 'table')}, {gib(moves.bytes)} of weights" if moves.moves else "nothing"
 
 
 def threshold_words(threshold: float) -> str:
-    """The least gain that was asked for, if any."""
+    """The least gain that a threshold demands, if any."""
     return f" (at least {threshold:.1%} asked)" if threshold else ""
 
 
@@ -57,8 +55,8 @@ def when(unix_s: float) -> str:
 
 
 def _few(names: Iterable[str]) -> str:
-    found = list(names)
-    return ", ".join(found[:3]) + ", ..." * (len(found) > 3)
+    names = list(names)
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
 def count(n: int, noun: str) -> str:

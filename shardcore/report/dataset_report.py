@@ -1,4 +1,4 @@
-"""What a dataset of measurements covers, how noisy it is and how well it repeats."""
+"""Coverage, noise and repeatability of a dataset of measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def dataset_summary(
     samples: Sequence[ComputeSample], repeats: Sequence[Sequence[ComputeSample]]
 ) -> list[tuple[str, str]]:
-    """What a dataset of compute samples covers: rows of name and value.
+    """Coverage, noise and repeatability of compute samples: rows of name and value.
 
     repeats: timings of each sample that was timed several times, in order of time.
 
@@ -41,7 +41,7 @@ def dataset_summary(
             ("row ranges", f"{np.mean([not x.full_rows for x in shards]):.0%} of shards"),
             ("batches", ", ".join(map(str, sorted({s.request.batch for s in timed})))),
             ("total ms", _range([s.total_ms for s in timed])),
-            ("repeats", _range([s.forward.repeats for s in timed])),
+            ("repeats", _range([s.forward.repeats for s in timed if s.forward])),
             ("spread of one sample's repeats", _deciles([_spread(s) for s in timed])),
             ("slowdown of the machine (1: usual)", _range([s.slowdown for s in timed])),
         ]
@@ -79,7 +79,7 @@ def dataset_summary(
 
 
 def exchange_summary(samples: Sequence[CollectiveSample]) -> list[tuple[str, str]]:
-    """What a dataset of collectives covers and how noisy it is: rows of name and value."""
+    """Coverage and noise of collectives: rows of name and value."""
     timed = [s for s in samples if s.error is None]
     kinds = Counter(_kind(s.request) for s in timed)
     emulated = Counter(f"{s.request.hosts} {s.request.emulated.words}" for s in timed if s.request.emulated)
@@ -109,7 +109,7 @@ def _kind(request: CollectiveRequest) -> str:
 
 
 def step_summary(kept: Sequence[ReplaySet]) -> list[tuple[str, str]]:
-    """What a dataset has of replayed steps: rows of name and value."""
+    """Coverage and noise of replayed steps: rows of name and value."""
     costs = [cost for one in kept for cost in one.costs.values()]
     kinds = Counter(
         name
@@ -179,19 +179,19 @@ def dataset_figure(
 
 
 def _agree(a: ComputeSample, b: ComputeSample) -> bool:
-    """Whether two timings differ by no more than their confidence intervals allow."""
+    """Tell if two timings differ by no more than their confidence intervals allow."""
     # √2: the difference of two independent errors of equal size.
     return abs(b.total_ms / a.total_ms - 1) <= np.sqrt(2) * max(a.relative_ci or 0.0, b.relative_ci or 0.0)
 
 
 def _spread(sample: ComputeSample) -> float:
-    return sum(x.q3_ms - x.q1_ms for x in (sample.forward, sample.backward)) / sample.total_ms
+    return sum(x.q3_ms - x.q1_ms for x in (sample.forward, sample.backward) if x) / sample.total_ms
 
 
 def _range(values: Sequence[float]) -> str:
     return f"{min(values):.4g} to {max(values):.4g}, median {np.median(values):.4g}"
 
 
-def _deciles(values: Sequence[float]) -> str:
+def _deciles(values: Sequence[float] | np.ndarray) -> str:
     low, middle, high = np.percentile(values, [10, 50, 90])
     return f"{low:.1%} / {middle:.1%} / {high:.1%} (10th / 50th / 90th percentile)"

@@ -30,7 +30,7 @@ LEVELS = (50, 60, 70, 80, 90, 95, 99)
 
 @dataclass(frozen=True)
 class Studied:
-    """What is known of a model beside its files. None: too few samples.
+    """Results of studying a model. None: too few samples.
 
     metrics: by split, the result of accuracy.evaluate.
     unseen_tables: percent error on groups of tables that a training never saw (see study).
@@ -449,7 +449,7 @@ def _ranges(model: NeuralModel) -> str:
 
 
 def _proxies(model: NeuralModel) -> list[str]:
-    """What is priced without its own measurements, in words."""
+    """Names of what is priced without its own measurements."""
     measured = [c for c in CHANNELS if collective_model.is_measured(model.weights, c)]
     known = [collective_model.measured_links(model.weights, c) for c in measured]
     return [

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardcore.plans.words import when
 from shardcore.report.figures import svg
+from shardcore.report.html import document, note, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,13 +26,6 @@ HEADERS = (
     "setting",
     "data",
 )
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222;
-       max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; } td, th { text-align: left; padding: .15rem .8rem .15rem 0;
-vertical-align: top; border-bottom: 1px solid #e5e5e5; }
-svg { width: 100%; height: auto; } .note { color: #666; }
-"""
 
 
 @dataclass(frozen=True)
@@ -85,24 +79,19 @@ def page(name: str, records: Sequence[ModelRecord], first: Sequence[str] = ()) -
 
     first: sentences about the champion, which come first.
     """
-    head = "".join(f"<th>{escape(h)}</th>" for h in HEADERS)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows(records)
-    )
-    return "\n".join(
+    return document(
+        name,
         [
-            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src '
-            f"'unsafe-inline'\"><title>{escape(name)}</title><style>{_STYLE}</style></head><body>",
             f"<h1>{escape(name)}</h1>",
             *(f"<p><b>{escape(x)}.</b></p>" for x in first),
-            '<p class="note">Each version was judged on the held-out data of its '
-            "time. Dashed: the noise of those measurements, which a busy machine raises, and errors with it. "
-            "Shaded: plans were published under it.</p>",
+            note(
+                "Each version was judged on the held-out data of its time. Dashed: the noise of those "
+                "measurements, which a busy machine raises, and errors with it. Shaded: plans were published "
+                "under it."
+            ),
             f"<figure>{svg(figure(records))}</figure>",
-            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
-            "</body></html>\n",
-        ]
+            table(HEADERS, rows(records), words=(1, 6, 7, 8)),
+        ],
     )
 
 
@@ -110,10 +99,12 @@ def figure(records: Sequence[ModelRecord]) -> Figure:
     """Errors of versions over the time of their registration."""
     from datetime import UTC, datetime
 
+    from matplotlib.dates import date2num
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(11, 3.2), layout="constrained")
     axes = made.subplots()
+    axes.xaxis_date()
 
     def at(unix_s: float) -> datetime:
         return datetime.fromtimestamp(unix_s, UTC)
@@ -123,13 +114,19 @@ def figure(records: Sequence[ModelRecord]) -> Figure:
     last = max((*(x.registered_at for x in records), *times), default=0.0)
     for x in ordered:
         for begin, end in x.reigns:
-            axes.axvspan(at(begin), at(end or last), color="#228833", alpha=0.15, linewidth=0)
+            axes.axvspan(
+                date2num(at(begin)), date2num(at(end or last)), color="#228833", alpha=0.15, linewidth=0
+            )
     for label, color, errors, noises in (
         ("held-out groups and exchanges", "#4477aa", [x.error for x in ordered], [x.noise for x in ordered]),
         ("replayed plans", "#ee6677", [x.replay_error for x in ordered], [x.replay_noise for x in ordered]),
     ):
         for values, style, name in ((errors, "o-", label), (noises, ".--", f"noise of {label}")):
-            known = [(at(x.registered_at), v) for x, v in zip(ordered, values, strict=True) if v is not None]
+            known = [
+                (date2num(at(x.registered_at)), v)
+                for x, v in zip(ordered, values, strict=True)
+                if v is not None
+            ]
             if known or style == "o-":
                 axes.plot([t for t, _ in known], [v for _, v in known], style, color=color, label=name)
     axes.set(ylabel="error, %", ylim=(0, None))

@@ -96,7 +96,7 @@ def _highest_ms(*versions: Version | None) -> float:
 
 
 def _parts_ms(version: Version) -> Iterable[tuple[float, ...]]:
-    """Of each device, in the order of PARTS."""
+    """ms of each device, in the order of PARTS."""
     return zip(*(getattr(version.cost, name) for _, name, _ in PARTS), strict=True)
 
 

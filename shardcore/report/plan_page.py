@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from shardcore.plans.diff import Diff, diff
 from shardcore.plans.words import moves_text, when
 from shardcore.report import plan_report
 from shardcore.report.figures import svg
+from shardcore.report.html import document, note, table
 from shardcore.report.plan_explorer import PARTS, STYLE, explorer, policy
 from shardcore.report.text import percent_change
 from shardcore.search.explain import Alternative, Explanation
@@ -26,17 +27,8 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 12
 """Rows of a table. The page says how many more there are."""
+_REFUSED = ' <span class="warn">(considered, not taken)</span>'
 _MOST_TICKS = 16
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222;
-       max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; vertical-align: top;
-         padding: .15rem .8rem .15rem 0; border-bottom: 1px solid #e5e5e5; }
-th:first-child, td:first-child, .words { text-align: left; } th { font-weight: 600; color: #555; }
-figure { margin: 1rem 0; } svg { width: 100%; height: auto; } .note { color: #666; } .warn { color: #a33; }
-"""
 
 
 def page(
@@ -55,10 +47,14 @@ def page(
     before: the version before, with what it takes now. None: there was none that still fits.
     """
     decision = decisions[0]
-    return "\n".join(
+    refused = "" if now.name == version_name(decision.current) else _REFUSED
+    what = "the embeddings and the dense part" if explained.cost.dense_ms else "the embeddings"
+    return document(
+        f"{problem.name}, {now.name}",
         [
-            _head(problem, now, decision),
-            f"<p><b>{explained.total_ms:.2f} ms</b> predicted for {_what(explained)} of one training step: "
+            f"<h1>{escape(problem.name)}</h1>\n"
+            f'<p class="note">{now.name}{refused}, {when(decision.decided_at)}</p>',
+            f"<p><b>{explained.total_ms:.2f} ms</b> predicted for {what} of one training step: "
             f"{len(problem.tables)} tables on {len(problem.topology)} devices, global batch "
             f"{problem.global_batch:,}.<br>{escape(decision.outcome.capitalize())}: "
             f"{escape(decision.reason)}.</p>",
@@ -73,11 +69,16 @@ def page(
             *(["<h2>Against the version before</h2>", _moves(moves)] if moves is not None else []),
             explorer(now, problem, before),
             "<h2>Decisions</h2>",
-            _history(decisions),
+            table(
+                plan_report.DECISION_HEADERS,
+                map(plan_report.decision_row, decisions[:MOST_ROWS]),
+                words=(1, 2, 6),
+            ),
             "<h2>Where it comes from</h2>",
-            _pairs({**decision.provenance, **now.plan.provenance}),
-            "</body></html>\n",
-        ]
+            table(("", ""), {**decision.provenance, **now.plan.provenance}.items(), words=(1,)),
+        ],
+        policy(),
+        STYLE,
     )
 
 
@@ -87,36 +88,16 @@ def comparison(problem: Problem, now: Version, before: Version) -> str:
     title = f"{problem.name}: {now.name} against {before.name}"
     ms, was = now.cost.total_ms, before.cost.total_ms
     totals = f"<b>{ms:.2f} ms</b> predicted for a step, {percent_change(ms, was)} against {was:.2f} ms"
-    return "\n".join(
+    return document(
+        title,
         [
-            _opened(title),
             f"<h1>{escape(title)}</h1>",
             f"<p>{totals}. {escape(said[0].upper() + said[1:])}.</p>",
             *([_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
             explorer(now, problem, before),
-            "</body></html>\n",
-        ]
-    )
-
-
-def _what(explained: Explanation) -> str:
-    return "the embeddings and the dense part" if explained.cost.dense_ms else "the embeddings"
-
-
-def _head(problem: Problem, now: Version, decision: Decision) -> str:
-    refused = ' <span class="warn">(considered, not taken)</span>'
-    taken = "" if now.name == version_name(decision.current) else refused
-    return (
-        f"{_opened(f'{problem.name}, {now.name}')}\n<h1>{escape(problem.name)}</h1>\n"
-        f'<p class="note">{now.name}{taken}, {when(decision.decided_at)}</p>'
-    )
-
-
-def _opened(title: str) -> str:
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy()}">'
-        f"<title>{escape(title)}</title><style>{_STYLE}{STYLE}</style></head><body>"
+        ],
+        policy(),
+        STYLE,
     )
 
 
@@ -198,37 +179,20 @@ def _bars(axes: Axes, heights: np.ndarray, below: np.ndarray, color: str, label:
 # --- tables ----------------------------------------------------------------------------------------------
 
 
-def _table(headers: Sequence[str], rows: Iterable[Sequence[Any]], words: Sequence[int] = ()) -> str:
-    """An HTML table. words: columns, other than the first, that are left-aligned."""
-    head = "".join(
-        f"<th{' class=words' if i in words else ''}>{escape(h)}</th>" for i, h in enumerate(headers)
-    )
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f"<td{' class=words' if i in words else ''}>{escape(str(c))}</td>" for i, c in enumerate(row)
-        )
-        + "</tr>\n"
-        for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
-
-
 def _shards(x: Explanation) -> str:
     shown = [(s.shard, s.kind, f"{s.saves_ms:.3f}", gib(s.bytes)) for s in x.shards[:MOST_ROWS]]
-    return _table((f"on device {x.device}", "kind", "without it, ms less", "weights"), shown) + _rest(
-        len(x.shards)
-    )
+    headers = (f"on device {x.device}", "kind", "without it, ms less", "weights")
+    return table(headers, shown) + _rest(len(x.shards))
 
 
 def _memory(x: Explanation) -> str:
-    rows = _table(plan_report.MEMORY_HEADERS, plan_report.memory_rows(x))
-    return f'{rows}<p class="note">{escape(plan_report.memory_note(x))}</p>'
+    rows = table(plan_report.MEMORY_HEADERS, plan_report.memory_rows(x))
+    return rows + note(plan_report.memory_note(x))
 
 
 def _alternatives(x: Explanation) -> str:
     rows = [(a.what, *_against(a, x.total_ms)) for a in (*x.baselines, *x.changes)]
-    return f'{_table(("", "ms", "against this plan"), rows)}<p class="note">{escape(x.searched)}</p>'
+    return table(("", "ms", "against this plan"), rows) + note(x.searched)
 
 
 def _against(a: Alternative, total_ms: float) -> tuple[str, str]:
@@ -239,20 +203,10 @@ def _against(a: Alternative, total_ms: float) -> tuple[str, str]:
 
 def _moves(moves: Diff) -> str:
     rows = plan_report.moves_rows(moves)[:MOST_ROWS]
-    listed = _table(plan_report.MOVES_HEADERS, rows, words=(2, 3, 4)) if rows else ""
+    listed = table(plan_report.MOVES_HEADERS, rows, words=(2, 3, 4)) if rows else ""
     said = moves_text(moves)
     return f"<p>{escape(said[0].upper() + said[1:])}.</p>{listed}{_rest(len(moves.moves))}"
 
 
-def _history(decisions: Sequence[Decision]) -> str:
-    return _table(
-        plan_report.DECISION_HEADERS, map(plan_report.decision_row, decisions[:MOST_ROWS]), words=(1, 2, 6)
-    )
-
-
-def _pairs(values: Mapping[str, Any]) -> str:
-    return _table(("", ""), ((k, v) for k, v in values.items()), words=(1,))
-
-
 def _rest(n: int) -> str:
-    return f'<p class="note">and {n - MOST_ROWS} more</p>' if n > MOST_ROWS else ""
+    return note(f"and {n - MOST_ROWS} more") if n > MOST_ROWS else ""

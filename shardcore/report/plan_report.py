@@ -69,7 +69,7 @@ def _bounding(x: Explanation) -> str:
 
 
 def _ids(cost: StepCost) -> str:
-    """What ids and the dense part add to a step."""
+    """Time that ids and the dense part add to a step."""
     ids_ms = max(cost.input_ms)
     said = [f"{ids_ms:.3f} ms until ids arrived"] if ids_ms else []
     said += [f"{cost.dense_ms:.3f} ms of dense part"] if cost.dense_ms else []
@@ -92,7 +92,7 @@ def _exchange(x: Explanation) -> str:
 
 
 def towers_text(x: TowerTraffic) -> str:
-    """What towers change in the exchange of outputs, for people."""
+    """Change that towers make in the exchange of outputs, for people."""
     return (
         f"With towers of ratio {x.ratio:g}, {gib(x.across_bytes)} of outputs cross hosts each way, "
         f"instead of {gib(x.plain_across_bytes)};\nwithin hosts {gib(x.within_bytes)} travel, instead of "
@@ -121,7 +121,7 @@ def memory_rows(x: Explanation) -> list[tuple[str, str, str]]:
 
 
 def memory_note(x: Explanation) -> str:
-    """When that is."""
+    """The moment of that peak."""
     return f"device {x.fullest} at its peak: {x.memory.phase}"
 
 
@@ -184,7 +184,7 @@ def diff_text(found: Diff) -> str:
 
 
 def where(placements: Iterable[Placement]) -> str:
-    """Where a table is placed: its devices, its columns if cut, and how devices share it."""
+    """Placement of a table: its devices, its columns if cut, and how devices share it."""
     return "; ".join(_where(p) for p in sorted(placements, key=lambda p: p.shard.col_lo))
 
 

@@ -27,7 +27,7 @@ def row(published: Published) -> tuple[Any, ...]:
     """A row under HEADERS."""
     total = published.cost.total_ms
     found = {k: v for k, v in published.baselines.items() if isinstance(v, float)}
-    best = min(found, key=found.get, default=None)
+    best = min(found, key=lambda name: found[name], default=None)
     return (
         published.problem.name,
         len(published.problem.tables),

@@ -1,4 +1,4 @@
-"""What was found of ranks and their links: the problem with it, the order of ranks, and lines for people."""
+"""Measured links between ranks: the problem with them, the order of ranks, and lines for people."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write(
 
 
 def lines(found: PairMeasurement) -> list[str]:
-    """What was found, for people."""
+    """Groups, links and order of ranks, for people."""
     arranged, told = order(found.levels, len(found.pair_ms)), []
     for groups in found.levels:
         shown = "; ".join(" ".join(map(str, group)) for group in groups[:8]) + "; ..." * (len(groups) > 8)

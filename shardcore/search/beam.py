@@ -14,16 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from shardcore.core.errors import Infeasible, ShardCoreError
-from shardcore.core.types import Plan, Problem
+from shardcore.core.types import Placement, Plan, Problem
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.state.feasible import feasible_shards, fitting
+from shardcore.search.state.placement_state import PlacementState
 from shardcore.search.state.shard_cost_cache import ShardCostCache, ShardKey
 from shardcore.search.state.shards import (
     bundles,
@@ -65,13 +66,13 @@ class BeamConfig:
 
 
 @dataclass(frozen=True)
-class Found:
+class StatePlan:
     """The best plan of a state.
 
     ms: its cost; infinite if no plan fits.
     state: how tables are cut.
     devices: of each shard; empty if no plan fits.
-    over_bytes: by how much the best plan exceeds the memory.
+    over_bytes: least bytes that a plan takes beyond the memory.
     """
 
     ms: float
@@ -134,55 +135,40 @@ class Beam:
         self.problem.require_setting(self.model.setting)
         shards = feasible_shards(self.problem)
         if not shards:  # all tables have one way to run
-            return priced((), self.problem, self.model, packed=False, evals=0, **provenance)
+            return self._priced((), packed=False, **provenance)
         cache = ShardCostCache(self.problem, self.model, shards)
         state = tuple(sorted(cache.keys(shards)))
         if (search_s := self._search_s(cache, state)) and not self.meter.has_time(search_s):
-            return priced(
-                fitting(self.problem).placements, self.problem, self.model, packed=True, evals=0, **provenance
-            )
+            return self._priced(fitting(self.problem).placements, packed=True, **provenance)
         before_s = self.meter.seconds()
         [first] = search(cache, [state], self.inner)
         state_s = self.meter.seconds() - before_s
         self.meter.evals += self.inner.plans
         if cache.is_range.any():
             cache, first = self._divided_otherwise(cache, first, state_s)
-        best = self._improved(cache, first, state_s)
-        packing = first
+        best, packing = self._improved(cache, first, state_s), None
         if not first.devices:
-            # A packing may divide rows differently. So it has strips, and a cache, of its own.
-            packed = priced(fitting(self.problem).placements, self.problem, self.model)
-            of_packing, packing = self._packed(packed)
-            if packing is None:  # it has replicas, or divides rows otherwise
+            plan = priced(fitting(self.problem).placements, self.problem, self.model)
+            if (start := self._start_from(plan)) is None:
                 if not best.devices:
-                    return replace(
-                        packed,
-                        provenance={
-                            **packed.provenance,
-                            "packed": True,
-                            "evals": self.meter.evals,
-                            **provenance,
-                        },
-                    )
+                    return self._priced(plan.placements, packed=True, **provenance)
             elif not best.devices:
-                cache, best = of_packing, self._improved(of_packing, packing, state_s)
-            elif packing.ms < best.ms:
-                cache, best = of_packing, packing
+                cache, packing = start
+                best = self._improved(cache, packing, state_s)
+            elif start[1].ms < best.ms:
+                cache, packing = start
+                best = packing
         if sampled and self.meter.budget != Budget():
             best = self._sampled(cache, best, sampled)
         placements = placed(cache.bundles(best.state), best.devices, cache.problem)
-        return priced(
-            placements,
-            self.problem,
-            self.model,
-            evals=self.meter.evals,
-            packed=best is packing and packing is not first,
-            **provenance,
-        )
+        return self._priced(placements, packed=best is packing, **provenance)
+
+    def _priced(self, placements: Sequence[Placement], **provenance: Any) -> Plan:
+        return priced(placements, self.problem, self.model, evals=self.meter.evals, **provenance)
 
     def _divided_otherwise(
-        self, cache: ShardCostCache, first: Found, state_s: float
-    ) -> tuple[ShardCostCache, Found]:
+        self, cache: ShardCostCache, first: StatePlan, state_s: float
+    ) -> tuple[ShardCostCache, StatePlan]:
         """The cheapest first plan of all kinds that may divide rows, with its cache.
 
         state_s: seconds that one state takes.
@@ -199,7 +185,9 @@ class Beam:
                     cache, first = of_other, found
         return cache, first
 
-    def _sampled(self, cache: ShardCostCache, best: Found, sampled: Callable[[int], InnerSearch]) -> Found:
+    def _sampled(
+        self, cache: ShardCostCache, best: StatePlan, sampled: Callable[[int], InnerSearch]
+    ) -> StatePlan:
         """The best of random plans of a state, or the plan that there is."""
         n_devices = len(cache.speed)
         cells = n_devices * max(len(cache), len(best.state))
@@ -214,26 +202,33 @@ class Beam:
         return best
 
     def _search_s(self, cache: ShardCostCache, state: State) -> float:
-        """About the seconds of an inner search, from one of a few of its shards. 0: no budget asks for them."""
+        """Estimated seconds of an inner search, from one of a few of its shards. 0: no budget asks for it."""
         if self.meter.budget.seconds is None or len(state) < 10 * _PROBED:
             return 0.0
         before_s = self.meter.seconds()
         search(cache, [state[:_PROBED]], self.inner)
         return (self.meter.seconds() - before_s) * len(state) / _PROBED
 
-    def _packed(self, plan: Plan) -> tuple[ShardCostCache | None, Found | None]:
-        """A plan as a state, with its own cache. None if it has replicas, or divides rows otherwise."""
+    def _start_from(self, plan: Plan) -> tuple[ShardCostCache, StatePlan] | None:
+        """A plan as a state, with a cache of its strips: it may divide other rows than the first state.
+
+        None if it has replicas, or divides rows otherwise than `division`.
+        """
         left = [p for p in plan.placements if p not in fixed_placements(self.problem)]
         if any(len(p.devices) > 1 and p != division(p.shard.table, self.problem) for p in left):
-            return None, None
+            return None
         device_of = {shard: d for p in left for d, shard in shards_on(p)}
         cache = ShardCostCache(self.problem, self.model, device_of)
         firsts = [bundle[0] for bundle in bundles(device_of, self.problem)]
         pairs = sorted((cache.key(first), device_of[first]) for first in firsts)
-        state, devices = tuple(p for p, _ in pairs), tuple(d for _, d in pairs)
-        return cache, Found(cache.plan_ms(state, devices), state, devices)
+        state, devices = tuple(key for key, _ in pairs), tuple(d for _, d in pairs)
+        cache.add(state)
+        under_construction = PlacementState(cache, state)
+        for (strip, units), device in pairs:
+            under_construction.place(strip, units, device)
+        return cache, StatePlan(float(under_construction.cost_ms()), state, devices)
 
-    def _improved(self, cache: ShardCostCache, start: Found, state_s: float) -> Found:
+    def _improved(self, cache: ShardCostCache, start: StatePlan, state_s: float) -> StatePlan:
         """The best plan of a beam that starts from the state of `start`, or `start` itself.
 
         state_s: seconds that one state takes.
@@ -243,10 +238,9 @@ class Beam:
         chunk = max(1, min(_ROWS_AT_ONCE // rows, _CELLS_AT_ONCE // (rows * len(cache))))
         best, beam = start, [start.state]
         for _ in range(self.config.steps):
-            states = list(
-                dict.fromkeys(s for state in beam for s in _halvings(cache, state, self.config.candidates))
-            )
-            found: list[Found] = []
+            halved = (_halvings(cache, state, self.config.candidates) for state in beam)
+            states = list(dict.fromkeys(state for several in halved for state in several))
+            found: list[StatePlan] = []
             while len(found) < len(states):
                 n = self.meter.affordable(min(chunk, len(states) - len(found)), self.inner.plans, state_s)
                 if n == 0:
@@ -271,18 +265,15 @@ def _halvings(cache: ShardCostCache, state: State, n: int) -> list[State]:
     numbers = cache.numbers(*np.array(keys).T)
     largest = np.argsort(-cache.bytes[numbers], kind="stable")[:n]
     costliest = np.argsort(-cache.single_ms[numbers], kind="stable")[:n]
-    return [_halve(state, keys[i]) for i in sorted({*largest, *costliest})]
+    states = []
+    for strip, units in (keys[i] for i in sorted({*largest, *costliest})):
+        rest = list(state)
+        rest.remove((strip, units))
+        states.append(tuple(sorted([*rest, (strip, units // 2), (strip, units - units // 2)])))
+    return states
 
 
-def _halve(state: State, key: ShardKey) -> State:
-    """The state with this shard in two halves."""
-    strip, units = key
-    rest = list(state)
-    rest.remove(key)
-    return tuple(sorted([*rest, (strip, units // 2), (strip, units - units // 2)]))
-
-
-def search(cache: ShardCostCache, states: Sequence[State], inner: InnerSearch) -> list[Found]:
+def search(cache: ShardCostCache, states: Sequence[State], inner: InnerSearch) -> list[StatePlan]:
     """The best plan of each of several states with the same number of shards."""
     for state in states:
         cache.add(state)
@@ -292,5 +283,5 @@ def search(cache: ShardCostCache, states: Sequence[State], inner: InnerSearch) -
         k = int(np.argmin(made.total_ms[c]))
         fits = np.isfinite(made.total_ms[c, k])
         at = tuple(map(int, made.devices[c, k])) if fits else ()
-        found.append(Found(float(made.total_ms[c, k]), state, at, int(made.over_bytes[c].min())))
+        found.append(StatePlan(float(made.total_ms[c, k]), state, at, int(made.over_bytes[c].min())))
     return found

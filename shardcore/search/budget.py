@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardcore.core import progress
 from shardcore.core.errors import ShardCoreError
@@ -36,18 +36,6 @@ class Budget:
                     f"budget has {name} {value}; it needs to be positive and finite, or None for no limit"
                 )
 
-    def part(self, share: float) -> Budget:
-        """With a share of the seconds. The limit of evaluations stays, so that a run stays repeatable."""
-        return self if self.seconds is None else replace(self, seconds=self.seconds * share)
-
-    def without(self, seconds: float) -> Budget:
-        """Budget that is left after these seconds: a tenth at least."""
-        return (
-            self
-            if self.seconds is None
-            else replace(self, seconds=max(self.seconds - seconds, self.seconds / 10))
-        )
-
     def start(self) -> Meter:
         """Start the clock."""
         return Meter(self, progress.clock())
@@ -55,7 +43,7 @@ class Budget:
 
 @dataclass
 class Meter:
-    """What one run has used of its budget.
+    """One run's use of its budget.
 
     budget: the limits.
     started_s: time of the start, by `progress.clock`.
@@ -67,7 +55,7 @@ class Meter:
     evals: int = 0
 
     def affordable(self, wanted: int, evals_each: int, seconds_each: float = 0.0) -> int:
-        """How many of `wanted` repeats of some work the budget still allows.
+        """Repeats of some work that the budget still allows, at most `wanted`.
 
         evals_each: evaluations of one repeat.
         seconds_each: about its seconds; 0 if unknown.
@@ -77,18 +65,16 @@ class Meter:
         if self.budget.seconds is not None and seconds_each > 0:
             # The estimate may be wrong: callers ask again after each chunk of work.
             wanted = min(wanted, int((self.budget.seconds - self.seconds()) / seconds_each))
-        return (
-            wanted
-            if self.budget.evals is None
-            else max(0, min(wanted, (self.budget.evals - self.evals) // evals_each))
-        )
+        if self.budget.evals is None:
+            return wanted
+        return max(0, min(wanted, (self.budget.evals - self.evals) // evals_each))
 
     def seconds(self) -> float:
         """Seconds since the start."""
         return progress.clock() - self.started_s
 
     def progress(self) -> float:
-        """The share of the budget that is used, from 0 to 1. The limit closer to its end counts."""
+        """Used share of the budget, from 0 to 1. The limit closer to its end counts."""
         # Without any limit, progress stays 0.
         parts = [0.0]
         if self.budget.evals is not None:
@@ -114,15 +100,15 @@ class Meter:
 
     @contextmanager
     def enforced(self, spare_s: float = 0.0) -> Iterator[None]:
-        """End work within by progress.OutOfTime, so many seconds before the budget's are used."""
+        """End work within by progress.OutOfTime, `spare_s` seconds before the budget ends."""
         end_s = math.inf if self.budget.seconds is None else self.started_s + self.budget.seconds - spare_s
         with progress.until(end_s):
             yield
 
     def has_time(self, seconds: float) -> bool:
-        """Whether this many more seconds fit the budget. Always true without a limit in seconds."""
+        """Tell if the budget has so many seconds left. Always true without a limit in seconds."""
         return self.budget.seconds is None or self.seconds() + seconds <= self.budget.seconds
 
     def left(self) -> bool:
-        """Whether the budget allows one more evaluation."""
+        """Tell if the budget allows one more evaluation."""
         return self.affordable(1, 1) > 0

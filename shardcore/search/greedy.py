@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 
@@ -34,36 +35,11 @@ Choose = Callable[[float, np.ndarray, np.ndarray], int]
 def random(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
     """Place tables by falling size, each on a random device with memory."""
     rng = np.random.default_rng(seed)
-    return _place(
-        "random",
-        problem,
-        model,
-        seed,
-        lambda s: 0.0,
-        lambda _, fits, left: int(rng.choice(np.flatnonzero(fits))),
-    )
 
+    def any_device(load: float, fits: np.ndarray, left: np.ndarray) -> int:
+        return int(rng.choice(np.flatnonzero(fits)))
 
-def size_greedy(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
-    """Balance the bytes of weights."""
-    return _greedy("size_greedy", problem, model, seed, lambda s: s.bytes)
-
-
-def dim_greedy(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
-    """Balance the columns, and with them the communication."""
-    return _greedy("dim_greedy", problem, model, seed, lambda s: s.width)
-
-
-def lookup_greedy(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
-    """Balance pooling factor × dim: the elements looked up."""
-    return _greedy("lookup_greedy", problem, model, seed, looked_up)
-
-
-def size_lookup_greedy(
-    problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None
-) -> Plan:
-    """Balance pooling factor × dim × log10(rows)."""
-    return _greedy("size_lookup_greedy", problem, model, seed, lambda s: looked_up(s) * math.log10(s.rows))
+    return _place("random", problem, model, seed, lambda shard: 0.0, any_device)
 
 
 def looked_up(shard: Shard) -> float:
@@ -74,10 +50,18 @@ def looked_up(shard: Shard) -> float:
     return shard.table.pooling * shard.width * shard.rows / shard.table.rows
 
 
-def _greedy(name: str, problem: Problem, model: CostModel, seed: int, load: Callable[[Shard], float]) -> Plan:
+def _greedy(
+    name: str,
+    load: Callable[[Shard], float],
+    problem: Problem,
+    model: CostModel,
+    *,
+    seed: int = 0,
+    budget: Budget | None = None,
+) -> Plan:
     """Place tables by falling load, each where the load is then least.
 
-    Where rows have to be divided: by each kind that may, and the cheapest plan stays.
+    Where rows have to be divided, try each kind that may divide them, and keep the cheapest plan.
     """
     speed = np.array([d.speed for d in problem.topology.devices])
 
@@ -111,14 +95,16 @@ def _place(
     shards = feasible_shards(problem)
     if not shards:  # all tables have one way to run
         return priced((), problem, model, algorithm=name, seed=seed, packed=False)
-    cache, found = ShardCostCache(problem, model, shards), bundles(shards, problem)
-    keys = [cache.key(bundle[0]) for bundle in found]
+    cache, grouped = ShardCostCache(problem, model, shards), bundles(shards, problem)
+    keys = [cache.key(bundle[0]) for bundle in grouped]
     cache.add(keys)
-    strip, units = np.array(keys).T
-    loads = np.array([sum(map(load, bundle)) for bundle in found])
+    keys = np.array(keys)
+    strip, units = keys.T
+    loads = [float(sum(map(load, bundle))) for bundle in grouped]
     state = PlacementState(cache, keys, priced=False)
     # Least freedom first, then the largest load, then the most bytes.
-    for i in ticking(np.lexsort((-cache.bytes[cache.numbers(strip, units)], -loads, cache.freedom[strip]))):
+    n_bytes = cache.bytes[cache.numbers(strip, units)]
+    for i in ticking(np.lexsort((-n_bytes, -np.array(loads), cache.freedom[strip])).tolist()):
         fits = state.fits(strip[i], units[i])
         if not fits.any():
             return priced(fitting(problem).placements, problem, model, algorithm=name, seed=seed, packed=True)
@@ -126,10 +112,12 @@ def _place(
     return state.plan(algorithm=name, seed=seed, packed=False)
 
 
-ORDERS = {
-    "size_greedy": size_greedy,
-    "dim_greedy": dim_greedy,
-    "lookup_greedy": lookup_greedy,
-    "size_lookup_greedy": size_lookup_greedy,
+LOADS: dict[str, Callable[[Shard], float]] = {
+    "size_greedy": lambda s: s.bytes,  # the bytes of weights
+    "dim_greedy": lambda s: s.width,  # the columns, and with them the communication
+    "lookup_greedy": looked_up,  # pooling factor × dim
+    "size_lookup_greedy": lambda s: looked_up(s) * math.log10(s.rows),
 }
+"""The load that each greedy baseline balances."""
+ORDERS = {name: partial(_greedy, name, load) for name, load in LOADS.items()}
 """The greedy baselines by name."""

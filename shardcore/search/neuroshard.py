@@ -86,21 +86,14 @@ class GreedyGrid:
         # Least freedom first, then the highest cost, then the most bytes.
         order = np.lexsort((-cache.bytes[numbers], -cache.single_ms[numbers], cache.freedom[keys[..., 0]]))
         in_order = np.take_along_axis(keys, order[..., None], 1)  # [C, N, 2]
-        return Placed(*greedy_grid(cache, in_order, self._caps)).reordered(order)
+        return greedy_grid(cache, in_order, self._caps).reordered(order)
 
 
-def greedy_grid(
-    cache: ShardCostCache, keys: np.ndarray, caps: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def greedy_grid(cache: ShardCostCache, keys: np.ndarray, caps: np.ndarray) -> Placed:
     """All greedy passes in lockstep.
 
     keys: [C, N, 2] shards as strip and units, in the order of placing.
     caps: [K] on a device's columns, relative to the mean.
-
-    Returns three arrays:
-    total_ms: [C, K] cost; inf if a shard found no device. Such a shard goes to the least used device.
-    over_bytes: [C, K] what devices hold beyond their memory.
-    devices: [C, K, N] of each shard.
     """
     (n_states, n_shards, _), n_passes, n_devices = keys.shape, len(caps), len(cache.speed)
     state = PlacementState(cache, keys, (n_states, n_passes))
@@ -122,10 +115,11 @@ def greedy_grid(
         state.place(strip, units, d)
         devices[:, :, i] = d
 
-    total_ms = (
-        np.where(fits_all, state.cost_ms(), np.inf) if fits_all.any() else np.full(fits_all.shape, np.inf)
-    )
-    return total_ms, np.maximum(state.used - np.maximum(state.free, 0), 0).sum(-1), devices
+    total_ms = np.full(fits_all.shape, np.inf)
+    if fits_all.any():
+        total_ms = np.where(fits_all, state.cost_ms(), np.inf)
+    over_bytes = np.maximum(state.used - np.maximum(state.free, 0), 0).sum(-1)
+    return Placed(total_ms, over_bytes, devices)
 
 
 def _least(costs: np.ndarray, used: np.ndarray) -> np.ndarray:

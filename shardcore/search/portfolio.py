@@ -19,17 +19,15 @@ from functools import partial
 import numpy as np
 
 from shardcore.core.errors import Infeasible
-from shardcore.core.progress import OutOfTime
+from shardcore.core.progress import OutOfTime, stopped_clock
 from shardcore.core.types import Placement, Plan, Problem
 from shardcore.cost.model import CostModel
 from shardcore.search import greedy
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.anneal.sharder import Search
 from shardcore.search.beam import Beam
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig
 from shardcore.search.state.feasible import fitting
-from shardcore.search.state.packing import repaired
 from shardcore.search.state.shards import priced, searched_tables
 
 DEFAULT = Budget(evals=1_000_000)
@@ -75,24 +73,28 @@ class _Anytime:
         self.meter = (budget if budget and (budget.evals or budget.seconds) else DEFAULT).start()
         self.best: Plan | None = None
         self.found_by = name
-        self.error: Infeasible | None = None
-        self._mends = True  # plans that do not fit, by moving shards
+        self.error: Infeasible | None = None  # of the first plan that did not fit
         self._keeping_s = 0.0  # seconds to price a plan: with very many tables it takes long
+
+    @property
+    def best_ms(self) -> float:
+        """Cost of the cheapest plan so far, infinite before the first."""
+        return np.inf if self.best is None else self.best.provenance["predicted_ms"]
 
     def plan(self, space: str, others: bool = False, reshard: Reshard | None = None) -> Plan:
         """The cheapest plan when the budget ends.
 
         others: whether all searches take part, or annealing only.
         """
-        self._mends = reshard is None
         if not searched_tables(self.problem):
             self._keep((), self.name)
         else:
             self._search(space, others, reshard)
-        if self.best is None and self._mends:
+        # Another plan than the one to start from would move more than its limits.
+        if self.best is None and reshard is None:
             self._keep(fitting(self.problem).placements, self.name)
         if self.best is None:
-            raise self.error
+            raise self.error or Infeasible(f"problem {self.problem.name!r}: no plan was found that fits")
         provenance = {
             "algorithm": self.name,
             "seed": self.seed,
@@ -105,10 +107,12 @@ class _Anytime:
 
     def _search(self, space: str, others: bool, reshard: Reshard | None) -> None:
         """Search until the budget ends."""
+        with stopped_clock():  # numba takes a second to import
+            from shardcore.search.anneal.sharder import Search
         search = Search(self.problem, self.model, self.meter, self.seed)
         beam_evals, kept = _beam_evals(self.problem) if others else None, None
         for number in search.rounds(space, reshard):
-            if search.best is not kept:
+            if search.best is not None and search.best is not kept:
                 kept = search.best
                 self._keep(search.placements, self.name, kept.ms)
             if others and number == 0 and len(self.problem.topology) > 1:
@@ -122,7 +126,7 @@ class _Anytime:
 
     def _add(self, name: str, other: Callable[[], Plan]) -> Plan | None:
         """Keep the plan of another search. None if it has none, or not in time."""
-        self.meter.report(name, self.best and self.best.provenance["predicted_ms"])
+        self.meter.report(name, self.best_ms if self.best else None)
         with suppress(Infeasible, OutOfTime):
             with self.meter.enforced(self._keeping_s) if self.best else nullcontext():
                 plan = other()
@@ -130,10 +134,9 @@ class _Anytime:
             return plan
 
     def _beam(self) -> Plan:
-        config, meter = (
-            NeuroShardConfig(),
-            Meter(Budget(seconds=self.meter.budget.seconds), self.meter.started_s),
-        )
+        # The beam counts its own evaluations, but keeps to the same seconds.
+        meter = Meter(Budget(seconds=self.meter.budget.seconds), self.meter.started_s)
+        config = NeuroShardConfig()
         return Beam(self.problem, self.model, GreedyGrid(config.caps), config, meter).plan()
 
     def _keep(self, placements: Sequence[Placement], found_by: str, ms: float = 0.0) -> None:
@@ -142,28 +145,17 @@ class _Anytime:
         placements: of all tables, or of those that have no fixed kind.
         ms: lower bound on its cost.
         """
-        least_ms = np.inf if self.best is None else self.best.provenance["predicted_ms"]
-        if ms >= least_ms:
+        if ms >= self.best_ms:
             return
         before_s = self.meter.seconds()
         try:
             plan = priced(placements, self.problem, self.model, fits=True)
-            self._keeping_s = max(self._keeping_s, self.meter.seconds() - before_s)
-            if plan.provenance["predicted_ms"] >= least_ms:
-                return
         except Infeasible as error:
-            plan = priced(placements, self.problem, self.model)
-            if plan.provenance["predicted_ms"] >= least_ms:
-                return
             self.error = self.error or error
-            # Annealing does not count what FBGEMM's ops may have.
-            mended = repaired(plan, self.problem) if self._mends else None
-            if mended is None:
-                return
-            plan = priced(mended.placements, self.problem, self.model)
-            if plan.provenance["predicted_ms"] >= least_ms:
-                return
-        self.best, self.found_by = plan, found_by
+            return
+        self._keeping_s = max(self._keeping_s, self.meter.seconds() - before_s)
+        if plan.provenance["predicted_ms"] < self.best_ms:
+            self.best, self.found_by = plan, found_by
 
 
 def _beam_evals(problem: Problem) -> float:

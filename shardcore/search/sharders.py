@@ -1,7 +1,4 @@
-"""SHARDERS: every search by its name, with one signature. LEARNED: those that need a trained policy.
-
-`sharder` gives any of them.
-"""
+"""SHARDERS: every search by name, with one signature. LEARNED: those that need a trained policy."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from shardcore.search import greedy, neuroshard
 from shardcore.search.beam import BeamConfig
 from shardcore.search.budget import Budget
 from shardcore.search.learned.policy import NETS, TABLE_WISE, Policy, place
-from shardcore.search.named_sharders import NamedSharders
 from shardcore.search.portfolio import annealing, portfolio
 
 
@@ -43,7 +39,7 @@ BASELINES = ("random", *greedy.ORDERS)
 
 
 def _checked(search: Callable[..., Plan]) -> Sharder:
-    """A sharder that names an argument of another type, and collects garbage rarely."""
+    """A sharder that refuses arguments of another type, and collects garbage rarely."""
 
     @wraps(search)
     def checked(
@@ -60,6 +56,14 @@ def _checked(search: Callable[..., Plan]) -> Sharder:
     return checked
 
 
+class _Sharders(dict[str, Sharder]):
+    """Sharders by name, with an error for an unknown name that lists the known ones."""
+
+    def __missing__(self, name: str) -> Sharder:
+        require_type(name, str, "algorithm", "a name of a sharder")
+        return sharder(name)
+
+
 def _is_installed(package: str) -> bool:
     spec = find_spec(package)
     return spec is not None and spec.origin is not None  # a folder of the same name has no origin
@@ -69,19 +73,18 @@ def _torchrec(problem: Problem, model: CostModel, **given: Any) -> Plan:
     return import_module(_TORCHREC).torchrec(problem, model, **given)
 
 
-_others = {"random": greedy.random, **greedy.ORDERS, "neuroshard": neuroshard.neuroshard}
-if _is_installed("torchrec") and _is_installed("fbgemm_gpu"):
-    _others["torchrec"] = _torchrec
-_all = {
+_searches: dict[str, Callable[..., Plan]] = {
     "portfolio": portfolio,
     "anneal": annealing,
     "anneal_columns": partial(annealing, space="columns"),
-    **_others,
+    "random": greedy.random,
+    **greedy.ORDERS,
+    "neuroshard": neuroshard.neuroshard,
 }
-SHARDERS: dict[str, Sharder] = NamedSharders(
-    {name: _checked(of) for name, of in _all.items()}, lambda name: sharder(name)
-)
-"""By name. A name that is not known raises ShardCoreError."""
+if _is_installed("torchrec") and _is_installed("fbgemm_gpu"):
+    _searches["torchrec"] = _torchrec
+SHARDERS: dict[str, Sharder] = _Sharders({name: _checked(search) for name, search in _searches.items()})
+"""Searches by name. An unknown name raises ShardCoreError."""
 
 LEARNED: dict[str, tuple[str, BeamConfig]] = {
     **{name: (name, TABLE_WISE) for name in NETS},
@@ -91,7 +94,7 @@ LEARNED: dict[str, tuple[str, BeamConfig]] = {
 
 
 def known(name: str) -> str:
-    """The name, if it is of a sharder in SHARDERS or LEARNED. Raises ShardCoreError if not."""
+    """The name of a sharder in SHARDERS or LEARNED. Raises ShardCoreError for any other."""
     if name in SHARDERS or name in LEARNED:
         return name
     if name == "torchrec":
@@ -105,9 +108,8 @@ def known(name: str) -> str:
 
 
 def sharder(name: str, policy: Policy | None = None) -> Sharder:
-    """The sharder of a name. Raises ShardCoreError for an unknown one, or if it lacks its policy."""
-    name = known(name)
-    if name in SHARDERS:
+    """A sharder by name. Raises ShardCoreError for an unknown name or a missing policy."""
+    if known(name) in SHARDERS:
         if policy is not None:
             raise ShardCoreError(
                 f"algorithm {name!r} takes no policy; the policy {policy.name!r} that was "

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.step.turns import Alive, Stages, Turn, turn_of
+from shardcore.step.memory_timeline import Alive, StageBuffers, Stages, stage_buffers
 
 Widths = Sequence[int]
 """Columns of each rank."""
@@ -68,7 +68,7 @@ class Collective:
     ids: True if it carries ids, before the lookups.
     dense: True if it sums a dense gradient, the same on all devices that have it. Only they take part.
     work: of a device, before ids travel. They then travel by the rates of `like`. None: no such work.
-    memory: (names of a run's channels, this first) -> what is alive of the run in each stage (turns.py).
+    memory: (names of a run's channels, this first) -> buffers of the run in each stage (memory_timeline.py).
       None: ids, which are there in all phases.
     memory_of_sequences: the same of tables whose lookups are not pooled. None: the same.
     """
@@ -93,36 +93,38 @@ class Collective:
 # --- memory -------------------------------------------------------------------------------------------------
 
 
-def _outputs(*amounts: str) -> Alive:
-    return {"outputs": Counter(amounts)}
+def _outputs(*buffers: str) -> Alive:
+    return {"outputs": Counter(buffers)}
 
 
-def _payloads(*amounts: str) -> dict[str, Counter[str]]:
-    return {"payloads": Counter(amounts)}
+def _payloads(*buffers: str) -> dict[str, Counter[str]]:
+    return {"payloads": Counter(buffers)}
 
 
-def _gradients(*amounts: str) -> dict[str, Counter[str]]:
-    return {"output gradients": Counter(amounts)}
+def _gradients(*buffers: str) -> dict[str, Counter[str]]:
+    return {"output gradients": Counter(buffers)}
 
 
 _RECEIVED: Alive = {"received outputs": {"local": 1}}
 
 
-def _looked_up(entering: str, sent: Alive, **phases: Alive) -> Turn:
+def _looked_up(entering: str, sent: Alive, **phases: Alive) -> StageBuffers:
     """Outputs are there until the next run looked up."""
-    return turn_of(after=sent, lingers=_outputs(entering), looked_up=_outputs(entering), **phases)
+    return stage_buffers(after=sent, freed_late=_outputs(entering), looked_up=_outputs(entering), **phases)
 
 
-def _awaited(sent: Alive) -> Turn:
+def _awaited(sent: Alive) -> StageBuffers:
     """Outputs arrive, and are put together, in the order of columns."""
-    return turn_of(sent, _RECEIVED, outputs_arrive={**_RECEIVED, **_payloads("local there", "local decoded")})
+    return stage_buffers(
+        sent, _RECEIVED, outputs_arrive={**_RECEIVED, **_payloads("local there", "local decoded")}
+    )
 
 
-def _sent_back(payloads: Alive, **phases: Alive) -> Turn:
-    return turn_of(_gradients("gradient"), payloads, **phases)
+def _sent_back(payloads: Alive, **phases: Alive) -> StageBuffers:
+    return stage_buffers(_gradients("gradient"), payloads, **phases)
 
 
-def _exchanged_back(channel: str) -> Turn:
+def _exchanged_back(channel: str) -> StageBuffers:
     """Gradients are put in the order of devices, and of columns if some are cut, cast, and exchanged."""
     sent = _payloads("local back", f"{channel} back")
     return _sent_back(
@@ -134,8 +136,8 @@ def _exchanged_back(channel: str) -> Turn:
     )
 
 
-def _updated(sent: Alive, channel: str, **phases: Alive) -> Turn:
-    return turn_of(
+def _updated(sent: Alive, channel: str, **phases: Alive) -> StageBuffers:
+    return stage_buffers(
         sent,
         **phases,
         gradients_arrive={**_gradients(f"{channel} decoded"), **_payloads(f"{channel} back")},
@@ -240,10 +242,10 @@ def _replicated(channel: str) -> Stages:
     """
     gradients = _gradients("gradient")
     return (
-        turn_of(after=_outputs("local"), looked_up=_outputs("local")),
-        turn_of(_outputs("local"), _RECEIVED),
-        turn_of(gradients, gradients),
-        turn_of(gradients, gradients_of_replicas={**gradients, "dense gradients": {"dense": 1}}),
+        stage_buffers(after=_outputs("local"), looked_up=_outputs("local")),
+        stage_buffers(_outputs("local"), _RECEIVED),
+        stage_buffers(gradients, gradients),
+        stage_buffers(gradients, gradients_of_replicas={**gradients, "dense gradients": {"dense": 1}}),
     )
 
 

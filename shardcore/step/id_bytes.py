@@ -27,7 +27,7 @@ from shardcore.step.access import access_share
 from shardcore.step.kinds import Layout, merged, run_of, shards_on
 
 COUNT_BYTES = 8
-"""Bytes of a number that says how much will be sent."""
+"""Bytes of a number by which a device announces what it sends."""
 WEIGHT_BYTES = 4
 """Bytes of the weight of a lookup: FP32."""
 Lookups = Callable[[Shard], np.ndarray]
@@ -35,10 +35,12 @@ Lookups = Callable[[Shard], np.ndarray]
 
 
 class Step(Protocol):
-    """What bytes depend on: a Problem, or a Workload of one."""
+    """A Problem, or a Workload of one."""
 
-    global_batch: int
-    job: Job
+    @property
+    def global_batch(self) -> int: ...
+    @property
+    def job(self) -> Job: ...
 
 
 def received_bytes(shard: Shard, step: Step) -> int:
@@ -80,7 +82,7 @@ def input_bytes(plan: Plan, problem: Problem, lookups: Lookups) -> np.ndarray:
 
     All runs together.
 
-    lookups: those of a given batch.
+    lookups: of a given batch.
     """
     n, job = len(problem.topology), problem.job
     sent, received = np.zeros((2, n))

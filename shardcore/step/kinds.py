@@ -26,8 +26,8 @@ from shardcore.core.job import Job
 from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.step.collectives import Collective, collective_of, stages_of
+from shardcore.step.memory_timeline import Stages
 from shardcore.step.scopes import CROSS, HOST, WORLD, Group, Scope, groups_in, scope_of
-from shardcore.step.turns import Stages
 
 Bytes = Callable[[Any, Any, Problem], Any]
 """(weights, outputs, problem) -> bytes that a device's part of a shard enters into a channel in one step.
@@ -72,22 +72,22 @@ class Channel:
 class Layout:
     """A kind of sharding.
 
-    name: as placements and files say it.
-    words: what it does to a table, for people.
+    name: in placements and files.
+    words: description for people.
     groups: the sets of devices that may share a shard.
-    divides_rows: whether each device of a group has an even range of rows. Otherwise each has all rows.
-    cuts_columns: whether a shard may have only some of the columns.
-    local_batch: whether its op runs over a device's share of the batch. Otherwise over the global batch.
-    dense_gradient: whether a device keeps a gradient of the shard's size.
+    divides_rows: True if each device of a group has an even range of rows. Otherwise each has all rows.
+    cuts_columns: True if a shard may have only some of the columns.
+    local_batch: True if its op runs over a device's share of the batch. Otherwise over the global batch.
+    dense_gradient: True if a device keeps a gradient of the shard's size.
     ids: the channel by which devices send each other the ids of its shards. None: each has its own samples'.
-    channels: what its shards enter into each channel, in bytes.
+    channels: bytes that its shards enter into each channel.
     sequence_channels: the same for tables whose lookups are not pooled. None: TorchRec runs no such tables.
     torchrec: the sharding types that TorchRec runs in this way: of whole tables, of tables cut by columns,
       others.
-    sequence: whether this is how it runs tables whose lookups are not pooled (see `as_sequence`).
-    tower_channels: what its pooled shards enter into each channel where the job has towers (see
+    sequence: True if it runs tables whose lookups are not pooled (see `as_sequence`).
+    tower_channels: bytes that its pooled shards enter into each channel where the job has towers (see
       `channels_in`). None: the same as without.
-    collection: whose tables it runs (see `run_of`).
+    collection: name of the collection whose tables it runs (see `run_of`).
     """
 
     name: str
@@ -107,7 +107,7 @@ class Layout:
 
     @property
     def caches(self) -> bool:
-        """Whether its shards may have rows in host memory. TorchRec's dense kernel has all on the device."""
+        """True if its shards may have rows in host memory. TorchRec's dense kernel has all on the device."""
         return not self.dense_gradient
 
     @property
@@ -122,7 +122,7 @@ class Layout:
 
     @cached_property
     def as_sequence(self) -> Layout | None:
-        """How it runs tables whose lookups are not pooled: with an op and collectives of their own."""
+        """The same kind for tables whose lookups are not pooled: they have a separate op and collectives."""
         if self.sequence_channels is None:
             return None
         return replace(self, channels=self.sequence_channels, sequence=True, tower_channels=None)
@@ -134,7 +134,7 @@ class Layout:
         return stages_of(channels[0].collective, tuple(c.name for c in channels), self.sequence)
 
     def channels_in(self, job: Job) -> Mapping[Channel, Bytes]:
-        """What its shards enter into each channel, in a job.
+        """Bytes that its shards enter into each channel, in a job.
 
         Towers (DMT, arXiv 2403.00877) split the exchange of outputs in two. Let a host have L devices, and
         outputs of T bytes for the global batch of B samples, o of them on some device. Let r be the ratio.
@@ -158,7 +158,7 @@ class Layout:
 
 
 def _each_device(topology: Topology) -> tuple[Group, ...]:
-    """Every device is a group of its own."""
+    """One group for each device."""
     return tuple((d,) for d in range(len(topology)))
 
 
@@ -276,7 +276,7 @@ LAYOUTS: Mapping[str, Layout] = {
 """The kinds by name. Ops, and collectives of one direction, run in this order."""
 
 RUNS: tuple[Layout, ...] = (*LAYOUTS.values(), *(x.as_sequence for x in LAYOUTS.values() if x.as_sequence))
-"""How tables of a kind run together, as one op on each device: those that are pooled, then sequences.
+"""Runs: tables of a kind as one op on each device. Pooled tables first, then sequences.
 
 Each collection has runs of its own (`run_of`). These are those of the collection without a name.
 """
@@ -324,7 +324,7 @@ def layout_of(kind: str) -> Layout:
 
 
 def run_of(kind: str, table: Table) -> Layout:
-    """How a kind runs a table, together with others of its collection: one of `runs_of`.
+    """The run of a table of a kind, together with others of its collection: one of `runs_of`.
 
     Raises ShardCoreError for an unknown kind, or one that runs no such table."""
     layout = layout_of(kind)
@@ -349,7 +349,7 @@ def _of_collection(run: Layout, name: str) -> Layout:
 
 
 def runs_of(tables: Iterable[Table]) -> tuple[Layout, ...]:
-    """How some of these tables may run together: collection by collection, in the order of RUNS."""
+    """Possible runs of some tables: collection by collection, in the order of RUNS."""
     collections = sorted({(t.collection, t.sequence) for t in tables})
     return tuple(
         _of_collection(run, name)
@@ -377,11 +377,11 @@ def even_rows(rows: int, n: int) -> list[tuple[int, int]] | None:
     """The row ranges [lo, hi) of n devices, in their order. None as in `even_share`."""
     each = even_share(rows, n)
     # The last range may be shorter.
-    return each and [(i * each, min((i + 1) * each, rows)) for i in range(n)]
+    return None if each is None else [(i * each, min((i + 1) * each, rows)) for i in range(n)]
 
 
 def shards_on(placement: Placement) -> Iterator[tuple[int, Shard]]:
-    """Each device of a placement, and what it has of the shard."""
+    """Each device of a placement, and its rows of the shard."""
     shard, devices = placement.shard, placement.devices
     if not layout_of(placement.kind).divides_rows:
         for device in devices:

@@ -1,8 +1,7 @@
-"""What a plan takes of a device's memory in a training step, by part.
+"""Memory of a device in a training step of a plan, by part.
 
-Weights and optimizer state are always there. What else lives at once depends on the phase of the step
-(memory_timeline.py), as TorchRec runs it under TrainPipelineSparseDist. A device needs what the largest
-phase takes.
+Weights and optimizer state are always there. Other buffers depend on the phase of the step (memory_timeline.py), as
+TorchRec runs it under TrainPipelineSparseDist. A device needs the bytes of the largest phase.
 The buffers in which FBGEMM's CUDA kernels sort are given, from its source. Scratch of its CPU kernels is not
 counted.
 
@@ -15,7 +14,7 @@ Shapes: D devices.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -30,7 +29,7 @@ from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Shard, Table
 from shardcore.step.access import access_share
 from shardcore.step.kinds import Layout, merged, run_of, shards_on
 from shardcore.step.memory_timeline import phases_of, times_of
-from shardcore.step.shard_memory import local_amounts, run_batches, shard_amounts
+from shardcore.step.shard_memory import local_buffers, run_batches, shard_buffers
 
 PARTS = (
     "weights",
@@ -43,13 +42,13 @@ PARTS = (
     "output gradients",
     "dense gradients",
 )
-"""What memory is counted for, in the order in which it is shown.
+"""Parts of memory, in the order in which reports show them.
 
-ids: local batches of the pipeline, and what is sent and received of them, with lengths.
+ids: local batches of the pipeline, and their ids sent and received, with lengths.
 sorting: buffers of FBGEMM's CUDA backward.
-payloads: buffers of collectives, and what is cast for them.
+payloads: buffers of collectives, and casts for them.
 received outputs: a device's samples, of all tables.
-dense gradients: of replicas, with DDP's buckets, and what their optimizer makes to update them.
+dense gradients: of replicas, with DDP's buckets, and scratch of their optimizer.
 """
 
 STATE_BYTES = {name: (x.state_bytes("cell"), x.state_bytes("row")) for name, x in OPTIMIZERS.items()}
@@ -58,7 +57,7 @@ STATE_BYTES = {name: (x.state_bytes("cell"), x.state_bytes("row")) for name, x i
 Source: momentum1 and momentum2 in FBGEMM's split_table_batched_embeddings_ops_training.py.
 """
 CACHED_ROW_BYTES = 16
-"""Bytes a cached row beside its weights: its id and its last batch, 8 each (lxu_cache_state and lxu_state in
+"""Bytes of a cached row other than its weights: its id and its last batch, 8 each (lxu_cache_state and lxu_state in
 FBGEMM's split_table_batched_embeddings_ops_training.py)."""
 CACHE_SET_ROWS = 32
 """Rows of a set of the cache, which has whole sets (DEFAULT_ASSOC, in the same file)."""
@@ -69,10 +68,10 @@ MAPPED_ROW_BYTES = 4
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What one device needs.
+    """Peak memory of one device.
 
-    phase: the one of `phases_of` that takes most.
-    parts: bytes of each of PARTS then, 0 included.
+    phase: name of the largest phase.
+    parts: bytes of each of PARTS in it, 0 included.
     """
 
     phase: str
@@ -83,31 +82,31 @@ class DeviceMemory:
         return sum(self.parts.values())
 
 
-# --- amounts ----------------------------------------------------------------------------------------------
+# --- resident bytes ----------------------------------------------------------------------------------------------
 
 
 def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int, int]:
     """Bytes of a shard's weights in device memory, and of its optimizer's state there.
 
-    Weights are with their cache, and with what maps ids to rows.
+    Weights include their cache, and the map from ids to rows.
     """
     table, (a_cell, a_row) = shard.table, STATE_BYTES[problem.optimizer]
     collision = table.managed_collision or _NO_COLLISION
     mapped = MAPPED_ROW_BYTES * _is_cached(table) + collision.row_bytes
     seen = problem.global_batch * table.looked_up * collision.lookup_bytes
-    beside = math.ceil(shard.rows * mapped + (seen and seen * access_share(shard)))
+    mapping = math.ceil(shard.rows * mapped + (seen and seen * access_share(shard)))
     if table.in_host_memory:
         a_cached = shard.width * PRECISION_BYTES[table.precision] + cached_row_bytes(table, problem)
-        return table.cached(shard.rows) * a_cached + beside, shard.rows * a_row
+        return table.cached(shard.rows) * a_cached + mapping, shard.rows * a_row
     if layout.dense_gradient:
         # Torch's optimizers keep state of the weights' type.
         dense, each = DENSE_OPTIMIZERS[problem.replica_optimizer], PRECISION_BYTES[table.precision]
         a_cell, a_row = dense.state_bytes("cell", each), dense.state_bytes("row", each)
-    return shard.bytes + beside, shard.rows * (shard.width * a_cell + a_row)
+    return shard.bytes + mapping, shard.rows * (shard.width * a_cell + a_row)
 
 
 def cached_row_bytes(table: Table, problem: Problem) -> int:
-    """Bytes of a cached row beside its weights, had the device all tables of its op."""
+    """Bytes of a cached row other than its weights, if the device had all tables of its op."""
     widest = problem.cache_widths.get((table.collection, table.sequence, table.precision), 0)
     return CACHED_ROW_BYTES + max(0, widest - table.dim) * PRECISION_BYTES[table.precision]
 
@@ -124,39 +123,40 @@ def host_bytes(shard: Shard, problem: Problem) -> int:
 
 
 def held_bytes(problem: Problem) -> list[int]:
-    """[D] bytes that embeddings may take, their inputs and outputs included: all but what is reserved."""
+    """[D] bytes that embeddings may take, with their inputs and outputs: memory less the reserve."""
     return [d.memory_bytes - problem.constraints.reserved_bytes for d in problem.topology.devices]
 
 
-# --- what a plan takes ------------------------------------------------------------------------------------
+# --- memory of a plan ------------------------------------------------------------------------------------
 
 
 def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
-    """[D] what a plan takes on each device, by part."""
-    local, found = local_amounts(run_batches(merged(plan.placements), problem), problem), []
+    """[D] memory of a plan on each device, by part."""
+    local, devices = local_buffers(run_batches(merged(plan.placements), problem), problem), []
     stages = tuple(run.stages for run in local)
     phases, (names, times) = phases_of(stages), times_of(stages)
     numbers = {run: number for number, run in enumerate(local)}
-    of_all = Counter({(numbers[run], name): n for run in local for name, n in local[run].items()})
+    of_all: defaultdict[tuple[int, str], float] = defaultdict(float)
+    of_all |= {(numbers[run], name): n for run in local for name, n in local[run].items()}
     of_devices = _held(plan, problem)
     caches = Caches.of(pair for held in of_devices for pair in held)
     for held in of_devices:
         resident = [resident_bytes(layout, shard, problem) for layout, shard in ticking(held)]
-        amounts = of_all.copy()
+        buffers = of_all.copy()
         of_runs: dict[Layout, list[Shard]] = defaultdict(list)
         for layout, shard in held:
             of_runs[layout].append(shard)
         for layout, shards in of_runs.items():
-            for name, n in shard_amounts(layout, shards, problem).items():
-                amounts[numbers[layout], name] += n
-        phase = phases[int(np.argmax(np.array([amounts[name] for name in names]) @ times))]
-        parts = dict.fromkeys(PARTS, 0.0)
+            for name, n in shard_buffers(layout, shards, problem).items():
+                buffers[numbers[layout], name] += n
+        phase = phases[int(np.argmax(np.array([buffers[name] for name in names]) @ times))]
+        parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         parts["weights"], parts["optimizer state"] = (sum(n) for n in zip((0, 0), *resident, strict=True))
-        parts["weights"] += caches.padding(caches.total(held, problem)) if len(caches) else 0
+        parts["weights"] += float(caches.padding(caches.total(held, problem))) if len(caches) else 0.0
         for (part, run, name), n in phase.alive.items():
-            parts[part] += n * amounts[run, name]
-        found.append(DeviceMemory(phase.name, _whole(parts)))
-    return found
+            parts[part] += n * buffers[run, name]
+        devices.append(DeviceMemory(phase.name, _whole(parts)))
+    return devices
 
 
 def _whole(parts: Mapping[str, float]) -> dict[str, int]:
@@ -246,7 +246,7 @@ def _held(plan: Plan, problem: Problem) -> list[list[tuple[Layout, Shard]]]:
 def require_fits(plan: Plan, problem: Problem) -> list[int]:
     """[D] `used_bytes` of a plan. Raises Overfull, naming the device that has most too much.
 
-    A device without a shard is not asked: a reserve larger than its memory keeps it out. Raises Infeasible
+    A device without a shard is not checked: a reserve larger than its memory keeps it out. Raises Infeasible
     for a host whose memory does not hold the rows of its devices.
     """
     used, may_hold = used_bytes(plan, problem), held_bytes(problem)
@@ -267,7 +267,7 @@ def require_fits(plan: Plan, problem: Problem) -> list[int]:
 
 
 def fits(plan: Plan, problem: Problem) -> bool:
-    """Whether `require_fits` takes a plan."""
+    """Tell if `require_fits` accepts a plan."""
     try:
         require_fits(plan, problem)
     except Infeasible:

@@ -1,11 +1,10 @@
 """The memory of devices as sums over shards, so that searches keep it exactly while shards come and go.
 
-The memory timeline (memory_timeline.py) is linear. In each phase a device holds its shards' resident bytes,
-and
+The memory timeline (memory_timeline.py) is linear. In each phase a device holds its shards' resident bytes, and
 multiples of a few sums over its shards: ids that arrived, outputs (or gradients of replicas), and lookups.
-The largest phase counts. What a device has of the local batch is the same on all devices.
+The largest phase counts. Buffers for the local batch are the same on all devices.
 
-Shapes: D devices, R runs, P phases, T turns (stages of a step). F sums of a shard, see `Sums`.
+Shapes: D devices, R runs, P phases, T stages of a step. F sums of a shard, see `Sums`.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from shardcore.step.output_bytes import output_bytes
 from shardcore.step.shard_memory import (
     RunBatch,
     bucketized_bytes,
-    local_amounts,
-    outputs_amounts,
+    exchange_buffers,
+    local_buffers,
+    output_buffers,
     run_batches,
     sorting_bytes,
-    travelling,
 )
 
 OF_OP = 1024.0
-"""Bytes as which a feature or an id counts that is too many in an op."""
+"""Bytes that stand for a feature or an id beyond what an op may have."""
 
 
 class Sums(NamedTuple):
     """A shard's contribution to a device's sums.
 
     resident: bytes of weights, optimizer state, ids while they wait, and a replica's gradient. Always there.
-    arrived: bytes of ids that the device receives. They are there once more when they arrive.
+    arrived: bytes of ids that the device receives. A second copy exists when they arrive.
     entered: bytes of outputs, or of a replica's gradient. They enter collectives.
     lookups: in a step.
     features: with pooled outputs.
@@ -77,14 +76,14 @@ def sums_of(run: Layout, shard: Shard, problem: Problem) -> Sums:
 
 @dataclass(frozen=True, eq=False)
 class Account:
-    """The memory of plans whose runs, and whose local batch, are the same.
+    """Memory of plans with the same runs and the same local batch.
 
     runs: [R] in the order in which TorchRec runs them.
     base: [P] bytes of a local batch.
     coefficients: [R, F, P] bytes in a phase for each of a run's sums.
     limits: [D, P] bytes that a device may have, with its local batch.
-    phases: the first so many of P are phases. The others are lookups and features of each run's op, which
-      FBGEMM limits. They are there only where there may be too many.
+    phases: number of the first columns of P that are phases. Others are lookups and features of each run's op,
+      which FBGEMM limits. They exist only where a plan may have too many.
     """
 
     problem: Problem
@@ -98,15 +97,15 @@ class Account:
     def of(cls, batches: Mapping[Layout, RunBatch], problem: Problem) -> Account:
         """The account of plans with these runs.
 
-        batches: what each has of a local batch, in the order of runs.
+        batches: share of each run in a local batch, in the order of runs.
         """
         keys = tuple(run.stages for run in batches)
         names, times = needed_times(keys)
         rows = {name: i for i, name in enumerate(names)}
         base = np.zeros(times.shape[1])
         coefficients = np.zeros((len(keys), len(Sums._fields), len(base)))
-        for r, (run, amounts) in enumerate(local_amounts(batches, problem).items()):
-            base += sum(n * times[rows[r, name]] for name, n in amounts.items() if (r, name) in rows)
+        for r, (run, buffers) in enumerate(local_buffers(batches, problem).items()):
+            base += sum(n * times[rows[r, name]] for name, n in buffers.items() if (r, name) in rows)
             coefficients[r, 0] = 1.0
             for f, unit in enumerate(_units(run, problem), start=1):
                 coefficients[r, f] = sum(
@@ -185,13 +184,13 @@ def account_of(placements: Iterable[Placement], problem: Problem) -> Account:
 
 
 @dataclass(frozen=True, eq=False)
-class Turns:
-    """Memory of runs in their turns, for searches in which runs come and go (anneal/compiled/memory.py).
+class StageCoefficients:
+    """Coefficients of runs' memory, for searches in which runs come and go (anneal/compiled/memory.py).
 
-    Slots of a turn: before it, after it, in the first phase of the next run's turn, and its own phases.
+    Slots of a stage are the fields of memory_timeline.StageBuffers: before, after, freed_late, and each phase.
 
-    sums: [R, T, slots, 2] multiples of what entered, and of lookups.
-    batch: [R, T, slots, 6] multiples of what a run has of a local batch: its outputs; these if it is cut, if
+    sums: [R, T, slots, 2] multiples of bytes that entered, and of lookups.
+    batch: [R, T, slots, 6] multiples of a run's bytes for a local batch: its outputs; these if it is cut, if
       outputs of several runs are joined, and if either; its gradient; and that if it is not cut.
     phases: [R, T] number of phases.
     most: [R, 2] the largest of the multiples `sums`.
@@ -203,16 +202,17 @@ class Turns:
     most: np.ndarray
 
     @classmethod
-    def of(cls, runs: Sequence[Layout], problem: Problem) -> Turns:
+    def of(cls, runs: Sequence[Layout], problem: Problem) -> StageCoefficients:
         stages = [run.stages for run in runs]
-        n_phases = np.array([[len(turn.phases) for turn in of] for of in stages], dtype=np.int64)
+        n_phases = np.array([[len(buffers.phases) for buffers in of] for of in stages], dtype=np.int64)
         n_slots = 3 + int(n_phases.max())
         sums, batch = (np.zeros((len(runs), 4, n_slots, n)) for n in (2, 6))
         local = _local_units(problem)
         for r, run in enumerate(runs):
             _, entered, sorting = _units(run, problem)
-            for t, turn in enumerate(stages[r]):
-                for slot, alive in enumerate((turn.before, turn.after, turn.lingers, *turn.phases.values())):
+            for t, held in enumerate(stages[r]):
+                slots = (held.before, held.after, held.freed_late, *held.phases.values())
+                for slot, alive in enumerate(slots):
                     for name, n in ((name, n) for of in alive.values() for name, n in of.items()):
                         sums[r, t, slot] += n * np.array([entered.get(name, 0), sorting.get(name, 0)])
                         batch[r, t, slot] += n * local.get(name, np.zeros(6))
@@ -222,9 +222,9 @@ class Turns:
 
 
 def _local_units(problem: Problem) -> dict[str, np.ndarray]:
-    """Each amount of a run's outputs for a local batch, as multiples of what `Turns.batch` names."""
+    """[6] multiples of the bytes in `StageCoefficients.batch`, for each buffer of a run's outputs."""
     outputs, cut, together, either, gradient, uncut = np.eye(6)
-    plain, joined = (outputs_amounts(1.0, problem, False, together) for together in (False, True))
+    plain, joined = (output_buffers(1.0, problem, False, together) for together in (False, True))
     units = {name: n * outputs for name, n in plain.items()}
     return units | {
         "cut": cut,
@@ -238,10 +238,10 @@ def _local_units(problem: Problem) -> dict[str, np.ndarray]:
 
 
 def _units(run: Layout, problem: Problem) -> tuple[dict[str, float], ...]:
-    """The amounts of a byte that arrived, of one that entered, and of a lookup."""
+    """Bytes of each buffer for a byte that arrived, for one that entered, and for a lookup."""
     if run.local_batch:
         return {}, {"dense": 1.0}, {}
     entered: dict[str, float] = {}
     for channel, entering in run.channels.items():
-        entered |= travelling(channel.name, entering(0, 1.0, problem), problem.job)
+        entered |= exchange_buffers(channel.name, entering(0, 1.0, problem), problem.job)
     return {"arrived": 1.0}, entered, {"sorting": float(sorting_bytes(problem))}

@@ -1,10 +1,19 @@
-"""What of a device's memory is alive in each phase of a training step, as TorchRec runs it.
+"""Memory timeline of a training step: the buffers of a device that are alive in each phase.
 
-Read from the live tensors of TorchRec's CPU processes (bench/memory.py), and from its comm_ops.py. Gloo
-gathers in a buffer of its own, which its thread frees when it is done. It counts until it is waited for.
+Source: live tensors of TorchRec's CPU processes (tests/torchrec/peaks.py), and its
+comm_ops.py. Gloo gathers in a buffer
+that its thread frees when it is done. That buffer counts until it is waited for.
 
-Runs have turns in four stages (step/turns.py). So in a turn, some runs had theirs and others did not. What
-they hold then is in the rows of collectives (step/collectives.py).
+A run is a kind's op and exchange (`kinds.run_of`). TorchRec takes runs in the order of the first table of each, in
+four stages:
+
+1. Each run looks up, and sends outputs.
+2. Each run waits for outputs.
+3. Autograd goes back from the last run to the first. Each sends gradients.
+4. In the same order, each run waits for gradients, and updates its rows.
+
+Rows of collectives list the buffers of a run in a stage (step/collectives.py). Here runs are put together: within a
+stage, some runs are done and others have not begun.
 """
 
 from __future__ import annotations
@@ -16,7 +25,63 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardcore.step.turns import Alive, Stages
+Alive = Mapping[str, Mapping[str, int]]
+"""part (memory.PARTS) -> buffer -> how many of it are alive.
+
+Buffers of a run on a device:
+
+- arrived: ids of a global batch that it receives.
+- a collective and its group: outputs that enter it. There, back: as they travel, and their gradients.
+- cast, clamped: copies by TorchRec's codec, in the number type that travels and before. 0 for FP32.
+  decoded, recast: the same of gradients: FP32, and the type that travels.
+- sorting: scratch in which backward sorts.
+- dense: a replica's gradient.
+
+Buffers of a run for the local batch. A plan decides them, and they are the same on all devices:
+
+- permuted: ids in the order of the plan. A table cut by columns has several copies. TorchRec does not copy a batch
+  whose features are in that order already. It counts nevertheless, for its order is not known.
+- bucketized: ids of tables whose rows are divided. Of sequences, also the place of each id.
+- local: outputs. There, back, cast, clamped, decoded, recast: as above.
+- copied: outputs as they travel back, unless they are the whole of a tensor.
+- together: outputs, if those of several runs are joined to one tensor.
+- joined: outputs, if columns of tables, or outputs of several runs, have to be joined.
+- cut: outputs, if columns of tables have to be joined.
+- gradient: gradient of all outputs of its collection, if this run is the last that needs it. Uncut: the same, if
+  none of its columns are cut. Else they are copied before.
+
+Others, which count for the first run: batch (ids of the local batch), and scratch (tensors by which the dense
+optimizer updates the largest replica).
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class StageBuffers:
+    """Buffers of a run in one stage.
+
+    before: from the start of the stage until the run begins.
+    phases: in each of the run's phases.
+    freed_late: only in the first phase of the next run, in addition to `after`.
+    after: from the run's last phase until the end of the stage.
+    """
+
+    before: Alive
+    phases: Mapping[str, Alive]
+    freed_late: Alive
+    after: Alive
+
+
+Stages = tuple[StageBuffers, ...]
+"""Buffers of a run in the four stages."""
+
+
+def stage_buffers(
+    before: Alive | None = None, after: Alive | None = None, freed_late: Alive | None = None, **phases: Alive
+) -> StageBuffers:
+    """Buffers of a stage. Names of phases have underscores for spaces."""
+    named = {name.replace("_", " "): alive for name, alive in phases.items()}
+    return StageBuffers(before or {}, named, freed_late or {}, after or {})
+
 
 BATCHES = 3
 """Local batches that TrainPipelineSparseDist holds: in compute, in input distribution, being copied."""
@@ -24,75 +89,80 @@ BATCHES = 3
 IDS_ALIVE = 2
 """Batches whose ids are in the order of the plan, in buckets and on their devices at once."""
 
-_IDLE: Alive = {
+_ALWAYS: Alive = {
     "ids": {"batch": BATCHES, **dict.fromkeys(("permuted", "bucketized", "arrived"), IDS_ALIVE)},
     "dense gradients": {"dense": 1},
 }
-"""Of a run whenever it is nothing else: ids, and DDP's buckets."""
+"""Buffers of a run in all phases: ids, and DDP's buckets."""
 
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """A phase of a step. alive: (part, run, amount) -> how many are alive. Runs by their number."""
+    """A phase of a step. alive: (part, number of the run, buffer) -> how many are alive."""
 
     name: str
     alive: Mapping[tuple[str, int, str], int]
 
 
-def _sum(each: Iterable[tuple[int, Alive]]) -> dict[tuple[str, int, str], int]:
-    found: Counter[tuple[str, int, str]] = Counter()
-    for run, alive in each:
-        for part, amounts in alive.items():
-            for amount, n in amounts.items():
-                found[part, run, amount] += n
-    return found
+def _phase(name: str, *buffers: Iterable[tuple[int, Alive]]) -> Phase:
+    """A phase with some buffers of runs, by their numbers."""
+    alive: Counter[tuple[str, int, str]] = Counter()
+    for run, of_run in (pair for pairs in buffers for pair in pairs):
+        for part, counts in of_run.items():
+            for buffer, n in counts.items():
+                alive[part, run, buffer] += n
+    return Phase(name, alive)
 
 
 @lru_cache(maxsize=256)
 def phases_of(stages: tuple[Stages, ...]) -> tuple[Phase, ...]:
     """The phases of a step, in the order of TorchRec. stages: of each run."""
     runs = range(len(stages))
-    idle = [(run, _IDLE) for run in runs]
+
+    def on_all(part: str, buffer: str) -> list[tuple[int, Alive]]:
+        return [(run, {part: {buffer: 1}}) for run in runs]
+
+    always = [(run, _ALWAYS) for run in runs]
     # The last batch's ids live until the next lookup. The new ones are permuted on arrival.
-    found = [Phase("ids arrive", _sum([*idle, *((run, {"ids": {"arrived": 1}}) for run in runs)]))]
+    phases = [_phase("ids arrive", always, on_all("ids", "arrived"))]
     for stage in range(4):
-        turns = [of_run[stage] for of_run in stages]
-        held, lingering = [turn.before for turn in turns], []
+        buffers = [of_run[stage] for of_run in stages]
+        held = [of_run.before for of_run in buffers]
+        freed_late: list[tuple[int, Alive]] = []
         if stage == 2:  # outputs in one tensor, and its gradient
-            received = [*idle, *((run, {"received outputs": {"local": 1}}) for run in runs)]
-            found += [
-                Phase(
-                    "outputs joined",
-                    _sum([*received, *((run, {"received outputs": {"together": 1}}) for run in runs)]),
-                ),
-                Phase("dense part", _sum([*received, *enumerate(held)])),
+            received = on_all("received outputs", "local")
+            joined = on_all("received outputs", "together")
+            phases += [
+                _phase("outputs joined", always, received, joined),
+                _phase("dense part", always, received, enumerate(held)),
             ]
         for run in reversed(runs) if stage > 1 else runs:
             held[run] = {}
-            for name, alive in turns[run].phases.items():
-                found.append(Phase(name, _sum([*idle, *enumerate(held), *lingering, (run, alive)])))
-                lingering = []
-            held[run], lingering = turns[run].after, [(run, turns[run].lingers)]
+            for name, alive in buffers[run].phases.items():
+                phases.append(_phase(name, always, enumerate(held), freed_late, [(run, alive)]))
+                freed_late = []
+            held[run], freed_late = buffers[run].after, [(run, buffers[run].freed_late)]
     # A dense optimizer updates one table after another. Gradients are in DDP's buckets only.
-    return (*found, Phase("dense update", _sum([*idle, (0, {"dense gradients": {"stepped": 1}})])))
+    phases.append(_phase("dense update", always, [(0, {"dense gradients": {"scratch": 1}})]))
+    return tuple(phases)
 
 
 @lru_cache(maxsize=256)
 def times_of(stages: tuple[Stages, ...]) -> tuple[tuple[tuple[int, str], ...], np.ndarray]:
-    """(run, amount) that count, and [amounts, phases] how many are alive, all parts together."""
-    found = phases_of(stages)
-    amounts = tuple(dict.fromkeys((run, amount) for phase in found for _, run, amount in phase.alive))
-    rows, times = {amount: row for row, amount in enumerate(amounts)}, np.zeros((len(amounts), len(found)))
-    for column, phase in enumerate(found):
-        for (_, run, amount), n in phase.alive.items():
-            times[rows[run, amount], column] += n
-    return amounts, times
+    """(run, buffer) that count, and [buffers, phases] how many are alive, all parts together."""
+    phases = phases_of(stages)
+    buffers = tuple(dict.fromkeys((run, buffer) for phase in phases for _, run, buffer in phase.alive))
+    rows, times = {buffer: row for row, buffer in enumerate(buffers)}, np.zeros((len(buffers), len(phases)))
+    for column, phase in enumerate(phases):
+        for (_, run, buffer), n in phase.alive.items():
+            times[rows[run, buffer], column] += n
+    return buffers, times
 
 
 @lru_cache(maxsize=256)
 def needed_times(stages: tuple[Stages, ...]) -> tuple[tuple[tuple[int, str], ...], np.ndarray]:
-    """`times_of` without phases in which nothing is alive that is not in another, too."""
-    amounts, times = times_of(stages)
+    """`times_of` without phases that are nowhere above another: they are never the peak."""
+    buffers, times = times_of(stages)
     times = np.unique(times, axis=1)
     less = (times[:, :, None] <= times[:, None, :]).all(0)
-    return amounts, times[:, less.sum(1) == 1]
+    return buffers, times[:, less.sum(1) == 1]

@@ -1,4 +1,4 @@
-"""Bytes of the amounts that a training step has: of a shard, and of a local batch (see step.turns.Alive)."""
+"""Bytes of the buffers of a training step: of a shard, and of a local batch (see memory_timeline.Alive)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ sums. 12 for the radix sort's second copy. Source: transpose_embedding_input in 
 """
 
 
-def shard_amounts(layout: Layout, shards: Sequence[Shard], problem: Problem) -> dict[str, float]:
-    """Bytes of each amount of some shards together. Names as in step.turns.Alive."""
+def shard_buffers(layout: Layout, shards: Sequence[Shard], problem: Problem) -> dict[str, float]:
+    """Bytes of each buffer of some shards together, by the names in memory_timeline.Alive."""
     n_bytes = sum(s.bytes for s in shards)
     if layout.local_batch:
         return {"dense": n_bytes * layout.dense_gradient}
@@ -31,13 +31,16 @@ def shard_amounts(layout: Layout, shards: Sequence[Shard], problem: Problem) -> 
     outputs = sum(output_bytes(s, problem.global_batch) for s in shards)
     found: dict[str, float] = {}
     for channel, entering in layout.channels.items():
-        found |= travelling(channel.name, entering(n_bytes, outputs, problem), problem.job)
+        found |= exchange_buffers(channel.name, entering(n_bytes, outputs, problem), problem.job)
     arrived = sum(received_bytes(s, problem) for s in shards)
     return found | {"arrived": arrived, "sorting": lookups * sorting_bytes(problem)}
 
 
-def travelling(name: str, n_bytes: float, job: Job, received: bool = False) -> dict[str, float]:
-    """An amount, as it travels, and its casts. received: whether it arrives, and gradients leave."""
+def exchange_buffers(name: str, n_bytes: float, job: Job, received: bool = False) -> dict[str, float]:
+    """Bytes of a buffer that enters an exchange, of it as it travels, and of its casts.
+
+    received: True if it arrives, and its gradients leave.
+    """
     there, back = (PAYLOADS[p] / OUTPUT_BYTES for p in (job.forward_payload, job.backward_payload))
     leaves, arrives = (back, there) if received else (there, back)
     return {
@@ -53,19 +56,19 @@ def travelling(name: str, n_bytes: float, job: Job, received: bool = False) -> d
 
 @dataclass(frozen=True)
 class RunBatch:
-    """A run's share of a local batch. It is the same on all devices.
+    """Share of a run in a local batch. It is the same on all devices.
 
     outputs: bytes of its outputs.
-    cut: whether some of its tables are cut by columns.
+    cut: True if some of its tables are cut by columns.
     permuted, bucketized: bytes of its ids in the order of the plan, and in buckets.
-    stepped: bytes that the dense optimizer makes to update the largest replica.
+    scratch: bytes by which the dense optimizer updates the largest replica.
     """
 
     outputs: int
     cut: bool
     permuted: float
     bucketized: float
-    stepped: int
+    scratch: int
 
 
 def run_batches(placements: Iterable[Placement], problem: Problem) -> dict[Layout, RunBatch]:
@@ -73,7 +76,7 @@ def run_batches(placements: Iterable[Placement], problem: Problem) -> dict[Layou
 
     That is the order of their first tables. Collections are in the order of theirs.
 
-    placements: each is a shard by itself, whatever its devices.
+    placements: each counts as one shard, whatever its devices.
     """
     local, numbers = problem.local_batch, table_order(problem)
     runs: dict[Layout, list[Placement]] = {}
@@ -87,13 +90,13 @@ def run_batches(placements: Iterable[Placement], problem: Problem) -> dict[Layou
             any(s.width < s.table.dim for s in shards),
             local * sum(sample_bytes(s.table, problem.job) for s in shards),
             local * sum(bucketized_bytes(s.table, problem.job, ranges) for s in shards) * run.divides_rows,
-            max(stepped_bytes(run, s, problem) for s in shards),
+            max(scratch_bytes(run, s, problem) for s in shards),
         )
     return found
 
 
 def table_order(problem: Problem) -> dict[str, tuple[int, int]]:
-    """The place of each table's run among runs: that of the first table of its collection, and its own."""
+    """Sort key of each table's run: places of the first table of its collection, and of the table."""
     of_collection: dict[tuple[str, bool], int] = {}
     return {
         table.name: (of_collection.setdefault((table.collection, table.sequence), number), number)
@@ -101,15 +104,15 @@ def table_order(problem: Problem) -> dict[str, tuple[int, int]]:
     }
 
 
-def local_amounts(batches: Mapping[Layout, RunBatch], problem: Problem) -> dict[Layout, dict[str, float]]:
-    """Bytes of each amount of a local batch, run by run, in the order of the runs."""
+def local_buffers(batches: Mapping[Layout, RunBatch], problem: Problem) -> dict[Layout, dict[str, float]]:
+    """Bytes of each buffer of a local batch, run by run, in the order of the runs."""
     collections: dict[tuple[str, bool], list[int]] = {}
     for run, batch in batches.items():
         collections.setdefault((run.collection, run.sequence), []).append(batch.outputs)
     found, last = {}, _last_to_need_gradients(batches)
     for run, batch in batches.items():
         joined = collections[run.collection, run.sequence]
-        found[run] = outputs_amounts(
+        found[run] = output_buffers(
             batch.outputs, problem, batch.cut, batch.cut if run.sequence else len(joined) > 1
         )
         if run.sequence or run in last:
@@ -118,20 +121,20 @@ def local_amounts(batches: Mapping[Layout, RunBatch], problem: Problem) -> dict[
         found[run]["permuted"], found[run]["bucketized"] = batch.permuted, batch.bucketized
     first = next(iter(found.values()))
     first["batch"] = batch_bytes(problem)
-    first["stepped"] = max(batch.stepped for batch in batches.values())
+    first["scratch"] = max(batch.scratch for batch in batches.values())
     return found
 
 
 def bucketized_bytes(table: Table, job: Job, ranges: int) -> float:
     """Bytes of a sample's ids in buckets, one for each range of rows, with their lengths.
 
-    Of a sequence TorchRec keeps also where each id was (unbucketize_permute_tensor), to put its outputs back.
+    For a sequence TorchRec also keeps the place of each id (unbucketize_permute_tensor), to order its outputs.
     """
     return sample_bytes(table, job, ranges=ranges) + table.sequence * table.looked_up * job.id_bytes
 
 
 def _last_to_need_gradients(runs: Iterable[Layout]) -> set[Layout]:
-    """Of each collection the run that is last in backward. Replicas' are after all that is exchanged."""
+    """The last run in backward of each collection. Those of replicas come after all exchanges."""
     last: dict[tuple[str, bool], Layout] = {}
     for run in runs:
         key = run.collection, run.sequence
@@ -140,9 +143,9 @@ def _last_to_need_gradients(runs: Iterable[Layout]) -> set[Layout]:
     return set(last.values())
 
 
-def outputs_amounts(outputs: float, problem: Problem, cut: bool, together: bool) -> dict[str, float]:
-    """Amounts of a local batch's outputs of a run."""
-    found = travelling("local", outputs, problem.job, received=True)
+def output_buffers(outputs: float, problem: Problem, cut: bool, together: bool) -> dict[str, float]:
+    """Bytes of the buffers of a run's outputs for a local batch."""
+    found = exchange_buffers("local", outputs, problem.job, received=True)
     copied = found["local back"] * (together or found["local back"] < outputs)
     return found | {
         "local copied": copied,
@@ -158,9 +161,9 @@ def batch_bytes(problem: Problem) -> float:
 
 
 def sorting_bytes(problem: Problem) -> int:
-    """Bytes a lookup. Hardware that is not named counts as a GPU."""
-    return 0 if (problem.topology.hardware or "").startswith("cpu") else SORTING_BYTES
+    """Scratch bytes of a lookup in backward. 0 on CPUs."""
+    return 0 if problem.topology.on_cpu else SORTING_BYTES
 
 
-def stepped_bytes(layout: Layout, shard: Shard, problem: Problem) -> int:
+def scratch_bytes(layout: Layout, shard: Shard, problem: Problem) -> int:
     return shard.bytes * layout.dense_gradient * DENSE_OPTIMIZERS[problem.replica_optimizer].scratch

@@ -1,6 +1,7 @@
-"""TorchRec's ParameterConstraints as constraints and tables of ours, table by table.
+"""TorchRec's ParameterConstraints as constraints and tables of ours.
 
-They go by a table's name in its collection, `theirs` by ours.
+A job gives them by a table's name in its collection. `by_our_names` checks them, and all others take them by
+our names of tables, as `theirs`, the model's tables.
 """
 
 from __future__ import annotations
@@ -10,24 +11,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from numbers import Real
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.tiers import BELOW, TIERS
 from shardcore.core.topology import Topology
-from shardcore.core.types import Placement, Plan, Table
+from shardcore.core.types import Plan, Table
 from shardcore.core.validation import require_type, shown
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, layout_of, layout_of_torchrec
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Layout, layout_of
 from shardcore.torchrec import fields
-from shardcore.torchrec.modules import ModelTable
+from shardcore.torchrec.modules import ModelTable, few
+from shardcore.torchrec.plan_files import modules_of
 from shardcore.torchrec.sharding_plan import sharded
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner import ParameterConstraints
     from torchrec.distributed.types import ShardingPlan
 
-    Asked = Mapping[str, ParameterConstraints]
+    ByName = Mapping[str, ParameterConstraints]
     Tables = Mapping[str, ModelTable]
 
 REPLICAS = tuple(layout.name for layout in LAYOUTS.values() if layout.dense_gradient)
@@ -40,17 +42,21 @@ KERNELS = {
 }
 """Kernels with rows below device memory: the tier that has all, and whether a cache has some."""
 CACHED = 0.2
-"""Share of rows in a cache where nobody says. TorchRec's and FBGEMM's default."""
+"""Default share of rows in a cache, TorchRec's and FBGEMM's."""
 NO_KERNELS = {"quant": "runs inference", "virtual": "has no rows to place before its ids come"}
-"""Kernels that no plan has, by a part of their names, and why."""
+"""Kernels that no plan has, by a substring of their names, and why."""
+BY_TYPE = {name: layout for layout in LAYOUTS.values() for name in layout.torchrec}
+"""Our kind of each sharding type of TorchRec."""
+CUTS = {name for layout in LAYOUTS.values() if layout.cuts_columns for name in layout.torchrec[1:]}
+"""TorchRec's sharding types that cut columns."""
 
 
-def require_constraints(asked: Asked | None) -> None:
-    """Raise ShardCoreError for constraints that are none of TorchRec's, and for fields of another type."""
+def require_constraints(constraints: ByName | None) -> None:
+    """Raise ShardCoreError for constraints that are not TorchRec's, and for fields of another type."""
     from torchrec.distributed.planner import ParameterConstraints
 
-    require_type(asked, (Mapping, NoneType), "constraints", "ParameterConstraints by table, or None")
-    for name, c in (asked or {}).items():
+    require_type(constraints, (Mapping, NoneType), "constraints", "ParameterConstraints by table, or None")
+    for name, c in (constraints or {}).items():
         what = f"ParameterConstraints of table {shown(name)}"
         require_type(c, ParameterConstraints, f"constraints of table {shown(name)}", "ParameterConstraints")
         for field, kind, right in (
@@ -59,161 +65,159 @@ def require_constraints(asked: Asked | None) -> None:
             ("pooling_factors", Real, "a list of numbers, one for each feature"),
         ):
             value = getattr(c, field)
-            if not (
-                (value is None and kind is str)
-                or (
-                    isinstance(value, Iterable)
-                    and not isinstance(value, str)
-                    and all(isinstance(v, kind) for v in value)
-                )
-            ):
+            if isinstance(value, Iterable) and not isinstance(value, str):
+                right_type = all(isinstance(v, kind) for v in value)
+            else:
+                right_type = value is None and kind is str
+            if not right_type:
                 raise ShardCoreError(f"{what} has {field} {shown(value)}; it needs to be {right}")
         require_type(
             c.min_partition, (int, NoneType), f"{what}: min_partition", "a number of columns, or None"
         )
 
 
-def require_possible(asked: Asked, theirs: Tables, compute_device: str) -> list[str]:
-    """Effects of constraints that a price leaves out, a line each.
+def by_our_names(
+    constraints: ByName, theirs: Tables, compute_device: str
+) -> tuple[dict[str, ParameterConstraints], list[str]]:
+    """The constraints by our names, and a line for each effect that a price leaves out.
 
     Raises ShardCoreError for constraints that no plan of ours can keep, naming table, field and value.
     """
-    from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-
-    of_name, lines = {t.name: t for t in theirs.values()}, []
-    kernels = {kernel.value for kernel in EmbeddingComputeKernel}
-    for name, c in asked.items():
-        what = f"ParameterConstraints of table {name!r}"
-        if name not in of_name:
+    configs, lines = {t.name: t.config for t in theirs.values()}, []
+    for name, c in constraints.items():
+        if name not in configs:
             raise ShardCoreError(
-                f"constraints are for table {name!r}, which the model does not have; it has "
-                f"{', '.join(map(repr, sorted(of_name)[:5]))}{', ...' * (len(of_name) > 5)}"
+                f"constraints are for table {name!r}, which the model does not have; it has {few(sorted(configs))}"
             )
-        values = fields.values_of(c)
-        if set(c.num_poolings or ()) == {1}:  # as if left out
-            del values["num_poolings"]
-        lines += fields.check(type(c), values, what)
-        for kernel in c.compute_kernels or ():
-            if kernel not in kernels:
-                raise ShardCoreError(
-                    f"{what} has compute kernel {kernel!r}; TorchRec's are {', '.join(sorted(kernels))}"
-                )
-            if why := next((why for part, why in NO_KERNELS.items() if part in kernel), None):
-                raise ShardCoreError(
-                    f"{what} has compute_kernels {c.compute_kernels}; {kernel} {why}: leave it out"
-                )
-        for of in c.sharding_types or ():
-            if layout_of_torchrec(of) is None:
-                known = [of for layout in LAYOUTS.values() for of in layout.torchrec]
-                raise ShardCoreError(f"{what} has sharding type {of!r}; known are {', '.join(known)}")
-        if not _asked_kinds(c):
-            raise ShardCoreError(
-                f"{what} has sharding_types {c.sharding_types} and compute_kernels "
-                f"{c.compute_kernels}; 'dense' runs data_parallel tables, and no others"
-            )
+        lines += _checked(c, f"ParameterConstraints of table {name!r}", configs[name].feature_names)
         if c.device_group not in (None, compute_device):
             raise ShardCoreError(
-                f"{what} has device_group {c.device_group!r}; the topology's "
+                f"ParameterConstraints of table {name!r} has device_group {c.device_group!r}; the topology's "
                 f"compute_device is {compute_device!r}, and all tables of a plan live there"
             )
-        features = of_name[name].config.feature_names
-        if c.feature_names is not None and sorted(c.feature_names) != sorted(features):
-            raise ShardCoreError(f"{what} has feature_names {c.feature_names}; the table's are {features}")
+    return {key: constraints[t.name] for key, t in theirs.items() if t.name in constraints}, lines
+
+
+def _checked(c: ParameterConstraints, what: str, features: list[str]) -> list[str]:
+    """Effects that a price leaves out. Raises ShardCoreError for fields that no plan of ours can keep."""
+    from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+
+    values = fields.values_of(c)
+    if set(c.num_poolings or ()) == {1}:  # as if left out
+        del values["num_poolings"]
+    lines = fields.check(type(c), values, what)
+    kernels = {kernel.value for kernel in EmbeddingComputeKernel}
+    for kernel in c.compute_kernels or ():
+        if kernel not in kernels:
+            raise ShardCoreError(
+                f"{what} has compute kernel {kernel!r}; TorchRec's are {', '.join(sorted(kernels))}"
+            )
+        if why := next((why for part, why in NO_KERNELS.items() if part in kernel), None):
+            raise ShardCoreError(
+                f"{what} has compute_kernels {c.compute_kernels}; {kernel} {why}: leave it out"
+            )
+    if unknown := [name for name in c.sharding_types or () if name not in BY_TYPE]:
+        raise ShardCoreError(f"{what} has sharding type {unknown[0]!r}; known are {', '.join(BY_TYPE)}")
+    if not _allowed_kinds(c):
+        raise ShardCoreError(
+            f"{what} has sharding_types {c.sharding_types} and compute_kernels {c.compute_kernels}; 'dense' runs "
+            "data_parallel tables, and no others"
+        )
+    if c.feature_names is not None and sorted(c.feature_names) != sorted(features):
+        raise ShardCoreError(f"{what} has feature_names {c.feature_names}; the table's are {features}")
     return lines
 
 
-def pooling_of(asked: Asked, theirs: Tables) -> dict[str | tuple[str, str], float]:
+def pooling_of(constraints: ByName, theirs: Tables) -> dict[str | tuple[str, str], float]:
     """Lookups by feature and by (table, feature), an entry of pooling_factors each.
 
-    TorchRec's default is one for every feature. It gives way to what another table of the feature states.
+    TorchRec's default is one for every feature. It gives way to the statement of another table.
     """
     pooling: dict[str | tuple[str, str], float] = {}
     for key, table in theirs.items():
-        found, features = asked.get(table.name), table.config.feature_names
-        if found is None:
+        c, features = constraints.get(key), table.config.feature_names
+        if c is None:
             raise ShardCoreError(
                 f"table {table.name!r} has no constraints; it needs ParameterConstraints(pooling_factors=[mean "
                 f"lookups per sample of {', '.join(features)}]), or give the planner `lookups`"
             )
-        by_default = list(found.pooling_factors) == [1.0]
-        factors = found.pooling_factors * len(features) if by_default else found.pooling_factors
-        if len(factors) != len(features):
+        if _has_default_pooling(c):
+            pooling = dict.fromkeys(features, 1.0) | pooling
+            continue
+        if len(c.pooling_factors) != len(features):
             raise ShardCoreError(
-                f"table {table.name!r} has pooling_factors {factors} for its "
-                f"{len(features)} features {', '.join(features)}; it needs one for each"
+                f"table {table.name!r} has pooling_factors {c.pooling_factors} for its {len(features)} features "
+                f"{', '.join(features)}; it needs one for each"
             )
-        stated = dict(zip(features, factors, strict=True))
-        own = {} if by_default else {(key, feature): factor for feature, factor in stated.items()}
-        pooling = stated | pooling if by_default else pooling | stated | own
+        for feature, factor in zip(features, c.pooling_factors, strict=True):
+            pooling[feature] = pooling[key, feature] = factor
     return pooling
 
 
-def default_pooling(asked: Asked, theirs: Tables) -> list[str]:
-    """A line where tables have TorchRec's default of one lookup a sample, which nobody may have meant."""
-    names = [t.name for t in theirs.values() if (c := asked.get(t.name)) and list(c.pooling_factors) == [1.0]]
-    shown = ", ".join(map(repr, names[:5])) + ", ..." * (len(names) > 5)
-    return (
-        [
-            f"tables {shown} are priced with one lookup a sample, for their pooling_factors are [1.0]; that "
-            "is TorchRec's default too"
-        ]
-        if names
-        else []
-    )
+def _has_default_pooling(c: ParameterConstraints) -> bool:
+    return list(c.pooling_factors) == [1.0]
 
 
-def unused_pooling(asked: Asked, theirs: Tables) -> list[str]:
-    """A line where tables state pooling_factors beside lookups, which count instead."""
-    names = [t.name for t in theirs.values() if (c := asked.get(t.name)) and list(c.pooling_factors) != [1.0]]
-    shown = ", ".join(map(repr, names[:5])) + ", ..." * (len(names) > 5)
-    return [f"pooling_factors of tables {shown} are not used: the planner has lookups"] if names else []
+def pooling_notes(constraints: ByName, has_lookups: bool) -> list[str]:
+    """A line on default pooling_factors, which nobody may have meant, or on those that lookups replace."""
+    names = [name for name, c in constraints.items() if _has_default_pooling(c) != has_lookups]
+    if not names:
+        return []
+    if has_lookups:
+        return [f"pooling_factors of tables {few(names)} are not used: the planner has lookups"]
+    return [
+        f"tables {few(names)} are priced with one lookup a sample, for their pooling_factors are [1.0]; that is "
+        "TorchRec's default too"
+    ]
 
 
-# --- what the search may choose -----------------------------------------------------------------------------
+# --- choices of the search ----------------------------------------------------------------------------------
 
 
-_ALL_TYPES = tuple(t for layout in LAYOUTS.values() for t in layout.torchrec)
-CUTS = {t for layout in LAYOUTS.values() if layout.cuts_columns for t in layout.torchrec[1:]}
-"""TorchRec's sharding types that cut columns."""
-
-
-def ours(asked: Asked, theirs: Tables, topology: Topology, compute_device: str) -> Constraints:
+def search_constraints(
+    constraints: ByName, theirs: Tables, topology: Topology, compute_device: str
+) -> Constraints:
     """Constraints of a search: the kinds that may run each table, and the fewest columns of its shards."""
     kinds, widths = {}, {}
-    for name, table in theirs.items():
-        c = asked.get(table.name)
-        found = c and _kinds_of(c, topology, f"ParameterConstraints of table {table.name!r}")
+    for key, table in theirs.items():
+        c = constraints.get(key)
+        allowed = c and _kinds_on(c, topology, f"ParameterConstraints of table {table.name!r}")
         if compute_device == "cpu" and not table.pooled:
             # The dense kernel pools there, so sequences have no replicas.
-            found = tuple(kind for kind in found or LAYOUTS if kind not in REPLICAS) or found
-        if found is not None:
-            kinds[name] = found
+            allowed = tuple(kind for kind in allowed or LAYOUTS if kind not in REPLICAS) or allowed
+        if allowed is not None:
+            kinds[key] = allowed
         if c is None:
             continue
+        # A table that may not be cut by columns keeps all of them.
         types, dim = set(c.sharding_types or ()), table.config.embedding_dim
         if least := dim if types and not types & CUTS else c.min_partition:
-            widths[name] = min(least, dim)
+            widths[key] = min(least, dim)
     return Constraints(kinds=tuple(kinds.items()), min_widths=tuple(widths.items()))
 
 
-def _kinds_of(c: ParameterConstraints, topology: Topology, what: str) -> tuple[str, ...] | None:
-    """Kinds that sharding_types and compute_kernels leave a table, of those on the topology. None: all.
+def _kinds_on(c: ParameterConstraints, topology: Topology, what: str) -> tuple[str, ...] | None:
+    """Kinds on the topology that sharding_types and compute_kernels leave a table. None: all.
 
     what: the constraints, for messages. Raises ShardCoreError if the topology has none of the kinds.
     """
-    kinds = _asked_kinds(c)
-    there = tuple(kind for kind in kinds if _is_on(kind, topology))
-    if not there:
-        able = [t for layout in LAYOUTS.values() if _is_on(layout.name, topology) for t in layout.torchrec]
+    kinds = _allowed_kinds(c)
+    possible = tuple(kind for kind in kinds if _is_on(layout_of(kind), topology))
+    if not possible:
+        able = [name for name, layout in BY_TYPE.items() if _is_on(layout, topology)]
         raise ShardCoreError(
             f"{what} has sharding_types {c.sharding_types}; with {len(topology)} devices in all and "
             f"{len(topology.on_hosts[0])} on a host ShardCore runs a table by {', '.join(able)}"
         )
-    return None if set(kinds) == set(LAYOUTS) else there
+    return None if set(kinds) == set(LAYOUTS) else possible
 
 
-def _asked_kinds(c: ParameterConstraints) -> tuple[str, ...]:
-    kinds = tuple(dict.fromkeys(layout_of_torchrec(t).name for t in c.sharding_types or _ALL_TYPES))
+def _is_on(layout: Layout, topology: Topology) -> bool:
+    return bool(layout.groups(topology)) and (len(topology) > 1 or layout is WHOLE_ROWS)
+
+
+def _allowed_kinds(c: ParameterConstraints) -> tuple[str, ...]:
+    kinds = tuple(dict.fromkeys(BY_TYPE[name].name for name in c.sharding_types or BY_TYPE))
     kernels = set(c.compute_kernels or ())
     if kernels == {"dense"}:
         return tuple(kind for kind in kinds if kind in REPLICAS)
@@ -222,70 +226,77 @@ def _asked_kinds(c: ParameterConstraints) -> tuple[str, ...]:
     return tuple(kind for kind in kinds if replicates or kind not in REPLICAS)
 
 
-def _is_on(kind: str, topology: Topology) -> bool:
-    return bool(layout_of(kind).groups(topology)) and (len(topology) > 1 or kind == WHOLE_ROWS.name)
-
-
 def kernel_of(c: ParameterConstraints) -> str:
     """Kernel of a table that is not replicated. Dense kernels are for replicas."""
     return next((k for k in c.compute_kernels or () if k != "dense"), "fused")
 
 
-def uses_host_memory(asked: Asked) -> bool:
-    return any(kernel_of(c) in KERNELS for c in asked.values())
-
-
-def applied(tables: tuple[Table, ...], asked: Asked, theirs: Tables, topology: Topology) -> tuple[Table, ...]:
+def with_constraints(tables: tuple[Table, ...], constraints: ByName, topology: Topology) -> tuple[Table, ...]:
     """The tables with weights of lookups, and with rows in host memory if the topology gives that."""
-    found = []
+    changed = []
     for table in tables:
-        if c := asked.get(theirs[table.name].name):
+        if c := constraints.get(table.name):
             table = replace(table, weighted=table.weighted or c.is_weighted)
             tier, has_cache = KERNELS.get(kernel_of(c), ("", False))
             if topology.memory_of(tier):
                 given = getattr(c.cache_params, "load_factor", None)
                 share = (CACHED if given is None else given) if has_cache else 0.0
                 table = replace(table, load_factor=share, tier=tier)
-        found.append(table)
-    return tuple(found)
+        changed.append(table)
+    return tuple(changed)
 
 
-def broken(plan: Plan, asked: Asked, theirs: Tables, topology: Topology) -> dict[str, str]:
-    """By table, the sharding type of the plan, where the table's sharding_types do not have it."""
-    placed: dict[str, list[Placement]] = defaultdict(list)
-    for p in plan.placements:
-        placed[p.shard.table.name].append(p)
-    found = {}
-    for name, table in theirs.items():
-        types = getattr(asked.get(table.name), "sharding_types", None)
-        kind = sharded(placed[name], topology).sharding_type
-        if types and kind not in types and _as_cut(kind) not in types:
-            found[name] = kind
-    return found
+# --- the plan's sharding types ------------------------------------------------------------------------------
 
 
-def _as_cut(sharding_type: str) -> str:
-    """The type of a table that is cut by columns, into one part: so a whole one may be written."""
-    layout = layout_of_torchrec(sharding_type)
-    return layout.torchrec_cut if sharding_type == layout.torchrec_whole else sharding_type
+def violations(plan: Plan, constraints: ByName, topology: Topology) -> dict[str, str]:
+    """The sharding type of each table whose sharding_types do not have it, whole or as cut into one part."""
+    placements, violated = plan.by_table(), {}
+    for name, c in constraints.items():
+        written = sharded(placements[name], topology).sharding_type
+        layout = BY_TYPE[written]
+        as_cut = layout.torchrec_cut if written == layout.torchrec_whole else written
+        if c.sharding_types and not {written, as_cut} & set(c.sharding_types):
+            violated[name] = written
+    return violated
 
 
-def as_asked(plan: ShardingPlan, asked: Asked, theirs: Tables) -> list[str]:
+def without(
+    kinds: Mapping[str, tuple[str, ...]], violated: Mapping[str, str], constraints: ByName
+) -> dict[str, tuple[str, ...]]:
+    """Kinds of tables, without those that ran as a type which the constraints do not have.
+
+    Raises ShardCoreError if they leave a table none.
+    """
+    left = dict(kinds)
+    for name, written in violated.items():
+        # Without the kind that ran as the refused type, the search finds another.
+        left[name] = tuple(k for k in kinds[name] if written not in layout_of(k).torchrec)
+        if not left[name]:
+            raise ShardCoreError(
+                f"the plan shards table {name!r} {written}; its constraints have sharding_types "
+                f"{', '.join(constraints[name].sharding_types or ())}: allow it too"
+            )
+    return left
+
+
+def write_allowed_types(plan: ShardingPlan, constraints: ByName, theirs: Tables) -> list[str]:
     """Write whole tables under a type that they may have: as whole, or as cut into one part.
 
-    Others of a collection that may be written as cut, too, join those that have to be: they run as one op.
+    Other tables of a collection that may be written as cut join those that must be: they run as one op.
 
-    Returns a line for each collection where types that were asked for make an op more than is priced.
+    Returns a line for each collection whose sharding_types make one op more than is priced.
     """
     lines = []
     for path in dict.fromkeys(t.path for t in theirs.values() if t.pooled and not t.replica):
         allowed = {
-            t.name: getattr(asked.get(t.name), "sharding_types", None)
-            for t in theirs.values()
+            t.name: constraints[key].sharding_types if key in constraints else None
+            for key, t in theirs.items()
             if t.path == path
         }
-        shardings = plan.plan[path]
-        layouts = {name: layout_of_torchrec(shardings[name].sharding_type) for name in allowed}
+        shardings = modules_of(plan)[path]
+        layouts = {name: BY_TYPE[shardings[name].sharding_type] for name in allowed}
+        # Types of cut tables that some table of the collection has to have.
         as_cut = {
             layouts[name].torchrec_cut
             for name, types in allowed.items()
@@ -298,62 +309,43 @@ def as_asked(plan: ShardingPlan, asked: Asked, theirs: Tables) -> list[str]:
             if types and written not in types:
                 written = whole
             shardings[name] = replace(shardings[name], sharding_type=written)
-        runs = {shardings[name].sharding_type for name in allowed}
+        # Both types in one collection are two ops in TorchRec.
+        written_types = {shardings[name].sharding_type for name in allowed}
         lines += [
             f"module {path!r} runs {layout.torchrec_whole} and {layout.torchrec_cut} tables, for their "
             "sharding_types allow no single one; they are priced as one op"
             for layout in LAYOUTS.values()
-            if layout.cuts_columns and {layout.torchrec_whole, layout.torchrec_cut} <= runs
+            if layout.cuts_columns and {layout.torchrec_whole, layout.torchrec_cut} <= written_types
         ]
     return lines
 
 
-def without(
-    kinds: Mapping[str, tuple[str, ...]], refused: Mapping[str, str], asked: Asked, theirs: Tables
-) -> dict[str, tuple[str, ...]]:
-    """Kinds of tables, without those that ran as a type that was not asked for.
-
-    Raises ShardCoreError if they leave a table none.
-    """
-    left = dict(kinds)
-    for name, found in refused.items():
-        left[name] = tuple(k for k in kinds[name] if found not in layout_of(k).torchrec)
-        if not left[name]:
-            types = asked[theirs[name].name].sharding_types
-            raise ShardCoreError(
-                f"the plan shards table {name!r} {found}; its constraints have "
-                f"sharding_types {', '.join(types)}: allow it too"
-            )
-    return left
-
-
 def require_no_grid(plan: ShardingPlan) -> None:
-    """Raise ShardCoreError for a table that runs as grid_shard: TorchRec has it not for VBE."""
-    for path, module in plan.plan.items():
+    """Raise ShardCoreError for a table that runs as grid_shard, which TorchRec does not have for VBE."""
+    for path, module in modules_of(plan).items():
         for name, sharding in module.items():
             if sharding.sharding_type == "grid_shard":
                 raise ShardCoreError(
-                    f"table {name!r} of module {path!r} runs grid_shard, for its "
-                    "sharding_types allow no other, and its batches have sizes of their own "
-                    "(VBE), which TorchRec's grid_shard does not take: allow another type"
+                    f"table {name!r} of module {path!r} runs grid_shard, for its sharding_types allow no other, "
+                    "and its batches have sizes of their own (VBE), which TorchRec's grid_shard does not take: "
+                    "allow another type"
                 )
 
 
-def settings_of(asked: Asked, theirs: Tables) -> ShardingPlan:
+def settings_of(constraints: ByName, theirs: Tables) -> ShardingPlan:
     """The constraints' kernel settings, in the form of a plan."""
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
-    modules: dict[str, Any] = {}
-    for table in theirs.values():
-        if c := asked.get(table.name):
-            modules.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = ParameterSharding(
-                "",
-                kernel_of(c),
-                cache_params=c.cache_params,
-                enforce_hbm=c.enforce_hbm,
-                stochastic_rounding=c.stochastic_rounding,
-                bounds_check_mode=c.bounds_check_mode,
-                output_dtype=c.output_dtype,
-                key_value_params=c.key_value_params,
-            )
-    return ShardingPlan(modules)
+    modules: dict[str, EmbeddingModuleShardingPlan] = defaultdict(EmbeddingModuleShardingPlan)
+    for key, c in constraints.items():
+        modules[theirs[key].path][theirs[key].name] = ParameterSharding(
+            "",
+            kernel_of(c),
+            cache_params=c.cache_params,
+            enforce_hbm=c.enforce_hbm,
+            stochastic_rounding=c.stochastic_rounding,
+            bounds_check_mode=c.bounds_check_mode,
+            output_dtype=c.output_dtype,
+            key_value_params=c.key_value_params,
+        )
+    return ShardingPlan({**modules})

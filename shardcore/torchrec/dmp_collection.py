@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
-from shardcore.core.validation import MOST_DEVICES, require, require_within, shown
-from shardcore.io import files, schema, writing
+from shardcore.core.validation import MOST_DEVICES, require, require_within
+from shardcore.io import schema, writing
+from shardcore.io.envelope import document, open_document, seal, unseal
 from shardcore.step.sharding_groups import CONTIGUOUS, MOST_SYNC_EVERY, GroupedPlan, per_host
 from shardcore.torchrec import fields
 from shardcore.torchrec.plan_files import from_json, to_json
@@ -28,7 +29,7 @@ from shardcore.torchrec.sharding_plan import to_torchrec
 if TYPE_CHECKING:
     from torch import nn
 
-SCHEMA, VERSION = "shardcore/dmp-collection", 1
+_SCHEMA = "dmp-collection"
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,6 @@ class Arguments:
             )
 
 
-def arguments_of(grouped: GroupedPlan, problem: Problem) -> Arguments:
-    """problem: the whole."""
-    return Arguments(
-        len(problem.topology),
-        grouped.grouping.size,
-        per_host(grouped.problem),
-        grouped.grouping.layout == CONTIGUOUS,
-    )
-
-
 def to_dmp_collection(
     grouped: GroupedPlan,
     problem: Problem,
@@ -84,15 +75,22 @@ def to_dmp_collection(
     Raises ShardCoreError for one of the others that follows from the plan, or under which its price does not
     hold (see `torchrec_fields`).
     """
-    own = {
-        "plan": to_torchrec(grouped.plan, grouped.problem, module, compute_device),
-        **asdict(arguments_of(grouped, problem)),
-    }
-    if twice := sorted({"module", *own} & set(others)):
+    arguments = Arguments(
+        world_size=len(problem.topology),
+        sharding_group_size=grouped.grouping.size,
+        # Hosts of a group, which are smaller than hosts of the job where groups interleave.
+        node_group_size=per_host(grouped.problem),
+        use_inter_host_allreduce=grouped.grouping.layout == CONTIGUOUS,
+    )
+    plan = to_torchrec(grouped.plan, grouped.problem, module, compute_device)
+    planned = {"plan": plan, **asdict(arguments)}
+    if twice := sorted({"module", *planned} & set(others)):
         raise ShardCoreError(f"DMPCollection's {twice[0]} follows from the plan; leave it out")
     if others:
-        fields.check(fields.records()["DMPCollection"], others, "DMPCollection")
-    return own | others
+        from torchrec.distributed.model_parallel import DMPCollection
+
+        fields.check(DMPCollection, others, "DMPCollection")
+    return planned | others
 
 
 def write_dmp_collection(path: str | Path, arguments: Mapping[str, Any], sync_every: int) -> None:
@@ -103,7 +101,7 @@ def write_dmp_collection(path: str | Path, arguments: Mapping[str, Any], sync_ev
         "sync_every": sync_every,
         "modules": to_json(arguments["plan"]),
     }
-    writing.write_json(path, {"schema": SCHEMA, "version": VERSION, "digest": files.digest(body), **body})
+    writing.write_json(path, document(_SCHEMA, seal(body)))
 
 
 def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:
@@ -111,30 +109,15 @@ def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:
 
     Raises ShardCoreError for a file that is foreign, damaged or edited.
     """
-    data = schema.read_json(path)
-    found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-    if found != SCHEMA:
-        raise ShardCoreError(f"{path} has schema {shown(found)}; expected {SCHEMA!r}")
-    if data.get("version") != VERSION:
-        raise ShardCoreError(
-            f"{path} has version {shown(data.get('version'))} of {SCHEMA}; this ShardCore reads {VERSION}"
-        )
-    body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
-    if data.get("digest") != files.digest(body):
-        raise ShardCoreError(
-            f"{path} does not match its digest {shown(data.get('digest'))}; it was "
-            "edited after ShardCore wrote it"
-        )
-    made = schema.build(_File, body, str(path))
-    arguments = schema.build(Arguments, made.arguments, f"{path}: arguments")
-    return {"plan": from_json(made.modules, str(path)), **asdict(arguments)}, made.sync_every
+    content = schema.build(_File, unseal(open_document(path, _SCHEMA), path), str(path))
+    return {"plan": from_json(content.modules, str(path)), **asdict(content.arguments)}, content.sync_every
 
 
 @dataclass(frozen=True)
 class _File:
-    """What a file has beside schema, version and digest."""
+    """A file's content without schema, version and digest."""
 
-    arguments: Mapping[str, Any]
+    arguments: Arguments
     sync_every: int
     modules: Mapping[str, Mapping[str, Mapping[str, Any]]]
 

@@ -6,7 +6,7 @@ TBEBenchmarkParamsReporter of FBGEMM 1.8 writes them:
 
 Such a job writes DIR/tbe-OP-config-estimation-STEP.json for each table batched embedding op (TBE) and step. A
 file describes an op, not a table. It has rows, dim and mean lookups of each feature, in the op's order, but
-no names. `write_tables_of_ops`, called in the job, writes the names beside them. Without names, a table is
+no names. `write_tables_of_ops`, called in the job, writes the names next to them. Without names, a table is
 known by its shape, if no other table has the same.
 
 FBGEMM estimates reuse. It gives the shares of the 20 most frequent ids. To the other ids it fits a power law
@@ -55,7 +55,7 @@ STEEPEST = 5.0
 
 @dataclass(frozen=True)
 class TablePart:
-    """The part of a model's table in an op.
+    """A range of a model's table in an op.
 
     module: path of its collection in the model.
     table: its name there.
@@ -77,12 +77,12 @@ class PartLookups:
 
     rows: of the op's table.
     dim: of the op's table.
-    part: which part of the model's table it is. None: unknown.
+    part: its range of the model's table. None: unknown.
     pooling: lookups per sample.
     seen: [K] unique ids by how often a batch looks them up.
     batch: samples of that batch.
     features: of the table.
-    weighted: whether lookups have weights.
+    weighted: True if lookups have weights.
     """
 
     rows: int
@@ -96,7 +96,7 @@ class PartLookups:
 
 
 def write_tables_of_ops(model: nn.Module, folder: str | Path) -> None:
-    """Write which tables each op on this rank holds, beside FBGEMM's reports.
+    """Write the tables of each op on this rank, next to FBGEMM's reports.
 
     model: a DistributedModelParallel.
     folder: the folder of the reports.
@@ -105,19 +105,15 @@ def write_tables_of_ops(model: nn.Module, folder: str | Path) -> None:
         for lookup in getattr(module, "_lookups", ()):
             # Data-parallel lookups are wrapped in DDP, hence `module`.
             for kernel in getattr(getattr(lookup, "module", lookup), "_emb_modules", ()):
-                if uuid := getattr(getattr(kernel, "emb_module", None), "uuid", None):
-                    writing.write_json(
-                        Path(folder) / TABLES.format(op=uuid),
-                        [
-                            asdict(_part(path_in_model(path, model), table))
-                            for table in kernel._config.embedding_tables
-                        ],
-                    )
-
-
-def _part(path: str, table: Any) -> TablePart:
-    row, column = table.local_metadata.shard_offsets if table.local_metadata else (0, 0)
-    return TablePart(path, table.name, row, row + table.local_rows, column, column + table.local_cols)
+                uuid = getattr(getattr(kernel, "emb_module", None), "uuid", None)
+                if not uuid:
+                    continue
+                parts, collection = [], path_in_model(path, model)
+                for table in kernel._config.embedding_tables:
+                    row, column = table.local_metadata.shard_offsets if table.local_metadata else (0, 0)
+                    rows, columns = (row, row + table.local_rows), (column, column + table.local_cols)
+                    parts.append(asdict(TablePart(collection, table.name, *rows, *columns)))
+                writing.write_json(Path(folder) / TABLES.format(op=uuid), parts)
 
 
 def read_statistics(path: str | Path) -> list[PartLookups]:
@@ -126,9 +122,9 @@ def read_statistics(path: str | Path) -> list[PartLookups]:
     Raises ShardCoreError for a folder without reports, and for a damaged report.
     """
     path = Path(path)
-    reports = (
-        [path / name for name in schema.names_in(path) if REPORT.fullmatch(name)] if path.is_dir() else [path]
-    )
+    reports = [path]
+    if path.is_dir():
+        reports = [path / name for name in schema.names_in(path) if REPORT.fullmatch(name)]
     if not reports:
         raise ShardCoreError(
             f"folder {str(path)!r} has no reports of FBGEMM (tbe-OP-config-estimation-STEP.json); run the job with "
@@ -139,53 +135,46 @@ def read_statistics(path: str | Path) -> list[PartLookups]:
         named = REPORT.fullmatch(report.name)
         op = named["op"] if named else report.name
         names = report.with_name(TABLES.format(op=op))
-        parts = (
-            schema.read(schema.read_json(names), tuple[TablePart, ...], str(names))
-            if names.exists()
-            else None
-        )
+        parts = None
+        if names.exists():
+            parts = schema.read(schema.read_json(names), tuple[TablePart, ...], str(names))
         # Several steps of an op are averaged.
-        for i, found in _tables_of(schema.read_json(report), f"FBGEMM report {str(report)!r}", parts).items():
-            steps[op, i].append(found)
-    return [_mean(found) for found in steps.values()]
+        tables = _tables_of(schema.read_json(report), f"FBGEMM report {str(report)!r}", parts)
+        for i, table in tables.items():
+            steps[op, i].append(table)
+    return [_mean(tables) for tables in steps.values()]
 
 
 def reported_tables(path: str | Path) -> tuple[Table, ...]:
     """The tables of a job, without its model. Precision is FP32.
 
-    Tables have their names in the job, if those were written. Otherwise each table of an op counts as a table
-    of its own: t0, t1, ... Each rank's reports are needed.
+    Tables have their names in the job, if those were written. Otherwise each table of an op counts as a separate
+    table: t0, t1, ... Each rank's reports are needed.
 
     Raises as `read_statistics` and `matched` do.
     """
-    found = read_statistics(path)
+    reported = read_statistics(path)
     parts: dict[tuple[str, str], list[TablePart]] = defaultdict(list)
-    for part in (f.part for f in found if f.part):
-        parts[part.module, part.table].append(part)
-    having = Counter(table for _, table in parts)
-    shapes = {
-        table if having[table] == 1 else f"{module}.{table}": (
-            module,
-            table,
-            max(p.row_hi for p in held),
-            max(p.col_hi for p in held),
-        )
-        for (module, table), held in sorted(parts.items())
-    }
-    named = {(f.part.module, f.part.table): f for f in found if f.part}
+    last: dict[tuple[str, str], PartLookups] = {}
+    for r in reported:
+        if r.part:
+            parts[r.part.module, r.part.table].append(r.part)
+            last[r.part.module, r.part.table] = r
+    # Tables of several modules may share a name.
+    uses = Counter(table for _, table in parts)
+    shapes = {}
+    for (module, table), held in sorted(parts.items()):
+        name = table if uses[table] == 1 else f"{module}.{table}"
+        shapes[name] = module, table, max(p.row_hi for p in held), max(p.col_hi for p in held)
     tables = []
-    for name, statistics in matched(found, shapes).items():
+    for name, statistics in matched(reported, shapes).items():
         module, table, rows, dim = shapes[name]
-        of = named[module, table]
-        tables.append(Table(name, rows, dim, *statistics, features=of.features, weighted=of.weighted))
-    unnamed = [f for f in found if not f.part]
-    return tuple(
-        tables
-        + [
-            Table(f"t{i}", f.rows, f.dim, f.pooling, _reuse([f]), features=f.features, weighted=f.weighted)
-            for i, f in enumerate(unnamed)
-        ]
-    )
+        r = last[module, table]
+        tables.append(Table(name, rows, dim, *statistics, features=r.features, weighted=r.weighted))
+    for i, r in enumerate(r for r in reported if not r.part):
+        statistics = r.pooling, _reuse([r])
+        tables.append(Table(f"t{i}", r.rows, r.dim, *statistics, features=r.features, weighted=r.weighted))
+    return tuple(tables)
 
 
 def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dict[int, PartLookups]:
@@ -193,6 +182,9 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
     try:
         specs = schema.read(report["embedding_specs"], tuple[tuple[int, int], ...], "embedding_specs")
         table_of = schema.read(report["feature_table_map"], tuple[int, ...], "feature_table_map")
+        weighted = schema.read(report.get("weighted", False), bool, "weighted")
+        if not all(0 <= i < len(specs) for i in table_of):
+            raise ValueError(f"feature_table_map is {shown(table_of)}, for {len(specs)} tables")
         pooling, seen, batches = defaultdict(float), defaultdict(lambda: np.zeros(REUSE_BINS)), {}
         for table, mean, batch, law in zip(
             table_of,
@@ -215,24 +207,25 @@ def _tables_of(report: Any, what: str, parts: Sequence[TablePart] | None) -> dic
             # Features of a table are assumed to look up different ids.
             with np.errstate(all="ignore"):  # what is not finite is refused below
                 seen[table] += rows_by_count(hitters, q, s, mean * batch, specs[table][0])
-        if not all(0 <= i < len(specs) for i in table_of):
-            raise ValueError(f"feature_table_map is {shown(table_of)}, for {len(specs)} tables")
-        features, weighted = Counter(table_of), schema.read(report.get("weighted", False), bool, "weighted")
-        found = {
-            i: PartLookups(
-                *specs[i], parts[i] if parts else None, pooling[i], seen[i], batches[i], features[i], weighted
+        tables = {}
+        for i in pooling:
+            if not (np.isfinite(seen[i]).all() and 0 <= pooling[i] < math.inf):
+                raise ValueError("lookups are not finite, or less than none")
+            tables[i] = PartLookups(
+                rows=specs[i][0],
+                dim=specs[i][1],
+                part=parts[i] if parts else None,
+                pooling=pooling[i],
+                seen=seen[i],
+                batch=batches[i],
+                features=table_of.count(i),
+                weighted=weighted,
             )
-            for i in pooling
-        }
-        if not all(
-            np.isfinite(f.seen).all() and 0 <= f.pooling < math.inf and f.batch >= 1 for f in found.values()
-        ):
-            raise ValueError("lookups are not finite, or less than none")
-        return found
+        return tables
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
-        said = error if isinstance(error, ShardCoreError) else f"{type(error).__name__}: {error}"
+        reason = error if isinstance(error, ShardCoreError) else f"{type(error).__name__}: {error}"
         raise ShardCoreError(
-            f"{what} is not what FBGEMM 1.8 writes ({said}); it needs embedding_specs, feature_table_map, and for "
+            f"{what} is not what FBGEMM 1.8 writes ({reason}); it needs embedding_specs, feature_table_map, and for "
             "each feature Ls, Bs and indices_params_list"
         ) from None
 
@@ -244,7 +237,7 @@ def _mean(steps: list[PartLookups]) -> PartLookups:
             f"FBGEMM's reports of one op have a table of {first.rows} x {first.dim} and, at "
             f"another step, of {differs.rows} x {differs.dim}; they need to be of one job"
         )
-    return replace(first, pooling=sum(s.pooling for s in steps) / n, seen=sum(s.seen for s in steps) / n)
+    return replace(first, pooling=sum(s.pooling for s in steps) / n, seen=np.mean([s.seen for s in steps], 0))
 
 
 def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, rows: int) -> np.ndarray:
@@ -255,12 +248,14 @@ def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, 
     lookups: of the batch.
     rows: of the table.
     """
+    # FBGEMM gives shares. Counts are whole numbers.
     counts = np.rint(np.asarray(hitters, dtype=float) * lookups)
     seen = np.bincount(np.searchsorted(BIN_HIGH, counts), minlength=REUSE_BINS).astype(float)
     first, left = len(counts), lookups - counts.sum()
     # Nothing is left to distribute.
     if left < 0.5 or rows <= first or not first:
         return seen
+    # The law starts below the last frequent id.
     most = counts[-1]
     if (q, s) == NO_FIT:
         # As if all were seen as often.
@@ -284,35 +279,35 @@ def rows_by_count(hitters: Iterable[float], q: float, s: float, lookups: float, 
             first + 0.5, middle
         ) > most
         low, high = (middle, high) if more else (low, middle)
+    # The law scaled to the lookups that are left.
     scale = left / mass(high)
+    # Rank at which the law falls below each bin's highest count.
     edges = np.clip([(scale / (c + 0.5)) ** (1 / s) - q + 0.5 for c in BIN_HIGH], first, high)
     return seen - np.diff(edges, prepend=high)
 
 
 def matched(
-    found: list[PartLookups], shapes: Mapping[str, tuple[str, str, int, int]]
+    reported: list[PartLookups], shapes: Mapping[str, tuple[str, str, int, int]]
 ) -> dict[str, tuple[float, Reuse]]:
     """Pooling and reuse of tables, by our names.
 
-    found: what was reported.
+    reported: lookups of tables of ops.
     shapes: by our name: module, name there, rows and dim.
 
     Column parts of a table look up the same ids, so one part per row range counts. Row parts add up.
     Raises ShardCoreError for a table that was not reported, or that shares its shape with others and has no
     name.
     """
-    named = [f for f in found if f.part]
+    by_table: dict[tuple[str, str], dict[tuple[int, int], PartLookups]] = defaultdict(dict)
     by_shape = defaultdict(list)
-    for f in found:
-        if not f.part:
-            by_shape[f.rows, f.dim].append(f)
+    for r in reported:
+        if r.part:
+            by_table[r.part.module, r.part.table][r.part.row_lo, r.part.row_hi] = r
+        else:
+            by_shape[r.rows, r.dim].append(r)
     result = {}
     for name, (module, table, rows, dim) in shapes.items():
-        ranges = {
-            (f.part.row_lo, f.part.row_hi): f
-            for f in named
-            if (f.part.module, f.part.table) == (module, table)
-        }
+        ranges = by_table[module, table]
         parts = list(ranges.values()) or by_shape[rows, dim]
         same = [n for n, shape in shapes.items() if shape[2:] == (rows, dim)]
         if not ranges and parts and (len(parts) > 1 or len(same) > 1):
@@ -320,13 +315,11 @@ def matched(
                 f"FBGEMM reported {len(parts)} tables of {rows} rows and dim {dim}, and does not say which is table "
                 f"{name!r} (there are {', '.join(same[:5])}); call write_tables_of_ops in the job"
             )
-        reported = sum(high - low for low, high in ranges) if ranges else rows
-        if not parts or reported != rows:
-            lacks = (
-                f"reported {reported} of the {rows} rows"
-                if parts
-                else f"did not report a table of {rows} rows and dim {dim}"
-            )
+        n_rows = sum(high - low for low, high in ranges) if ranges else rows
+        if not parts or n_rows != rows:
+            lacks = f"did not report a table of {rows} rows and dim {dim}"
+            if parts:
+                lacks = f"reported {n_rows} of the {rows} rows"
             raise ShardCoreError(
                 f"FBGEMM {lacks}, as table {name!r} has; each rank reports its fused ops alone (data_parallel tables "
                 "none), and a job that cuts tables needs to call write_tables_of_ops"
@@ -336,5 +329,5 @@ def matched(
 
 
 def _reuse(parts: list[PartLookups]) -> Reuse:
-    seen = sum(p.seen for p in parts)
+    seen = np.sum([p.seen for p in parts], 0)
     return Reuse(tuple(float(b) for b in (seen / seen.sum() if seen.sum() else seen)), parts[0].batch)

@@ -1,4 +1,4 @@
-"""How ShardCore treats each field of TorchRec's planning records. One table, which the planner itself reads.
+"""Treatment of each field of TorchRec's planning records, in one table that the planner itself reads.
 
 A field that a job sets is honoured, priced or refused by name. A field that is not in the table, for it came
 with a newer TorchRec, is refused wherever it is set to another value than its default.
@@ -173,15 +173,15 @@ def defaults_of(record: type) -> dict[str, Any]:
     """Defaults of all fields of a class. inspect.Parameter.empty: the field has none."""
     if dataclasses.is_dataclass(record):
         return {f.name: _default_of(f) for f in dataclasses.fields(record)}
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for c in (c for c in record.__mro__ if "__init__" in vars(c)):
         parameters = inspect.signature(c.__init__).parameters
         named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-        found = {name: p.default for name, p in named.items() if name != "self"} | found
-        # A subclass may hand on what it does not name.
+        defaults = {name: p.default for name, p in named.items() if name != "self"} | defaults
+        # A subclass may hand on arguments that it does not name.
         if len(named) == len(parameters):
             break
-    return found
+    return defaults
 
 
 def _default_of(field: dataclasses.Field) -> Any:
@@ -199,7 +199,7 @@ def values_of(record: object) -> dict[str, Any]:
 
 
 def require_treated(record: object, what: str) -> list[str]:
-    """Effects of a record's fields that a price leaves out, a line each.
+    """A line for each field of a record whose effects a price leaves out.
 
     what: the record, for messages.
 
@@ -215,6 +215,7 @@ def check(kind: type, values: Mapping[str, Any], what: str) -> list[str]:
         if _same(value, defaults.get(name, UNKNOWN)):
             continue
         treatment = treatments.get(name)
+        # An argument of a newer TorchRec that its object does not keep.
         if treatment is None and value is UNKNOWN:
             lines.append(f"{what} may have {name}, which ShardCore does not know and cannot read")
         elif value is UNKNOWN:
@@ -242,23 +243,3 @@ def _same(value: Any, default: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return shortened(repr(value), 80)
-
-
-def records() -> dict[str, type]:
-    """The classes of FIELDS, of the installed TorchRec."""
-    from torchrec import EmbeddingBagConfig, EmbeddingConfig
-    from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
-    from torchrec.distributed.model_parallel import DMPCollection
-    from torchrec.distributed.planner import ParameterConstraints, Topology
-
-    return {
-        c.__name__: c
-        for c in (
-            ParameterConstraints,
-            Topology,
-            QCommsConfig,
-            EmbeddingBagConfig,
-            EmbeddingConfig,
-            DMPCollection,
-        )
-    }

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class HotColdEmbeddingCollection(nn.Module):
-    """In the place of an EmbeddingCollection.
+    """A drop-in for an EmbeddingCollection.
 
     tables: the configs of the whole tables.
     hot: hot ids by table. Tables without any are cold as a whole.
@@ -50,10 +50,25 @@ class HotColdEmbeddingCollection(nn.Module):
         super().__init__()
         self._tables = {config.name: config for config in tables}
         self._hot_ids = dict(hot)
-        self._features = _features(tables)
+        self._features: dict[str, str] = {}
         self._checked = False
+        for config in tables:
+            for feature in config.feature_names:
+                if feature in self._features:
+                    raise ShardCoreError(
+                        f"feature {feature!r} has tables {self._features[feature]!r} and {config.name!r}; a "
+                        "HotColdEmbeddingCollection needs one for each"
+                    )
+                self._features[feature] = config.name
         for name, ids in hot.items():
-            _require_same(ids, self._tables.get(name), name)
+            if name not in self._tables:
+                raise ShardCoreError(f"hot ids are given for table {name!r}, which is not among the tables")
+            rows = self._tables[name].num_embeddings
+            if (ids.table, ids.rows) != (name, rows):
+                raise ShardCoreError(
+                    f"table {name!r} of {rows} rows was given the hot ids of {ids.table!r} of {ids.rows} rows; it "
+                    "needs its own"
+                )
         self.hot = _HotRows(self._tables, {name: len(ids.ids) for name, ids in hot.items()}, device)
         for name, ids in hot.items():
             # Part of each checkpoint, so that weights of other hot ids are not loaded.
@@ -91,27 +106,23 @@ class HotColdEmbeddingCollection(nn.Module):
         if not self._checked:
             self._require_same_everywhere()
             self._checked = True
-        asked = features.to_dict()
+        lookups = features.to_dict()
         split = {
-            f: self._split(asked[f], name) for f, name in self._features.items() if name in self._hot_ids
+            f: self._split(lookups[f], name) for f, name in self._features.items() if name in self._hot_ids
         }
-        cold = self.cold(
-            KeyedJaggedTensor(
-                keys=list(self._features),
-                values=torch.cat(
-                    [split[f].cold_ids if f in split else asked[f].values() for f in self._features]
-                ),
-                lengths=torch.cat(
-                    [split[f].cold_lengths if f in split else asked[f].lengths() for f in self._features]
-                ),
-            )
-        )
-        found = {f: cold[f] for f in self._features}
+        ids = [split[f].cold_ids if f in split else lookups[f].values() for f in self._features]
+        lengths = [split[f].cold_lengths if f in split else lookups[f].lengths() for f in self._features]
+        # Cold rows of all features are one lookup, which TorchRec shards.
+        keys = list(self._features)
+        cold = self.cold(KeyedJaggedTensor(keys=keys, values=torch.cat(ids), lengths=torch.cat(lengths)))
+        outputs = {f: cold[f] for f in self._features}
         for f, parts in split.items():
             hot = nn.functional.embedding(parts.hot_rows, self.hot[self._features[f]])
-            values = torch.cat([hot, found[f].values()])[parts.order]
-            found[f] = JaggedTensor(values=values, lengths=asked[f].lengths(), offsets=asked[f].offsets())
-        return found
+            values = torch.cat([hot, outputs[f].values()])[parts.order]
+            outputs[f] = JaggedTensor(
+                values=values, lengths=lookups[f].lengths(), offsets=lookups[f].offsets()
+            )
+        return outputs
 
     def _split(self, feature: JaggedTensor, name: str) -> _Split:
         ids, hot = feature.values(), getattr(self, f"hot_ids_{name}")
@@ -124,12 +135,14 @@ class HotColdEmbeddingCollection(nn.Module):
                 f"table {name!r} was given ids {int(ids.min())} to {int(ids.max())}; it has "
                 f"{self._tables[name].num_embeddings} rows"
             )
+        # [L] number of hot ids below each id. For a hot id it is its row.
         below = torch.searchsorted(hot, ids.to(hot.dtype))
         is_hot = hot[below.clamp(max=len(hot) - 1)] == ids
         # Behind the last id, for the end of the last sample.
         before = nn.functional.pad(torch.cumsum(is_hot, 0), (1, 0))
         hot_lengths = torch.diff(before[feature.offsets()])
         n_hot, before = before[-1], before[:-1]
+        # Hot outputs come first, so a cold one lies behind all of them.
         order = torch.where(is_hot, before, n_hot + torch.arange(len(ids), device=ids.device) - before)
         return _Split(
             below[is_hot],
@@ -142,34 +155,36 @@ class HotColdEmbeddingCollection(nn.Module):
         """Raise ShardCoreError on all ranks if they differ in hot ids."""
         if not (dist.is_available() and dist.is_initialized()):
             return
-        own = [[name, ids.digest] for name, ids in sorted(self._hot_ids.items())]
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, own)
-        for rank, theirs in enumerate(everywhere):
-            if theirs != everywhere[0]:
+        digests: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, {name: ids.digest for name, ids in self._hot_ids.items()})
+        first = digests[0]
+        for rank, theirs in enumerate(digests):
+            if theirs != first:
                 # A rank may also have hot ids of fewer tables.
-                name = next(a[0] for a in (*theirs, *everywhere[0]) if (a in theirs) != (a in everywhere[0]))
+                name = next(n for n in sorted({*theirs, *first}) if theirs.get(n) != first.get(n))
                 raise ShardCoreError(
                     f"rank {rank} has other hot ids of {name!r} than rank 0; all ranks need "
                     "the same, such as from one file of hot ids"
                 )
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
         for name in self._hot_ids:
             theirs = state_dict.get(f"{prefix}hot_ids_{name}")
-            own = getattr(self, f"hot_ids_{name}")
-            if theirs is not None and not torch.equal(theirs.to(own.device), own):
+            ours = getattr(self, f"hot_ids_{name}")
+            if theirs is not None and not torch.equal(theirs.to(ours.device), ours):
                 raise ShardCoreError(
                     f"a checkpoint has other hot ids of table {name!r} than the module; make the module with those of "
                     "the checkpoint, or load rows by ids (load_rows)"
                 )
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 class _HotRows(nn.ParameterDict):
     """Hot rows by name of the table.
 
-    A module of its own: DistributedModelParallel allocates what is on the meta device module by module, and
+    A separate module: DistributedModelParallel allocates what is on the meta device module by module, and
     calls `reset_parameters` of those that have such parameters.
     """
 
@@ -185,14 +200,8 @@ class _HotRows(nn.ParameterDict):
         super().__init__()
         self._of = dict(tables)
         for name, n in rows.items():
-            self[name] = nn.Parameter(
-                torch.empty(
-                    n,
-                    tables[name].embedding_dim,
-                    device=device,
-                    dtype=data_type_to_dtype(tables[name].data_type),
-                )
-            )
+            dtype = data_type_to_dtype(tables[name].data_type)
+            self[name] = nn.Parameter(torch.empty(n, tables[name].embedding_dim, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -206,42 +215,19 @@ class _HotRows(nn.ParameterDict):
                     weight.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
 
 
-class _Split:
-    """A feature's ids by parts.
+class _Split(NamedTuple):
+    """Hot and cold ids of a feature.
 
-    hot_rows: [H] of hot ids. cold_ids: [L - H] cold rows of the others. cold_lengths: [samples].
-    order: [L] where the output of each id is, hot ones first.
+    hot_rows: [H] rows of hot ids.
+    cold_ids: [L - H] cold rows of the others.
+    cold_lengths: [samples] cold ids of each sample.
+    order: [L] position of each id's output, hot ones first.
     """
 
-    def __init__(
-        self, hot_rows: torch.Tensor, cold_ids: torch.Tensor, cold_lengths: torch.Tensor, order: torch.Tensor
-    ) -> None:
-        self.hot_rows, self.cold_ids = hot_rows, cold_ids
-        self.cold_lengths, self.order = cold_lengths, order
-
-
-def _features(tables: Sequence[EmbeddingConfig]) -> dict[str, str]:
-    """The table of each feature."""
-    found: dict[str, str] = {}
-    for config in tables:
-        for feature in config.feature_names:
-            if feature in found:
-                raise ShardCoreError(
-                    f"feature {feature!r} has tables {found[feature]!r} and "
-                    f"{config.name!r}; a HotColdEmbeddingCollection needs one for each"
-                )
-            found[feature] = config.name
-    return found
-
-
-def _require_same(ids: HotIds, config: EmbeddingConfig | None, name: str) -> None:
-    if config is None:
-        raise ShardCoreError(f"hot ids are given for table {name!r}, which is not among the tables")
-    if (ids.table, ids.rows) != (name, config.num_embeddings):
-        raise ShardCoreError(
-            f"table {name!r} of {config.num_embeddings} rows was given the hot ids of "
-            f"{ids.table!r} of {ids.rows} rows; it needs its own"
-        )
+    hot_rows: torch.Tensor
+    cold_ids: torch.Tensor
+    cold_lengths: torch.Tensor
+    order: torch.Tensor
 
 
 def hot_cold_modules(model: nn.Module) -> Iterator[tuple[str, HotColdEmbeddingCollection]]:

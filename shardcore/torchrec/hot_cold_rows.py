@@ -1,8 +1,7 @@
-"""Rows of HotColdEmbeddingCollections on disk, by their ids: whatever the hot ids, plan and ranks were.
+"""Rows of HotColdEmbeddingCollections on disk, by their ids: independent of hot ids, plan and ranks.
 
-Each rank writes the rows that it has, with the ids of each. To load, each rank reads those ids that it needs,
-from the files of all ranks. So training goes on with other hot ids (as heat drifts), another plan, or another
-number of ranks.
+Each rank writes its rows with their ids. To load, each rank reads the ids that it needs from the files of all
+ranks. So training goes on with other hot ids (as heat drifts), another plan, or another number of ranks.
 
 A rank holds one file's tensors at a time in memory. complete.json, written last, has the digest of each file:
 a folder that is not whole, and a flipped bit, are refused.
@@ -41,12 +40,14 @@ _STEPS, _FUSED_STEPS = "step", "iter"
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Some rows of a table that this rank has.
+class _Rows:
+    """Rows of a table on this rank.
 
-    table: its path and name. ids: [N] of the rows, rising. columns: [lo, hi).
+    table: its path and name.
+    ids: [N] of the rows, rising.
+    columns: [lo, hi).
     tensors: by name, [N, hi - lo] weights, and optimizer state of cells or [N] of rows. They share memory
-        with the module's own.
+      with the module's own.
     """
 
     table: str
@@ -84,7 +85,7 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
     with _all_or_none():
         # Written last: without it the folder is not whole.
         if rank == 0:
-            files = {name: digest for of in of_ranks for name, digest in of.items()}
+            files = {name: digest for of_rank in of_ranks for name, digest in of_rank.items()}
             write_json(folder / "complete.json", document(_COMPLETE, seal({"ranks": n, "files": files})))
 
 
@@ -100,6 +101,7 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
         folder = Path(folder)
         files = _complete(folder)
         parts = list(_parts(model, optimizer, replicas=True))
+        # Columns that each row of a tensor still lacks.
         missing = [
             {name: np.full(len(part.ids), part.columns[1] - part.columns[0]) for name in part.tensors}
             for part in parts
@@ -107,9 +109,9 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
         tables = {part.table for part in parts}
         for path, digest in files.items():
             if (rows := _read(path, digest, tables)) is not None:
-                for part, lacking in zip(parts, missing, strict=True):
+                for part, columns in zip(parts, missing, strict=True):
                     if part.table == rows.table:
-                        _fill(part, lacking, rows)
+                        _fill(part, columns, rows)
         for part, lacking in zip(parts, missing, strict=True):
             for name, columns in lacking.items():
                 if (columns > 0).any():
@@ -119,19 +121,21 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optim
                     )
 
 
-def _fill(part: _Part, missing: dict[str, np.ndarray], found: _Part) -> None:
-    """Copy what a file has of a part's rows."""
-    ids, columns = found.ids, found.columns
+def _fill(part: _Rows, missing: dict[str, np.ndarray], source_rows: _Rows) -> None:
+    """Copy the rows of a part that a file has."""
+    ids, columns = source_rows.ids, source_rows.columns
+    # [N] position in the file of each row of the part, if the file has it.
     at = np.searchsorted(ids, part.ids).clip(max=max(len(ids) - 1, 0))
     have = np.flatnonzero(ids[at] == part.ids) if len(ids) else np.zeros(0, dtype=int)
     lo, hi = max(columns[0], part.columns[0]), min(columns[1], part.columns[1])
     if not len(have) or lo >= hi:
         return
+    # Positions in the file and in the part.
     rows, into = torch.from_numpy(at[have]), torch.from_numpy(have)
     for name, tensor in part.tensors.items():
-        if name not in found.tensors:
+        if name not in source_rows.tensors:
             continue
-        source = found.tensors[name]
+        source = source_rows.tensors[name]
         if source.ndim != tensor.ndim:
             kinds = {1: "rows", 2: "cells"}
             raise ShardCoreError(
@@ -145,14 +149,15 @@ def _fill(part: _Part, missing: dict[str, np.ndarray], found: _Part) -> None:
         else:
             cells = source[:, lo - columns[0] : hi - columns[0]][rows]
             tensor[into.to(tensor.device), lo - part.columns[0] : hi - part.columns[0]] = cells.to(tensor)
+            # Columns may come from several files.
             missing[name][have] -= hi - lo
 
 
-# --- what a rank has --------------------------------------------------------------------------------------
+# --- rows of a rank -----------------------------------------------------------------------------------------
 
 
-def _parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, replicas: bool) -> Iterator[_Part]:
-    """replicas: whether hot rows, which all ranks have, count."""
+def _parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, replicas: bool) -> Iterator[_Rows]:
+    """Rows of all tables on this rank. replicas: True to count hot rows, which all ranks have."""
     collections = list(hot_cold_modules(model))
     if not collections:
         raise ShardCoreError(
@@ -167,21 +172,19 @@ def _parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, replicas: 
 
 def _hot_parts(
     path: str, module: HotColdEmbeddingCollection, optimizer: torch.optim.Optimizer | None
-) -> Iterator[_Part]:
+) -> Iterator[_Rows]:
     for name, hot in module.hot_ids.items():
         weight = module.hot[name]
         state = optimizer.state.get(weight, {}) if optimizer else {}
-        kept = {k: v for k, v in state.items() if torch.is_tensor(v) and k != _STEPS}
-        _require_known(kept, _FUSED_STATE.values(), f"{path}.{name}")
-        yield _Part(
-            f"{path}.{name}",
-            hot.ids,
-            (0, weight.shape[1]),
-            {"weights": weight.detach(), **{k: _state(v, len(hot.ids)) for k, v in kept.items()}},
-        )
+        # Counts of steps belong to no row.
+        of_rows = {k: v for k, v in state.items() if torch.is_tensor(v) and k != _STEPS}
+        _require_known(of_rows, _FUSED_STATE.values(), f"{path}.{name}")
+        states = {k: _state(v, len(hot.ids)) for k, v in of_rows.items()}
+        tensors = {"weights": weight.detach(), **states}
+        yield _Rows(f"{path}.{name}", hot.ids, (0, weight.shape[1]), tensors)
 
 
-def _cold_parts(path: str, module: HotColdEmbeddingCollection) -> Iterator[_Part]:
+def _cold_parts(path: str, module: HotColdEmbeddingCollection) -> Iterator[_Rows]:
     states = _fused_states(module.cold, path)
     names = {name + (COLD if name in module.hot_ids else ""): name for name in module.whole_tables()}
     for key, value in module.cold.state_dict().items():
@@ -191,15 +194,13 @@ def _cold_parts(path: str, module: HotColdEmbeddingCollection) -> Iterator[_Part
             rows, width = tensor.shape
             if not rows or not width:
                 continue
-            ids = (
-                module.hot_ids[name].cold_ids(row, row + rows)
-                if name in module.hot_ids
-                else np.arange(row, row + rows)
-            )
+            ids = np.arange(row, row + rows)
+            if name in module.hot_ids:
+                ids = module.hot_ids[name].cold_ids(row, row + rows)
             tensors = {"weights": tensor.detach()}
             for state, shards in states.get(table, {}).items():
                 tensors[state] = _state(shards[i], rows)
-            yield _Part(f"{path}.{name}", ids, (column, column + width), tensors)
+            yield _Rows(f"{path}.{name}", ids, (column, column + width), tensors)
 
 
 def _local(value: Any) -> list[tuple[torch.Tensor, tuple[int, int]]]:
@@ -210,25 +211,22 @@ def _local(value: Any) -> list[tuple[torch.Tensor, tuple[int, int]]]:
 
 
 def _fused_states(cold: nn.Module, path: str) -> dict[str, dict[str, list[torch.Tensor]]]:
-    """Of TorchRec's fused optimizer, by table and name of the state, the tensors of this rank's shards."""
-    fused = getattr(cold, "fused_optimizer", None)
-    found: dict[str, dict[str, list[torch.Tensor]]] = {}
-    for states in (fused.state_dict()["state"] if fused else {}).values():
-        for key, value in states.items():
+    """Tensors of TorchRec's fused optimizer for this rank's shards, by table and name of the state."""
+    fused: Any = getattr(cold, "fused_optimizer", None)
+    states: dict[str, dict[str, list[torch.Tensor]]] = {}
+    for of_group in (fused.state_dict()["state"] if fused else {}).values():
+        for key, value in of_group.items():
             table, _, name = key.rpartition(".")
             table = table.rsplit(".", 1)[-1]
-            tensors = (
-                [s.tensor for s in value.local_shards()]
-                if hasattr(value, "local_shards")
-                else [value]
-                if torch.is_tensor(value)
-                else []
-            )
-            if name in (_STEPS, _FUSED_STEPS) or not tensors:
+            is_tensor = hasattr(value, "local_shards") or torch.is_tensor(value)
+            if name in (_STEPS, _FUSED_STEPS) or not is_tensor:
                 continue
-            _require_known({name: None}, _FUSED_STATE, f"{path}.{table}")
-            found.setdefault(table, {})[_FUSED_STATE[name]] = tensors
-    return found
+            tensors = [tensor for tensor, _ in _local(value)]
+            if not tensors:
+                continue
+            _require_known([name], _FUSED_STATE, f"{path}.{table}")
+            states.setdefault(table, {})[_FUSED_STATE[name]] = tensors
+    return states
 
 
 def _state(tensor: torch.Tensor, rows: int) -> torch.Tensor:
@@ -237,7 +235,7 @@ def _state(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return tensor.view(rows) if tensor.numel() == rows else tensor.view(rows, -1)
 
 
-def _require_known(names: Any, known: Any, table: str) -> None:
+def _require_known(names: Collection[str], known: Collection[str], table: str) -> None:
     for name in names:
         if name not in known:
             raise ShardCoreError(
@@ -251,7 +249,7 @@ def _require_known(names: Any, known: Any, table: str) -> None:
 
 @dataclass(frozen=True)
 class _Complete:
-    """complete.json: how many ranks wrote, and the digest of each file."""
+    """complete.json: the number of ranks that wrote, and the digest of each file."""
 
     ranks: int
     files: Mapping[str, str]
@@ -267,21 +265,21 @@ class _Header:
 
 def _complete(folder: Path) -> dict[Path, str]:
     """Files of rows, each with its digest. Raises ShardCoreError for a folder that is not whole."""
-    path, there = folder / "complete.json", {p.name for p in folder.glob("rows-*.safetensors")}
+    path, names = folder / "complete.json", {p.name for p in folder.glob("rows-*.safetensors")}
     if not path.exists():
         raise ShardCoreError(
-            f"{folder} has {len(there)} files of rows and no complete.json; it needs a folder that save_rows finished"
+            f"{folder} has {len(names)} files of rows and no complete.json; it needs a folder that save_rows finished"
         )
-    said = build(_Complete, unseal(open_document(path, _COMPLETE), path), str(path)).files
-    if differ := sorted(there ^ set(said)):
+    digests = build(_Complete, unseal(open_document(path, _COMPLETE), path), str(path)).files
+    if differ := sorted(names ^ set(digests)):
         raise ShardCoreError(
             f"{folder} and its complete.json differ in {len(differ)} files, such as "
             f"{shown(differ[0])}; it needs a folder that save_rows finished"
         )
-    return {folder / name: digest for name, digest in sorted(said.items())}
+    return {folder / name: digest for name, digest in sorted(digests.items())}
 
 
-def _read(path: Path, digest: str, tables: Collection[str]) -> _Part | None:
+def _read(path: Path, digest: str, tables: Collection[str]) -> _Rows | None:
     """The rows of a file. None if they are of none of these tables.
 
     Raises ShardCoreError for a file that does not match its digest.
@@ -314,7 +312,7 @@ def _read(path: Path, digest: str, tables: Collection[str]) -> _Part | None:
                 f"{path} has {shown(name)} {tensor.dtype} {list(tensor.shape)} for {len(ids)} rows and columns {lo} to "
                 f"{hi}; it needs numbers of rows or cells"
             )
-    return _Part(header.table, ids, (lo, hi), tensors)
+    return _Rows(header.table, ids, (lo, hi), tensors)
 
 
 def _ranks() -> tuple[int, int]:
@@ -324,23 +322,23 @@ def _ranks() -> tuple[int, int]:
 
 @contextmanager
 def _all_or_none() -> Iterator[None]:
-    """Around what may fail on some ranks. An error of one is raised on all, so that none waits for it."""
-    own: ShardCoreError | None = None
+    """Raise an error of one rank on all ranks, so that none waits for it."""
+    failure: ShardCoreError | None = None
     try:
         yield
     except ShardCoreError as error:
-        own = error
+        failure = error
     except OSError as error:
-        own = ShardCoreError(str(error))
-    said = _gathered(own and str(own))
-    if own or any(said):
-        raise own or ShardCoreError(next(filter(None, said)))
+        failure = ShardCoreError(str(error))
+    messages = _gathered(failure and str(failure))
+    if failure or any(messages):
+        raise failure or ShardCoreError(next(filter(None, messages)))
 
 
 def _gathered(value: Any) -> list[Any]:
     """A value of each rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,9 +1,13 @@
-"""Lookups of a model's tables: pooling and access, from means, batches of data or FBGEMM's reports."""
+"""Lookups of a model's tables: pooling and access, from means, batches of data or FBGEMM's reports.
+
+Shapes: L ids of a feature, S samples.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +16,7 @@ import numpy as np
 
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Table
 from shardcore.step import access
 from shardcore.tables.deduplication import dedup_of
 from shardcore.tables.public import DEFAULT_ACCESS
@@ -26,35 +31,69 @@ if TYPE_CHECKING:
     Lookups = Means | Iterable[KeyedJaggedTensor] | KeyedJaggedTensor | str | Path
 
 
-def variable_features(lookups: Lookups) -> tuple[str, ...]:
-    """Features of batches whose features differ in their numbers of samples (VBE)."""
-    if isinstance(lookups, (str, Path, Mapping)):
-        return ()
-    batches = lookups if isinstance(lookups, Iterable) else [lookups]
-    return tuple(
-        dict.fromkeys(
-            f for batch in batches if getattr(batch, "variable_stride_per_key", bool)() for f in batch.keys()
-        )
+@dataclass(frozen=True)
+class Data:
+    """Lookups in batches of a model's data, by feature.
+
+    ids: [L] of all batches.
+    lengths: [S] ids of each sample.
+    samples: S. A batch whose features differ in it (VBE) is a step of all ranks and counts as a global batch.
+    variable: features of such batches.
+    """
+
+    ids: Mapping[str, np.ndarray]
+    lengths: Mapping[str, np.ndarray]
+    samples: Mapping[str, int]
+    variable: tuple[str, ...]
+
+
+def read_lookups(lookups: Lookups | Data, global_batch: int) -> Means | str | Path | Data:
+    """Lookups with batches read into memory. Means and paths stay as they are."""
+    if isinstance(lookups, (str, Path, Mapping, Data)):
+        return lookups  # type: ignore[return-value]  # no mapping is a KeyedJaggedTensor
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    ids, lengths = defaultdict[str, list[np.ndarray]](list), defaultdict[str, list[np.ndarray]](list)
+    samples, variable = defaultdict[str, int](int), dict[str, None]()
+    # A single KeyedJaggedTensor is not an Iterable.
+    for batch in lookups if isinstance(lookups, Iterable) else [lookups]:
+        if not isinstance(batch, KeyedJaggedTensor):
+            raise ShardCoreError(
+                f"lookups has {batch!r:.80}; it needs KeyedJaggedTensors, or mean lookups by feature, or the path "
+                "of FBGEMM's reports"
+            )
+        is_variable = batch.variable_stride_per_key()
+        variable |= dict.fromkeys(batch.keys() if is_variable else ())
+        # Weighted, plain and sequence features may come in separate tensors.
+        for feature, values in batch.to_dict().items():
+            samples[feature] += global_batch if is_variable else batch.stride()
+            ids[feature].append(values.values().cpu().numpy())
+            lengths[feature].append(values.lengths().cpu().numpy())
+    return Data(
+        # Empty parts may be of another type, which would spread to all ids.
+        {f: np.concatenate([part for part in parts if len(part)] or parts[:1]) for f, parts in ids.items()},
+        {f: np.concatenate(parts) for f, parts in lengths.items()},
+        samples,
+        tuple(variable),
     )
 
 
 def statistics_of(
-    theirs: Mapping[str, ModelTable], lookups: Lookups, global_batch: int
-) -> dict[str, tuple[float, Reuse | Zipf]]:
-    """Pooling and access of each table.
-
-    A batch whose features differ in their numbers of samples (VBE) is a step of all ranks. Its lookups count
-    as those of global_batch samples.
-    """
-    if isinstance(lookups, (str, Path)):
-        return _reported(theirs, lookups)
+    theirs: Mapping[str, ModelTable], lookups: Means | str | Path | Data, global_batch: int
+) -> Mapping[str, tuple[float, Reuse | Zipf]]:
+    """Pooling and access of each table."""
+    if isinstance(lookups, Data):
+        return _measured(theirs, lookups, global_batch)
     if isinstance(lookups, Mapping):
         return _given(theirs, lookups)
-    # A single KeyedJaggedTensor is not an Iterable.
-    return _measured(theirs, lookups if isinstance(lookups, Iterable) else [lookups], global_batch)
+    shapes = {
+        name: (t.path, t.name, t.config.num_embeddings, t.config.embedding_dim) for name, t in theirs.items()
+    }
+    return fbgemm_statistics.matched(fbgemm_statistics.read_statistics(lookups), shapes)
 
 
 def _given(theirs: Mapping[str, ModelTable], lookups: Means) -> dict[str, tuple[float, Zipf]]:
+    # A typing error in a pair would silently fall back to the feature's mean.
     pairs = {(name, feature) for name, t in theirs.items() for feature in t.config.feature_names}
     if unknown := next((key for key in lookups if isinstance(key, tuple) and key not in pairs), None):
         raise ShardCoreError(
@@ -65,15 +104,15 @@ def _given(theirs: Mapping[str, ModelTable], lookups: Means) -> dict[str, tuple[
     def mean(name: str, feature: str) -> float:
         key = (name, feature) if (name, feature) in lookups else feature
         if key not in lookups:
+            known = sorted(map(str, lookups))[:5]
+            raise ShardCoreError(f"feature {feature!r} of table {name!r} has no lookups; given are {known}")
+        value = lookups[key]
+        if not isinstance(value, Real) or isinstance(value, bool):
             raise ShardCoreError(
-                f"feature {feature!r} of table {name!r} has no lookups; given are {sorted(map(str, lookups))[:5]}"
+                f"feature {feature!r} of table {name!r} has lookups {value!r}; it needs a number, the mean of a "
+                "sample"
             )
-        found = lookups[key]
-        if not isinstance(found, Real) or isinstance(found, bool):
-            raise ShardCoreError(
-                f"feature {feature!r} of table {name!r} has lookups {found!r}; it needs a number, the mean of a sample"
-            )
-        return found
+        return value
 
     return {
         name: (sum(mean(name, f) for f in t.config.feature_names), DEFAULT_ACCESS)
@@ -81,100 +120,33 @@ def _given(theirs: Mapping[str, ModelTable], lookups: Means) -> dict[str, tuple[
     }
 
 
-def _reported(theirs: Mapping[str, ModelTable], path: str | Path) -> dict[str, tuple[float, Reuse]]:
-    return fbgemm_statistics.matched(
-        fbgemm_statistics.read_statistics(path),
-        {
-            name: (t.path, t.name, t.config.num_embeddings, t.config.embedding_dim)
-            for name, t in theirs.items()
-        },
-    )
-
-
 def _measured(
-    theirs: Mapping[str, ModelTable], batches: Iterable[KeyedJaggedTensor], global_batch: int
+    theirs: Mapping[str, ModelTable], data: Data, global_batch: int
 ) -> dict[str, tuple[float, Reuse]]:
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-    ids: dict[str, list[np.ndarray]] = defaultdict(list)
-    samples: dict[str, int] = defaultdict(int)
-    for batch in batches:
-        if not isinstance(batch, KeyedJaggedTensor):
-            raise ShardCoreError(
-                f"lookups has {batch!r:.80}; it needs KeyedJaggedTensors, or mean lookups "
-                "by feature, or the path of FBGEMM's reports"
-            )
-        # Weighted, plain and sequence features may come in tensors of their own.
-        for feature, values in batch.to_dict().items():
-            samples[feature] += global_batch if batch.variable_stride_per_key() else batch.stride()
-            ids[feature].append(values.values().cpu().numpy())
-    found = {}
+    statistics = {}
     for name, table in theirs.items():
-        features = table.config.feature_names
+        first, *_ = features = table.config.feature_names
         for feature in features:
-            if feature not in ids:
+            if feature not in data.ids:
                 raise ShardCoreError(
-                    f"feature {feature!r} of table {name!r} is not in the data; there are {list(ids)[:5]}"
+                    f"feature {feature!r} of table {name!r} is not in the data; there are {list(data.ids)[:5]}"
                 )
+            n = data.samples[feature]
             # Fewer samples would show too little reuse of ids in a batch.
-            if samples[feature] < global_batch:
+            if n < global_batch:
                 raise ShardCoreError(
-                    f"lookups has {samples[feature]} samples of feature {feature!r}; it "
-                    f"needs a global batch of the model's data, {global_batch}, or more"
+                    f"lookups has {n} samples of feature {feature!r}; it needs a global batch of the model's "
+                    f"data, {global_batch}, or more"
                 )
-            if samples[feature] != samples[features[0]]:
+            if n != data.samples[first]:
                 raise ShardCoreError(
-                    f"lookups has {samples[feature]} samples of feature {feature!r} and {samples[features[0]]} of "
-                    f"{features[0]!r}; table {name!r} needs as many of each"
+                    f"lookups has {n} samples of feature {feature!r} and {data.samples[first]} of {first!r}; "
+                    f"table {name!r} needs as many of each"
                 )
-            for values in ids[feature]:
-                _require_rows(values, feature, name, table.config.num_embeddings)
-        all_ids, n = np.concatenate([of for f in features for of in ids[f]]), samples[features[0]]
-        found[name] = len(all_ids) / n, access.reuse_of(all_ids, n)
-    return found
-
-
-def deduplicated_of(
-    theirs: Mapping[str, ModelTable], lookups: Lookups, groups: Sequence[Sequence[str]], batch: int
-) -> tuple[dict[str, float], list[tuple[str, ...]]]:
-    """The dedup of the tables of some groups of features, and the tables of each group of several."""
-    if not groups:
-        return {}, []
-    if isinstance(lookups, (str, Path, Mapping)):
-        raise ShardCoreError(
-            f"deduplicated has {list(groups[0])}; its factor is read from batches of data, "
-            "so lookups need to be KeyedJaggedTensors"
-        )
-    if variable := variable_features(lookups):
-        raise ShardCoreError(
-            f"deduplicated has {list(groups[0])}, but feature {variable[0]!r} has a number of samples of its own in "
-            "the data (VBE); it needs data that is not deduplicated yet"
-        )
-    group_of = {feature: tuple(group) for group in groups for feature in group}
-    tables: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for name, table in theirs.items():
-        found = {group_of.get(f) for f in table.config.feature_names}
-        if len(found) > 1:
-            raise ShardCoreError(
-                f"table {name!r} has features {table.config.feature_names}; deduplicated "
-                "needs all of them in one group, or none"
-            )
-        if (group := found.pop()) is not None:
-            tables[group].append(name)
-    for group in map(tuple, groups):
-        if group not in tables:
-            raise ShardCoreError(f"deduplicated has {list(group)}; no table has these features")
-    batches = lookups if isinstance(lookups, Iterable) else [lookups]
-    of: dict[str, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
-    for jagged in batches:
-        for feature, values in jagged.to_dict().items():
-            of[feature].append((values.values().cpu().numpy(), values.lengths().cpu().numpy()))
-    joined = {f: tuple(map(np.concatenate, zip(*parts, strict=True))) for f, parts in of.items()}
-    factors = {group: dedup_of([joined[f] for f in group], batch) for group in tables}
-    return (
-        {name: factors[group] for group, names in tables.items() for name in names},
-        [tuple(names) for names in tables.values() if len(names) > 1],
-    )
+            _require_rows(data.ids[feature], feature, name, table.config.num_embeddings)
+        ids, n = np.concatenate([data.ids[f] for f in features]), data.samples[first]
+        statistics[name] = len(ids) / n, access.reuse_of(ids, n)
+    return statistics
 
 
 def _require_rows(ids: np.ndarray, feature: str, table: str, rows: int) -> None:
@@ -184,6 +156,65 @@ def _require_rows(ids: np.ndarray, feature: str, table: str, rows: int) -> None:
         )
     if len(ids) and not 0 <= ids.min() <= ids.max() < rows:
         raise ShardCoreError(
-            f"feature {feature!r} has ids {ids.min()} to {ids.max()}, table {table!r} rows "
-            f"0 to {rows - 1}; give ids as the collection gets them"
+            f"feature {feature!r} has ids {ids.min()} to {ids.max()}, table {table!r} rows 0 to {rows - 1}; give "
+            "ids as the collection gets them"
         )
+
+
+def deduplicated_of(
+    theirs: Mapping[str, ModelTable],
+    lookups: Means | str | Path | Data,
+    groups: Sequence[Sequence[str]],
+    batch: int,
+) -> tuple[dict[str, float], list[tuple[str, ...]]]:
+    """The dedup of the tables of some groups of features, and the tables of each group of several."""
+    if not groups:
+        return {}, []
+    if not isinstance(lookups, Data):
+        raise ShardCoreError(
+            f"deduplicated has {list(groups[0])}; its factor is read from batches of data, so lookups need to be "
+            "KeyedJaggedTensors"
+        )
+    if lookups.variable:
+        raise ShardCoreError(
+            f"deduplicated has {list(groups[0])}, but feature {lookups.variable[0]!r} has a number of samples of "
+            "its own in the data (VBE); it needs data that is not deduplicated yet"
+        )
+    group_of = {feature: tuple(group) for group in groups for feature in group}
+    tables: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, table in theirs.items():
+        group, *others = {group_of.get(f) for f in table.config.feature_names}
+        if others:
+            raise ShardCoreError(
+                f"table {name!r} has features {table.config.feature_names}; deduplicated needs all of them in one "
+                "group, or none"
+            )
+        if group is not None:
+            tables[group].append(name)
+    for group in map(tuple, groups):
+        if group not in tables:
+            raise ShardCoreError(f"deduplicated has {list(group)}; no table has these features")
+    # Features of a group share an inverse index, so one factor holds for all of its tables.
+    factors = {
+        group: dedup_of([(lookups.ids[f], lookups.lengths[f]) for f in group], batch) for group in tables
+    }
+    return (
+        {name: factors[group] for group, names in tables.items() for name in names},
+        [tuple(names) for names in tables.values() if len(names) > 1],
+    )
+
+
+def with_row_shares(
+    tables: Sequence[Table], theirs: Mapping[str, ModelTable], data: Data, n_devices: int
+) -> tuple[Table, ...]:
+    """The tables, ordered by measured row shares (Table.row_shares) where ids lie unevenly.
+
+    n_devices: devices that may divide rows.
+    """
+    shared = []
+    for table in tables:
+        ids = np.concatenate([data.ids[f] for f in theirs[table.name].config.feature_names])
+        # Few ids, or ids that lie as if hashed, give no shares.
+        shares = access.row_shares_of(ids, table.rows, n_devices)
+        shared.append(replace(table, ordered=True, row_shares=shares) if shares else table)
+    return tuple(shared)

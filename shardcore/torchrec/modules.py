@@ -2,7 +2,7 @@
 
 A module that wraps a collection (feature processors, managed collision) is sharded in its place. Plans name
 the wrapper, and its sharder hands the tables on to the collection within. A plan of what is within would
-leave out the wrapper: each rank would then map ids to rows by itself.
+leave out the wrapper: each rank would then map ids to rows alone.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 _HISTORY = 1.25
 """Ids that managed collision keeps until it evicts, over those of its steps (MCHManagedCollisionModule)."""
+
+
+def few(names: Sequence[str]) -> str:
+    """The first five names, for messages."""
+    return ", ".join(map(repr, names[:5])) + ", ..." * (len(names) > 5)
 
 
 @dataclass(frozen=True)
@@ -66,20 +71,21 @@ def tables_of(module: nn.Module, whole: bool = False) -> dict[str, ModelTable]:
     from torch import nn
 
     require_type(module, nn.Module, "module", "a torch.nn.Module, the model")
-    found = list(_tables(module, "", set(), whole))
-    having = Counter(t.name for t in found)
+    tables = list(_tables(module, "", set(), whole))
+    # Two collections may have tables of one name.
+    uses = Counter(t.name for t in tables)
     # Both parts of a table go by one path, that of the module that divides it, if the table does.
-    of_whole = Counter(t.name for t in _tables(module, "", set(), True))
-    divided = {t.path + INSIDE: t.path for t in found if t.replica}
-    hot = {(t.path, t.name.removesuffix(HOT)) for t in found if t.replica}
+    uses_of_whole = Counter(t.name for t in _tables(module, "", set(), True))
+    divided = {t.path + INSIDE: t.path for t in tables if t.replica}
+    hot = {(t.path, t.name.removesuffix(HOT)) for t in tables if t.replica}
 
     def name_of(table: ModelTable) -> str:
         path = divided.get(table.path, table.path)
         base = table.name.removesuffix(HOT if table.replica else COLD)
-        alone = having[table.name] == of_whole[base if (path, base) in hot else table.name] == 1
-        return table.name if alone else f"{path}.{table.name}"
+        unique = uses[table.name] == uses_of_whole[base if (path, base) in hot else table.name] == 1
+        return table.name if unique else f"{path}.{table.name}"
 
-    return {name_of(t): t for t in found}
+    return {name_of(t): t for t in tables}
 
 
 def _tables(module: nn.Module, path: str, seen: set[int], whole: bool) -> Iterator[ModelTable]:
@@ -97,6 +103,7 @@ def _tables(module: nn.Module, path: str, seen: set[int], whole: bool) -> Iterat
     if type(module) in (EmbeddingBagCollection, EmbeddingCollection):
         yield from _of_collection(module, path)
         return
+    # A subclass may do anything to ids or weights.
     if isinstance(module, (*_refused(), EmbeddingBagCollection, EmbeddingCollection)):
         raise ShardCoreError(
             f"module {path!r} is a {type(module).__name__}; ShardCore plans "
@@ -113,13 +120,16 @@ def _tables(module: nn.Module, path: str, seen: set[int], whole: bool) -> Iterat
         yield from _tables(child, f"{path}.{name}" if path else name, seen, whole)
 
 
-def _of_collection(collection: nn.Module, path: str, wrapper: nn.Module | None = None) -> list[ModelTable]:
+def _of_collection(collection: Any, path: str, wrapper: nn.Module | None = None) -> list[ModelTable]:
     pooled = hasattr(collection, "embedding_bag_configs")
     configs = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
     weighted = pooled and collection.is_weighted()
     within, types = "", ()
     if wrapper is not None:
-        within, types = type(wrapper).__name__, tuple(sorted(_sharder_of(wrapper).sharding_types("cuda")))
+        from torchrec.distributed.sharding_plan import get_module_to_default_sharders
+
+        sharder = get_module_to_default_sharders()[type(wrapper)]
+        within, types = type(wrapper).__name__, tuple(sorted(sharder.sharding_types("cuda")))
     return [
         ModelTable(
             path,
@@ -150,8 +160,9 @@ def _managed_collision(wrapper: nn.Module | None, config: Any) -> ManagedCollisi
     )
     if not isinstance(module, MCHManagedCollisionModule):  # a hash table, which keeps no history
         return ManagedCollision(-(-of_rows // rows))
-    kept = 1 + sum(of_history for _, _, of_history in module._eviction_policy.metadata_info)
-    return ManagedCollision(-(-of_rows // rows), math.ceil(_HISTORY * module._eviction_interval * kept * 8))
+    # Of each id of the history it keeps the id and the metadata that eviction needs, 8 bytes each.
+    fields = 1 + sum(of_history for _, _, of_history in module._eviction_policy.metadata_info)
+    return ManagedCollision(-(-of_rows // rows), math.ceil(_HISTORY * module._eviction_interval * fields * 8))
 
 
 def _inner() -> dict[type, str]:
@@ -166,7 +177,7 @@ def _inner() -> dict[type, str]:
 
 
 def _refused() -> tuple[type, ...]:
-    """TorchRec's modules with tables that are sharded by rules of their own."""
+    """TorchRec's modules with tables that follow other sharding rules."""
     from torchrec.modules import embedding_tower, itep_embedding_modules
 
     try:
@@ -189,24 +200,18 @@ def _planned() -> list[str]:
     return ["EmbeddingBagCollection", "EmbeddingCollection", *(t.__name__ for t in _inner())]
 
 
-def _sharder_of(module: nn.Module) -> ModuleSharder[Any]:
-    from torchrec.distributed.sharding_plan import get_module_to_default_sharders
-
-    return get_module_to_default_sharders()[type(module)]
-
-
 def path_in_model(path: str, job: nn.Module) -> str:
-    """The path of what is sharded, in the model, from that of a collection in a job.
+    """The path of a sharded module in the model, from the path of its collection in a job.
 
-    That is without what the job puts around the model, and without the attribute of a wrapper.
+    It leaves out the wrappers that the job puts around the model, and the attribute of a wrapper.
     job: a DistributedModelParallel.
     """
-    module, own = job, []
+    module, parts = job, []
     for part in filter(None, path.split(".")):
-        if part not in (name for of, name in _attributes().items() if isinstance(module, of)):
-            own.append(part)
+        if part not in (name for kind, name in _attributes().items() if isinstance(module, kind)):
+            parts.append(part)
         module = getattr(module, part)
-    return ".".join(own)
+    return ".".join(parts)
 
 
 def _attributes() -> dict[type, str]:
@@ -232,11 +237,10 @@ def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) 
             hasattr(sharder, "module_type"),
             f"sharders has {shown(sharder)}; it needs TorchRec's sharders, such as EmbeddingBagCollectionSharder()",
         )
-    taken = {sharder.module_type for sharder in sharders}
-    children = dict(module.named_modules())
+    kinds = {sharder.module_type for sharder in sharders}
     for table in (t for t in tables_of(module).values() if not t.replica):
-        kind = type(children[table.path])
-        if kind not in taken:
+        kind = type(module.get_submodule(table.path))
+        if kind not in kinds:
             raise ShardCoreError(
                 f"module {table.path!r} is an {kind.__name__}, which no sharder takes; there are "
                 f"{sorted(type(s).__name__ for s in sharders)}: add {kind.__name__}Sharder()"
@@ -246,7 +250,7 @@ def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) 
 def sharders_of(
     module: nn.Module, tables: Mapping[str, ModelTable], sharders: Sequence[ModuleSharder[Any]]
 ) -> list[ModuleSharder[Any]]:
-    """Those of the sharders that take a module with tables."""
+    """The sharders that take a module with tables."""
     types = {type(module.get_submodule(t.path)) for t in tables.values() if not t.replica}
     return [sharder for sharder in sharders if sharder.module_type in types]
 
@@ -260,32 +264,25 @@ def require_all(plan: ShardingPlan, module: nn.Module, sharders: Sequence[Module
     """
     from torchrec.distributed.sharding_plan import get_default_sharders
 
-    taken = {sharder.module_type: sharder for sharder in sharders or get_default_sharders()}
-    if missing := [path for path in _sharded_paths(module, "", taken, set()) if path not in plan.plan]:
+    by_type = {sharder.module_type: sharder for sharder in sharders or get_default_sharders()}
+    # A planned module's sharder takes what is within, too.
+    planned = tuple(f"{path}." if path else "" for path in plan.plan)
+    missing = [
+        path
+        for path, child in module.named_modules()
+        if (sharder := by_type.get(type(child))) and sharder.shardable_parameters(child)
+        if path not in plan.plan and not path.startswith(planned)
+    ]
+    if missing:
         raise ShardCoreError(
             f"modules {missing[:5]} are not present in the sharding plan; ShardCore plans {', '.join(_planned())}"
         )
 
 
-def _sharded_paths(
-    module: nn.Module, path: str, taken: Mapping[type, ModuleSharder[Any]], seen: set[int]
-) -> Iterator[str]:
-    """Paths of the modules that sharders take. A module that is used twice has its first path only."""
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    sharder = taken.get(type(module))
-    if sharder and sharder.shardable_parameters(module):
-        yield path
-        return
-    for name, child in module.named_children():
-        yield from _sharded_paths(child, f"{path}.{name}" if path else name, taken, seen)
-
-
 def unpriced_wrappers(tables: Mapping[str, ModelTable]) -> list[str]:
-    """Effects of modules that wrap collections which a price leaves out, a line each."""
+    """A line for each module that wraps a collection: a price leaves out its effects."""
     wrappers = {t.path: t.within for t in tables.values() if t.within}
     return [
-        f"module {path!r} is priced as the collection within; what its {kind} does to ids and weights besides is not"
+        f"module {path!r} is priced as the collection within; what its {kind} does to ids and weights is not"
         for path, kind in wrappers.items()
     ]

@@ -21,25 +21,8 @@ if TYPE_CHECKING:
     from torchrec.distributed.types import ModuleSharder
 
 PLAIN_PARAMS = frozenset(
-    {
-        "optimizer",
-        "learning_rate",
-        "lr",
-        "eps",
-        "beta1",
-        "beta2",
-        "betas",
-        "weight_decay",
-        "momentum",
-        "eta",
-        "gradient_clipping",
-        "max_gradient",
-        "max_norm",
-        "enforce_hbm",
-        "stochastic_rounding",
-        "bounds_check_mode",
-        "prefetch_pipeline",
-    }
+    "optimizer learning_rate lr eps beta1 beta2 betas weight_decay momentum eta gradient_clipping max_gradient "
+    "max_norm enforce_hbm stochastic_rounding bounds_check_mode prefetch_pipeline".split()
 )
 """fused_params that change neither bytes nor, by much, time."""
 
@@ -51,7 +34,7 @@ def optimizer_of(
 
     Raises ShardCoreError for one that is not in the catalog, several on one table, and tables that differ.
     """
-    of_table = optimizers_of(module, tables, sharders)
+    of_table = _optimizers_of(module, tables, sharders)
     stated = {name: theirs for name, theirs in of_table.items() if theirs}
     if not stated:
         return None
@@ -62,6 +45,7 @@ def optimizer_of(
             raise ShardCoreError(
                 f"table {name!r} trains under {theirs}; known are {', '.join(o.theirs for o in OPTIMIZERS.values())}"
             )
+    # A step is priced under one optimizer.
     first, *others = dict.fromkeys(by_name.values())
     if others:
         pairs = [(next(n for n, t in by_name.items() if t == kind), kind) for kind in (first, others[0])]
@@ -75,28 +59,24 @@ def optimizer_of(
     return named(first, OPTIMIZERS)
 
 
-def optimizers_of(
-    module: nn.Module, tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]] = ()
+def _optimizers_of(
+    module: nn.Module, tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]]
 ) -> dict[str, str | None]:
     """FBGEMM's name of the optimizer of each table that TorchRec shards. None: the job sets none."""
     by_type = {sharder.module_type: getattr(sharder, "fused_params", None) or {} for sharder in sharders}
     weights = dict(module.named_parameters())
-    found: dict[str, str | None] = {}
+    optimizers: dict[str, str | None] = {}
     for name, table in tables.items():
         if table.replica:
             continue
+        prefix = f"{table.path}." * bool(table.path)
+        # Its collection may be within what wraps it.
+        ends = tuple(f"{bags}.{table.name}.weight" for bags in ("embedding_bags", "embeddings"))
+        weight = next((w for n, w in weights.items() if n.startswith(prefix) and n.endswith(ends)), None)
         fused = by_type.get(type(module.get_submodule(table.path)), {}).get("optimizer")
-        found[name] = _in_backward(name, _weight_of(table, weights)) or (
-            None if fused is None else str(getattr(fused, "name", fused))
-        )
-    return found
-
-
-def _weight_of(table: ModelTable, weights: Mapping[str, Any]) -> Any:
-    """A table's weights: of its collection, or of the one within what wraps it."""
-    prefix = f"{table.path}." * bool(table.path)
-    names = tuple(f"{bags}.{table.name}.weight" for bags in ("embedding_bags", "embeddings"))
-    return next((w for path, w in weights.items() if path.startswith(prefix) and path.endswith(names)), None)
+        stated = None if fused is None else str(getattr(fused, "name", fused))
+        optimizers[name] = _in_backward(name, weight) or stated
+    return optimizers
 
 
 def _in_backward(name: str, weight: Any) -> str | None:
@@ -124,27 +104,28 @@ def under(model: CostModel, optimizer: str) -> CostModel:
         return replace(model, model=under(model.model, optimizer))
     if isinstance(model, Composite):
         return replace(model, models=tuple(under(m, optimizer) for m in model.models))
-    return replace(model, setting=replace(model.setting, optimizer=optimizer))
+    setting = replace(model.setting, optimizer=optimizer)
+    return replace(model, setting=setting)  # type: ignore[type-var]  # all other models are dataclasses
 
 
 def notes(
-    model: CostModel, own: str | None, counted: str, sharders: Sequence[ModuleSharder[Any]]
+    model: CostModel, optimizer: str | None, counted: str, sharders: Sequence[ModuleSharder[Any]]
 ) -> list[str]:
     """Lines that say which optimizer counts, and which of its settings do not.
 
-    own: the job's. None: it sets none.
-    counted: what memory counts.
+    optimizer: the job's. None: it sets none.
+    counted: the optimizer whose state memory counts.
     """
     lines = []
-    if own is None:
+    if optimizer is None:
         lines.append(
             f"no optimizer is set on the tables' weights or in fused_params; their state counts as "
             f"under {counted}, the cost model's"
         )
-    elif own != model.setting.optimizer:
+    elif optimizer != model.setting.optimizer:
         lines.append(
             f"tables are priced as under {model.setting.optimizer}, for which the cost model is; "
-            f"they train under {own}, whose state memory counts"
+            f"they train under {optimizer}, whose state memory counts"
         )
     for sharder in sharders:
         other = sorted(set(getattr(sharder, "fused_params", None) or {}) - PLAIN_PARAMS)

@@ -58,10 +58,11 @@ class ShardCorePerfModel:
         from torchrec.distributed.planner.planners import to_sharding_plan
 
         n, hosts = len(self.problem.topology), len(self.problem.topology.hosts)
+        # Only ranks and hosts matter for the conversion.
         on = Topology(n, "cuda", local_world_size=n // hosts if self.problem.topology.equal_hosts else n)
         try:
-            found = from_torchrec(to_sharding_plan(list(plan), on), self.problem, self.module)
-            step = lower(found, self.problem)
+            ours = from_torchrec(to_sharding_plan(list(plan), on), self.problem, self.module)
+            step = lower(ours, self.problem)
         except ShardCoreError as error:
             self.refused.append(str(error))
             return float("inf")

@@ -1,9 +1,9 @@
-"""Plans of TorchRec as placements of ours: what each rank's shards are, and of which kind."""
+"""Plans of TorchRec as placements of ours: each rank's shards, and their kinds."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError
@@ -15,9 +15,9 @@ from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, even_rows, layout_of_torch
 def placements_of(
     shardings: Mapping[str, Any], tables: Mapping[str, Table], topology: Topology
 ) -> list[Placement]:
-    """What TorchRec's plan of a collection places where, in our terms; to be consolidated.
+    """Our placements of TorchRec's plan of a collection; to be consolidated.
 
-    shardings: by the collection's names of tables, ParameterSharding, as an EmbeddingModuleShardingPlan is.
+    shardings: ParameterSharding by the collection's names of tables, as in an EmbeddingModuleShardingPlan.
     tables: ours by these names.
 
     Raises ShardCoreError for a table that is not known or not in the plan, a rank that has no device, a
@@ -50,9 +50,9 @@ def _placed_as(sharding: Any, table: Table, name: str, topology: Topology) -> li
     by_columns: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
     # Ranks that get no rows count: a table may have fewer rows than there are ranks.
     shards = Counter((s.shard_offsets[1], s.shard_sizes[1]) for s in sharding.sharding_spec.shards)
-    alone = any(len(group) == 1 for group in layout.groups(topology))
+    has_groups_of_one = any(len(group) == 1 for group in layout.groups(topology))
     for (low, width), n in shards.items():
-        if layout.divides_rows and n == 1 and not alone:
+        if layout.divides_rows and n == 1 and not has_groups_of_one:
             raise ShardCoreError(
                 f"the plan has columns {low} to {low + width} of table {name!r} in one "
                 f"shard; TorchRec divides rows over ranks in {sharding.sharding_type}"
@@ -60,33 +60,27 @@ def _placed_as(sharding: Any, table: Table, name: str, topology: Topology) -> li
     for shard in sharding.sharding_spec.shards:
         (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
         if rows and columns:
-            device = _device(shard.placement.rank(), topology.ranks, name)
-            by_columns.setdefault((column, column + columns), {})[device] = (row, row + rows)
-    found = []
+            rank = shard.placement.rank()
+            if not 0 <= rank < len(topology.ranks):
+                raise ShardCoreError(
+                    f"the plan puts table {name!r} on rank {rank}; there are ranks 0 to {len(topology.ranks) - 1}"
+                )
+            ranges = by_columns.setdefault((column, column + columns), {})
+            ranges[topology.ranks[rank]] = (row, row + rows)
+    placements = []
     for (low, high), ranges in by_columns.items():
         if len(ranges) == 1:  # as on the only host, or device
             layout = WHOLE_ROWS
         elif tuple(ranges) == topology.ranks and layout.divides_rows:
             layout = next(k for k in ways(topology) if k.divides_rows)
         placement = Placement(layout.name, Shard(table, 0, table.rows, low, high), tuple(ranges))
-        expected = {d: (s.row_lo, s.row_hi) for d, s in shards_on(placement)} if _is_even(placement) else None
+        # TorchRec finds a row's rank by division, so uneven ranges would look up wrong rows.
+        is_even = not layout.divides_rows or even_rows(table.rows, len(ranges)) is not None
+        expected = {d: (s.row_lo, s.row_hi) for d, s in shards_on(placement)} if is_even else None
         if ranges != expected:
             raise ShardCoreError(
                 f"the plan has rows {list(ranges.values())[:4]} of table {name!r} on ranks; "
                 f"TorchRec runs {sharding.sharding_type} with even ranges only"
             )
-        found.append(placement)
-    return found
-
-
-def _is_even(placement: Placement) -> bool:
-    divided = LAYOUTS[placement.kind].divides_rows
-    return not divided or even_rows(placement.shard.rows, len(placement.devices)) is not None
-
-
-def _device(rank: int, devices: Sequence[int], name: str) -> int:
-    if not 0 <= rank < len(devices):
-        raise ShardCoreError(
-            f"the plan puts table {name!r} on rank {rank}; there are ranks 0 to {len(devices) - 1}"
-        )
-    return devices[rank]
+        placements.append(placement)
+    return placements

@@ -10,23 +10,41 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_DEVICES, shown
-from shardcore.io import files, schema, writing
+from shardcore.io import schema, writing
+from shardcore.io.envelope import document, open_document, seal, unseal
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed._shard.metadata import ShardMetadata
     from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
-    from torchrec.distributed.types import ParameterSharding, ShardingPlan
+    from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
-_PLACEMENT = re.compile(r"rank:(?P<rank>\d{1,6})/.+")
-SCHEMA, VERSION = "shardcore/torchrec-plan", 2
-"""Version 1 had no qcomms. Its digest covered only the modules."""
+_PLACEMENT = re.compile(r"rank:\d{1,6}/.+")
+_SCHEMA = "torchrec-plan"
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    """A file's content without schema, version and digest.
+
+    modules: settings of a ParameterSharding, by module path and table.
+    qcomms: settings of a QCommsConfig.
+    """
+
+    modules: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    qcomms: Mapping[str, Any] | None = None
+
+
+def modules_of(plan: ShardingPlan) -> dict[str, EmbeddingModuleShardingPlan]:
+    """A plan's modules by path, each with the ParameterSharding of its tables by name."""
+    return plan.plan  # type: ignore[return-value]  # declared of a base class that has no tables
 
 
 def write_torchrec(path: str | Path, plan: ShardingPlan, qcomms: QCommsConfig | None = None) -> None:
@@ -35,7 +53,7 @@ def write_torchrec(path: str | Path, plan: ShardingPlan, qcomms: QCommsConfig | 
     qcomms: precision of the job's collectives. TorchRec keeps it in sharders, not in the plan.
     """
     body = {"modules": to_json(plan)} | ({"qcomms": encode(qcomms, "qcomms")} if qcomms else {})
-    writing.write_json(path, {"schema": SCHEMA, "version": VERSION, "digest": files.digest(body), **body})
+    writing.write_json(path, document(_SCHEMA, seal(body)))
 
 
 def read_torchrec(path: str | Path, module: nn.Module | None = None) -> ShardingPlan:
@@ -46,54 +64,40 @@ def read_torchrec(path: str | Path, module: nn.Module | None = None) -> Sharding
 
     Raises ShardCoreError for a file that is foreign, damaged or edited, and for a plan of another model.
     """
-    found = from_json(_read(path)["modules"], str(path))
+    plan = from_json(_read(path).modules, str(path))
     if module is not None:
-        _require_of(found, module, str(path))
-    return found
+        _require_of(plan, module, str(path))
+    return plan
 
 
 def _require_of(plan: ShardingPlan, module: nn.Module, what: str) -> None:
     from shardcore.torchrec.modules import tables_of
 
-    of_path: dict[str, set[str]] = {}
+    tables: dict[str, set[str]] = {}
     for table in tables_of(module).values():
-        of_path.setdefault(table.path, set()).add(table.name)
-    for path in sorted(set(plan.plan) | set(of_path)):
-        planned, there = set(plan.plan.get(path, {})), of_path.get(path)
-        if there is None:
+        tables.setdefault(table.path, set()).add(table.name)
+    planned = {path: set(shardings) for path, shardings in modules_of(plan).items()}
+    # Both directions: tables that only one of the two has would train unsharded.
+    for path in sorted({*planned, *tables}):
+        if path not in tables:
             raise ShardCoreError(
-                f"{what} shards module {path!r}, which is no collection of the model; those "
-                f"are {sorted(of_path)[:5]}: export with --module"
+                f"{what} shards module {path!r}, which is no collection of the model; those are "
+                f"{sorted(tables)[:5]}: export with --module"
             )
-        if missing := sorted(there ^ planned):
-            raise ShardCoreError(f"{what} and the model differ in tables {missing[:5]} of module {path!r}")
+        if differing := sorted(tables[path] ^ planned.get(path, set())):
+            raise ShardCoreError(f"{what} and the model differ in tables {differing[:5]} of module {path!r}")
 
 
 def read_qcomms(path: str | Path) -> QCommsConfig | None:
     """The QCommsConfig in a plan's file, for get_qcomm_codecs_registry. Raises as `read_torchrec` does."""
     from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 
-    return decode(QCommsConfig, _read(path).get("qcomms"), f"{path}, qcomms")
+    return decode(QCommsConfig, _read(path).qcomms, f"{path}, qcomms")
 
 
-def _read(path: str | Path) -> dict[str, Any]:
-    data = schema.read_json(path)
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA or "modules" not in data:
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise ShardCoreError(f"{path} has schema {shown(found)}; expected {SCHEMA!r}")
-    if data.get("version") not in (1, VERSION):
-        raise ShardCoreError(
-            f"{path} has version {shown(data.get('version'))} of {SCHEMA}; this ShardCore reads up to {VERSION}"
-        )
-    body = {k: v for k, v in data.items() if k not in ("schema", "version", "digest")}
-    # An edited plan could shard a table in a way that nobody priced.
-    if data.get("digest") != files.digest(body["modules"] if data["version"] == 1 else body):
-        raise ShardCoreError(
-            f"{path} does not match its digest {shown(data.get('digest'))}; it was "
-            "edited after ShardCore wrote it"
-        )
-    schema.read(body["modules"], Mapping[str, Mapping[str, Mapping[str, Any]]], f"{path}, modules")
-    return body
+def _read(path: str | Path) -> _File:
+    # Without the digest an edited plan could shard a table in a way that nobody priced.
+    return schema.build(_File, unseal(open_document(path, _SCHEMA), path), str(path))
 
 
 def to_json(plan: ShardingPlan) -> dict[str, Any]:
@@ -102,66 +106,62 @@ def to_json(plan: ShardingPlan) -> dict[str, Any]:
         path: {
             name: encode(sharding, f"table {name!r} of module {path!r}") for name, sharding in module.items()
         }
-        for path, module in plan.plan.items()
+        for path, module in modules_of(plan).items()
     }
 
 
 def from_json(modules: Mapping[str, Mapping[str, Any]], what: str = "the plan") -> ShardingPlan:
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
-    return ShardingPlan(
-        {
-            path: EmbeddingModuleShardingPlan(
-                {
-                    name: _sharding(value, f"{what}, table {name!r} of module {path!r}")
-                    for name, value in tables.items()
-                }
-            )
-            for path, tables in modules.items()
-        }
-    )
+    plan = ShardingPlan({path: EmbeddingModuleShardingPlan() for path in modules})
+    for path, tables in modules.items():
+        for name, value in tables.items():
+            sharding = _sharding(value, f"{what}, table {name!r} of module {path!r}")
+            modules_of(plan)[path][name] = sharding
+    return plan
 
 
 def _sharding(value: Any, what: str) -> ParameterSharding:
-    """A table's sharding, with type, kernel and ranks checked. TorchRec checks them only when it builds a
-    model."""
+    """A table's sharding, checked. TorchRec checks it only when it builds a model."""
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
     from torchrec.distributed.types import ParameterSharding, ShardingType
 
-    made = decode(ParameterSharding, value, what)
+    sharding = decode(ParameterSharding, value, what)
     for name, kinds in (("sharding_type", ShardingType), ("compute_kernel", EmbeddingComputeKernel)):
-        # Quantised kernels are for inference: none of a training plan's collections has them.
+        # Quantised kernels are for inference: no collection of a training plan has them.
         known = [kind.value for kind in kinds if not kind.value.startswith("quant")]
-        if getattr(made, name) not in known:
+        if getattr(sharding, name) not in known:
             raise ShardCoreError(
-                f"{what}, {name} is {shown(getattr(made, name))}; TorchRec knows {', '.join(known)}"
+                f"{what}, {name} is {shown(getattr(sharding, name))}; TorchRec knows {', '.join(known)}"
             )
-    if wrong := [rank for rank in made.ranks or () if not 0 <= rank < MOST_DEVICES]:
+    ranks, spec = sharding.ranks, sharding.sharding_spec
+    if wrong := [rank for rank in ranks or () if not 0 <= rank < MOST_DEVICES]:
         raise ShardCoreError(f"{what}, ranks has {wrong[0]}; ranks are 0 to {MOST_DEVICES - 1}")
-    if made.ranks is not None and made.sharding_spec is not None:
-        placed = {shard.placement.rank() for shard in made.sharding_spec.shards}
-        if set(made.ranks) != placed:
-            raise ShardCoreError(
-                f"{what} has ranks {shown(made.ranks)}; its shards are on {shown(sorted(placed))}"
-            )
-    if made.sharding_spec is not None:
-        _require_shape(made, what)
-    return made
+    if spec is None:
+        return sharding
+    # A model would take ranks from one and shards from the other.
+    placed = {shard.placement.rank() for shard in spec.shards}
+    if ranks is not None and set(ranks) != placed:
+        raise ShardCoreError(f"{what} has ranks {shown(ranks)}; its shards are on {shown(sorted(placed))}")
+    _require_shape(sharding.sharding_type, spec.shards, what)
+    return sharding
 
 
-def _require_shape(sharding: ParameterSharding, what: str) -> None:
+def _require_shape(kind: str, shards: Sequence[ShardMetadata], what: str) -> None:
     """Raise ShardCoreError for shards that are not as their sharding type has them."""
-    kind, shards = sharding.sharding_type, sharding.sharding_spec.shards
-    ranges = [{(s.shard_offsets[i], s.shard_sizes[i]) for s in shards} for i in (0, 1)]
-    right = {
+    rows, columns = ({(s.shard_offsets[i], s.shard_sizes[i]) for s in shards} for i in (0, 1))
+    all_rows, all_columns = (
+        (len(rows) == 1, "all rows in each shard"),
+        (len(columns) == 1, "all columns in each shard"),
+    )
+    holds, needed = {
         "table_wise": (len(shards) == 1, "one shard"),
         "grid_shard": (len(shards) > 1, "shards on several ranks"),
-        **dict.fromkeys(
-            ("column_wise", "table_column_wise"), (len(ranges[0]) == 1, "all rows in each shard")
-        ),
-        **dict.fromkeys(("row_wise", "table_row_wise"), (len(ranges[1]) == 1, "all columns in each shard")),
-    }
-    holds, needed = right.get(kind, (True, ""))
+        "column_wise": all_rows,
+        "table_column_wise": all_rows,
+        "row_wise": all_columns,
+        "table_row_wise": all_columns,
+    }.get(kind, (True, ""))
     if not holds:
         raise ShardCoreError(
             f"{what} is {kind} in {len(shards)} shards of other rows or columns; it needs {needed}"
@@ -195,74 +195,55 @@ def encode(value: Any, what: str) -> Any:
 
 def decode(kind: Any, value: Any, what: str) -> Any:
     """A value of the annotated kind, strictly checked."""
-    options = (
-        [k for k in get_args(kind) if k is not type(None)]
-        if get_origin(kind) in (Union, UnionType)
-        else [kind]
-    )
-    # Fields are X or X | None: one kind is left.
-    kind = options[0]
     if value is None:
         return None
-    if get_origin(kind) in (list, tuple):
+    if get_origin(kind) in (Union, UnionType):  # fields are X or X | None
+        kind = next(k for k in get_args(kind) if k is not NoneType)
+    origin, inner = get_origin(kind), [k for k in get_args(kind) if k is not Ellipsis]
+    if origin in (list, tuple):
         if not isinstance(value, list):
             raise ShardCoreError(f"{what} is {shown(value)}; it needs to be a list")
-        inner = [k for k in get_args(kind) if k is not Ellipsis]
         # A tuple of fixed length has a kind per entry. A list has one for all.
-        kinds = inner if len(inner) == len(value) and get_origin(kind) is tuple else [inner[0]] * len(value)
-        return get_origin(kind)(decode(k, v, what) for k, v in zip(kinds, value, strict=True))
+        kinds = inner if len(inner) == len(value) and origin is tuple else [inner[0]] * len(value)
+        return origin(decode(k, v, what) for k, v in zip(kinds, value, strict=True))
+    if getattr(kind, "__name__", "") == "ShardingSpec":
+        return _spec(value, what)
+    # Files name members of enums (see `encode`).
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         if not isinstance(value, str) or value not in kind.__members__:
             raise ShardCoreError(f"{what} is {shown(value)}; known are {', '.join(kind.__members__)}")
         return kind[value]
-    if getattr(kind, "__name__", "") == "ShardingSpec":
-        return _spec(value, what)
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(value, Mapping):
-            raise ShardCoreError(f"{what} is {shown(value)}; it needs to be an object with keys")
-        # TorchRec's own annotations are the schema, so new settings need no code here.
-        hints, known = get_type_hints(kind), {f.name for f in dataclasses.fields(kind)}
-        if unknown := sorted(set(value) - known):
-            raise ShardCoreError(
-                f"{what} has {shown(unknown[0])}; TorchRec's {kind.__name__} has {', '.join(sorted(known))}"
-            )
-        needed = [
-            f.name
-            for f in dataclasses.fields(kind)
-            if f.init and f.default is f.default_factory is dataclasses.MISSING
-        ]
-        if missing := [name for name in needed if name not in value]:
-            raise ShardCoreError(f"{what} lacks the key {missing[0]!r}")
-        try:
-            made = kind(**{k: decode(hints[k], v, f"{what}, {k}") for k, v in value.items()})
-            share = getattr(made, "load_factor", None)
-            if share is not None and not 0 < share <= 1:
-                raise ShardCoreError(f"{what}, load_factor is {share}; it needs to be above 0, at most 1")
-            return made
-        except (ValueError, TypeError) as error:  # TorchRec checks its settings itself
-            raise ShardCoreError(
-                str(error) if isinstance(error, ShardCoreError) else f"{what}: {error}"
-            ) from None
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return _record(kind, value, what)
     if kind in (int, float, str, bool):
-        found = schema.read(value, kind, what)
-        if kind in (int, float) and found < 0:
-            raise ShardCoreError(f"{what} is {found}; it needs to be 0 or more")
-        return found
+        plain = schema.read(value, kind, what)
+        if kind in (int, float) and plain < 0:
+            raise ShardCoreError(f"{what} is {plain}; it needs to be 0 or more")
+        return plain
     if kind is Any and not isinstance(value, list | Mapping):
         return value
     raise ShardCoreError(f"{what} is {shown(value)}; a file can hold no {getattr(kind, '__name__', kind)}")
 
 
-def _spec(shards: Any, what: str) -> Any:
-    from torch.distributed._shard.metadata import ShardMetadata
-    from torchrec.distributed.types import EnumerableShardingSpec
-
-    found = schema.read(shards, tuple[_ShardOfSpec, ...], what)
-    try:
-        return EnumerableShardingSpec(
-            [ShardMetadata(list(s.offsets), list(s.sizes), s.placement) for s in found]
+def _record(kind: type, value: Any, what: str) -> Any:
+    """A record of TorchRec. Its own annotations are the schema, so new settings need no code here."""
+    if not isinstance(value, Mapping):
+        raise ShardCoreError(f"{what} is {shown(value)}; it needs to be an object with keys")
+    hints, known = get_type_hints(kind), {f.name: f for f in dataclasses.fields(kind)}
+    if unknown := sorted(set(value) - set(known)):
+        raise ShardCoreError(
+            f"{what} has {shown(unknown[0])}; TorchRec's {kind.__name__} has {', '.join(sorted(known))}"
         )
-    except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # PyTorch checks shards itself
+    for name, f in known.items():
+        if f.init and f.default is f.default_factory is dataclasses.MISSING and name not in value:
+            raise ShardCoreError(f"{what} lacks the key {name!r}")
+    decoded = {name: decode(hints[name], v, f"{what}, {name}") for name, v in value.items()}
+    share = decoded.get("load_factor")
+    if share is not None and not 0 < share <= 1:
+        raise ShardCoreError(f"{what}, load_factor is {share}; it needs to be above 0, at most 1")
+    try:
+        return kind(**decoded)
+    except (ValueError, TypeError) as error:  # TorchRec checks its settings itself
         raise ShardCoreError(f"{what}: {error}") from None
 
 
@@ -272,7 +253,7 @@ class _ShardOfSpec:
 
     offsets: first row and column.
     sizes: rows and columns.
-    placement: such as "rank:0/cpu".
+    placement: rank and device, such as "rank:0/cpu".
     """
 
     offsets: tuple[int, int]
@@ -282,10 +263,19 @@ class _ShardOfSpec:
     def __post_init__(self) -> None:
         if not _PLACEMENT.fullmatch(self.placement):
             raise ShardCoreError(
-                f"a shard has placement {shown(self.placement)}; it needs a rank and "
-                "a device, such as rank:0/cuda:0"
+                f"a shard has placement {shown(self.placement)}; it needs a rank and a device, such as "
+                "rank:0/cuda:0"
             )
 
-    @property
-    def rank(self) -> int:
-        return int(_PLACEMENT.fullmatch(self.placement)["rank"])
+
+def _spec(shards: Any, what: str) -> Any:
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+
+    parsed = schema.read(shards, tuple[_ShardOfSpec, ...], what)
+    try:
+        return EnumerableShardingSpec(
+            [ShardMetadata(list(s.offsets), list(s.sizes), s.placement) for s in parsed]
+        )
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # PyTorch checks shards itself
+        raise ShardCoreError(f"{what}: {error}") from None

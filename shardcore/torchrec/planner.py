@@ -18,27 +18,26 @@ from shardcore.core.job import Job
 from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.core.validation import require, require_type
-from shardcore.cost.model import CostModel
+from shardcore.cost.model import CostModel, require_model
 from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
-from shardcore.step.kinds import LAYOUTS, layout_of, layout_of_torchrec, ways
+from shardcore.step.kinds import LAYOUTS, layout_of, ways
 from shardcore.step.lower import lower
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.torchrec import constraints as constrained
-from shardcore.torchrec import fields, optimizers
-from shardcore.torchrec import lookups as torchrec_lookups
-from shardcore.torchrec import topology as torchrec_topology
+from shardcore.torchrec import fields, optimizers, topologies
+from shardcore.torchrec.lookups import Data, deduplicated_of, read_lookups, statistics_of, with_row_shares
 from shardcore.torchrec.modules import (
     ModelTable,
+    few,
     require_all,
     require_sharders,
     sharders_of,
     tables_of,
     unpriced_wrappers,
 )
-from shardcore.torchrec.row_shares import with_row_shares
 from shardcore.torchrec.settings import payloads_of, unpriced, unpriced_hardware
 from shardcore.torchrec.sharding_plan import to_torchrec
-from shardcore.torchrec.topology import our_topology
+from shardcore.torchrec.topologies import our_topology
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -48,6 +47,8 @@ if TYPE_CHECKING:
     from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
     from shardcore.torchrec.lookups import Lookups
+
+    Kinds = Mapping[str, tuple[str, ...]]
 
 BATCH_SIZE = 512
 """Samples per rank, if none are given. The default of TorchRec's planner."""
@@ -59,7 +60,7 @@ def problem_for(
     module: nn.Module,
     topology: Topology | TheirTopology,
     global_batch: int,
-    lookups: Lookups,
+    lookups: Lookups | Data,
     optimizer: str | None = None,
     constraints: Constraints | None = None,
     name: str = "model",
@@ -95,32 +96,23 @@ def problem_for(
         )
     for key, table in theirs.items():
         fields.require_treated(table.config, f"config of table {key!r}")
-    own = optimizers.optimizer_of(module, theirs)
-    if optimizer is not None and own and optimizer != own:
+    set_optimizer = optimizers.optimizer_of(module, theirs)
+    if optimizer is not None and set_optimizer and optimizer != set_optimizer:
         raise ShardCoreError(
-            f"optimizer is {optimizer!r}; the model's weights have {own!r} in backward: leave it out"
+            f"optimizer is {optimizer!r}; the model's weights have {set_optimizer!r} in backward: leave it out"
         )
-    lookups = list(lookups) if isinstance(lookups, Iterator) else lookups
-    statistics = torchrec_lookups.statistics_of(theirs, lookups, global_batch)
+    data = read_lookups(lookups, global_batch)
+    statistics = statistics_of(theirs, data, global_batch)
     ours = topology if isinstance(topology, Topology) else our_topology(topology, RESERVED)
-    torchrec_topology.require_no_pods(len(ours.on_hosts[0]))
-    factors, groups = torchrec_lookups.deduplicated_of(
-        theirs, lookups, deduplicated, global_batch // len(ours)
-    )
-    precision = {key: named(t.config.data_type.name, PRECISIONS) for key, t in theirs.items()}
-    for key, table in theirs.items():
-        if precision[key] is None:
-            raise ShardCoreError(
-                f"table {key!r} has data type {table.config.data_type.name}; known are "
-                f"{', '.join(p.theirs for p in PRECISIONS.values())}"
-            )
+    topologies.require_no_pods(len(ours.on_hosts[0]))
+    factors, groups = deduplicated_of(theirs, data, deduplicated, global_batch // len(ours))
     tables = tuple(
         Table(
             key,
             t.config.num_embeddings,
             t.config.embedding_dim,
             *statistics[key],
-            precision=precision[key],
+            precision=_precision(key, t.config.data_type.name),
             features=len(t.config.feature_names),
             weighted=t.weighted,
             sequence=not t.pooled,
@@ -130,32 +122,42 @@ def problem_for(
         )
         for key, t in theirs.items()
     )
-    tables = with_row_shares(tables, theirs, lookups, len(ours))
+    if isinstance(data, Data):
+        tables = with_row_shares(tables, theirs, data, len(ours))
     if optimizer is None:
-        optimizer = own or "exact_sgd"
+        optimizer = set_optimizer or "exact_sgd"
     problem = Problem(name, tables, ours, global_batch, optimizer, job=job or Job())
+    # Tables are read whole and divided here, so hot and cold rows share statistics.
     problem = with_hot_rows(problem, _hot_rows(module, theirs))
     constraints = constraints or Constraints()
     kinds = dict(constraints.kinds) | dict(problem.constraints.kinds)
-    kinds |= _only_kinds(theirs, kinds, ours)
+    kinds |= _kinds_in_wrappers(theirs, kinds, ours)
     widths = dict(constraints.min_widths)
-    if variable := torchrec_lookups.variable_features(lookups):
-        kinds |= _kinds_of_variable(tables, kinds, variable)
+    if isinstance(data, Data) and data.variable:
+        kinds |= _kinds_of_variable(tables, kinds, data.variable)
         # TorchRec's grid_shard is host_row that is cut.
         widths |= {t.name: t.dim for t in tables if set(kinds[t.name]) <= _GRID}
-    return replace(
-        problem,
-        constraints=replace(
-            constraints,
-            together=(*constraints.together, *groups),
-            kinds=tuple(kinds.items()),
-            min_widths=tuple(widths.items()),
-        ),
+    constraints = replace(
+        constraints,
+        together=(*constraints.together, *groups),
+        kinds=tuple(kinds.items()),
+        min_widths=tuple(widths.items()),
     )
+    return replace(problem, constraints=constraints)
+
+
+def _precision(table: str, data_type: str) -> str:
+    precision = named(data_type, PRECISIONS)
+    if precision is None:
+        raise ShardCoreError(
+            f"table {table!r} has data type {data_type}; known are "
+            f"{', '.join(p.theirs for p in PRECISIONS.values())}"
+        )
+    return precision
 
 
 def _hot_rows(module: nn.Module, theirs: Mapping[str, ModelTable]) -> dict[str, int]:
-    """How many rows of tables are hot. theirs: whole tables."""
+    """Number of hot rows of tables. theirs: whole tables."""
     from shardcore.torchrec.hot_cold import hot_cold_modules  # loads torch
 
     hot = {
@@ -186,7 +188,7 @@ def plan_for(
     The optimizer is the one that the model's weights have, or else that of the cost model. Raises as
     `problem_for` and all sharders do, and for an unknown algorithm.
     """
-    _require_model(model)
+    require_model(model)
     search = sharder(algorithm)
     batch = model.setting.batch if global_batch is None else global_batch
     optimizer = optimizers.optimizer_of(module, tables_of(module)) or model.setting.optimizer
@@ -211,7 +213,7 @@ class ShardCorePlanner:
     The optimizer that counts is the one that the module's weights or the sharders have, or else that of the
     cost model.
 
-    After a plan, `problem` and `found` are the problem and our plan. `unpriced` has a line for each setting
+    After a plan, `problem` and `our_plan` are the problem and our plan. `unpriced` has a line for each setting
     that the price leaves out, for defaults that nobody may have meant, and for what lies beyond the measured
     range.
     """
@@ -232,7 +234,7 @@ class ShardCorePlanner:
     ) -> None:
         from torchrec.distributed.types import ShardingPlanner
 
-        _require_model(model)
+        require_model(model)
         algorithm = known(algorithm)
         # Registering avoids importing TorchRec with this module.
         ShardingPlanner.register(type(self))
@@ -243,22 +245,22 @@ class ShardCorePlanner:
         constrained.require_constraints(constraints)
         self.constraints = dict(constraints or {})
         self.lookups = list(lookups) if isinstance(lookups, Iterator) else lookups
-        in_host = constrained.uses_host_memory(self.constraints)
-        self.theirs = None if isinstance(topology, Topology) else topology
+        in_host = any(constrained.kernel_of(c) in constrained.KERNELS for c in self.constraints.values())
+        self.their_topology = None if isinstance(topology, Topology) else topology
         self.reserved = reserved
         self.topology = (
             topology if isinstance(topology, Topology) else our_topology(topology, reserved, in_host)
         )
         require(
-            self.theirs is not None or reserved == RESERVED,
-            f"reserved is {reserved}; it is a share of "
-            "TorchRec's topology. Beside ShardCore's, give its devices less memory",
+            self.their_topology is not None or reserved == RESERVED,
+            f"reserved is {reserved}; it is a share of TorchRec's topology. With ShardCore's, give its devices less "
+            "memory",
         )
         if self.compute_device == "cpu" and model.setting.hardware.startswith("cpu"):
             self.topology = replace(self.topology, hardware=model.setting.hardware)
         self.model, self.algorithm, self.seed, self.budget, self.job = model, algorithm, seed, budget, job
         self.problem: Problem | None = None
-        self.found: Plan | None = None
+        self.our_plan: Plan | None = None
         self.unpriced: list[str] = []
 
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None) -> ShardingPlan:
@@ -272,79 +274,86 @@ class ShardCorePlanner:
         theirs = tables_of(module)
         if sharders:
             require_sharders(module, sharders)
-        all_sharders, sharders = sharders or (), sharders_of(module, theirs, sharders or ())
-        notes = constrained.require_possible(self.constraints, theirs, self.compute_device)
-        for name, table in theirs.items():
-            notes += fields.require_treated(table.config, f"config of table {name!r}")
-        own = optimizers.optimizer_of(module, theirs, sharders)
-        self.problem = self._problem(
-            module, theirs, own or self.model.setting.optimizer, payloads_of(sharders)
+        used = sharders_of(module, theirs, sharders or ())
+        constraints, notes = constrained.by_our_names(self.constraints, theirs, self.compute_device)
+        for key, table in theirs.items():
+            notes += fields.require_treated(table.config, f"config of table {key!r}")
+        optimizer, payloads = optimizers.optimizer_of(module, theirs, used), payloads_of(used)
+        global_batch = self.batch_size * len(self.topology)
+        lookups = constrained.pooling_of(constraints, theirs) if self.lookups is None else self.lookups
+        data = read_lookups(lookups, global_batch)
+        variable = data.variable if isinstance(data, Data) else ()
+        problem = problem_for(
+            module,
+            self.topology,
+            global_batch,
+            data,
+            optimizer or self.model.setting.optimizer,
+            constrained.search_constraints(constraints, theirs, self.topology, self.compute_device),
+            job=self.job or Job(forward_payload=payloads[0], backward_payload=payloads[1]),
         )
-        model = optimizers.under(self.model, self.problem.optimizer)
+        # Constraints add weights of lookups, and memory tiers.
+        tables = constrained.with_constraints(problem.tables, constraints, self.topology)
+        plan, problem = self._search(replace(problem, tables=tables), constraints)
+        settings = constrained.settings_of(constraints, theirs)
+        sharding_plan = to_torchrec(plan, problem, module, self.compute_device, settings)
+        notes += constrained.write_allowed_types(sharding_plan, constraints, theirs)
+        if variable:
+            # Only the written plan says which host_row tables are cut.
+            constrained.require_no_grid(sharding_plan)
+        require_all(sharding_plan, module, sharders or ())
+        notes += optimizers.notes(self.model, optimizer, problem.optimizer, used)
+        notes += unpriced_wrappers(theirs)
+        notes += constrained.pooling_notes(constraints, has_lookups=self.lookups is not None)
+        if variable:
+            notes.append(
+                f"features {few(variable)} have batches of their own sizes (VBE): their lookups are those of the "
+                f"data, their outputs count as those of batch_size {self.batch_size}"
+            )
+        if self.their_topology is not None:
+            notes += topologies.notes(self.their_topology, bool(self.topology.memory))
+        notes += unpriced_hardware(self.model.setting, self.compute_device)
+        # A price beyond the measured range is a guess, so it is named.
+        beyond = self._model_for(problem).out_of_range(lower(plan, problem))
+        notes += [f"extrapolated: {line}" for line in beyond]
+        self.problem, self.our_plan = problem, plan
+        self.unpriced = [*unpriced(sharding_plan, used, problem), *notes]
+        return sharding_plan
+
+    def _model_for(self, problem: Problem) -> CostModel:
         try:
-            model = model.for_problem(self.problem)
+            return optimizers.under(self.model, problem.optimizer).for_problem(problem)
         except SettingMismatch as error:
             raise SettingMismatch(
                 f"batch_size {self.batch_size} on {len(self.topology)} devices: {error}"
             ) from None
-        self.found = self._search(theirs, model)
-        made = to_torchrec(
-            self.found,
-            self.problem,
-            module,
-            self.compute_device,
-            constrained.settings_of(self.constraints, theirs),
-        )
-        notes += constrained.as_asked(made, self.constraints, theirs)
-        if self.lookups is not None and torchrec_lookups.variable_features(self.lookups):
-            constrained.require_no_grid(made)
-        require_all(made, module, all_sharders)
-        self.unpriced = [
-            *unpriced(made, sharders, self.problem),
-            *notes,
-            *optimizers.notes(self.model, own, self.problem.optimizer, sharders),
-            *unpriced_wrappers(theirs),
-            *self._notes_of_lookups(theirs),
-            *(
-                []
-                if self.theirs is None
-                else torchrec_topology.notes(self.theirs, bool(self.topology.memory))
-            ),
-            *unpriced_hardware(self.model.setting, self.compute_device),
-            *(f"extrapolated: {line}" for line in model.out_of_range(lower(self.found, self.problem))),
-        ]
-        return made
 
-    def _problem(
-        self, module: nn.Module, theirs: Mapping[str, ModelTable], optimizer: str, payloads: tuple[str, str]
-    ) -> Problem:
-        lookups = (
-            self.lookups if self.lookups is not None else constrained.pooling_of(self.constraints, theirs)
-        )
-        job = self.job or Job(forward_payload=payloads[0], backward_payload=payloads[1])
-        problem = problem_for(
-            module,
-            self.topology,
-            self.batch_size * len(self.topology),
-            lookups,
-            optimizer,
-            constrained.ours(self.constraints, theirs, self.topology, self.compute_device),
-            job=job,
-        )
-        return replace(
-            problem, tables=constrained.applied(problem.tables, self.constraints, theirs, self.topology)
-        )
+    def _search(
+        self, problem: Problem, constraints: Mapping[str, ParameterConstraints]
+    ) -> tuple[Plan, Problem]:
+        """A plan that keeps the constraints, and the problem that it solves.
 
-    def _notes_of_lookups(self, theirs: Mapping[str, ModelTable]) -> list[str]:
-        if self.lookups is None:
-            return constrained.default_pooling(self.constraints, theirs)
-        variable = torchrec_lookups.variable_features(self.lookups)
-        shown = ", ".join(map(repr, variable[:5])) + ", ..." * (len(variable) > 5)
-        of_vbe = (
-            f"features {shown} have batches of their own sizes (VBE): their lookups are those of the "
-            f"data, their outputs count as those of batch_size {self.batch_size}"
-        )
-        return [*constrained.unused_pooling(self.constraints, theirs), *([of_vbe] if variable else [])]
+        The search knows kinds. Where sharding_types allow a kind only with columns cut, or only without, and
+        the plan has the other, it runs again without that kind for that table.
+        """
+        model = self._model_for(problem)
+        while True:
+            try:
+                plan = sharder(self.algorithm)(problem, model, seed=self.seed, budget=self.budget)
+            except Infeasible as error:
+                if self.their_topology is None:
+                    raise
+                reasons = (
+                    str(error),
+                    topologies.default_memory(self.their_topology),
+                    f"of a device's memory, {self.reserved:.0%} stays free (reserved)",
+                )
+                raise Infeasible("; ".join(filter(None, reasons))) from None
+            violated = constrained.violations(plan, constraints, self.topology)
+            if not violated:
+                return plan, problem
+            kinds = constrained.without(dict(problem.constraints.kinds), violated, constraints)
+            problem = replace(problem, constraints=replace(problem.constraints, kinds=tuple(kinds.items())))
 
     def collective_plan(
         self,
@@ -362,96 +371,67 @@ class ShardCorePlanner:
             except Exception as error:
                 return error
 
+        group = pg or dist.GroupMember.WORLD
+        require(group is not None, "collective_plan needs a process group; call init_process_group before")
         # An exception is broadcast like a plan. Raising it on rank 0 only would leave the others waiting.
-        result = invoke_on_rank_and_broadcast_result(pg or dist.GroupMember.WORLD, 0, attempt)
+        result = invoke_on_rank_and_broadcast_result(group, 0, attempt)  # type: ignore[arg-type]  # not None
         if isinstance(result, Exception):
             raise result
         return result
 
-    def _search(self, theirs: Mapping[str, ModelTable], model: CostModel) -> Plan:
-        """A plan that keeps the constraints.
 
-        The search knows kinds. Where sharding_types allow a kind with columns cut only, or only without, and
-        the plan has the other, it runs again without that kind for that table.
-        """
-        while True:
-            try:
-                found = sharder(self.algorithm)(self.problem, model, seed=self.seed, budget=self.budget)
-            except Infeasible as error:
-                if self.theirs is None:
-                    raise
-                taken = (
-                    torchrec_topology.default_memory(self.theirs),
-                    f"of a device's memory, {self.reserved:.0%} stays free (reserved)",
-                )
-                raise Infeasible("; ".join([str(error), *filter(None, taken)])) from None
-            refused = constrained.broken(found, self.constraints, theirs, self.topology)
-            if not refused:
-                return found
-            constraints = self.problem.constraints
-            kinds = constrained.without(dict(constraints.kinds), refused, self.constraints, theirs)
-            self.problem = replace(self.problem, constraints=replace(constraints, kinds=tuple(kinds.items())))
-
-
-def _only_kinds(
-    theirs: Mapping[str, ModelTable], asked: Mapping[str, tuple[str, ...]], topology: Topology
+def _kinds_in_wrappers(
+    theirs: Mapping[str, ModelTable], allowed: Kinds, topology: Topology
 ) -> dict[str, tuple[str, ...]]:
     """Kinds of the tables for whose wrapper TorchRec has some sharding types only.
 
-    asked: kinds that may run tables.
+    allowed: kinds that may run tables.
 
     Raises ShardCoreError if they leave a table none, or if the topology does not have the only one.
     """
-    found = {}
+    restricted = {}
     for name, table in theirs.items():
         if not table.sharding_types:
             continue
-        able = {layout.name for t in table.sharding_types if (layout := layout_of_torchrec(t))}
-        kinds = tuple(kind for kind in asked.get(name, LAYOUTS) if kind in able)
+        able = {constrained.BY_TYPE[t].name for t in table.sharding_types if t in constrained.BY_TYPE}
+        kinds = tuple(kind for kind in allowed.get(name, LAYOUTS) if kind in able)
         what = (
             f"table {name!r} is in {table.path!r}, a {table.within}, which TorchRec shards "
             f"{' or '.join(table.sharding_types)} only"
         )
         if not kinds:
             raise ShardCoreError(
-                f"{what}; constraints have it run by {', '.join(asked[name])}: allow {', '.join(sorted(able))}"
+                f"{what}; constraints have it run by {', '.join(allowed[name])}: allow {', '.join(sorted(able))}"
             )
-        if name not in asked and len(kinds) == 1 and layout_of(kinds[0]) not in ways(topology):
+        if name not in allowed and len(kinds) == 1 and layout_of(kinds[0]) not in ways(topology):
             raise ShardCoreError(
                 f"{what}; the topology has {len(topology)} device, and it needs 2 or more to divide rows"
             )
         if kinds != tuple(LAYOUTS):
-            found[name] = kinds
-    return found
+            restricted[name] = kinds
+    return restricted
 
 
 _GRID = {layout.name for layout in LAYOUTS.values() if layout.divides_rows and layout.cuts_columns}
 
 
 def _kinds_of_variable(
-    tables: Sequence[Table], asked: Mapping[str, tuple[str, ...]], variable: Sequence[str]
+    tables: Sequence[Table], allowed: Kinds, variable: Sequence[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Kinds that run tables whose features have batches of their own sizes (VBE): those that TorchRec has.
+    """Kinds that TorchRec has for tables whose features have batches of their own sizes (VBE).
 
     It fails with data_parallel, and has no grid_shard. So rows are divided over a host only where nothing
     else may run a table.
 
     Raises ShardCoreError if they leave a table none.
     """
-    found = {}
+    kinds = {}
     for table in tables:
-        able = tuple(kind for kind in asked.get(table.name, LAYOUTS) if kind not in constrained.REPLICAS)
-        found[table.name] = tuple(kind for kind in able if kind not in _GRID) or able
+        able = tuple(kind for kind in allowed.get(table.name, LAYOUTS) if kind not in constrained.REPLICAS)
+        kinds[table.name] = tuple(kind for kind in able if kind not in _GRID) or able
         if not able:
             raise ShardCoreError(
-                f"table {table.name!r} may run data_parallel only, and feature {variable[0]!r} has batches of a size "
-                "of its own (VBE), with which TorchRec fails: allow another kind"
+                f"table {table.name!r} may run data_parallel only, and feature {variable[0]!r} has batches of a "
+                "size of its own (VBE), with which TorchRec fails: allow another kind"
             )
-    return found
-
-
-def _require_model(model: CostModel) -> None:
-    if not isinstance(model, CostModel):
-        raise ShardCoreError(
-            f"model is {model!r}; it needs a cost model, as shardcore.load_model(FOLDER) gives"
-        )
+    return kinds

@@ -29,13 +29,8 @@ class Busy:
 
     def __add__(self, other: Any) -> Busy:
         # Speed divides compute, not communication.
-        return Busy(
-            self.speed,
-            self.total
-            + (other.fwd_compute + other.bwd_compute) / self.speed
-            + other.fwd_comms
-            + other.bwd_comms,
-        )
+        compute = (other.fwd_compute + other.bwd_compute) / self.speed
+        return Busy(self.speed, self.total + compute + other.fwd_comms + other.bwd_comms)
 
 
 @dataclass(frozen=True)
@@ -69,9 +64,12 @@ class OurBytes:
         sharding_options.sort(
             key=lambda o: (int(o.name[1:]), (*ALL_TYPES, *HOST_TYPES).index(o.sharding_type))
         )
+        # TorchRec adds storage up, so each shard counts with its own peak.
         bytes_of = own_peaks(self.problem)
         for option in sharding_options:
-            layout = WHOLE_ROWS if option.num_shards == 1 else layout_of_torchrec(option.sharding_type)
+            layout = layout_of_torchrec(option.sharding_type)
+            if layout is None or option.num_shards == 1:
+                layout = WHOLE_ROWS
             for theirs in option.shards:
                 (row, column), (rows, columns) = theirs.offset, theirs.size
                 n_bytes = 0
@@ -83,7 +81,7 @@ class OurBytes:
 
 @dataclass
 class Metered:
-    """Several proposers as one, in turn, until the budget is used up.
+    """Several proposers as one, each after the other, until the budget is used up.
 
     It continues beyond the budget until some proposal can be placed.
     """
@@ -106,9 +104,9 @@ class Metered:
             self.waiting.pop(0)
         return None
 
-    def feedback(self, partitionable: bool, **found: Any) -> None:
+    def feedback(self, partitionable: bool, **rest: Any) -> None:
         self.placeable |= partitionable
-        self.waiting[0].feedback(partitionable=partitionable, **found)
+        self.waiting[0].feedback(partitionable=partitionable, **rest)
 
 
 @contextmanager
@@ -116,20 +114,19 @@ def quiet() -> Iterator[None]:
     """Silence TorchRec: it logs every call, and warns of each table that it replicates or does not cut."""
     from torchrec.distributed.logger import method_logger
 
-    root, levels = (
-        logging.getLogger(),
-        {name: logging.getLogger(name).level for name in ("torchrec", method_logger.name)},
-    )
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    root, loggers = logging.getLogger(), [logging.getLogger("torchrec"), method_logger]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    # The warning about replicas comes from the root logger.
     root.addFilter(_not_of_replicas)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         root.removeFilter(_not_of_replicas)
 
 

@@ -1,4 +1,4 @@
-"""What planners with their own cost formulas need to know of the hardware: rates of lookups and of links.
+"""Rates of lookups and links, for planners with their own cost formulas.
 
 Published planners take bandwidths from a data sheet.
 Here they come from the model under which all sharders are compared, so that no peer is misinformed.
@@ -25,6 +25,7 @@ def lookup_ms(problem: Problem, model: CostModel) -> float:
 
     Forward + backward at speed 1, with all tables as one op.
     """
+    # One op with all tables: launches of single ops would hide the rate.
     shards = [Shard.whole(t) for t in problem.tables]
     elements = sum(map(looked_up, shards))
     return float(model.head(model.encode(shards).sum(0, keepdims=True))[0]) / elements if elements else 0.0
@@ -41,6 +42,7 @@ def exchange_ms(problem: Problem, model: CostModel) -> float:
     columns[1, 0] *= 2
     traffic = traffic_of_outputs({WHOLE_ROWS: columns * problem.global_batch * OUTPUT_BYTES}, problem)
     before, after = model.comm(traffic, np.zeros((2, n)), problem.topology).total_ms[:, 0]
+    # The difference leaves out latencies, which both plans have.
     return float(after - before) / _COLUMNS
 
 

@@ -1,4 +1,4 @@
-"""Settings that TorchRec has beside the placement. ShardCore keeps them but does not price them.
+"""TorchRec's settings other than the placement. ShardCore keeps them but does not price them.
 
 A ShardingPlan has the kernels and memory tiers of tables (UVM, caches, SSD, output types). Sharders have the
 precision of collectives.
@@ -14,8 +14,10 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import PAYLOADS, Job
 from shardcore.core.types import Problem, Setting
 from shardcore.step.kinds import layout_of_torchrec
-from shardcore.torchrec import fields as torchrec_fields
 from shardcore.torchrec import plan_files
+from shardcore.torchrec.fields import require_treated
+from shardcore.torchrec.modules import few
+from shardcore.torchrec.plan_files import modules_of
 
 if TYPE_CHECKING:
     from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
@@ -33,17 +35,18 @@ def settings_of(sharding: ParameterSharding, what: str) -> dict[str, Any]:
     """
     plain = replace(sharding, sharding_type="", ranks=None, sharding_spec=None)
     try:
-        found = plan_files.encode(plain, what)
+        settings = plan_files.encode(plain, what)
     # A plan must stay readable and priceable even if a setting cannot be stored.
     except ShardCoreError as error:
         return {"unkept": str(error)}
-    del found["sharding_type"]
-    return {} if set(found) == {"compute_kernel"} and sharding.compute_kernel in PLAIN_KERNELS else found
+    del settings["sharding_type"]
+    # Defaults are left out, so that plans without settings stay small.
+    is_default = set(settings) == {"compute_kernel"} and sharding.compute_kernel in PLAIN_KERNELS
+    return {} if is_default else settings
 
 
 def with_settings(settings: Mapping[str, Any], what: str) -> ParameterSharding:
-    """A sharding without a placement, with settings from `settings_of`. Raises ShardCoreError for invalid
-    ones."""
+    """A sharding without a placement. settings: of `settings_of`; invalid ones raise ShardCoreError."""
     from torchrec.distributed.types import ParameterSharding
 
     if "unkept" in settings:
@@ -62,11 +65,11 @@ _TORCH = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def job_of(qcomms: QCommsConfig) -> Job:
-    """A job that sends outputs and gradients as TorchRec's config says.
+    """A job with the payloads of TorchRec's config.
 
     Raises ShardCoreError naming a field that is refused, or a precision that is not priced.
     """
-    torchrec_fields.require_treated(qcomms, "QCommsConfig")
+    require_treated(qcomms, "QCommsConfig")
     payloads = {name: getattr(qcomms, name).value for name in ("forward_precision", "backward_precision")}
     for name, payload in payloads.items():
         if payload not in PAYLOADS:
@@ -79,6 +82,7 @@ def payloads_of(sharders: Iterable[ModuleSharder[Any]]) -> tuple[str, str]:
 
     Raises ShardCoreError for payloads that are not priced.
     """
+    # Payloads that differ between sharders have no single job. They are named as unpriced.
     sent = {payloads for sharder in sharders for payloads in _sent(sharder).values()}
     return sent.pop() if len(sent) == 1 else ("fp32", "fp32")
 
@@ -90,25 +94,30 @@ def _of_collection(sharder: ModuleSharder[Any]) -> ModuleSharder[Any]:
 
 def _sent(sharder: ModuleSharder[Any]) -> dict[str, tuple[str, str]]:
     """Payloads forward and backward by operation. Without codecs all is sent in FP32."""
-    found = {}
-    for op, codecs in (getattr(_of_collection(sharder), "qcomm_codecs_registry", None) or {}).items():
-        both = {"forward": codecs.forward, "backward": codecs.backward}
-        names = [str(codec.quantized_dtype).removeprefix("torch.") for codec in both.values()]
-        for name, (field, codec) in zip(names, both.items(), strict=True):
-            if name not in _TORCH:
-                precision = getattr(getattr(codec, "_comm_precision", None), "name", name)
-                raise ShardCoreError(
-                    f"{op.lower()} of {type(sharder).__name__} has {field}_precision "
-                    f"{precision}; priced are {', '.join(PAYLOADS)}"
-                )
-        found[op.lower()] = tuple(_TORCH[name] for name in names)
-    return found or {"output": ("fp32", "fp32")}
+
+    def payload(op: str, direction: str, codec: Any) -> str:
+        dtype = str(codec.quantized_dtype).removeprefix("torch.")
+        if dtype not in _TORCH:
+            precision = getattr(getattr(codec, "_comm_precision", None), "name", dtype)
+            raise ShardCoreError(
+                f"{op} of {type(sharder).__name__} has {direction}_precision {precision}; priced are "
+                f"{', '.join(PAYLOADS)}"
+            )
+        return _TORCH[dtype]
+
+    registry = getattr(_of_collection(sharder), "qcomm_codecs_registry", None) or {}
+    codecs = {op.lower(): pair for op, pair in registry.items()}
+    sent = {
+        op: (payload(op, "forward", pair.forward), payload(op, "backward", pair.backward))
+        for op, pair in codecs.items()
+    }
+    return sent or {"output": ("fp32", "fp32")}
 
 
 def unpriced(
     plan: ShardingPlan, sharders: Iterable[ModuleSharder[Any]] = (), problem: Problem | None = None
 ) -> list[str]:
-    """Effects that the price of a plan leaves out, a line each.
+    """A line for each effect that the price of a plan leaves out.
 
     Tables are priced as fused ops, in device memory unless the problem has rows of theirs in host memory, and
     collectives with the job's payloads. Of replicas no model has the time of the dense optimizer.
@@ -124,17 +133,18 @@ def unpriced(
         if t.in_host_memory
     }
     lines = _unpriced_replicas(plan, problem)
-    for path, module in plan.plan.items():
+    for path, module in modules_of(plan).items():
         for name, sharding in module.items():
-            priced = (path, name) in in_host
-            known = (*PLACEMENT, "compute_kernel", *(["cache_params"] if priced else []))
+            is_below = (path, name) in in_host
+            known = (*PLACEMENT, "compute_kernel", *(["cache_params"] if is_below else []))
             given = [
                 f"{f.name}={value}"
                 for f in fields(sharding)
                 if f.name not in known and (value := getattr(sharding, f.name)) is not None
             ]
-            if (sharding.compute_kernel not in PLAIN_KERNELS and not priced) or given:
-                where = "with rows in host memory" if priced else "in device memory"
+            is_plain = is_below or sharding.compute_kernel in PLAIN_KERNELS
+            if given or not is_plain:
+                where = "with rows in host memory" if is_below else "in device memory"
                 lines.append(
                     f"table {name!r} of module {path!r} is priced as fused, {where}; it has "
                     + ", ".join([f"kernel {sharding.compute_kernel}", *given])
@@ -144,13 +154,13 @@ def unpriced(
         for sharder in sharders
         if getattr(_of_collection(sharder), "_use_index_dedup", False)
     ]
-    own = job.forward_payload, job.backward_payload
+    priced = job.forward_payload, job.backward_payload
     return lines + [
-        f"{op} of {type(sharder).__name__} is priced with {own[0]} forward, {own[1]} backward; "
-        f"it sends {sent[0]} forward, {sent[1]} backward"
+        f"{op} of {type(sharder).__name__} is priced with {priced[0]} forward, {priced[1]} backward; it sends "
+        f"{sent[0]} forward, {sent[1]} backward"
         for sharder in sharders
         for op, sent in _sent(sharder).items()
-        if sent != own
+        if sent != priced
     ]
 
 
@@ -164,17 +174,14 @@ def unpriced_hardware(setting: Setting, compute_device: str) -> list[str]:
 def _unpriced_replicas(plan: ShardingPlan, problem: Problem | None) -> list[str]:
     replicas = [
         name
-        for module in plan.plan.values()
+        for module in modules_of(plan).values()
         for name, sharding in module.items()
         if (layout := layout_of_torchrec(sharding.sharding_type)) and layout.dense_gradient
     ]
-    shown = ", ".join(map(repr, replicas[:3])) + (", ..." if len(replicas) > 3 else "")
     under, by = (f", under {problem.optimizer}", f", {problem.replica_optimizer},") if problem else ("", "")
-    return (
-        [
-            f"replicas of {shown} are priced as if updated in backward{under}; a dense optimizer{by} steps "
-            "over all of their weights later, which is not timed"
-        ]
-        if replicas
-        else []
-    )
+    if not replicas:
+        return []
+    return [
+        f"replicas of {few(replicas)} are priced as if updated in backward{under}; a dense optimizer{by} steps "
+        "over all of their weights later, which is not timed"
+    ]

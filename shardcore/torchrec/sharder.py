@@ -90,10 +90,10 @@ _TRIES = 4
 
 @dataclass(frozen=True)
 class TorchRecConfig:
-    """What is swept.
+    """Options to sweep.
 
     min_partition: the fewest columns of a shard; None for TorchRec's own, 128.
-    all_types: whether all sharding types are used, not only table- and column-wise.
+    all_types: True for all sharding types, False for table- and column-wise only.
     grid: combinations that its exhaustive proposer may try. Not swept.
     """
 
@@ -107,13 +107,13 @@ class TorchRecConfig:
 
 
 def installed() -> bool:
-    """Whether TorchRec and FBGEMM can be imported."""
+    """Tell if TorchRec and FBGEMM can be imported."""
     # A folder of the same name has no origin.
     return all((spec := find_spec(name)) and spec.origin for name in ("torchrec", "fbgemm_gpu"))
 
 
 def require_installed(what: str) -> None:
-    """Raise ShardCoreError unless TorchRec is installed. It says what needs it and how to install it."""
+    """Raise ShardCoreError unless TorchRec is installed, with how to install it. what: what needs it."""
     if not installed():
         raise ShardCoreError(f"{what}, and it is not installed: {INSTALL}")
 
@@ -137,39 +137,40 @@ def torchrec(
     require_installed("sharder 'torchrec' runs TorchRec's planner")
     problem.require_setting(model.setting)
     feasible_shards(problem)  # for its refusals
-    meter, plans = (budget or Budget()).start(), []
+    meter, plans = (budget or Budget()).start(), list[Plan]()
+
+    def priced_plan(placements: Sequence[Placement], **settings: Any) -> Plan:
+        return priced(placements, problem, model, algorithm="torchrec", seed=seed, **settings)
+
     given = _constrained_first(problem, model)
-    rest = [t for t in problem.tables if given is not None and t not in given.tables]
-    if given is not None and not rest:
-        plans.append(priced(given.placements, problem, model, algorithm="torchrec", seed=seed, packed=False))
+    rest = [t for t in problem.tables if t not in given.tables] if given else []
+    if given and not rest:
+        plans.append(priced_plan(given.placements, packed=False))
+    # TorchRec adds up bytes. That is too much for some plans, and too little for others.
     more = -local_batch_bytes(problem)
-    for _ in range(_TRIES if rest else 0):
-        # It adds up bytes. That is too much for some plans, and too little for others.
+    for _ in range(_TRIES):
+        if given is None or not rest:
+            break
         with quiet():
-            theirs = _Theirs(problem, model, rest, replace(given, left=np.maximum(given.left + more, 0)))
+            # The local batch is memory that TorchRec does not know.
+            left = np.maximum(given.left + more, 0)
+            theirs = _Theirs(problem, model, rest, replace(given, left=left))
             for all_types, min_partition in theirs.distinct(config):
                 if plans and not meter.left():
                     break
-                found = theirs.plan(all_types, min_partition, config.grid, meter)
-                if found is not None and _allowed([*given.placements, *found], problem):
-                    plans.append(
-                        priced(
-                            [*given.placements, *found],
-                            problem,
-                            model,
-                            algorithm="torchrec",
-                            seed=seed,
-                            packed=False,
-                            swept=[all_types, min_partition],
-                        )
-                    )
+                placements = theirs.plan(all_types, min_partition, config.grid, meter)
+                if placements is None or not _allowed([*given.placements, *placements], problem):
+                    continue
+                swept = [all_types, min_partition]
+                plans.append(priced_plan([*given.placements, *placements], packed=False, swept=swept))
+        # Fewer bytes help only where plans exist and none fits.
         if not plans or any(fits(plan, problem) for plan in plans):
             break
+        # At least double the reduction, so that few sweeps are enough.
         more -= max(min(lacking(plan, problem) for plan in plans), -more)
     if not any(fits(plan, problem) for plan in plans):
-        plans = [
-            priced(fitting(problem).placements, problem, model, algorithm="torchrec", seed=seed, packed=True)
-        ]
+        plans = [priced_plan(fitting(problem).placements, packed=True)]
+    # Each run ranks by TorchRec's own cost. Across runs our model decides.
     best = cheapest(plans, problem)
     return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config)})
 
@@ -188,8 +189,9 @@ def _allowed(placements: Iterable[Placement], problem: Problem) -> bool:
 class _Given:
     """Tables placed before TorchRec plans.
 
-    tables, placements: which, and where.
-    left: [D] bytes left by these.
+    tables: the tables.
+    placements: their placements.
+    left: [D] bytes that they leave.
     busy: [D] ms of their work.
     """
 
@@ -206,20 +208,22 @@ def _constrained_first(problem: Problem, model: CostModel) -> _Given | None:
     chosen = [t for t in tables if t.name in problem.pinned or t.name in problem.bundle_of]
     speed = np.array([d.speed for d in problem.topology.devices])
     lookup, exchange = lookup_ms(problem, model), exchange_ms(problem, model)
-    busy, where = np.zeros(len(speed)), []
+    busy, devices = np.zeros(len(speed)), list[int]()
     if not tables:
         return _Given(frozenset(problem.tables), [*fixed], busy, busy)
 
     def load(bundle: Bundle) -> np.ndarray:
         """[D] ms of a bundle on each device."""
         # The same cost formula that TorchRec gets, from the model's rates.
-        return sum(map(looked_up, bundle)) * lookup / speed + sum(s.width for s in bundle) * exchange
+        lookups, columns = sum(map(looked_up, bundle)), sum(s.width for s in bundle)
+        return lookups * lookup / speed + columns * exchange
 
     shards = list(map(Shard.whole, tables))
     cache = ShardCostCache(problem, model, shards)
     keys = cache.keys(shards)
     cache.add(keys)
     state = PlacementState(cache, keys, priced=False)
+    # Bundles with the fewest devices first, then the longest, then the largest.
     order = sorted(
         bundles(map(Shard.whole, chosen), problem),
         key=lambda b: (freedom(b, problem), -load(b).min(), -sum(s.bytes for s in b)),
@@ -228,13 +232,15 @@ def _constrained_first(problem: Problem, model: CostModel) -> _Given | None:
         roomy = state.fits(*cache.key(bundle[0]))
         if not roomy.any():
             return None
-        where.append(int(np.argmin(np.where(roomy, busy + load(bundle), np.inf))))
-        busy[where[-1]] += load(bundle)[where[-1]]
-        state.place(*cache.key(bundle[0]), where[-1])
-    known = frozenset([*chosen, *(p.shard.table for p in fixed)])
+        # The device that is done first, of those with room.
+        device = int(np.argmin(np.where(roomy, busy + load(bundle), np.inf)))
+        devices.append(device)
+        busy[device] += load(bundle)[device]
+        state.place(*cache.key(bundle[0]), device)
+    given = frozenset([*chosen, *(p.shard.table for p in fixed)])
     # Before the local batch, of which TorchRec knows nothing.
     left = np.array(held_bytes(problem)) - state.used
-    return _Given(known, [*placed(order, where, problem), *fixed], left, busy)
+    return _Given(given, [*placed(order, devices, problem), *fixed], left, busy)
 
 
 class _Theirs:
@@ -252,7 +258,7 @@ class _Theirs:
         from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
         self.problem, self.given, self.names = problem, given, {f"t{i}": t for i, t in enumerate(tables)}
-        self.sharders = [EmbeddingBagCollectionSharder()]
+        self.sharders: list[Any] = [EmbeddingBagCollectionSharder()]
         self.module = EmbeddingBagCollection(
             device=torch.device("meta"),
             tables=[
@@ -269,15 +275,18 @@ class _Theirs:
         devices, hosts = problem.topology.devices, problem.topology.hosts
         self.ranks = problem.topology.ranks
         per_host = Counter(d.host for d in devices)
+        # TorchRec knows hosts of equal size only. Others count as one host.
         self.per_host = len(devices) // len(hosts) if len(set(per_host.values())) == 1 else len(devices)
         self.bandwidths = self._bandwidths(model)
 
-    def _bandwidths(self, model: CostModel) -> dict[str, float]:
+    def _bandwidths(self, model: CostModel) -> dict[str, Any]:
         """Bandwidths in bytes per ms, by TorchRec's names. Unknown ones are left out."""
-        ours, known = self.problem.topology, {}
+        known: dict[str, Any] = {}
         one_ms = exchange_ms(self.problem, model)
-        for level in (row for row in LEVELS.values() if row.torchrec):
-            link = ours.link(level.name)
+        for level in LEVELS.values():
+            if level.torchrec is None:
+                continue
+            link = self.problem.topology.link(level.name)
             gbps = link.gbps and link.gbps / (self.per_host if link.shared else 1)
             if gbps or one_ms > 0:
                 known[level.torchrec[0]] = gbps * 1e6 if gbps else column_bytes(self.problem) / one_ms
@@ -292,12 +301,13 @@ class _Theirs:
             if o.sharding_type == WHOLE_ROWS.torchrec_whole
             for s in o.shards
         )
+        # TorchRec prices lookups by bytes over bandwidth, so bandwidth is the one free number.
         ours_ms = lookup_ms(self.problem, model) * sum(looked_up(Shard.whole(t)) for t in self.names.values())
-        return known | (
-            {"hbm_mem_bw": topology.hbm_mem_bw * theirs_ms / ours_ms} if theirs_ms > 0 and ours_ms > 0 else {}
-        )
+        if theirs_ms > 0 and ours_ms > 0:
+            known["hbm_mem_bw"] = topology.hbm_mem_bw * theirs_ms / ours_ms
+        return known
 
-    def topology(self, bandwidths: Mapping[str, float]) -> Any:
+    def topology(self, bandwidths: Mapping[str, Any]) -> Any:
         """TorchRec's Topology with our devices' memory, speed and work given before."""
         from torchrec.distributed.planner.types import Topology
 
@@ -314,7 +324,8 @@ class _Theirs:
         )
         for device, d in zip(topology.devices, self.ranks, strict=True):
             device.storage.hbm = int(self.given.left[d])
-            device.perf = Busy(self.problem.topology.devices[d].speed, float(self.given.busy[d]))
+            speed = self.problem.topology.devices[d].speed
+            device.perf = Busy(speed, float(self.given.busy[d]))  # type: ignore[assignment]  # as Perf
         return topology
 
     def constraints(self, all_types: bool, min_partition: int | None) -> dict[str, Any]:
@@ -333,30 +344,26 @@ class _Theirs:
             for group in layout.groups(self.problem.topology)[:1]
             for name in layout.torchrec
         }
-
         least = dict(self.problem.constraints.min_widths)
 
-        def runs(type_: str, table: Table) -> bool:
-            layout = layout_of_torchrec(type_)
-            if not self.problem.may_run(layout, table):
-                return False
-            return (
-                (type_ not in over or even_rows(table.rows, over[type_]))
+        def runs(name: str, table: Table) -> bool:
+            layout = layout_of_torchrec(name)
+            return bool(
+                layout
+                and self.problem.may_run(layout, table)
+                and (name not in over or even_rows(table.rows, over[name]))
                 and (layout.caches or not table.in_host_memory)
                 and (layout.as_sequence is not None or not table.sequence)
             )
 
-        def of(table: Table) -> list[str]:
-            whole = table.name in self.problem.whole
-            return (
-                [WHOLE_ROWS.torchrec_whole]
-                if whole
-                else [k for k in types if runs(k, table)] or [k for k in every_type if runs(k, table)]
-            )
+        def types_of(table: Table) -> list[str]:
+            if table.name in self.problem.whole:
+                return [WHOLE_ROWS.torchrec_whole]
+            return [k for k in types if runs(k, table)] or [k for k in every_type if runs(k, table)]
 
         return {
             n: ParameterConstraints(
-                sharding_types=of(t),
+                sharding_types=types_of(t),
                 compute_kernels=["fused", "dense"],  # dense: what data_parallel runs
                 pooling_factors=[t.pooling],
                 min_partition=max(min_partition or 0, least.get(t.name, 0)) or None,
@@ -369,20 +376,20 @@ class _Theirs:
         from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
         from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 
-        return EmbeddingEnumerator(
-            topology,
-            self.problem.local_batch,
-            constraints,
-            estimator=[EmbeddingPerfEstimator(topology, constraints), OurBytes(self.problem, self.names)],
-        )
+        estimators: list[Any] = [
+            EmbeddingPerfEstimator(topology, constraints),
+            OurBytes(self.problem, self.names),
+        ]
+        return EmbeddingEnumerator(topology, self.problem.local_batch, constraints, estimator=estimators)
 
     def distinct(self, config: TorchRecConfig) -> Iterator[tuple[bool, int | None]]:
         """The settings to sweep. Those with the same column cuts as an earlier one are skipped."""
         from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 
         seen = set()
-        weights = [bag.weight for bag in self.module.embedding_bags.values()]
+        weights: list[Any] = [bag.weight for bag in self.module.embedding_bags.values()]
         for all_types, min_partition in product(config.all_types, config.min_partition):
+            # Two settings with as many shards of each table give the same search space.
             shards = (
                 calculate_shard_sizes_and_offsets(w, 1, 1, "column_wise", min_partition)[0] for w in weights
             )
@@ -401,12 +408,10 @@ class _Theirs:
         from torchrec.distributed.planner.types import PlannerError
 
         topology, constraints = self.topology(self.bandwidths), self.constraints(all_types, min_partition)
-        proposers = [
-            GridSearchProposer(grid),
-            GreedyProposer(),
-            GreedyProposer(use_depth=False),
-            UniformProposer(),
-        ]
+        # TorchRec's default proposers, with a smaller grid.
+        greedy = GreedyProposer(), GreedyProposer(use_depth=False)
+        rating: Any = Slowest(topology)
+        proposer: Any = Metered([GridSearchProposer(grid), *greedy, UniformProposer()], meter)
         planner = EmbeddingShardingPlanner(
             topology,
             self.problem.local_batch,
@@ -414,12 +419,12 @@ class _Theirs:
             constraints=constraints,
             stats=[],
             storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-            performance_model=Slowest(topology),
-            proposer=Metered(proposers, meter),
+            performance_model=rating,
+            proposer=proposer,
             debug=False,
         )
         try:
-            plan = planner.plan(self.module, self.sharders)
+            plan: Any = planner.plan(self.module, self.sharders)
         except PlannerError:
             return None
         return placements_of(plan.plan[""], self.names, self.problem.topology)

@@ -5,14 +5,14 @@ Every rule here was tried with DistributedModelParallel.
 Each kind of sharding is one or two sharding types of TorchRec:
 
 - Whole rows on a device are table_wise, or column_wise if columns are cut. Widths are any multiples of 4.
-- Rows divided over all devices are row_wise. TorchRec sends id i to rank i // ceil(rows / devices), whatever
-the plan says.
+- Rows divided over all devices are row_wise. TorchRec sends id i to rank i // ceil(rows / devices), under
+any plan.
 - Rows divided over one host are table_row_wise, likewise. They are grid_shard if several hosts hold columns.
 - A replica on every device is data_parallel. Its kernel is dense. Its optimizer is the user's own.
 
 TorchRec runs one op and one exchange per sharding type. Once a collection has one table cut by columns, its
 whole tables are written as column_wise too. They then join that op, as `lower` prices them. table_row_wise
-and grid_shard work alike.
+and grid_shard work likewise.
 
 Columns are interchangeable. A device gets only one shard of a table, because TorchRec fails on shards of
 unequal widths. So a plan that comes back is consolidated, with as many columns on each device.
@@ -37,11 +37,12 @@ from shardcore.step.lower import require_cover
 from shardcore.tables.hot_rows import INSIDE, REPLICA, is_hot
 from shardcore.torchrec.modules import ModelTable, tables_of
 from shardcore.torchrec.placements import placements_of
+from shardcore.torchrec.plan_files import modules_of
 from shardcore.torchrec.settings import PLAIN_KERNELS, settings_of, with_settings
 
 if TYPE_CHECKING:
     from torch import nn
-    from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingPlan
+    from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
 
 _PATH = re.compile(r"[\w-]+(\.[\w-]+)*")
@@ -50,7 +51,7 @@ _PATH = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 @dataclass(frozen=True)
 class Sharded:
-    """How TorchRec shards a table.
+    """TorchRec's sharding of a table.
 
     layout: our kind of sharding.
     sharding_type: TorchRec's.
@@ -87,51 +88,49 @@ def to_torchrec(
 
     require_cover(plan, problem)
     compute_device = compute_device or _device_of(like) or "cuda"
-    theirs = _as_named(problem, module) if isinstance(module, str) else _matched(problem, tables_of(module))
-    placed: dict[str, list[Placement]] = defaultdict(list)
-    for placement in plan.placements:
-        placed[placement.shard.table.name].append(placement)
-    shardings = {name: sharded(placed[name], problem.topology) for name in theirs}
-    kept = (
-        {}
-        if like
-        else {
-            name: with_settings(settings, f"table {name!r} of the plan's provenance")
-            for name, settings in plan.provenance.get("torchrec", {}).items()
-        }
-    )
-    if unknown := sorted(set(kept) - set(theirs)):
+    theirs = _as_named(problem, module) if isinstance(module, str) else _matched(problem, module)
+    placements = plan.by_table()
+    shardings = {name: sharded(placements[name], problem.topology) for name in theirs}
+    settings = {} if like else plan.provenance.get("torchrec", {})
+    earlier = {
+        name: with_settings(of_table, f"table {name!r} of the plan's provenance")
+        for name, of_table in settings.items()
+    }
+    if unknown := sorted(set(earlier) - set(theirs)):
         raise ShardCoreError(
             f"the plan's provenance has settings of table {unknown[0]!r}; the model has {sorted(theirs)[:5]}"
         )
-    cut = {
-        (theirs[name].path, found.sharding_type) for name, found in shardings.items() if theirs[name].pooled
-    }
-    modules: dict[str, Any] = {}
+    # Sharding types of cut tables, by collection.
+    cut = {(theirs[name].path, s.sharding_type) for name, s in shardings.items() if theirs[name].pooled}
+    modules: dict[str, EmbeddingModuleShardingPlan] = defaultdict(EmbeddingModuleShardingPlan)
     for name in [name for name, table in theirs.items() if table.replica]:
         if not shardings.pop(name).layout.dense_gradient:
             raise ShardCoreError(
-                f"plan places table {name!r} by {placed[name][0].kind}; its rows are hot, "
+                f"plan places table {name!r} by {placements[name][0].kind}; its rows are hot, "
                 "so the model has them on every rank: plan them so (constraints.kinds)"
             )
-    for name, found in shardings.items():
-        table = theirs[name]
-        if_cut = found.layout.torchrec_cut
+    for name, sharding in shardings.items():
+        table, if_cut = theirs[name], sharding.layout.torchrec_cut
         # Another table of the collection is cut: join its op.
         if (table.path, if_cut) in cut:
-            found = replace(found, sharding_type=if_cut)
-        if table.sharding_types and found.sharding_type not in table.sharding_types:
+            sharding = replace(sharding, sharding_type=if_cut)
+        if table.sharding_types and sharding.sharding_type not in table.sharding_types:
             raise ShardCoreError(
-                f"plan shards table {name!r} {found.sharding_type}; TorchRec shards module {table.path!r}, "
+                f"plan shards table {name!r} {sharding.sharding_type}; TorchRec shards module {table.path!r}, "
                 f"{table.within}, {' or '.join(table.sharding_types)} only: plan it so (constraints.kinds)"
             )
-        old = like.plan.get(table.path, {}).get(table.name) if like else kept.get(name)
-        _require_replicable(found, old, name)
-        modules.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = _sharding(
-            found, problem.topology, compute_device, old
-        )
+        old = earlier.get(name)
+        if like and table.path in like.plan:
+            old = modules_of(like)[table.path].get(table.name)
+        # An earlier UVM or cached kernel has no counterpart for replicas.
+        if sharding.layout.dense_gradient and old is not None and old.compute_kernel not in PLAIN_KERNELS:
+            raise ShardCoreError(
+                f"plan replicates table {name!r}, which has kernel {old.compute_kernel}; TorchRec replicates with "
+                "its dense kernel alone, in device memory: change the kernel to 'fused', or the plan"
+            )
+        modules[table.path][table.name] = _sharding(sharding, problem.topology, compute_device, old)
     _require_sequences(shardings, theirs, compute_device)
-    return ShardingPlan(modules)
+    return ShardingPlan({**modules})
 
 
 def _as_named(problem: Problem, path: str) -> dict[str, ModelTable]:
@@ -152,33 +151,33 @@ def _as_named(problem: Problem, path: str) -> dict[str, ModelTable]:
         )
     hot = {t.name: t.collection or path for t in problem.tables if is_hot(t, problem)}
     divided = set(hot.values())
-    found = {}
+    tables = {}
     for table in problem.tables:
-        own = table.collection or path
-        # Names have the path of the module that divides tables, not that of what is within.
-        named = own.removesuffix(INSIDE) if own.removesuffix(INSIDE) in divided else own
-        # Without a collection of its own, what is not hot lies in that of the hot rows.
-        if own in divided and table.sequence and table.name not in hot:
-            own += INSIDE
-        name = table.name.removeprefix(f"{named}.")
-        found[table.name] = ModelTable(
-            own, name, None, not table.sequence, table.weighted, replica=table.name in hot
+        collection = table.collection or path
+        # Names have the path of the module that divides tables, not of the collection within.
+        outer = collection.removesuffix(INSIDE)
+        name = table.name.removeprefix(f"{outer if outer in divided else collection}.")
+        # Rows that are not hot and name no collection lie in that of the hot rows.
+        if collection in divided and table.sequence and table.name not in hot:
+            collection += INSIDE
+        tables[table.name] = ModelTable(
+            collection, name, None, not table.sequence, table.weighted, replica=table.name in hot
         )
-    return found
+    return tables
 
 
 def _device_of(plan: ShardingPlan | None) -> str | None:
     """The type of device that a TorchRec plan is for. None: it does not say."""
-    specs = [
-        sharding.sharding_spec
-        for module in (plan.plan.values() if plan else ())
-        for sharding in module.values()
-    ]
-    return next((spec.shards[0].placement.device().type for spec in specs if spec and spec.shards), None)
+    for module in modules_of(plan).values() if plan else ():
+        for sharding in module.values():
+            shards = getattr(sharding.sharding_spec, "shards", ())
+            if shards:
+                return shards[0].placement.device().type
+    return None
 
 
 def sharded(placements: Sequence[Placement], topology: Topology) -> Sharded:
-    """How TorchRec shards a table with these placements, which cover it once.
+    """TorchRec's sharding of a table with these placements, which cover it once.
 
     Raises ShardCoreError if it cannot.
     """
@@ -204,16 +203,17 @@ def _require_sequences(
     for name, table in theirs.items():
         if table.pooled or table.replica:
             continue
-        found, what = shardings[name], f"table {name!r} of the EmbeddingCollection {table.path!r}"
-        if found.layout.sequence_channels is None:
+        sharding, what = shardings[name], f"table {name!r} of the EmbeddingCollection {table.path!r}"
+        if sharding.layout.sequence_channels is None:
             raise ShardCoreError(
                 f"plan cuts {what} by rows over one host; TorchRec does so for EmbeddingBagCollections alone"
             )
-        if found.layout.dense_gradient and compute_device == "cpu":
+        if sharding.layout.dense_gradient and compute_device == "cpu":
             raise ShardCoreError(
                 f"plan replicates {what}; on a CPU TorchRec cannot, for its dense kernel pools there"
             )
-        for _, shard in found.shards if len(found.shards) > 1 and found.layout.cuts_columns else ():
+        is_cut = len(sharding.shards) > 1 and sharding.layout.cuts_columns
+        for _, shard in sharding.shards if is_cut else ():
             if width.setdefault(table.path, shard.width) != shard.width:
                 raise ShardCoreError(
                     f"plan cuts {what} into shards {shard.width} wide, and one {width[table.path]}; TorchRec there "
@@ -221,18 +221,9 @@ def _require_sequences(
                 )
 
 
-def _require_replicable(found: Sharded, old: ParameterSharding | None, name: str) -> None:
-    if found.layout.dense_gradient and old is not None and old.compute_kernel not in PLAIN_KERNELS:
-        raise ShardCoreError(
-            f"plan replicates table {name!r}, which has kernel {old.compute_kernel}; TorchRec replicates with its "
-            "dense kernel alone, in device memory: change the kernel to 'fused', or the plan"
-        )
-
-
-def _matched(problem: Problem, theirs: Mapping[str, ModelTable]) -> dict[str, ModelTable]:
-    """The model's tables, in its order. Raises ShardCoreError unless the problem has the same, in the same
-    shapes."""
-    ours = {t.name: t for t in problem.tables}
+def _matched(problem: Problem, module: nn.Module) -> dict[str, ModelTable]:
+    """The model's tables. Raises ShardCoreError unless the problem has the same, in the same shapes."""
+    ours, theirs = {t.name: t for t in problem.tables}, tables_of(module)
     if missing := sorted(set(theirs) ^ set(ours)):
         where = "the model lacks" if missing[0] in ours else "the problem lacks"
         raise ShardCoreError(
@@ -240,61 +231,57 @@ def _matched(problem: Problem, theirs: Mapping[str, ModelTable]) -> dict[str, Mo
             f"{sorted(theirs)[:5]}; {where} {missing[0]!r}"
         )
     for name, table in theirs.items():
-        shape, found = (
-            (ours[name].rows, ours[name].dim),
-            (table.config.num_embeddings, table.config.embedding_dim),
-        )
-        if shape != found:
+        shape = ours[name].rows, ours[name].dim
+        model_shape = table.config.num_embeddings, table.config.embedding_dim
+        if shape != model_shape:
             raise ShardCoreError(
-                f"table {name!r} has (rows, dim) {shape} in problem {problem.name!r} and {found} in the model"
+                f"table {name!r} has (rows, dim) {shape} in problem {problem.name!r} and {model_shape} in the model"
             )
         if ours[name].collection not in ("", table.path):
             raise ShardCoreError(
                 f"table {name!r} has collection {ours[name].collection!r} in problem "
                 f"{problem.name!r} and {table.path!r} in the model"
             )
-    return dict(theirs)
+    return theirs
 
 
 def _sharding(
-    found: Sharded, on: Topology, compute_device: str, old: ParameterSharding | None
+    sharding: Sharded, topology: Topology, compute_device: str, old: ParameterSharding | None
 ) -> ParameterSharding:
     from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
     from torchrec.distributed.sharding_plan import placement
-    from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
+    from torchrec.distributed.types import ParameterSharding
 
-    per_host = len(on.on_hosts[0]) if on.equal_hosts else len(on)
-    if found.layout.dense_gradient:
-        ranks, spec, kernel = list(range(len(on))), None, "dense"
+    # Placements name devices by their number on a host.
+    per_host = len(topology.on_hosts[0]) if topology.equal_hosts else len(topology)
+    if sharding.layout.dense_gradient:
+        ranks, spec, kernel = list(range(len(topology))), None, "dense"
     else:
-        ranks = [rank for rank, _ in found.shards]
-        spec = EnumerableShardingSpec(
-            [
-                ShardMetadata(
-                    [s.row_lo, s.col_lo], [s.rows, s.width], placement(compute_device, rank, per_host)
-                )
-                for rank, s in found.shards
-            ]
-        )
+        ranks = [rank for rank, _ in sharding.shards]
+        shards = []
+        for rank, s in sharding.shards:
+            at: Any = placement(compute_device, rank, per_host)  # a text, which ShardMetadata parses
+            shards.append(ShardMetadata([s.row_lo, s.col_lo], [s.rows, s.width], at))
+        spec = EnumerableShardingSpec(shards)
         # A table that was replicated has a dense kernel. It needs a fused one now.
         was = None if old is None else layout_of_torchrec(old.sharding_type)
         kernel = "fused" if old is None or (was and was.dense_gradient) else old.compute_kernel
-    base = old or ParameterSharding(found.sharding_type, kernel)
-    table = next((shard.table for _, shard in found.shards), None)
+    base = old or ParameterSharding(sharding.sharding_type, kernel)
+    table = next((shard.table for _, shard in sharding.shards), None)
     if table and table.in_host_memory:
         kernel = table.kernel
-        base = replace(base, cache_params=_cache_of(table, base.cache_params) if table.load_factor else None)
+        cache = None
+        if table.load_factor:
+            from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
+            from torchrec.distributed.types import CacheParams
+
+            cache = base.cache_params or CacheParams(CacheAlgorithm.LRU)
+            cache = replace(cache, load_factor=table.load_factor)
+        base = replace(base, cache_params=cache)
     return replace(
-        base, sharding_type=found.sharding_type, compute_kernel=kernel, ranks=ranks, sharding_spec=spec
+        base, sharding_type=sharding.sharding_type, compute_kernel=kernel, ranks=ranks, sharding_spec=spec
     )
-
-
-def _cache_of(table: Table, old: CacheParams | None) -> CacheParams:
-    """Its cache, with the load factor of the table. The rest is as it was."""
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
-    from torchrec.distributed.types import CacheParams
-
-    return replace(old or CacheParams(CacheAlgorithm.LRU), load_factor=table.load_factor)
 
 
 # --- from TorchRec ------------------------------------------------------------------------------------------
@@ -307,28 +294,27 @@ def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Modu
 
     Raises ShardCoreError if plan, problem and model differ in tables, and as `placements_of` does.
     """
-    theirs = _matched(problem, tables_of(module))
-    ours = {t.name: t for t in problem.tables}
+    theirs = _matched(problem, module)
+    ours, modules = {t.name: t for t in problem.tables}, modules_of(sharding_plan)
     by_path: dict[str, dict[str, Table]] = defaultdict(dict)
+    placements = []
     for name, table in theirs.items():
         if table.replica:
-            continue
-        by_path[table.path][table.name] = ours[name]
-    # The model has hot rows on every rank, whatever the TorchRec plan is.
-    replicas = [ours[name] for name, table in theirs.items() if table.replica]
-    found = [Placement(REPLICA.name, Shard.whole(t), problem.topology.ranks) for t in replicas]
+            # The model has hot rows on every rank. No TorchRec plan names them.
+            placements.append(Placement(REPLICA.name, Shard.whole(ours[name]), problem.topology.ranks))
+        else:
+            by_path[table.path][table.name] = ours[name]
     for path, tables in by_path.items():
-        if path not in sharding_plan.plan:
-            raise ShardCoreError(
-                f"the TorchRec plan has no module {path!r}; it has {sorted(sharding_plan.plan)[:5]}"
-            )
-        found += placements_of(sharding_plan.plan[path], tables, problem.topology)
-    kept = {
-        name: settings
+        if path not in modules:
+            raise ShardCoreError(f"the TorchRec plan has no module {path!r}; it has {sorted(modules)[:5]}")
+        placements += placements_of(modules[path], tables, problem.topology)
+    settings = {
+        name: of_table
         for name, table in theirs.items()
         if not table.replica
-        if (settings := settings_of(sharding_plan.plan[table.path][table.name], f"table {name!r}"))
+        if (of_table := settings_of(modules[table.path][table.name], f"table {name!r}"))
     }
-    plan = Plan(consolidate(found), {"algorithm": "torchrec plan"} | ({"torchrec": kept} if kept else {}))
+    provenance = {"algorithm": "torchrec plan"} | ({"torchrec": settings} if settings else {})
+    plan = Plan(consolidate(placements), provenance)
     require_cover(plan, problem)
     return plan

@@ -37,7 +37,7 @@ TOY = {
         "step_samples": 0,
         "step_repeats": 3,
     },
-    "train": {"epochs": 8, "learning_curve": False},
+    "train": {"epochs": 3, "learning_curve": False},
     "train_policy": {"algorithm": None},
     "evaluate": {
         "problems": 2,
@@ -47,7 +47,7 @@ TOY = {
         "replay_problems": 0,
         "replay_repeats": 3,
     },
-    "publish": {"budget_evals": 200},
+    "publish": {"budget_evals": 200, "torchrec_s": 0.0},
 }
 
 

@@ -109,7 +109,7 @@ def test_a_replay_at_a_slowdown_that_no_machine_has_is_refused(slowdown, problem
     path.write_text(
         json.dumps({"schema": "shardcore/replays", "version": 3, **body, "digest": files.digest(body)})
     )
-    with pytest.raises(ShardCoreError, match=f"has slowdown {slowdown}; it needs 0.001 to 1000"):
+    with pytest.raises(ShardCoreError, match=f"has slowdown {slowdown}; it needs 0.001 to 1,000"):
         replays.read(tmp_path / "kept")
 
 
@@ -265,7 +265,8 @@ def test_a_version_that_is_not_known_is_named(problem, made, clock, tmp_path):
     path = tmp_path / "replays.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 4}))
     with pytest.raises(
-        ShardCoreError, match="is not shardcore/replays of version 3; remove .* to replay its plans again"
+        ShardCoreError,
+        match="has version 4 of shardcore.replays; this ShardCore reads 3; remove .* to replay its plans again",
     ):
         replays.read(tmp_path)
 
@@ -350,8 +351,8 @@ def test_damaged_replays_of_one_problem_are_only_its_own(problem, made, clock, t
             lambda body: body["replays"].append({**body["replays"][0], "slowdown": 1.1}),
             "two replays of different times",
         ),
-        (lambda body: body.update(version=True), "is not shardcore/replays of version 3"),
-        (lambda body: body.update(version=3.0), "is not shardcore/replays of version 3"),
+        (lambda body: body.update(version=True), "this ShardCore reads 3"),
+        (lambda body: body.update(version=3.0), "this ShardCore reads 3"),
     ],
 )
 def test_replays_that_contradict_themselves_are_refused(problem, made, clock, tmp_path, spoil, said):

@@ -11,8 +11,7 @@ from shapes import column, on_hosts, replica, row
 
 from shardcore.core.job import Job
 from shardcore.core.types import Plan, Problem, Table
-from shardcore.plans import checkpoints
-from shardcore.plans.diff import diff
+from shardcore.plans.diff import ALL_LOADS, FROM_REPLICAS, NOTHING, OTHER_PARTS, TO_REPLICAS, diff, lost
 from shardcore.plans.words import moves_text
 
 TWO = on_hosts("xx", 1 << 30)
@@ -32,16 +31,16 @@ def problem(optimizer: str) -> Problem:
 @pytest.mark.parametrize(
     "optimizer, before, after, loses",
     [
-        ("rowwise_adagrad", "data_parallel", "row_wise", checkpoints.FROM_REPLICAS),
-        ("rowwise_adagrad", "table_wise", "data_parallel", checkpoints.TO_REPLICAS),
-        ("rowwise_adagrad", "table_wise", "column_wise", checkpoints.OTHER_PARTS),
-        ("rowwise_adagrad", "column_wise", "row_wise", checkpoints.OTHER_PARTS),
-        ("partial_rowwise_adam", "column_wise", "table_wise", checkpoints.OTHER_PARTS),
-        ("rowwise_adagrad", "row_wise", "table_wise", checkpoints.ALL_LOADS),
-        ("adam", "column_wise", "table_wise", checkpoints.ALL_LOADS),
-        ("adam", "data_parallel", "table_wise", checkpoints.FROM_REPLICAS),
-        ("exact_sgd", "data_parallel", "row_wise", checkpoints.NOTHING),
-        ("exact_sgd", "column_wise", "row_wise", checkpoints.NOTHING),
+        ("rowwise_adagrad", "data_parallel", "row_wise", FROM_REPLICAS),
+        ("rowwise_adagrad", "table_wise", "data_parallel", TO_REPLICAS),
+        ("rowwise_adagrad", "table_wise", "column_wise", OTHER_PARTS),
+        ("rowwise_adagrad", "column_wise", "row_wise", OTHER_PARTS),
+        ("partial_rowwise_adam", "column_wise", "table_wise", OTHER_PARTS),
+        ("rowwise_adagrad", "row_wise", "table_wise", ALL_LOADS),
+        ("adam", "column_wise", "table_wise", ALL_LOADS),
+        ("adam", "data_parallel", "table_wise", FROM_REPLICAS),
+        ("exact_sgd", "data_parallel", "row_wise", NOTHING),
+        ("exact_sgd", "column_wise", "row_wise", NOTHING),
         ("adam", "row_wise", "row_wise", ""),
     ],
 )
@@ -56,7 +55,7 @@ def test_what_is_lost_is_said_with_the_moves(optimizer, before, after, loses):
 def test_the_optimizer_of_replicas_counts_too():
     kept = replace(problem("exact_sgd"), job=Job(replica_optimizer="adam"))
     found = diff(Plan(tuple(OF["data_parallel"])), Plan(tuple(OF["row_wise"])), kept)
-    assert found.moves[0].loses == checkpoints.FROM_REPLICAS
+    assert found.moves[0].loses == FROM_REPLICAS
 
 
 @pytest.mark.long
@@ -83,10 +82,10 @@ def test_torchrec_loads_what_is_said_to_load():
             fused = "adam"
         else:
             fused = {"sgd": "exact_sgd"}.get(r["optimizer"], r["optimizer"])
-        loses = checkpoints.lost(OF[r["before"]], OF[r["after"]], problem(fused))
+        loses = lost(OF[r["before"]], OF[r["after"]], problem(fused))
         state = {
-            checkpoints.FROM_REPLICAS: "fails",
-            checkpoints.OTHER_PARTS: "fails",
-            checkpoints.TO_REPLICAS: "lost",
+            FROM_REPLICAS: "fails",
+            OTHER_PARTS: "fails",
+            TO_REPLICAS: "lost",
         }.get(loses, "loads")
         assert r["state"] == state, r

@@ -61,7 +61,7 @@ def test_a_decision_tells_what_the_version_that_it_chose_costs():
         ({"provenance": {"model": 1}}, "provenance: model is 1; it needs to be a text"),
         ({"extra": 1}, "unknown key 'extra'"),
         ({"outcome": "good"}, "outcome 'good'"),
-        ({"version": 2}, "no decision of a version"),
+        ({"version": 2}, "has version 2 of shardcore/decision; this ShardCore reads 1"),
     ],
 )
 def test_a_decision_that_says_nonsense_is_refused(problem, tmp_path, changes, said):

@@ -173,16 +173,6 @@ def test_a_publisher_killed_at_any_moment_leaves_one_whole_state(problem, tmp_pa
     assert not list((tmp_path / "small").rglob(".*.tmp"))
 
 
-def test_a_turn_empties_no_file_that_a_link_leads_to(problem, tmp_path):
-    publish(tmp_path, problem, 0)
-    (tmp_path / "precious").write_text("1")
-    (tmp_path / problem.name / ".turn").unlink()
-    (tmp_path / problem.name / ".turn").symlink_to(tmp_path / "precious")
-    with pytest.raises(ShardCoreError, match="cannot use"), store.turn(tmp_path, problem.name):
-        pass
-    assert (tmp_path / "precious").read_text() == "1"
-
-
 @pytest.mark.parametrize("name", ["versions", "decisions"])
 def test_nothing_is_written_through_a_link(problem, tmp_path, name):
     outside, home = tmp_path / "outside", tmp_path / "plans" / problem.name

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conformance import BATCH, MIB, draw_tables, model_for
 from shapes import on_hosts
 
 from shardcore.core.topology import Device, Topology
@@ -14,6 +13,7 @@ from shardcore.cost.model import price
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.bound.lower_bound import bound
 from shardcore.step.lower import lower
+from shardcore.testing.problems import BATCH, MIB, draw_tables, model_for
 
 
 def problem(hosts: str = "aabb", several: bool = True) -> Problem:

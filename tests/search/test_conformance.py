@@ -1,32 +1,14 @@
 """The conformance suite itself: it covers all sharders, notices broken ones, and compares where they find a
 plan at all."""
 
-import importlib
 import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from conformance import (
-    BATCH,
-    CASES,
-    DEEP,
-    FILES,
-    HUGE,
-    MIB,
-    SMALL,
-    check_plan,
-    draw_tables,
-    model_for,
-    parts_of,
-    solve,
-    table_bytes,
-    times_placed,
-)
-from conformance import test_plan_is_valid_and_says_where_it_comes_from as is_valid
-from shapes import column, host_row, on_hosts, replica, row, with_room
+from shapes import column, host_row, on_hosts, replica, row
+from suites import SHIPPED, suite
 
-from bench.peers import PEERS
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Device, Topology
@@ -35,21 +17,26 @@ from shardcore.search import LEARNED, SHARDERS, Budget, compare
 from shardcore.search.learned.policy import NETS
 from shardcore.search.state.shards import consolidate
 from shardcore.step.kinds import shards_on
+from shardcore.testing.plans import check_plan, parts_of, times_placed
+from shardcore.testing.problems import (
+    BATCH,
+    CASES,
+    DEEP,
+    HUGE,
+    MIB,
+    SMALL,
+    draw_tables,
+    model_for,
+    table_bytes,
+    with_room,
+)
 
 
-def test_every_sharder_is_in_one_file_of_the_suite():
-    files = {name: importlib.import_module(f"test_conformance_{name}") for name in FILES}
-    names = [name for file in files.values() for name in file.SHARDERS_HERE]
-    assert len(set(names)) == len(names) and {*SHARDERS, *PEERS} <= set(names) <= {
-        *SHARDERS,
-        *PEERS,
-        *LEARNED,
-        "torchrec",
-    }
-    learned = [LEARNED[name] for name in names if name in LEARNED]
+def test_every_sharder_is_in_the_suite():
+    assert {*SHARDERS} <= {*SHIPPED} <= {*SHARDERS, *LEARNED, "torchrec"}
+    learned = [LEARNED[name] for name in SHIPPED if name in LEARNED]
     assert {name for name, _ in learned} == set(NETS)
     assert {cuts for _, cuts in learned} == {cuts for _, cuts in LEARNED.values()}
-    assert all(hasattr(file, is_valid.__name__) for file in files.values())
 
 
 def without_a_table(plan: Plan) -> Plan:
@@ -96,7 +83,7 @@ def test_the_suite_catches_a_broken_sharder(spoil, monkeypatch):
     sound = SHARDERS["size_greedy"]
     monkeypatch.setitem(SHARDERS, "broken", broken)
     with pytest.raises((AssertionError, ShardCoreError)):
-        is_valid("broken", "tight memory")
+        suite("broken").require_case(CASES["tight memory"])
     check_plan(sound(CASES["tight memory"], model_for(CASES["tight memory"])), CASES["tight memory"])
 
 
@@ -149,7 +136,7 @@ def test_the_suites_own_parts_are_those_of_the_layouts():
 def test_what_would_help_is_found_however_much_that_takes(problem, said):
     """One sharder stands for all: it takes seconds."""
     with pytest.raises(Infeasible, match=said):
-        solve("size_greedy", with_room(problem))
+        suite("size_greedy").solve(with_room(problem))
 
 
 TRIES_MORE_CUTS = {"portfolio", "anneal", "anneal_columns"}

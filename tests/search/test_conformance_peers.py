@@ -1,8 +1,13 @@
 """The conformance suite for other people's planners, with which only benches compare."""
 
 import pytest
-from conformance import *  # noqa: F403
-from conformance import FILES
+from suites import CHECKS, suite
 
-pytestmark = pytest.mark.long
-SHARDERS_HERE = FILES["peers"]
+from bench.peers import PEERS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("peer", PEERS)
+def test_peer(peer, check):
+    getattr(suite(peer), check)()

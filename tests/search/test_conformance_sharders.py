@@ -1,6 +1,10 @@
 """The conformance suite for what ShardCore ships."""
 
-from conformance import *  # noqa: F403
-from conformance import FILES
+import pytest
+from suites import CHECKS, SHIPPED, suite
 
-SHARDERS_HERE = FILES["sharders"]
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("sharder", SHIPPED)
+def test_sharder(sharder, check):
+    getattr(suite(sharder), check)()

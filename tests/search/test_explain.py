@@ -5,7 +5,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from conformance import BATCH, MIB, draw_problem, model_for
 from policies import untrained
 
 from shardcore.core.constraints import Constraints
@@ -22,6 +21,7 @@ from shardcore.step.kinds import ID_CHANNELS
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
 from shardcore.step.memory_account import local_batch_bytes, table_bytes
+from shardcore.testing.problems import BATCH, MIB, draw_problem, model_for
 
 PROBLEM = draw_problem(1, 12, [MIB] * 2)
 SMALL = Budget(evals=300)

@@ -17,6 +17,7 @@ from shardcore.core.types import Problem, Shard, Table
 from shardcore.cost.model import group_costs
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.neuroshard import NeuroShardConfig, greedy_grid, neuroshard
+from shardcore.search.state.placement_state import PlacementState
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.search.state.shards import devices_of
 from shardcore.step.lower import lower
@@ -26,18 +27,14 @@ from shardcore.step.memory_account import table_bytes
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), rows=st.booleans())
-def test_the_ledgers_total_is_the_price_of_the_plan(seed, rows):
-    """Halves that meet on a device cost what their union costs, in any assignment."""
+def test_columns_are_exchangeable_in_cost(seed, rows):
     rng = np.random.default_rng(seed)
     problem = on_two_hosts(draw_problem(seed, n_tables=6))
     shards = draw_cuts(rng, problem, rows)
     cache = ShardCostCache(problem, MODEL, shards)
-    keys = [cache.key(s) for s in shards]
     devices = [int(rng.choice(devices_of(s, problem))) for s in shards]
-    expected = total_ms(shards, devices, problem)
-    assert cache.plan_ms(keys, devices) == pytest.approx(expected, rel=1e-9)
-    dealt = [s for bundle in cache.bundles(keys) for s in bundle]
-    assert total_ms(dealt, devices, problem) == pytest.approx(expected, rel=1e-9)
+    dealt = [s for bundle in cache.bundles([cache.key(s) for s in shards]) for s in bundle]
+    assert total_ms(dealt, devices, problem) == pytest.approx(total_ms(shards, devices, problem), rel=1e-9)
 
 
 @settings(max_examples=15, deadline=None)
@@ -56,8 +53,12 @@ def test_tables_kept_together_are_one_bundle_that_costs_what_they_cost_fused(see
     devices = [int(rng.choice(np.flatnonzero(cache.allowed[strip]))) for strip, _ in keys]
     pairs = [(s, d) for bundle, d in zip(bundles, devices, strict=True) for s in bundle]
     shards, where = zip(*pairs, strict=True)
+    cache.add(keys)
+    state = PlacementState(cache, keys)
+    for key, device in zip(keys, devices, strict=True):
+        state.place(*key, device)
     # price checks the pins
-    assert cache.plan_ms(keys, devices) == pytest.approx(total_ms(shards, where, problem), rel=1e-9)
+    assert state.cost_ms() == pytest.approx(total_ms(shards, where, problem), rel=1e-9)
 
 
 @settings(max_examples=15, deadline=None)
@@ -77,7 +78,8 @@ def test_the_grids_totals_are_the_prices_of_its_plans(seed, rows, optimizer):
     orders = [rng.permutation(len(keys)) for _ in range(3)]
     scales = np.array([1.0, 1.2, np.inf])
     ordered = np.array([[keys[i] for i in order] for order in orders])
-    totals, over_bytes, devices = greedy_grid(cache, ordered, scales)
+    made = greedy_grid(cache, ordered, scales)
+    totals, over_bytes, devices = made.total_ms, made.over_bytes, made.devices
     assert totals.shape == over_bytes.shape == (3, 3) and devices.shape == (3, 3, len(keys))
     for c, k in np.argwhere(np.isfinite(totals)):
         placed = [shards[i] for i in orders[c]], devices[c, k], problem

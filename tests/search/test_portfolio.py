@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conformance import check_plan, draw_problem, model_for
 from shapes import column, host_row, on_hosts, row
 
 from shardcore.core import progress
@@ -22,6 +21,8 @@ from shardcore.search.portfolio import annealing, portfolio
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
 from shardcore.tables.generate import generate_pool
+from shardcore.testing.plans import check_plan
+from shardcore.testing.problems import draw_problem, model_for
 
 MIB, GIB = 2**20, 2**30
 

@@ -1,8 +1,6 @@
 """What a step takes of a device, by part: by hand, and as torch sees it in TorchRec's processes."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,7 +29,7 @@ def problem_of(*tables, hardware="nvidia-h200", n=2, optimizer="exact_sgd", batc
 
 
 def local_of(plan: Plan, problem: Problem) -> dict:
-    return memory.local_amounts(memory.run_batches(plan.placements, problem), problem)
+    return memory.local_buffers(memory.run_batches(plan.placements, problem), problem)
 
 
 def test_what_a_whole_table_takes_by_hand():
@@ -54,8 +52,8 @@ def test_16_bits_take_more_at_first_by_hand(payload):
     plain = problem_of(hardware="cpu-some")
     short = replace(plain, job=Job(forward_payload=payload))
     assert table_bytes(TABLE, short) == 1000 * 8 * 4 + max(3 * arrived, 2 * arrived + 2.5 * pooled)
-    amounts = memory.shard_amounts(WHOLE_ROWS, [Shard.whole(TABLE)], short)
-    assert [amounts[f"all_to_all world{what}"] for what in ("", " there", " back", " cast", " clamped")] == [
+    buffers = memory.shard_buffers(WHOLE_ROWS, [Shard.whole(TABLE)], short)
+    assert [buffers[f"all_to_all world{what}"] for what in ("", " there", " back", " cast", " clamped")] == [
         pooled,
         pooled / 2,
         pooled,
@@ -277,11 +275,9 @@ def test_searches_count_what_whole_tables_take(job, hardware, sequence):
 @pytest.mark.parametrize("seed", range(40))
 def test_sums_over_shards_are_what_a_plan_takes(seed):
     """To the byte, of all kinds, on two devices and on two hosts of two, with sequences and features."""
-    sys.path.append(str(Path(__file__).parents[1] / "torchrec"))
     pytest.importorskip("torchrec")
     import training
-
-    from bench.memory import drawn
+    from peaks import drawn
 
     rng = np.random.default_rng(seed)
     given = training.problem(*((1, 2), (2, 2))[seed // 2 % 2], ordered=seed % 5 == 0)
@@ -440,8 +436,8 @@ def test_rows_of_a_divided_table_take_the_ids_in_them():
     problem = problem_of(hardware="cpu-some", n=4)
     parts = [shard for _, shard in shards_on(row(TABLE, problem.topology))]
     kind = next(layout for layout in LAYOUTS.values() if layout.name == "row")
-    amounts = [memory.shard_amounts(kind, [shard], problem)["arrived"] for shard in parts]
-    assert sum(amounts) == 64 * (3 * 8 + 4 * 4)
+    buffers = [memory.shard_buffers(kind, [shard], problem)["arrived"] for shard in parts]
+    assert sum(buffers) == 64 * (3 * 8 + 4 * 4)
 
 
 def test_a_short_last_range_of_rows_takes_no_more_than_the_others():
@@ -473,13 +469,13 @@ def test_a_divided_sequence_keeps_where_each_id_was_by_hand():
     problem = problem_of(LONG, hardware="cpu-some", batch=256)
     plan = Plan((row(LONG, problem.topology),))
     local = 128 * 4000 * 8
-    [amounts] = local_of(plan, problem).values()
-    assert amounts["bucketized"] == 2 * local + 128 * 2 * 4
+    [buffers] = local_of(plan, problem).values()
+    assert buffers["bucketized"] == 2 * local + 128 * 2 * 4
     [device, _] = memory.by_part(plan, problem)
     assert device.parts["ids"] == pytest.approx(11 * local, rel=1e-3)
     pooled = replace(LONG, sequence=False)
-    [amounts] = local_of(Plan((row(pooled, problem.topology),)), replace(problem, tables=(pooled,))).values()
-    assert amounts["bucketized"] == local + 128 * 2 * 4
+    [buffers] = local_of(Plan((row(pooled, problem.topology),)), replace(problem, tables=(pooled,))).values()
+    assert buffers["bucketized"] == local + 128 * 2 * 4
 
 
 @pytest.mark.long
@@ -487,7 +483,7 @@ def test_a_divided_sequence_keeps_where_each_id_was_by_hand():
 def test_long_sequences_take_what_torch_sees(divided):
     """The holder has by far the most. TR 1924: ids of 9 to 11 local batches, outputs of the global one."""
     pytest.importorskip("torchrec")
-    from bench import memory as peaks
+    import peaks
 
     two = Topology((Device(2**34, host="h"),) * 2, "cpu")
     problem = Problem("long", (SHORT, LONG), two, 256)
@@ -503,7 +499,7 @@ def test_the_count_is_the_peak_that_torch_sees(seed):
     Where outputs dominate steps differ: gloo's threads free their buffers sooner or later.
     """
     pytest.importorskip("torchrec")
-    from bench import memory as peaks
+    import peaks
 
     [row] = peaks.compared([seed])
     assert all(-peaks.BELOW <= share <= peaks.ABOVE for share in peaks.off(row, "used_bytes")), row

@@ -41,8 +41,8 @@ def test_a_row_says_what_a_run_holds_in_each_phase_whatever_its_groups(row, scop
     channel, moved = f"{row.name} {scope}", "dense" if row.dense else f"{row.name} {scope}"
     for sequence in (False, True):
         stages = stages_of(row.name, (channel,), sequence)
-        amounts, times = times_of((stages,))
-        assert len(stages) == 4 and times[amounts.index((0, moved))].max() >= 1
+        buffers, times = times_of((stages,))
+        assert len(stages) == 4 and times[buffers.index((0, moved))].max() >= 1
         # All that waits is used up when the step ends.
         assert not stages[0].before and not stages[-1].after
     assert stages_of(row.name, (channel,), True) is stages

@@ -20,6 +20,7 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner import Topology as TheirTopology
 from torchrec.distributed.planner import types as planner_types
@@ -36,13 +37,19 @@ from shardcore.step import memory
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import GroupedPlan, Grouping, problem_of_group
 from shardcore.torchrec.dmp_collection import to_dmp_collection
-from shardcore.torchrec.fields import FIELDS, HONOURED, PRICED, REFUSED, defaults_of, records
+from shardcore.torchrec.fields import FIELDS, HONOURED, PRICED, REFUSED, defaults_of
 from shardcore.torchrec.planner import ShardCorePlanner, problem_for
 from shardcore.torchrec.settings import job_of
 
 ROWS, DIM, LOCAL_BATCH, DEVICES, PER_HOST = 100_000, 64, 64, 4, 2
 LOOKUPS = {"f0": 5.0, "f1": 3.0, "f2": 2.0}
 GIB = 2**30
+
+
+def records() -> dict[str, type]:
+    """The classes of FIELDS, of the installed TorchRec."""
+    configs = EmbeddingBagConfig, EmbeddingConfig, QCommsConfig
+    return {c.__name__: c for c in (*configs, ParameterConstraints, TheirTopology, DMPCollection)}
 
 
 @dataclass(frozen=True)
@@ -101,8 +108,8 @@ def planned(
     return Outcome(
         planner,
         {f"{path}.{name}": sharding for path, of in plan.plan.items() for name, sharding in of.items()},
-        price(lower(planner.found, planner.problem), priced).total_ms,
-        tuple(memory.used_bytes(planner.found, planner.problem)),
+        price(lower(planner.our_plan, planner.problem), priced).total_ms,
+        tuple(memory.used_bytes(planner.our_plan, planner.problem)),
     )
 
 

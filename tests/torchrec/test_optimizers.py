@@ -168,7 +168,7 @@ def test_optimizers_that_no_count_has_are_refused_by_name():
 def test_the_state_of_mlperfs_tables_counts(kind, times):
     """Per-cell Adagrad keeps a number for each weight, Adam two."""
     made = planned(in_backward(model(MLPERF_ROWS, 128), kind), hbm_cap=80 * GIB, devices=8)
-    held = memory.used_bytes(made.found, made.problem)
+    held = memory.used_bytes(made.our_plan, made.problem)
     weights = sum(MLPERF_ROWS) * 128 * 4
     assert sum(held) == pytest.approx(times * weights, rel=0.02)
 

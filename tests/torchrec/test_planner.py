@@ -193,9 +193,7 @@ def test_plan_for_a_model():
     assert lower(plan, problem)
     with pytest.raises(ShardCoreError, match="algorithm 'best' is not known; there are .*anneal"):
         plan_for(MODULE, FOUR, MODEL, LOOKUPS, algorithm="best")
-    with pytest.raises(
-        ShardCoreError, match="model is 'model/'; it needs a cost model, as shardcore.load_model"
-    ):
+    with pytest.raises(ShardCoreError, match="model is 'model/'; it needs to be a cost model, as load_model"):
         plan_for(MODULE, FOUR, "model/", LOOKUPS)
 
 
@@ -203,7 +201,7 @@ def test_planner_in_the_place_of_torchrecs():
     made = planner(algorithm="size_greedy")  # it makes no replicas, whose kernel is another
     plan = made.plan(MODULE, [])
     assert isinstance(made, ShardingPlanner)
-    assert from_torchrec(plan, made.problem, MODULE).placements == made.found.placements
+    assert from_torchrec(plan, made.problem, MODULE).placements == made.our_plan.placements
     assert {t.name: t.pooling for t in made.problem.tables}["b"] == 3.5
     assert {s.compute_kernel for m in plan.plan.values() for s in m.values()} == {"fused"}
 
@@ -271,7 +269,7 @@ def test_wrapped_collections_are_planned_by_the_path_of_what_wraps_them():
     assert types["e"] == types["g"] == "row_wise" and {types["c"], types["d"]} == {"table_wise"}
     said = [line for line in made.unpriced if "is priced as the collection within" in line]
     assert [line.split("'")[1] for line in said] == ["processed", "collided", "collided_rows"]
-    assert from_torchrec(plan, made.problem, WRAPPED).placements == made.found.placements
+    assert from_torchrec(plan, made.problem, WRAPPED).placements == made.our_plan.placements
     _require_of(plan, WRAPPED, "the plan")
     inner = ShardingPlan({**plan.plan, "collided._embedding_module": plan.plan["collided"]})
     with pytest.raises(ShardCoreError, match="shards module 'collided._embedding_module', which is no coll"):

@@ -1,7 +1,6 @@
 """Kernels, memory tiers and quantised collectives of a TorchRec plan: kept through ours, named where a price
 leaves them out."""
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from shardcore.core.types import Placement, Plan, Setting, Shard
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.io import files
 from shardcore.search import Budget
-from shardcore.torchrec.plan_files import read_qcomms, read_torchrec, to_json, write_torchrec
+from shardcore.torchrec.plan_files import read_qcomms, read_torchrec, write_torchrec
 from shardcore.torchrec.planner import ShardCorePlanner
 from shardcore.torchrec.settings import job_of, payloads_of, settings_of, unpriced
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
@@ -159,19 +158,6 @@ def test_quantised_collectives_are_kept_in_the_file(tmp_path):
     path.write_text(path.read_text().replace("FP16", "FP32"))
     with pytest.raises(ShardCoreError, match="edited"):
         read_qcomms(path)
-
-
-def test_files_of_version_1_are_read(tmp_path):
-    path, body = tmp_path / "plan.json", to_json(tiered())
-    written = {
-        "schema": "shardcore/torchrec-plan",
-        "version": 1,
-        "digest": files.digest(body),
-        "modules": body,
-    }
-    path.write_text(json.dumps(written))
-    assert read_torchrec(path) == tiered()
-    assert read_qcomms(path) is None
 
 
 def test_what_a_price_leaves_out_is_named():

@@ -23,7 +23,7 @@ from torchrec.modules.embedding_configs import DataType
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.step.kinds import LAYOUTS
-from shardcore.torchrec import constraints as torchrec_constraints
+from shardcore.torchrec.constraints import by_our_names, pooling_of
 from shardcore.torchrec.modules import tables_of
 
 
@@ -310,7 +310,7 @@ def test_a_stated_pooling_factor_of_a_shared_feature_beats_the_default_of_anothe
     asked = {**CONSTRAINTS, "c": ParameterConstraints(min_partition=8)}
     theirs = tables_of(MODULE)
     assert theirs["left.c"].config.feature_names == ["f0"] and theirs["a"].config.feature_names == ["f0"]
-    assert torchrec_constraints.pooling_of(asked, theirs)["f0"] == 10.0
+    assert pooling_of(by_our_names(asked, theirs, "cuda")[0], theirs)["f0"] == 10.0
 
 
 def test_pooling_factors_beside_lookups_are_told():

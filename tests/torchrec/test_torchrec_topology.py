@@ -14,7 +14,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.torchrec.planner import ShardCorePlanner
-from shardcore.torchrec.topology import POD_SIZE, our_topology
+from shardcore.torchrec.topologies import POD_SIZE, our_topology
 
 GIB = 2**30
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torchrec")
 sys.path.append(str(Path(__file__).parent))
 
-from bench import traffic
+import counted_traffic as traffic
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
-"""What annealing's compiled search knows of memory, and of tables of fixed kinds: fields of SearchProblem.
+"""Fields of SearchProblem about memory, and about tables of fixed kinds.
 
 Shapes: S strips, R shards, D devices, F features, G groups, N runs, M columns of State.memory.
-K kinds of what single devices hold (cache.kinds). Y layouts of what groups share.
+K kinds of strips (cache.kinds). Y layouts of what groups share.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from shardcore.step.memory_account import sums_of
 from shardcore.step.memory_timeline import BATCHES, IDS_ALIVE
 from shardcore.step.op_limits import most_features
 from shardcore.step.output_bytes import table_output_rows
-from shardcore.step.shard_memory import batch_bytes, bucketized_bytes, run_batches, stepped_bytes, table_order
+from shardcore.step.shard_memory import batch_bytes, bucketized_bytes, run_batches, scratch_bytes, table_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +52,13 @@ class Columns:
     def more(self, run: Layout, shard: Shard, entered: bool) -> dict[int, float]:
         """A shard's limited features, and counts of its cache, by column.
 
-        entered: also what enters collectives, and lookups. Mostly a shard's sums have them.
+        entered: also its bytes that enter collectives, and lookups. Mostly a shard's sums have them.
         """
-        found = {self.first_count + i: n for i, n in self.caches.counts(run, shard, self.problem).items()}
-        n, of = len(self.runs), sums_of(run, shard, self.problem)
-        each = (of.entered * entered, of.lookups * entered, of.features * self.limited)
-        return found | {SUMS + i * n + self.runs.index(run): x for i, x in enumerate(each) if x}
+        counts = self.caches.counts(run, shard, self.problem)
+        more = {self.first_count + i: n for i, n in counts.items()}
+        n, sums = len(self.runs), sums_of(run, shard, self.problem)
+        each = (sums.entered * entered, sums.lookups * entered, sums.features * self.limited)
+        return more | {SUMS + i * n + self.runs.index(run): x for i, x in enumerate(each) if x}
 
 
 def shards_memory(
@@ -65,55 +67,49 @@ def shards_memory(
     """The fields about shards and their ops.
 
     layouts: [Y] of groups.
-    parts: [2, Y, S] what devices of a group have of a strip (see compiled/memory.shared_row). None where the
+    parts: [2, Y, S] shards of a strip on a group's devices (see compiled/memory.shared_row). None where the
       layout does not run it.
     """
-    problem, of_parts = columns.problem, np.zeros((*parts.shape, 6))
-    shared = [
-        ((e, y, s), layouts[y], shard)
-        for e, of_e in enumerate(parts.tolist())
-        for y, of_y in enumerate(of_e)
-        for s, shard in enumerate(of_y)
-        if shard is not None
-    ]
+    problem, shared_sums = columns.problem, np.zeros((*parts.shape, 6))
+    shared = [(at, layouts[at[1]], shard) for at, shard in np.ndenumerate(parts) if shard is not None]
     for at, run, shard in ticking(shared):
         first = 0, *at[1:]
-        of_parts[at] = of_parts[first] if at[0] and shard is parts[first] else sums_of(run, shard, problem)
-    sums, more = np.concatenate([cache.sums, of_parts.reshape(-1, 6)]), {}
+        known = at[0] > 0 and shard is parts[first]
+        shared_sums[at] = shared_sums[first] if known else sums_of(run, shard, problem)
+    sums = np.concatenate([cache.sums, shared_sums.reshape(-1, 6)])
     chosen = {
         s
-        for s in range(len(cache))
-        if columns.limited
-        or len(set(cache.runs(s))) > 1
-        or any(shard.table.in_host_memory for shard in cache.whole(s))
+        for s, runs in enumerate(cache.parts)
+        if columns.limited or any(run is not runs[0][0] or shard.table.in_host_memory for run, shard in runs)
     }
-    for i in np.flatnonzero(np.isin(cache.strip_of[1:], list(chosen))) + 1:
-        runs, found = cache.runs(cache.strip_of[i]), Counter()
-        first = runs[0]
+    more: dict[int, Counter[int]] = {}  # by row of sums
+    for i in (np.flatnonzero(np.isin(cache.strip_of[1:], list(chosen))) + 1).tolist():
+        runs, more[i] = [run for run, _ in cache.parts[cache.strip_of[i]]], Counter()
         for run, shard in zip(runs, cache.made[i], strict=True):
-            found.update(columns.more(run, shard, run is not first))
-            if run is not first:
+            # The sums count in the run of the first table.
+            apart = run is not runs[0]
+            more[i].update(columns.more(run, shard, apart))
+            if apart:
                 sums[i, 2:4] -= sums_of(run, shard, problem)[2:4]
-        more[i] = found
     for at, run, shard in shared if chosen else ():
         if at[2] in chosen:
             row = len(cache.made) + int(np.ravel_multi_index(at, parts.shape))
-            more[row] = columns.more(run, shard, False)
+            more[row] = Counter(columns.more(run, shard, False))
     n_more = np.zeros(len(sums), np.int64)
-    n_more[list(more)] = [len(found) for found in more.values()]
+    n_more[list(more)] = list(map(len, more.values()))
     row_bytes, begins = np.zeros(len(columns)), []
-    for (_, precision), (at, widths) in columns.caches.ops.items():
-        at += columns.first_count
-        begins.append(at)
-        row_bytes[at + 1 : at + 1 + len(widths)] = (
+    for (_, precision), (begin, widths) in columns.caches.ops.items():
+        begins.append(columns.first_count + begin)
+        first = begins[-1] + 1
+        row_bytes[first : first + len(widths)] = (
             np.array(widths) * PRECISION_BYTES[precision] + CACHED_ROW_BYTES
         )
     most = [most_features(run.batch(problem)) for run in columns.runs if columns.limited]
     return {
         "sums": sums,
-        "more_at": np.cumsum([0, *n_more]),
-        "more_column": np.array([at for found in more.values() for at in found], np.int64),
-        "more": np.array([n for found in more.values() for n in found.values()], float),
+        "more_at": np.concatenate([[0], np.cumsum(n_more)]),
+        "more_column": np.array([column for counts in more.values() for column in counts], np.int64),
+        "more": np.array([n for counts in more.values() for n in counts.values()], float),
         "most_features": np.array(most, float),
         "cache_row_bytes": row_bytes,
         "cache_at": np.array([*begins, len(columns)] if begins else [], np.int64),
@@ -128,48 +124,32 @@ def _ranks(problem: Problem) -> dict[str, int]:
 
 def batch_memory(
     cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]], columns: Columns
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """The fields about the local batch, and about runs."""
     problem, runs = columns.problem, columns.runs
     topology, job, local, rank = problem.topology, problem.job, problem.local_batch, _ranks(problem)
     layouts = tuple(dict.fromkeys(layout for layout, _ in groups))
-    of = {layout: next(group for y, group in groups if y is layout) for layout in layouts}
-    # Tables of a bundle that run apart from its first are among those of `given`.
-    strips = [
-        [
-            shard
-            for run, shard in zip(cache.runs(s), cache.whole(s), strict=True)
-            if run is cache.kinds[cache.kind[s]]
-        ]
-        for s in range(len(cache))
-    ]
-    # What the ranges of a table take of a local batch counts for the first.
-    once = [[shard for shard in bundle if shard.row_lo == 0] for bundle in strips]
-    collections = sorted({(run.collection, run.sequence) for run in runs})
+    n_devices = {layout: len(group) for layout, group in reversed(groups)}  # of the first group
     is_last = np.zeros((len(layouts), len(topology)), np.int64)
     for layout, group in groups:
         is_last[layouts.index(layout), group[-1]] = 1
+    # Tables of a bundle that run apart from its first are among those of `fixed_memory`.
+    strips = [[shard for run, shard in parts if run is parts[0][0]] for parts in cache.parts]
+    # A local batch has the outputs and ids of a table's row ranges once: they count for the first.
+    outputs = [sum(_outputs(s, local) for s in bundle if s.row_lo == 0) for bundle in strips]
+    bucketized, stepped = np.zeros((2, len(layouts), len(cache)))
+    for y, layout in enumerate(layouts):
+        for s in ticking(range(len(cache))):
+            table = cache.table(s)
+            stepped[y, s] = scratch_bytes(layout, Shard.whole(table), problem)
+            if layout.divides_rows:
+                bucketized[y, s] = IDS_ALIVE * local * bucketized_bytes(table, job, n_devices[layout])
+    collections = sorted({(run.collection, run.sequence) for run in runs})
     return {
-        "local_outputs": np.array([sum(_outputs(shard, local) for shard in bundle) for bundle in once], float)
-        / cache.size,
+        "local_outputs": np.array(outputs, float) / cache.size,
         "local_ids": cache.local_ids,
-        "bucketized": np.array(
-            [
-                [
-                    IDS_ALIVE * local * bucketized_bytes(cache.table(s), job, len(of[y])) * y.divides_rows
-                    for s in ticking(range(len(cache)))
-                ]
-                for y in layouts
-            ],
-            float,
-        ).reshape(len(layouts), len(cache)),
-        "stepped": np.array(
-            [
-                [stepped_bytes(y, Shard.whole(cache.table(s)), problem) for s in range(len(cache))]
-                for y in layouts
-            ],
-            float,
-        ).reshape(len(layouts), len(cache)),
+        "bucketized": bucketized,
+        "stepped": stepped,
         "rank": np.array([min(rank[shard.table.name] for shard in bundle) for bundle in strips], np.int64),
         "waiting_ids": BATCHES * batch_bytes(problem),
         "is_last": is_last,
@@ -184,48 +164,54 @@ def _outputs(shard: Shard, batch: int) -> int:
     return OUTPUT_BYTES * shard.width * table_output_rows(shard.table, batch)
 
 
-def given(
+def fixed_memory(
     cache: ShardCostCache, groups: Sequence[tuple[Layout, Group]], columns: Columns
-) -> dict[str, np.ndarray]:
-    """The fields about tables that are on all devices in every plan: their memory, and what they cost."""
-    problem, of_all, rank, kinds = columns.problem, columns.runs, _ranks(columns.problem), cache.kinds
-    fixed, n_kinds = fixed_placements(problem), len(kinds)
-    n_devices, n_runs, n_features = len(problem.topology), len(of_all), cache.codes.shape[1]
+) -> dict[str, Any]:
+    """The fields about tables that are on all devices in every plan: their memory and cost."""
+    problem, all_runs, rank, n_kinds = (
+        columns.problem,
+        columns.runs,
+        _ranks(columns.problem),
+        len(cache.kinds),
+    )
+    n_devices, n_runs, n_features = len(problem.topology), len(all_runs), cache.codes.shape[1]
     memory = np.zeros((n_devices, len(columns)))
     carried = np.zeros((n_devices, n_kinds + n_runs), np.int64)
     codes, size, runs = np.zeros((len(groups), n_features)), np.zeros(len(groups)), np.zeros((n_runs, 4))
     runs[:, 3] = len(problem.tables)
-    batches, (outputs, ids) = run_batches(fixed, problem), cache.fixed_bytes
+    fixed, (outputs, ids) = fixed_placements(problem), cache.fixed_bytes
+    batches = run_batches(fixed, problem)
     carried[:, :n_kinds] = outputs[:, :n_kinds]
     for run, batch in batches.items():
-        of = [p for p in fixed if run_of(p.kind, p.shard.table) is run]
-        r, k = of_all.index(run), cache.runs_of_plan.index(run)
-        runs[r] = len(of), 0, batch.outputs, min(rank[p.shard.table.name] for p in of)
-        for d, shard in (pair for p in of for pair in shards_on(p)):
-            found = sums_of(run, shard, problem)
-            memory[d, :SUMS] += found.resident, found.arrived, found.on_host
-            for at, n in columns.more(run, shard, True).items():
-                memory[d, at] += n
+        placements = [p for p in fixed if run_of(p.kind, p.shard.table) is run]
+        r, k = all_runs.index(run), cache.runs_of_plan.index(run)
+        runs[r] = len(placements), 0, batch.outputs, min(rank[p.shard.table.name] for p in placements)
+        for device, shard in (pair for p in placements for pair in shards_on(p)):
+            sums = sums_of(run, shard, problem)
+            memory[device, :SUMS] += sums.resident, sums.arrived, sums.on_host
+            for column, n in columns.more(run, shard, True).items():
+                memory[device, column] += n
         carried[:, n_kinds + r] = ids[:, k]
         if k >= n_kinds:
-            # They run in the op of a group. It costs what it does on the first device.
-            g, first = groups.index((run, of[0].devices)), of[0].devices[0]
-            codes[g], size[g] = cache.fixed_codes[first, k], outputs[first, k]
-    for s in range(len(cache)):
+            # They run in the op of a group. It costs the same on all devices: take the first.
+            devices = placements[0].devices
+            g = groups.index((run, devices))
+            codes[g], size[g] = cache.fixed_codes[devices[0], k], outputs[devices[0], k]
+    for parts in cache.parts:
         # A bundle is one strip, and in every plan. Its tables may run apart from its first.
-        for run, shard in zip(cache.runs(s), cache.whole(s), strict=True):
-            if run is not kinds[cache.kind[s]]:
-                r = of_all.index(run)
+        for run, shard in parts:
+            if run is not parts[0][0]:
+                r = all_runs.index(run)
                 runs[r, 0] += 1
                 runs[r, 2] += _outputs(shard, problem.local_batch)
                 runs[r, 3] = min(runs[r, 3], rank[shard.table.name])
     return {
-        "given_memory": memory,
-        "given_runs": runs,
-        "given_carried": carried,
-        "given_sums": np.ascontiguousarray(cache.fixed_codes[:, :n_kinds]),
-        "given_codes": codes,
-        "given_size": size,
-        "given_every": IDS_ALIVE * sum(b.permuted + b.bucketized for b in batches.values()),
-        "given_stepped": float(max((b.stepped for b in batches.values()), default=0)),
+        "fixed_memory": memory,
+        "fixed_runs": runs,
+        "fixed_carried": carried,
+        "fixed_sums": np.ascontiguousarray(cache.fixed_codes[:, :n_kinds]),
+        "fixed_codes": codes,
+        "fixed_size": size,
+        "fixed_every": IDS_ALIVE * sum(b.permuted + b.bucketized for b in batches.values()),
+        "fixed_stepped": float(max((b.stepped for b in batches.values()), default=0)),
     }

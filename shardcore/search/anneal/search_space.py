@@ -11,8 +11,9 @@ K kinds of what single devices hold (cache.kinds). Y layouts of what groups shar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -20,14 +21,14 @@ from shardcore.core.progress import tick
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.cost.model import CostModel
 from shardcore.search.anneal.compiled import SearchProblem
-from shardcore.search.anneal.memory_columns import Columns, batch_memory, given, shards_memory
+from shardcore.search.anneal.memory_columns import Columns, batch_memory, fixed_memory, shards_memory
 from shardcore.search.anneal.rates import exchange_rates, id_rates, shared_rates
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.state.shard_cost_cache import ShardCostCache, encoded
-from shardcore.search.state.shards import division, placed
+from shardcore.search.state.shards import placed, required_division
 from shardcore.step.kinds import Group, Layout, even_share, run_of, runs_of
 from shardcore.step.memory import held_bytes
-from shardcore.step.memory_account import Turns
+from shardcore.step.memory_account import StageCoefficients
 from shardcore.step.op_limits import may_bind
 from shardcore.step.output_bytes import output_bytes
 
@@ -43,11 +44,11 @@ class SearchSpace:
 
     problem, cache: the tables and their strips.
     fixed: the same as arrays, for the compiled search.
-    bytes: [R] about the memory of a shard.
-    shared_bytes: [Y, S] about that of a strip on each device of a group.
+    bytes: [R] estimated memory of a shard.
+    shared_bytes: [Y, S] estimated memory of a strip on each device of a group.
     groups: [G] a kind and its devices, which may share whole tables.
     divided: [N] strips whose rows are always divided over all devices.
-    runs: [X - K] those that ids travel for, each by an exchange of its own: of kinds, then of groups.
+    runs: [X - K] runs that ids travel for, each with its exchange: of kinds, then of groups.
     """
 
     problem: Problem
@@ -64,21 +65,26 @@ class SearchSpace:
         """[Y] layouts of the groups."""
         return tuple(dict.fromkeys(layout for layout, _ in self.groups))
 
-    def number(self, kind: str, devices: Group, table: Table) -> int:
-        """The number of a group that shares a table by a kind."""
-        return self.groups.index((run_of(kind, table), devices))
-
     @property
-    def always_shared(self) -> np.ndarray:
-        """[N, 2] the divided strips, each with its group."""
-        ways = [(s, division(self.cache.table(s), self.problem)) for s in self.divided]
-        pairs = [(s, self.number(way.kind, way.devices, self.cache.table(s))) for s, way in ways]
-        return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    def is_large(self) -> bool:
+        """Whether the problem has so many shards that the search has to be selective."""
+        return is_large(self.cache)
+
+    @cached_property
+    def _strip_of(self) -> dict[str, int]:
+        """The strip of each table that is the first or only one of a strip, by name."""
+        return {self.cache.table(s).name: s for s in range(len(self.cache))}
+
+    def pair(self, kind: str, devices: Group, table: Table) -> tuple[int, int]:
+        """A table's strip, and the number of the group that shares it by a kind."""
+        return self._strip_of[table.name], self.groups.index((run_of(kind, table), devices))
 
     def sharing(self, pairs: np.ndarray) -> np.ndarray:
         """[N, 2] strips that groups share, and the divided strips that are not among them."""
-        always = self.always_shared
-        return np.concatenate([pairs, always[~np.isin(always[:, 0], pairs[:, 0])]])
+        tables = [self.cache.table(s) for s in self.divided if s not in pairs[:, 0]]
+        ways = [required_division(table, self.problem) for table in tables]
+        always = [self.pair(way.kind, way.devices, way.shard.table) for way in ways]
+        return np.concatenate([pairs, np.array(always, dtype=np.int64).reshape(-1, 2)])
 
     @property
     def as_it_is(self) -> SearchProblem:
@@ -99,18 +105,13 @@ class SearchSpace:
 
     @property
     def whole_bytes(self) -> np.ndarray:
-        """[S] about the bytes of each strip uncut."""
+        """[S] estimated bytes of each strip uncut."""
         return self.bytes[self.fixed.shard[np.arange(len(self.fixed.size)), self.fixed.size]]
 
     @property
     def choice(self) -> np.ndarray:
         """[S] number of devices to choose from. 0 for all if nothing is pinned."""
         return self.fixed.allowed.sum(1) if len(self.fixed.allowed) else np.zeros(len(self.fixed.size))
-
-    def strips(self, tables: Iterable[Table]) -> np.ndarray:
-        """[N] strips of whole tables, which must not be in bundles."""
-        of = {self.cache.table(s).name: s for s in range(len(self.cache))}
-        return np.array([of[t.name] for t in tables], dtype=np.int64)
 
     def keys(self, shards: Sequence[Shard]) -> np.ndarray:
         """[N, 2] strips and units of shards. Of a bundle, all tables or none have to be among them."""
@@ -120,18 +121,17 @@ class SearchSpace:
         """Placements of held [S, D] units, and of the strips that groups share, group [S]."""
         strips, devices = np.nonzero(held)
         keys = list(zip(strips.tolist(), held[strips, devices].tolist(), strict=True))
-        found = placed(self.cache.bundles(keys), devices.tolist(), self.problem)
-        for s in np.flatnonzero(group >= 0):
+        placements = placed(self.cache.bundles(keys), devices.tolist(), self.problem)
+        for s in np.flatnonzero(group >= 0).tolist():
             layout, on = self.groups[group[s]]
-            found.append(Placement(layout.name, Shard.whole(self.cache.table(s)), on))
-        return found
+            placements.append(Placement(layout.name, Shard.whole(self.cache.table(s)), on))
+        return placements
 
 
 def runs(layout: Layout, table: Table) -> bool:
-    """Whether a layout is of the table's collection, and runs its kernel."""
-    return (layout.sequence, layout.collection) == (table.sequence, table.collection) and (
-        layout.caches or not table.in_host_memory
-    )
+    """Tell if a layout is of the table's collection, and runs its kernel."""
+    same_op = (layout.sequence, layout.collection) == (table.sequence, table.collection)
+    return same_op and (layout.caches or not table.in_host_memory)
 
 
 def without_ranges(shards: Sequence[Shard], problem: Problem) -> tuple[list[Shard], list[Table]]:
@@ -146,7 +146,7 @@ def without_ranges(shards: Sequence[Shard], problem: Problem) -> tuple[list[Shar
     return [*(s for s in shards if s.full_rows), *map(Shard.whole, tables)], tables
 
 
-def space(
+def search_space(
     cache: ShardCostCache,
     shards: Sequence[Shard],
     everywhere: bool,
@@ -160,45 +160,34 @@ def space(
     by_rows: tables whose rows are always divided over all devices.
     """
     problem, model = cache.problem, cache.model
+    all_strips = np.arange(len(cache))
     may_split = np.array([cache.may_split((s, 2)) for s in range(len(cache))], dtype=bool)
     if is_large(cache):
         may_split &= _worth_cutting(cache, shards)
-    strips = np.repeat(np.arange(len(cache)), cache.size)
+    strips = np.repeat(all_strips, cache.size)
     units = np.concatenate([np.arange(1, n + 1) for n in cache.size])
     # Encode only the shards that a search can reach: encoding takes most of the time.
     used = may_split[strips] | cache.is_range[strips] | (units == cache.size[strips])
     cache.need(strips[used], units[used])
-    number_of = cache.numbers(np.arange(len(cache))[:, None], np.arange(cache.size.max() + 1))
-    # Hosts as numbers.
-    hosts = {h: i for i, h in enumerate(problem.topology.hosts)}
-    n_devices = len(problem.topology)
+    number_of = cache.numbers(all_strips[:, None], np.arange(cache.size.max() + 1))
     groups = tuple(
         (layout, group)
         for layout in runs_of(problem.tables)
         for group in layout.groups(problem.topology)
         if len(group) > 1
     )
-    of_ids = tuple(
-        dict.fromkeys(
-            (
-                *cache.kinds,
-                *(run for s in range(len(cache)) for run in cache.runs(s)),
-                *(layout for layout, _ in groups),
-            )
-        )
-    )
-    exchange = [
-        *(exchange_rates(problem, model, layout) for layout in cache.kinds),
-        *(id_rates(problem, model, layout) for layout in of_ids),
-    ]
-    number = {cache.table(s).name: s for s in range(len(cache))}
-    turns = Turns.of(of_ids, problem)
-    tick()
-    shared, parts = _shared(problem, model, cache, groups, everywhere, {t.name for t in by_rows}, of_ids)
-    columns = Columns(problem, of_ids, cache.caches, may_bind(problem))
     layouts = tuple(dict.fromkeys(layout for layout, _ in groups))
+    of_strips = (run for parts in cache.parts for run, _ in parts)
+    id_runs = tuple(dict.fromkeys((*cache.kinds, *of_strips, *layouts)))
+    exchanges = [exchange_rates(problem, model, layout) for layout in cache.kinds]
+    exchanges += [id_rates(problem, model, layout) for layout in id_runs]
+    strip_of = {cache.table(s).name: s for s in range(len(cache))}
+    turns = StageCoefficients.of(id_runs, problem)
+    tick()
+    shared, parts = _shared(cache, groups, everywhere, {t.name for t in by_rows}, id_runs)
+    columns = Columns(problem, id_runs, cache.caches, may_bind(problem))
     memory = shards_memory(cache, columns, layouts, parts)
-    sums = memory["sums"][len(cache.made) :].reshape(2, len(layouts), len(cache), 6)[0]
+    shared_sums = memory["sums"][len(cache.made) :].reshape(2, len(layouts), len(cache), 6)[0]
     fixed = SearchProblem(
         shard=np.ascontiguousarray(number_of, dtype=np.int32),
         codes=np.ascontiguousarray(cache.codes),
@@ -208,47 +197,41 @@ def space(
         ids_by=np.arange(len(cache.kinds)) + len(cache.kinds),
         kind=cache.kind.astype(np.int64),
         size=cache.size.astype(np.int64),
-        table=np.array([number[cache.table(s).name] for s in range(len(cache))]),
+        table=np.array([strip_of[cache.table(s).name] for s in range(len(cache))]),
         may_split=may_split,
         # No rows if nothing is restricted: the compiled search then skips the check.
         allowed=cache.allowed[:0] if cache.allowed.all() else cache.allowed,
         free=np.array(held_bytes(problem), float),
         speed=cache.speed,
-        host=np.array([hosts[d.host] for d in problem.topology.devices], np.int64),
-        **{name: np.array([rates[name] for rates in exchange]) for name in exchange[0]},
+        host=np.array([problem.topology.hosts.index(d.host) for d in problem.topology.devices], np.int64),
+        **{name: np.array([rates[name] for rates in exchanges]) for name in exchanges[0]},
         hides_ids_ms=problem.job.hides_ids_ms,
         **shared,
-        shared_ids=sums[..., 1].astype(np.int64),
+        shared_ids=shared_sums[..., 1].astype(np.int64),
         **memory,
         **batch_memory(cache, groups, columns),
-        **given(cache, groups, columns),
+        **fixed_memory(cache, groups, columns),
         turn_sums=turns.sums,
         turn_batch=turns.batch,
         turn_phases=turns.phases,
         sums_most=turns.most,
-        kept=np.zeros((0, n_devices), np.int16),
+        kept=np.zeros((0, len(problem.topology)), np.int16),
         weight=np.zeros(0, np.int64),
         joint=np.zeros(0, np.int64),
         most_moved=np.zeros(2, np.int64),
         parameters=model.compiled().parameters,
         halves=halves,
     )
-    multiples = turns.most[[of_ids.index(layout) for layout in layouts]]
-    shared_bytes = sums[..., :2].sum(-1) + (sums[..., 2:4] * multiples.reshape(-1, 1, 2)).sum(-1)
+    multiples = turns.most[[id_runs.index(layout) for layout in layouts]].reshape(-1, 1, 2)
+    shared_bytes = shared_sums[..., :2].sum(-1) + (shared_sums[..., 2:4] * multiples).sum(-1)
+    divided = np.array([strip_of[t.name] for t in by_rows], dtype=np.int64)
     return SearchSpace(
-        problem,
-        cache,
-        fixed,
-        cache.bytes,
-        shared_bytes.astype(np.int64),
-        groups,
-        np.array([number[t.name] for t in by_rows], dtype=np.int64),
-        of_ids,
+        problem, cache, fixed, cache.bytes, shared_bytes.astype(np.int64), groups, divided, id_runs
     )
 
 
 def is_large(cache: ShardCostCache) -> bool:
-    """Whether the problem has so many shards that the search has to be selective."""
+    """Tell if the problem has so many shards that the search has to be selective."""
     return len(cache) * len(cache.speed) > LARGE
 
 
@@ -304,88 +287,73 @@ def keeping(of: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[T
 
 
 def _shared(
-    problem: Problem,
-    model: CostModel,
     cache: ShardCostCache,
     groups: Sequence[tuple[Layout, Group]],
     wanted: bool,
     divided: Collection[str],
-    of_ids: Sequence[Layout],
+    id_runs: Sequence[Layout],
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The fields of arrays.SearchProblem about groups, and what devices of a group have of a strip.
+    """The fields of arrays.SearchProblem about groups, and the shards that devices of a group have.
 
-    The latter are shards [2, Y, S]: of each device but the last, and of the last.
+    The latter are [2, Y, S]: of each device but the last, and of the last.
 
     Groups may share whole tables that no constraint concerns.
     Kinds that divide rows need unordered rows, and at least one row for each device.
     They also need that no strip is a row range, as those would run in the same op.
 
+    wanted: whether groups may share tables that need not be divided.
     divided: names of tables that are always divided.
-    of_ids: the runs of the exchanges of ids.
+    id_runs: the runs of the exchanges of ids.
     """
+    problem, model = cache.problem, cache.model
     topology, layouts = problem.topology, tuple(dict.fromkeys(layout for layout, _ in groups))
-    n_kinds = len(cache.kinds)
-    of = np.full((len(layouts), len(topology)), -1)
+    group_of = np.full((len(layouts), len(topology)), -1)
     for g, (layout, group) in enumerate(groups):
-        of[layouts.index(layout), list(group)] = g
+        group_of[layouts.index(layout), list(group)] = g
     shape = (len(layouts), len(cache))
-    found = {
+    fields = {
         "group_layout": np.array([layouts.index(layout) for layout, _ in groups], np.int64),
-        "group_of": of,
+        "group_of": group_of,
         "may_share": np.zeros(shape, dtype=bool),
         "shared_codes": np.zeros((*shape, cache.codes.shape[1])),
-        "shared_ids_by": np.array([n_kinds + of_ids.index(layout) for layout in layouts], np.int64),
+        "shared_ids_by": np.array([len(cache.kinds) + id_runs.index(y) for y in layouts], np.int64),
         "shared_size": np.zeros(shape),
         **{f"shared_{name}": np.zeros(len(layouts)) for name in ("own", "busiest", "total", "once")},
     }
     parts = np.full((2, *shape), None)
     if not wanted and not divided:
-        return found, parts
+        return fields, parts
     whole = [Shard.whole(cache.table(s)) for s in range(len(cache))]
-    bound = {*problem.pinned, *problem.whole}
-    free = np.array(
-        [
-            wanted
-            and not cache.is_range[s]
-            and w.width == cache.unit[s] * cache.size[s]
-            and w.table.name not in bound
-            for s, w in enumerate(whole)
-        ],
-        dtype=bool,
-    )
+    is_bundle = np.array([w.width for w in whole]) != cache.unit * cache.size
+    bound = [w.table.name in problem.pinned or w.table.name in problem.whole for w in whole]
+    free = wanted & ~cache.is_range & ~is_bundle & ~np.array(bound, dtype=bool)
     for y, layout in enumerate(layouts):
         # With groups of unequal size, the smallest has the most of a table on each device.
         size = min(len(group) for of_group, group in groups if of_group is layout)
-        shards, divides = whole, np.ones(len(whole), dtype=bool)
-        if layout.divides_rows:
-            share = [even_share(shard.rows, size) for shard in whole]
-            shards = [
-                replace(shard, row_hi=rows or shard.rows) for shard, rows in zip(whole, share, strict=True)
-            ]
-            fine = [not s.table.ordered and rows is not None for s, rows in zip(whole, share, strict=True)]
-            divides = np.array(fine, dtype=bool) & (not cache.is_range.any())
         runs_it = np.array([runs(layout, shard.table) for shard in whole], dtype=bool)
-        found["may_share"][y] = (
-            free & divides & runs_it & [problem.may_run(layout, shard.table) for shard in whole]
-        )
-        found["shared_codes"][y] = encoded(shards, model, layout.batch(problem))
-        parts[:, y] = shards
+        may = [problem.may_run(layout, shard.table) for shard in whole]
+        shards = last = whole
         if layout.divides_rows:
+            rows = [even_share(shard.rows, size) for shard in whole]
+            divides = [not w.table.ordered and n is not None for w, n in zip(whole, rows, strict=True)]
+            may = np.array(may) & divides & (not cache.is_range.any())
+            shards = [replace(w, row_hi=n or w.rows) for w, n in zip(whole, rows, strict=True)]
             # The last device of a group has the rows that are left.
-            parts[1, y] = [
-                replace(shard, row_lo=shard.row_hi * (size - 1), row_hi=w.row_hi)
-                if rows and rows * size != w.row_hi
-                else shard
-                for shard, w, rows in zip(shards, whole, share, strict=True)
+            last = [
+                replace(w, row_lo=n * (size - 1)) if n and n * size != w.rows else shard
+                for shard, w, n in zip(shards, whole, rows, strict=True)
             ]
+        parts[:, y] = shards, last
         parts[:, y, ~runs_it] = None
-        found["shared_size"][y] = [
+        fields["may_share"][y] = free & runs_it & may
+        fields["shared_codes"][y] = encoded(shards, model, layout.batch(problem))
+        fields["shared_size"][y] = [
             shard.bytes if layout.dense_gradient else output_bytes(shard, problem.global_batch)
             for shard in shards
         ]
         for name, rate in shared_rates(problem, model, layout, size).items():
-            found[f"shared_{name}"][y] = rate
-    return found, parts
+            fields[f"shared_{name}"][y] = rate
+    return fields, parts
 
 
 def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
@@ -396,34 +364,32 @@ def worth_copying(space: SearchSpace, model: CostModel, y: int) -> np.ndarray:
     fixed, may = space.fixed, np.flatnonzero(space.fixed.may_share[y])
     if not len(may):
         return may
-    n, speed, slowest = len(fixed.speed), fixed.speed.sum(), fixed.speed.min()
+    n, total_speed, slowest = len(fixed.speed), fixed.speed.sum(), fixed.speed.min()
     codes = fixed.codes[fixed.shard[np.arange(len(fixed.size)), fixed.size]]
-    copies = fixed.shared_codes[y, may]
-    total, size = codes.sum(0), fixed.shared_size[y, may]
-    outputs = fixed.outputs[fixed.shard[may, fixed.size[may]]]
-    of_byte = (
-        (fixed.own + fixed.busiest + fixed.host_busiest * n / len(space.problem.topology.hosts)) / n
-        + fixed.total
-    )[fixed.kind[may]]
+    copies, all_codes, size = fixed.shared_codes[y, may], codes.sum(0), fixed.shared_size[y, may]
+    host_share = n / len(space.problem.topology.hosts)
+    byte_ms = (fixed.own + fixed.busiest + fixed.host_busiest * host_share) / n + fixed.total
+    outputs_ms = byte_ms[fixed.kind[may]] * fixed.outputs[fixed.shard[may, fixed.size[may]]]
 
     def divided_ms(left: np.ndarray) -> np.ndarray:
-        """ms of these encodings, divided evenly over the devices."""
-        return model.head(np.maximum(left, 0) / n) * n / speed
+        """Cost of these encodings, divided evenly over the devices."""
+        return model.head(np.maximum(left, 0) / n) * n / total_speed
 
     [group] = np.flatnonzero(fixed.group_layout == y)
-    given, once = fixed.given_codes[group], fixed.shared_once[y] * (fixed.given_size[group] == 0)
-    beside = given + copies.sum(0)  # price a table among the others, as they share one op
-    extra = (
-        model.head(beside[None]) - model.head(np.maximum(beside - copies, 0))
-    ) / slowest + fixed.shared_total[y] * size
-    saved = divided_ms(total[None]) - divided_ms(total - codes[may]) + of_byte * outputs
-    order = np.argsort(extra - saved, kind="stable")
-    step = (
-        divided_ms(total - np.cumsum(codes[may[order]], 0))
-        - np.cumsum((of_byte * outputs)[order])
-        + model.head(given + np.cumsum(copies[order], 0)) / slowest
+    fixed_codes, once = fixed.fixed_codes[group], fixed.shared_once[y] * (fixed.fixed_size[group] == 0)
+    # Price a copy among all others, as they share one op.
+    all_copies = fixed_codes + copies.sum(0)
+    without = model.head(np.maximum(all_copies - copies, 0))
+    extra_ms = (model.head(all_copies[None]) - without) / slowest + fixed.shared_total[y] * size
+    saved_ms = divided_ms(all_codes[None]) - divided_ms(all_codes - codes[may]) + outputs_ms
+    order = np.argsort(extra_ms - saved_ms, kind="stable")
+    # [N] cost of a step with the first, the first two, ... of these strips copied.
+    step_ms = (
+        divided_ms(all_codes - np.cumsum(codes[may[order]], 0))
+        - np.cumsum(outputs_ms[order])
+        + model.head(fixed_codes + np.cumsum(copies[order], 0)) / slowest
         + once
         + fixed.shared_total[y] * np.cumsum(size[order])
     )
-    none = divided_ms(total[None])[0] + model.head(given[None])[0] / slowest
-    return may[order[: int(step.argmin()) + 1]] if step.min() < none else may[:0]
+    none_ms = divided_ms(all_codes[None])[0] + model.head(fixed_codes[None])[0] / slowest
+    return may[order[: int(step_ms.argmin()) + 1]] if step_ms.min() < none_ms else may[:0]

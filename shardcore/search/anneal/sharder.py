@@ -23,7 +23,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,14 +30,13 @@ from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.progress import OutOfTime
 from shardcore.core.types import Placement, Problem
 from shardcore.cost.model import CostModel, step_ms
+from shardcore.search.anneal import compiled
+from shardcore.search.anneal.compiled import State
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Meter
 from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.step.lower import traffic_of_outputs
-
-if TYPE_CHECKING:
-    from shardcore.search.anneal.compiled import State
 
 SPACES = ("all", "columns", "halves")
 """Spaces of plans: anything; tables whole or cut by columns; the same, with halved columns only."""
@@ -67,7 +65,7 @@ class Search:
 
     def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
         self.starts = Starts(problem, model, meter, seed)
-        self.compiled, self.head = self.starts.compiled, self.starts.head
+        self.head = self.starts.head
         self.problem, self.model, self.meter = problem, model, meter
         self.best: Start | None = None
         self._best_by_columns: Start | None = None
@@ -76,8 +74,13 @@ class Search:
 
     @property
     def placements(self) -> list[Placement]:
-        """The best plan as placements."""
-        return self.best.placements
+        """The best plan as placements. Empty before the first."""
+        return [] if self.best is None else self.best.placements
+
+    @property
+    def best_ms(self) -> float:
+        """Cost of the best plan, infinite before the first."""
+        return np.inf if self.best is None else self.best.ms
 
     def rounds(self, kind: str, reshard: Reshard | None = None) -> Iterator[int]:
         """Search a space. Yield the number of the round that ends, until the budget does.
@@ -92,24 +95,24 @@ class Search:
             self._note([self.starts.resharded(reshard, kind)])
         if not (reshard and reshard.limited):
             self._make(kind)
-        found: list[Start] = []
+        starts: list[Start] = []
         trials = int(np.clip(_TRIALS_A_STRIP * len(self.problem.tables), _FEWEST, _MOST))
         for number in count():
-            found = sorted((*found, *self._waiting), key=lambda s: s.ms)
+            starts = sorted((*starts, *self._waiting), key=lambda s: s.ms)
             self._waiting = []
-            if number > 0:
+            if number > 0 and self.best is not None:
                 trials *= 2
-                found = found[: int(np.ceil(len(found) * _HALVED))]
+                starts = starts[: int(np.ceil(len(starts) * _HALVED))]
                 best = replace(self.best, fixed=self.best.space.fixed)
-                self._cool(best, int(trials * len(found) * _OF_BEST), _WARM)
-            for start in found:
+                self._cool(best, int(trials * len(starts) * _OF_BEST), _WARM)
+            for start in starts:
                 self._cool(start, trials, _HOT)
             yield number
             if self._ended or not self.meter.left():
                 return
             columns = self._best_by_columns
             free = not (reshard and reshard.limited)  # other starts would move more than the limits
-            if number == 0 and kind == "all" and free and columns and columns.ms <= _HOPEFUL * self.best.ms:
+            if number == 0 and kind == "all" and free and columns and columns.ms <= _HOPEFUL * self.best_ms:
                 self._note(self.starts.from_columns(columns.placements))
 
     def add(self, placements: Iterable[Placement], kind: str) -> None:
@@ -135,15 +138,15 @@ class Search:
         if self.best is None:
             fitting(self.problem)
         # Improving a hopeless start would waste its share of the budget.
-        self._waiting = [start for start in self._waiting if start.ms <= _HOPEFUL * self.best.ms]
+        self._waiting = [start for start in self._waiting if start.ms <= _HOPEFUL * self.best_ms]
 
     def _note(self, starts: Iterable[Start]) -> None:
         """Let the next round improve starts."""
-        self.meter.report("making plans to start from", self.best and self.best.ms)
+        self._report("making plans to start from")
         with suppress(OutOfTime), self.meter.enforced() if self.best else nullcontext():
             for start in starts:
                 self._keep(start, start.state)
-                self.meter.report("making plans to start from", self.best.ms)
+                self._report("making plans to start from")
                 self._waiting.append(start)
 
     def _cool(self, start: Start, trials: int, hot: float) -> None:
@@ -153,29 +156,31 @@ class Search:
         """
         n_stages = int(np.clip(trials // _STAGE, 1, _STAGES))
         each, state = max(1, trials // n_stages), copy_of(start.state)
-        mean_ms = self.compiled.refresh(self.head, start.fixed, state) / len(self.problem.topology)
+        mean_ms = compiled.refresh(self.head, start.fixed, state) / len(self.problem.topology)
         for stage in range(n_stages):
             self._ended = self._ended or self.meter.affordable(each, 1) < each
             if self._ended:
                 return
             hot_ms, cold_ms = (mean_ms * hot * (_COLD / hot) ** (x / n_stages) for x in (stage, stage + 1))
-            self.meter.report("annealing", self.best.ms)
-            self.compiled.anneal(self.head, start.fixed, state, each, hot_ms, cold_ms)
+            self._report("annealing")
+            compiled.anneal(self.head, start.fixed, state, each, hot_ms, cold_ms)
             self.meter.evals += each
             self._keep(start, state)
-        self.compiled.rewind(self.head, start.fixed, state)
+        compiled.rewind(self.head, start.fixed, state)
         self._keep(start, state)
+
+    def _report(self, phase: str) -> None:
+        self.meter.report(phase, None if self.best is None else self.best.ms)
 
     def _keep(self, start: Start, state: State) -> None:
         """Keep a plan that a start led to if it is the cheapest so far."""
         present = replace(start, state=state)
         present.ms = self._exact_ms(present)
         start.ms = min(start.ms, present.ms)
-        cheapest = self.best is None or present.ms < self.best.ms
         columns = self._best_by_columns
         if not start.space.fixed.may_share.any() and (columns is None or present.ms < columns.ms):
             self._best_by_columns = replace(present, state=copy_of(state))
-        if cheapest:
+        if present.ms < self.best_ms:
             self.best = replace(present, state=copy_of(state))
 
     def _exact_ms(self, start: Start) -> float:
@@ -194,7 +199,6 @@ class Search:
 
 
 def copy_of(state: State) -> State:
-    """A plan of its own. The log and the random generator go on: they are not part of a plan."""
-    return state._replace(
-        **{name: of.copy() for name, of in state._asdict().items() if name not in ("log", "random")}
-    )
+    """A copy of a plan. The log and the random generator are shared: they are not part of a plan."""
+    arrays = {name: array for name, array in state._asdict().items() if name not in ("log", "random")}
+    return state._replace(**{name: array.copy() for name, array in arrays.items()})

@@ -10,26 +10,31 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 
 from shardcore.core.errors import Infeasible
-from shardcore.core.progress import stopped_clock
 from shardcore.core.types import Placement, Problem, Shard
 from shardcore.cost.model import CostModel
 from shardcore.search import greedy
+from shardcore.search.anneal import compiled
+from shardcore.search.anneal.compiled import SearchProblem, State
 from shardcore.search.anneal.reshard import Reshard
+from shardcore.search.anneal.search_space import (
+    SearchSpace,
+    keeping,
+    search_space,
+    without_ranges,
+    worth_copying,
+)
 from shardcore.search.budget import Meter
-from shardcore.search.state.feasible import fitting, shown
+from shardcore.search.state.feasible import fitting
+from shardcore.search.state.refusal import shown
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.search.state.shards import division, fixed_placements
 from shardcore.step.kinds import shards_on
 from shardcore.step.memory import held_bytes
-
-if TYPE_CHECKING:  # numba takes a second to import, and only searches need it
-    from shardcore.search.anneal.compiled import SearchProblem, State
-    from shardcore.search.anneal.search_space import SearchSpace
 
 _SPLITS = (np.inf, 1.2, 1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Greedy starts cut tables that cost more than this share of a device's mean load."""
@@ -70,19 +75,33 @@ class Start:
         return self.space.placements(self.state.held, self.state.group)
 
 
+class Cut(NamedTuple):
+    """How strips are cut and shared, before they are placed.
+
+    n: [S] number of equal shards by columns. 0 for shared strips.
+    shared: [N, 2] shared strips, each with the number of its group.
+    """
+
+    n: np.ndarray
+    shared: np.ndarray
+
+
+def _together(cuts: Iterable[Cut]) -> Cut:
+    """Cuts that share different strips, as one."""
+    n, shared = zip(*cuts, strict=True)
+    return Cut(np.min(n, axis=0), np.concatenate(shared))
+
+
 class Starts:
-    """Makes starts in the spaces of a problem. What is encoded for one is kept for the next."""
+    """Makes starts in the spaces of a problem. Encodings of one start are kept for the next."""
 
     def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
-        with stopped_clock():  # numba takes a second to import
-            from shardcore.search.anneal import compiled
-            from shardcore.search.anneal import search_space as spaces
-
-        self.compiled, self.spaces, self.meter = compiled, spaces, meter
-        self.problem, self.model, self.seed = problem, model, seed
+        self.problem, self.model, self.meter, self.seed = problem, model, meter, seed
         self.head = model.compiled().head
         self.cache: ShardCostCache | None = None  # of the last shards
-        self._greedy_s: float | None = None  # seconds of the longest greedy plan so far, if one was found
+        self._greedy_s: float | None = None  # seconds of the longest greedy plan so far, if there is one
+
+    # --- starts by columns ---
 
     def by_columns(self, kind: str, shards: Sequence[Shard]) -> Iterator[Start]:
         """Greedy plans with tables whole or cut by columns, in one of SPACES. One at least.
@@ -91,26 +110,27 @@ class Starts:
 
         Raises Infeasible if no plan is found.
         """
-        space, n = self._space(shards, kind), 0
-        shares = _SPLITS[2:5:2] if self.spaces.is_large(space.cache) else _SPLITS
-        ways = [[(self._cuts(space, share), _pairs()) for share in shares]]
-        if space.whole_bytes.sum() > _TIGHT * sum(held_bytes(self.problem)) and not self.spaces.is_large(
-            space.cache
-        ):
-            ways.append([(self._small(space, share), _pairs()) for share in _SMALL])
-        for start in (self._cheapest(space, way) for way in ways):
-            if start:
-                n += 1
+        space, found = self._space(shards, kind), False
+        shares = _SPLITS[2:5:2] if space.is_large else _SPLITS
+        series = [[Cut(self._n_by_cost(space, share), _pairs()) for share in shares]]
+        tight = space.whole_bytes.sum() > _TIGHT * sum(held_bytes(self.problem))
+        if tight and not space.is_large:
+            series.append([Cut(self._n_by_size(space, share), _pairs()) for share in _SMALL])
+        for cuts in series:
+            if start := self._cheapest(space, cuts):
+                found = True
                 yield start
-        on_host = Counter(d.host for d in self.problem.topology.devices)
-        if len(set(on_host.values())) > 1 and self._has_time():  # exchanges are then far from linear
+        n_on_hosts = Counter(d.host for d in self.problem.topology.devices).values()
+        if len(set(n_on_hosts)) > 1 and self._has_time():  # exchanges are then far from linear
             with suppress(Infeasible):
                 plans = [g(self.problem, self.model) for g in greedy.ORDERS.values()]
                 best = min(plans, key=lambda p: p.provenance["predicted_ms"])
-                n += 1
+                found = True
                 yield self.of_plan(best.placements, kind)
-        if not n:
+        if not found:
             yield self.of_plan(fitting(self.problem).placements, kind)
+
+    # --- starts with shared tables ---
 
     def shared(self, shards: Sequence[Shard], fits: bool) -> Iterator[Start]:
         """Greedy plans of the whole space, with tables shared by groups of devices.
@@ -121,9 +141,8 @@ class Starts:
         layouts = space.layouts if space.fixed.may_share.any() else ()
         # Layouts without divided rows come last: they may be the only ones that fit.
         for y in sorted(range(len(layouts)), key=lambda y: not layouts[y].divides_rows):
-            for start in (
-                self._divided(space, y) if layouts[y].divides_rows else self._replicated(space, y, fits)
-            ):
+            starts = self._divided(space, y) if layouts[y].divides_rows else self._replicated(space, y, fits)
+            for start in starts:
                 if start:
                     fits = True
                     yield start
@@ -135,69 +154,60 @@ class Starts:
 
         The smallest tables are copied, the others have their rows divided: more and more of the former.
         """
-        may, layouts, ways = space.fixed.may_share, space.layouts, []
-        copied = _first(may, [y for y, layout in enumerate(layouts) if layout.local_batch])
-        size = np.where(copied >= 0, space.shared_bytes[copied, np.arange(may.shape[1])], np.inf)
+        may_share, layouts, cuts = space.fixed.may_share, space.layouts, []
+        copied = _first(may_share, [y for y, layout in enumerate(layouts) if layout.local_batch])
+        size = np.where(copied >= 0, space.shared_bytes[copied, np.arange(len(copied))], np.inf)
         smallest, n_copies = np.argsort(size, kind="stable"), int((copied >= 0).sum())
+        shares = _COPIED[:: len(_COPIED) - 1] if space.is_large else _COPIED
         for name in dict.fromkeys(layout.name for layout in layouts if layout.divides_rows):
-            divided = _first(may, [y for y, layout in enumerate(layouts) if layout.name == name])
-            for share in _COPIED[:: len(_COPIED) - 1] if self.spaces.is_large(space.cache) else _COPIED:
-                of = np.where(divided >= 0, divided, copied)
+            divided = _first(may_share, [y for y, layout in enumerate(layouts) if layout.name == name])
+            for share in shares:
+                chosen = np.where(divided >= 0, divided, copied)  # [S] layout of each strip
                 copies = smallest[: int(share * n_copies)]
-                of[copies] = copied[copies]
-                if (of >= 0).any():
-                    each = (self._with(space, np.flatnonzero(of == y), y) for y in np.unique(of[of >= 0]))
-                    n, pairs = zip(*each, strict=True)
-                    ways.append((np.min(n, 0), np.concatenate(pairs)))
-        return self._cheapest(space, ways) if ways else None
+                chosen[copies] = copied[copies]
+                if (chosen >= 0).any():
+                    each = np.unique(chosen[chosen >= 0]).tolist()
+                    cuts.append(_together(self._shared(space, np.flatnonzero(chosen == y), y) for y in each))
+        return self._cheapest(space, cuts)
 
     def from_columns(self, columns: Sequence[Placement]) -> Iterator[Start]:
         """A plan by columns as a start in the whole space, and with tables on all devices where that pays."""
         yield self.of_plan(columns, "all")
         placed = [(shard, d) for p in columns for d, shard in shards_on(p)]
         space = self._space([shard for shard, _ in placed], "all")
-        for y in range(len(space.layouts)):
-            if not space.layouts[y].divides_rows and (start := self._copied(space, placed, y)):
+        for y, layout in enumerate(space.layouts):
+            if not layout.divides_rows and (start := self._copied(space, placed, y)):
                 yield start
 
     def _divided(self, space: SearchSpace, y: int) -> Iterator[Start | None]:
         """Starts with large tables shared by the groups of a layout, and with all tables shared.
 
-        With all tables shared there is no op of whole rows, and no exchange for it. Those that do better on
-        all devices, or cannot be divided, may be there.
+        With all tables shared there is no op of whole rows, and no exchange for it.
+        Tables that do better on all devices, or cannot be divided, may be there.
         """
         fixed, whole = space.fixed, np.flatnonzero(space.fixed.may_share[y])
-        alone = self._alone_ms(fixed, np.arange(len(fixed.size)), fixed.size)
-        mean_ms = alone.sum() / fixed.speed.sum()
-        large = {len(s): s for s in (whole[alone[whole] > share * mean_ms] for share in _DIVIDED) if len(s)}
-        ways = [self._with(space, s, y) for s in large.values()]
-        yield self._cheapest(space, ways)
-        yield self._cheapest(space, [self._with(space, whole, y), *self._with_copies(space, whole, y)])
-
-    def _with_copies(
-        self, space: SearchSpace, whole: np.ndarray, y: int
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Ways to start: some strips on all devices, all others shared by the groups of a layout.
-
-        whole: strips that the layout may share.
-        """
-        may_share = space.fixed.may_share
+        step_ms = self._step_ms(fixed, np.arange(len(fixed.size)), fixed.size)
+        mean_ms = step_ms.sum() / fixed.speed.sum()
+        large = {len(s): s for s in (whole[step_ms[whole] > share * mean_ms] for share in _DIVIDED) if len(s)}
+        yield self._cheapest(space, [self._shared(space, s, y) for s in large.values()])
+        cuts = [self._shared(space, whole, y)]
         for z in (z for z, layout in enumerate(space.layouts) if not layout.divides_rows):
-            only = np.flatnonzero(may_share[z] & ~may_share[y])
+            # Some strips on all devices, all others in the groups.
+            only = np.flatnonzero(fixed.may_share[z] & ~fixed.may_share[y])
             for copied in (np.union1d(s, only) for s in self._copies(space, z) or [only]):
                 if len(copied):
-                    n, on_all = self._with(space, copied, z)
-                    also, in_groups = self._with(space, np.setdiff1d(whole, copied), y)
-                    yield np.minimum(n, also), np.concatenate([on_all, in_groups])
+                    others = np.setdiff1d(whole, copied)
+                    cuts.append(_together([self._shared(space, copied, z), self._shared(space, others, y)]))
+        yield self._cheapest(space, cuts)
 
     def _copied(self, space: SearchSpace, placed: Sequence[tuple[Shard, int]], y: int) -> Start | None:
         """A plan by columns, with as many tables on all devices as pays and fits. None if none do."""
-        [group] = np.flatnonzero(space.fixed.group_layout == y)
+        [group] = np.flatnonzero(space.fixed.group_layout == y).tolist()
         for strips in self._copies(space, y):
             copied = {space.cache.table(s).name for s in [*strips, *space.divided]}
             left = [(shard, d) for shard, d in placed if shard.table.name not in copied]
-            start = self._placed(space, left, space.sharing(_pairs(strips, group)))
-            if start.state.value[self.compiled.OVER] == 0:
+            start = self._placed(space, left, space.sharing(_pairs((s, group) for s in strips)))
+            if start.state.value[compiled.OVER] == 0:
                 return start
         return None
 
@@ -207,78 +217,71 @@ class Starts:
         If nothing fits yet, a start replicates the tables that take less memory so.
         """
         copies, every = self._copies(space, y), np.flatnonzero(space.fixed.may_share[y])
-        start = self._cheapest(
-            space,
-            [
-                *(self._with(space, s, y) for s in (*copies, every)),
-                *(self._with(space, s, y, np.inf) for s in copies),
-            ],
-        )
+        cuts = [self._shared(space, s, y) for s in (*copies, every)]
+        start = self._cheapest(space, [*cuts, *(self._shared(space, s, y, np.inf) for s in copies)])
         yield start
         if not fits and start is None:
-            less = space.shared_bytes[y] < space.whole_bytes / 2
-            saving = space.fixed.may_share[y] & less
-            yield self._cheapest(space, [self._with(space, np.flatnonzero(saving), y)])
+            saving = space.fixed.may_share[y] & (space.shared_bytes[y] < space.whole_bytes / 2)
+            yield self._cheapest(space, [self._shared(space, np.flatnonzero(saving), y)])
 
     def _copies(self, space: SearchSpace, y: int) -> list[np.ndarray]:
         """Strips that are better on all devices in layout y, and shares of them, as all may not fit."""
-        worth = self.spaces.worth_copying(space, self.model, y)
-        shares = _COPIED[::4] if self.spaces.is_large(space.cache) else _COPIED
+        worth = worth_copying(space, self.model, y)
+        shares = _COPIED[::4] if space.is_large else _COPIED
         numbers = dict.fromkeys(math.ceil(share * len(worth)) for share in reversed(shares))
         return [worth[:n] for n in numbers if n]
 
-    def _cheapest(self, space: SearchSpace, ways: Sequence[tuple[np.ndarray, np.ndarray]]) -> Start | None:
-        """The cheapest of some greedy plans. If none fits, the same with tables cut further. None: none fits.
+    # --- greedy plans ---
 
-        ways: number of shards of each strip [S], and the pairs of shared strips.
-        """
-        large = self.spaces.is_large(space.cache)
-        found = list(self._placed_greedily(space, ways))
-        if not (found or large):
-            cut = ((self._small(space, share, n), pairs) for n, pairs in ways for share in _SMALL)
-            found = list(self._placed_greedily(space, cut))
-        found.sort(key=lambda x: x[0])
-        if not large:
-            found = [self._refined(space, *x) for x in found[:_REFINED]]
-        best = min(found, key=lambda x: x[0], default=None)
-        return None if best is None else Start(space, best[1], space.among_groups(best[1].group))
+    def _cheapest(self, space: SearchSpace, cuts: Sequence[Cut]) -> Start | None:
+        """The cheapest greedy plan of some cuts. If none fits, the same with tables cut further, or None."""
+        plans = self._greedy_plans(space, cuts)
+        if not plans and not space.is_large:
+            smaller = (
+                Cut(self._n_by_size(space, share, cut.n), cut.shared) for cut in cuts for share in _SMALL
+            )
+            plans = self._greedy_plans(space, smaller)
+        if not plans:
+            return None
+        plans.sort(key=lambda plan: _ms(plan[0]))
+        if not space.is_large:
+            plans = [(self._refined(space, *plan), plan[1]) for plan in plans[:_REFINED]]
+        best = min((state for state, _ in plans), key=_ms)
+        return Start(space, best, space.among_groups(best.group))
 
-    def _placed_greedily(
-        self, space: SearchSpace, ways: Iterable[tuple[np.ndarray, np.ndarray]]
-    ) -> Iterator[tuple[float, State, np.ndarray, np.ndarray]]:
-        """Cost, plan, numbers of shards and pairs of each way that fits."""
-        for n, pairs in ways:
-            shared = space.sharing(pairs)
-            if (state := self._greedy(space, n, shared)) is not None:
-                yield state.value[self.compiled.BEST], state, n, shared
+    def _greedy_plans(self, space: SearchSpace, cuts: Iterable[Cut]) -> list[tuple[State, Cut]]:
+        """Greedy plans of those cuts that fit. Strips that are always shared are among the shared ones."""
+        plans = []
+        for cut in (Cut(cut.n, space.sharing(cut.shared)) for cut in cuts):
+            if (state := self._greedy(space, cut)) is not None:
+                plans.append((state, cut))
+        return plans
 
-    def _refined(
-        self, space: SearchSpace, least: float, best: State, n: np.ndarray, shared: np.ndarray
-    ) -> tuple[float, State]:
-        """A greedy plan refined, as EMBark's planner does, and its cost.
+    def _refined(self, space: SearchSpace, best: State, cut: Cut) -> State:
+        """A greedy plan refined, as EMBark's planner does.
 
         The costliest strip on the slowest device is cut once more, as long as that helps.
         """
-        state, misses, n = best, 0, n.copy()
+        fixed, n, misses = space.fixed, cut.n.copy(), 0
+        state: State | None = best
         while state is not None and misses < _MISSES:
-            worst = state.number[self.compiled.WORST]
-            last = state.strips[worst, : state.count[worst]]
-            if not len(last):
+            worst = state.number[compiled.WORST]
+            strips = state.strips[worst, : state.count[worst]]
+            if not len(strips):
                 break
-            hottest = last[np.argmax(self._single_ms(space.fixed, last, state.held[last, worst]))]
-            if not space.fixed.may_split[hottest] or n[hottest] >= min(
-                len(space.fixed.free), space.fixed.size[hottest]
-            ):
+            costliest = strips[np.argmax(self._op_ms(fixed, strips, state.held[strips, worst]))]
+            most = min(len(fixed.free), fixed.size[costliest])
+            if not fixed.may_split[costliest] or n[costliest] >= most:
                 break
-            n[hottest] += 1
-            state = self._greedy(space, n, shared)
+            n[costliest] += 1
+            state = self._greedy(space, Cut(n, cut.shared))
             misses += 1
-            if state is not None and state.value[self.compiled.BEST] < least:
-                best, least, misses = state, state.value[self.compiled.BEST], 0
-        return least, best
+            if state is not None and _ms(state) < _ms(best):
+                best, misses = state, 0
+        return best
 
-    def _greedy(self, space: SearchSpace, n: np.ndarray, shared: np.ndarray) -> State | None:
-        """Place strips in n [S] shards by falling cost; if that fails, by falling size. 0 leaves a strip out.
+    def _greedy(self, space: SearchSpace, cut: Cut) -> State | None:
+        """Place strips by falling cost; if that fails, by falling size.
 
         Cost is that of the op, and that of the op with its exchange: the cheaper plan of both.
 
@@ -286,22 +289,27 @@ class Starts:
         """
         if not self._has_time():
             return None
-        fixed, shards, found = space.fixed, self._shards(space, n), []
-        strips, units = shards.T
-        costs = [self._single_ms(fixed, strips, units), self._alone_ms(fixed, strips, units)]
-        costs = costs[:1] if self.spaces.is_large(space.cache) else costs
+        fixed, plans = space.fixed, []
+        # Strip and units of equal shards [N, 2].
+        strips = np.repeat(np.arange(len(cut.n)), cut.n)
+        i, n = np.arange(len(strips)) - np.repeat(np.cumsum(cut.n) - cut.n, cut.n), cut.n[strips]
+        units = fixed.size[strips] * (i + 1) // n - fixed.size[strips] * i // n
+        shards = np.stack([strips, units], 1).astype(np.int64)
+        costs = [self._op_ms(fixed, strips, units)]
+        if not space.is_large:
+            costs.append(self._step_ms(fixed, strips, units))
         for i, key in enumerate([*costs, space.bytes[fixed.shard[strips, units]]]):
-            if found and (i == len(costs) or not self._has_time()):
+            if plans and (i == len(costs) or not self._has_time()):
                 break
             state, before_s = self._state(space), self.meter.seconds()
-            self.compiled.share(self.head, fixed, state, shared)
+            compiled.share(self.head, fixed, state, cut.shared)
             # Strips with fewest devices go first.
             order = np.ascontiguousarray(shards[np.lexsort((-key, space.choice[strips]))])
-            if self.compiled.greedy(self.head, fixed, state, order):
-                self.compiled.refresh(self.head, fixed, state)
-                found.append(state)
+            if compiled.greedy(self.head, fixed, state, order):
+                compiled.refresh(self.head, fixed, state)
+                plans.append(state)
                 self._greedy_s = max(self._greedy_s or 0.0, self.meter.seconds() - before_s)
-        return min(found, key=lambda s: s.value[self.compiled.BEST], default=None)
+        return min(plans, key=_ms, default=None)
 
     def _has_time(self) -> bool:
         """Tell if one more greedy plan ends in the first half of the budget. There is always one."""
@@ -309,36 +317,37 @@ class Starts:
 
     def _state(self, space: SearchSpace) -> State:
         """A State with nothing placed."""
-        return self.compiled.empty(space.fixed, len(self.problem.topology.hosts), _LOG, self.seed)
+        return compiled.empty(space.fixed, len(self.problem.topology.hosts), _LOG, self.seed)
 
-    def _with(
-        self, space: SearchSpace, strips: np.ndarray, y: int, share: float = 1.0
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """A way to start: some strips shared by groups of a layout, all others cut.
+    # --- cuts ---
+
+    def _shared(self, space: SearchSpace, strips: np.ndarray, y: int, share: float = 1.0) -> Cut:
+        """Some strips shared by groups of a layout, all others cut.
 
         The costliest strips go first, each to the group with least load that has room; the largest go first
         if that fails. Other strips are cut if they cost more than a share of a device's mean load.
         """
-        groups = np.flatnonzero(space.fixed.group_layout == y)
-        fixed = space.fixed
-        cost = (
-            self.model.head(fixed.shared_codes[y, strips])
-            + (fixed.shared_own[y] + fixed.shared_busiest[y]) * fixed.shared_size[y, strips]
-        )
+        fixed, groups = space.fixed, np.flatnonzero(space.fixed.group_layout == y)
+        size = fixed.shared_size[y, strips]
+        cost = self.model.head(fixed.shared_codes[y, strips])
+        cost = cost + (fixed.shared_own[y] + fixed.shared_busiest[y]) * size
         n_bytes = space.shared_bytes[y][strips]
-        free = np.array([min(space.fixed.free[list(space.groups[g][1])]) for g in groups])
+        free = np.array([min(fixed.free[list(space.groups[g][1])]) for g in groups])
+        chosen = np.zeros(len(strips), dtype=np.int64)
         for order in (np.argsort(-cost, kind="stable"), np.argsort(-n_bytes, kind="stable")):
-            load, room, of = np.zeros(len(groups)), free.copy(), np.zeros(len(strips), dtype=np.int64)
+            load, room, chosen = np.zeros(len(groups)), free.copy(), np.zeros_like(chosen)
             for i in order if len(groups) > 1 else ():
                 fits = room >= n_bytes[i]
-                of[i] = np.where(fits, load, np.inf).argmin() if fits.any() else room.argmax()
-                load[of[i]] += cost[i]
-                room[of[i]] -= n_bytes[i]
+                chosen[i] = np.where(fits, load, np.inf).argmin() if fits.any() else room.argmax()
+                load[chosen[i]] += cost[i]
+                room[chosen[i]] -= n_bytes[i]
             if (room >= 0).all():
                 break
-        return self._cuts(space, share, strips), np.stack([strips, groups[of]], 1).astype(np.int64)
+        return Cut(
+            self._n_by_cost(space, share, strips), np.stack([strips, groups[chosen]], 1).astype(np.int64)
+        )
 
-    def _small(self, space: SearchSpace, share: float, least: np.ndarray | None = None) -> np.ndarray:
+    def _n_by_size(self, space: SearchSpace, share: float, least: np.ndarray | None = None) -> np.ndarray:
         """[S] number of shards of each strip, so that none takes more than a share of a device's mean memory.
 
         least: [S] numbers that are kept if they are larger, or 0.
@@ -351,79 +360,99 @@ class Starts:
         n[space.divided] = 0
         return n if least is None else np.where(least > 0, np.maximum(n, least), 0)
 
-    def _cuts(self, space: SearchSpace, share: float, everywhere: Sequence[int] = ()) -> np.ndarray:
+    def _n_by_cost(self, space: SearchSpace, share: float, shared: np.ndarray | None = None) -> np.ndarray:
         """[S] number of shards by columns, so that none costs more than a share of a device's mean load.
 
-        0 for strips that groups share.
+        0 for the shared strips, and for those that always are.
         """
-        fixed, single = (
-            space.fixed,
-            self._single_ms(space.fixed, np.arange(len(space.fixed.size)), space.fixed.size),
-        )
-        n = np.ones(len(single), dtype=np.int64)
-        n[space.divided] = n[np.asarray(everywhere, dtype=np.int64)] = 0
-        limit = share * max(single[n > 0].sum() / fixed.speed.sum(), 1e-300)
+        fixed = space.fixed
+        op_ms = self._op_ms(fixed, np.arange(len(fixed.size)), fixed.size)
+        n = np.ones(len(op_ms), dtype=np.int64)
+        n[space.divided] = 0
+        if shared is not None:
+            n[shared] = 0
+        limit = share * max(op_ms[n > 0].sum() / fixed.speed.sum(), 1e-300)
         most = np.where(fixed.may_split, np.minimum(len(fixed.free), fixed.size), 1)
-        parts = np.ceil(np.minimum(single / limit, most)).astype(np.int64)
+        parts = np.ceil(np.minimum(op_ms / limit, most)).astype(np.int64)
         return n * np.maximum(parts, space.cache.least_parts)
 
-    def _shards(self, space: SearchSpace, n: np.ndarray) -> np.ndarray:
-        """[N, 2] strips and units of n [S] equal shards."""
-        fixed, strip = space.fixed, np.repeat(np.arange(len(n)), n)
-        i, of = np.arange(len(strip)) - np.repeat(np.cumsum(n) - n, n), n[strip]
-        units = fixed.size[strip] * (i + 1) // of - fixed.size[strip] * i // of
-        return np.stack([strip, units], 1).astype(np.int64)
-
-    def _single_ms(self, fixed: SearchProblem, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
-        """[N] ms of ops with one shard each, at speed 1."""
+    def _op_ms(self, fixed: SearchProblem, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
+        """[N] cost of ops with one shard each, at speed 1."""
         return np.asarray(self.model.head(fixed.codes[fixed.shard[strips, units]]))
 
-    def _alone_ms(self, fixed: SearchProblem, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
-        """[N] ms of steps with one shard each: of its op, and of the exchange of its outputs and ids."""
+    def _step_ms(self, fixed: SearchProblem, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
+        """[N] cost of steps with one shard each: its op, and the exchange of its outputs and ids."""
         shard, kind, each_ms = fixed.shard[strips, units], fixed.kind[strips], fixed.own + fixed.busiest
-        return (
-            self._single_ms(fixed, strips, units)
-            + each_ms[kind] * fixed.outputs[shard]
-            + each_ms[fixed.ids_by[kind]] * fixed.ids[shard]
-        )
+        outputs_ms = each_ms[kind] * fixed.outputs[shard]
+        ids_ms = each_ms[fixed.ids_by[kind]] * fixed.ids[shard]
+        return self._op_ms(fixed, strips, units) + outputs_ms + ids_ms
+
+    # --- starts from a plan ---
 
     def of_plan(self, placements: Sequence[Placement], kind: str) -> Start:
         """A plan as a start in its own space."""
         fixed = fixed_placements(self.problem)
         left = [p for p in placements if p not in fixed]
-        shared = [p for p in left if len(p.devices) > 1]
         # Ordered rows that are divided stay shards like others (search_space.without_ranges).
-        ranges = [p for p in shared if p.shard.table.ordered and p == division(p.shard.table, self.problem)]
-        shared = [p for p in shared if p not in ranges]
+        shared = [
+            p
+            for p in left
+            if len(p.devices) > 1
+            and not (p.shard.table.ordered and p == division(p.shard.table, self.problem))
+        ]
         placed = [(s, d) for p in left if p not in shared for d, s in shards_on(p)]
         shards = [*(s for s, _ in placed), *(p.shard for p in shared)]
-        space = self.spaces.space(
-            self._of_strips(shards), shards, kind == "all" or bool(shared), kind == "halves"
-        )
+        cache = self._cache_of(shards)
+        space = search_space(cache, shards, kind == "all" or bool(shared), kind == "halves")
         start = self._placed(
-            space,
-            placed,
-            np.concatenate(
-                [
-                    _pairs(),
-                    *(
-                        _pairs(space.strips([p.shard.table]), space.number(p.kind, p.devices, p.shard.table))
-                        for p in shared
-                    ),
-                ]
-            ),
+            space, placed, _pairs(space.pair(p.kind, p.devices, p.shard.table) for p in shared)
         )
         if kind != "all":
             start.space = replace(space, fixed=space.as_it_is)
             start.fixed = start.space.fixed
         return start
 
+    def resharded(self, reshard: Reshard, kind: str) -> Start:
+        """A start from an existing plan. Tables that the plan lacks are placed greedily."""
+        old = reshard.sorted(self.problem)
+        whole = [*(t for tables in old.shared.values() for t in tables), *old.new]
+        shards = [*(s for s, _ in old.placed), *map(Shard.whole, whole)]
+        space = search_space(self._cache_of(shards), shards, True, kind == "halves")
+        pairs = (space.pair(*group, t) for group, tables in old.shared.items() for t in tables)
+        start = self._placed(space, old.placed, _pairs(pairs))
+        held = start.state.held.copy()
+        todo = space.keys([Shard.whole(t) for t in old.new])
+        if not compiled.greedy(self.head, space.fixed, start.state, todo):
+            raise Infeasible(
+                f"problem {self.problem.name!r}: the plan to start from leaves no device room "
+                "for tables that it lacks, or has where they may not be "
+                f"({shown(t.name for t in old.new)}), uncut; plan afresh, or with more memory"
+            )
+        compiled.refresh(self.head, space.fixed, start.state)
+        start.space = keeping(space, held, reshard, old.new)
+        if kind != "all":
+            start.space = replace(start.space, fixed=start.space.as_it_is)
+        start.fixed = start.space.as_it_is
+        return start
+
+    def _placed(self, space: SearchSpace, shards: Sequence[tuple[Shard, int]], shared: np.ndarray) -> Start:
+        """A start with shards on their devices, and strips shared by groups. Bundles are placed as one."""
+        state = self._state(space)
+        compiled.share(self.head, space.fixed, state, shared)
+        by_device: dict[int, list[Shard]] = {}
+        for shard, device in shards:
+            by_device.setdefault(device, []).append(shard)
+        for device, on_it in by_device.items():
+            compiled.place(space.fixed, state, np.insert(space.keys(on_it), 1, device, axis=1))
+        compiled.refresh(self.head, space.fixed, state)
+        return Start(space, state, space.fixed)
+
     def _space(self, shards: Sequence[Shard], kind: str) -> SearchSpace:
         """The space of shards. Row ranges become whole tables, shared by all devices, where possible."""
-        whole, by_rows = self.spaces.without_ranges(shards, self.problem)
-        return self.spaces.space(self._of_strips(whole), whole, kind == "all", kind == "halves", by_rows)
+        whole, by_rows = without_ranges(shards, self.problem)
+        return search_space(self._cache_of(whole), whole, kind == "all", kind == "halves", by_rows)
 
-    def _of_strips(self, shards: Sequence[Shard]) -> ShardCostCache:
+    def _cache_of(self, shards: Sequence[Shard]) -> ShardCostCache:
         """A cache for the strips of these shards: the last one if it covers them.
 
         Encoding its shards again would take longer than anything else.
@@ -432,55 +461,20 @@ class Starts:
             self.cache = ShardCostCache(self.problem, self.model, shards)
         return self.cache
 
-    def _placed(self, space: SearchSpace, shards: Sequence[tuple[Shard, int]], shared: np.ndarray) -> Start:
-        """A start with shards on their devices, and strips shared by groups. Bundles are placed as one."""
-        state = self._state(space)
-        self.compiled.share(self.head, space.fixed, state, shared)
-        by_device: dict[int, list[Shard]] = {}
-        for shard, device in shards:
-            by_device.setdefault(device, []).append(shard)
-        for device, on_it in by_device.items():
-            found = space.keys(on_it)
-            self.compiled.place(space.fixed, state, np.insert(found, 1, device, axis=1))
-        self.compiled.refresh(self.head, space.fixed, state)
-        return Start(space, state, space.fixed)
 
-    def resharded(self, reshard: Reshard, kind: str) -> Start:
-        """A start from an existing plan. Tables that the plan lacks are placed greedily."""
-        old = reshard.sorted(self.problem)
-        whole = [*(t for tables in old.shared.values() for t in tables), *old.new]
-        shards = [*(s for s, _ in old.placed), *map(Shard.whole, whole)]
-        space = self.spaces.space(self._of_strips(shards), shards, True, kind == "halves")
-        shared = [
-            _pairs(space.strips([t]), space.number(*group, t))
-            for group, tables in old.shared.items()
-            for t in tables
-        ]
-        start = self._placed(space, old.placed, np.concatenate([_pairs(), *shared]))
-        held = start.state.held.copy()
-        todo = space.keys([Shard.whole(t) for t in old.new])
-        if not self.compiled.greedy(self.head, space.fixed, start.state, todo):
-            raise Infeasible(
-                f"problem {self.problem.name!r}: the plan to start from leaves no device room "
-                "for tables that it lacks, or has where they may not be "
-                f"({shown(t.name for t in old.new)}), uncut; plan afresh, or with more memory"
-            )
-        self.compiled.refresh(self.head, space.fixed, start.state)
-        start.space = self.spaces.keeping(space, held, reshard, old.new)
-        if kind != "all":
-            start.space = replace(start.space, fixed=start.space.as_it_is)
-        start.fixed = start.space.as_it_is
-        return start
+def _ms(state: State) -> float:
+    """Cost of the best plan that a state met."""
+    return state.value[compiled.BEST]
 
 
 def _first(may_share: np.ndarray, layouts: Sequence[int]) -> np.ndarray:
     """[S] the first of some layouts by which groups may share a strip. -1: none."""
-    found = np.full(may_share.shape[1], -1)
+    first = np.full(may_share.shape[1], -1)
     for y in reversed(layouts):
-        found[may_share[y]] = y
-    return found
+        first[may_share[y]] = y
+    return first
 
 
-def _pairs(strips: Sequence[int] = (), group: int = 0) -> np.ndarray:
-    """[N, 2] strips, and the group that shares them, for compiled.share."""
-    return np.array([(s, group) for s in strips], dtype=np.int64).reshape(-1, 2)
+def _pairs(pairs: Iterable[tuple[int, int]] = ()) -> np.ndarray:
+    """[N, 2] strips, each with the group that shares it, for compiled.share."""
+    return np.array(list(pairs), dtype=np.int64).reshape(-1, 2)

@@ -11,15 +11,13 @@ when no shard takes longer than T.
 
 The proof counts a shard at its cost alone, less the launch that fusing saves (model.BoundableCostModel). For
 plans of one kind it counts more: the rate of an op with the mean load. Some device has at least that.
-Contention in mixes of kinds, and shards that fit only by themselves, raise it further: packing.py and
-branches.py.
+Contention in mixes of kinds, and shards that fit only alone, raise it further (packing.py).
 
 The estimate prices all tables as one op, divided evenly over the devices. It is higher where shards contend.
 It is no bound: a device may hold tables that contend less than the mean.
 
 Memory is ignored. So are constraints, except those that keep tables whole, together or on some devices.
 
-A shard is (table, kind, units of MIN_WIDTH columns). What each device of a group has is one unit.
 Shapes: T tables, N shards, F features, D devices; K kinds: whole rows, and those that groups share.
 """
 
@@ -32,13 +30,17 @@ import numpy as np
 
 from shardcore.core.types import Problem
 from shardcore.cost.model import CostModel
-from shardcore.search.bound import branches
-from shardcore.search.bound.ops import Ops
-from shardcore.search.bound.shards import BoundShards, shared_layouts
+from shardcore.search.bound.ops import BoundShards, Ops, shared_layouts
+from shardcore.search.bound.packing import least_ms
 from shardcore.step.kinds import Layout
 
+_EVENLY = "the work of all tables, divided evenly"
 _NOTHING_MS = 1e-9
-_PRECISION = 1e-3  # relative, of a bisection
+_PRECISION = 1e-3
+"""Relative precision of a bisection."""
+
+Price = Callable[[list[int], np.ndarray], float]
+"""ms of plans of a mix of kinds, using only some shards [N] bool. inf if there are none."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class Bound:
     """A bound on the plans of a space.
 
     proved_ms: no plan costs less. None if nothing is proved.
-    estimate_ms: about what plans reach that divide all work evenly.
-    limit: what prevents cheaper plans.
+    estimate_ms: estimated cost of plans that divide all work evenly.
+    limit: cause that prevents cheaper plans.
     space: the plans considered, in words.
     """
 
@@ -60,89 +62,88 @@ class Bound:
 def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = None) -> Bound:
     """A bound over plans that cut tables by columns, or let groups of devices share them.
 
-    shared: the kinds of sharing to consider; None for all. Raises SettingMismatch.
+    shared: the kinds of sharing to consider; None for all.
+
+    Raises SettingMismatch for a model of another setting.
     """
     problem.require_setting(model.setting)
     kinds = shared_layouts(problem.topology) if shared is None else shared
     job, topology, lower = problem.job, problem.topology, model.lower
     # Sequences run collectives that the bound does not know. Several collections run several ops on a device.
     pooled = {(t.collection, t.sequence) for t in problem.tables} <= {(problem.tables[0].collection, False)}
-    may_prove = pooled and lower is not None and lower.even_is_least(topology)
-    found: list[Bound] = []
+    if lower and not (pooled and lower.even_is_least(topology)):
+        lower = None
+    bounds: list[Bound] = []
     # A step is no shorter than without ids, nor than with them less what the dense part hides.
     for ids in (True, False) if job.hides_ids_ms else (True,):
         more_ms = job.dense_ms - (job.hides_ids_ms if ids else 0.0)
         shards, proved_ms = BoundShards(problem, model, kinds, ids), None
-        if may_prove:
+        if lower:
             least = shards if lower is model else BoundShards(problem, lower, kinds, ids)
+            ops = [Ops(least, lower, k) for k in range(len(least.kinds))]
+            equal_waits = lower.takes_all_alike(topology)
+            by_mix = _by_mix(least, _proved(least, ops, equal_waits), equal_waits)
+            packed_ms = least_ms(least, ops, {mix: ms for mix, (ms, _) in by_mix.items()}, equal_waits)
             # Subtract a trace for rounding errors.
-            alike, ops = lower.takes_all_alike(topology), [Ops(least, k) for k in range(len(least.kinds))]
-            by_mix = _by_mix(least, _proved(least, ops), alike)
-            least_ms = branches.least_ms(least, ops, by_mix, alike)
-            proved_ms = least_ms * (1 - 1e-9) + more_ms
+            proved_ms = packed_ms * (1 - 1e-9) + more_ms
         estimate_ms, limit = min(_by_mix(shards, _estimated(shards), True).values())
-        found.append(Bound(proved_ms, max(estimate_ms + more_ms, proved_ms or 0.0), limit, shards.space()))
-    best = max(found, key=lambda x: x.estimate_ms)
-    return replace(best, proved_ms=max(x.proved_ms for x in found) if may_prove else None)
+        bounds.append(Bound(proved_ms, max(estimate_ms + more_ms, proved_ms or 0.0), limit, shards.space()))
+    best = max(bounds, key=lambda x: x.estimate_ms)
+    return replace(
+        best, proved_ms=max((x.proved_ms for x in bounds if x.proved_ms is not None), default=None)
+    )
 
 
-# --- bounds -------------------------------------------------------------------------------------------------
-
-Price = Callable[[list[int], np.ndarray], float]
-"""ms of plans of a mix of kinds, using only some shards [N] bool. inf if there are none."""
-_EVENLY = "the work of all tables, divided evenly"
-
-
-def _proved(shards: BoundShards, ops: Sequence[Ops]) -> Price:
+def _proved(shards: BoundShards, ops: Sequence[Ops], equal_waits: bool) -> Price:
     """A price that no plan undercuts: the least work, divided by all speeds.
 
     A shared table brings a launch on each device of its group. Columns bring one on at least one device.
     """
-    launch_ms, total_speed = shards.model.launch_ms, shards.speed.sum()
+    launch_ms, total_speed = ops[0].model.launch_ms, shards.speed.sum()
     work = shards.copies * np.maximum(0.0, shards.alone_ms - launch_ms) / total_speed + shards.exchange_ms
 
-    def price(mix: list[int], some: np.ndarray) -> float:
+    def price(mix: list[int], usable: np.ndarray) -> float:
         shared = sum(int(shards.group_size[k]) for k in mix if k)
         launches = (shared + (0 in mix)) / total_speed if shared else 1 / shards.speed.max()
-        least, _ = shards.cheapest(np.where(some, work, np.inf), mix)
+        least, _ = shards.cheapest(np.where(usable, work, np.inf), mix)
         ms = launch_ms * launches + least + shards.latencies_ms(mix)
-        return max(ms, _at_mean_load(shards, ops[mix[0]], some)) if len(mix) == 1 and alike else ms
+        one_op = len(mix) == 1 and equal_waits
+        return max(ms, _at_mean_load(shards, ops[mix[0]], usable)) if one_op else ms
 
-    alike = shards.model.takes_all_alike(shards.problem.topology)
     return price
 
 
-def _at_mean_load(shards: BoundShards, ops: Ops, some: np.ndarray) -> float:
+def _at_mean_load(shards: BoundShards, ops: Ops, usable: np.ndarray) -> float:
     """A higher price for plans of one kind, which run one op on each device.
 
     Some device has at least the mean load by speed. It takes at least the slowdown of that load.
     """
-    curve, kinds, total_speed = ops.every, [int(shards.kind[ops.of[0]])], shards.speed.sum()
-    load = np.where(some, shards.copies * curve.load, np.inf)
+    curve, kinds, total_speed = ops.every, [int(shards.kind[ops.number[0]])], shards.speed.sum()
+    load = np.where(usable, shards.copies * curve.load, np.inf)
     least, _ = shards.cheapest(load, kinds)
     if not np.isfinite(least):
         return np.inf
     slowdown = curve.least(least * shards.speed.min() / total_speed)
     least, _ = shards.cheapest(slowdown * load / total_speed + shards.exchange_ms, kinds)
-    return shards.model.launch_ms / shards.speed.max() + least + shards.latencies_ms(kinds)
+    return ops.model.launch_ms / shards.speed.max() + least + shards.latencies_ms(kinds)
 
 
 def _estimated(shards: BoundShards) -> Price:
     """An estimate of the price.
 
-    Shared tables count as one op of each kind, alike on all devices.
+    Shared tables count as one op of each kind, the same on all devices.
     Columns count as one op, divided over the devices by speed.
     The cheapest cuts follow from the slope of the head at this point.
     """
     n, total_speed, codes = len(shards.speed), shards.speed.sum(), shards.codes
     shares = (shards.speed / total_speed)[:, None]
 
-    def price(mix: list[int], some: np.ndarray) -> float:
-        sums, found = codes[shards.whole].sum(0), []
+    def price(mix: list[int], usable: np.ndarray) -> float:
+        sums, estimates = codes[shards.whole].sum(0), []
         # The slope depends on the cuts, so refine once.
         for _ in range(2):
             work = shards.copies * (codes @ _slope(shards.model, sums / n)) / total_speed + shards.exchange_ms
-            _, taken = shards.cheapest(np.where(some, work, np.inf), mix)
+            _, taken = shards.cheapest(np.where(usable, work, np.inf), mix)
             if taken is None:
                 return np.inf
             columns, *shared = (
@@ -150,31 +151,31 @@ def _estimated(shards: BoundShards) -> Price:
                 for k in range(len(shards.kinds))
             )
             ms = shards.model.head(np.concatenate([columns * shares, *([e] * n for e in shared)])).sum()
-            found.append(float(ms / total_speed + taken @ shards.exchange_ms))
+            estimates.append(float(ms / total_speed + taken @ shards.exchange_ms))
             sums = columns + n * sum(shared)
-        return min(found) + shards.latencies_ms(mix)
+        return min(estimates) + shards.latencies_ms(mix)
 
     return price
 
 
-def _by_mix(shards: BoundShards, price: Price, alike: bool) -> dict[tuple[int, ...], tuple[float, str]]:
-    """The least ms of each mix of kinds, and what prevents less. Exact for the lowest only.
+def _by_mix(shards: BoundShards, price: Price, equal_waits: bool) -> dict[tuple[int, ...], tuple[float, str]]:
+    """The least ms of each mix of kinds, and the limit that prevents less. Exact for the lowest only.
 
-    No shard may take longer than the result. Each kind in a mix adds its own launches and latencies.
-    alike: whether the device with any one shard waits for the same exchanges as all others.
+    No shard may take longer than the result. Each kind in a mix adds its launches and latencies.
+    equal_waits: True if the device with any one shard waits for the same exchanges as all others.
     """
     together_ms, together = _together(shards)
-    found: list[tuple[float, str, list[int], float]] = []
+    mixes: list[tuple[float, str, list[int], float]] = []
     for mix in shards.mixes:
         waits_ms = shards.cheapest(shards.exchange_ms, mix)[0] + shards.latencies_ms(mix)
-        exchange_ms = max(0.0, waits_ms) if alike else 0.0
+        exchange_ms = max(0.0, waits_ms) if equal_waits else 0.0
         evenly_ms = price(mix, shards.within(np.full(len(shards.kind), True)))
         low, limit = max((evenly_ms, _EVENLY), (together_ms + exchange_ms, together))
-        found.append((low, limit, mix, exchange_ms))
-    by_mix = {tuple(mix): (low, limit) for low, limit, mix, _ in found}
+        mixes.append((low, limit, mix, exchange_ms))
+    by_mix = {tuple(mix): (low, limit) for low, limit, mix, _ in mixes}
     best = np.inf
     # From the lowest on: once a mix starts above the best, all later ones do.
-    for low, limit, mix, exchange_ms in sorted(found):
+    for low, limit, mix, exchange_ms in sorted(mixes):
         if low >= best:
             break
         shard_ms = shards.alone_ms / shards.fastest + exchange_ms
@@ -205,13 +206,13 @@ def _crossing(falling: Callable[[float], float], low: float, high: float) -> flo
 
 def _together(shards: BoundShards) -> tuple[float, str]:
     """ms of the most expensive bundle on a device, and its name in words."""
-    index, found = {t.name: i for i, t in enumerate(shards.problem.tables)}, [(0.0, "")]
+    index, bundles = {t.name: i for i, t in enumerate(shards.problem.tables)}, [(0.0, "")]
     for group in shards.problem.constraints.together:
         chosen = shards.whole[[index[name] for name in group]]
         shown = ", ".join(map(repr, group[:3])) + ", ..." * (len(group) > 3)
         ms = shards.model.head(shards.codes[chosen].sum(0, keepdims=True))[0] / shards.fastest[chosen].max()
-        found.append((float(ms), f"tables {shown}, kept together on one device"))
-    return max(found)
+        bundles.append((float(ms), f"tables {shown}, kept together on one device"))
+    return max(bundles)
 
 
 def _slope(model: CostModel, sums: np.ndarray) -> np.ndarray:

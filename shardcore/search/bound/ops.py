@@ -1,22 +1,263 @@
-"""What the ops of each kind take at least, by their load: contention in a lower bound.
+"""What shards and ops take at least: the parts that a lower bound is made of.
 
-An op's shards slow each other down, the more the larger its load.
+A shard is (table, kind, units of MIN_WIDTH columns). Each device of a group has one unit.
 
-Shapes: N shards, n shards of a kind, F features, G intervals of load, W loads.
+An op's shards slow each other down, the more the larger its load. Ops of a load may have little of one
+feature or of another, but not of all: tables that bring few lookups for their load bring many rows, and so
+on. So the least rates are found by branch and bound over boxes of features (`least_rates`).
+
+Shapes: T tables, N shards, n shards of a kind, F features, D devices; K kinds: whole rows, and those that
+groups share; G intervals of load, W loads, B boxes, C ways to divide a box.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
 
 import numpy as np
 
-from shardcore.search.bound.contention import least_rates, least_sums
-from shardcore.search.bound.shards import BoundShards
+from shardcore.core.topology import Topology
+from shardcore.core.types import MIN_WIDTH, Problem, Shard, Table
+from shardcore.cost.model import BoundableCostModel, CostModel
+from shardcore.step.id_bytes import received_bytes
+from shardcore.step.kinds import CHANNELS, ID_CHANNELS, LAYOUTS, WHOLE_ROWS, Channel, Layout, even_share
+from shardcore.step.output_bytes import output_bytes
 
+MOST_SHARDS = 150_000
+"""With more possible shards, only widths of powers of two are considered."""
+_EVEN_BYTES, _STEP, _ROUNDING = 2.0**24, 2.0**-20, 1e-9
+_MORE_BYTES = _EVEN_BYTES * (1 + _STEP)
+"""Bytes of each device at which exchanges are priced."""
 _INTERVALS = 80
 _FROM, _TO = 0.02, 3.0
 """Between these loads, relative to a usual op's, intervals are short."""
+_DIVISIONS = 40
+_WEIGHTS = np.array([0.1, 0.3, 1.0, 3.0, 10.0])
+"""Weights of the second feature of a pair, each counted in the mean shard's."""
+_CUTS = (0.25, 0.5, 0.75)
+"""Places to divide a box, from its low to its high end, by logarithm."""
+_TRACE = 1e-9
+"""Rounding errors of features, in mean shards."""
+
+
+# --- shards -------------------------------------------------------------------------------------------------
+
+
+class BoundShards:
+    """All shards of each table that one device may hold.
+
+    kinds: [K] kinds of sharding. The first is that of whole rows; groups share the others.
+    n_groups, group_size: [K] groups of the kind, and devices in each.
+    table, kind: [N] numbers.
+    codes: [N, F] encodings.
+    copies: [N] number of devices that have one.
+    alone_ms: [N] cost of the shard alone at speed 1.
+    fastest: [N] the highest speed it may find. For a group, the speed of its slowest device.
+    exchange_ms: [N] time that it adds to even exchanges, forward + backward.
+    part: [N] its part of the table. A kind's groups share a table as one.
+    large: [N] True if it is at least an even share of the table. Every plan has such a shard.
+    at: for each kind [T, U + 1], the shard of a number of units of a table; -1 for none.
+    size: [T, K] units of the whole table.
+    whole: [T] the uncut shards.
+    latency_ms: [K] of a kind's collectives of outputs and gradients, whatever they carry.
+    ids_ms: of each channel of ids, whatever it carries. Empty where ids are not counted.
+    mixes: sets of kinds that plans may use.
+    """
+
+    def __init__(self, problem: Problem, model: CostModel, shared: Sequence[Layout], ids: bool) -> None:
+        self.problem, self.model, self.kinds = problem, model, (WHOLE_ROWS, *shared)
+        self.speed = np.array([d.speed for d in problem.topology.devices])
+        groups = [layout.groups(problem.topology) for layout in self.kinds]
+        self.n_groups, self.group_size = np.array([(len(g), len(g[0])) for g in groups]).T
+        n, tables = len(self.speed), problem.tables
+        columns = np.array([t.dim // MIN_WIDTH for t in tables])
+        whole = [t.name in problem.whole for t in tables]
+        self.any_width = columns.sum() <= MOST_SHARDS
+        self.size = np.stack([columns, *[np.ones_like(columns)] * len(shared)], 1)
+        self.at = [np.full((len(tables), int(u) + 1), -1) for u in self.size.max(0)]
+        shards: list[Shard] = []
+        for i, t in enumerate(tables):
+            for u in [columns[i]] if whole[i] or n == 1 else self._widths(int(columns[i])):
+                self.at[0][i, u] = len(shards)
+                shards.append(Shard(t, 0, t.rows, 0, int(u) * MIN_WIDTH))
+        codes = [np.asarray(model.encode(shards), dtype=float)]
+        for kind, layout in enumerate(shared, 1):
+            size = int(self.group_size[kind])
+            least = {i: _least_share(layout, t, size, whole[i]) for i, t in enumerate(tables)}
+            added = {i: shard for i, shard in least.items() if shard}
+            self.at[kind][list(added), 1] = len(shards) + np.arange(len(added))
+            if added:
+                codes.append(np.asarray(model.encode([*added.values()], layout.batch(problem)), dtype=float))
+                shards += added.values()
+        self.codes = np.concatenate(codes)
+        self.whole = self.at[0][np.arange(len(tables)), columns]
+        self.kind, self.table, units = np.zeros((3, len(shards)), dtype=int)
+        for kind, at in enumerate(self.at):
+            i, u = np.nonzero(at >= 0)
+            self.kind[at[i, u]], self.table[at[i, u]], units[at[i, u]] = kind, i, u
+        self.part = units / self.size[self.table, self.kind]
+        allowed = [list(problem.allowed_devices(t.name)) for t in tables]
+        n_devices, fastest = np.array([(len(d), self.speed[d].max()) for d in allowed]).T
+        self.large = (self.kind > 0) | (units * n_devices[self.table] >= self.size[self.table, self.kind])
+        of_kind = np.array([max(self.speed[list(group)].min() for group in of) for of in groups])
+        self.fastest = np.where(self.kind > 0, of_kind[self.kind], fastest[self.table])
+        self.alone_ms = np.asarray(model.head(self.codes), dtype=float)
+        self.copies = self.group_size[self.kind]
+        first = [next(iter(layout.channels_in(problem.job).values())) for layout in self.kinds]
+        n_bytes = [
+            first[k](float(s.bytes), output_bytes(s, problem.global_batch), problem)
+            for s, k in zip(shards, self.kind, strict=True)
+        ]
+        self.latency_ms, per_byte = self._exchanges()
+        self.exchange_ms = self.copies * np.array(n_bytes, dtype=float) * per_byte[self.kind]
+        self.ids_ms, per_id_byte = self._ids() if ids else ({}, np.zeros(len(self.kinds)))
+        if per_id_byte.any():
+            id_bytes = np.array([received_bytes(s, problem) for s in shards], dtype=float)
+            self.exchange_ms += self.copies * id_bytes * per_id_byte[self.kind]
+        kinds = [k for k in range(len(self.kinds)) if (self.at[k] >= 0).any()]
+        self.mixes = [list(mix) for n in range(1, len(kinds) + 1) for mix in combinations(kinds, n)]
+
+    def _widths(self, columns: int) -> list[int]:
+        """The widths in units that a shard may have."""
+        if self.any_width:
+            return list(range(1, columns + 1))
+        return sorted({columns, *(2**k for k in range(columns.bit_length()) if 2**k < columns)})
+
+    def _exchanges(self) -> tuple[np.ndarray, np.ndarray]:
+        """[K] ms of a kind's channels at least, and [K] ms per byte in the first of them.
+
+        The first holds if any group of the kind is used.
+        The second includes the bytes in other channels, with all devices having equally many.
+        """
+        n = len(self.speed)
+        if n == 1:
+            return np.zeros(1), np.zeros(1)
+        ms = np.zeros((2, len(self.kinds)))
+        for k, layout in enumerate(self.kinds):
+            # Bytes of all channels are proportional to those of the first.
+            channels = layout.channels_in(self.problem.job)
+            entering = np.array([bytes_of(1.0, 1.0, self.problem) for bytes_of in channels.values()])
+            rows = [CHANNELS.index(c) for c in channels]
+            for point, each in enumerate((_EVEN_BYTES, _MORE_BYTES)):
+                traffic = np.zeros((len(CHANNELS), n))
+                traffic[rows] = each * (entering / entering[0])[:, None]
+                comm = self.model.comm(traffic, np.zeros(n), self.problem.topology)
+                ms[point, k] = comm.total_ms.max()
+        least, slope = _tangent(*ms)
+        # At least one group is used. Devices of other groups may not wait at all.
+        used = np.where((np.arange(len(self.kinds)) > 0) & (least > 0), 1 / self.n_groups, 1.0)
+        return used * least, slope / n
+
+    def _ids(self) -> tuple[dict[Channel | None, float], np.ndarray]:
+        """ms of each channel of ids at least, and [K] ms per byte, if all devices receive equally many."""
+        n, per_byte = len(self.speed), np.zeros(len(self.kinds))
+        least: dict[Channel | None, float] = {}
+        for channel in ID_CHANNELS if n > 1 else ():
+            traffic = np.zeros((2, len(CHANNELS), n))
+            traffic[:, CHANNELS.index(channel)] = [[_EVEN_BYTES], [_MORE_BYTES]]
+            comms = [self.model.comm(x, np.zeros(n), self.problem.topology) for x in traffic]
+            least[channel], slope = _tangent(*(float(comm.input_ms.max()) for comm in comms))
+            per_byte[[layout.ids == channel for layout in self.kinds]] = slope / n
+        return least, per_byte
+
+    def latencies_ms(self, mix: list[int]) -> float:
+        """ms of the collectives of plans with these kinds, whatever they carry."""
+        channels = {self.kinds[k].ids for k in mix}
+        return float(self.latency_ms[mix].sum() + sum(self.ids_ms.get(c, 0.0) for c in channels))
+
+    def cheapest(self, price: np.ndarray, kinds: list[int]) -> tuple[float, np.ndarray | None]:
+        """The least total price of shards of these kinds that make up all tables.
+
+        price: [N] with copies included.
+        Also returns how often each shard is taken, [N]. inf and None if there is no such set.
+        """
+        sums, ways = zip(*(_compositions(self.at[k], price, self.size[:, k]) for k in kinds), strict=True)
+        best, least = np.argmin(sums, axis=0), float(np.min(sums, axis=0).sum())
+        if not np.isfinite(least):
+            return least, None
+        return least, np.sum([way(best == i) for i, way in enumerate(ways)], axis=0)
+
+    def least_of_each(self, price: np.ndarray, kinds: list[int]) -> np.ndarray:
+        """[T] the least total price of shards of these kinds that make up each table. inf for none."""
+        return np.min([_compositions(self.at[k], price, self.size[:, k])[0] for k in kinds], axis=0)
+
+    def within(self, usable: np.ndarray) -> np.ndarray:
+        """[N] bool: those of the usable shards that can be in a plan.
+
+        A table and kind without any of its large shards is impossible: its devices need at least one.
+        """
+        possible = np.zeros(self.size.shape, dtype=bool)
+        chosen = usable & self.large
+        possible[self.table[chosen], self.kind[chosen]] = True
+        return usable & possible[self.table, self.kind]
+
+    def space(self) -> str:
+        """The plans for which a bound holds, in words."""
+        widths = f"multiples of {MIN_WIDTH}" if self.any_width else f"{MIN_WIDTH} times powers of two"
+        shared = zip(self.at[1:], self.kinds[1:], strict=True)
+        others = [layout.words for at, layout in shared if (at >= 0).any()]
+        return ", or with ".join([f"each table whole or cut by columns ({widths})", *others])
+
+
+def shared_layouts(topology: Topology) -> tuple[Layout, ...]:
+    """The kinds by which groups of several devices share tables."""
+    return tuple(k for k in LAYOUTS.values() if any(len(group) > 1 for group in k.groups(topology)))
+
+
+def _least_share(layout: Layout, table: Table, n: int, whole: bool) -> Shard | None:
+    """The smallest shard that any of n devices has of a table. None if they cannot share it.
+
+    whole: True if the table must stay whole.
+    """
+    if not layout.divides_rows:
+        return Shard.whole(table)
+    each = None if table.ordered or whole else even_share(table.rows, n)
+    # The last device has the remaining rows, which are the fewest.
+    return Shard(table, (n - 1) * each, table.rows, 0, table.dim) if each else None
+
+
+def _tangent(once: Any, more: Any) -> tuple[Any, Any]:
+    """Value at 0 and slope per byte, from ms at _EVEN_BYTES and _MORE_BYTES. Numbers or arrays.
+
+    The law of exchanges is convex, so a tangent is never above it. It is lowered a trace, for rounding.
+    """
+    slope = (more - once) / (_EVEN_BYTES * _STEP)
+    return once * (1 - _ROUNDING) - slope * _EVEN_BYTES, slope
+
+
+def _compositions(
+    at: np.ndarray, price: np.ndarray, size: np.ndarray
+) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+    """[T] the least price of shards that make up `size` units of each table.
+
+    Also returns a function: from chosen tables [T] bool to how often each shard [N] is taken.
+    """
+    rows = np.arange(len(at))
+    by_units = np.where(at >= 0, price[at], np.inf)
+    best, last = np.full(at.shape, np.inf), np.zeros(at.shape, dtype=int)
+    best[:, 0] = 0.0
+    # Dynamic programming over units, for all tables at once: best price, and the last shard taken.
+    for u in range(1, at.shape[1]):
+        candidates = by_units[:, 1 : u + 1] + best[:, u - 1 :: -1] if u > 1 else by_units[:, 1:2]
+        last[:, u] = 1 + np.argmin(candidates, axis=1)
+        best[:, u] = candidates[rows, last[:, u] - 1]
+
+    def taken(chosen: np.ndarray) -> np.ndarray:
+        """How often each shard is taken: follow `last` back to 0."""
+        counts, left = np.zeros(len(price), dtype=int), np.where(chosen, size, 0)
+        while left.any():
+            live = rows[left > 0]
+            np.add.at(counts, at[live, last[live, left[live]]], 1)
+            left[live] -= last[live, left[live]]
+        return counts
+
+    return best[rows, size], taken
+
+
+# --- ops ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +265,7 @@ class Curve:
     """The least ms of ops of one kind by their load, without the launch.
 
     alone: [N] ms that each shard adds at least, whatever else an op has. 0 for those of other kinds.
-    load: [N] of each shard: about what it adds to a usual op.
+    load: [N] load of each shard: about the ms that it adds to a usual op.
     ends: [G + 1] loads, rising from 0 to that of all tables.
     slowdown: [G] from ends[g] on, an op takes at least slowdown[g] × its load. Rising.
     """
@@ -36,8 +277,7 @@ class Curve:
 
     def least(self, load: float) -> float:
         """The least slowdown of an op of this load or more."""
-        g = np.searchsorted(self.ends[:-1], load, side="right") - 1
-        return float(self.slowdown[g])
+        return float(self.slowdown[np.searchsorted(self.ends[:-1], load, side="right") - 1])
 
     def most(self, ms: np.ndarray) -> np.ndarray:
         """The largest load of an op that takes at most `ms`. 0 for less than 0 ms."""
@@ -49,26 +289,29 @@ class Curve:
 class Ops:
     """Ops of one kind of sharding.
 
-    of: [n] numbers of their shards.
+    number: [n] numbers of their shards.
     load: [n] ms of each at the rates of a usual op. Any loads give valid bounds; these give near ones.
     ends: [G + 1] loads, rising from 0 to that of all tables.
     rates: [G, F] rates of any op of load ends[g] or more, at least.
     every: the curve of ops that may have any shards.
     """
 
-    def __init__(self, shards: BoundShards, kind: int):
-        self.shards, self.of = shards, np.flatnonzero(shards.kind == kind)
+    def __init__(self, shards: BoundShards, model: BoundableCostModel, kind: int):
+        self.shards, self.model, self.number = shards, model, np.flatnonzero(shards.kind == kind)
         # A usual op has an even part of the tables. Of a kind that groups share, about half of the tables.
-        whole = np.isin(self.of, shards.at[kind][np.arange(len(shards.size)), shards.size[:, kind]])
+        whole = np.isin(self.number, shards.at[kind][np.arange(len(shards.size)), shards.size[:, kind]])
         ops = 2 * shards.n_groups[kind] if kind else len(shards.speed)
-        codes, model = shards.codes[self.of], shards.model
+        codes, table = shards.codes[self.number], shards.table[self.number]
         usual = codes[whole].sum(0) / ops
         # Loads count at the least rates of a usual load, so that such an op's slowdown is near 1.
         rates = model.rates(usual)
         rates = self._least_rates(codes @ rates, np.array([usual @ rates]))[0]
         self.load = codes @ rates
         inner = max(float(usual @ rates), 1e-12) * np.geomspace(_FROM, _TO, _INTERVALS - 1)
-        top = max(float(_room(self.load, shards.table[self.of]).sum()), 1e-12) * (1 + 1e-9)
+        # An op has at most one shard of a table.
+        most = np.zeros(int(table.max(initial=-1)) + 1)
+        np.maximum.at(most, table, self.load)
+        top = max(float(most.sum()), 1e-12) * (1 + 1e-9)
         self.ends = np.concatenate([[0.0], inner[inner < top], [top]])
         self.rates = self._least_rates(self.load, self.ends[:-1])
         all_ = np.ones(len(shards.kind), dtype=bool)
@@ -77,47 +320,168 @@ class Ops:
     def _least_rates(self, load: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """[W, F] rates of any op of these loads [W] or more, if its shards have loads [n]."""
         shards, busy = self.shards, load > 0
-        of = self.of[busy]
-        if not len(of):
-            return shards.model.rates(np.zeros((len(wanted), shards.codes.shape[1])))
-        return least_rates(shards.model, shards.codes[of], load[busy], shards.table[of], wanted)
+        if not busy.any():
+            return self.model.rates(np.zeros((len(wanted), shards.codes.shape[1])))
+        number = self.number[busy]
+        return least_rates(self.model, shards.codes[number], load[busy], shards.table[number], wanted)
 
-    def curve(self, some: np.ndarray, sure: np.ndarray) -> Curve:
-        """The curve of ops that have only `some` shards, [N] bool.
+    def curve(self, usable: np.ndarray, certain: np.ndarray) -> Curve:
+        """The curve of ops that have only usable shards, [N] bool.
 
-        sure: [N] bool, shards that every op has.
+        certain: [N] bool, shards that every op has.
         A shard counts at the rates of its op's least features, and at least at those of its own.
         """
-        shards, some, sure = self.shards, some[self.of], sure[self.of]
-        of, load, sure = self.of[some], self.load[some], sure[some]
-        codes, model = shards.codes[of], shards.model
-        every = np.zeros((2, len(shards.kind)))
-        base = codes[sure].sum(0)
-        every[0, of] = (model.rates(np.maximum(codes, base)) * codes).sum(1)
-        every[1, of] = load
+        shards, model = self.shards, self.model
+        usable, certain = usable[self.number], certain[self.number]
+        number, load, certain = self.number[usable], self.load[usable], certain[usable]
+        codes = shards.codes[number]
+        alone, all_load = np.zeros((2, len(shards.kind)))
+        base = codes[certain].sum(0)
+        alone[number] = (model.rates(np.maximum(codes, base)) * codes).sum(1)
+        all_load[number] = load
         busy, rates, slowdown = load > 0, self.rates, np.ones(len(self.ends) - 1)
-        if sure.any():
-            rates = np.maximum(rates, model.rates(base + self._least_beside(of, load, sure)))
+        if certain.any():
+            rates = np.maximum(rates, model.rates(base + self._least_others(number, load, certain)))
         if busy.any():
+            single = model.rates(codes[busy])
             # One interval after the other: of all together there are too many numbers.
-            own = model.rates(codes[busy])
             slowdown = np.array(
-                [((np.maximum(own, least) * codes[busy]).sum(-1) / load[busy]).min() for least in rates]
+                [((np.maximum(single, least) * codes[busy]).sum(-1) / load[busy]).min() for least in rates]
             )
-        return Curve(*every, self.ends, np.maximum.accumulate(slowdown))
+        return Curve(alone, all_load, self.ends, np.maximum.accumulate(slowdown))
 
-    def _least_beside(self, of: np.ndarray, load: np.ndarray, sure: np.ndarray) -> np.ndarray:
-        """[G, F] the least of each feature that ops have beside what is sure, at the ends of intervals."""
-        codes, table = self.shards.codes[of], self.shards.table[of]
-        free = (load > 0) & ~np.isin(table, table[sure])
+    def _least_others(self, number: np.ndarray, load: np.ndarray, certain: np.ndarray) -> np.ndarray:
+        """[G, F] least features that ops have without the certain shards, at the ends of intervals."""
+        codes, table = self.shards.codes[number], self.shards.table[number]
+        free = (load > 0) & ~np.isin(table, table[certain])
         if not free.any():
             return np.zeros((len(self.ends) - 1, codes.shape[1]))
-        wanted = np.maximum(0.0, self.ends[:-1] - load[sure].sum())
+        wanted = np.maximum(0.0, self.ends[:-1] - load[certain].sum())
         return least_sums(codes[free], load[free], table[free], wanted)
 
 
-def _room(load: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """[T] the most load of one shard of each table."""
-    room = np.zeros(int(table.max(initial=-1)) + 1)
-    np.maximum.at(room, table, load)
-    return room
+# --- contention ---------------------------------------------------------------------------------------------
+
+
+def least_rates(
+    model: BoundableCostModel, codes: np.ndarray, load: np.ndarray, table: np.ndarray, wanted: np.ndarray
+) -> np.ndarray:
+    """[W, F] rates no higher than those of any op whose shards' loads sum to `wanted` [W] or more.
+
+    In a box of features, rates are no lower than at its lower corner. The corner is raised by pairs of
+    features, of which ops of that load have a least weighted sum: where there is at most so much of one,
+    there is at least so much of the other. The box with the lowest rates is divided next, by the feature and
+    value that raise them most. Any boxes that cover all ops give a valid bound, so the number of divisions
+    only decides how near it is.
+
+    codes: [N, F]. load: [N], more than 0. table: [N], rising. An op has at most one shard of a table.
+    """
+    ranges = _Ranges(model, codes, load, table, wanted)
+    total, n = codes.sum(0), np.arange(len(wanted))
+    # All boxes: low, high [B, W, F], and the ms of all shards at their lower corners, [B, W].
+    low, high = ranges.low[None], ranges.high[None]
+    ms = ranges.ms(ranges.low, total)[None]
+    for _ in range(_DIVISIONS if ranges.features else 0):
+        box = ms.argmin(0)
+        below, above, value, feature = ranges.division(low[box, n], high[box, n])
+        # The box below takes the place of the one that is divided.
+        upper, low, high = high[box, n], low.copy(), high.copy()
+        low[box, n], high[box, n, feature] = below, value
+        ms[box, n] = ranges.box_ms(below, high[box, n], total)
+        low, high = np.concatenate([low, above[None]]), np.concatenate([high, upper[None]])
+        ms = np.concatenate([ms, ranges.box_ms(above, upper, total)[None]])
+    rates = model.rates(low * ranges.unit)
+    return np.where(np.isfinite(ms)[..., None], rates, np.inf).min(0)
+
+
+class _Ranges:
+    """Features that ops of given loads can have, counted in the mean shard's.
+
+    unit: [F] features of the mean shard. 1 for those that no shard has.
+    low, high: [W, F] the least and the most of each feature.
+    pairs: [P, F, F, W] the least of feature i + _WEIGHTS[p] × feature j.
+    features: those on which rates depend.
+    """
+
+    def __init__(
+        self,
+        model: BoundableCostModel,
+        codes: np.ndarray,
+        load: np.ndarray,
+        table: np.ndarray,
+        wanted: np.ndarray,
+    ) -> None:
+        unit = codes.mean(0)
+        self.model, self.unit = model, np.where(unit > 0, unit, 1.0)
+        codes = codes / self.unit
+        # An op of more load has no less of anything than a part of it that has just this load.
+        self.low = least_sums(codes, load, table, wanted)
+        self.high = -least_sums(-codes, load, table, wanted)
+        pairs = []
+        for weight in _WEIGHTS:
+            sums = codes[:, :, None] + weight * codes[:, None]
+            pairs.append(least_sums(sums.reshape(len(codes), -1), load, table, wanted).T)
+        n_features = len(unit)
+        self.pairs = np.stack(pairs).reshape(len(_WEIGHTS), n_features, n_features, len(wanted))
+        self.features = [f for f in range(n_features) if self._counts(f)]
+
+    def _counts(self, feature: int) -> bool:
+        """Tell if rates depend on a feature."""
+        less = self.high.copy()
+        less[:, feature] = self.low[:, feature]
+        return bool((self.model.rates(less * self.unit) != self.model.rates(self.high * self.unit)).any())
+
+    def ms(self, low: np.ndarray, total: np.ndarray) -> np.ndarray:
+        """[...] ms of `total` [F] at the rates of lower corners [..., F]: the value to raise."""
+        return self.model.rates(low * self.unit) @ total
+
+    def box_ms(self, low: np.ndarray, high: np.ndarray, total: np.ndarray) -> np.ndarray:
+        """[...] the same as `ms`, but inf for boxes in which there are no ops."""
+        return np.where((low > high + 2 * _TRACE).any(-1), np.inf, self.ms(low, total))
+
+    def division(
+        self, low: np.ndarray, high: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The best way to divide boxes (low, high [W, F]).
+
+        Returns lower corners [W, F] of both parts, and the value [W] and the feature [W] that divide them.
+        """
+        total = np.ones(low.shape[1]) * self.unit
+        # All ways at once, [C, W]: each of the features, at each part of its side.
+        feature, part = np.repeat(self.features, len(_CUTS)), np.tile(_CUTS, len(self.features))[:, None]
+        way, n = np.arange(len(feature)), np.arange(len(low))
+        least, most = low.T[feature], high.T[feature]
+        value = np.maximum(least, np.maximum(least, 1e-3 * most) ** (1 - part) * most**part)
+        # With at most so much of the feature, others are at least what the pairs leave.
+        others = self.pairs[:, :, feature] - _WEIGHTS[:, None, None, None] * value
+        below = np.maximum(low, others.max(0).transpose(1, 2, 0) - _TRACE)
+        below[way, :, feature] = low.T[feature]
+        above = np.repeat(low[None], len(feature), 0)
+        above[way, :, feature] = value
+        ms = np.minimum(self.box_ms(below, high, total), self.box_ms(above, high, total))
+        best = ms.argmax(0)
+        return below[best, n], above[best, n], value[best, n], feature[best]
+
+
+def least_sums(values: np.ndarray, load: np.ndarray, table: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """[W, J] the least sums of each of `values` [N, J] that ops have whose loads sum to `wanted` [W].
+
+    A fractional knapsack: it takes load first from tables that bring least of the value.
+    """
+    first = np.flatnonzero(np.diff(table, prepend=-1))
+    room = np.maximum.reduceat(load, first)
+    each = np.minimum.reduceat(values / load[:, None], first)
+    order = np.argsort(each, axis=0)
+    start = np.zeros((1, values.shape[1]))
+    filled = np.concatenate([start, np.cumsum(room[order], axis=0)])
+    brought = np.concatenate([start, np.cumsum(room[order] * np.take_along_axis(each, order, 0), axis=0)])
+    # np.interp of all columns at once: each lies beyond the one before.
+    column = np.arange(values.shape[1])
+    beyond = column * (filled[-1].max() + 1.0)
+    wanted = np.minimum(wanted[:, None], filled[-1])
+    at = np.searchsorted((filled + beyond).T.ravel(), wanted + beyond) - column * len(filled)
+    at = np.clip(at, 1, len(filled) - 1)
+    less, more = filled[at - 1, column], filled[at, column]
+    # A load may be too small to tell the two apart.
+    part = np.divide(wanted - less, more - less, out=np.zeros_like(wanted), where=more > less)
+    return brought[at - 1, column] + part * (brought[at, column] - brought[at - 1, column])

@@ -3,36 +3,46 @@
 Give each table a worth, which its shards share by their columns. Within a time, a device can only collect so
 much worth: a knapsack. If all devices together collect less than all tables are worth, then no plan takes so
 little time. That holds for any worths (the dual of a linear program over all fillings of a device). So they
-may be found by any means: here by subgradient steps, then by cutting planes. Whatever is tried proves a time.
-The bound is the longest of these. Shards may have worths of their own; then a table is worth the least of
+may come from any search: here subgradient steps, then cutting planes. Whatever is tried proves a time.
+The bound is the longest of these. Shards may also have separate worths; then a table is worth the least of
 its ways to be made up.
 
 A device's knapsack holds columns. Kinds that groups of devices share take time from all their devices, and
 collect worth once. Exchanges beyond the least cost worth too, at a rate.
 
+With cases, more is known: which kinds of sharding the tables with most work take. So more is known of the ops
+of kinds that all devices share, and of their contention. The bound is that of the lowest case. So only the
+lowest is divided further, by the kind of its next table.
+
 Loads are rounded down and times up, so that rounding never raises the bound.
 
-Shapes: T tables, N shards, M = STEPS steps of time, K kinds of a mix.
+Shapes: T tables, N shards of a problem, n shards in a bag, M = STEPS steps of time, K kinds of a mix,
+P prices.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardcore.search.bound import compiled
-from shardcore.search.bound.knapsacks import STEPS, Bag
-from shardcore.search.bound.ops import Ops
-from shardcore.search.bound.shards import BoundShards
+from shardcore.search.bound.ops import BoundShards, Curve, Ops
 
+STEPS = 400
+"""Steps of time, up to the longest that may be proved."""
+_SLOPES = 48
+"""Prices of load at which a divided knapsack is priced."""
+_BISECTIONS = 30
+"""Bisections of the price at which a divided knapsack is full."""
 _FIRST, _AGAIN = (40, 40), (15, 10)
 """Subgradient steps, and linear programs, that look for worths: from nothing, and from those of a proof."""
 _AT_FIRST = 8
 """Worths tried at most, one after another, before those."""
 _RATE = 0.8
-"""What a ms of exchanges is worth at first, in ms of work. With less work, an op contends less. So a device
+"""Worth of a ms of exchanges at first, in ms of work. With less work, an op contends less. So a device
 that waits for a ms loses less than a ms of work."""
 _TIMES = 8
 """Times tried with worths of shards."""
@@ -40,63 +50,150 @@ _FEW, _FEWER = 60, 24
 """Tables up to which there are linear programs: from nothing, and from a proof. Many tables fill devices as
 if they could be divided."""
 _REACH = 0.3
-"""How far worths move at first, relative to themselves."""
+"""Distance that worths move at first, relative to themselves."""
 _AHEAD = 1.003
 """The time to prove next, relative to the one that is proved."""
+_CASES = 60
+"""Cases to prove at most, with few tables. With many tables they are fewer, as each takes longer."""
+_MOST_CASE_SHARDS = 20_000
+"""With more possible shards there are no cases, for their time and memory."""
+_MOST_WORK = 4_000
+"""Cases times tables."""
+_AT_ONCE = 1.25
+"""A case is proved up to this times what is proved of it before,"""
+_RAISED = 3
+"""and so often."""
+
+Taken = Callable[[int], np.ndarray]
+"""step -> [N] how often each shard is taken."""
 
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """ms: no plan takes less. worth: [T + 1] that of tables, and of a ms of exchanges, that prove it."""
+    """ms: no plan takes less. worth: [T + 1] worth of tables, and of a ms of exchanges, that proves it."""
 
     ms: float
     worth: np.ndarray | None
 
 
+# --- cases --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class _Case:
+    """ms: at least. number: tells cases apart. kinds: of the tables with most work. mix: kinds in use."""
+
+    ms: float
+    number: int
+    kinds: tuple[int, ...]
+    mix: tuple[int, ...]
+
+
+def least_ms(
+    shards: BoundShards, ops: Sequence[Ops], mixes: dict[tuple[int, ...], float], equal_waits: bool
+) -> float:
+    """ms of plans at least.
+
+    ops: ops of each kind.
+    mixes: the ms that are proved already, by mix of kinds.
+    equal_waits: True if all devices wait for the same exchanges.
+    """
+    if len(shards.kind) > _MOST_CASE_SHARDS:
+        return min(mixes.values())
+    packing, left = Packing(shards, ops, equal_waits), max(8, min(_CASES, _MOST_WORK // len(shards.size)))
+    order = np.argsort(-shards.alone_ms[shards.whole], kind="stable")
+    cases = [_Case(ms, i, (), mix) for i, (mix, ms) in enumerate(mixes.items())]
+    heapq.heapify(cases)
+    proofs: dict[int, Proof] = {}
+    number = len(cases)
+    while left > 0 and np.isfinite(cases[0].ms):
+        case = heapq.heappop(cases)
+        before = proofs.pop(case.number, None)
+        # A mix is first proved as a whole. After that it is divided by the kind of one more table.
+        more = [()] if before is None else [(k,) for k in case.mix]
+        if before is not None and (len(case.kinds) == len(order) or len(case.mix) == 1):
+            return case.ms
+        for kind in more:
+            kinds = case.kinds + kind
+            proof = _prove_case(packing, case.mix, kinds, order, before or Proof(case.ms, None))
+            proofs[number] = proof
+            heapq.heappush(cases, _Case(proof.ms, number, kinds, case.mix))
+            number, left = number + 1, left - 1
+    return cases[0].ms
+
+
+def _prove_case(
+    packing: Packing, mix: tuple[int, ...], kinds: tuple[int, ...], order: np.ndarray, start: Proof
+) -> Proof:
+    """A proof for plans whose tables order[i] are of kinds[i]."""
+    shards = packing.shards
+    kind_of = np.full(len(order), -1)
+    kind_of[order[: len(kinds)]] = kinds
+    kind = kind_of[shards.table]
+    known = (kind < 0) | (kind == shards.kind)
+    for _ in range(_RAISED):
+        high = start.ms * _AT_ONCE
+        usable = shards.within(known & (shards.alone_ms / shards.fastest <= high))
+        on_all = (shards.kind > 0) & (shards.copies == len(shards.speed))
+        proof = packing.prove(list(mix), usable, usable & on_all & (kind == shards.kind), start, high)
+        # Go on where all that was asked for is proved.
+        if proof.ms < high:
+            return proof
+        start = proof
+    return start
+
+
+# --- plans of a mix of kinds --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
 class Packing:
     """Bounds of plans of a mix of kinds.
 
-    ops: of each kind.
-    alike: whether all devices wait for the same exchanges. If not, exchanges do not count.
+    ops: ops of each kind.
+    equal_waits: True if all devices wait for the same exchanges. If not, exchanges do not count.
     """
 
-    def __init__(self, shards: BoundShards, ops: Sequence[Ops], alike: bool):
-        self.shards, self.ops, self.alike = shards, ops, alike
-        # What part of its table each shard is. A kind's groups share a table as one.
-        self.part = np.zeros(len(shards.kind))
-        for k, at in enumerate(shards.at):
-            i, u = np.nonzero(at >= 0)
-            self.part[at[i, u]] = u / shards.size[i, k]
+    shards: BoundShards
+    ops: Sequence[Ops]
+    equal_waits: bool
 
-    def prove(self, mix: list[int], some: np.ndarray, sure: np.ndarray, start: Proof, high: float) -> Proof:
-        """What plans of the mix take at least, from start.ms to high ms.
+    def prove(
+        self, mix: list[int], usable: np.ndarray, certain: np.ndarray, start: Proof, high: float
+    ) -> Proof:
+        """The least ms of plans of the mix, from start.ms to high.
 
-        some: [N] bool, the shards that they may use.
-        sure: [N] bool, shards that all devices have.
+        usable: [N] bool, the shards that they may use.
+        certain: [N] bool, shards that all devices have.
         """
         on_hosts = any(1 < self.shards.n_groups[k] < len(self.shards.speed) for k in mix)
         if high <= start.ms or (on_hosts and len(set(self.shards.speed)) > 1):
             return start
-        found = _Mix(self, mix, some, sure, high).prove(start)
-        if not np.isfinite(found.ms):
-            return Proof(high, found.worth)
-        return Proof(min(high, max(start.ms, found.ms)), found.worth)
+        proof = Mix(self, mix, usable, certain, high).prove(start)
+        if not np.isfinite(proof.ms):
+            return Proof(high, proof.worth)
+        return Proof(min(high, max(start.ms, proof.ms)), proof.worth)
 
 
-class _Mix:
-    """Plans of one mix of kinds, by steps of time up to `high` ms."""
+class Mix:
+    """Plans of one mix of kinds, by steps of time up to `high` ms.
 
-    def __init__(self, packing: Packing, mix: list[int], some: np.ndarray, sure: np.ndarray, high: float):
+    worths: [T + 1] of tables, and of a ms of exchanges.
+    """
+
+    def __init__(
+        self, packing: Packing, mix: list[int], usable: np.ndarray, certain: np.ndarray, high: float
+    ):
         shards = packing.shards
-        self.shards, self.part, self.mix, self.high = shards, packing.part, mix, high
-        exchange = shards.exchange_ms * packing.alike
-        some = some & (shards.alone_ms <= high * shards.speed.max())
-        least = shards.least_of_each(np.where(some, exchange, np.inf), mix)
+        self.shards, self.mix, self.high = shards, mix, high
+        exchange = shards.exchange_ms * packing.equal_waits
+        usable = usable & (shards.alone_ms <= high * shards.speed.max())
+        least = shards.least_of_each(np.where(usable, exchange, np.inf), mix)
         self.possible = bool(np.isfinite(least).all())
         least = np.where(np.isfinite(least), least, 0.0)
         # What a shard adds to exchanges beyond its part of its table's least.
-        self.extra_ms = exchange - self.part * least[shards.table]
-        self.fixed_ms = float(least.sum() + shards.latencies_ms(mix)) * packing.alike
+        self.extra_ms = exchange - shards.part * least[shards.table]
+        self.fixed_ms = float(least.sum() + shards.latencies_ms(mix)) * packing.equal_waits
         speeds, self.count = np.unique(shards.speed, return_counts=True)
         # Steps are of the fastest device's compute.
         self.fastest = float(speeds[-1])
@@ -104,51 +201,47 @@ class _Mix:
         # The step of a slower device, rounded up.
         ends = (np.arange(STEPS) + 1) * (speeds[:, None] / self.fastest)
         self.left = np.ceil(ends - 1e-9).astype(np.int32) - 1
-        curves = {k: packing.ops[k].curve(some, sure) for k in mix}
-        self.bags = {
-            k: Bag(np.flatnonzero(some & (shards.kind == k)), costs, shards, self.step)
-            for k, costs in curves.items()
-        }
-        load = np.sum([c.load for c in curves.values()], axis=0)
+        curves = {k: packing.ops[k].curve(usable, certain) for k in mix}
+        self.bags = {}
+        for k, curve in curves.items():
+            numbers = np.flatnonzero(usable & (shards.kind == k))
+            self.bags[k] = Bag(numbers, curve, shards, self.step, packing.ops[k].model.launch_ms)
+        load = np.sum([curve.load for curve in curves.values()], axis=0)
         price = load * shards.copies / shards.speed.sum() + _RATE * np.maximum(0.0, self.extra_ms)
-        self.price = np.where(some, price, np.inf)
+        self.price = np.where(usable, price, np.inf)
 
     def prove(self, start: Proof) -> Proof:
         """The best proof that is found. At first the worths of `start`, if it has any."""
         if not self.possible or self.high <= self.fixed_ms:
             return Proof(np.inf, start.worth)
         at = best_at = self._first(start)
-        worth, (steps, programs) = at[:-1], _FIRST if start.worth is None else _AGAIN
-        if len(worth) > (_FEW if start.worth is None else _FEWER):
+        n_tables, (steps, programs) = len(at) - 1, _FIRST if start.worth is None else _AGAIN
+        if n_tables > (_FEW if start.worth is None else _FEWER):
             programs = 0
-        scale = np.append(np.maximum(worth, 0.02 * worth.mean()), 0.5 * at[-1])
+        scale = np.append(np.maximum(at[:-1], 0.02 * at[:-1].mean()), 0.5 * at[-1])
         best, push, stalled, reach, cuts = -1, 0.02, 0, _REACH, []
         for n in range(steps + programs):
-            most, filled = self.collected(at[:-1], float(at[-1]))
+            most, filled = self.collected(at)
             proved = _proved(most)
             if n > steps:
+                # Trust worths further from the best while they prove more.
                 reach = max(_REACH / 8, reach * (2.0 if proved > best else 0.7))
             if proved > best:
                 best, best_at, stalled = proved, at, 0
             elif n < steps and (stalled := stalled + 1) % 6 == 0:
                 # Go back to the best worths, with smaller steps.
                 at, push = best_at, 0.6 * push
-                most, filled = self.collected(at[:-1], float(at[-1]))
+                most, filled = self.collected(at)
             if best == STEPS - 1:
                 break
-            goal = max(
-                best + 1,
-                min(STEPS - 1, int(best * (_AHEAD if n >= steps else 1 + push))),
-                int(np.argmax(most > -np.inf)),
-            )
+            ahead = min(STEPS - 1, int(best * (_AHEAD if n >= steps else 1 + push)))
+            goal = max(best + 1, ahead, int(np.argmax(most > -np.inf)))
             taken, waited_ms = filled(goal)
-            cut = np.append(
-                np.bincount(self.shards.table, taken * self.part, len(worth)),
-                waited_ms - taken @ self.extra_ms,
-            )
+            worth_taken = np.bincount(self.shards.table, taken * self.shards.part, n_tables)
+            cut = np.append(worth_taken, waited_ms - taken @ self.extra_ms)
             if n < steps:
                 # A subgradient: worth falls for tables that are taken too often.
-                rise = np.append(np.ones(len(worth)), 0.0) - cut
+                rise = np.append(np.ones(n_tables), 0.0) - cut
                 change = scale**2 * rise
                 moved = np.maximum(0.0, at + change * max(most[goal] - 1, 1e-3) / max(rise @ change, 1e-12))
                 # A step may leave no table any worth, which proves nothing.
@@ -163,102 +256,109 @@ class _Mix:
                     break
                 reach = max(_REACH, 3 * reach)
         # Less time than the end of a step does not suffice.
-        found_ms = max(start.ms, self._end_ms(best), self._possible_ms())
-        return Proof(self._by_price(found_ms), best_at)
+        proved_ms = max(start.ms, self._end_ms(best), self._possible_ms())
+        return Proof(self.by_price(proved_ms), best_at)
 
     def _first(self, start: Proof) -> np.ndarray:
-        """[T + 1] the best worths to start from, of tables and of a ms of exchanges; tables' sum to 1.
+        """[T + 1] the best worths to start from; tables' sum to 1.
 
         Those of `start`, or what tables take at least: by all shards, or by those that fit within a time.
         The time is what is proved before, as often as that proves more.
         """
         tried = [] if start.worth is None else [start.worth / start.worth[:-1].sum()]
         tried.append(_normed(self.shards.least_of_each(self.price, self.mix)))
-        steps = [_proved(self.collected(x[:-1], float(x[-1]))[0]) for x in tried]
+        steps = [_proved(self.collected(worths)[0]) for worths in tried]
         ms = max(start.ms, self._end_ms(max(steps)), self._possible_ms())
         for _ in range(_AT_FIRST):
-            fits = self.shards.within(self.shards.alone_ms / self.shards.fastest + self.fixed_ms <= ms)
-            worth = self.shards.least_of_each(np.where(fits, self.price, np.inf), self.mix)
+            worth = self.shards.least_of_each(self._price_within(ms), self.mix)
             if not np.isfinite(worth).all():
                 break
             tried.append(_normed(worth))
-            steps.append(_proved(self.collected(tried[-1][:-1], float(tried[-1][-1]))[0]))
+            steps.append(_proved(self.collected(tried[-1])[0]))
             if self._end_ms(steps[-1]) <= ms:
                 break
             ms = self._end_ms(steps[-1])
         return tried[int(np.argmax(steps))]
 
-    def _by_price(self, low: float) -> float:
-        """ms proved by worths of shards rather than of columns: what each takes of loads and exchanges.
+    def by_price(self, low: float) -> float:
+        """ms proved by worths of shards, not of columns: what each takes of loads and exchanges.
 
         A table is worth the least of its ways to be made up of shards that fit within a time. So nothing is
-        gained where many devices have the best part of a table, of which no plan has more than one. Nothing
-        is said of more than that time.
+        gained where many devices have the best part of a table, of which no plan has more than one. It proves
+        no more than that time.
         """
         high, best = self.high, low
         for _ in range(_TIMES if low < high else 0):
             ms = (low + high) / 2
-            fits = self.shards.within(self.shards.alone_ms / self.shards.fastest + self.fixed_ms <= ms)
-            price = np.where(fits, self.price, np.inf)
+            price = self._price_within(ms)
             least = self.shards.least_of_each(price, self.mix)
             if not np.isfinite(least).all():
                 low = best = ms
                 continue
-            worth = np.where(fits, np.minimum(price, least[self.shards.table]), 0.0)
+            worth = np.where(np.isfinite(price), np.minimum(price, least[self.shards.table]), 0.0)
             most, _ = self._most((worth - _RATE * self.extra_ms) / least.sum(), _RATE / least.sum())
             proved = self._end_ms(_proved(most))
             best = max(best, min(proved, ms))
             low, high = (ms, high) if proved >= ms else (low, ms)
         return best
 
+    def _price_within(self, ms: float) -> np.ndarray:
+        """[N] prices of shards that fit within a time. inf for others."""
+        fits = self.shards.within(self.shards.alone_ms / self.shards.fastest + self.fixed_ms <= ms)
+        return np.where(fits, self.price, np.inf)
+
     def _possible_ms(self) -> float:
-        """From when on each table has a large shard that fits: every plan has such a shard of it."""
+        """The time from which each table has a large shard that fits: every plan has such a shard of it."""
         shards, least = self.shards, np.full(len(self.shards.size), np.inf)
-        some = np.isfinite(self.price) & shards.large & np.isin(shards.kind, self.mix)
-        np.minimum.at(least, shards.table[some], (shards.alone_ms / shards.fastest)[some])
+        usable = np.isfinite(self.price) & shards.large & np.isin(shards.kind, self.mix)
+        np.minimum.at(least, shards.table[usable], (shards.alone_ms / shards.fastest)[usable])
         return float(least.max()) + self.fixed_ms
 
     def _end_ms(self, step: int) -> float:
         """The end of a step, with exchanges."""
         return self.fixed_ms + (step + 1) * self.step / self.fastest
 
-    def collected(self, worth: np.ndarray, rate: float) -> tuple[np.ndarray, Callable]:
+    def collected(self, worths: np.ndarray) -> tuple[np.ndarray, Callable[[int], tuple[np.ndarray, float]]]:
         """[M] the most worth that all devices collect by the end of each step, less that of exchanges.
 
-        worth: [T]. rate: what a ms of exchanges costs.
         Also returns a function: from a step to the shards taken [N], and the ms of exchanges.
         """
-        return self._most(worth[self.shards.table] * self.part - rate * self.extra_ms, rate)
+        rate = float(worths[-1])
+        by_shard = worths[:-1][self.shards.table] * self.shards.part - rate * self.extra_ms
+        return self._most(by_shard, rate)
 
-    def _most(self, of_shards: np.ndarray, rate: float) -> tuple[np.ndarray, Callable]:
-        """As `collected`, from what each shard collects [N], less the exchanges that it adds."""
+    def _most(
+        self, by_shard: np.ndarray, rate: float
+    ) -> tuple[np.ndarray, Callable[[int], tuple[np.ndarray, float]]]:
+        """The same as `collected`, from what each shard collects [N], less the exchanges that it adds."""
         shards, n = self.shards, len(self.shards.speed)
-        fills = {k: bag.fill(of_shards) for k, bag in self.bags.items()}
-        own, own_taken = fills.get(0, (np.zeros(STEPS), lambda step: np.zeros(len(shards.kind))))
-        each, of_host = n, (None, None)
+        fills = {k: bag.fill(by_shard) for k, bag in self.bags.items()}
+        single, single_taken = fills.get(0, (np.zeros(STEPS), lambda step: np.zeros(len(shards.kind))))
+        units, host_taken, host_at = n, None, np.empty(0, dtype=int)
         for k in self.mix:
             if 1 < shards.n_groups[k] < n:
-                # A host counts as one: what its devices share, beside the columns of each. No topology has
+                # A host counts as one: what its devices share, and the columns of each. No topology has
                 # two kinds that hosts share.
-                size, each = int(shards.group_size[k]), int(shards.n_groups[k])
-                own, at = _together(fills[k][0], size * own)
-                of_host = (fills[k][1], at)
+                size, units = int(shards.group_size[k]), int(shards.n_groups[k])
+                single, host_at = _shared(fills[k][0], size * single)
+                host_taken = fills[k][1]
         shared, ways = None, []
         for k in self.mix:
             if shards.n_groups[k] == 1 < n:
                 # Every plan of the mix has a launch of each of its kinds.
                 value = np.where(self.bags[k].none, -np.inf, fills[k][0])
-                shared, at = (value, None) if shared is None else _together(value, shared)
+                shared, at = (value, None) if shared is None else _shared(value, shared)
                 ways.append((fills[k][1], at))
         if shared is None:
             shared = np.append(0.0, np.full(STEPS - 1, -np.inf))
-        count = np.array([each], dtype=float) if len(self.count) == 1 else self.count.astype(float)
+        count = np.array([units], dtype=float) if len(self.count) == 1 else self.count.astype(float)
         within, shared_at = np.empty(STEPS), np.empty(STEPS, dtype=int)
-        compiled.beside(shared, own, self.left, count, within, shared_at)
+        compiled.share_with_devices(shared, single, self.left, count, within, shared_at)
         waiting = rate * (np.arange(STEPS) + 1) * self.step / self.fastest
-        most, waited = _together(waiting, within)
+        most, waited = _shared(waiting, within)
 
         def filled(step: int) -> tuple[np.ndarray, float]:
+            """Follow the divisions back: of time into waiting and compute, of compute into kinds."""
             compute = step - int(waited[step])
             left = int(shared_at[compute])
             taken, on_devices = np.zeros(len(shards.kind)), self.left[:, compute] - left
@@ -267,11 +367,11 @@ class _Mix:
                 taken += way(part)
                 left -= part
             for devices, capacity in zip(count, on_devices, strict=True):
-                if of_host[0] is not None:
-                    part = int(of_host[1][capacity])
-                    taken += devices * of_host[0](part)
+                if host_taken:
+                    part = int(host_at[capacity])
+                    taken += devices * host_taken(part)
                     capacity, devices = capacity - part, n
-                taken += devices * own_taken(int(capacity))
+                taken += devices * single_taken(int(capacity))
             return taken, (int(waited[step]) + 1) * self.step / self.fastest
 
         return most, filled
@@ -298,7 +398,8 @@ def _lowest(cuts: np.ndarray, near: np.ndarray, reach: float) -> tuple[np.ndarra
     n, far = len(near), reach * (near + 0.1 * near[:-1].mean())
     sums = np.append(np.ones(n - 1), [0.0, 0.0])[None]
     bounds = [*zip(np.maximum(0.0, near - far), near + far, strict=True), (None, None)]
-    found = linprog(
+    # The last variable is the most that any filling collects: the goal is to make it least.
+    result = linprog(
         np.append(np.zeros(n), 1.0),
         np.column_stack([cuts, -np.ones(len(cuts))]),
         np.zeros(len(cuts)),
@@ -307,14 +408,114 @@ def _lowest(cuts: np.ndarray, near: np.ndarray, reach: float) -> tuple[np.ndarra
         bounds,
         method="highs",
     )
-    if found.x is None:
+    if result.x is None:
         return near, 1.0
-    at = np.maximum(0.0, found.x[:-1])
-    return at / at[:-1].sum(), float(found.x[-1])
+    worths = np.maximum(0.0, result.x[:-1])
+    return worths / worths[:-1].sum(), float(result.x[-1])
 
 
-def _together(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """See compiled.together."""
+def _shared(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[M] what two collect who divide a capacity, and the part of the first (compiled.share)."""
     most, at = np.empty(STEPS), np.empty(STEPS, dtype=int)
-    compiled.together(np.ascontiguousarray(one), np.ascontiguousarray(other), most, at)
+    compiled.share(np.ascontiguousarray(one), np.ascontiguousarray(other), most, at)
     return most, at
+
+
+# --- knapsacks ----------------------------------------------------------------------------------------------
+
+
+class Bag:
+    """Knapsacks of shards of one kind, for all steps of time. At most one shard of a table.
+
+    number: numbers of the shards, by table, and within a table by the first step in which they fit.
+    """
+
+    def __init__(self, number: np.ndarray, curve: Curve, shards: BoundShards, step: float, launch_ms: float):
+        ms = (np.arange(STEPS) + 1) * step - launch_ms
+        self.most, self.none = np.maximum(0.0, curve.most(ms)), ms < 0
+        # A trace earlier, for rounding errors.
+        by_ms = np.searchsorted(ms * (1 + 1e-9), curve.alone[number])
+        fits = np.maximum(by_ms, np.searchsorted(self.most * (1 + 1e-9), curve.load[number]))
+        order = np.lexsort((fits, shards.table[number]))
+        self.number, self.n, self.fits = number[order], len(shards.kind), fits[order]
+        self.load, table = np.maximum(curve.load[self.number], 1e-12), shards.table[self.number]
+        self.first = np.flatnonzero(np.diff(table, prepend=-1))
+        self.ends = np.append(self.first, len(number))
+        # Both by what shards add alone, and by their load: each is a limit.
+        by_time = _Knapsack(curve.alone[self.number], ms, self.ends)
+        self.knapsacks = [by_time, _Knapsack(curve.load[self.number], self.most, self.ends)]
+
+    def fill(self, worth: np.ndarray) -> tuple[np.ndarray, Taken]:
+        """[M] the most worth by steps. Also the shards taken, by step."""
+        worth, none = worth[self.number], self.none
+        if not len(self.number):
+            return np.zeros(STEPS), lambda step: np.zeros(self.n)
+        wholes = np.stack([k.fill(worth) for k in self.knapsacks])
+        # Divided knapsacks: at any price of load, each table takes its best shard that fits.
+        best = np.maximum.reduceat(np.maximum(worth, 0.0) / self.load, self.first)
+        prices = np.unique(np.quantile(best, np.linspace(0, 1, _SLOPES)))
+        lines = np.empty((len(prices), STEPS))
+        compiled.divided(self.ends, self.fits, self.load, worth, prices, lines)
+        lines += prices[:, None] * self.most
+        every = np.where(none, 0.0, np.vstack([wholes, lines.min(0)]))
+        which = every.argmin(0)
+
+        def taken(step: int) -> np.ndarray:
+            counts = np.zeros(self.n)
+            if none[step]:
+                return counts
+            if which[step] < len(self.knapsacks):
+                counts[self.number[self.knapsacks[which[step]].taken(step)]] = 1
+                return counts
+            # Between the prices where less and where more is taken than fits.
+            high, low = float(prices[-1]) * 2 + 1e-12, 0.0
+            sets = [self._best(worth, price, step) for price in (high, low)]
+            loads = [float(self.load[chosen].sum()) for chosen in sets]
+            for _ in range(_BISECTIONS if loads[1] > self.most[step] else 0):
+                middle = (high + low) / 2
+                chosen = self._best(worth, middle, step)
+                load = float(self.load[chosen].sum())
+                more = bool(load > self.most[step])
+                sets[more], loads[more] = chosen, load
+                high, low = (high, middle) if more else (middle, low)
+            share = np.clip((self.most[step] - loads[0]) / max(loads[1] - loads[0], 1e-12), 0.0, 1.0)
+            counts[self.number[sets[0]]] += 1 - share
+            counts[self.number[sets[1]]] += share
+            return counts
+
+        return every.min(0), taken
+
+    def _best(self, worth: np.ndarray, price: float, step: int) -> np.ndarray:
+        """The shards that tables take at a price of load, of those that fit within a step."""
+        gain = np.where(self.fits <= step, worth - price * self.load, 0.0)
+        top = np.repeat(np.maximum.reduceat(gain, self.first), np.diff(self.ends))
+        return np.flatnonzero((gain == top) & (gain > 0))
+
+
+class _Knapsack:
+    """A knapsack that takes shards as a whole, for all steps of time.
+
+    load: [n] of each shard. most: [M] the capacity by step. ends: where each table's shards begin and end.
+    """
+
+    def __init__(self, load: np.ndarray, most: np.ndarray, ends: np.ndarray):
+        unit, self.ends = max(float(most[-1]), 1e-12) / STEPS, ends
+        # Loads are rounded down, capacities only by a trace up.
+        self.capacity = np.maximum(0, np.floor(most / unit * (1 + 1e-9))).astype(int)
+        self.weight = np.floor(load / unit * (1 - 1e-9)).astype(int)
+        self.best = np.empty((len(ends), STEPS + 2))
+        self.chosen = np.empty((len(ends) - 1, STEPS + 2), dtype=np.int32)
+
+    def fill(self, worth: np.ndarray) -> np.ndarray:
+        """[M] the most worth by step."""
+        compiled.knapsack(self.ends, self.weight, worth, self.best, self.chosen)
+        return self.best[-1][self.capacity]
+
+    def taken(self, step: int) -> list[int]:
+        """The shards of the last filling."""
+        shards, left = [], int(self.capacity[step])
+        for chosen in reversed(self.chosen):
+            if chosen[left] >= 0:
+                shards.append(int(chosen[left]))
+                left -= self.weight[chosen[left]]
+        return shards

@@ -33,7 +33,7 @@ from shardcore.cost.model import CostModel
 from shardcore.io.towers import Towers
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
-from shardcore.search.state.feasible import shown
+from shardcore.search.state.refusal import shown
 from shardcore.search.state.shards import on_all_devices
 from shardcore.step.kinds import ID_CHANNELS
 from shardcore.step.lower import Workload, lower

@@ -10,20 +10,22 @@ C counts.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from shardcore.core.types import Plan, Problem, Shard
+from shardcore.core.types import Plan
 from shardcore.search.state.shard_cost_cache import ShardCostCache
 from shardcore.search.state.shards import fixed_placements, placed, priced
-from shardcore.step.kinds import Layout, run_of, shards_on
+from shardcore.step.kinds import run_of, shards_on
 from shardcore.step.memory import held_bytes
 from shardcore.step.memory_account import sums_of
 
 
 class PlacementState:
-    """What devices hold of a cache's strips, with the memory and cost that follow.
+    """Strips of a cache on devices, with the memory and cost that follow.
 
     A shard is a strip and a number of units (see ShardCostCache).
     Methods take one shard for each plan of the batch.
@@ -31,21 +33,20 @@ class PlacementState:
 
     held: [..., S, D] units of each strip on each device.
     load: [..., D, P + C] bytes of the shards in each phase of a step (step/memory_account.py), and counts of
-    their
-        caches (memory.Caches).
-    used: [..., D] bytes of the shards, each in its own largest phase. No phase takes more.
+        their caches (memory.Caches).
+    used: [..., D] sum of the peak memory of the shards, in bytes. At least the device's own peak.
     outputs: [..., D, K] bytes of outputs of each run (cache.runs_of_plan), `fixed_placements` included.
     id_bytes: [..., D, K] bytes of ids and lengths that devices receive for each run.
     sums: [..., D, K, F] summed encodings, which the model's head reads.
-    op_ms: [..., D, K] of the fused ops, at speed 1.
-    free: [D] bytes that are left beside a local batch.
+    op_ms: [..., D, K] cost of the fused ops, at speed 1.
+    free: [D] bytes that a local batch leaves.
     priced: whether to keep sums and op_ms. Without them there is no cost.
 
-    keys: [..., N, 2] all shards that will be placed. What the local batch takes depends on them.
+    keys: [..., N, 2] all shards that will be placed. The memory of the local batch depends on them.
     """
 
     def __init__(
-        self, cache: ShardCostCache, keys: np.ndarray, batch: tuple[int, ...] = (), priced: bool = True
+        self, cache: ShardCostCache, keys: ArrayLike, batch: tuple[int, ...] = (), priced: bool = True
     ) -> None:
         n_devices = len(cache.speed)
         self.cache, problem = cache, cache.problem
@@ -60,41 +61,47 @@ class PlacementState:
         self.op_ms = np.tile(op_ms, (*batch, 1, 1))
         self._plans = tuple(np.ogrid[tuple(map(slice, batch))]) if batch else ()
 
-        keys = np.asarray(keys).reshape(-1, *np.shape(keys)[-2:])  # [states of a batch, N, 2]
-        accounts, of_state = cache.accounts(keys)
-        self._account, fixed = accounts[0], fixed_placements(problem)
-        before = np.pad(self._account.loads(fixed), ((0, 0), (0, len(cache.caches))))
-        for d, run, shard in ((d, run_of(p.kind, s.table), s) for p in fixed for d, s in shards_on(p)):
-            self._count_caches(before[d], run, shard)
+        states = np.asarray(keys).reshape(-1, *np.shape(keys)[-2:])  # [states of a batch, N, 2]
+        accounts, of_state = cache.accounts(states)
+        self._account, caches = accounts[0], cache.caches
+        # Caches have counts of their own, after the phases.
+        widened = (0, 0), (0, len(caches))
+        fixed = fixed_placements(problem)
+        before = np.pad(self._account.loads(fixed), widened)
+        for device, run, shard in ((d, run_of(p.kind, s.table), s) for p in fixed for d, s in shards_on(p)):
+            before[device, len(self._account.base) :] += caches.total([(run, shard)], problem)
         self.load = np.tile(before, (*batch, 1, 1))
-        # [..., 1, P + C]: a state's is that of all its plans.
-        shape = (len(keys), *(1 for _ in batch[1:]), 1, before.shape[1]) if batch else before.shape[1:]
-        bases = np.pad([a.base for a in accounts], ((0, 0), (0, len(cache.caches))))
-        self._base = bases[of_state].reshape(shape)
-        # The ids of a local batch are there once more for each shard but the first of a strip.
-        ids = cache.local_ids[keys[..., 0]].sum(1) - cache.local_ids.sum()
+        # [..., 1, P + C]: all plans of a state have the same local batch.
+        shape = (len(states), *(1 for _ in batch[1:]), 1, before.shape[1]) if batch else before.shape[1:]
+        self._base = np.pad([a.base for a in accounts], widened)[of_state].reshape(shape)
+        # The ids of a local batch exist once more for each shard but the first of a strip.
+        ids = cache.local_ids[states[..., 0]].sum(1) - cache.local_ids.sum()
         self._ids = np.zeros(batch) + (ids.reshape(-1, *(1 for _ in batch[1:])) if batch else ids[0])
         self._coefficients = self._account.coefficients[[self._account.runs[run] for run in cache.kinds]]
-        self._of_bundles = self._beyond_first_runs()
         self._known = np.zeros((0, before.shape[1]))  # [R, P + C] vectors of shards
         # Limits of ops, and caches, have no bytes of shards that add up.
         self._always_exact = self._account.phases < before.shape[1]
         self.free = np.array(held_bytes(problem)) - math.ceil(self._base.max())
         self.used += before[:, : self._account.phases].max(1).astype(np.int64)
-        self._hosts = _hosts(problem) if problem.topology.memory else None
         self._on_host = np.zeros((*batch, n_devices))
 
-    def fits(self, strip: np.ndarray, units: np.ndarray) -> np.ndarray:
-        """[..., D] whether a device may hold the shard and has the memory, in each phase of a step."""
+    @cached_property
+    def _same_host(self) -> np.ndarray:
+        """[D, D] 1 where two devices are on one host."""
+        host = np.array([d.host for d in self.cache.problem.topology.devices])
+        return (host[:, None] == host).astype(float)
+
+    def fits(self, strip: ArrayLike, units: ArrayLike) -> np.ndarray:
+        """[..., D] bool: devices that may hold the shard and have the memory, in each phase of a step."""
         before = self.held[(*self._plans, strip)]
         strips, more = np.asarray(strip)[..., None], np.asarray(units)[..., None]
         was, then = self.cache.numbers(strips, before), self.cache.numbers(strips, before + more)
         # A wider shard shares its rows' optimizer state, so bytes do not simply add up.
-        # Shards that meet are one, whose ids of a local batch are there once.
+        # Shards that meet become one, whose ids of a local batch exist once.
         ids = np.asarray(self._ids)[..., None] - self.cache.local_ids[strips] * (before > 0)
         fits = self.used + self.cache.bytes[then] - self.cache.bytes[was] + ids <= self.free
         if not fits.all() or self._always_exact:
-            # What a shard takes at most was too much. So count phase by phase where it was.
+            # The sum of peaks was too much, or means nothing: count phase by phase.
             at = np.nonzero(np.ones_like(fits) if self._always_exact else ~fits)
             before, after = (np.broadcast_to(x, fits.shape)[at] for x in (was, then))
             base, ids = (
@@ -102,15 +109,15 @@ class PlacementState:
             )
             load = self._bytes(self.load[at] + self._vectors(after) - self._vectors(before) + base, ids)
             fits[at] = (load <= self._account.limits[at[-1]]).all(-1)
-        if self._hosts is not None:
-            of_host = self._on_host @ self._hosts + self.cache.sums[then, 5] - self.cache.sums[was, 5]
-            fits &= of_host <= self.cache.problem.topology.memory[0].bytes
+        if memory := self.cache.problem.topology.memory:
+            of_host = self._on_host @ self._same_host + self.cache.sums[then, 5] - self.cache.sums[was, 5]
+            fits &= of_host <= memory[0].bytes
         return fits & self.cache.allowed[strip]
 
     def peak_bytes(self) -> np.ndarray:
-        """[..., D] bytes that devices take in the largest phase of a step. Equal to memory.used_bytes(plan).
+        """[..., D] peak memory of devices in bytes. Equal to memory.used_bytes(plan).
 
-        That of a device without a shard is the local batch's.
+        A device without a shard counts the local batch.
         """
         load = self._bytes(self.load + self._base, np.asarray(self._ids)[..., None, None])
         return load[..., : self._account.phases].max(-1).astype(np.int64)
@@ -118,49 +125,41 @@ class PlacementState:
     def _bytes(self, load: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """[..., P] bytes of devices' loads [..., P + C] with ids of a local batch."""
         n_limits, n_phases, caches = len(self._account.base), self._account.phases, self.cache.caches
-        found = load[..., :n_limits].copy()
+        n_bytes = load[..., :n_limits].copy()
         padding = caches.padding(load[..., n_limits:])[..., None] if len(caches) else 0.0
-        found[..., :n_phases] = np.rint(found[..., :n_phases] + ids + padding)
-        return found
-
-    def _count_caches(self, vector: np.ndarray, run: Layout, shard: Shard) -> None:
-        """Add the counts of a shard's cache to a vector [P + C]."""
-        for i, n in self.cache.caches.counts(run, shard, self.cache.problem).items():
-            vector[len(self._account.base) + i] += n
+        n_bytes[..., :n_phases] = np.rint(n_bytes[..., :n_phases] + ids + padding)
+        return n_bytes
 
     def _vectors(self, number: np.ndarray) -> np.ndarray:
         """[..., P + C] bytes of shards in each phase, and counts of their caches."""
         known = len(self._known)
         if known < len(self.cache.sums):
-            strips = self.cache.strip_of[known:]
-            new = np.einsum(
-                "rf,rfp->rp", self.cache.sums[known:], self._coefficients[self.cache.kind[strips]]
-            )
-            if self._of_bundles is not None:
-                new += self._of_bundles[strips] * (np.arange(known, len(self.cache.sums)) > 0)[:, None]
+            kinds = self.cache.kind[self.cache.strip_of[known:]]
+            new = np.einsum("rf,rfp->rp", self.cache.sums[known:], self._coefficients[kinds])
             new = np.pad(new, ((0, 0), (0, len(self.cache.caches))))
-            for i in range(max(known, 1), len(self.cache.sums)) if len(self.cache.caches) else ():
-                for run, shard in zip(self.cache.runs(strips[i - known]), self.cache.made[i], strict=True):
-                    self._count_caches(new[i - known], run, shard)
+            if len(self.cache.caches) or self.cache.problem.bundle_of:
+                for i in range(max(known, 1), len(self.cache.sums)):  # number 0 is nothing
+                    new[i - known] += self._correction(i)
             self._known = np.concatenate([self._known, new])
         return self._known[number]
 
-    def _beyond_first_runs(self) -> np.ndarray | None:
-        """[S, P] bytes of bundles with tables of several runs, beyond those if all ran as the first.
+    def _correction(self, number: int) -> np.ndarray:
+        """[P + C] what a shard's vector has beyond that of its summed bytes in the first table's run.
 
-        None: there are no such bundles.
+        Tables of a bundle may run differently. The counts of caches are no bytes.
         """
         cache, account = self.cache, self._account
-        found = np.zeros((len(cache), len(account.base)))
-        for s in range(len(cache)) if cache.problem.bundle_of else ():
-            first = account.coefficients[account.runs[cache.kinds[cache.kind[s]]]]
-            for run, shard in zip(cache.runs(s), cache.whole(s), strict=True):
-                sums = sums_of(run, shard, cache.problem)
-                found[s] += account.vector(run, shard, sums) - np.array(sums) @ first
-        return found if found.any() else None
+        runs = [run for run, _ in cache.parts[cache.strip_of[number]]]
+        parts = list(zip(runs, cache.made[number], strict=True))
+        bytes_beyond, first = np.zeros(len(account.base)), account.coefficients[account.runs[runs[0]]]
+        for run, shard in parts:
+            if run is not runs[0]:
+                sums = np.array(sums_of(run, shard, cache.problem))
+                bytes_beyond += sums @ (account.coefficients[account.runs[run]] - first)
+        return np.append(bytes_beyond, cache.caches.total(parts, cache.problem))
 
-    def place(self, strip: np.ndarray, units: np.ndarray, device: np.ndarray) -> None:
-        """Add a shard. The caller has to ask first whether it fits."""
+    def place(self, strip: ArrayLike, units: ArrayLike, device: ArrayLike) -> None:
+        """Add a shard. It has to fit: the caller checks."""
         cache = self.cache
         # Index tuples into [..., S, D], [..., D] and [..., D, K].
         at, here = (*self._plans, strip, device), (*self._plans, device)
@@ -172,21 +171,20 @@ class PlacementState:
         self.used[here] += cache.bytes[becomes] - cache.bytes[was]
         self.load[here] += self._vectors(becomes) - self._vectors(was)
         self._on_host[here] += cache.sums[becomes, 5] - cache.sums[was, 5]
-        # Shards that meet are one.
+        # Shards that meet become one.
         self._ids -= cache.local_ids[strip] * ((before > 0) & (after > before))
         self._ids += cache.local_ids[strip] * ((after > 0) & (after < before))
         self.outputs[of_kind] += cache.outputs[becomes] - cache.outputs[was]
         self.id_bytes[of_kind] += cache.id_bytes[becomes] - cache.id_bytes[was]
         if not self.priced:
             return
+        sums = self.sums[of_kind] + (cache.codes[becomes] - cache.codes[was])
         # An empty op is exactly 0: adding and subtracting encodings leaves rounding errors.
-        sums = (self.sums[of_kind] + (cache.codes[becomes] - cache.codes[was])) * (self.outputs[of_kind] > 0)[
-            ..., None
-        ]
+        sums *= (self.outputs[of_kind] > 0)[..., None]
         self.sums[of_kind] = sums
         self.op_ms[of_kind] = cache.model.head(sums.reshape(-1, sums.shape[-1])).reshape(sums.shape[:-1])
 
-    def remove(self, strip: np.ndarray, units: np.ndarray, device: np.ndarray) -> None:
+    def remove(self, strip: ArrayLike, units: ArrayLike, device: ArrayLike) -> None:
         """Undo a `place`."""
         self.place(strip, -units, device)
 
@@ -211,10 +209,4 @@ class PlacementState:
         strips, devices = np.nonzero(self.held)
         problem, held = self.cache.problem, self.held[strips, devices]
         bundles = self.cache.bundles(list(zip(strips.tolist(), held.tolist(), strict=True)))
-        return priced(placed(bundles, devices, problem), problem, self.cache.model, **provenance)
-
-
-def _hosts(problem: Problem) -> np.ndarray:
-    """[D, D] 1 where two devices are on one host."""
-    host = np.unique([d.host for d in problem.topology.devices], return_inverse=True)[1]
-    return (host[:, None] == host).astype(float)
+        return priced(placed(bundles, devices.tolist(), problem), problem, self.cache.model, **provenance)

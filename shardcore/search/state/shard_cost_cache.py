@@ -3,7 +3,7 @@
 A search works on integers. Two words, used in all of search/:
 
 strip: what devices divide among them. Mostly a whole table; else the columns of a row range, or a bundle.
-  A bundle counts in the op of its first table, also where its tables are of several collections.
+  In the cost of a search, a bundle runs in the op of its first table.
 unit: the columns of which a strip's shards have multiples: Problem.unit_width, or MIN_WIDTH by default.
   Tables kept together are a single unit. A sequence that is cut has equal parts, each a unit.
 
@@ -34,18 +34,18 @@ from shardcore.search.state.shards import (
     RowRange,
     bundles,
     devices_of,
-    division,
     fixed_placements,
     join_columns,
     layout_of_shard,
     may_be_on_a_device,
+    required_division,
     row_range,
 )
 from shardcore.step.id_bytes import sample_bytes
 from shardcore.step.kinds import WHOLE_ROWS, Layout, run_of, runs_of, shards_on
 from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.memory import Caches
-from shardcore.step.memory_account import Account, Turns, sums_of
+from shardcore.step.memory_account import Account, StageCoefficients, sums_of
 from shardcore.step.memory_timeline import IDS_ALIVE
 from shardcore.step.shard_memory import RunBatch, bucketized_bytes, run_batches
 
@@ -60,21 +60,23 @@ class ShardCostCache:
 
     `add` and `need` compute shards.
 
-    made: (R bundles) what has each number. Number 0 has any.
+    strips: [S] all columns of each strip, of every table in it.
+    parts: [S] how each table of a strip runs, and all its columns. Tables of a bundle may run differently.
+    made: [R] shards of each number. Number 0 stands for nothing, though it has some.
     kinds: how strips run (kinds.runs_of).
-    runs_of_plan: [K] these, and then how other tables run that are on all devices (fixed_placements).
+    runs_of_plan: [K] these, then how tables of `fixed_placements` run otherwise.
     speed: [D] speed factors.
-    allowed: [S, D] where a strip may be.
-    freedom: [S] on how many devices it may be.
-    kind: [S] number of how the strip runs.
+    allowed: [S, D] devices where a strip may be.
+    freedom: [S] number of these devices.
+    kind: [S] number of how the strip runs. Of a bundle, its first table counts.
     is_range: [S] whether the strip is a row range.
     unit: [S] columns of a unit of the strip, or of the first table of a bundle.
     size: [S] units of the whole strip.
     most: [S] units that a device may have.
     codes: [R, F] encodings.
-    strip_of: [R] its strip.
-    sums: [R, 6] what it adds to a device's memory (memory_account.Sums).
-    bytes: [R] about its memory: in its own largest phase.
+    strip_of: [R] strip of each shard.
+    sums: [R, 6] contribution to a device's memory (memory_account.Sums).
+    bytes: [R] peak memory of the shard alone. An estimate of what it adds to a device's.
     outputs: [R] bytes of outputs.
     id_bytes: [R] bytes of ids and lengths that its device receives.
     single_ms: [R] cost of an op with only this shard, at speed 1.
@@ -85,83 +87,86 @@ class ShardCostCache:
         self.speed = np.array([d.speed for d in problem.topology.devices])
         shards = list(shards)
         tick()
-        self._strips, self._cut_sequences = _strips_of(shards, problem), _cut_sequences(shards)
+        self.strips, self._cut_sequences = _strips_of(shards, problem), _cut_sequences(shards)
         self._strips_at: dict[RowRange, list[tuple[Shard, int]]] = defaultdict(list)
-        for i, bundle in enumerate(self._strips):
+        for i, bundle in enumerate(self.strips):
             for shard in bundle:
                 self._strips_at[row_range(shard)].append((shard, i))
-        shards_of: dict[int, list[Shard]] = defaultdict(list)
-        for shard in shards if any(shard.table.sequence for shard in shards) else ():
-            shards_of[self._strip(shard)].append(shard)
-        of_strip = [layout_of_shard(bundle[0], problem) for bundle in ticking(self._strips)]
-        self.kinds = tuple(run for run in runs_of(problem.tables) if run in of_strip)
-        number = {run: k for k, run in enumerate(self.kinds)}
-        self.kind = np.array([number[run] for run in of_strip])
+        runs = [layout_of_shard(bundle[0], problem) for bundle in ticking(self.strips)]
+        self.kinds = tuple(run for run in runs_of(problem.tables) if run in runs)
+        self.kind = np.array([self.kinds.index(run) for run in runs])
+        self.parts = [
+            [(run, bundle[0]), *((run_of(WHOLE_ROWS.name, s.table), s) for s in bundle[1:])]
+            for run, bundle in zip(runs, self.strips, strict=True)
+        ]
         self._fixed = [
             (run_of(p.kind, p.shard.table), device, shard)
             for p in fixed_placements(problem)
             for device, shard in shards_on(p)
         ]
         self.runs_of_plan = tuple(dict.fromkeys((*self.kinds, *(run for run, _, _ in self._fixed))))
-        self.is_range = np.array([not bundle[0].full_rows for bundle in self._strips])
-        self.unit = np.array(
-            [_unit_width(bundle, shards_of[i], problem) for i, bundle in enumerate(self._strips)]
-        )
-        self.size = np.array([self._units(i, bundle[0]) for i, bundle in enumerate(self._strips)])
+        self.is_range = np.array([not bundle[0].full_rows for bundle in self.strips])
+        self.unit = np.array([problem.unit_width(bundle[0].table) for bundle in self.strips])
+        widths: dict[int, list[int]] = defaultdict(list)
+        for shard in shards:
+            if shard.table.sequence:
+                widths[self._strip(shard)].append(shard.width)
+        for strip, of_parts in widths.items():
+            # A sequence that is cut has equal parts.
+            self.unit[strip] = gcd(*of_parts) if len(of_parts) > 1 else self.unit[strip]
+        self.size = np.array([self._units(i, bundle[0]) for i, bundle in enumerate(self.strips)])
         keys = self.keys(ticking(shards))
         self._cut_before = {strip for strip, units in keys if units < self.size[strip]}
-        self._parts = np.bincount([strip for strip, _ in keys], minlength=len(self._strips))
-        self.most = np.array([self._most(i) for i in range(len(self._strips))])
-        self.allowed = np.ones((len(self._strips), len(problem.topology)), dtype=bool)
-        for i, first in enumerate(bundle[0] for bundle in self._strips):
+        self._n_before = np.bincount([strip for strip, _ in keys], minlength=len(self))
+        self.most = np.array([self._most(i) for i in range(len(self))])
+        self.allowed = np.ones((len(self), len(problem.topology)), dtype=bool)
+        for i, (first, *_) in enumerate(self.strips):
             if self.is_range[i] or first.table.name in problem.pinned:
                 self.allowed[i] = False
                 self.allowed[i, list(devices_of(first, problem))] = True
         self.freedom = self.allowed.sum(1)
         # -1: not computed yet.
-        self._numbers = np.full((len(self._strips), self.size.max() + 1), -1)
+        self._numbers = np.full((len(self), self.size.max() + 1), -1)
         self._numbers[:, 0] = 0
-        self.made: list[Bundle] = [self._strips[0]]  # number 0: any will do, its values are zeroed
+        self.made: list[Bundle] = [self.strips[0]]  # number 0: any will do, its values are zeroed
         self._codes, self._single_ms = np.zeros((0, 1)), np.zeros(0)
-        self.strip_of = np.zeros(1, dtype=np.int64)
-        self._batches: dict[Layout, RunBatch] | None = None
-        self.sums, self._multiples = np.zeros((1, 6)), {}
-        for run in {*self.kinds, *(run for of in map(self.runs, range(len(self))) for run in of)}:
-            [self._multiples[run]] = Turns.of((run,), problem).most
+        self.strip_of, self.sums = np.zeros(1, dtype=np.int64), np.zeros((1, 6))
         self.bytes, self.outputs, self.id_bytes = (np.zeros(1, dtype=np.int64) for _ in range(3))
+        all_runs = {*self.kinds, *(run for parts in self.parts for run, _ in parts)}
+        self._multiples = {run: StageCoefficients.of((run,), problem).most[0] for run in all_runs}
 
     def __len__(self) -> int:
         """S."""
-        return len(self._strips)
+        return len(self.strips)
 
     @cached_property
     def local_ids(self) -> np.ndarray:
-        """[S] bytes of a strip's ids in a local batch, as often as they are there.
+        """[S] bytes of a strip's ids in a local batch, over all moments when they exist.
 
         Those of a table's row ranges count for the first of them.
         """
-
-        def of(shard: Shard) -> float:
-            n_bytes = sample_bytes(shard.table, self.problem.job)
+        n_bytes = np.zeros(len(self))
+        for i, shard in ((i, s) for i, bundle in enumerate(ticking(self.strips)) for s in bundle):
+            if shard.row_lo > 0:
+                continue
+            n_bytes[i] += sample_bytes(shard.table, self.problem.job)
             if not shard.full_rows:
-                whole = division(shard.table, self.problem)
-                n_bytes += bucketized_bytes(shard.table, self.problem.job, len(whole.devices))
-            return n_bytes * (shard.row_lo == 0)
-
-        each = IDS_ALIVE * self.problem.local_batch
-        return np.array([each * sum(map(of, bundle)) for bundle in ticking(self._strips)])
+                n_devices = len(required_division(shard.table, self.problem).devices)
+                n_bytes[i] += bucketized_bytes(shard.table, self.problem.job, n_devices)
+        return IDS_ALIVE * self.problem.local_batch * n_bytes
 
     @cached_property
     def fixed_codes(self) -> np.ndarray:
         """[D, K, F] summed encodings of `fixed_placements`."""
-        found = np.zeros((len(self.speed), len(self.runs_of_plan), self.codes.shape[1]))
+        codes = np.zeros((len(self.speed), len(self.runs_of_plan), self.codes.shape[1]))
         for k, run in enumerate(self.runs_of_plan):
             held = [(device, shard) for of, device, shard in self._fixed if of is run]
             # Replicas are the same on all devices.
             if number := {shard: i for i, shard in enumerate(dict.fromkeys(shard for _, shard in held))}:
-                codes = np.asarray(self.model.encode(list(number), run.batch(self.problem)), dtype=float)
-                np.add.at(found[:, k], [d for d, _ in held], codes[[number[shard] for _, shard in held]])
-        return found
+                encodings = np.asarray(self.model.encode(list(number), run.batch(self.problem)), dtype=float)
+                rows = [number[shard] for _, shard in held]
+                np.add.at(codes[:, k], [device for device, _ in held], encodings[rows])
+        return codes
 
     @cached_property
     def fixed_bytes(self) -> tuple[np.ndarray, np.ndarray]:
@@ -178,81 +183,54 @@ class ShardCostCache:
     def caches(self) -> Caches:
         """The caches in device memory that a plan's ops may have."""
         cached = [t for t in self.problem.tables if t.in_host_memory]
+        whole = [(run, Shard.whole(t)) for t in cached for run in runs_of([t]) if run.caches]
         narrow = [
-            (self.runs(s)[0], self._columns(s, 0, units)[0])
-            for s in range(len(self))
+            (parts[0][0], self._columns(s, 0, units)[0])
+            for s, parts in enumerate(self.parts)
             if self.table(s).in_host_memory
             for units in range(1, self.size[s])
         ]
-        return Caches.of(
-            [*((run, Shard.whole(t)) for t in cached for run in runs_of([t]) if run.caches), *narrow]
-        )
+        return Caches.of([*whole, *narrow])
+
+    @cached_property
+    def _batches(self) -> dict[Layout, RunBatch]:
+        """Each run's share of a local batch, with no table cut by columns."""
+        firsts = [s for bundle in self.strips for s in bundle if s.row_lo == 0]
+        searched = [
+            Placement(WHOLE_ROWS.name, s, (0,)) if s.full_rows else required_division(s.table, self.problem)
+            for s in sorted(firsts, key=lambda s: not s.full_rows)
+        ]
+        return run_batches([*searched, *fixed_placements(self.problem)], self.problem)
 
     def accounts(self, keys: np.ndarray) -> tuple[list[Account], np.ndarray]:
         """Accounts of memory of states keys [C, N, 2], and [C] the number of each.
 
         They differ by the kinds that have tables cut by columns.
         """
-        of = np.stack(
-            [
-                (self.kind[keys[..., 0]] == k) & (keys[..., 1] < self.size[keys[..., 0]])
-                for k in range(len(self.kinds))
-            ],
-            -1,
-        ).any(1)  # [C, K]
-        cuts, number = np.unique(of, axis=0, return_inverse=True)
-        if self._batches is None:
-            whole = [s for bundle in self._strips for s in bundle if s.full_rows]
-            ranges = [
-                division(s.table, self.problem)
-                for bundle in self._strips
-                for s in bundle
-                if not s.full_rows and s.row_lo == 0
-            ]
-            self._batches = run_batches(
-                [
-                    *(Placement(WHOLE_ROWS.name, s, (0,)) for s in whole),
-                    *ranges,
-                    *fixed_placements(self.problem),
-                ],
-                self.problem,
-            )
-        made = [
-            Account.of(
-                {
-                    run: replace(b, cut=b.cut or (run in self.kinds and bool(cut[self.kinds.index(run)])))
-                    for run, b in self._batches.items()
-                },
-                self.problem,
-            )
-            for cut in cuts
-        ]
-        return made, number.reshape(-1)
+        is_cut = keys[..., 1] < self.size[keys[..., 0]]
+        kinds = np.arange(len(self.kinds))
+        cut_kinds = (is_cut[..., None] & (self.kind[keys[..., 0]][..., None] == kinds)).any(1)  # [C, K]
+        cuts, number = np.unique(cut_kinds, axis=0, return_inverse=True)
+        accounts = []
+        for cut in cuts:
+            cut_runs = {self.kinds[k] for k in np.flatnonzero(cut)}
+            batches = {run: replace(b, cut=b.cut or run in cut_runs) for run, b in self._batches.items()}
+            accounts.append(Account.of(batches, self.problem))
+        return accounts, number.reshape(-1)
 
     def covers(self, shards: Iterable[Shard]) -> bool:
         """Tell if these shards make up exactly the strips of the cache, with sequences cut the same."""
         shards = list(shards)
-        return self._cut_sequences == _cut_sequences(shards) and self._strips == _strips_of(
+        return self._cut_sequences == _cut_sequences(shards) and self.strips == _strips_of(
             shards, self.problem
         )
 
     def table(self, strip: int) -> Table:
         """The strip's table, or the first of several kept together."""
-        return self._strips[strip][0].table
-
-    def whole(self, strip: int) -> Bundle:
-        """All columns of a strip."""
-        return self._strips[strip]
-
-    def runs(self, strip: int) -> tuple[Layout, ...]:
-        """How each table of a strip runs. Those of a bundle may be of several collections."""
-        bundle = self._strips[strip]
-        if len(bundle) == 1:
-            return (self.kinds[self.kind[strip]],)
-        return tuple(run_of(WHOLE_ROWS.name, shard.table) for shard in bundle)
+        return self.strips[strip][0].table
 
     def key(self, shard: Shard) -> ShardKey:
-        """A shard as strip and units. Of a table kept together with others, the key of their bundle."""
+        """A shard as strip and units. A table kept together with others has the key of their bundle."""
         strip = self._strip(shard)
         return strip, self._units(strip, shard)
 
@@ -267,14 +245,14 @@ class ShardCostCache:
 
     def bundles(self, keys: Sequence[ShardKey]) -> list[Bundle]:
         """The bundle of each key, with columns dealt out in the order given. A strip must not be exceeded."""
-        taken, found = [0] * len(self._strips), []
+        taken, dealt = [0] * len(self), []
         for strip, units in keys:
-            found.append(self._columns(strip, taken[strip], taken[strip] + units))
+            dealt.append(self._columns(strip, taken[strip], taken[strip] + units))
             taken[strip] += units
-        return found
+        return dealt
 
     def _units(self, strip: int, shard: Shard) -> int:
-        return shard.width // int(self.unit[strip]) if len(self._strips[strip]) == 1 else 1
+        return shard.width // int(self.unit[strip]) if len(self.strips[strip]) == 1 else 1
 
     def _most(self, strip: int) -> int:
         """Units that a device may have of a strip."""
@@ -287,12 +265,12 @@ class ShardCostCache:
 
     @property
     def least_parts(self) -> np.ndarray:
-        """[S] shards that a strip has at least: as many as devices' memory, and FBGEMM, need."""
-        return np.maximum(self._parts, -(-self.size // self.most))
+        """[S] fewest shards of a strip that devices' memory and FBGEMM allow."""
+        return np.maximum(self._n_before, -(-self.size // self.most))
 
     def _columns(self, strip: int, low: int, high: int) -> Bundle:
         """Units low to high of a strip."""
-        bundle = self._strips[strip]
+        bundle = self.strips[strip]
         # Tables kept together always come here: they are never cut.
         if high - low == self.size[strip]:
             return bundle
@@ -301,10 +279,10 @@ class ShardCostCache:
         return (Shard(whole.table, whole.row_lo, whole.row_hi, col_lo, col_hi),)
 
     def may_split(self, key: ShardKey) -> bool:
-        """Whether the shard may be cut by columns. A row range may not: it has only one device.
+        """Tell if the shard may be cut by columns. A row range may not: it has only one device.
 
-        Of a sequence TorchRec needs all shards equally wide. So one is cut only where it does not fit whole,
-        and then no further.
+        TorchRec needs all shards of a sequence equally wide.
+        So one is cut only where it does not fit whole, and then no further.
         """
         strip, units = key
         table = self.table(strip)
@@ -338,11 +316,8 @@ class ShardCostCache:
         if not new:
             return
         made = [self._columns(s, 0, u) for s, u in ticking(new)]
-        of_shards = [
-            (run, shard)
-            for bundle, (s, _) in zip(made, new, strict=True)
-            for run, shard in zip(self.runs(s), bundle, strict=True)
-        ]
+        runs = [[run for run, _ in self.parts[s]] for s, _ in new]
+        of_shards = [pair for pairs in map(zip, runs, made) for pair in pairs]
         each = self._sums_of(of_shards)
         multiples = np.array([self._multiples[run] for run, _ in of_shards])
         begins = np.cumsum([0, *map(len, made[:-1])])
@@ -350,19 +325,20 @@ class ShardCostCache:
         sums = np.add.reduceat(each, begins)
         strips, units = np.array(new).T
         possible = units <= self.most[strips]
-        if self.problem.kinds_of or any(
-            t.dim > self.problem.topology.most_columns for t in self.problem.tables
-        ):
+        most_columns = self.problem.topology.most_columns
+        if self.problem.kinds_of or any(t.dim > most_columns for t in self.problem.tables):
             possible &= [all(may_be_on_a_device(shard, self.problem) for shard in bundle) for bundle in made]
         sums[~possible, 0] = n_bytes[~possible] = IMPOSSIBLE
-        self.sums = np.concatenate([self.sums, sums])
-        self.bytes = np.concatenate([self.bytes, n_bytes.astype(np.int64)])
-        ids, outputs = sums.T[1:3].astype(np.int64)
-        self.outputs = np.concatenate([self.outputs, outputs])
-        self.id_bytes = np.concatenate([self.id_bytes, ids])
-        self.strip_of = np.concatenate([self.strip_of, strips])
         self._numbers[strips, units] = len(self.made) + np.arange(len(new))
         self.made += made
+        for name, values in (
+            ("strip_of", strips),
+            ("sums", sums),
+            ("bytes", n_bytes.astype(np.int64)),
+            ("id_bytes", sums[:, 1].astype(np.int64)),
+            ("outputs", sums[:, 2].astype(np.int64)),
+        ):
+            setattr(self, name, np.concatenate([getattr(self, name), values]))
 
     def _sums_of(self, shards: Sequence[tuple[Layout, Shard]]) -> np.ndarray:
         """[N, 6] memory_account.Sums of shards and their runs.
@@ -375,13 +351,13 @@ class ShardCostCache:
             pair[0], pair[1] = min(pair[0], shard, key=_width), max(pair[1], shard, key=_width)
         lines = {}
         for (run, rows), (narrow, wide) in ticking(ends.items()):
-            sums = np.array(sums_of(run, narrow, self.problem))
-            more = sums_of(run, wide, self.problem) - sums if wide.width > narrow.width else 0 * sums
-            lines[run, rows] = sums, more / max(1, wide.width - narrow.width), narrow.width
-        first, a_column, width = map(
-            np.array, zip(*(lines[run, row_range(s)] for run, s in shards), strict=True)
-        )
-        return first + a_column * (np.array([s.width for _, s in shards]) - width)[:, None]
+            sums, a_column = np.array(sums_of(run, narrow, self.problem)), np.zeros(6)
+            if wide.width > narrow.width:
+                a_column = (sums_of(run, wide, self.problem) - sums) / (wide.width - narrow.width)
+            lines[run, rows] = sums, a_column, narrow.width
+        of_shards = [(*lines[run, row_range(s)], s.width) for run, s in shards]
+        sums, a_column, narrow, width = map(np.array, zip(*of_shards, strict=True))
+        return sums + a_column * (width - narrow)[:, None]
 
     @property
     def codes(self) -> np.ndarray:
@@ -429,43 +405,14 @@ class ShardCostCache:
         traffic = traffic_of_outputs(of_run, self.problem, ids)
         return self.model.comm(traffic, compute_ms, self.problem.topology)
 
-    def plan_ms(self, keys: Sequence[ShardKey], devices: Sequence[int]) -> float:
-        """ms of the plan that puts the shards of keys[i] on devices[i]."""
-        self.add(keys)
-        held = np.zeros((len(self), len(self.speed)), dtype=int)
-        np.add.at(held, ([s for s, _ in keys], list(devices)), [u for _, u in keys])
-        numbers = self.numbers(np.arange(len(self))[:, None], held)  # [S, D]
-        kinds = range(len(self.runs_of_plan))
-        sums, outputs, ids = (
-            fixed + np.stack([of[numbers[self.kind == k]].sum(0) for k in kinds], 1)
-            for fixed, of in (
-                (self.fixed_codes, self.codes),
-                (self.fixed_bytes[0], self.outputs),
-                (self.fixed_bytes[1], self.id_bytes),
-            )
-        )
-        # The shards of a kind run as one fused op: price sums, not shards.
-        compute_ms = (
-            self.model.head(sums.reshape(-1, sums.shape[-1])).reshape(-1, len(kinds)).sum(1) / self.speed
-        )
-        return float(self.total_ms(compute_ms, outputs, ids))
-
 
 def encoded(shards: Sequence[Shard], model: CostModel, batch: int | None = None) -> np.ndarray:
     """[N, F] the model's encodings, a chunk at a time."""
-    found = []
+    chunks = []
     for i in range(0, len(shards), _AT_ONCE):
         tick()
-        found.append(np.asarray(model.encode(shards[i : i + _AT_ONCE], batch), dtype=float))
-    return np.concatenate(found)
-
-
-def _unit_width(bundle: Bundle, shards: Sequence[Shard], problem: Problem) -> int:
-    """Columns of a unit of a strip. shards: of a sequence, how it is cut."""
-    table = bundle[0].table
-    if table.sequence and len(shards) > 1:
-        return gcd(*(shard.width for shard in shards))
-    return problem.unit_width(table)
+        chunks.append(np.asarray(model.encode(shards[i : i + _AT_ONCE], batch), dtype=float))
+    return np.concatenate(chunks)
 
 
 def _cut_sequences(shards: Iterable[Shard]) -> frozenset[tuple[str, int]]:

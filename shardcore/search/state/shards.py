@@ -85,6 +85,14 @@ def division(table: Table, problem: Problem) -> Placement | None:
     return None
 
 
+def required_division(table: Table, problem: Problem) -> Placement:
+    """The `division` of a table that has one. Raises ShardCoreError if it has none."""
+    placement = division(table, problem)
+    if placement is None:
+        raise ShardCoreError(f"problem {problem.name!r} cannot divide the rows of table {table.name!r}")
+    return placement
+
+
 def divided_otherwise(problem: Problem) -> Iterator[Problem]:
     """The problem with each further kind that divides rows in place of the first, wherever it may.
 
@@ -239,7 +247,7 @@ def _require_possible(table: Table, problem: Problem) -> None:
 
 def layout_of_shard(shard: Shard, problem: Problem) -> Layout:
     """How a shard runs."""
-    kind = WHOLE_ROWS.name if shard.full_rows else division(shard.table, problem).kind
+    kind = WHOLE_ROWS.name if shard.full_rows else required_division(shard.table, problem).kind
     return run_of(kind, shard.table)
 
 
@@ -247,7 +255,7 @@ def devices_of(shard: Shard, problem: Problem) -> tuple[int, ...]:
     """The devices where a shard may go. A row range has only the device that `division` gives it."""
     if shard.full_rows:
         return problem.allowed_devices(shard.table.name)
-    devices = division(shard.table, problem).devices
+    devices = required_division(shard.table, problem).devices
     # All ranges have ceil(rows / n) rows, except the last (kinds.even_share).
     return (devices[shard.row_lo // -(-shard.table.rows // len(devices))],)
 
@@ -364,7 +372,7 @@ def placed(bundles: Sequence[Bundle], devices: Sequence[int], problem: Problem) 
             else:
                 ranges[shard.table].append((int(device), shard))
     for table, shards in ranges.items():
-        whole = division(table, problem)
+        whole = required_division(table, problem)
         # A bug in a search, not in the user's input: hence RuntimeError.
         if sorted(shards, key=lambda p: p[1].row_lo) != list(shards_on(whole)):
             raise RuntimeError(

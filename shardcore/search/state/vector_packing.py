@@ -21,8 +21,8 @@ class VectorPacking:
     """Shards to pack.
 
     may_hold: [D, P] bytes.
-    load: [D, P] bytes before.
-    used: whether each device has a shard before.
+    load: [D, P] bytes that devices have already.
+    used: whether each device has a shard already.
     vectors: [N, P] bytes of shards.
     allowed: (N) devices of each shard.
     names: (N) of its table. Shards of a table go to different devices.
@@ -40,12 +40,12 @@ class VectorPacking:
         # [P, D], for numpy finds the largest of a few rows much faster than of as many columns.
         self.may_hold, self.load = np.ascontiguousarray(may_hold.T), np.ascontiguousarray(load.T)
         self.vectors, self.names = vectors, names
-        self.before = (load - may_hold).max() if used else -np.inf
+        self.before = float((load - may_hold).max()) if used else -np.inf
         self.allowed = [None if len(a) == len(may_hold) else np.array(a) for a in allowed]
         self.restricted = any(a is not None for a in self.allowed)
         size = vectors.max(1) if len(vectors) else np.zeros(0)
         # Those with least freedom first, then the largest.
-        self.order = np.lexsort((-size, [len(a) for a in allowed])).tolist()
+        self.order = np.lexsort((-size, np.array([len(a) for a in allowed], dtype=int))).tolist()
         self.rank = np.argsort(self.order)
         shards: dict[str, list[int]] = {}
         for i, name in enumerate(names):
@@ -57,16 +57,19 @@ class VectorPacking:
 
         None if no packing is found that lacks less than `most`.
         """
-        found = self._greedy(False, most)
-        found = min(found, self._greedy(True, min(most, found[0])), key=lambda x: x[0])
-        if found[0] > 0 and len(self.order) <= _FEW:
-            self._nodes, self._best = _NODES, (min(found[0], most), None)
+        lacks, devices = self._greedy(False, most)
+        full_lacks, full_devices = self._greedy(True, min(most, lacks))
+        if full_lacks < lacks:
+            lacks, devices = full_lacks, full_devices
+        if lacks > 0 and len(self.order) <= _FEW:
+            self._nodes, self._best = _NODES, (min(lacks, most), None)
             self._deepen(0, self.load.copy(), self.before, [0] * len(self.order))
-            found = self._best if self._best[1] is not None else found
-        return found if found[0] < most and found[1] is not None else (found[0], None)
+            if self._best[1] is not None:
+                lacks, devices = self._best
+        return lacks, devices if lacks < most else None
 
     def _after(self, i: int, load: np.ndarray, devices: Sequence[int], placed: int) -> np.ndarray:
-        """[D] bytes that each device lacks with shard i, beside load [P, D]. inf where it may not be."""
+        """[D] bytes that each device lacks with shard i on top of load [P, D]. inf where it may not be."""
         lacks = (load + self.vectors[i][:, None] - self.may_hold).max(0)
         if self.allowed[i] is not None:
             inside = np.full(len(lacks), np.inf)
@@ -87,7 +90,7 @@ class VectorPacking:
             lacks = self._after(i, load, devices, placed)
             fits = lacks <= 0
             device = int(np.where(fits, lacks, -np.inf).argmax() if full and fits.any() else lacks.argmin())
-            devices[i], worst = device, max(worst, lacks[device])
+            devices[i], worst = device, max(worst, float(lacks[device]))
             if lacks[device] == np.inf or worst >= most:
                 return worst, None
             load[:, device] += self.vectors[i]
@@ -111,5 +114,5 @@ class VectorPacking:
             self._nodes -= 1
             devices[i] = device
             load[:, device] += self.vectors[i]
-            self._deepen(placed + 1, load, max(worst, lacks[device]), devices)
+            self._deepen(placed + 1, load, max(worst, float(lacks[device])), devices)
             load[:, device] -= self.vectors[i]

@@ -12,6 +12,7 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.topology import Memory
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
+from shardcore.search.anneal import compiled
 from shardcore.search.anneal.compiled import SUMS
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.anneal.sharder import Search, copy_of
@@ -46,7 +47,7 @@ def require_exact(search: Search) -> Plan:
     # What is left is exact where it is less than nothing.
     none_free = np.full(len(problem.topology), -1e-300)
     state = copy_of(search.best.state)
-    search.compiled.refresh(search.head, search.best.fixed._replace(free=none_free), state)
+    compiled.refresh(search.head, search.best.fixed._replace(free=none_free), state)
     assert (-state.left).tolist() == used_bytes(plan, problem)
     on_host = Counter({host: 0 for host in problem.topology.hosts})
     for placement in plan.placements:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conformance import BATCH, MIB, draw_tables, model_for
 from shapes import on_hosts
 
 from shardcore.core.job import Job
@@ -18,6 +17,7 @@ from shardcore.search.portfolio import annealing
 from shardcore.step.id_bytes import expected_bytes
 from shardcore.step.kinds import layout_of
 from shardcore.step.lower import lower
+from shardcore.testing.problems import BATCH, MIB, draw_tables, model_for
 
 HIDDEN = Job(dense_forward_ms=1e3, dense_backward_ms=1e3)
 """A dense part that hides all ids."""

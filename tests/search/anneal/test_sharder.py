@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conformance import BATCH, check_plan, draw_problem, draw_tables, every_plan, model_for, table_bytes
 from shapes import column, on_hosts, replica, row, with_room
 
 from shardcore.core import progress
@@ -28,6 +27,8 @@ from shardcore.step.kinds import WHOLE_ROWS, shards_on
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
 from shardcore.step.output_bytes import output_bytes
+from shardcore.testing.plans import check_plan, every_plan
+from shardcore.testing.problems import BATCH, draw_problem, draw_tables, model_for, table_bytes
 
 MIB = 2**20
 

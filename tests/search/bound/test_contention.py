@@ -2,19 +2,18 @@
 
 import numpy as np
 import pytest
-from conformance import BATCH, MIB, draw_tables
 from test_lower_bound import contended, crowded
 
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
-from shardcore.search.bound import contention
-from shardcore.search.bound import shards as bound_shards
+from shardcore.search.bound import ops
+from shardcore.testing.problems import BATCH, MIB, draw_tables
 
 
-def shards_of(model, n_tables: int = 8) -> bound_shards.BoundShards:
+def shards_of(model, n_tables: int = 8) -> ops.BoundShards:
     tables = draw_tables(np.random.default_rng(1), n_tables, dims=(4, 8, 12))
     problem = Problem("ops", tables, Topology((Device(MIB),) * 2), BATCH)
-    return bound_shards.BoundShards(problem, model, (), False)
+    return ops.BoundShards(problem, model, (), False)
 
 
 @pytest.mark.parametrize(
@@ -25,15 +24,15 @@ def test_no_op_of_a_load_has_lower_rates(model):
     usual = model.rates(shards.codes.sum(0) / 3)
     load = shards.codes @ usual
     # Ops that have much of some features and little of others are among those of one kind of table.
-    ops, unit = [], np.maximum(shards.codes.sum(0), 1e-9)
+    drawn, unit = [], np.maximum(shards.codes.sum(0), 1e-9)
     for i in range(600):
         liking = shards.codes @ (rng.lognormal(0, 3, len(unit)) / unit)
         best = [max(np.flatnonzero(shards.table == t), key=lambda s: liking[s] / load[s]) for t in range(8)]
         some = sorted(best, key=lambda s: liking[s] / load[s])[: 1 + i % 8]
-        ops.append((load[some].sum(), shards.codes[some].sum(0)))
-    loads = np.array([of for of, _ in ops])
-    least = contention.least_rates(model, shards.codes, load, shards.table, loads)
-    for (_, sums), rates in zip(ops, least, strict=True):
+        drawn.append((load[some].sum(), shards.codes[some].sum(0)))
+    loads = np.array([of for of, _ in drawn])
+    least = ops.least_rates(model, shards.codes, load, shards.table, loads)
+    for (_, sums), rates in zip(drawn, least, strict=True):
         assert (model.rates(sums) >= rates * (1 - 1e-9)).all()
 
 
@@ -49,8 +48,8 @@ def test_what_has_little_of_one_feature_has_much_of_another():
     """Each feature by itself may be 0. Both together are as many as there are shards."""
     codes = np.concatenate([np.tile([1.0, 0.0, 1.0], (10, 1)), np.tile([0.0, 1.0, 1.0], (10, 1))])
     load, table, wanted = np.ones(20), np.arange(20), np.array([3.0, 10.0])
-    assert not contention.least_sums(codes, load, table, wanted)[:, :2].any()
-    found = contention.least_rates(Alternatives(), codes, load, table, wanted)
+    assert not ops.least_sums(codes, load, table, wanted)[:, :2].any()
+    found = ops.least_rates(Alternatives(), codes, load, table, wanted)
     assert ([4.0 * 0.9, 11.0 * 0.9] < found[:, 2]).all() and (found[:, 2] <= [4.0, 11.0]).all()
 
 
@@ -59,7 +58,7 @@ def test_features_that_raise_no_rate_are_not_divided():
     shards = shards_of(model)
     load = shards.codes @ model.rates(shards.codes.sum(0))
     wanted = np.array([load.max()])
-    [found] = contention.least_rates(model, shards.codes, load, shards.table, wanted)
-    each = contention.least_sums(shards.codes, load, shards.table, wanted)
+    [found] = ops.least_rates(model, shards.codes, load, shards.table, wanted)
+    each = ops.least_sums(shards.codes, load, shards.table, wanted)
     # Only the number of shards counts, and it is one feature.
     assert found == pytest.approx(model.rates(each)[0], rel=1e-6)

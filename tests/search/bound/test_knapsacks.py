@@ -5,14 +5,14 @@ import pytest
 from test_contention import shards_of
 from test_lower_bound import contended, crowded
 
-from shardcore.search.bound import knapsacks, ops
+from shardcore.search.bound import ops, packing
 
 
 def bag_of(model, high: float):
     shards = shards_of(model)
-    step = high * float(model.head(shards.codes[shards.whole].sum(0)[None])[0]) / knapsacks.STEPS
+    step = high * float(model.head(shards.codes[shards.whole].sum(0)[None])[0]) / packing.STEPS
     some = np.arange(len(shards.kind))
-    return shards, knapsacks.Bag(some, ops.Ops(shards, 0).every, shards, step), step
+    return shards, packing.Bag(some, ops.Ops(shards, model, 0).every, shards, step, model.launch_ms), step
 
 
 @pytest.mark.parametrize("high", [0.4, 1.0])
@@ -30,7 +30,7 @@ def test_no_set_of_shards_within_a_time_is_worth_more(model, high):
             ms = float(model.head(shards.codes[some].sum(0)[None])[0])
             # It takes no longer than the end of this step, and longer than that of the one before.
             at = max(0, int(np.ceil(ms / step - 1e-9)) - 1)
-            if at < knapsacks.STEPS:
+            if at < packing.STEPS:
                 assert worth[some].sum() <= most[at] * (1 + 1e-9)
 
 
@@ -40,5 +40,5 @@ def test_a_filling_is_worth_what_is_collected():
     for seed in range(3):
         worth = shards.alone_ms * np.random.default_rng(seed).lognormal(0, 0.5, len(shards.kind))
         most, taken = bag.fill(worth)
-        for at in range(20, knapsacks.STEPS, 37):
+        for at in range(20, packing.STEPS, 37):
             assert worth @ taken(at) == pytest.approx(most[at], rel=0.02)

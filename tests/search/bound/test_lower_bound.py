@@ -6,7 +6,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from conformance import BATCH, MIB, draw_tables, every_plan, model_for
 from shapes import column, host_row, on_hosts, sends
 
 from shardcore.core.access_statistics import Zipf
@@ -22,11 +21,11 @@ from shardcore.cost.collective_model import EXCHANGE_TERMS, FAR
 from shardcore.cost.model import QuantileCostModel, price
 from shardcore.cost.neural import NeuralModel
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.bound import lower_bound, ops
-from shardcore.search.bound import packing as bound_packing
-from shardcore.search.bound import shards as bound_shards
+from shardcore.search.bound import lower_bound, ops, packing
 from shardcore.step.kinds import LAYOUTS
 from shardcore.step.lower import Workload, lower
+from shardcore.testing.plans import every_plan
+from shardcore.testing.problems import BATCH, MIB, draw_tables, model_for
 
 
 def tiny(seed: int, n_devices: int = 2, **topology) -> Problem:
@@ -172,10 +171,10 @@ def test_worths_of_shards_that_fit_within_a_time_prove_no_more_than_that(share):
     )
     model = AnalyticModel(Setting("made-up", BATCH), lookup_ns=10, gather_gbps=2, update_gbps=1000)
     best_ms = optimum_ms(problem, model, columns_alone=True)
-    shards = bound_shards.BoundShards(problem, model, (), False)
-    packing, every = bound_packing.Packing(shards, [ops.Ops(shards, 0)], True), shards.kind == 0
-    mix = bound_packing._Mix(packing, [0], every, ~every, 2 * best_ms)
-    assert 0.97 < mix._by_price(share * best_ms) / best_ms <= 1
+    shards = ops.BoundShards(problem, model, (), False)
+    packed, every = packing.Packing(shards, [ops.Ops(shards, model, 0)], True), shards.kind == 0
+    mix = packing.Mix(packed, [0], every, ~every, 2 * best_ms)
+    assert 0.97 < mix.by_price(share * best_ms) / best_ms <= 1
 
 
 def test_a_mix_of_kinds_contends_too():
@@ -261,7 +260,7 @@ def test_a_large_problem_is_bounded_in_a_smaller_space_and_says_so(monkeypatch):
     )
     spaces = []
     for most in (10_000, 20):
-        monkeypatch.setattr(bound_shards, "MOST_SHARDS", most)
+        monkeypatch.setattr(ops, "MOST_SHARDS", most)
         spaces.append(lower_bound.bound(problem, model_for(problem)).space)
     assert "multiples of 4" in spaces[0] and "powers of two" in spaces[1]
 
@@ -372,8 +371,8 @@ def test_no_op_has_more_load_than_its_ms_allow(made):
     for seed in range(3):
         rng, model = np.random.default_rng(seed), made(seed)
         given = Problem("ops", draw_tables(rng, 8, dims=(4, 8, 12)), Topology((Device(MIB),) * 2), BATCH)
-        shards = bound_shards.BoundShards(given, model, (), False)
-        found = ops.Ops(shards, 0).every
+        shards = ops.BoundShards(given, model, (), False)
+        found = ops.Ops(shards, model, 0).every
         for _ in range(300):
             tables = rng.permutation(8)[: rng.integers(1, 9)]
             op = [int(rng.choice(np.flatnonzero(shards.table == t))) for t in tables]

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conformance import CASES, model_for
 from policies import untrained
 
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.io import model_files
 from shardcore.search import LEARNED, SHARDERS, known, sharder
 from shardcore.search.learned.policy import NETS, read_policy, write_policy
+from shardcore.testing.problems import CASES, model_for
 
 PROBLEM = CASES["unequal speed"]
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conformance import CASES, check_plan, model_for
 from cuts import MODEL, draw_problem
 from policies import untrained
 
@@ -22,6 +21,8 @@ from shardcore.search.state.shards import placed
 from shardcore.step import access
 from shardcore.step.lower import lower
 from shardcore.tables import streams
+from shardcore.testing.plans import check_plan
+from shardcore.testing.problems import CASES, model_for
 
 each_net = pytest.mark.parametrize("name", NETS)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conformance import model_for
 from shapes import column, on_hosts, replica, row
 
 from shardcore.core.constraints import Constraints
@@ -16,10 +15,11 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io import files
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.state.packing import lacking, repaired, roomiest
+from shardcore.search.state.packing import lacking, roomiest
 from shardcore.search.state.shards import halve_columns
 from shardcore.step import memory
 from shardcore.step.lower import lower
+from shardcore.testing.problems import model_for
 
 GIB = 2**30
 
@@ -168,17 +168,6 @@ def test_constraints_are_kept_by_plans_that_just_fit():
     given = sequences_beside_bags(least, **asked)
     for name in ("size_greedy", "anneal_columns"):
         lower(SHARDERS[name](given, model_for(given), budget=Budget(evals=100)), given)
-
-
-def test_a_plan_is_repaired_by_moving_shards_where_they_fit():
-    tables = tuple(Table(f"t{i}", 1000, 16, 1.0) for i in range(8))
-    given = Problem("crowded", tables, on_hosts("aaaa"), 48)
-    crowded, spread = (Plan(tuple(column(t, i % n) for i, t in enumerate(tables))) for n in (1, 4))
-    tight = with_memory(given, max(memory.used_bytes(spread, given)))
-    assert lacking(crowded, tight) > 0 >= lacking(repaired(crowded, tight), tight)
-    assert repaired(crowded, with_memory(given, max(memory.used_bytes(spread, given)) - 1)) is None
-    pinned = replace(tight, constraints=Constraints(pinned=tuple((t.name, (0, 1)) for t in tables)))
-    assert repaired(crowded, pinned) is None
 
 
 # --- constraints --------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def test_sums_of_any_number_of_columns_are_exactly_those_of_the_shard():
     cache.need(strips, np.concatenate([np.arange(1, n + 1) for n in cache.size]))
     assert len(cache.made) == 1 + cache.size.sum() > 40
     for strip, made, sums in list(zip(cache.strip_of, cache.made, cache.sums, strict=True))[1:]:
-        each = [sums_of(run, s, problem) for run, s in zip(cache.runs(strip), made, strict=True)]
+        each = [sums_of(run, s, problem) for (run, _), s in zip(cache.parts[strip], made, strict=True)]
         assert sums.tolist() == np.sum(each, 0).tolist()
 
 

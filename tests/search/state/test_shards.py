@@ -5,7 +5,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from conformance import draw_problem, model_for
 from hypothesis import given
 from hypothesis import strategies as st
 from shapes import column, host_row, on_hosts, replica, row, with_room
@@ -31,6 +30,7 @@ from shardcore.search.state.shards import (
 from shardcore.step.kinds import shards_on
 from shardcore.step.lower import lower, require_cover
 from shardcore.step.memory import used_bytes
+from shardcore.testing.problems import draw_problem, model_for
 
 MIB = 2**20
 ASKED = {"t0": "data_parallel", "t2": "row"}

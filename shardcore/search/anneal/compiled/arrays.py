@@ -11,6 +11,9 @@ Y layouts of what groups of devices share, G groups.
 Strips and units are defined in search/state/shard_cost_cache.py.
 """
 
+# Annotations are numba's types, which pyright does not know as types.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+
 from typing import NamedTuple
 
 import numba
@@ -26,7 +29,7 @@ MOST_EDITS = 24
 
 
 class SearchProblem(NamedTuple):
-    """What a search does not change. Annotations are numba's types."""
+    """Constants of a search. Annotations are numba's types."""
 
     shard: int32[:, ::1]  # [S, U + 1] number of the shard with so many units; number 0 is nothing
     codes: float64[:, ::1]  # [R, F] encoding of a shard
@@ -63,14 +66,14 @@ class SearchProblem(NamedTuple):
     is_last: int64[:, ::1]  # [Y, D] 1 where the device is the last of its group: its row range may be short
     shared_ids: int64[:, ::1]  # [Y, S] bytes of ids that each device receives
     shared_ids_by: int64[::1]  # [Y] number of the exchange that brings them
-    shared_size: float64[:, ::1]  # [Y, S] what it exchanges; whole numbers, so that sums are exact
+    shared_size: float64[:, ::1]  # [Y, S] bytes that it exchanges; whole numbers, so that sums are exact
     shared_own: float64[::1]  # [Y] ms per size of the group itself
     shared_busiest: float64[::1]  # [Y] ms per size of the largest group
     shared_total: float64[::1]  # [Y] ms per size of all groups together
     shared_once: float64[::1]  # [Y] ms if anything is shared at all
     # Memory. The exchanges of ids are those of runs: run n is that of exchange K + n.
     local_outputs: float64[::1]  # [S] bytes of a unit's outputs for a local batch
-    local_ids: float64[::1]  # [S] bytes of its ids in a local batch, as often as they are there
+    local_ids: float64[::1]  # [S] bytes of its ids in a local batch, over all moments
     bucketized: float64[:, ::1]  # [Y, S] the same of ids in buckets
     stepped: float64[:, ::1]  # [Y, S] bytes that the dense optimizer makes to update it
     rank: int64[::1]  # [S] place in the order in which TorchRec runs tables
@@ -78,13 +81,13 @@ class SearchProblem(NamedTuple):
     run_collection: int64[::1]  # [N] number of its collection, pooled or not
     run_sequence: boolean[::1]  # [N] whether its outputs are not pooled
     run_replicas: boolean[::1]  # [N] whether its tables are replicas
-    # What a run holds in its turns: before, after, with the next run's first phase, in each phase.
+    # Multiples of a run's bytes in its turns: before, after, with the next run's first phase, in each phase.
     turn_sums: float64[:, :, :, ::1]  # [N, 4, slots, 2] multiples of what entered and of lookups
     turn_batch: float64[:, :, :, ::1]  # [N, 4, slots, 6] of its part of a local batch (see memory.frame)
     turn_phases: int64[:, ::1]  # [N, 4] phases of a turn
     sums_most: float64[:, ::1]  # [N, 2] the largest of these multiples
     host_free: float64  # bytes of a host's memory; infinite where they are not given
-    # What some shards have in State.memory beyond their sums: limits, caches, and bundles of several runs.
+    # Terms of some shards in State.memory beyond their sums: limits, caches, and bundles of several runs.
     more_at: int64[::1]  # [R + 2 Y S + 1] where in the following it begins
     more_column: int64[::1]  # [..] column of State.memory; none: no shard has more
     more: float64[::1]  # [..]
@@ -92,14 +95,14 @@ class SearchProblem(NamedTuple):
     cache_at: int64[::1]  # [caches + 1] columns where their counts begin (memory.Caches); none: no caches
     cache_row_bytes: float64[::1]  # [M] bytes of a cache's row if its widest shard counts in this column
     # Tables that are on all devices in every plan.
-    given_memory: float64[:, ::1]  # [D, M] as State.memory
-    given_runs: float64[:, ::1]  # [N, 4] State.run_shards, run_partial, run_outputs, run_rank
-    given_every: float64  # bytes of their ids in a local batch
-    given_stepped: float64  # bytes that the dense optimizer makes to update them
-    given_carried: int64[:, ::1]  # [D, X] as State.carried
-    given_sums: float64[:, :, ::1]  # [D, K, F] as State.sums
-    given_codes: float64[:, ::1]  # [G, F] as State.group_sums
-    given_size: float64[::1]  # [G] as State.group_size
+    fixed_memory: float64[:, ::1]  # [D, M] as State.memory
+    fixed_runs: float64[:, ::1]  # [N, 4] State.run_shards, run_partial, run_outputs, run_rank
+    fixed_every: float64  # bytes of their ids in a local batch
+    fixed_stepped: float64  # bytes that the dense optimizer makes to update them
+    fixed_carried: int64[:, ::1]  # [D, X] as State.carried
+    fixed_sums: float64[:, :, ::1]  # [D, K, F] as State.sums
+    fixed_codes: float64[:, ::1]  # [G, F] as State.group_sums
+    fixed_size: float64[::1]  # [G] as State.group_size
     # Re-sharding limits.
     kept: int16[:, ::1]  # [S, D] units in the plan to start from; no rows: no limits
     weight: int64[::1]  # [S] bytes of weights of a unit
@@ -110,7 +113,7 @@ class SearchProblem(NamedTuple):
 
 
 class State(NamedTuple):
-    """One plan, with room to try a move. trial_*: the value after a move, for its two devices."""
+    """One plan, with buffers to try a move. trial_*: values after a move, for its two devices."""
 
     held: int16[:, ::1]  # [S, D] units
     count: int64[::1]  # [D] number of strips on a device
@@ -149,7 +152,7 @@ class State(NamedTuple):
     trial_group_sums: float64[:, ::1]  # [2, F] of the two groups that a move changes
     trial_group_ms: float64[::1]  # [2]
     trial_group_size: float64[::1]  # [G]
-    # What the local batch takes, see memory.frame.
+    # The local batch, see memory.frame.
     run_shards: int64[::1]  # [N] shards
     run_partial: int64[::1]  # [N] shards with some of the columns only
     run_outputs: float64[::1]  # [N] bytes of a local batch's outputs
@@ -180,7 +183,7 @@ BEST, ENERGY, OVER, EVERY, STEPPED, JOINED, DENSE_PART = range(7)
 
 BEST: cost of the best plan met, in ms.
 ENERGY: smooth cost of the present plan, in ms.
-OVER: bytes that devices have more than they may, all together.
+OVER: bytes that all devices together lack.
 EVERY: bytes of a local batch that are in all phases: its ids.
 STEPPED: bytes that the dense optimizer makes.
 JOINED, DENSE_PART: bytes of a local batch's outputs while they are joined, and in the dense part.
@@ -201,7 +204,7 @@ def empty(problem: SearchProblem, n_hosts: int, log_length: int, seed: int) -> S
     (n_strips, _), n_devices, n_features = problem.shard.shape, len(problem.free), problem.codes.shape[1]
     n_exchanges, n_groups = len(problem.own), len(problem.group_layout)
     n_kinds, n_runs = len(problem.ids_by), len(problem.run_collection)
-    sums = problem.given_memory.shape[1]
+    sums = problem.fixed_memory.shape[1]
     shapes = {
         "held": (n_strips, n_devices),
         "count": n_devices,

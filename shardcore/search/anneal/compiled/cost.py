@@ -1,7 +1,7 @@
-"""What a plan costs: exactly, and in the smooth form that annealing minimises.
+"""Cost of a plan: exact, and in the smooth form that annealing minimises.
 
 The smooth form replaces the maximum over devices by a p-norm (Awerbuch et al. 1995, load balancing).
-This holds for loads, and for what devices or hosts exchange.
+So it does for loads, and for the bytes that devices or hosts exchange.
 A move changes two devices. So it updates a norm in constant time, whatever the number of devices.
 
 All costs are in ms. Exchanges carry bytes.
@@ -43,16 +43,36 @@ def total_of(x):
 
 
 @inner
-def copy_norm(to, of):
-    """Copy the norms of loads, and of what devices and hosts carry, [3, X]."""
+def copy(to, source):
+    """Copy a vector. A slice assignment would allocate."""
+    for i in range(len(to)):
+        to[i] = source[i]
+
+
+@inner
+def add(to, source):
+    """Add a vector to another."""
+    for i in range(len(to)):
+        to[i] += source[i]
+
+
+@inner
+def replace(to, was, then):
+    """Subtract one vector from another, and add a third."""
+    for i in range(len(to)):
+        to[i] += then[i] - was[i]
+
+
+@inner
+def copy_norm(to, source):
+    """Copy the norms of loads, and of bytes that devices and hosts carry, [3, X]."""
     for i in range(3):
-        for k in range(to.shape[1]):
-            to[i, k] = of[i, k]
+        copy(to[i], source[i])
 
 
 @inner
 def shared_exchange(fx, size):
-    """ms of the collectives for tables that groups share. size: [G] what each group exchanges.
+    """ms of the collectives for tables that groups share. size: [G] bytes that each group exchanges.
 
     The share that depends on a group's own size is not included. State.own_ms holds it for each device.
     """
@@ -84,7 +104,7 @@ def load_of(fx, d, shared_ms, own_ms, ms, carried):
 
 @inner
 def exposed_ids(fx, ids_ms, work_ms):
-    """ms that a step takes longer because ids travel. work_ms: of ids_ms, the work that nothing hides."""
+    """ms that ids add to a step. work_ms: the share of ids_ms that nothing hides."""
     return max(work_ms, ids_ms - fx.hides_ids_ms)
 
 
@@ -94,7 +114,7 @@ def energy_of(fx, ref, norm, all_carried, group_size):
 
     norm: [3, X] sums of p-th powers, relative to ref.
     all_carried: [X] of all devices.
-    group_size: [G] what each group exchanges.
+    group_size: [G] bytes that each group exchanges.
     """
     # Norms are taken of ratios to ref, the means: p-th powers of ms would over- or underflow.
     cost = ref[0, 0] * root(norm[0, 0]) + shared_exchange(fx, group_size)

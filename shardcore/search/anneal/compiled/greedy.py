@@ -5,14 +5,14 @@ from numba import boolean, int64
 
 from shardcore.core.jit import inner
 from shardcore.search.anneal.compiled.arrays import HEAD, problem_at, state_at
-from shardcore.search.anneal.compiled.cost import total_of
+from shardcore.search.anneal.compiled.cost import copy, replace, total_of
 from shardcore.search.anneal.compiled.memory import (
-    add_change,
     change_parts,
     expect,
     frame,
     host_fits,
     left_of,
+    replace_shard,
 )
 from shardcore.search.anneal.compiled.pointers import WORDS, entry
 from shardcore.search.anneal.compiled.state import hold
@@ -65,9 +65,8 @@ def greedy(head, problem, state, shards):
                 continue
             # Sums are those of the widened shard: a row's optimizer state counts once.
             was, then = fx.shard[s, st.held[s, d]], fx.shard[s, now]
-            for j in range(st.memory.shape[1]):
-                st.trial_memory[0, j] = st.memory[d, j]
-            add_change(fx, st.trial_memory[0], was, then, fx.ids_by[k] - n_kinds)
+            copy(st.trial_memory[0], st.memory[d])
+            replace_shard(fx, st.trial_memory[0], was, then, fx.ids_by[k] - n_kinds)
             if left_of(fx, st, d, st.trial_memory[0]) < 0.0 or not host_fits(
                 fx, st, d, fx.sums[then, 5] - fx.sums[was, 5]
             ):
@@ -89,9 +88,10 @@ def greedy(head, problem, state, shards):
             if lower >= least:
                 continue
             # Only one fused op changes: the one of the strip's kind.
-            for f in range(st.sums.shape[2]):
-                st.trial_sums[0, 0, f] = st.sums[d, k, f] + fx.codes[then, f] - fx.codes[was, f]
-            ms = head(st.trial_sums[0, 0], fx.parameters)
+            sums = st.trial_sums[0, 0]
+            for f in range(len(sums)):
+                sums[f] = st.sums[d, k, f] + fx.codes[then, f] - fx.codes[was, f]
+            ms = head(sums, fx.parameters)
             after = (
                 (shared + ms + held_ms - st.ms[d, k]) / fx.speed[d]
                 + st.own_ms[d]
@@ -110,8 +110,7 @@ def greedy(head, problem, state, shards):
                 frame(fx, st)
         hold(fx, st, s, best, st.held[s, best] + units)
         then = fx.shard[s, st.held[s, best]]
-        for f in range(st.sums.shape[2]):
-            st.sums[best, k, f] += fx.codes[then, f] - fx.codes[was, f]
+        replace(st.sums[best, k], fx.codes[was], fx.codes[then])
         st.ms[best, k] = best_ms
         more, ids = fx.outputs[then] - fx.outputs[was], fx.ids_by[k]
         more_ids = fx.ids[then] - fx.ids[was]
@@ -122,5 +121,5 @@ def greedy(head, problem, state, shards):
         st.hosts[fx.host[best], ids] += more_ids
         st.all_carried[ids] += more_ids
         st.on_host[fx.host[best]] += fx.sums[then, 5] - fx.sums[was, 5]
-        add_change(fx, st.memory[best], was, then, fx.ids_by[k] - n_kinds)
+        replace_shard(fx, st.memory[best], was, then, fx.ids_by[k] - n_kinds)
     return True

@@ -1,13 +1,13 @@
-"""Memory of devices: exactly what the plan's own count says (step/memory_account.py, memory_timeline).
+"""Memory of devices, equal to that of the finished plan (step/memory_account.py, memory_timeline).
 
-A device holds a few sums over its shards (row). Some are in all phases of a step; of the others, multiples
-are in each phase. What the local batch takes is the same on all devices (the frame). It depends on which runs
-there are, on their order and on which of them have tables cut by columns.
+A device has a row: a few sums over its shards. Some sums count in all phases of a step. Of the others, each
+phase has multiples. The local batch is the same on all devices (the frame). It depends on the runs of the
+plan, on their order, and on which of them have tables cut by columns.
 
-A step has four stages. In each, runs take turns. Before and after its own turn, a run holds something, too.
+A step has four stages. In each, runs take turns. Before and after its turn a run has buffers, too.
 So one pass over the runs gives all phases: no list of them is needed.
 
-Caches are always there. FBGEMM's limits of an op count as bytes, as in step/memory_account.py.
+Caches count in all phases. FBGEMM's limits of an op count as bytes, as in step/memory_account.py.
 
 t is a stage, i a run's place in the order.
 """
@@ -46,7 +46,7 @@ def shared_row(fx, e, y, s):
 
 
 @inner
-def add(fx, row, shard, run):
+def add_shard(fx, row, shard, run):
     """Add a shard's sums to a device's row."""
     n, of = len(fx.run_collection), fx.sums[shard]
     row[RESIDENT] += of[0]
@@ -59,7 +59,7 @@ def add(fx, row, shard, run):
 
 
 @inner
-def add_change(fx, row, was, then, run):
+def replace_shard(fx, row, was, then, run):
     """Replace one shard's sums by another's in a device's row."""
     n = len(fx.run_collection)
     row[RESIDENT] += fx.sums[then, 0] - fx.sums[was, 0]
@@ -77,8 +77,8 @@ def add_change(fx, row, was, then, run):
 
 @inner
 def frame(fx, st):
-    """Compute what the local batch takes, from the runs' outputs, ranks and partial shards."""
-    # The runs that there are, by the rank of their first table.
+    """Compute the bytes of the local batch from the runs' outputs, ranks and partial shards."""
+    # The runs with shards, by insertion sort on the rank of their first table.
     n = 0
     for r in range(len(st.run_shards)):
         if st.run_shards[r] > 0:
@@ -137,7 +137,7 @@ def frame(fx, st):
 
 @inner
 def peak(fx, st, row):
-    """Bytes of a device's largest phase, without what is in all phases."""
+    """Bytes of a device's largest phase, without those that are in all phases."""
     n, n_all = st.number[N_RUNS], len(fx.run_collection)
     most = max(row[ARRIVED], st.value[STEPPED], st.value[JOINED])
     for t in range(4):
@@ -167,7 +167,7 @@ def peak(fx, st, row):
 
 @inner
 def left_of(fx, st, d, row):
-    """Bytes that device d has left if it holds a row. At least so many; exact where less than nothing.
+    """Bytes that device d has left if it holds a row. A lower bound; exact where negative.
 
     A device without a shard takes nothing: it may be one whose memory is all reserved.
     """
@@ -217,7 +217,7 @@ def left_of_ops(fx, row):
 
 @inner
 def all_left(fx, st):
-    """Compute what all devices have left, and what they and hosts have too much, together."""
+    """Compute the bytes that devices have left, and the sum that devices and hosts lack."""
     over = 0.0
     st.on_host[:] = 0.0
     for d in range(len(st.left)):

@@ -16,14 +16,22 @@ from shardcore.search.anneal.compiled.arrays import (
     WIDEST,
     WORST,
 )
-from shardcore.search.anneal.compiled.cost import copy_norm, energy_of, load_of, power, total_of
+from shardcore.search.anneal.compiled.cost import (
+    copy,
+    copy_norm,
+    energy_of,
+    load_of,
+    power,
+    replace,
+    total_of,
+)
 from shardcore.search.anneal.compiled.memory import (
-    add_change,
     all_left,
     change_parts,
     frame,
     host_fits,
     left_of,
+    replace_shard,
 )
 from shardcore.search.anneal.compiled.state import hold, moved_of, note
 
@@ -150,7 +158,7 @@ def trade(fx, st, s, a, b, given):
 
 @inner
 def moves_too_much(fx, st, n):
-    """Whether n edits exceed the re-sharding limits. The edits concern at most two tables."""
+    """Tell if n edits exceed the re-sharding limits. The edits concern at most two tables."""
     a = b = -1
     more_a = more_b = joint_a = joint_b = 0
     for i in range(n):
@@ -182,6 +190,7 @@ def fits(fx, st, a, b, n):
 
     A device that is too full already may still lose bytes.
     """
+    # Count the shards as if the edits were done: cut runs have a larger local batch.
     every, changes = st.value[EVERY], False
     for i in range(n):
         s, d = st.edit[i, 0], st.edit[i, 1]
@@ -228,55 +237,49 @@ def try_edits(head, fx, st, a, b, n):
         if now > 0 and len(fx.allowed) > 0 and not fx.allowed[s, d]:
             return np.inf
     # Cheap checks come first: no head is called for a move that is not allowed.
-    n_exchanges = st.carried.shape[1]
-    n_kinds = len(fx.ids_by)
-    for i in range(st.memory.shape[1]):
-        st.trial_memory[0, i], st.trial_memory[1, i] = st.memory[a, i], st.memory[b, i]
-    for x in range(n_exchanges):
-        st.trial_carried[0, x], st.trial_carried[1, x] = st.carried[a, x], st.carried[b, x]
-    for k in range(n_kinds):
-        st.trial_ms[0, k], st.trial_ms[1, k] = st.ms[a, k], st.ms[b, k]
+    n_exchanges, n_kinds = st.carried.shape[1], len(fx.ids_by)
+    for slot in range(2):
+        d = a if slot == 0 else b
+        copy(st.trial_memory[slot], st.memory[d])
+        copy(st.trial_carried[slot], st.carried[d])
+        copy(st.trial_ms[slot], st.ms[d])
     for i in range(n):
         s, d, now = st.edit[i, 0], st.edit[i, 1], st.edit[i, 2]
         slot = 0 if d == a else 1
         was, then, k = fx.shard[s, st.held[s, d]], fx.shard[s, now], fx.kind[s]
-        add_change(fx, st.trial_memory[slot], was, then, fx.ids_by[k] - n_kinds)
+        replace_shard(fx, st.trial_memory[slot], was, then, fx.ids_by[k] - n_kinds)
         st.trial_carried[slot, k] += fx.outputs[then] - fx.outputs[was]
         st.trial_carried[slot, fx.ids_by[k]] += fx.ids[then] - fx.ids[was]
-        # The fused op of kind k on that device changes.
+        # The fused op of kind k on that device changes: its cost is not known yet.
         st.trial_ms[slot, k] = -1.0
     if not fits(fx, st, a, b, n):
         return np.inf
     if len(fx.kept) > 0 and moves_too_much(fx, st, n):
         return np.inf
-    n_features = st.sums.shape[2]
     for slot in range(2):
         d = a if slot == 0 else b
         for k in range(n_kinds):
-            for f in range(n_features):
-                st.trial_sums[slot, k, f] = st.sums[d, k, f]
-            if st.trial_ms[slot, k] < 0.0:
-                # An empty op costs exactly 0. Differences of encodings would leave rounding errors.
-                if st.trial_carried[slot, k] == 0:
-                    for f in range(n_features):
-                        st.trial_sums[slot, k, f] = 0.0
-                    st.trial_ms[slot, k] = 0.0
-                    continue
-                for i in range(n):
-                    s = st.edit[i, 0]
-                    if st.edit[i, 1] == d and fx.kind[s] == k:
-                        was, then = fx.shard[s, st.held[s, d]], fx.shard[s, st.edit[i, 2]]
-                        for f in range(n_features):
-                            st.trial_sums[slot, k, f] += fx.codes[then, f] - fx.codes[was, f]
-                st.trial_ms[slot, k] = head(st.trial_sums[slot, k], fx.parameters)
+            sums = st.trial_sums[slot, k]
+            copy(sums, st.sums[d, k])
+            if st.trial_ms[slot, k] >= 0.0:
+                continue
+            # An empty op costs exactly 0. Differences of encodings would leave rounding errors.
+            if st.trial_carried[slot, k] == 0:
+                sums[:] = 0.0
+                st.trial_ms[slot, k] = 0.0
+                continue
+            for i in range(n):
+                s = st.edit[i, 0]
+                if st.edit[i, 1] == d and fx.kind[s] == k:
+                    replace(sums, fx.codes[fx.shard[s, st.held[s, d]]], fx.codes[fx.shard[s, st.edit[i, 2]]])
+            st.trial_ms[slot, k] = head(sums, fx.parameters)
         st.trial_load[slot] = load_of(
             fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.trial_ms[slot]), st.trial_carried[slot]
         )
     # Norms change by the two devices' terms only.
     norm, ref = st.trial_norm, st.ref
     copy_norm(norm, st.norm)
-    for x in range(n_exchanges):
-        st.trial_all_carried[x] = st.all_carried[x]
+    copy(st.trial_all_carried, st.all_carried)
     for slot in range(2):
         d = a if slot == 0 else b
         norm[0, 0] += power(st.trial_load[slot] / ref[0, 0]) - power(st.load[d] / ref[0, 0])
@@ -311,20 +314,17 @@ def accept(fx, st, a, b, n):
         changes = change_parts(fx, st, s, int64(st.held[s, d]), st.edit[i, 2]) or changes
         note(st, s, d, int64(st.held[s, d]))
         hold(fx, st, s, d, st.edit[i, 2])
-    # Copy the trial's results rather than compute them again.
+    # The trial has computed all results already.
     for slot in range(2):
         d = a if slot == 0 else b
-        for x in range(st.carried.shape[1]):
-            st.hosts[fx.host[d], x] += st.trial_carried[slot, x] - st.carried[d, x]
-            st.all_carried[x] += st.trial_carried[slot, x] - st.carried[d, x]
-            st.carried[d, x] = st.trial_carried[slot, x]
+        replace(st.hosts[fx.host[d]], st.carried[d], st.trial_carried[slot])
+        replace(st.all_carried, st.carried[d], st.trial_carried[slot])
+        copy(st.carried[d], st.trial_carried[slot])
+        copy(st.ms[d], st.trial_ms[slot])
         for k in range(st.ms.shape[1]):
-            st.ms[d, k] = st.trial_ms[slot, k]
-            for f in range(st.sums.shape[2]):
-                st.sums[d, k, f] = st.trial_sums[slot, k, f]
+            copy(st.sums[d, k], st.trial_sums[slot, k])
         st.on_host[fx.host[d]] += st.trial_memory[slot, ON_HOST] - st.memory[d, ON_HOST]
-        for i in range(st.memory.shape[1]):
-            st.memory[d, i] = st.trial_memory[slot, i]
+        copy(st.memory[d], st.trial_memory[slot])
         st.left[d] = st.trial_left[slot]
         st.load[d] = st.trial_load[slot]
     copy_norm(st.norm, st.trial_norm)

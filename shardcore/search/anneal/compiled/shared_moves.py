@@ -7,7 +7,7 @@ from numba import int64
 
 from shardcore.core.jit import inner
 from shardcore.search.anneal.compiled.arrays import LOG, N_SHARED, OVER, WORST
-from shardcore.search.anneal.compiled.cost import copy_norm, energy_of, load_of, power, total_of
+from shardcore.search.anneal.compiled.cost import add, copy, copy_norm, energy_of, load_of, power, total_of
 from shardcore.search.anneal.compiled.moves import below, uniform
 from shardcore.search.anneal.compiled.state import hold, note, recompute, set_group, undo
 
@@ -63,21 +63,18 @@ def propose_shared(fx, st):
 @inner
 def try_group(head, fx, st, slot, g, leaves, comes):
     """Fill trial_group_*[slot] for group g after one strip leaves and another comes. -1: no such strip."""
-    y = fx.group_layout[g]
+    y, sums = fx.group_layout[g], st.trial_group_sums[slot]
     st.trial_group_size[g] = st.group_size[g]
-    for f in range(st.group_sums.shape[1]):
-        st.trial_group_sums[slot, f] = st.group_sums[g, f]
+    copy(sums, st.group_sums[g])
     if leaves >= 0:
         st.trial_group_size[g] -= fx.shared_size[y, leaves]
-        for f in range(st.group_sums.shape[1]):
-            st.trial_group_sums[slot, f] -= fx.shared_codes[y, leaves, f]
+        for f in range(len(sums)):
+            sums[f] -= fx.shared_codes[y, leaves, f]
     if comes >= 0:
         st.trial_group_size[g] += fx.shared_size[y, comes]
-        for f in range(st.group_sums.shape[1]):
-            st.trial_group_sums[slot, f] += fx.shared_codes[y, comes, f]
+        add(sums, fx.shared_codes[y, comes])
     # Sizes are whole numbers, so that an empty group is exactly 0.
-    some = st.trial_group_size[g] > 0.0
-    st.trial_group_ms[slot] = head(st.trial_group_sums[slot], fx.parameters) if some else 0.0
+    st.trial_group_ms[slot] = head(sums, fx.parameters) if st.trial_group_size[g] > 0.0 else 0.0
 
 
 @inner
@@ -87,24 +84,21 @@ def change_shared(head, fx, st, threshold):
     if b < 0:
         return False
     moves = leaves >= 0 and comes < 0 and to >= 0  # between groups
-    n, n_features, norm, ref = len(st.load), st.sums.shape[2], st.trial_norm, st.ref
+    n, norm, ref = len(st.load), st.trial_norm, st.ref
     y = fx.group_layout[start if start >= 0 else to]
-    for g in range(len(st.group_size)):
-        st.trial_group_size[g] = st.group_size[g]
+    copy(st.trial_group_size, st.group_size)
     # int64(...): numba would compile a function again for each constant.
     if start >= 0:
         try_group(head, fx, st, int64(0), start, leaves, comes if to == start else back)
     if to >= 0 and to != start:
         try_group(head, fx, st, int64(1), to, back, leaves if moves else comes)
-    # What b holds, after the move, of strips that run as these do on one device.
+    # Encodings of b's op for such strips after the move.
     k = fx.kind[leaves if leaves >= 0 else comes]
-    carried = st.trial_carried[0]
-    # What exchanges bring ids to b, and to the groups.
+    carried, sums = st.trial_carried[0], st.trial_sums[0, 0]
+    # The exchanges that bring ids to b, and to the groups.
     ids, shared_by = fx.ids_by[k], fx.shared_ids_by[y]
-    for x in range(len(carried)):
-        carried[x] = st.carried[b, x]
-    for f in range(n_features):
-        st.trial_sums[0, 0, f] = st.sums[b, k, f]
+    copy(carried, st.carried[b])
+    copy(sums, st.sums[b, k])
     # The strip that leaves comes whole to b.
     if leaves >= 0 and not moves:
         if len(fx.allowed) > 0 and not fx.allowed[leaves, b]:
@@ -112,15 +106,14 @@ def change_shared(head, fx, st, threshold):
         shard = fx.shard[leaves, fx.size[leaves]]
         carried[k] += fx.outputs[shard]
         carried[ids] += fx.ids[shard]
-        for f in range(n_features):
-            st.trial_sums[0, 0, f] += fx.codes[shard, f]
+        add(sums, fx.codes[shard])
     if comes >= 0:
         shard = fx.shard[comes, fx.size[comes]]
         carried[k] -= fx.outputs[shard]
         carried[ids] -= fx.ids[shard]
-        for f in range(n_features):
-            st.trial_sums[0, 0, f] -= fx.codes[shard, f]
-    ms = head(st.trial_sums[0, 0], fx.parameters) if carried[k] > 0 else 0.0
+        for f in range(len(sums)):
+            sums[f] -= fx.codes[shard, f]
+    ms = head(sums, fx.parameters) if carried[k] > 0 else 0.0
     # Bytes of ids that each device of group `start` loses, and of group `to` gains.
     out_ids = fx.shared_ids[y, leaves] if leaves >= 0 else 0
     in_ids = (fx.shared_ids[y, leaves] if moves else fx.shared_ids[y, comes]) if to >= 0 else 0

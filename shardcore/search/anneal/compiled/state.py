@@ -1,4 +1,4 @@
-"""Keeping a State up to date: what devices hold, what groups share, and the way back to the best plan."""
+"""Updates of a State: strips of devices, strips of groups, and the way back to the best plan."""
 
 from numba import float64, int64, void
 
@@ -16,8 +16,8 @@ from shardcore.search.anneal.compiled.arrays import (
     problem_at,
     state_at,
 )
-from shardcore.search.anneal.compiled.cost import cost_of, energy_of, load_of, power, total_of
-from shardcore.search.anneal.compiled.memory import add, all_left, expect, frame, shared_row
+from shardcore.search.anneal.compiled.cost import add, copy, cost_of, energy_of, load_of, power, total_of
+from shardcore.search.anneal.compiled.memory import add_shard, all_left, expect, frame, shared_row
 from shardcore.search.anneal.compiled.pointers import WORDS, entry
 
 
@@ -70,7 +70,7 @@ def set_group(st, s, group):
 
 @inner
 def note(st, s, d, was):
-    """Log what a step is about to change. d: a device, or -1 where `was` is the strip's group."""
+    """Log the state before a change. d: a device, or -1 where `was` is the strip's group."""
     at = st.number[LOG]
     st.log[at, 0], st.log[at, 1], st.log[at, 2] = s, d, was
     st.number[LOG] += 1
@@ -100,9 +100,8 @@ def undo(fx, st, until):
 def recompute_groups(head, fx, st):
     """Compute group_* from `group`, and from them shared_ms and own_ms of each device."""
     for g in range(len(st.group_size)):
-        st.group_size[g] = fx.given_size[g]
-        for f in range(st.group_sums.shape[1]):
-            st.group_sums[g, f] = fx.given_codes[g, f]
+        st.group_size[g] = fx.fixed_size[g]
+        copy(st.group_sums[g], fx.fixed_codes[g])
     st.group_memory[:] = 0.0
     st.group_ids[:] = 0
     for i in range(st.number[N_SHARED]):
@@ -112,15 +111,14 @@ def recompute_groups(head, fx, st):
         st.group_size[g] += fx.shared_size[y, s]
         r = fx.shared_ids_by[y] - len(fx.ids_by)
         for e in range(2):
-            add(fx, st.group_memory[e, g], shared_row(fx, e, y, s), r)
+            add_shard(fx, st.group_memory[e, g], shared_row(fx, e, y, s), r)
         st.run_shards[r] += 1
         st.run_outputs[r] += fx.local_outputs[s] * fx.size[s]
         st.run_rank[r] = min(st.run_rank[r], fx.rank[s])
         st.value[EVERY] += fx.local_ids[s] + fx.bucketized[y, s]
         st.value[STEPPED] = max(st.value[STEPPED], fx.stepped[y, s])
         st.group_ids[g] += fx.shared_ids[y, s]
-        for f in range(st.group_sums.shape[1]):
-            st.group_sums[g, f] += fx.shared_codes[y, s, f]
+        add(st.group_sums[g], fx.shared_codes[y, s])
     for g in range(len(st.group_size)):
         st.group_ms[g] = head(st.group_sums[g], fx.parameters) if st.group_size[g] > 0.0 else 0.0
     # In each layout a device is in one group at most. Over layouts its costs add up.
@@ -143,44 +141,38 @@ def recompute(head, fx, st):
     n_devices, n_exchanges = st.carried.shape
     n_kinds = len(fx.ids_by)
     for r in range(len(st.run_shards)):
-        st.run_shards[r], st.run_partial[r] = int64(fx.given_runs[r, 0]), int64(fx.given_runs[r, 1])
-        st.run_outputs[r], st.run_rank[r] = fx.given_runs[r, 2], int64(fx.given_runs[r, 3])
-    st.value[EVERY], st.value[STEPPED] = fx.waiting_ids + fx.given_every, fx.given_stepped
+        st.run_shards[r], st.run_partial[r] = int64(fx.fixed_runs[r, 0]), int64(fx.fixed_runs[r, 1])
+        st.run_outputs[r], st.run_rank[r] = fx.fixed_runs[r, 2], int64(fx.fixed_runs[r, 3])
+    st.value[EVERY], st.value[STEPPED] = fx.waiting_ids + fx.fixed_every, fx.fixed_stepped
     recompute_groups(head, fx, st)
     for d in range(n_devices):
-        for i in range(st.memory.shape[1]):
-            st.memory[d, i] = fx.given_memory[d, i]
-        for x in range(n_exchanges):
-            st.carried[d, x] = fx.given_carried[d, x]
+        copy(st.memory[d], fx.fixed_memory[d])
+        copy(st.carried[d], fx.fixed_carried[d])
     for y in range(len(fx.shared_once)):
         for d in range(n_devices):
             g = fx.group_of[y, d]
             if g >= 0:
-                for i in range(st.memory.shape[1]):
-                    st.memory[d, i] += st.group_memory[fx.is_last[y, d], g, i]
+                add(st.memory[d], st.group_memory[fx.is_last[y, d], g])
                 st.carried[d, fx.shared_ids_by[y]] += st.group_ids[g]
     st.hosts[:] = 0
     st.all_carried[:] = 0
     for d in range(n_devices):
         for k in range(n_kinds):
-            for f in range(st.sums.shape[2]):
-                st.sums[d, k, f] = fx.given_sums[d, k, f]
+            copy(st.sums[d, k], fx.fixed_sums[d, k])
         # Go over held strips only: most entries of `held` are 0.
         for i in range(st.count[d]):
             s = st.strips[d, i]
             shard, k = fx.shard[s, st.held[s, d]], fx.kind[s]
-            add(fx, st.memory[d], shard, fx.ids_by[k] - n_kinds)
+            add_shard(fx, st.memory[d], shard, fx.ids_by[k] - n_kinds)
             expect(fx, st, s, int64(st.held[s, d]))
             st.carried[d, k] += fx.outputs[shard]
             st.carried[d, fx.ids_by[k]] += fx.ids[shard]
-            for f in range(st.sums.shape[2]):
-                st.sums[d, k, f] += fx.codes[shard, f]
+            add(st.sums[d, k], fx.codes[shard])
         for k in range(n_kinds):
             # An empty op is not launched, so it costs 0.
             st.ms[d, k] = head(st.sums[d, k], fx.parameters) if st.carried[d, k] > 0 else 0.0
-        for x in range(n_exchanges):
-            st.hosts[fx.host[d], x] += st.carried[d, x]
-            st.all_carried[x] += st.carried[d, x]
+        add(st.hosts[fx.host[d]], st.carried[d])
+        add(st.all_carried, st.carried[d])
         st.load[d] = load_of(fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.ms[d]), st.carried[d])
     frame(fx, st)
     all_left(fx, st)

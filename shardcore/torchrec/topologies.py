@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import LEVELS, links_of
-from shardcore.core.tiers import BELOW, TIERS, Memory, MemoryTier
+from shardcore.core.tiers import BELOW, TIERS, Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.validation import require, require_type
 from shardcore.torchrec import fields
@@ -39,40 +39,36 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, host_memory: bo
     require(0 <= reserved < 1, f"reserved is {reserved}; it needs to be a share of memory, 0 to below 1")
     _treated(topology)
     require_no_pods(topology.local_world_size)
-    on_cpu = topology.compute_device == "cpu"
+    storage, devices = _storage(topology), []
     for d in topology.devices:
-        held = d.storage.ddr if on_cpu else d.storage.hbm
+        capacity = getattr(d.storage, storage)
         require(
-            held * (1 - reserved) >= 1,
-            f"topology has {'ddr_cap' if on_cpu else 'hbm_cap'} {held} on "
-            f"rank {d.rank}; it needs bytes, of which some are left with {reserved:.0%} reserved",
+            capacity * (1 - reserved) >= 1,
+            f"topology has {storage}_cap {capacity} on rank {d.rank}; it needs bytes, of which some are left with "
+            f"{reserved:.0%} reserved",
         )
-    devices = tuple(
-        Device(
-            int((d.storage.ddr if on_cpu else d.storage.hbm) * (1 - reserved)),
-            host=f"host-{d.rank // topology.local_world_size}",
-        )
-        for d in topology.devices
-    )
-    ddr = host_memory and not on_cpu
-    return Topology(
-        devices,
-        links=links_of(**given_bandwidths(topology)),
-        memory=tuple(_memory(topology, TIERS[tier]) for tier in BELOW if ddr and TIERS[tier].torchrec),
-    )
+        # TorchRec numbers ranks host by host.
+        host = f"host-{d.rank // topology.local_world_size}"
+        devices.append(Device(int(capacity * (1 - reserved)), host=host))
+    memory = []
+    for tier in (TIERS[name] for name in BELOW if host_memory and storage == "hbm"):
+        if tier.torchrec is None:
+            continue
+        capacity, bandwidth = tier.torchrec
+        # Our tiers have one size for all hosts, so the smallest counts.
+        of_host = min(getattr(d.storage, capacity) for d in topology.devices) * topology.local_world_size
+        memory.append(Memory(tier.name, of_host, getattr(topology, bandwidth) / BYTES_PER_MS_PER_GBPS))
+    gbps: dict[str, Any] = given_bandwidths(topology)
+    return Topology(tuple(devices), links=links_of(**gbps), memory=tuple(memory))
 
 
-def _memory(topology: TheirTopology, tier: MemoryTier) -> Memory:
-    storage, bandwidth = tier.torchrec
-    return Memory(
-        tier.name,
-        min(getattr(d.storage, storage) for d in topology.devices) * topology.local_world_size,
-        getattr(topology, bandwidth) / BYTES_PER_MS_PER_GBPS,
-    )
+def _storage(topology: TheirTopology) -> str:
+    """TorchRec's name of the memory in which a device holds tables."""
+    return "ddr" if topology.compute_device == "cpu" else "hbm"
 
 
 def _treated(topology: TheirTopology) -> list[str]:
-    """Effects of its arguments that a price leaves out, a line each. Raises as `our_topology`."""
+    """A line for each argument whose effects a price leaves out. Raises as `our_topology`."""
     pod, hosts = getattr(topology, "_pod_size", None), topology.world_size // topology.local_world_size
     values = fields.values_of(topology)
     if pod == 1:  # one host is what we know
@@ -106,35 +102,36 @@ def given_bandwidths(topology: TheirTopology) -> dict[str, float | None]:
             f"topology has generalized_comms_bandwidths {type(theirs).__name__}; ShardCore "
             "prices BasicCommsBandwidths, or intra_host_bw and inter_host_bw"
         )
-    found = {}
-    for level in (row for row in LEVELS.values() if row.torchrec):
-        value, default = getattr(theirs, level.torchrec[0]), getattr(constants, level.torchrec[1])
-        found[level.name] = None if value == default else value / BYTES_PER_MS_PER_GBPS
-    return found
+    gbps = {}
+    for level in LEVELS.values():
+        if level.torchrec is not None:
+            value, default = getattr(theirs, level.torchrec[0]), getattr(constants, level.torchrec[1])
+            gbps[level.name] = None if value == default else value / BYTES_PER_MS_PER_GBPS
+    return gbps
 
 
 def default_memory(topology: TheirTopology) -> str:
     """Capacity that nobody may have given, for messages. "": it differs from TorchRec's default."""
     from torchrec.distributed.planner import constants
 
-    on_cpu = topology.compute_device == "cpu"
-    name, default = ("ddr_cap", constants.DDR_CAP) if on_cpu else ("hbm_cap", constants.HBM_CAP)
-    if any((d.storage.ddr if on_cpu else d.storage.hbm) != default for d in topology.devices):
+    storage = _storage(topology)
+    default = getattr(constants, f"{storage.upper()}_CAP")
+    if any(getattr(d.storage, storage) != default for d in topology.devices):
         return ""
     return (
-        f"devices count as {default / 2**30:g} GiB, TorchRec's default, which holds where {name} is not "
-        f"given: Topology({name}=bytes of a device)"
+        f"devices count as {default / 2**30:g} GiB, TorchRec's default, which holds where {storage}_cap is not "
+        f"given: Topology({storage}_cap=bytes of a device)"
     )
 
 
 def notes(topology: TheirTopology, host_memory: bool) -> list[str]:
-    """Defaults of a topology that were taken or left, a line each."""
+    """A line for each default of a topology that counts, or that the cost model replaces."""
     inner = next(iter(LEVELS))
     several = topology.world_size > topology.local_world_size
     unused = [
-        LEVELS[name].torchrec[0]
+        theirs[0]
         for name, gbps in given_bandwidths(topology).items()
-        if gbps is None and (several or name == inner)
+        if (theirs := LEVELS[name].torchrec) and gbps is None and (several or name == inner)
     ]
     lines = [default_memory(topology)]
     if unused:

@@ -1,4 +1,4 @@
-"""Sound files of every format for bench/fuzz.py."""
+"""Sound files of every format for tests/test_fuzz.py."""
 
 from __future__ import annotations
 
@@ -41,10 +41,6 @@ ROOT = Path(__file__).parents[1]
 REPORT, TABLES = "tbe-0-config-estimation-1.json", "tbe-0-tables.json"
 ENTRY = f"{'ab' * 16}.dir"
 """Entry of DVC's cache that lists the files of a folder."""
-
-
-class Nonsense(Exception):
-    """What was read cannot be used."""
 
 
 @dataclass(frozen=True)

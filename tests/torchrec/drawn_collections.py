@@ -1,18 +1,17 @@
 """A drawn model of several collections, and what its collectives carry in a step, as we say it.
 
-bench.traffic compares this with what TorchRec does.
+counted_traffic.py compares this with TorchRec.
 
 Shapes: D devices.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
+import training
 
 from shardcore.core.job import PAYLOADS, Job
 from shardcore.core.topology import Device, Topology
@@ -22,10 +21,6 @@ from shardcore.step.kinds import ID_CHANNELS, Channel, Layout, run_of, shards_on
 from shardcore.step.lower import lower
 from shardcore.step.output_bytes import payload_bytes
 from shardcore.step.scopes import SCOPES
-
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "torchrec"))
-
-import training
 
 SHAPES = ((1, 2), (2, 2), (1, 4))
 """Hosts, and devices on each."""

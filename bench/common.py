@@ -1,0 +1,121 @@
+"""Shared by the benches: command lines, progress, lines of JSON, drawn problems, arms and intervals."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from shardcore.core import progress
+from shardcore.core.errors import Infeasible, ShardCoreError
+from shardcore.core.links import links_of
+from shardcore.core.types import Plan, Problem, Setting
+from shardcore.cost.replay_metrics import Interval
+from shardcore.io import dataset, writing
+
+LINKS = {"links": links_of(within_host=1.0, latency_ms=0.2)}
+"""Given where only two processes were measured."""
+Arm = Callable[[Problem], Plan]
+
+
+# --- the command line ---------------------------------------------------------------------------------------
+
+
+def parser(
+    doc: str | None, arguments: Mapping[str, Any] | None = None, **options: Any
+) -> argparse.ArgumentParser:
+    """A parser with the docstring as help.
+
+    arguments: positional ones by name: the help, or a type and the help.
+    options: by name the default, or the default and the help. A type in the place of the default: there is
+        none. `...`: the option is needed, and a path. False: a switch. A tuple: one or more values.
+    """
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, given in (arguments or {}).items():
+        kind, words = (str, given) if isinstance(given, str) else given
+        made.add_argument(name, type=kind, help=words)
+    for name, given in options.items():
+        default, words = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+        flag, words = f"--{name.replace('_', '-')}", (words or "").replace("%", "%%")
+        if default is False:
+            made.add_argument(flag, action="store_true", help=words)
+        elif default is ...:
+            made.add_argument(flag, type=Path, required=True, help=words)
+        elif isinstance(default, type):
+            made.add_argument(flag, type=default, help=words)
+        elif isinstance(default, list):
+            made.add_argument(flag, type=type(default[0]), nargs="+", default=default, help=words)
+        else:
+            shown = f"{words} ({default})" if words else f"({default})"
+            made.add_argument(flag, type=type(default), default=default, help=shown)
+    return made
+
+
+def say(*words: Any) -> None:
+    """Tell on standard error how far the bench is."""
+    print(*words, file=sys.stderr, flush=True)
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+def lines_of(path: Path | None) -> list[dict[str, Any]]:
+    """Rows that a run wrote. None where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
+
+
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write all rows at once, so that a run may be killed at any time."""
+    writing.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def write_png(path: Path, figure: Any) -> None:
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    writing.write_atomic(path, content.getvalue())
+
+
+def kept(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The file's content; made and written first where there is none."""
+    if not path.exists():
+        writing.write_json(path, make())
+    return json.loads(path.read_text())
+
+
+def only_setting(folder: str | Path) -> Setting:
+    """Setting of a dataset's samples. Raises ShardCoreError for several."""
+    settings = dataset.settings(folder)
+    if len(settings) != 1:
+        words = "; ".join(map(str, settings))
+        raise ShardCoreError(f"{folder} holds samples of [{words}]; this bench needs one setting")
+    return settings[0]
+
+
+# --- arms and figures ---------------------------------------------------------------------------------------
+
+
+def timed(
+    arm: Arm, problem: Problem, clock: Callable[[], float] = time.process_time
+) -> tuple[Plan | None, float]:
+    """An arm's plan, None if it finds none, and its seconds."""
+    began = clock()
+    try:
+        plan = arm(problem)
+    except Infeasible:
+        plan = None
+    return plan, clock() - began
+
+
+def count_processor_seconds() -> None:
+    """From now on budgets count seconds of the processor: searches run in one thread."""
+    progress.time = SimpleNamespace(monotonic=time.process_time)
+
+
+def spoken(found: Interval, form: str = "{:.3f}") -> str:
+    return f"{form.format(found.mean)} ({form.format(found.low)} to {form.format(found.high)})"

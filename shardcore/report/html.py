@@ -1,0 +1,59 @@
+"""Self-contained pages: a document, and tables. Every text in them is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+STATIC = "default-src 'none'; style-src 'unsafe-inline'"
+"""Content security policy of a page without scripts: the browser loads nothing, and runs nothing."""
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 66rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; vertical-align: top; padding: .15rem .8rem .15rem 0; border-bottom: 1px solid #e5e5e5; }
+th:first-child, td:first-child, .words { text-align: left; } th { font-weight: 600; color: #555; }
+figure { margin: 1rem 0; } svg { width: 100%; height: auto; } .note { color: #666; } .warn { color: #a33; }
+"""
+
+
+class Link(NamedTuple):
+    """A cell of a table that leads to another page."""
+
+    text: str
+    address: str
+
+
+def document(title: str, body: Iterable[str], policy: str = STATIC, style: str = "") -> str:
+    """A page. body: its elements, as HTML. policy, style: of its own script and elements."""
+    return "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+            f"<title>{escape(title)}</title><style>{_STYLE}{style}</style></head><body>",
+            *body,
+            "</body></html>\n",
+        ]
+    )
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], words: Sequence[int] = ()) -> str:
+    """A table of cells. words: columns, other than the first, that are left-aligned."""
+
+    def line(tag: str, cells: Sequence[Any]) -> str:
+        aligned = [(" class=words" if i in words else "", _cell(c)) for i, c in enumerate(cells)]
+        return f"<tr>{''.join(f'<{tag}{mark}>{cell}</{tag}>' for mark, cell in aligned)}</tr>\n"
+
+    body = "".join(line("td", row) for row in rows)
+    return f"<table><thead>{line('th', headers)}</thead>\n<tbody>{body}</tbody></table>"
+
+
+def note(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Link):
+        return f'<a href="{escape(value.address)}">{escape(value.text)}</a>'
+    return escape(str(value))

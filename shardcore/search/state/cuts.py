@@ -1,0 +1,191 @@
+"""Cuts: how far tables have to be cut so that each fits on some device, alone with the local batch.
+
+Shapes: D devices, P phases of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shardcore.core.progress import ticking
+from shardcore.core.types import Placement, Problem, Shard, Table
+from shardcore.search.state.shards import (
+    Bundle,
+    bundles,
+    division,
+    equal_parts,
+    fixed_placements,
+    halve_columns,
+    searched_tables,
+    why_not,
+)
+from shardcore.step.id_bytes import sample_bytes
+from shardcore.step.kinds import WHOLE_ROWS, run_of, shards_on
+from shardcore.step.memory import held_bytes
+from shardcore.step.memory_account import Account
+from shardcore.step.memory_timeline import IDS_ALIVE
+from shardcore.step.shard_memory import run_batches
+
+
+class Cuts:
+    """Cuts of a problem's tables.
+
+    fixed: placements that every plan has.
+    bundles: all other tables, whole.
+    batches: each run's share of a local batch, with these tables whole. Empty if none may be.
+    account: memory of plans with these tables whole. cut_account: with all of them cut by columns.
+    may_hold: [D] bytes that devices may hold, without those of `fixed`.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.fixed = problem, fixed_placements(problem)
+        self.may_hold = held_bytes(problem)
+        self.bundles = bundles(map(Shard.whole, searched_tables(problem)), problem)
+        whole = [
+            Placement(WHOLE_ROWS.name, s, (0,))
+            for bundle in ticking(self.bundles)
+            for s in bundle
+            if why_not(WHOLE_ROWS, s.table, problem) is None
+        ]
+        self.batches = run_batches([*whole, *self.fixed], problem)
+        if self.batches:
+            self.account = Account.of(self.batches, problem)
+            cut = {run: replace(batch, cut=not run.local_batch) for run, batch in self.batches.items()}
+            self.cut_account = Account.of(cut, problem)
+            self._room = self._room_of(self.account)
+            of_fixed = self.account.loads(self.fixed).max(1)
+            self.may_hold = [n - math.ceil(taken) for n, taken in zip(self.may_hold, of_fixed, strict=True)]
+
+    def shards(self) -> list[Shard] | None:
+        """All tables, whole or cut as little as possible. None: they do not fit so."""
+        vectors = [self.vector(bundle) for bundle in ticking(self.bundles)]
+        if self.batches:
+            together = sum((v for v in vectors if v is not None), np.zeros(self._room.shape[1]))
+            # All devices together hold the sum, and each holds the tables on all devices.
+            too_much = (together > np.maximum(self._room, 0).sum(0) * (1 + 1e-9)).any()
+            if too_much or (self.fixed and (self._room < -0.5).any()):
+                return None
+        parts: list[Sequence[Shard]] = []
+        for bundle, vector in zip(self.bundles, vectors, strict=True):
+            cut = bundle if self._fits_whole(bundle, vector) else self.cut_of(bundle)
+            if cut is None:
+                return None
+            parts.append(cut)
+        return [s for cut in parts for s in cut] if self._make_equally_wide(parts) else None
+
+    def vector(self, shards: Iterable[Shard]) -> np.ndarray | None:
+        """[P] bytes that a device has of shards by columns. None if some table may not be whole or cut so."""
+        shards = list(shards)
+        if not all(why_not(WHOLE_ROWS, s.table, self.problem) is None for s in shards):
+            return None
+        vectors = [self.account.vector(run_of(WHOLE_ROWS.name, s.table), s) for s in shards]
+        return np.sum(vectors, axis=0)
+
+    def fits_whole(self, bundle: Bundle) -> bool:
+        """Tell if the tables of a bundle, whole, fit on some device."""
+        return self._fits_whole(bundle, self.vector(bundle))
+
+    def _fits_whole(self, bundle: Bundle, vector: np.ndarray | None) -> bool:
+        problem, table = self.problem, bundle[0].table
+        if vector is None or table.dim > problem.topology.most_columns:
+            return False
+        room = self._room[list(problem.allowed_devices(table.name))]
+        return bool((vector <= room).all(1).any())
+
+    def _room_of(self, account: Account) -> np.ndarray:
+        """[D, P] bytes that devices have for shards."""
+        return account.limits - account.base - account.loads(self.fixed)
+
+    def _make_equally_wide(self, parts: list[Sequence[Shard]]) -> bool:
+        """Cut the sequences of a collection equally wide, as TorchRec needs. Tell if they fit so."""
+        cut: dict[str, list[int]] = defaultdict(list)
+        for i, (first, *_) in enumerate(parts):
+            if first.table.sequence and first.width < first.table.dim:
+                cut[first.table.collection].append(i)
+        for at in cut.values():
+            tables, narrowest = [parts[i][0].table for i in at], min(parts[i][0].width for i in at)
+            widths = range(narrowest, 0, -1)
+            width = next((w for w in widths if all(self._fits_equally(t, w) for t in tables)), None)
+            if width is None:
+                return False
+            for i, table in zip(at, tables, strict=True):
+                parts[i] = equal_parts(table, table.dim // width)
+        return True
+
+    def _fits_equally(self, table: Table, width: int) -> bool:
+        """Tell if a table may be cut into parts of a width that fit."""
+        return (
+            table.dim % width == 0
+            and width % self.problem.unit_width(table) == 0
+            and table.dim // width <= len(self.problem.allowed_devices(table.name))
+            and self._fits(equal_parts(table, table.dim // width))
+        )
+
+    def cut_of(self, bundle: Bundle) -> Sequence[Shard] | None:
+        """A table in shards of which each fits on some device. None if there are none."""
+        problem, table = self.problem, bundle[0].table
+        if len(bundle) > 1 or table.name in problem.whole:
+            return None
+        divided, by_columns = division(table, problem), why_not(WHOLE_ROWS, table, problem) is None
+        ranges = [s for _, s in shards_on(divided)] if divided and self._fits_divided(divided) else None
+        if not by_columns or (table.sequence and ranges):
+            return ranges
+        if table.sequence:
+            numbers = range(2, len(problem.allowed_devices(table.name)) + 1)
+            widths = (table.dim // n for n in numbers if table.dim % n == 0)
+            width = next((w for w in widths if self._fits_equally(table, w)), None)
+            return None if width is None else equal_parts(table, table.dim // width)
+        parts = [Shard.whole(table)]
+        while parts[0].width > problem.most_width(table) or not self._fits(parts):
+            halves = []
+            for shard in parts:
+                if (both := halve_columns(shard, problem.unit_width(table))) is None:
+                    return ranges
+                halves += both
+            parts = halves
+        return parts
+
+    def needs(self, parts: Sequence[Shard]) -> np.ndarray:
+        """[P] bytes that a device takes of the widest of a table's parts, with the ids of all."""
+        table, widest = parts[0].table, max(parts, key=lambda s: s.width)
+        ids = (len(parts) - 1) * sample_bytes(table, self.problem.job) * self.problem.local_batch * IDS_ALIVE
+        return self.cut_account.vector(run_of(WHOLE_ROWS.name, table), widest) + ids
+
+    def _fits(self, parts: Sequence[Shard]) -> bool:
+        """Tell if each of some parts of a table fits on a device."""
+        allowed = list(self.problem.allowed_devices(parts[0].table.name))
+        return bool((self.needs(parts) <= self._room_of(self.cut_account)[allowed]).all(1).any())
+
+    def with_division(self, divided: Placement) -> Account:
+        """The account with a table's rows divided. It counts the table's outputs twice."""
+        return Account.of(self.batches | run_batches([divided], self.problem), self.problem)
+
+    def _fits_divided(self, divided: Placement) -> bool:
+        """Tell if each row range fits on its device."""
+        account, devices = self.with_division(divided), list(divided.devices)
+        return bool((account.loads([divided]) <= self._room_of(account))[devices].all())
+
+    def needed(self, shards: Sequence[Shard], n_devices: int) -> int:
+        """Bytes that tables by columns take on so many devices together, in the largest phase."""
+        vector = self.vector(self._by_columns(shards))
+        if vector is None or not vector.any():
+            return 0
+        each = self.account.base if self.batches else 0.0
+        return math.ceil(np.max((vector + n_devices * each)[: self.account.phases]))
+
+    def lacking_together(self, shards: Sequence[Shard]) -> int:
+        """Bytes that shards lack on all devices together, in the phase in which they lack most."""
+        by_columns = self._by_columns(shards)
+        vector = self.vector(by_columns)
+        if not by_columns or vector is None:
+            return 0
+        lacks = vector - np.maximum(self._room, 0).sum(0)
+        return math.ceil(lacks[: self.account.phases].max())
+
+    def _by_columns(self, shards: Sequence[Shard]) -> list[Shard]:
+        return [s for s in shards if why_not(WHOLE_ROWS, s.table, self.problem) is None]

@@ -1,0 +1,247 @@
+"""Refusal: why a problem does not fit, and how much more memory, or how many more devices, would do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from shardcore.core.constraints import Constraints
+from shardcore.core.topology import DEFAULT_RESERVE, default_reserve
+from shardcore.core.types import Problem, Shard, Table
+from shardcore.search.state.cuts import Cuts
+from shardcore.search.state.packing import roomiest
+from shardcore.search.state.shards import Bundle, division, equal_parts, why_not
+from shardcore.step.kinds import WHOLE_ROWS, device_names, even_share
+from shardcore.step.memory import gib, held_bytes
+
+MOST_DEVICES = 256
+"""The largest number of further devices that a remedy suggests."""
+
+
+def refusal(problem: Problem) -> str:
+    """The first thing that is too large, and remedies. The problem must not fit."""
+    reserved = problem.constraints.reserved_bytes
+    kept = f" ({gib(reserved)} of each stays free: constraints.reserved_bytes)" if reserved else ""
+    cuts = Cuts(problem)
+    reason = _fixed_too_large(cuts)
+    if cuts.fixed and not reason:
+        of_fixed = gib(held_bytes(problem)[0] - cuts.may_hold[0])
+        kept += f" ({of_fixed} of each is for tables on all devices: constraints.kinds)"
+    checks = (_sum_too_large, _one_too_large, _pins_too_large, _whole_too_large)
+    reason = reason or next(filter(None, (check(cuts) for check in checks)), None)
+    if not reason:
+        reason = (
+            f"no way was found to pack it: its tables, {gib(sum(t.bytes for t in problem.tables))} of weights, "
+            f"leave gaps that are too small on its {len(problem.topology)} devices. Tried: tables whole, cut by "
+            "columns, divided by rows and on all devices"
+        )
+    return f"problem {problem.name!r} does not fit: {reason}{kept}. {_remedy(problem)}"
+
+
+# --- reasons: each says what is too large. "": nothing is ---------------------------------------------------
+
+
+def _hold(available: int, needed: int) -> str:
+    return f"may hold {gib(available)}, {gib(needed - available)} too little"
+
+
+def _fixed_too_large(cuts: Cuts) -> str:
+    """The tables on all devices, if some device does not hold them."""
+    if not cuts.fixed:
+        return ""
+    needs = math.ceil((cuts.account.base + cuts.account.loads(cuts.fixed))[:, : cuts.account.phases].max())
+    least = min(held_bytes(cuts.problem))
+    if needs <= least:
+        return ""
+    return (
+        f"tables {shown(p.shard.table.name for p in cuts.fixed)}, on all devices (constraints.kinds), take "
+        f"{gib(needs)} of each with outputs; the smallest {_hold(least, needs)}"
+    )
+
+
+def _sum_too_large(cuts: Cuts) -> str:
+    """All tables, if they take more than all devices have."""
+    shards, n_devices = [s for bundle in cuts.bundles for s in bundle], len(cuts.may_hold)
+    lacks, available = cuts.lacking_together(shards), _available(cuts.may_hold)
+    if lacks <= 0:
+        return ""
+    return (
+        f"its {len(shards)} tables take {gib(available + lacks)} with their outputs; its {n_devices} "
+        f"devices may hold {gib(available)} together, {gib(lacks)} too little"
+    )
+
+
+def _one_too_large(cuts: Cuts) -> str:
+    """A table, or several kept on one device, that fit no device in any way."""
+    problem = cuts.problem
+    for bundle in cuts.bundles:
+        table = bundle[0].table
+        if cuts.fits_whole(bundle) or cuts.cut_of(bundle) is not None:
+            continue
+        largest = max(cuts.may_hold[d] for d in problem.allowed_devices(table.name))
+        where = " where it may live" if table.name in problem.pinned else ""
+        if table.name in problem.whole or len(bundle) > 1:
+            n_bytes = cuts.needed(bundle, 1)
+            what, why = f"{_describe(bundle, problem)} takes", ""
+        elif why_not(WHOLE_ROWS, table, problem) is not None:
+            why = _undividable(cuts, table)
+            return f"table {table.name!r} has to be divided by rows (constraints.kinds), and {why}"
+        else:
+            width = problem.unit_width(table)
+            narrow = cuts.needs(equal_parts(table, table.dim // width)) + cuts.cut_account.base
+            n_bytes = math.ceil(narrow[: cuts.cut_account.phases].max())
+            what, why = f"{width} columns of table {table.name!r} take", f", and {_undividable(cuts, table)}"
+        if n_bytes > largest:
+            return f"{what} {gib(n_bytes)} with outputs; the largest device{where} {_hold(largest, n_bytes)}{why}"
+    return ""
+
+
+def _undividable(cuts: Cuts, table: Table) -> str:
+    """Why the table's rows cannot be divided."""
+    problem, allowed = cuts.problem, cuts.problem.allowed_devices(table.name)
+    whole = division(table, problem)
+    if whole is None:
+        if len(allowed) == 1:
+            return "there is no other device to have some of its rows"
+        if set(allowed) >= set(problem.topology.on_hosts[0]) and not even_share(table.rows, len(allowed)):
+            return (
+                f"TorchRec cannot divide {table.rows} rows over {len(allowed)} devices: "
+                "the last would have none"
+            )
+        return (
+            "TorchRec divides rows over all devices, or a whole host, "
+            "where it may not be (constraints.pinned)"
+        )
+    account, may_hold = cuts.with_division(whole), held_bytes(problem)
+    needs = np.ceil((account.loads([whole]) + account.base)[:, : account.phases].max(1)).astype(int)
+    d = max(whole.devices, key=lambda d: needs[d] - may_hold[d])
+    which = f"{'all' if len(whole.devices) == len(may_hold) else 'its'} {len(whole.devices)} devices"
+    return (
+        f"its rows, which TorchRec divides evenly over {which}, take {gib(needs[d])} on device {d}, "
+        f"which may hold {gib(may_hold[d])}"
+    )
+
+
+def _pins_too_large(cuts: Cuts) -> str:
+    """Tables pinned to some devices that take more memory than these have.
+
+    This is Hall's condition, for each set of devices that some table is pinned to.
+    """
+    problem = cuts.problem
+    pinned: dict[frozenset[int], list[Table]] = {}
+    for table in (t for t in problem.tables if t.name in problem.pinned):
+        pinned.setdefault(frozenset(problem.pinned[table.name]), []).append(table)
+    for devices in sorted(pinned, key=len):
+        # All tables whose devices lie within this set compete for its memory.
+        tables = [t for within, several in pinned.items() if within <= devices for t in several]
+        needed = cuts.needed(list(map(Shard.whole, tables)), len(devices))
+        available = _available(cuts.may_hold[d] for d in devices)
+        if needed > available:
+            return (
+                f"the tables pinned to {device_names(sorted(devices))} (constraints.pinned), "
+                f"{shown(t.name for t in tables)}, take {gib(needed)} with their outputs; "
+                f"{'it' if len(devices) == 1 else 'they'} {_hold(available, needed)}"
+            )
+    return ""
+
+
+def _whole_too_large(cuts: Cuts) -> str:
+    """Tables that must stay whole, if no packing of them alone is found."""
+    problem = cuts.problem
+    tables = tuple(t for t in problem.tables if t.name in problem.whole)
+    if not tables:
+        return ""
+    names = [t.name for t in tables]
+    if len(tables) < len(problem.tables):
+        alone = replace(problem, tables=tables, constraints=problem.constraints.among(set(names)))
+        if roomiest(alone, quick=True)[1] <= 0:
+            return ""
+    why = ", ".join(sorted({str(problem.kept_whole_by(name)) for name in names}))
+    return (
+        f"tables {shown(names)} must stay whole ({why}) and no way was found to pack them side by side"
+        f"{' where they may live' if problem.pinned else ''}"
+    )
+
+
+def _available(may_hold: Iterable[int]) -> int:
+    return sum(max(0, n) for n in may_hold)
+
+
+def _describe(bundle: Bundle, problem: Problem) -> str:
+    """A bundle in the words of an error message."""
+    name = bundle[0].table.name
+    if len(bundle) > 1:
+        return f"the group {shown(s.table.name for s in bundle)}, kept on one device (constraints.together),"
+    return f"table {name!r}, which must stay whole ({problem.kept_whole_by(name)}),"
+
+
+def shown(names: Iterable[str]) -> str:
+    """The first few names, and how many more there are."""
+    names = list(names)
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+# --- remedies -----------------------------------------------------------------------------------------------
+
+
+def _remedy(problem: Problem) -> str:
+    """How much more memory per device, or how many more devices, would be enough, by the exact count."""
+    lacks = roomiest(problem)[1]
+    reserved_by_default = problem.constraints.reserved_bytes == default_reserve(problem.topology.devices)
+    # Of more memory, more is kept free.
+    more = round(lacks / (1 - DEFAULT_RESERVE)) if reserved_by_default else lacks
+    remedies = [f"{_enough(more)} more per device"]
+    if n := _more_devices(problem):
+        remedies.append(f"{n} more device{'s' * (n > 1)} like the largest")
+    # Would it fit without pins and bundles?
+    loose = replace(
+        problem,
+        job=replace(problem.job, tower_ratio=None),
+        constraints=Constraints(problem.constraints.reserved_bytes, problem.constraints.unsplit),
+    )
+    eased = loose.constraints != problem.constraints and _fits(loose)
+    all_on_devices = not any(t.in_host_memory for t in problem.tables)
+    return (
+        f"By the exact count {_enough(lacks)} are lacking. It would fit with {' or '.join(remedies)}, "
+        "or with less in the tables"
+        + ", or without its pins and groups" * eased
+        + ", or with rows in host memory (python -m shardcore tiers)" * all_on_devices
+    )
+
+
+def _fits(problem: Problem) -> bool:
+    plan, lacks = roomiest(problem, quick=True)
+    return plan is not None and lacks <= 0
+
+
+def _more_devices(problem: Problem) -> int | None:
+    """How many more devices like the largest are enough. The batch stays divisible. None if too many."""
+    devices = problem.topology.devices
+    largest = replace(max(devices, key=lambda d: d.memory_bytes), host=devices[-1].host)
+    numbers = [n for n in range(1, MOST_DEVICES + 1) if problem.global_batch % (len(devices) + n) == 0]
+
+    def enough(n: int) -> bool:
+        return _fits(replace(problem, topology=replace(problem.topology, devices=(*devices, *[largest] * n))))
+
+    # Enough devices stay enough with more. Doubling comes first, as many devices take long to try.
+    low, high = 0, 1
+    while high <= len(numbers) and not enough(numbers[high - 1]):
+        low, high = high, 2 * high
+    high = min(high, len(numbers))
+    if high <= low or (low and not enough(numbers[high - 1])):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(numbers[middle - 1]) else (middle, high)
+    return numbers[high - 1]
+
+
+def _enough(n_bytes: int) -> str:
+    """A size in words, rounded up."""
+    if n_bytes < 0.1 * 2**20:
+        return gib(n_bytes)
+    unit = 2**30 if n_bytes >= 0.1 * 2**30 else 2**20
+    return gib(math.ceil(10 * n_bytes / unit) / 10 * unit)

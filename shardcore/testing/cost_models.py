@@ -1,0 +1,98 @@
+"""Promises of cost models."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from shardcore.core.types import Plan, Problem, Shard
+from shardcore.cost.model import BoundableCostModel, CommCost, CostModel, price
+from shardcore.search import SHARDERS
+from shardcore.step.lower import lower
+from shardcore.testing.problems import with_slack
+
+
+class CostModelConformance:
+    """Promises of a cost model. Subclasses define `model`, and `problem` for one of another batch or hardware.
+
+    A search adds and subtracts encodings, prices many plans at once, and runs the head compiled. So it is
+    checked that all of these agree.
+    """
+
+    tolerance = 1e-9
+
+    def model(self) -> CostModel:
+        raise NotImplementedError
+
+    def problem(self) -> Problem:
+        return with_slack(0, 4, 4.0)
+
+    def _encoded(self) -> tuple[CostModel, np.ndarray]:
+        model = self.model().for_problem(self.problem())
+        return model, model.encode([Shard.whole(table) for table in self.problem().tables])
+
+    def _plans(self) -> tuple[CostModel, list[Plan]]:
+        problem = self.problem()
+        model = self.model().for_problem(problem)
+        return model, [SHARDERS["random"](problem, model, seed=seed) for seed in range(3)]
+
+    def test_it_is_a_cost_model_for_a_batch(self) -> None:
+        model = self.model().for_problem(self.problem())
+        assert isinstance(model, CostModel)
+        assert model.setting.batch == self.problem().global_batch
+
+    def test_encodings_are_rows_of_numbers_whatever_the_company(self) -> None:
+        model, codes = self._encoded()
+        shards = [Shard.whole(table) for table in self.problem().tables]
+        assert codes.shape == (len(shards), codes.shape[1]) and codes.dtype == np.float64
+        assert np.isfinite(codes).all()
+        apart = np.concatenate([model.encode([shard]) for shard in shards])
+        np.testing.assert_allclose(apart, codes, rtol=1e-5)
+
+    def test_heads_of_many_ops_and_of_one_agree_compiled_too(self) -> None:
+        model, codes = self._encoded()
+        sums = np.array([codes[:n].sum(0) for n in range(len(codes) + 1)])
+        ms, (head, parameters) = model.head(sums), model.compiled()
+        assert ms[0] == 0 and (ms[1:] > 0).all() and np.isfinite(ms).all()
+        np.testing.assert_allclose([model.head(s[None])[0] for s in sums], ms, rtol=self.tolerance)
+        np.testing.assert_allclose([head(s, parameters) for s in sums[1:]], ms[1:], rtol=self.tolerance)
+
+    def test_forward_is_a_share_of_an_op(self) -> None:
+        model, codes = self._encoded()
+        shares = model.forward_share(codes)
+        assert ((shares >= 0) & (shares <= 1)).all()
+
+    def test_collectives_of_many_plans_and_of_one_agree(self) -> None:
+        model, plans = self._plans()
+        problem = self.problem()
+        traffic = np.stack([lower(plan, problem).traffic for plan in plans], axis=1)
+        compute_ms = np.random.default_rng(0).uniform(1, 2, (len(plans), len(problem.topology)))
+        together = model.comm(traffic, compute_ms, problem.topology)
+        for i in range(len(plans)):
+            alone = model.comm(traffic[:, i], compute_ms[i], problem.topology)
+            for name in CommCost.__dataclass_fields__:
+                ms = np.broadcast_to(getattr(together, name), compute_ms.shape)
+                assert (ms >= 0).all(), name
+                np.testing.assert_allclose(ms[i], getattr(alone, name), rtol=self.tolerance, err_msg=name)
+
+    def test_prices_are_finite_and_repeat(self) -> None:
+        model, plans = self._plans()
+        for plan in plans:
+            workload = lower(plan, self.problem())
+            first = price(workload, model)
+            assert first == price(workload, model) and 0 < first.total_ms < math.inf
+            assert all(isinstance(sentence, str) for sentence in model.out_of_range(workload))
+
+    def test_the_model_for_bounds_never_costs_more(self) -> None:
+        model, codes = self._encoded()
+        bounding: BoundableCostModel | None = model.lower
+        if bounding is None:
+            return
+        sums, slack = np.cumsum(codes, axis=0), 1 + self.tolerance
+        assert (bounding.head(sums) <= model.head(sums) * slack).all()
+        rates = bounding.rates(sums[0])
+        assert (rates >= 0).all()
+        assert (bounding.launch_ms + sums @ rates <= bounding.head(sums) * slack).all()
+        fused = bounding.head(codes.sum(0, keepdims=True))[0] - bounding.launch_ms
+        assert fused * slack >= (bounding.head(codes) - bounding.launch_ms).sum()

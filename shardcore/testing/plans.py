@@ -1,0 +1,124 @@
+"""Checks of plans that share no code with the search."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import combinations_with_replacement, product
+
+import numpy as np
+
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
+from shardcore.cost.model import price
+from shardcore.search.state.shards import consolidate
+from shardcore.step import memory
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, possible_groups
+from shardcore.step.lower import lower
+from shardcore.testing.problems import BATCH, MIB, draw_tables, model_for
+from shardcore.torchrec.sharding_plan import sharded
+
+
+def times_placed(table: Table, shards: Iterable[Shard]) -> set[int]:
+    """How often cells of a table are placed, counted apart from `lower`: one count for each rectangle between
+    the edges of all shards, so exact however large the table is."""
+    shards = list(shards)
+    rows = sorted({0, table.rows, *(edge for s in shards for edge in (s.row_lo, s.row_hi))})
+    columns = sorted({0, table.dim, *(edge for s in shards for edge in (s.col_lo, s.col_hi))})
+    times = np.zeros((len(rows) - 1, len(columns) - 1), dtype=int)
+    for s in shards:
+        times[
+            bisect_left(rows, s.row_lo) : bisect_left(rows, s.row_hi),
+            bisect_left(columns, s.col_lo) : bisect_left(columns, s.col_hi),
+        ] += 1
+    return set(times.flat)
+
+
+def parts_of(placement: Placement) -> list[tuple[int, Shard]]:
+    """What each device has, worked out apart from `layouts`."""
+    shard, n = placement.shard, len(placement.devices)
+    if placement.kind in ("column", "data_parallel"):
+        return [(d, shard) for d in placement.devices]
+    each = math.ceil(shard.rows / n)
+    return [
+        (d, replace(shard, row_lo=i * each, row_hi=min((i + 1) * each, shard.rows)))
+        for i, d in enumerate(placement.devices)
+    ]
+
+
+def check_plan(plan: Plan, problem: Problem) -> None:
+    """What every plan has to be, so that TorchRec trains it."""
+    workload = lower(plan, problem)
+    for table in problem.tables:
+        mine = [p for p in plan.placements if p.shard.table == table]
+        sharded(mine, problem.topology)
+        once = (s for p in mine for _, s in (parts_of(p)[:1] if p.kind == "data_parallel" else parts_of(p)))
+        times = times_placed(table, once)
+        assert times == {1}, f"cells of {table.name} are placed {times} times"
+    assert list(workload.memory_bytes) == memory.used_bytes(plan, problem)
+    together = Counter((p.shard.table.name, d) for p in plan.placements for d in p.devices)
+    assert max(together.values()) == 1, (
+        f"several shards of one table on one device: {together.most_common(1)}"
+    )
+    assert plan.placements == consolidate(plan.placements)
+    split = {p.shard.table.name for p in plan.placements for _, s in parts_of(p) if s != Shard.whole(s.table)}
+    assert not split & set(problem.constraints.unsplit)
+    homes = {
+        t.name: {d for p in plan.placements if p.shard.table == t for d in p.devices} for t in problem.tables
+    }
+    for name, where in problem.constraints.pinned:
+        hosts = [problem.topology.devices[d].host for d in range(len(problem.topology))]
+        assert all(d in where or hosts[d] in where for d in homes[name]), (
+            f"{name} is on {homes[name]}, pinned to {where}"
+        )
+    for group in problem.constraints.together:
+        assert not split & set(group) and len(set.union(*(homes[name] for name in group))) == 1, (
+            f"{group} is not together"
+        )
+
+
+def every_plan(problem: Problem, columns_alone: bool = False) -> Iterator[Plan]:
+    """Every plan, up to which columns a group of devices holds, that has each table in one kind of
+    sharding."""
+
+    def ways(t: Table) -> Iterator[list[Placement]]:
+        for layout in (WHOLE_ROWS,) if columns_alone else LAYOUTS.values():
+            groups = possible_groups(layout, t.rows, problem.topology, None)
+            columns = t.dim // MIN_WIDTH if layout.cuts_columns else 1
+            for dealt in combinations_with_replacement(groups, columns):
+                edges = [t.dim * i // columns for i in range(columns + 1)]
+                yield [
+                    Placement(layout.name, Shard(t, 0, t.rows, *edges[i : i + 2]), g)
+                    for i, g in enumerate(dealt)
+                ]
+
+    for choice in product(*(list(ways(t)) for t in problem.tables)):
+        yield Plan(consolidate(p for placements in choice for p in placements))
+
+
+def tiny_problem(seed: int) -> Problem:
+    rng = np.random.default_rng(seed)
+    speeds = [1.0, 1.0] if seed % 2 else [1.0, 2.0]
+    return Problem(
+        "tiny", draw_tables(rng, 3, dims=(4, 8, 16)), Topology(tuple(Device(MIB, s) for s in speeds)), BATCH
+    )
+
+
+@cache
+def optima() -> list[tuple[Problem, float, float]]:
+    """Problems, and the least ms of all plans and of those that cut by columns alone."""
+    problems = [tiny_problem(seed) for seed in range(6)]
+    return [
+        (
+            p,
+            *(
+                min(price(lower(plan, p), model_for(p)).total_ms for plan in every_plan(p, alone))
+                for alone in (False, True)
+            ),
+        )
+        for p in problems
+    ]

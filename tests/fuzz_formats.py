@@ -1,0 +1,422 @@
+"""All formats that ShardCore reads: who reads each, how it is damaged, and how it is used.
+
+A format that is not here fails tests/test_readers.py: every function of shardcore/, tasks/ and flows/ that
+reads a file is a reader of a row. So nothing is read that tests/test_fuzz.py does not damage.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from fuzz_damage import (
+    Draw,
+    damage_batch,
+    damage_decision,
+    damage_json,
+    damage_model,
+    damage_part,
+    damage_rows,
+    damage_tensors,
+    damage_yaml,
+    one_of,
+)
+from fuzz_files import ENTRY, HAS_TORCHREC, REPORT, TABLES, Sound, hot_collection
+from mlflow.exceptions import MlflowException
+
+from flows.refresh import SECTIONS
+from shardcore.cli import published
+from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Plan, Problem, Shard
+from shardcore.cost import accuracy, neural, ranges, replay_records
+from shardcore.cost.model import CostModel, group_costs, price
+from shardcore.io import dataset, files, grouped_plans, model_files, replays, schema
+from shardcore.io.dlrm_datasets import dlrm_datasets_pool
+from shardcore.io.hot_ids import read_hot_ids
+from shardcore.io.row_counts import read_row_counts
+from shardcore.io.towers import read_towers
+from shardcore.plans import store
+from shardcore.search import SHARDERS
+from shardcore.search.decisions.provision import clusters, read_offers
+from shardcore.search.decisions.towers import tower_hosts
+from shardcore.search.learned.policy import place, read_policy
+from shardcore.step.lower import lower
+from shardcore.step.sharding_groups import members
+from shardcore.torchrec import dmp_collection, fbgemm_statistics, plan_files
+from tasks import cache, params, refresh, served_model
+
+if HAS_TORCHREC:
+    from shardcore.torchrec import hot_cold_rows
+
+Damage = Callable[[Path, Draw], None]
+Use = Callable[[Path, Sound], None]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of files.
+
+    parts: those of the sound files that it is.
+    damage, use: of a folder with its parts. use raises ShardCoreError for files that are refused, and
+        AssertionError for values that were read and cannot be.
+    readers: functions that read it, as FILE:FUNCTION.
+    """
+
+    parts: tuple[str, ...]
+    damage: Damage
+    use: Use
+    readers: tuple[str, ...]
+
+
+FORMATS: dict[str, Format] = {}
+
+
+def json_of(name: str, seal: bool = False) -> Damage:
+    return lambda folder, draw: damage_json(folder / name, draw, seal)
+
+
+def reads(
+    name: str,
+    *readers: str,
+    parts: tuple[str, ...] = (),
+    damage: Damage | None = None,
+    seal: bool = False,
+    needs: bool = True,
+) -> Callable[[Use], Use]:
+    """Enter the use of a format into FORMATS. Default: NAME.json, whose digest is made right if it has one."""
+
+    def enter(use: Use) -> Use:
+        if needs:
+            FORMATS[name] = Format(
+                parts or (f"{name}.json",), damage or json_of(f"{name}.json", seal), use, readers
+            )
+        return use
+
+    return enter
+
+
+def _is_cost(*values: Any) -> bool:
+    found = np.concatenate([np.ravel(np.asarray(v, dtype=float)) for v in values])
+    return bool(np.isfinite(found).all() and (found >= 0).all())
+
+
+def _priced(plan: Plan, problem: Problem, model: CostModel) -> None:
+    cost = price(lower(plan, problem), model)
+    assert _is_cost(cost.device_ms), f"it costs {cost.total_ms} ms"
+
+
+@reads("problem", "shardcore/io/files.py:read_problem")
+def use_problem(folder: Path, sound: Sound) -> None:
+    problem = files.read_problem(folder / "problem.json")
+    files.write_problem(folder / "again.json", problem)
+    assert files.read_problem(folder / "again.json") == problem, "written and read again it is another"
+    with contextlib.suppress(ShardCoreError):  # of what does not fit, say
+        _priced(SHARDERS["lookup_greedy"](problem, sound.model), problem, sound.model)
+
+
+@reads("pool", "shardcore/io/files.py:read_pool", "shardcore/cli/published.py:_with_statistics_of", seal=True)
+def use_pool(folder: Path, sound: Sound) -> None:
+    tables = files.read_pool(folder / "pool.json")
+    assert _is_cost(group_costs([[Shard.whole(t)] for t in tables], sound.model)), "a table's cost is no cost"
+    with contextlib.suppress(ShardCoreError):  # its tables have other widths
+        published._with_statistics_of(folder / "pool.json", sound.problem)
+
+
+@reads("plan", "shardcore/io/files.py:read_plan", seal=True)
+def use_plan(folder: Path, sound: Sound) -> None:
+    _priced(files.read_plan(folder / "plan.json", sound.problem), sound.problem, sound.model)
+
+
+@reads(
+    "grouped",
+    "shardcore/io/grouped_plans.py:is_grouped",
+    "shardcore/io/grouped_plans.py:read_grouped",
+    seal=True,
+)
+def use_grouped(folder: Path, sound: Sound) -> None:
+    grouped_plans.is_grouped(folder / "grouped.json")
+    found = grouped_plans.read_grouped(folder / "grouped.json", sound.problem)
+    lower(found.plan, found.problem)
+    assert members(sound.problem.topology, found.grouping), "there are no groups"
+
+
+@reads("dmp", "shardcore/torchrec/dmp_collection.py:read_dmp_collection", seal=True, needs=HAS_TORCHREC)
+def use_dmp(folder: Path, sound: Sound) -> None:
+    arguments, every = dmp_collection.read_dmp_collection(folder / "dmp.json")
+    assert every >= 1 and arguments["world_size"] % arguments["sharding_group_size"] == 0, "groups differ"
+
+
+@reads(
+    "model",
+    "shardcore/cost/neural.py:load",
+    "shardcore/io/model_files.py:read_model",
+    "shardcore/io/model_files.py:model_digest",
+    parts=("model",),
+    damage=lambda folder, draw: damage_model(folder, draw, "model"),
+)
+def use_model(folder: Path, sound: Sound) -> None:
+    model = neural.load(folder / "model")
+    model_files.model_digest(folder / "model")
+    workload = lower(sound.plan, sound.problem)
+    assert _is_cost(price(workload, model).device_ms), "its price is no cost"
+    sums = model.encode([p.shard for p in sound.plan.placements])
+    low, high = model.interval(sums, 0.9)
+    assert _is_cost(low, high) and (low <= high).all(), "its interval is none"
+    ranges.out_of_range(model, workload)
+
+
+@reads(
+    "policy",
+    "shardcore/search/learned/policy.py:read_policy",
+    parts=("policy",),
+    damage=lambda folder, draw: damage_model(folder, draw, "policy"),
+)
+def use_policy(folder: Path, sound: Sound) -> None:
+    policy = read_policy(folder / "policy")
+    _priced(place(policy, policy.name, sound.problem, sound.model), sound.problem, sound.model)
+
+
+@reads("offers", "shardcore/search/decisions/provision.py:read_offers")
+def use_offers(folder: Path, sound: Sound) -> None:
+    for cluster in clusters(sound.problem, read_offers(folder / "offers.json")):
+        assert _is_cost(cluster.price_per_hour, cluster.watts or 0.0), f"{cluster.words} has no price"
+
+
+@reads(
+    "plans",
+    *(
+        f"shardcore/plans/store.py:{name}"
+        for name in ("_read", "is_whole", "_pointer", "_holder", "load_page")
+    ),
+    parts=("plans",),
+    damage=damage_decision,
+)
+def use_plans(folder: Path, sound: Sound) -> None:
+    name = sound.problem.name
+    for decision in store.history(folder / "plans", name):
+        assert decision.problem == name, "a decision is another problem's"
+    plan, problem = store.load_plan(folder / "plans", name)
+    assert problem.name == name, "the plan is another problem's"
+    _priced(plan, problem, sound.model)
+    store.load_page(folder / "plans", name, sound.version)
+    store.prune(folder / "plans", name, store.FEWEST_KEPT)
+    assert store.load_plan(folder / "plans", name)[0] == plan, "pruning took the plan"
+
+
+@reads(
+    "replays",
+    "shardcore/io/replays.py:_read",
+    "shardcore/io/replays.py:_is_ours",
+    parts=("replays",),
+    damage=json_of("replays/replays.json", seal=True),
+)
+def use_replays(folder: Path, sound: Sound) -> None:
+    rows = replay_records.judge([replays.read(folder / "replays")], sound.model)
+    assert _is_cost([(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in rows]), "a replay's time is none"
+
+
+@reads(
+    "measurements",
+    "shardcore/io/dataset_parts.py:_read_part",
+    "shardcore/io/dataset_parts.py:_bounded",
+    parts=("measurements",),
+    damage=damage_part,
+)
+def use_measurements(folder: Path, sound: Sound) -> None:
+    where = folder / "measurements"
+    for setting in dataset.settings(where):
+        samples = [s for s in dataset.read_compute(where, setting) if s.error is None]
+        assert _is_cost(
+            [(s.total_ms, s.forward.q1_ms, s.backward.q3_ms, s.slowdown) for s in samples] or 0.0
+        ), "a timing is none"
+        if samples:
+            assert _is_cost(accuracy.predict(sound.model, samples)), "what was measured cannot be priced"
+        for s in dataset.read_comm(where, setting):
+            ways = s.request.row.ways
+            times_ms = [] if s.error else [x.median_ms for way in ways for x in getattr(s, way)]
+            assert s.error or _is_cost(times_ms, s.waiting_ms), "an exchange's time is none"
+    dataset.disturbed_ids(where, 0.02)
+    dataset.merge_parts(where)
+
+
+@reads("torchrec", "shardcore/torchrec/plan_files.py:_read", seal=True, needs=HAS_TORCHREC)
+def use_torchrec(folder: Path, sound: Sound) -> None:
+    plan = plan_files.read_torchrec(folder / "torchrec.json")
+    plan_files.read_qcomms(folder / "torchrec.json")
+    assert plan_files.from_json(plan_files.to_json(plan)) == plan, "written and read again it is another"
+
+
+@reads(
+    "fbgemm",
+    "shardcore/torchrec/fbgemm_statistics.py:read_statistics",
+    parts=("fbgemm",),
+    damage=lambda folder, draw: damage_json(folder / "fbgemm" / one_of(draw, REPORT, TABLES), draw),
+)
+def use_fbgemm(folder: Path, sound: Sound) -> None:
+    tables = fbgemm_statistics.reported_tables(folder / "fbgemm")
+    assert _is_cost(group_costs([[Shard.whole(t)] for t in tables], sound.model)), "a table's cost is no cost"
+
+
+@reads(
+    "params",
+    "tasks/params.py:section",
+    "tasks/params.py:require_section",
+    "tasks/refresh.py:override_params",
+    parts=("params.yaml",),
+    damage=lambda folder, draw: damage_yaml(folder / "params.yaml", draw),
+)
+def use_params(folder: Path, sound: Sound) -> None:
+    for name, cls in SECTIONS.items():
+        params.section(name, cls, folder / "params.yaml")
+        params.require_section(name, folder / "params.yaml")
+    with contextlib.chdir(folder):
+        refresh.override_params({"train": {"epochs": 3}}, SECTIONS)
+        assert params.section("train", SECTIONS["train"]).epochs == 3, "a written parameter is another"
+
+
+@reads(
+    "lock",
+    "tasks/cache.py:results",
+    "tasks/train.py:data_version",
+    parts=("dvc.lock",),
+    damage=lambda folder, draw: damage_yaml(folder / "dvc.lock", draw),
+)
+def use_lock(folder: Path, sound: Sound) -> None:
+    with contextlib.chdir(folder):
+        for path, md5 in cache.results():
+            assert (folder / path).resolve().is_relative_to(folder.resolve()), "a result is outside"
+            assert set(md5.removesuffix(".dir")) <= set("0123456789abcdef"), "a hash is none"
+
+
+@reads(
+    "cache",
+    "tasks/cache.py:_entries",
+    "tasks/cache.py:_md5",
+    parts=("cache",),
+    damage=json_of(f"cache/{ENTRY}"),
+)
+def use_cache(folder: Path, sound: Sound) -> None:
+    md5 = ENTRY.removesuffix(".dir")
+    entry = folder / md5[:2] / md5[2:]
+    entry.parent.mkdir()
+    (folder / "cache" / ENTRY).rename(f"{entry}.dir")
+    for copy, entry, right in cache._entries(folder, Path("data"), ENTRY):
+        assert not copy.is_absolute() and ".." not in copy.parts, "a result is outside"
+        assert entry.parent.parent == folder and len(right) == 32, "an entry is outside"
+        if entry.is_file():
+            cache._md5(entry)
+
+
+@reads(
+    "users",
+    "tasks/refresh.py:forget_dead_users",
+    "tasks/refresh.py:why",
+    parts=(".dvc",),
+    damage=json_of(".dvc/tmp/rwlock"),
+)
+def use_users(folder: Path, sound: Sound) -> None:
+    with contextlib.chdir(folder):
+        refresh.forget_dead_users()
+        left = json.loads(Path(".dvc/tmp/rwlock").read_bytes())
+        refresh.why(["error: Unable to acquire lock"])
+        if not left:
+            raise ShardCoreError("the list of users is not DVC's; it is written anew")
+        users = [*left["write"].values(), *(user for each in left["read"].values() for user in each)]
+        assert all(psutil.pid_exists(user["pid"]) for user in users), "a process that is gone is kept"
+
+
+@reads("towers", "shardcore/io/towers.py:read_towers")
+def use_towers(folder: Path, sound: Sound) -> None:
+    half = len(sound.problem.topology) // 2
+    topology = sound.problem.topology
+    devices = tuple(replace(d, host=f"host-{i // half}") for i, d in enumerate(topology.devices))
+    on_hosts = replace(sound.problem, topology=replace(topology, devices=devices))
+    found = tower_hosts(on_hosts, read_towers(folder / "towers.json"), sound.model)
+    assert 0 <= found.affinity_inside <= 1 + 1e-9 and _is_cost(found.loads), "affinity or loads are none"
+    _priced(SHARDERS["lookup_greedy"](found.problem, sound.model), found.problem, sound.model)
+
+
+@reads(
+    "hot_ids",
+    "shardcore/io/hot_ids.py:read_hot_ids",
+    "shardcore/io/tensor_files.py:read_tensors",
+    parts=("hot.safetensors",),
+    damage=lambda folder, draw: damage_tensors(folder / "hot.safetensors", draw),
+)
+def use_hot_ids(folder: Path, sound: Sound) -> None:
+    for hot in read_hot_ids(folder / "hot.safetensors").values():
+        assert len(hot.cold_ids(0, 3)) == 3 and hot.digest >= 0, "cold rows have no ids"
+        assert 0 <= hot.ids[0] and hot.ids[-1] < hot.rows, "an id is no row"
+
+
+@reads(
+    "row_counts",
+    "shardcore/io/row_counts.py:read_row_counts",
+    parts=("counts.safetensors",),
+    damage=lambda folder, draw: damage_tensors(folder / "counts.safetensors", draw),
+)
+def use_row_counts(folder: Path, sound: Sound) -> None:
+    found = read_row_counts(folder / "counts.safetensors")
+    for name, counts in found.counts.items():
+        of = found.of(name, len(counts))
+        assert 0 <= int(of.sum()) < 2**62 and (of >= 0).all(), "counts overflow"
+
+
+@reads(
+    "batch",
+    *(f"shardcore/io/dlrm_datasets.py:{name}" for name in ("_read_batch", "_unpacked", "_require_stored")),
+    parts=("batch.pt", "batch.pt.gz"),
+    damage=damage_batch,
+)
+def use_batch(folder: Path, sound: Sound) -> None:
+    for name in ("batch.pt", "batch.pt.gz"):
+        for table in dlrm_datasets_pool(folder / name):
+            assert table.rows >= 1 and table.pooling >= 0, "a table has no rows"
+
+
+@reads(
+    "rows",
+    "shardcore/torchrec/hot_cold_rows.py:_complete",
+    "shardcore/torchrec/hot_cold_rows.py:_read",
+    parts=("rows",),
+    damage=damage_rows,
+    needs=HAS_TORCHREC,
+)
+def use_rows(folder: Path, sound: Sound) -> None:
+    wanted = hot_collection()
+    hot_cold_rows.load_rows(wanted, sound.folder / "rows")
+    found = hot_collection()
+    hot_cold_rows.load_rows(found, folder / "rows")
+    of_wanted = wanted.state_dict()
+    # Rows may have been kept as FP16.
+    same = all(
+        torch.allclose(tensor, of_wanted[name], atol=1e-3) for name, tensor in found.state_dict().items()
+    )
+    assert same, "it loads other weights"
+
+
+@reads("request")
+def use_request(folder: Path, sound: Sound) -> None:
+    groups = [served_model.GroupInput(**g) for g in _objects(schema.read_json(folder / "request.json"))]
+    served = served_model.ServedCostModel()
+    served._model = sound.model
+    try:
+        answers = served.predict(None, groups)
+    except MlflowException as error:
+        assert error.error_code == "INVALID_PARAMETER_VALUE", f"it is answered as {error.error_code}"
+        raise ShardCoreError(error.message) from None
+    assert _is_cost([(a["ms"], a["forward_ms"], a["low_ms"], a["high_ms"]) for a in answers] or 0.0), (
+        "an answer is no cost"
+    )
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    """Arguments that MLflow passes on. It has checked the rest against the model's signature."""
+    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
+        raise ShardCoreError("the request is no list of objects")
+    return value

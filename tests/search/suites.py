@@ -1,0 +1,60 @@
+"""The conformance suite of each sharder: what shardcore.testing takes, and how much of it."""
+
+import pytest
+from policies import untrained
+
+from bench.peers import PEERS
+from shardcore.search import LEARNED, SHARDERS, Budget, greedy
+from shardcore.search import sharder as sharder_of
+from shardcore.testing import SharderConformance
+from shardcore.torchrec import sharder as torchrec_peer
+
+CHECKS = [name for name in dir(SharderConformance) if name.startswith("test_")]
+SHIPPED = (
+    "random",
+    *greedy.ORDERS,
+    "neuroshard",
+    "anneal",
+    "anneal_columns",
+    "portfolio",
+    "torchrec",
+    "dreamshard",
+    "dreamshard_direct_columns",
+    "autoshard",
+)
+"""Of learned ones, each network and each way to cut."""
+DRAWN = {
+    "random": 3,
+    **dict.fromkeys(greedy.ORDERS, 2),
+    "size_greedy": 15,
+    "anneal_columns": 3,
+    "portfolio": 5,
+    "milp": 4,
+    "torchrec": 3,
+    "embark": 5,
+    **dict.fromkeys(LEARNED, 2),
+}
+"""Drawn problems of a test: few for those that share their implementation with another, or are slow."""
+AT_MOST = {"portfolio": 1 + 1e-9, "anneal": 1 + 1e-9, "anneal_columns": 1 + 1e-9, "neuroshard": 1.10}
+"""Mean cost over that of the cheapest of all plans, of those for which that is known."""
+
+
+def suite(sharder: str) -> SharderConformance:
+    if sharder == "torchrec" and not torchrec_peer.installed():
+        pytest.skip(f"TorchRec is not installed: {torchrec_peer.INSTALL}")
+
+    class Suite(SharderConformance):
+        name = sharder
+        drawn = DRAWN.get(sharder, 10)
+        at_most = AT_MOST.get(sharder, float("inf"))
+        columns_alone = sharder == "anneal_columns"
+
+        def search(self, problem, model, *, seed=0, budget=None):
+            if sharder not in LEARNED:
+                return {**SHARDERS, **PEERS}[sharder](problem, model, seed=seed, budget=budget)
+            place = sharder_of(sharder, untrained(LEARNED[sharder][0]))
+            # Random plans of a random policy.
+            budget = budget and Budget(evals=min(budget.evals, 100))
+            return place(problem, model, seed=seed, budget=budget)
+
+    return Suite()

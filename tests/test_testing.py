@@ -1,0 +1,72 @@
+"""Conformance classes as others subclass them: for a sharder, cost models and decisions."""
+
+from dataclasses import replace
+
+import pytest
+from laws import by_hand
+from shardcore.search.decisions.tiers import Tiers
+
+from shardcore import SHARDERS, Constraints, ShardCoreError
+from shardcore.core.links import links_of
+from shardcore.search.decisions.groups import Groups
+from shardcore.testing import CostModelConformance, DecisionConformance, SharderConformance
+from shardcore.testing.problems import model_for, with_slack
+
+
+class TestSharder(SharderConformance):
+    name = "size_greedy"
+    drawn = 2
+
+    def search(self, problem, model, *, seed=0, budget=None):
+        return SHARDERS["size_greedy"](problem, model, seed=seed, budget=budget)
+
+
+class TestAnalyticModel(CostModelConformance):
+    def model(self):
+        return model_for(self.problem())
+
+
+class TestNeuralModel(CostModelConformance):
+    def model(self):
+        return by_hand()
+
+    def problem(self):
+        roomy = with_slack(0, 4, 40.0)
+        linked = replace(roomy.topology, links=links_of(within_host=100.0))
+        return replace(roomy, topology=linked, global_batch=by_hand().setting.batch)
+
+
+class TestGroups(DecisionConformance):
+    def decision(self):
+        return Groups(2)
+
+
+class TestTiers(DecisionConformance):
+    def decision(self):
+        return Tiers()
+
+
+class Dear(type(model_for(with_slack(0, 2, 4.0)))):
+    """A model whose heads of one and of several ops disagree."""
+
+    def head(self, sums):
+        return super().head(sums) * len(sums)
+
+
+def test_a_broken_model_is_noticed():
+    class Suite(CostModelConformance):
+        def model(self):
+            return Dear(model_for(self.problem()).setting)
+
+    with pytest.raises(AssertionError):
+        Suite().test_heads_of_many_ops_and_of_one_agree_compiled_too()
+
+
+def test_a_sharder_that_ignores_pins_is_noticed():
+    class Suite(TestSharder):
+        def search(self, problem, model, *, seed=0, budget=None):
+            free = replace(problem, constraints=Constraints())
+            return super().search(free, model, seed=seed, budget=budget)
+
+    with pytest.raises(ShardCoreError, match="pinned"):
+        Suite().test_plans_are_valid_and_say_where_they_come_from()
