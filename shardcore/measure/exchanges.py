@@ -7,7 +7,7 @@ torch 2.13). NCCL has the same interface and has not been run here.
 
 Over the hosts of a box, an all-to-all posts receives before sends. Gloo's own posts sends first: a late rank sends
 all its data before it announces that it can receive, so their connection carries one way after the other. Two hosts
-of two ranks then take up to 1.5 times as long (docs/decisions/measuring.md). NCCL's sends and receives do not wait for
+of two ranks then take up to 1.5 times as long (docs/decisions/many-hosts.md). NCCL's sends and receives do not wait for
 each other, and the box stands for its links.
 
 Shapes: n ranks of a group, B global batch, W columns of an op.
