@@ -25,7 +25,7 @@ class Reuse:
 
     bins: [REUSE_BINS] fractions of a batch's unique rows, by how often each is seen. They sum to 1, or are
         all 0 for a table that is never accessed.
-    batch: samples of the batch that it was taken at, without which the bins mean nothing.
+    batch: samples of the batch that was counted. The bins mean nothing without it.
     """
 
     bins: tuple[float, ...]
