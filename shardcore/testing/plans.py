@@ -111,14 +111,12 @@ def tiny_problem(seed: int) -> Problem:
 @cache
 def optima() -> list[tuple[Problem, float, float]]:
     """Problems, and the least ms of all plans and of those that cut by columns alone."""
-    problems = [tiny_problem(seed) for seed in range(6)]
-    return [
-        (
-            p,
-            *(
-                min(price(lower(plan, p), model_for(p)).total_ms for plan in every_plan(p, alone))
-                for alone in (False, True)
-            ),
+    found = []
+    for problem in map(tiny_problem, range(6)):
+        model = model_for(problem)
+        of_all, by_columns = (
+            min(price(lower(plan, problem), model).total_ms for plan in every_plan(problem, alone))
+            for alone in (False, True)
         )
-        for p in problems
-    ]
+        found.append((problem, of_all, by_columns))
+    return found
