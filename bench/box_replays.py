@@ -79,7 +79,7 @@ def of_box(
         for name, cost in one.costs.items()
     ]
     fitted = step_factors.fit(alone, told)
-    say(step_factors.said(alone, fitted, len(told)))
+    say(step_factors.summary(alone, fitted, len(told)))
     return fitted
 
 

@@ -65,7 +65,7 @@ from shardcore.measure.sampling.collectives import comm_request
 from shardcore.search import Budget, compare
 from shardcore.search.neuroshard import neuroshard
 from shardcore.search.portfolio import annealing as anneal
-from shardcore.search.state.shards import to_plan
+from shardcore.search.state.shards import placed, priced
 from shardcore.step.kinds import CHANNELS
 from shardcore.step.lower import Workload, lower
 
@@ -314,7 +314,10 @@ def compared(
     """seconds of each sharder, ms of those that find a plan, what the released search counts, and how far
     prices differ."""
     found = search(theirs, networks, problem)
-    plans = {"released": to_plan(found.shards, found.devices, problem, model)} if found.shards else {}
+    plans = {}
+    if found.shards:
+        placements = placed([(s,) for s in found.shards], found.devices, problem)
+        plans["released"] = priced(placements, problem, model)
     seconds = {"released": found.seconds}
     budgets = {**{f"{n:,} evals": Budget(evals=n) for n in EVALS}, "as long": Budget(seconds=found.seconds)}
     ours = {

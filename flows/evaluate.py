@@ -33,13 +33,13 @@ def evaluate() -> None:
 
 def result(accuracy: dict[str, float], replayed: dict[str, float]) -> str:
     """The result in one line: errors of predicted ms in percent, and rank correlations."""
-    said = (
+    text = (
         f"held-out groups: error {accuracy['compute_mape']:.1f}%, Kendall tau "
         f"{accuracy['compute_kendall_tau']:.2f}"
     )
     if replayed:
-        said += f"; replayed plans: error {replayed['mape']:.1f}%, Kendall tau {replayed['kendall_tau']:.2f}"
-    return said
+        text += f"; replayed plans: error {replayed['mape']:.1f}%, Kendall tau {replayed['kendall_tau']:.2f}"
+    return text
 
 
 if __name__ == "__main__":

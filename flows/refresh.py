@@ -62,7 +62,8 @@ def refresh(
     if push:
         require_pushable()
     override_params(overrides or {}, SECTIONS)
-    stages, targets = repro(target), [target]
+    stages = repro(target)
+    targets: list[Stage] = [target]
     if target == STAGES[-1] and params.section(OPTIONAL, TrainPolicyConfig).algorithm:
         stages += repro(OPTIONAL)[-1:]
         targets.append(OPTIONAL)

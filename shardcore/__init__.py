@@ -1,17 +1,22 @@
 """ShardCore: place the embedding tables of recommendation models on accelerators, by pre-train and search.
 
-The nouns are here; the verbs live in their modules and load when asked for:
+The nouns are here; the verbs and the protocols live in their modules and load at first use:
 
-  lower(plan, problem)       what one training step of a plan does          shardcore.step.lower
-  price(workload, model)     what a model predicts that it costs            shardcore.cost.model
-  load_model(folders)        a trained cost model, or one of each precision shardcore.cost.composite
-  SHARDERS                   name -> function(problem, model, seed=, budget=) -> Plan    shardcore.search
-  Budget(evals=, seconds=)   how long a search may run                       shardcore.search
-  replay(workload, setting)  what it costs, measured on real processes      shardcore.measure.replay
-  load_plan(root, name)      a published plan and its problem               shardcore.plans.store
+  lower(plan, problem)       work of one training step of a plan             shardcore.step.lower
+  price(workload, model)     its predicted cost                              shardcore.cost.model
+  replay(workload, setting)  its cost, measured on real processes            shardcore.measure.replay
+  load_model(folders)        a trained cost model, or one of each precision  shardcore.cost.composite
+  load_plan(root, name)      a published plan and its problem                shardcore.plans.store
+  SHARDERS                   by name: function(problem, model, seed=, budget=) -> Plan    shardcore.search
+  Budget(evals=, seconds=)   limit of a search                               shardcore.search
+  decide(problem, model, decisions, sharder)  plan under the best decisions  shardcore.search.decisions
+  CostModel, Sharder, Decision   what a model, a search or a decision has to offer
+
+Conformance suites for one's own are in shardcore.testing.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.constraints import Constraints
@@ -21,20 +26,38 @@ from shardcore.core.step_cost import StepCost
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 
+if TYPE_CHECKING:
+    from shardcore.cost.composite import load as load_model
+    from shardcore.cost.model import CostModel, price
+    from shardcore.measure.replay import replay
+    from shardcore.plans.store import load_plan
+    from shardcore.search import SHARDERS, Budget, Sharder
+    from shardcore.search.decisions.driver import Decision, decide
+    from shardcore.step.lower import lower
+
 __version__ = "0.1.0"
 
-_VERBS = {
+_LATE = {
+    "Budget": ("shardcore.search", "Budget"),
+    "CostModel": ("shardcore.cost.model", "CostModel"),
+    "Decision": ("shardcore.search.decisions.driver", "Decision"),
+    "SHARDERS": ("shardcore.search", "SHARDERS"),
+    "Sharder": ("shardcore.search", "Sharder"),
+    "decide": ("shardcore.search.decisions.driver", "decide"),
+    "load_model": ("shardcore.cost.composite", "load"),
+    "load_plan": ("shardcore.plans.store", "load_plan"),
     "lower": ("shardcore.step.lower", "lower"),
     "price": ("shardcore.cost.model", "price"),
-    "load_model": ("shardcore.cost.composite", "load"),
-    "Budget": ("shardcore.search", "Budget"),
-    "SHARDERS": ("shardcore.search", "SHARDERS"),
     "replay": ("shardcore.measure.replay", "replay"),
-    "load_plan": ("shardcore.plans.store", "load_plan"),
 }
+"""Module and attribute of each name that loads at first use. Type checkers see the imports above."""
 
 __all__ = [
+    "SHARDERS",
+    "Budget",
     "Constraints",
+    "CostModel",
+    "Decision",
     "Device",
     "Infeasible",
     "Placement",
@@ -45,18 +68,24 @@ __all__ = [
     "SettingMismatch",
     "Shard",
     "ShardCoreError",
+    "Sharder",
     "StepCost",
     "Table",
     "Topology",
     "Zipf",
-    *_VERBS,
+    "decide",
+    "load_model",
+    "load_plan",
+    "lower",
+    "price",
+    "replay",
 ]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _VERBS:
+    if name not in _LATE:
         raise AttributeError(f"module 'shardcore' has no attribute {name!r}")
-    module, attribute = _VERBS[name]
+    module, attribute = _LATE[name]
     with extras_named():
         return getattr(import_module(module), attribute)
 

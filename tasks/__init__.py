@@ -11,9 +11,9 @@ def _is_installed(name: str) -> bool:
 
 
 if _missing := [name for name in ("prefect", "ray", "mlflow", "dvc") if not _is_installed(name)]:
-    _said = (
+    _message = (
         f"flows and tasks need {', '.join(_missing)}, not installed here: "
         "pip install 'shardcore[pipeline]' (in a checkout: make setup)"
     )
     # While `python -m flows.STAGE` looks for its module, argv starts with "-m": a person gets a line.
-    raise SystemExit(f"error: {_said}") if sys.argv[:1] == ["-m"] else ImportError(_said)
+    raise SystemExit(f"error: {_message}") if sys.argv[:1] == ["-m"] else ImportError(_message)

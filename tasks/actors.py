@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -17,6 +18,8 @@ from shardcore.measure.local_ranks import Lost
 from shardcore.measure.supervise import START_S
 from tasks import services
 
+remote: Any = ray.remote
+"""ray.remote, whose types know no groups of concurrent calls."""
 _PLACE_S = 60.0
 """Seconds that a gang may wait for room."""
 _LOOK_EVERY_S = 5.0
@@ -26,17 +29,21 @@ _PROBE_S = 5.0
 """How long a rank may take to say that it is alive."""
 
 
-class Member:
-    """A rank of a gang. As an actor it needs a concurrency group "watch"."""
-
-    def __init__(self) -> None:
-        self.heard()
+class Meeting:
+    """A rank of a gang, where the others may meet it."""
 
     def address(self) -> str:
-        """Where the ranks meet, if this is the first."""
+        """Address where the ranks meet, if this is the first."""
         # for as long as this rank lives, or another process may get it first
         self._held = services.reserve_port("")
         return f"tcp://{ray.util.get_node_ip_address()}:{self._held.getsockname()[1]}"
+
+
+class Member(Meeting):
+    """A rank that tells for how long it is silent. As an actor it needs a concurrency group "watch"."""
+
+    def __init__(self) -> None:
+        self.heard()
 
     def heard(self) -> None:
         """For its work to call as it goes on."""
@@ -53,11 +60,11 @@ def when_started(calls: Sequence[Any]) -> list[Any]:
     no such device free)."""
     try:
         return ray.get(list(calls), timeout=START_S)
-    except ray.exceptions.GetTimeoutError:
+    except GetTimeoutError:
         raise ShardCoreError(
             f"{len(calls)} measuring actors found no free device in {START_S:g} s; {room()}"
         ) from None
-    except ray.exceptions.RayError as error:
+    except RayError as error:
         raise ShardCoreError(f"a measuring actor cannot start: {reason(error)}") from None
 
 
@@ -70,7 +77,7 @@ def reason(error: Exception) -> str:
     text = " ".join(str(getattr(error, "cause", None) or error).split())
     if "ShardCoreError: " in text:  # raised where the actor started
         return text.split("ShardCoreError: ")[-1][:300]
-    if isinstance(error, ray.exceptions.RayActorError):
+    if isinstance(error, RayActorError):
         for mark in ("The actor died because ", "Worker exit detail: "):
             text = text.split(mark)[-1]
         return f"its process died: {text.split(' Some common causes')[0][:280]}"
@@ -138,7 +145,7 @@ def answers(
             rank = waiting.pop(call)
             try:
                 ray.get(call)
-            except ray.exceptions.RayError as error:
+            except RayError as error:
                 if not isinstance(getattr(error, "cause", None), Lost):
                     raise ShardCoreError(
                         f"{name}: rank {rank} of {len(calls)} failed: {reason(error)}"
@@ -153,9 +160,9 @@ def answers(
                 f"{name}: no word for {timeout_s:g} s from rank {_listed(silent)} of {len(calls)}: it hangs"
             )
     if lost:
-        rank, said = next(iter(lost.items()))
+        rank, message = next(iter(lost.items()))
         silent = _listed(waiting.values()) or rank
-        raise ShardCoreError(f"{name}: rank {silent} does not answer the others; rank {rank}: {said}")
+        raise ShardCoreError(f"{name}: rank {silent} does not answer the others; rank {rank}: {message}")
     return ray.get(list(calls))
 
 
@@ -163,12 +170,13 @@ def silence(members: Sequence[Any]) -> Callable[[int], float]:
     """Says for how many s a rank of these Members has not been heard of; for `answers`."""
     heard = [time.monotonic()] * len(members)
 
-    def silent_s(rank: int) -> float:
-        with suppress(ray.exceptions.RayError):  # it died, which its call tells, or is stuck
-            heard[rank] = time.monotonic() - ray.get(members[rank].silent_s.remote(), timeout=_PROBE_S)
+    def silent_for(rank: int) -> float:
+        with suppress(RayError):  # it died, which its call tells, or is stuck
+            [silent_s] = ray.get([members[rank].silent_s.remote()], timeout=_PROBE_S)
+            heard[rank] = time.monotonic() - silent_s
         return time.monotonic() - heard[rank]
 
-    return silent_s
+    return silent_for
 
 
 def _listed(ranks: Iterable[int]) -> str:

@@ -33,11 +33,11 @@ def remove_damaged(logger: logging.Logger | logging.LoggerAdapter) -> None:
     if not LOCK.exists():
         return
     outs = results()
-    asked = subprocess.run([sys.executable, "-m", "dvc", "cache", "dir"], capture_output=True, text=True)
-    if asked.returncode:
-        said = asked.stderr.strip() or asked.stdout.strip()
-        raise ShardCoreError(f"DVC does not say where its cache is: {said}; see .dvc/config")
-    cache = Path(asked.stdout.strip()) / "files" / "md5"
+    done = subprocess.run([sys.executable, "-m", "dvc", "cache", "dir"], capture_output=True, text=True)
+    if done.returncode:
+        message = done.stderr.strip() or done.stdout.strip()
+        raise ShardCoreError(f"DVC does not say where its cache is: {message}; see .dvc/config")
+    cache = Path(done.stdout.strip()) / "files" / "md5"
     for path, md5 in outs:
         for copy, entry, right in _entries(cache, path, md5):
             if not entry.is_file() or entry.is_symlink() or not _leads_into(entry, cache):
@@ -78,7 +78,7 @@ def _of(value: Any, kind: type, what: str) -> Any:
 
 
 def _leads_into(path: Path, root: Path) -> bool:
-    """Whether no link on the path leads out of `root`. Data behind such a link is not removed."""
+    """Tell if no link on the path leads out of `root`. Data behind such a link is not removed."""
     with suppress(OSError, RuntimeError):  # links may form a circle
         return path.parent.resolve().is_relative_to(root.resolve())
     return False

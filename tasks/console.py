@@ -1,4 +1,4 @@
-"""What a person sees of a flow run as a program: stages, progress, results, warnings and errors.
+"""The screen of a flow run as a program: stages, progress, results, warnings and errors.
 
 Everything else (all lines of Prefect, DVC, Ray and MLflow) goes to a log file in logs/. Flows and tasks log
 as usual, and Prefect's pages have all of it. A record is shown if it is our warning, or logged with
@@ -10,6 +10,7 @@ stage as a process of its own. Such a process marks the lines to show, and the r
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -18,14 +19,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, cast
 
 from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
+
+from tasks import paths
 
 LOGS = Path("logs")
 KEPT_LOGS = 20
@@ -104,7 +106,7 @@ class Work:
 
 
 def pace(done: int, total: int, seconds: float) -> str:
-    """How far work is, how fast it is, and the time left: "160 of 400, 10.2 a second, 24 s left"."""
+    """Done parts, their rate and the time left: "160 of 400, 10.2 a second, 24 s left"."""
     if not done or seconds <= 0:
         return f"{done} of {total}"
     a_second = done / seconds
@@ -142,7 +144,7 @@ class _Lasting:
 
 class _Terminal(Console):
     @property
-    def size(self) -> ConsoleDimensions:
+    def size(self) -> ConsoleDimensions:  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody sets it
         # Our own output is the terminal: by now stdout and stderr are the log.
         with suppress(OSError):
             columns, lines = os.get_terminal_size(self.file.fileno())
@@ -161,7 +163,7 @@ class _Turning(SpinnerColumn):
 
 
 class _Doing(ProgressColumn):
-    """What a stage does now. Before it says so, how long it runs."""
+    """The present work of a stage. Before it tells, the time that it runs."""
 
     def get_table_column(self) -> Column:
         return Column(no_wrap=True, overflow="ellipsis", ratio=1)
@@ -178,10 +180,11 @@ class Screen:
     """
 
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic):
-        self._out, self._clock, self._began, self._said = _Lasting(out), clock, clock(), clock()
-        self._stage, self._live = "", None
+        self._out, self._clock, self._began, self._shown_s = _Lasting(out), clock, clock(), clock()
+        self._stage = ""
+        self._live: Progress | None = None
         terminal = out.isatty() and os.environ.get("TERM") != "dumb"
-        self._terminal = _Terminal(file=self._out, force_terminal=True) if terminal else None
+        self._terminal = _Terminal(file=cast(TextIO, self._out), force_terminal=True) if terminal else None
 
     def show(self, kind: str, message: str, share: float = 0.0) -> None:
         if kind == "progress":
@@ -197,9 +200,10 @@ class Screen:
 
     def begin(self, stage: str) -> None:
         """Count the time of a stage from now, and show that it runs."""
-        self._began = self._said = self._clock()
+        self._began = self._shown_s = self._clock()
         self._stage = stage
-        self._draw()
+        if self._terminal:
+            self._draw(self._terminal)
 
     def clear(self) -> None:
         """Remove the live line."""
@@ -207,35 +211,32 @@ class Screen:
             self._live.stop()
             self._live = None
 
-    def _draw(self) -> None:
+    def _draw(self, terminal: Console) -> Progress:
         """Show the live line of the stage, whose progress is not known yet."""
         self.clear()
-        if self._terminal:
-            self._live = Progress(
-                _Turning(),
-                TextColumn("{task.description}", markup=False),
-                BarColumn(_BAR),
-                _Doing(),
-                console=self._terminal,
-                transient=True,
-                expand=True,
-                refresh_per_second=_DRAWN_PER_S,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
-            self._live.add_task(self._stage, total=None, doing="")
-            self._live.start()
+        self._live = live = Progress(
+            _Turning(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(_BAR),
+            _Doing(),
+            console=terminal,
+            transient=True,
+            expand=True,
+            refresh_per_second=_DRAWN_PER_S,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        live.add_task(self._stage, total=None, doing="")
+        live.start()
+        return live
 
     def _progress(self, message: str, share: float) -> None:
         if self._terminal:
-            if not self._live:
-                self._draw()
+            live = self._live or self._draw(self._terminal)
             # Before anything is done the bar pulses, as while nothing is known.
-            self._live.update(
-                self._live.task_ids[0], total=1.0 if share else None, completed=share, doing=message
-            )
-        elif self._clock() - self._said >= _LINE_EVERY_S:
-            self._said = self._clock()
+            live.update(live.task_ids[0], total=1.0 if share else None, completed=share, doing=message)
+        elif self._clock() - self._shown_s >= _LINE_EVERY_S:
+            self._shown_s = self._clock()
             self._line(f"  {100 * share:3.0f}%  {message}")
 
     def _line(self, text: str) -> None:
@@ -264,7 +265,7 @@ def relayed(line: str) -> bool:
 class _ForPeople(logging.Handler):
     """Shows the records of a run's log that are for a person."""
 
-    _prefect = os.path.dirname(find_spec("prefect").origin) + os.sep
+    _prefect = f"{paths.package('prefect')}{os.sep}"
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = getattr(record, "shown", None)
@@ -307,7 +308,7 @@ class Program:
 
 
 def is_relayed() -> bool:
-    """Whether `dvc repro` runs this process for a refresh, which shows its marked lines."""
+    """Tell if `dvc repro` runs this process for a refresh, which shows its marked lines."""
     return RELAYED.items() <= os.environ.items()
 
 
@@ -347,7 +348,8 @@ def _redirect(log: Path) -> None:
             stream.flush()
             # Replacing the file descriptor also catches what does not go through Python.
             os.dup2(file.fileno(), stream.fileno())
-    sys.stdout.reconfigure(line_buffering=True)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     root = logging.getLogger()
     # Imported by flows only.
     for handler in [h for h in root.handlers if type(h).__name__ == "PrefectConsoleHandler"]:

@@ -72,7 +72,7 @@ class Daemon:
         """The process, if it runs."""
         try:
             process = psutil.Process(int(self._id.read_text()))
-            return process if self._owns(process) and _runs(process) else None
+            return process if self._owns(process) and is_running(process) else None
         except (OSError, ValueError, psutil.Error):
             return None
 
@@ -88,7 +88,7 @@ class Daemon:
             return None
 
     def runs_as_told(self) -> bool:
-        """Whether it runs. Raises ShardCoreError if it was started with another command or other stores."""
+        """Tell if it runs. Raises ShardCoreError if it was started with another command or other stores."""
         process = self.process()
         if process is not None and (
             process.cmdline() != list(self.command)
@@ -105,7 +105,7 @@ class Daemon:
         return {name: value for name, value in env.items() if name in STORES}
 
     def died(self) -> bool:
-        """Whether it was started, not stopped, and does not run."""
+        """Tell if it was started, not stopped, and does not run."""
         return self._id.exists() and self.process() is None
 
     def leftovers(self) -> list[psutil.Process]:
@@ -115,7 +115,7 @@ class Daemon:
         return [
             p
             for p in psutil.process_iter()
-            if p != leader and (self._owns(p) or (session and _session_of(p) == session)) and _runs(p)
+            if p != leader and (self._owns(p) or (session and _session_of(p) == session)) and is_running(p)
         ]
 
     def forget(self) -> None:
@@ -151,16 +151,19 @@ class Daemon:
         """
         try:
             pid, started = int(self._id.read_text()), self._id.stat().st_mtime
-            if started < psutil.boot_time():
-                return 0
-            if self.process() is not None:
-                return pid
+        except (OSError, ValueError):
+            return 0
+        if started < psutil.boot_time():
+            return 0
+        if self.process() is not None:
+            return pid
+        try:
             # A killed leader keeps its id until it is reaped, which may take seconds.
             holder = psutil.Process(pid)
-            return pid if not _runs(holder) and holder.create_time() < started + _CLOCK_S else 0
+            return pid if not is_running(holder) and holder.create_time() < started + _CLOCK_S else 0
         except psutil.NoSuchProcess:
             return pid
-        except (OSError, ValueError, psutil.Error):
+        except psutil.Error:
             return 0
 
     def _owns(self, process: psutil.Process) -> bool:
@@ -177,8 +180,8 @@ def _session_of(process: psutil.Process) -> int:
         return 0
 
 
-def _runs(process: psutil.Process) -> bool:
-    """Whether a process exists and is not a zombie."""
+def is_running(process: psutil.Process) -> bool:
+    """Tell if a process exists and is not a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -211,7 +214,7 @@ def end(processes: Sequence[psutil.Process], patience_s: float) -> None:
             except psutil.NoSuchProcess:
                 continue
         until = time.monotonic() + patience_s
-        while processes := [p for p in psutil.wait_procs(processes, timeout=0.05)[1] if _runs(p)]:
+        while processes := [p for p in psutil.wait_procs(processes, timeout=0.05)[1] if is_running(p)]:
             if time.monotonic() > until:
                 break
         else:

@@ -1,4 +1,4 @@
-"""How long `measure` would take, before it takes a device: enough to tell minutes from days.
+"""Estimate of the time of `measure`, before it takes a device: enough to tell minutes from days.
 
 If the dataset has samples of the setting, the estimate follows from the rate at which it grew. Otherwise it
 follows from bytes and rough hardware rates, and says so.
@@ -38,7 +38,7 @@ _PHYSICAL = "a physical estimate from bytes and rough bandwidths"
 
 @dataclass(frozen=True)
 class Estimate:
-    """How long samples of one kind would take.
+    """Time that samples of one kind would take.
 
     kind: "compute", "comm" or "steps".
     wanted: number of wanted samples.
@@ -70,71 +70,46 @@ def estimate(pool_path: Path, wanted: SettingConfig, config: MeasureConfig, fold
     If `wanted` leaves the hardware open, it is the dataset's, or else this machine's.
     """
     setting, device = wanted.of_dataset_or_local(folder), cluster_device()
-    ranks = rank_count(config, device, setting.batch)
-    groups = wanted_compute(files.read_pool(pool_path), setting, config)
+    ranks, pool = rank_count(config, device, setting.batch), files.read_pool(pool_path)
+    groups = wanted_compute(pool, setting, config)
     exchanges = wanted_comm(setting, ranks, config) if ranks > 1 else {}
     compute = [r for k, r in groups.items() if k not in dataset.read_ids(folder, "compute")]
     comm = [r for k, r in exchanges.items() if k not in dataset.read_ids(folder, "comm")]
     actors, devices = actor_count(config, device), step_devices(config, setting.batch)
-    pool = files.read_pool(pool_path)
-    none = why_no_steps(pool, setting, devices, config)
-    steps = [] if none else wanted_steps(pool, setting, devices, config)
+    steps = (
+        [] if why_no_steps(pool, setting, devices, config) else wanted_steps(pool, setting, devices, config)
+    )
     lacking = [
         lower(plan, problem) for problem, made in replays.missing(folder, steps, setting) for _, plan in made
     ]
-    step_s = _step_ms(lacking, device) * (config.steps().warmups + config.step_repeats) / 1e3
+    compute_ms = _compute_ms(compute, device) * (1 + config.max_repeats) / actors
+    comm_ms = _comm_ms(comm, device) * (config.comm().warmups + config.comm_repeats)
+    step_ms = _step_ms(lacking, device) * (config.steps().warmups + config.step_repeats)
+    compute_at = [s.measured_at for s in dataset.read_compute(folder, setting)]
+    comm_at = [s.measured_at for s in dataset.read_comm(folder, setting)]
+    building = f"{_PHYSICAL}, without what it takes to build the ops"
+    n_steps = sum(len(made) for _, made in steps)
     return [
-        _estimate(
-            "compute",
-            len(groups),
-            len(compute),
-            actors,
-            [s.measured_at for s in dataset.read_compute(folder, setting)],
-            _compute_ms(compute, device) * (1 + config.max_repeats) / actors,
-        ),
-        _estimate(
-            "comm",
-            len(exchanges),
-            len(comm),
-            ranks,
-            [s.measured_at for s in dataset.read_comm(folder, setting)],
-            _comm_ms(comm, device) * (config.comm().warmups + config.comm_repeats),
-        ),
-        Estimate(
-            "steps",
-            sum(len(made) for _, made in steps),
-            len(lacking),
-            devices,
-            len(lacking) * step_s,
-            f"{_PHYSICAL}, without what it takes to build the ops",
-        ),
+        Estimate("compute", len(groups), len(compute), actors, *_time(len(compute), compute_at, compute_ms)),
+        Estimate("comm", len(exchanges), len(comm), ranks, *_time(len(comm), comm_at, comm_ms)),
+        Estimate("steps", n_steps, len(lacking), devices, len(lacking) * step_ms / 1e3, building),
     ]
 
 
-def _estimate(
-    kind: str, wanted: int, missing: int, devices: int, stamps: Sequence[float], physical_ms: float
-) -> Estimate:
-    gaps = np.diff(np.sort(stamps))
+def _time(missing: int, measured_at: Sequence[float], physical_ms: float) -> tuple[float, str]:
+    """Seconds to measure the missing samples, and what that follows from.
+
+    measured_at: times of the samples that are there, Unix s.
+    physical_ms: ms of one sample, by rough hardware rates.
+    """
+    gaps = np.diff(np.sort(measured_at))
     # Pauses between runs would lower the rate.
     gaps = gaps[gaps < _PAUSE_S]
-    if len(gaps) >= _ENOUGH:
-        rate = len(gaps) / max(gaps.sum(), 1e-3)
-        return Estimate(
-            kind,
-            wanted,
-            missing,
-            devices,
-            missing / rate,
-            f"at the {rate:.1f} a second at which the dataset grew",
-        )
-    return Estimate(
-        kind,
-        wanted,
-        missing,
-        devices,
-        missing * physical_ms / 1e3,
-        f"{_PHYSICAL}, for the dataset has too few samples of this setting",
-    )
+    if len(gaps) < _ENOUGH:
+        few = f"{_PHYSICAL}, for the dataset has too few samples of this setting"
+        return missing * physical_ms / 1e3, few
+    rate = len(gaps) / max(gaps.sum(), 1e-3)
+    return missing / rate, f"at the {rate:.1f} a second at which the dataset grew"
 
 
 def _compute_ms(requests: Sequence[ComputeRequest], device: str) -> float:

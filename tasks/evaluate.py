@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from shardcore.search import DEFAULT_SHARDER, SHARDERS, compare
 from shardcore.search.budget import Budget
 from tasks import console
 from tasks.measure import cluster_setting
-from tasks.replay import EachProblem, Run, devices_of_a_host, replaying
+from tasks.replay import EachProblem, devices_of_a_host, replaying
 from tasks.setting import SettingConfig
 
 HEADLINES = {
@@ -117,10 +118,8 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
     """
     model, pool = neural.load(folder), files.read_pool(pool_path)
     shape = config.shape()
-    problems, rows = (
-        [draw_problem(pool, i, model.setting, config.seed, shape) for i in range(config.problems)],
-        [],
-    )
+    problems = [draw_problem(pool, i, model.setting, config.seed, shape) for i in range(config.problems)]
+    rows: list[dict[str, Any]] = []
     console.progress(0.0, "compiling the searches: a quarter of a minute, once for an installation")
     # Compilation must not count as search time.
     compare.compile_searches(problems[0], model)
@@ -236,7 +235,10 @@ def _replayed(
 ) -> list[replays.ReplaySet]:
     """Replays of all problems, stored or run now. Replays of other problems in `out` are removed."""
     budget = Budget(evals=config.budget_evals)
-    made = [[(o.algorithm, o.plan) for o in compare.plans(p, model, config.seed, budget)] for p in problems]
+    made = [
+        [(o.algorithm, o.plan) for o in compare.plans(p, model, config.seed, budget) if o.plan]
+        for p in problems
+    ]
     _remove(out, but=[p.name for p in problems])
     steps, kept = ReplayConfig(repeats=config.replay_repeats, arena_bytes=ARENA_BYTES), []
     work = console.Work("problems replayed", len(problems))
@@ -244,21 +246,10 @@ def _replayed(
         for i, (problem, plans) in enumerate(zip(problems, made, strict=True)):
             where = out / problem.name
             again = "as kept" if replays.is_kept(where, problem, plans, model.setting, steps) else "replayed"
-            found: dict[str, float] = {}
-
-            def one(
-                run: Run,
-                where: Path = where,
-                problem: Problem = problem,
-                plans: replays.Made = plans,
-                found: dict[str, float] = found,
-            ) -> None:
-                made_now = replays.keep(where, problem, plans, model.setting, steps, run)
-                found.update(replay_metrics.figures(replay_records.judge([made_now], model)))
-                kept.append(made_now)
-
-            if not gang.run(problem.name, one):
+            keep = partial(replays.keep, where, problem, plans, model.setting, steps)
+            if not gang.run(problem.name, lambda run, keep=keep: kept.append(keep(run))):
                 continue
+            found = replay_metrics.figures(replay_records.judge(kept[-1:], model))
             get_run_logger().info(
                 "problem %d of %d %s: %d plans of %d tables on %d devices, error %.1f%%, regret %.1f%%",
                 i + 1,

@@ -60,16 +60,17 @@ class Api:
             "Authorization": f"Basic {base64.b64encode(self.user.encode()).decode()}",
             "Content-Type": "application/json",
         }
-        for left in reversed(range(_TRIES)):
+        left = _TRIES
+        while True:
             try:
                 answer = get(f"{self.url}{path}", headers, json.dumps(body).encode(), method=method)
-                break
+                return json.loads(answer) if answer else None
             except urllib.error.HTTPError as error:
+                left -= 1
                 # Prefect answers so while its database is busy. Its own client waits, too.
                 if error.code != HTTPStatus.SERVICE_UNAVAILABLE or not left:
                     raise
                 time.sleep(1.0)
-        return json.loads(answer) if answer else None
 
     def workers(self) -> list[dict[str, Any]]:
         return self.post(f"/work_pools/{POOL}/workers/filter", {})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,12 +39,19 @@ _WORKER_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class MeasureConfig:
-    """How much to measure. actors: Ray actors, each measuring one device (0: one for each GPU of the cluster,
-    or each CPU core where there is none, as far as memory goes; all cores at once disturb no medians); ranks:
-    processes of an exchange (0: the most devices of `hosts` hosts that divide the batch); hosts: how many the
-    ranks are on, evenly; chunk: samples an actor call; hang_s: a device on which no op ends for so long has
-    hung. The rest as in KernelConfig, GroupConfig, CollectiveConfig and, of the steps of step_samples plans,
-    ReplayConfig."""
+    """Samples to measure, and the devices to use.
+
+    compute_samples, comm_samples: number of groups and of exchanges.
+    step_samples: plans of which a step is replayed.
+    actors: Ray actors, each measuring one device. 0: one for each GPU of the cluster, or for each CPU core
+      where there is none, as far as memory goes. All cores at once disturb no medians.
+    ranks: processes of an exchange. 0: the most devices of `hosts` hosts that divide the batch.
+    hosts: number of hosts that the ranks are on, evenly.
+    chunk: samples an actor call.
+    hang_s: a device on which no op ends for so long has hung.
+
+    The rest is as in KernelConfig, GroupConfig, CollectiveConfig and, for steps, ReplayConfig.
+    """
 
     compute_samples: int = 400
     comm_samples: int = 150
@@ -85,7 +92,8 @@ class MeasureConfig:
             raise ShardCoreError(
                 f"measure.ranks is {self.ranks}, which does not spread evenly over {self.hosts} measure.hosts"
             )
-        self.kernels(), self.groups(), self.comm(), self.steps()
+        for config in (self.kernels, self.groups, self.comm, self.steps):
+            config()  # refuses what is wrong
 
     def kernels(self) -> kernels.KernelConfig:
         return kernels.KernelConfig(
@@ -116,7 +124,7 @@ def wanted_comm(setting: Setting, ranks: int, config: MeasureConfig) -> dict[str
 
 
 def cluster_device() -> str:
-    """What the connected cluster measures on: "cuda" where it has GPUs, else "cpu"."""
+    """Kind of device of the connected cluster: "cuda" where it has GPUs, else "cpu"."""
     return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
 
 
@@ -191,10 +199,8 @@ def measure_compute(pool_path: Path, setting: Setting, config: MeasureConfig, fo
     if not missing and not disturbed():
         return 0
     reference = reference_request(run.tables_with_lookups(pool), setting, config.groups())
-    count, usual_ms = (
-        min(actor_count(config, device), len(missing) or 1),
-        dataset.usual_ms(folder, setting, reference),
-    )
+    count = min(actor_count(config, device), len(missing) or 1)
+    usual_ms = dataset.usual_ms(folder, setting, reference)
     transport = RayTransport(BenchSpec(setting, device, config.kernels(), reference))
     with Supervisor(transport, count, usual_ms, config.chunk, config.hang_s, logger) as workers:
         workers.calibrate(missing or disturbed())
@@ -256,7 +262,7 @@ def measure_comm(setting: Setting, config: MeasureConfig, folder: Path) -> int:
 
 def _exchanges(
     requests: Sequence[CollectiveRequest], ranks: int, setting: Setting, device: str, config: MeasureConfig
-) -> Iterator[CollectiveSample]:
+) -> Generator[CollectiveSample]:
     """Samples by a gang of the cluster, a chunk of requests after the other."""
     with actors.gang(Exchange, "measure[comm]", ranks, device, config.hosts) as members:
         [address] = actors.when_started([members[0].address.remote()])
@@ -281,8 +287,10 @@ def _exchanges(
 
 
 def next_part(done: int, took_s: float, most: int) -> int:
-    """How many exchanges are measured before they are kept, after `done` that took so long: as many as take
-    PART_S, but at most twice as many as those, and `most`."""
+    """Number of exchanges to measure before they are kept, after `done` that took took_s.
+
+    As many as take PART_S, but at most twice as many as those, and `most`.
+    """
     return max(1, min(most, 2 * done, int(done * PART_S / took_s)))
 
 

@@ -58,6 +58,7 @@ def owned() -> Iterator[None]:
         start_new_session=True,
     )
     os.close(read)
+    assert guardian.stdout is not None  # it is a pipe
     folder = guardian.stdout.readline().strip()
     if not folder:
         raise OSError(f"no temporary folder can be made in {short_temporary()}")
@@ -166,12 +167,12 @@ def _sweep(folder: str) -> None:
 def _end(found: Callable[[], list[int]], patience_s: float) -> None:
     """Ask each process to end, and kill those that do not end in time. New processes are included."""
     for number, seconds in ((signal.SIGTERM, patience_s), (signal.SIGKILL, _KILLED_S)):
-        until, asked = time.monotonic() + seconds, set()
+        until, signalled = time.monotonic() + seconds, set()
         while left := found():
-            for pid in set(left) - asked:
+            for pid in set(left) - signalled:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
-            asked.update(left)
+            signalled.update(left)
             if time.monotonic() > until:
                 break
             time.sleep(_EVERY_S)
@@ -187,7 +188,7 @@ def _pids() -> list[int]:
 
 
 def _carries(pid: int, name: str, value: str) -> bool:
-    """Whether a process was started with this variable in its environment. False if it has ended."""
+    """Tell if a process was started with this variable in its environment. False if it has ended."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return os.fsencode(f"{name}={value}") in file.read().split(b"\0")

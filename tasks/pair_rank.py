@@ -9,7 +9,7 @@ from shardcore.measure.pairs import PairConfig, PairMeasurement
 from tasks import actors
 
 
-@ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
+@actors.remote(max_restarts=0, concurrency_groups={"watch": 1})
 class PairRank(actors.Member):
     """One rank of a gang that times its pairs."""
 
@@ -20,13 +20,13 @@ class PairRank(actors.Member):
     def run(
         self, rank: int, ranks: int, address: str, config: PairConfig, device: str
     ) -> tuple[PairMeasurement, str]:
-        """What it found, and the address of its node."""
+        """Times of pairs, and the address of its node."""
         found = pairs.measure_rank(rank, ranks, address, config, device, self._note)
         return found, ray.util.get_node_ip_address()
 
     @ray.method(concurrency_group="watch")
     def turns(self) -> tuple[int, int]:
-        """How many turns of pairs are done, and of how many."""
+        """Number of turns of pairs that are done, and of all."""
         return self._turns
 
     def _note(self, done: int, of: int) -> None:

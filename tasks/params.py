@@ -1,14 +1,17 @@
 """params.yaml: a section for each stage, and the shared setting."""
 
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import shown
 from shardcore.io.schema import build, read_yaml
 from tasks import paths
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 SECTIONS = (
     "setting",
     "tables",

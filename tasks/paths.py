@@ -1,5 +1,6 @@
 """Paths of the stages' results, relative to the project's folder. DVC runs every stage there."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 PARAMS = Path("params.yaml")
@@ -12,3 +13,11 @@ POLICY = Path("data/policy")
 EVALUATION = Path("data/evaluation")
 REPLAYS = EVALUATION / "replays"
 PROBLEMS = Path("problems")
+
+
+def package(name: str) -> Path:
+    """Folder of an installed package, which is not imported. Raises ImportError if there is none."""
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"{name} is not installed")
+    return Path(spec.origin).parent

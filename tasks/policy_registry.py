@@ -51,7 +51,7 @@ def register_policy(client: mlflow.MlflowClient, folder: Path) -> ModelVersion:
             name,
             {
                 DIGEST_TAG: digest,
-                COST_MODEL_TAG: trained_on,
+                COST_MODEL_TAG: str(trained_on),
                 "cost_model": cost_name,
                 "cost_model_version": str(of_digest[trained_on].version),
             },

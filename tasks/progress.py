@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 
-from prefect import get_run_logger, runtime
+from prefect import get_run_logger
+from prefect.runtime import flow_run
 from ray.util.metrics import Counter, Gauge
 
 from tasks import console
@@ -29,12 +30,12 @@ class Progress:
     def __init__(self, kind: str, total: int, again: bool = False):
         self._name = f"{_NAMES[kind]} that were disturbed" if again else _NAMES[kind]
         self._kind, self._total, self._done, self._kernel_s = kind, total, 0, {}
-        self._began, self._said = time.monotonic(), 0.0
+        self._began, self._shown_s = time.monotonic(), 0.0
         self._logger = get_run_logger()
         self._artifact = create_progress_artifact(
             0.0, key=f"measure-{kind}", description=f"{total} {kind} samples"
         )
-        self._tags = {"run": runtime.flow_run.name or "", "kind": kind}
+        self._tags = {"run": flow_run.name or "", "kind": kind}
         of_run, of_device = {"tag_keys": ("run", "kind")}, {"tag_keys": ("run", "kind", "device")}
         self._samples_total = Counter(
             "shardcore_measure_samples_total", "Samples measured or failed", **of_device
@@ -70,9 +71,9 @@ class Progress:
                 "of the time in kernels"
             )
         console.progress(self._done / self._total, line)
-        if elapsed - self._said < _EVERY_S and self._done < self._total:
+        if elapsed - self._shown_s < _EVERY_S and self._done < self._total:
             return
-        self._said = elapsed
+        self._shown_s = elapsed
         self._logger.info("%s", line)
         update_progress_artifact(self._artifact, 100.0 * self._done / self._total, description=line)
         # Ray forgets a gauge that was not set for 20 s.

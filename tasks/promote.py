@@ -12,11 +12,11 @@ from mlflow.entities import Metric
 from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
-from shardcore import load_model
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_COUNT, require_within
 from shardcore.cost import (
     accuracy,
+    composite,
     known_errors,
     neural,
     replay_metrics,
@@ -51,7 +51,7 @@ class PromoteConfig:
 
 @dataclass(frozen=True)
 class Promotion:
-    """What became of a challenger.
+    """Result of judging a challenger.
 
     model: the model's name.
     challenger: its version.
@@ -93,7 +93,7 @@ def promote_model(
     """
     logger = get_run_logger()
     model, digest = neural.load(folder), model_files.model_digest(folder)
-    whole = load_model([folder, *config.also])
+    whole = composite.load([folder, *config.also])
     client = registry.connect()
     runs = mlflow.search_runs(
         filter_string=f"tags.`{registry.DIGEST_TAG}` = '{digest}'", max_results=1, output_format="list"
@@ -165,17 +165,15 @@ def _log_replay_metrics(
     client: mlflow.MlflowClient, version: ModelVersion, rows: Sequence[replay_metrics.ReplayRecord]
 ) -> None:
     """Log a model's replay metrics (replays/*) and a plot to its run. Once per set of replays."""
-    known = files.digest(replay_records.csv_rows(rows))
-    if version.tags.get(_REPLAYS_TAG) == known:
+    known, run_id = files.digest(replay_records.csv_rows(rows)), version.run_id
+    if version.tags.get(_REPLAYS_TAG) == known or run_id is None:
         return
     now_ms = int(1000 * time.time())
     client.log_batch(
-        version.run_id,
+        run_id,
         [Metric(f"replays/{k}", v, now_ms, 0) for k, v in replay_metrics.figures(rows).items()],
     )
-    client.log_figure(
-        version.run_id, model_report.predicted_against_replayed(rows, "Replayed plans"), "replays.png"
-    )
+    client.log_figure(run_id, model_report.predicted_against_replayed(rows, "Replayed plans"), "replays.png")
     client.set_model_version_tag(version.name, version.version, _REPLAYS_TAG, known)
 
 
@@ -188,7 +186,7 @@ def _judge(
     before: ModelVersion | None,
     config: PromoteConfig,
 ) -> tuple[bool, str]:
-    """Whether a challenger passes the gate, and why."""
+    """Tell if a challenger passes the gate, and why."""
     known = training.read_held_out(model, measurements)
     new = score(training.judge(model, known))
     client.set_model_version_tag(challenger.name, challenger.version, "score", f"{new:.4f}")
@@ -198,20 +196,21 @@ def _judge(
         model_history.NOISE,
         f"{accuracy.noise(accuracy.held_out(known.compute)):.4f}",
     )
-    said = f"score {new:.2f}% (mean error on held-out groups and exchanges)"
+    score_text = f"score {new:.2f}% (mean error on held-out groups and exchanges)"
     if before is None:
-        return True, f"{said}, the first"
+        return True, f"{score_text}, the first"
     try:
         champion = registry.download(before)
     except ShardCoreError as error:  # from a ShardCore with other features
-        return True, f"{said}; champion {before.version} cannot be read any more: {error}"
+        return True, f"{score_text}; champion {before.version} cannot be read any more: {error}"
     # Errors of different settings cannot be compared.
-    old_model = next((m for m in known_errors.trained(champion) if m.setting == model.setting), None)
+    trained = [m for m in known_errors.trained(champion) if isinstance(m, neural.NeuralModel)]
+    old_model = next((m for m in trained if m.setting == model.setting), None)
     if old_model is None:
-        return True, f"{said}; champion {before.version} is for another setting ({champion.setting})"
+        return True, f"{score_text}; champion {before.version} is for another setting ({champion.setting})"
     old = score(training.judge(old_model, known))
     if new > old + config.may_lose:
-        return False, f"lost by {new - old:.2f} points: {said} against {old:.2f}%"
+        return False, f"lost by {new - old:.2f} points: {score_text} against {old:.2f}%"
     if lost := kept and replay_metrics.lost(*(replay_records.judge(kept, m) for m in (model, old_model))):
         return False, f"lost by replayed plans: {lost}"
-    return True, f"{said} against {old:.2f}% of champion {before.version}"
+    return True, f"{score_text} against {old:.2f}% of champion {before.version}"

@@ -80,9 +80,9 @@ def publish_plans(
             # One problem's error must not stop the others.
             except Exception as error:
                 plain = isinstance(error, ShardCoreError)
-                said = str(error) if plain else repr(error)
+                message = str(error) if plain else repr(error)
                 failures.append(
-                    str(ShardCoreError(said if said.startswith(str(path)) else f"{path}: {said}"))
+                    str(ShardCoreError(message if message.startswith(str(path)) else f"{path}: {message}"))
                 )
                 failed.append(path.stem)
                 unreached = unreached or (failures[-1] if isinstance(error, Unreachable) else None)
@@ -184,10 +184,11 @@ def _publish(publisher: Publisher, path: Path, names: list[str]) -> Published:
 
 
 def _provenance(model: CostModel, version: ModelVersion, config: PublishConfig) -> dict[str, Any]:
-    """Where plans come from: the model, its data, the code and the search."""
-    of_each = [one.meta["provenance"] for one in known_errors.trained(model)]
+    """Provenance of plans: the model, its data, the code and the search."""
+    trained: Sequence[Any] = known_errors.trained(model)  # NeuralModels
+    of_each = [one.meta["provenance"] for one in trained]
 
-    def said(name: str, otherwise: Any) -> Any:
+    def of_all(name: str, otherwise: Any) -> Any:
         found = list(dict.fromkeys(each.get(name, otherwise) for each in of_each))
         return found[0] if len(found) == 1 else "+".join(map(str, found))
 
@@ -196,10 +197,10 @@ def _provenance(model: CostModel, version: ModelVersion, config: PublishConfig) 
         "model": version.name,
         "model_version": str(version.version),
         "setting": str(model.setting),
-        "data_version": said("data_version", "unversioned"),
-        "data": said("data", "unknown"),
-        "model_git_commit": said("git_commit", "no git"),
-        "model_seed": said("seed", None),
+        "data_version": of_all("data_version", "unversioned"),
+        "data": of_all("data", "unknown"),
+        "model_git_commit": of_all("git_commit", "no git"),
+        "model_seed": of_all("seed", None),
         **({"datasets": datasets} if datasets else {}),
         "git_commit": git_commit(),
         "algorithm": config.algorithm,

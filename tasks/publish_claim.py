@@ -51,7 +51,7 @@ class PublishState:
     until: float | None = None
 
     def due(self, now: float) -> bool:
-        """Whether plans must be published: the champion was not published yet, and nobody is publishing.
+        """Tell if plans must be published: the champion was not published yet, and nobody is publishing.
 
         A run requested during another one would answer two changes (see watch.publish_once).
         """

@@ -19,11 +19,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from shardcore.core.errors import ShardCoreError
-from tasks import console, lost_runs, owned, services
+from tasks import console, daemons, lost_runs, owned, services
 
 _LOCAL_OBJECT_STORE_BYTES = 256 << 20  # requests and timings are small
 _LOCAL_RAY = {
@@ -45,13 +46,13 @@ _ASK_EVERY_S, _ASKED = 2.0, 3
 def ray_cluster() -> Iterator[None]:
     """Connect to Ray. Raises ShardCoreError if RAY_ADDRESS does not answer."""
     import ray
-    from prefect import runtime
+    from prefect.runtime import flow_run
 
     address = os.environ.get("RAY_ADDRESS") or "local"
     options = {
         "log_to_driver": False,
         "logging_level": logging.WARNING,
-        "namespace": runtime.flow_run.name or None,
+        "namespace": flow_run.name or None,
     }
     of_our_own, connected = address == "local", threading.Event()
     lost, every_s, looks = (
@@ -100,7 +101,7 @@ def _lost_process() -> Callable[[], str]:
         if len(found) < len(_NEEDED):  # looking disturbs measurements, so stop once all are found
             with suppress(psutil.NoSuchProcess):
                 found.update({name: p for p in psutil.Process().children() if (name := p.name()) in _NEEDED})
-        ended = [name for name, process in found.items() if not _lives(process)]
+        ended = [name for name, process in found.items() if not daemons.is_running(process)]
         return f"this run's Ray has lost its {' and its '.join(ended)}; {owned.GOES_ON}" if ended else ""
 
     return lost
@@ -134,24 +135,24 @@ def _ending_with_it(lost: Callable[[], str], every_s: float, looks: int) -> Iter
     every_s: time between two calls of that.
     looks: calls one after the other that say so.
     """
-    from prefect import runtime
+    from prefect.runtime import flow_run
 
-    over, run = threading.Event(), runtime.flow_run.id
+    over, run = threading.Event(), flow_run.id
 
     def watch() -> None:
-        missed, said = 0, ""
+        missed, reason = 0, ""
         while missed < looks:
             if over.wait(every_s):
                 return
-            said = lost()
-            missed = missed + 1 if said else 0
+            reason = lost()
+            missed = missed + 1 if reason else 0
         # An interrupt reaches the main thread even while it waits.
         os.kill(os.getpid(), signal.SIGINT)
         if not over.wait(_LAST_WORDS_S):
-            console.show("warning", said)
-            print(f"error: {said}", file=sys.stderr, flush=True)
+            console.show("warning", reason)
+            print(f"error: {reason}", file=sys.stderr, flush=True)
             with suppress(OSError, ValueError):
-                lost_runs.crash(lost_runs.Api.of_client(), run, said)
+                lost_runs.crash(lost_runs.Api.of_client(), run, reason)
             os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -159,31 +160,26 @@ def _ending_with_it(lost: Callable[[], str], every_s: float, looks: int) -> Iter
         yield lambda: not lost() and not over.set()
     except BaseException:
         # What was there when the run let Ray go did not end the run.
-        if over.is_set() or not (said := lost()):
+        if over.is_set() or not (reason := lost()):
             raise
-        raise ShardCoreError(said) from None
+        raise ShardCoreError(reason) from None
     finally:
         over.set()
 
 
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def _close() -> None:
     """Make the Ray that starts next listen only at loopback, with a token that this process knows."""
+    from ray import _raylet  # compiled: no type checker sees its names
     from ray._private import ray_constants
-    from ray._raylet import AuthenticationTokenLoader, Config
+
+    raylet: Any = _raylet
 
     os.environ.pop("RAY_AUTH_TOKEN", None)
     os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(_write_token()), **_LOCAL_RAY})
     # Ray read this, and the two settings, when it was imported.
     ray_constants.ENABLE_RAY_CLUSTER = False
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _write_token() -> Path:

@@ -21,13 +21,14 @@ from prefect import get_run_logger, task
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.io import schema, writing
-from tasks import cache, console, owned, params, paths
+from tasks import cache, console, daemons, owned, params, paths
 from tasks.artifacts import create_progress_artifact, update_progress_artifact
 
 _PREFECT_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d+ \| \w+ +\| ((Task|Flow) run '[^']*' - )?")
 _DVC_STAGE = re.compile(r"(Running stage|Stage) '(\w+)'")
 Stage = Literal["tables", "measure", "train", "evaluate", "train_policy"]
-*STAGES, OPTIONAL = get_args(Stage)
+STAGES: tuple[Stage, ...] = ("tables", "measure", "train", "evaluate")
+OPTIONAL: Stage = "train_policy"
 AFTER = ("promote", "publish")
 """Stages after DVC's last one. OPTIONAL stands beside it: what follows does not need it."""
 _LAST_WORDS_S = 3.0
@@ -37,7 +38,7 @@ _DVC_LOCK, _DVC_USERS = Path(".dvc/tmp/lock"), Path(".dvc/tmp/rwlock")
 
 @dataclass(frozen=True)
 class StageRun:
-    """What `dvc repro` did with a stage.
+    """Result of `dvc repro` for a stage.
 
     stage: its name.
     ran: whether it ran.
@@ -119,7 +120,7 @@ def repro(target: Stage) -> list[StageRun]:
     forget_dead_users()
     with owned.owned():
         process = _dvc("repro", target, **console.RELAYED)
-        for message in _said(process):
+        for message in _lines(process):
             if message:
                 logger.info("%s", message)
             if errors or message.lower().startswith("error: "):
@@ -141,10 +142,10 @@ def repro(target: Stage) -> list[StageRun]:
     ]
 
 
-def _said(process: subprocess.Popen) -> Iterator[str]:
+def _lines(process: subprocess.Popen) -> Iterator[str]:
     """Lines of `dvc repro` and its stages for the log. Lines marked for display are shown instead."""
     try:
-        for line in process.stdout:
+        for line in process.stdout or ():
             if not console.relayed(line):
                 yield _PREFECT_PREFIX.sub("", line.rstrip())
     except KeyboardInterrupt:  # the stage was interrupted too, and tells Prefect so
@@ -182,7 +183,7 @@ def forget_dead_users() -> None:
 
 def _works(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return daemons.is_running(psutil.Process(pid))
     except psutil.NoSuchProcess:
         return False
 
@@ -230,8 +231,8 @@ def require_pushable() -> None:
             "committed; check one out, or refresh without push"
         )
     process = _dvc("config", "core.remote")
-    found = process.stdout.read().strip()
-    if process.wait() or not found:
+    found, _ = process.communicate()
+    if process.returncode or not found.strip():
         raise ShardCoreError(
             "DVC has no remote to push to; `dvc remote add --default NAME URL`, or refresh without push"
         )
@@ -244,9 +245,9 @@ def push_data(target: Stage) -> str | None:
     Returns the commit. None: both were committed already. Pushing git is left to the branch's owner.
     """
     process = _dvc("push", "--with-deps", target)
-    said = process.stdout.read().strip().splitlines() or ["it said nothing"]
-    if process.wait():
-        raise ShardCoreError(f"dvc push ended with exit code {process.returncode}: {said[-1]}")
+    output = process.communicate()[0].strip().splitlines() or ["it said nothing"]
+    if process.returncode:
+        raise ShardCoreError(f"dvc push ended with exit code {process.returncode}: {output[-1]}")
     kept = [str(paths.LOCK), str(paths.PARAMS)]
     _require(_git("add", "--", *kept))
     if _git("diff", "--cached", "--quiet", "HEAD", "--", *kept).returncode == 0:
@@ -281,6 +282,6 @@ def _git(*arguments: str) -> subprocess.CompletedProcess:
 
 def _require(done: subprocess.CompletedProcess) -> str:
     if done.returncode:
-        said = done.stdout.strip().splitlines() or ["it said nothing"]
-        raise ShardCoreError(f"git {done.args[1]} ended with exit code {done.returncode}: {said[-1]}")
+        output = done.stdout.strip().splitlines() or ["it said nothing"]
+        raise ShardCoreError(f"git {done.args[1]} ended with exit code {done.returncode}: {output[-1]}")
     return done.stdout

@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 
 import mlflow
 import psutil
+from mlflow.artifacts import download_artifacts
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from requests import RequestException
 
-from shardcore import load_model
 from shardcore.core.errors import ShardCoreError, shortened
-from shardcore.cost import neural
+from shardcore.cost import composite, neural
 from shardcore.cost.model import CostModel
 from shardcore.io import files, model_files, schema
 from tasks import services
@@ -136,7 +136,7 @@ def register(
     become part of the version.
     """
     digest = "+".join(map(model_files.model_digest, [folder, *also]))
-    name = model_name(load_model([folder, *also]).setting.hardware)
+    name = model_name(composite.load([folder, *also]).setting.hardware)
     # A rerun with the same files must not make a second version.
     existing = [
         v for v in client.search_model_versions(f"name = '{name}'") if v.tags.get(DIGEST_TAG) == digest
@@ -190,15 +190,13 @@ def _upload(
 
 def download(version: ModelVersion) -> CostModel:
     """A version's model, loaded from its safetensors and JSON. No code from the registry is run."""
-    return downloaded(version, model_files.MODEL_JSON, load_model)
+    return downloaded(version, model_files.MODEL_JSON, composite.load)
 
 
 def downloaded(version: ModelVersion, name: str, load: Callable[[Sequence[Path]], T]) -> T:
     """The content of a version, loaded from the folders with a file of this name."""
     with tempfile.TemporaryDirectory() as temporary:
-        path = mlflow.artifacts.download_artifacts(
-            f"models:/{version.name}/{version.version}", dst_path=temporary
-        )
+        path = download_artifacts(f"models:/{version.name}/{version.version}", dst_path=temporary)
         folders = [p.parent for p in Path(path).rglob(name)]
         if not folders:
             raise ShardCoreError(

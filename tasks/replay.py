@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -62,13 +63,13 @@ class EachProblem:
         self.failed: dict[str, str] = {}
 
     def run(self, name: str, work: Callable[[Run], object]) -> bool:
-        """Whether `work` on a problem succeeded; it is given what replays plans."""
+        """Tell if `work` on a problem succeeded. It is given the function that replays plans."""
         self._tried.add(name)
         try:
             work(lambda workloads: self._begun()(workloads))
         except Exception as error:
             if self._begins:  # no gang can: nor could one for the others
-                raise ShardCoreError(f"{error}{self._said()}") from None
+                raise ShardCoreError(f"{error}{self._failures()}") from None
             plain = isinstance(error, ShardCoreError)
             self.failed[name] = str(ShardCoreError(f"{name}: {error if plain else repr(error)}"))
             get_run_logger().warning(
@@ -92,13 +93,15 @@ class EachProblem:
     def __enter__(self) -> EachProblem:
         return self
 
-    def __exit__(self, *raised: object) -> None:
-        self._stack.__exit__(*raised)
-        if self.failed and raised[0] is None:
-            raise ShardCoreError(self._said().removeprefix("; "))
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+        if self.failed and error is None:
+            raise ShardCoreError(self._failures().removeprefix("; "))
 
-    def _said(self) -> str:
-        """What failed so far, to follow another sentence."""
+    def _failures(self) -> str:
+        """Failures so far, to follow another sentence."""
         if not self.failed:
             return ""
         first, *others = self.failed.values()
@@ -170,8 +173,7 @@ def why_no_steps(pool: Sequence[Table], setting: Setting, devices: int, config: 
 
 
 def step_devices(config: MeasureConfig, batch: int) -> int:
-    """How many devices of one host steps run on: those of an exchange, as far as they share no core and
-    memory goes."""
+    """Number of devices of one host for steps: those of an exchange, as far as cores and memory go."""
     device = cluster_device()
     most = rank_count(config, device, batch) // config.hosts
     if device == "cpu":
@@ -184,8 +186,10 @@ def step_devices(config: MeasureConfig, batch: int) -> int:
 
 
 def devices_of_a_host(most: int, batch: int) -> int:
-    """How many devices of one host of the connected cluster can replay plans without sharing a core, `most`
-    at most; they divide the batch."""
+    """Number of devices of one host of the connected cluster that can replay plans, sharing no core.
+
+    It divides the batch, and is `most` at most.
+    """
     kind = "GPU" if cluster_device() == "cuda" else "CPU"
     there = max(int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"])
     return max(n for n in range(1, max(1, min(most, there)) + 1) if batch % n == 0)
@@ -199,7 +203,7 @@ def _marks(
     device: str,
     reference: dataset.ReferenceOp | None,
 ) -> list[tuple[list[np.ndarray], np.ndarray]]:
-    """What replay_rank gives of each rank."""
+    """Results of replay_rank, of each rank."""
     [address] = actors.when_started([members[0].address.remote()])
     given = ray.put(list(workloads))
     calls = [

@@ -18,15 +18,15 @@ import numpy as np
 from mlflow.exceptions import MlflowException
 from mlflow.models import set_model
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
-from mlflow.pyfunc import PythonModel
+from mlflow.pyfunc.model import PythonModel
 from pydantic import BaseModel, SkipValidation
 
-from shardcore import load_model
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting, Shard
 from shardcore.core.validation import MOST_BATCH, shown
-from shardcore.cost.model import ProbabilisticCostModel
+from shardcore.cost import composite
+from shardcore.cost.neural import NeuralModel
 from shardcore.io import files, schema
 from shardcore.step.kinds import CHANNELS, WHOLE_ROWS
 from shardcore.step.lower import Op, Workload, is_sequence
@@ -53,7 +53,7 @@ class ShardInput(BaseModel):
 
 
 class GroupInput(BaseModel, extra="allow"):
-    shards: SkipValidation[list[ShardInput]] = ()
+    shards: SkipValidation[list[ShardInput]] = []
     batch: SkipValidation[int | None] = None
 
     def sent(self) -> dict[str, Any]:
@@ -65,9 +65,11 @@ class GroupInput(BaseModel, extra="allow"):
 
 class ServedCostModel(PythonModel):
     def load_context(self, context: Any) -> None:
-        self._model = load_model(context.artifacts["model"])
+        self._model = composite.load(context.artifacts["model"])
 
-    def predict(self, context: Any, model_input: list[GroupInput], params: Any = None):
+    def predict(  # pyright: ignore[reportIncompatibleMethodOverride]  # MLflow's declares no result
+        self, context: Any, model_input: list[GroupInput], params: Any = None
+    ):
         """A dictionary per group, as above. Raises MlflowException (HTTP 400) naming the group."""
         try:
             groups = [_group(g.sent(), f"group {i}", self._model.setting) for i, g in enumerate(model_input)]
@@ -76,7 +78,9 @@ class ServedCostModel(PythonModel):
             raise MlflowException(str(error), error_code=INVALID_PARAMETER_VALUE) from None
 
 
-def _answer(model: ProbabilisticCostModel, shards: tuple[Shard, ...], batch: int) -> dict[str, Any]:
+def _answer(
+    model: NeuralModel | composite.Composite, shards: tuple[Shard, ...], batch: int
+) -> dict[str, Any]:
     sums = model.encode(shards, batch).sum(0)
     ms, share = float(model.head(sums)), float(model.forward_share(sums))
     low, high = (float(model.quantile(sums, level)) for level in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))

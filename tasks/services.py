@@ -100,18 +100,10 @@ def require_answer(address: str, what: str) -> None:
 
 
 @contextmanager
-def prefect_server() -> Iterator[str]:
-    """The URL of the Prefect API: PREFECT_API_URL, or our own server while the context lasts."""
-    if os.environ.get("PREFECT_API_URL"):
-        yield os.environ["PREFECT_API_URL"]
-        return
-    with _own_server() as (url, _):
-        yield url
+def prefect_server() -> Iterator[tuple[str, subprocess.Popen]]:
+    """A Prefect server that lasts as long as the context: the URL of its API, and its process.
 
-
-@contextmanager
-def _own_server() -> Iterator[tuple[str, subprocess.Popen]]:
-    """The URL of our own Prefect server, and the server. In an owned run it ends after the flows.
+    In an owned run it ends after the flows.
 
     It asks for a password, which this process and what it starts know, and its database goes with it.
     """
@@ -124,16 +116,8 @@ def _own_server() -> Iterator[tuple[str, subprocess.Popen]]:
     with owned.serving():
         server = subprocess.Popen(
             [
-                sys.executable,
-                "-m",
-                "prefect",
-                "server",
-                "start",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(port),
-                "--no-ui",
+                *(sys.executable, "-m"),
+                *f"prefect server start --host 127.0.0.1 --port {port} --no-ui".split(),
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -233,11 +217,11 @@ def run_flow(flow: Callable[[], object], needs_prefect: bool = True) -> None:
         program.failed(f"stopped; {owned.GOES_ON}")
         raise SystemExit(130) from None
     except Exception as error:
-        program.failed(f"error: {_said(error)}")
+        program.failed(f"error: {_in_one_line(error)}")
         raise SystemExit(1) from None
 
 
-def _said(error: Exception) -> str:
+def _in_one_line(error: Exception) -> str:
     """An error in one line. The log gets a traceback of errors that no user can mend."""
     if isinstance(error, (ShardCoreError, OSError)):
         return str(error)
@@ -261,7 +245,7 @@ def main() -> None:
                 code = _run(sys.argv[1:])
             else:
                 print("starting a Prefect server for as long as this runs", flush=True)
-                with _own_server() as (_, server):
+                with prefect_server() as (_, server):
                     code = _run(sys.argv[1:], server)
     except (ShardCoreError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -294,7 +278,7 @@ def _run(command: list[str], server: subprocess.Popen | None = None) -> int:
 
 
 def _end_of(process: subprocess.Popen) -> str:
-    """How a process ended."""
+    """The end of a process, in words."""
     code = process.returncode
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 

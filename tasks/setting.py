@@ -36,7 +36,7 @@ class SettingConfig:
         return Setting(name, self.batch, self.precision, self.optimizer)
 
     def of_dataset_or_local(self, folder: Path) -> Setting:
-        """As of_dataset. Without a dataset, the setting of the device at hand."""
+        """The dataset's setting. Without a dataset, that of the device at hand."""
         return self.of_dataset(folder) if dataset.settings(folder) else self.setting()
 
     def of_dataset(self, folder: Path) -> Setting:

@@ -1,9 +1,8 @@
-"""What the stack is: its services, their commands and environments, and the files that they read."""
+"""Services of the stack: their commands and environments, and the files that they read."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import re
 import secrets
@@ -21,7 +20,7 @@ import psutil
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.io import schema
-from tasks import owned
+from tasks import owned, paths
 from tasks.daemons import ALLOWED_HOSTS, Daemon
 from tasks.lost_runs import AT_ONCE, POOL, WORKER, Api
 from tasks.services import LOOPBACK, get, reach_directly
@@ -142,36 +141,14 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
         ray["node-ip-address"] = config.host
     api, bearer = client["PREFECT_API_URL"], {"Authorization": f"Bearer {token}"}
     dashboard, metrics = config.url(config.dashboard_port), config.url(config.metrics_port)
-    worker = daemon(
-        "worker",
-        *python,
-        "prefect",
-        "worker",
-        "start",
-        "--pool",
-        POOL,
-        "--type",
-        "process",
-        "--name",
-        WORKER,
-        "--limit",
-        str(AT_ONCE),
-        PREFECT_WORKER_QUERY_SECONDS="2",
-    )
+    worker_command = f"prefect worker start --pool {POOL} --type process --name {WORKER} --limit {AT_ONCE}"
+    worker = daemon("worker", *python, *worker_command.split(), PREFECT_WORKER_QUERY_SECONDS="2")
     watch = daemon("watch", *python, "tasks.watch")
+    at = ("--host", config.host, "--port")
     found = [
         Service(
             daemon(
-                "prefect",
-                *python,
-                "prefect",
-                "server",
-                "start",
-                "--host",
-                config.host,
-                "--port",
-                str(config.prefect_port),
-                **prefect,
+                "prefect", *python, *"prefect server start".split(), *at, str(config.prefect_port), **prefect
             ),
             {"prefect_port": config.prefect_port},
             lambda: get(f"{api}/health") == b"true",
@@ -181,16 +158,9 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
             daemon(
                 "mlflow",
                 *python,
-                "mlflow",
-                "server",
-                "--host",
-                config.host,
-                "--port",
+                *"mlflow server --workers 1 --app-name basic-auth".split(),
+                *at,
                 str(config.mlflow_port),
-                "--workers",
-                "1",
-                "--app-name",
-                "basic-auth",
                 "--uvicorn-opts",
                 "--log-level warning",
                 **mlflow,
@@ -203,11 +173,7 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
             daemon(
                 "ray",
                 *python,
-                "ray.scripts.scripts",
-                "start",
-                "--head",
-                "--block",
-                "--disable-usage-stats",
+                *"ray.scripts.scripts start --head --block --disable-usage-stats".split(),
                 *(f"--{k}={v}" for k, v in ray.items()),
                 RAY_ADDRESS="",
                 # Calls have names of their own, too many for a label.
@@ -347,9 +313,7 @@ def logging_config(lines: Path) -> str:
     """Prefect's logging configuration, extended to write logs of flows and tasks as JSON lines too."""
     import yaml
 
-    # Importing Prefect takes seconds.
-    prefect = Path(importlib.util.find_spec("prefect").origin).parent
-    config = yaml.safe_load((prefect / "logging" / "logging.yml").read_text())
+    config = yaml.safe_load((paths.package("prefect") / "logging" / "logging.yml").read_text())
     config["formatters"]["lines"] = {
         "()": "pythonjsonlogger.json.JsonFormatter",
         "timestamp": True,
@@ -371,7 +335,7 @@ def prefect_api(config: StackConfig, token: str) -> Api:
 
 
 def _polls(worker: Daemon, api: Api) -> bool:
-    """Whether the worker asked the server for work since it started."""
+    """Tell if the worker asked the server for work since it started."""
     began = worker.started()
     seen = [
         datetime.fromisoformat(w["last_heartbeat_time"]).timestamp()

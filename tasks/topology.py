@@ -7,6 +7,7 @@ from pathlib import Path
 
 import ray
 from prefect import task
+from ray.exceptions import RayError
 
 from shardcore.io import files
 from shardcore.measure import pairs
@@ -22,16 +23,16 @@ _LOOK_S = 5.0
 
 def find_links(problem: Path, out: Path, ranks: Path | None, config: PairConfig) -> str:
     """Measure with a rank for each device of a problem, and write what was found. Returns it in lines."""
-    asked = files.read_problem(problem)
-    pairs.require_links(asked)
+    stored = files.read_problem(problem)
+    pairs.require_links(stored)
     with ray_cluster():
-        found, nodes = measure_pairs(len(asked.topology), config)
-    return topology_report.write(found, asked, out, ranks, nodes)
+        found, nodes = measure_pairs(len(stored.topology), config)
+    return topology_report.write(found, stored, out, ranks, nodes)
 
 
 @task(task_run_name="measure-pairs")
 def measure_pairs(ranks: int, config: PairConfig) -> tuple[PairMeasurement, list[str]]:
-    """What a gang of the connected cluster finds, and the node of each rank.
+    """Times of pairs by a gang of the connected cluster, and the node of each rank.
 
     It runs on GPUs where the cluster has some, else on CPU cores. Ray fills a host before it takes another.
     Raises ShardCoreError where the ranks find no room, or one fails, dies or hangs.
@@ -46,10 +47,10 @@ def measure_pairs(ranks: int, config: PairConfig) -> tuple[PairMeasurement, list
 
         def looked_s(rank: int) -> float:
             if rank == 0:
-                with suppress(ray.exceptions.RayError):  # its call tells why
-                    done, of = ray.get(members[0].turns.remote(), timeout=_LOOK_S)
+                with suppress(RayError):  # its call tells why
+                    [(done, of)] = ray.get([members[0].turns.remote()], timeout=_LOOK_S)
                     console.progress(done / of, f"turns of pairs: {done} of {of}")
             return silent_s(rank)
 
-        told = actors.answers("pairs", calls, config.timeout_s, looked_s)
-    return told[0][0], [node for _, node in told]
+        results = actors.answers("pairs", calls, config.timeout_s, looked_s)
+    return results[0][0], [node for _, node in results]

@@ -13,6 +13,7 @@ from typing import Any
 import mlflow
 import numpy as np
 import pandas as pd
+from mlflow.data.pandas_dataset import from_pandas
 from mlflow.entities import Metric
 from prefect import get_run_logger, task
 
@@ -173,7 +174,7 @@ def train_model(
         writing.write_csv(folder.with_name("curves.csv"), trained.curves)
         writing.write_atomic(folder.with_name(registry.CARD), card.encode())
         mlflow.set_tag(registry.DIGEST_TAG, model_files.model_digest(folder))
-    return studied.metrics["test"]
+    return dict(studied.metrics["test"])
 
 
 def _say_best(curves: Sequence[Mapping[str, Any]]) -> None:
@@ -239,7 +240,7 @@ def _log_datasets(compute: Sequence[ComputeSample], versions: Mapping[Path, str]
         )
         # MLflow warns that a path could be other sources too, and that integers cannot be missing.
         with warnings.catch_warnings(action="ignore"):
-            data = mlflow.data.from_pandas(frame, source=str(folder), name=folder.name, digest=version[:36])
+            data = from_pandas(frame, source=str(folder), name=folder.name, digest=version[:36])
             mlflow.log_input(data, context="training")
 
 

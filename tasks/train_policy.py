@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import mlflow
 from mlflow.entities import Metric
@@ -19,6 +20,7 @@ from tasks import console, policy_registry, registry
 from tasks.commit import git_commit
 
 CURVES = "curves.csv"
+Part = TypeVar("Part", PolicyConfig, PolicyProblems)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class TrainPolicyConfig(PolicyConfig, PolicyProblems):
                 f"known are {', '.join(NETS)}, or null for none"
             )
 
-    def part(self, cls: type) -> PolicyConfig | PolicyProblems:
+    def part(self, cls: type[Part]) -> Part:
         """The fields of one of the two."""
         return cls(**{f.name: getattr(self, f.name) for f in dataclasses.fields(cls)})
 

@@ -50,7 +50,8 @@ def publish_once(state: publish_claim.PublishState, now: float) -> str:
 
     Returns a line on the state.
     """
-    key, run = f"{state.model} {state.champion} after {state.at}", None
+    key = f"{state.model} {state.champion} after {state.at}"
+    run: Any = None
     what = f"plans under {state.model} version {state.champion}"
     for attempt in range(1, ATTEMPTS + 1):
         if run is not None and now < run.state.timestamp.timestamp() + RETRY_S * (attempt - 1):
@@ -95,12 +96,12 @@ def step() -> str:
 
 def watch() -> None:
     """Check every EVERY_S for as long as the process lives. Log each new state once."""
-    said = ""
+    last = ""
     while True:
         line = step()
-        if line != said:
+        if line != last:
             logger.info("%s", line)
-            said = line
+            last = line
         time.sleep(EVERY_S)
 
 

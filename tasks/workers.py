@@ -1,5 +1,4 @@
-"""What measures on the cluster, as Ray actors: a worker a device for shardcore.measure.supervise, and the
-ranks of gangs.
+"""Ray actors that measure: a worker a device for shardcore.measure.supervise, and the ranks of gangs.
 
 Each is a process of its own that imports this module, so nothing here imports Prefect, which takes a second.
 """
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from ray.exceptions import RayError
 
 from shardcore.core.types import Setting
 from shardcore.io import dataset
@@ -23,13 +23,13 @@ from shardcore.measure.device_bench import BenchSpec, Counts, DeviceBench
 from shardcore.measure.replay import ReplayConfig, replay_rank
 from shardcore.measure.supervise import Ended, Refused
 from shardcore.step.lower import Workload
-from tasks import actors, services
+from tasks import actors
 
 _PROBE_S = 5.0
 
 
 # one that Ray restarts would fail the next, innocent call
-@ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
+@actors.remote(max_restarts=0, concurrency_groups={"watch": 1})
 class DeviceWorker(DeviceBench):
     @ray.method(concurrency_group="watch")  # so that it answers while the device works
     def look(self) -> Counts:
@@ -59,7 +59,9 @@ class RayTransport:
 
 class RayWorker:
     def __init__(self, name: str, spec: BenchSpec, reference_ms: float | None):
-        self._name, self.ongoing, self.counts = name, None, Counts()
+        self._name = name
+        self.counts: Counts = Counts()
+        self.ongoing: Any = None
         self._actor = DeviceWorker.options(name=name, num_gpus=int(spec.device == "cuda"), num_cpus=1).remote(
             spec, reference_ms
         )
@@ -72,11 +74,11 @@ class RayWorker:
         try:
             value, self.counts = ray.get(self.ongoing)
             return value
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             raise (Refused if "ShardCoreError: " in str(error) else Ended)(actors.reason(error)) from None
 
     def look(self) -> None:
-        with suppress(ray.exceptions.RayError):  # it died, which its call tells, or is stuck
+        with suppress(RayError):  # it died, which its call tells, or is stuck
             self.counts = ray.get(self._actor.look.remote(), timeout=_PROBE_S)
 
     def end(self) -> None:
@@ -86,14 +88,9 @@ class RayWorker:
 # --- ranks of gangs -----------------------------------------------------------------------------------------
 
 
-@ray.remote(max_restarts=0)
-class Exchange:
+@actors.remote(max_restarts=0)
+class Exchange(actors.Meeting):
     """One rank of a gang that measures exchanges."""
-
-    def address(self) -> str:
-        # for as long as this rank lives, or another process may get it first
-        self._held = services.reserve_port("")
-        return f"tcp://{ray.util.get_node_ip_address()}:{self._held.getsockname()[1]}"
 
     def join(
         self, rank: int, ranks: int, address: str, device: str, config: collectives.CollectiveConfig
@@ -106,7 +103,7 @@ class Exchange:
         return self._rank.measure(requests)
 
 
-@ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
+@actors.remote(max_restarts=0, concurrency_groups={"watch": 1})
 class ReplayRank(actors.Member):
     """One rank of a gang that replays."""
 

@@ -18,7 +18,7 @@ import pytest
 
 HERE = Path(__file__).parent
 WARM_UP = HERE / "warm_up.py"
-sys.path += [str(HERE / "cost"), str(HERE / "torchrec")]  # laws.py and peaks.py, for all
+sys.path += [str(HERE / room) for room in ("cost", "search", "torchrec")]  # modules for all
 # What a person has set for other work must not reach the tests, nor the processes that they start.
 OTHERS = (
     "PREFECT_",

@@ -27,6 +27,7 @@ from shardcore import (
     price,
     replay,
 )
+from shardcore.core.access_statistics import RowShares
 from shardcore.core.job import Job
 from shardcore.core.links import links_of
 from shardcore.cost.analytic import AnalyticModel
@@ -104,11 +105,11 @@ WRONG = {
     ),
     "pinned pair": (
         lambda: Constraints(pinned=("t0", (0,))),
-        'constraints.pinned is (\'t0\', (0,)); it needs to be a list, such as [("t0", [0, "host-1"])]',
+        'constraints.pinned is \'t0\'; it needs to be [a text, any value], such as [("t0", [0, "host-1"])]',
     ),
     "pinned mapping": (lambda: Constraints(pinned={"t0": 0}), "constraints.pinned is {'t0': 0}; it needs"),
     "unsplit": (lambda: Constraints(unsplit="t0"), "constraints.unsplit is 't0'; it needs to be a list"),
-    "kinds": (lambda: Constraints(kinds=("t0", "row")), "constraints.kinds is ('t0', 'row'); it needs"),
+    "kinds": (lambda: Constraints(kinds=("t0", "row")), "constraints.kinds is 't0'; it needs"),
     "together": (lambda: Constraints(together=3), "constraints.together is 3; it needs to be a list"),
     "reserved": (
         lambda: Constraints(reserved_bytes="1 GiB"),
@@ -151,7 +152,10 @@ WRONG = {
         "a placement: devices is 0; it needs to be a list of whole",
     ),
     "placements": (lambda: Plan([TABLE]), "a plan: placements[0] is Table("),
-    "huge": (lambda: table(precision=10**5000), "table 't': precision is a int that is too long; it needs"),
+    "huge": (
+        lambda: table(precision=10**5000),
+        "table 't': precision is a whole number that is too long; it needs",
+    ),
     "decisions": (
         lambda: decide(PROBLEM, MODEL, Groups(), SHARDERS["random"]),
         "it needs to be a list of decisions, such as [Groups()]",
@@ -238,6 +242,11 @@ def test_the_nouns_print_a_line_however_large_they_are():
     assert repr(large.topology) == "Topology(32 devices on 4 hosts, 80 GiB each, hardware nvidia-h100)"
     assert repr(plan) == "Plan(1000 tables in 1000 shards on 32 devices, by size_greedy)"
     assert all(len(repr(x)) < 200 for x in (large, plan, large.topology, lower(plan, large)))
+    accesses = {"access": Reuse(np.ones(17) / 17, 64), "row_shares": RowShares((0.5,) * 2, (0.5,) * 2)}
+    assert repr(table(**accesses, ordered=True)) == (
+        "Table('t', 5 x 64, pooling=1, access=Reuse(17 bins, batch=64), ordered=True, "
+        "row_shares=RowShares(2 ranges))"
+    )
     uneven = Topology((Device(1 << 30), Device(3 << 30)))
     assert repr(uneven) == "Topology(2 devices on 1 hosts, 1 to 3 GiB each)"
 
@@ -245,7 +254,9 @@ def test_the_nouns_print_a_line_however_large_they_are():
 def test_all_that_the_page_names_is_there():
     names = dir(shardcore)
     assert {*shardcore.__all__, "__version__"} <= set(names)
-    assert {"price", "lower", "load_model", "replay", "load_plan", "SHARDERS", "Budget"} <= set(names)
+    assert {"price", "lower", "load_model", "replay", "load_plan", "SHARDERS", "Budget", "CostModel"} <= set(
+        names
+    )
     for name in shardcore.__all__:
         assert getattr(shardcore, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'prices'"):

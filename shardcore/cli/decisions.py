@@ -236,7 +236,7 @@ def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> 
 
 
 def start_text(
-    args: PlanOptions, found: Found, decisions: Sequence[Decision], asked: Problem, model: CostModel
+    args: PlanOptions, found: Found, decisions: Sequence[Decision], original: Problem, model: CostModel
 ) -> str:
     """Changes of the new plan to the old one, for people. "": there was none."""
     from shardcore.cost.model import price
@@ -253,14 +253,14 @@ def start_text(
     moved = start.moved(found.plan, as_planned(found.plan, found.problem))
     # A plan of another problem has no cost in this one.
     cost = (
-        f", which cost {price(lower(start.old, asked, fits=False), model).total_ms:.3f} ms"
-        if start.before == asked == found.problem
+        f", which cost {price(lower(start.old, original, fits=False), model).total_ms:.3f} ms"
+        if start.before == original == found.problem
         else ""
     )
     return f", starting from {args.start}{cost}; {plan_report.replan_text(moved, start.config)}"
 
 
-def texts(decisions: Sequence[Decision], found: Found, asked: Problem) -> Iterator[str]:
+def texts(decisions: Sequence[Decision], found: Found, original: Problem) -> Iterator[str]:
     """Texts on what was decided, for people. Some may be empty."""
     from shardcore.report import decisions_report, plan_report
     from shardcore.search.decisions.hot_rows import HotRows
@@ -272,7 +272,7 @@ def texts(decisions: Sequence[Decision], found: Found, asked: Problem) -> Iterat
         if isinstance(decision, Provision):
             yield from decisions_report.clusters(decision, found)
         if isinstance(decision, HotRows):
-            yield decisions_report.hot_rows_table(asked, found.problem)
+            yield decisions_report.hot_rows_table(original, found.problem)
         if isinstance(decision, OnTowers):
             traffic = tower_traffic(found.plan, as_planned(found.plan, found.problem))
             yield plan_report.towers_text(traffic) if traffic else ""

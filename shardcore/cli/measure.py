@@ -106,7 +106,7 @@ class MeasureOptions:
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, measure, MeasureOptions)
+    add_command(commands, MeasureOptions, measure)
 
 
 def measure(args: MeasureOptions) -> None:
@@ -200,12 +200,12 @@ def measure(args: MeasureOptions) -> None:
     elif args.samples:
         print(f"{args.out} holds the first {args.samples} samples already", flush=True)
     if args.dry_run:
-        for kind, n, asked in (
+        for kind, n, total in (
             ("exchanges", len(exchanges), args.exchanges),
             ("steps", sum(len(made) for _, made in steps), args.steps),
         ):
             if n:
-                print(f"{n} of the first {asked} {kind} are missing")
+                print(f"{n} of the first {total} {kind} are missing")
         return
     if exchanges:
         _measure_exchanges(args, exchanges, setting, device, box)
@@ -226,18 +226,18 @@ def _arena_bytes(setting: Setting, device: str) -> int:
 
 def _lines(bench: Supervisor, until: float) -> Callable[[Sequence[Finished]], None]:
     """Progress of measuring groups until then: a line every _PROGRESS_S, and where nothing finished."""
-    began = said = time.monotonic()
+    began = printed_at = time.monotonic()
     done = failed = 0
 
     def tell(finished: Sequence[Finished]) -> None:
-        nonlocal done, failed, said
+        nonlocal done, failed, printed_at
         now = time.monotonic()
         for sample in (s for f in finished for s in f.samples if s.request != bench.spec.reference):
             done, failed = done + 1, failed + (sample.error is not None)
             if sample.error:
                 print(f"failed: {sample.error}", file=sys.stderr)
-        if not finished or now - said > _PROGRESS_S:
-            said, elapsed = now, now - began
+        if not finished or now - printed_at > _PROGRESS_S:
+            printed_at, elapsed = now, now - began
             print(
                 f"{done} samples{f' ({failed} failed)' if failed else ''}, {done / elapsed:.1f} a second, "
                 f"{bench.kernel_s / elapsed:.0%} of the time in kernels, "
@@ -251,14 +251,14 @@ def _lines(bench: Supervisor, until: float) -> Callable[[Sequence[Finished]], No
 
 def _estimate(args: MeasureOptions, bench: Supervisor, missing: Iterable[ComputeRequest]) -> None:
     """Say how long measuring will take, from some seconds of it."""
-    asked = list(missing) if args.samples else []
+    listed = list(missing) if args.samples else []
     began = time.monotonic()
-    some = itertools.takewhile(lambda _: time.monotonic() - began < _ESTIMATE_S, asked or missing)
+    some = itertools.takewhile(lambda _: time.monotonic() - began < _ESTIMATE_S, listed or missing)
     rate = sum(s.request != bench.spec.reference for s in bench.samples(some)) / (time.monotonic() - began)
     if args.samples:
         print(
-            f"{len(asked)} of the first {args.samples} samples are missing in {args.out}: about "
-            f"{len(asked) / rate / 60:.1f} min at {rate:.1f} a second"
+            f"{len(listed)} of the first {args.samples} samples are missing in {args.out}: about "
+            f"{len(listed) / rate / 60:.1f} min at {rate:.1f} a second"
         )
     else:
         print(f"about {rate * args.minutes * 60:.0f} samples in {args.minutes:g} min, at {rate:.1f} a second")

@@ -26,8 +26,8 @@ from shardcore.io.model_files import MODEL_JSON, MODEL_WEIGHTS
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, train, TrainOptions)
-    add_command(commands, report, ReportOptions)
+    add_command(commands, TrainOptions, train)
+    add_command(commands, ReportOptions, report)
 
 
 # --- train -----------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def add_command(
-    commands: argparse._SubParsersAction, run: Callable[[Options], object], options: type[Options]
+    commands: argparse._SubParsersAction, options: type[Options], run: Callable[[Options], object]
 ) -> None:
     """Add a command. It has the name of the function that runs it, with dashes.
 

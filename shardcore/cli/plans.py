@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, plan, PlanOptions)
-    add_command(commands, price, PriceOptions)
-    add_command(commands, export, ExportOptions)
+    add_command(commands, PlanOptions, plan)
+    add_command(commands, PriceOptions, price)
+    add_command(commands, ExportOptions, export)
 
 
 # --- plan --------------------------------------------------------------------------------------------------
@@ -107,11 +107,11 @@ def _say_planned(
     args: PlanOptions,
     found: Found,
     decisions: Sequence[Decision],
-    asked: Problem,
+    original: Problem,
     model: CostModel,
     seconds: float,
 ) -> None:
-    """Print the plan's cost, and all that was decided. asked: the problem before that."""
+    """Print the plan's cost, and all that was decided. original: the problem before that."""
     from shardcore.cost import known_errors
     from shardcore.cost.model import at_confidence
     from shardcore.report import decisions_report
@@ -128,10 +128,10 @@ def _say_planned(
     print(
         f"{args.out or args.out_problem or args.problem}: {f'{groups.words}: ' if groups else ''}"
         f"{found.ms:.3f} ms predicted{sure}, found in {seconds:.2f} s by {by}"
-        f"{deciding.start_text(args, found, decisions, asked, cautious)}"
+        f"{deciding.start_text(args, found, decisions, original, cautious)}"
     )
     print(f"under {known_errors.label(model)}, model {found.plan.provenance['model_digest'][:8]}")
-    for text in filter(None, deciding.texts(decisions, found, asked)):
+    for text in filter(None, deciding.texts(decisions, found, original)):
         print(f"\n{text}")
     if args.explain:
         if groups:

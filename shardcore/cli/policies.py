@@ -52,7 +52,7 @@ class TrainPolicyOptions:
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, train_policy, TrainPolicyOptions)
+    add_command(commands, TrainPolicyOptions, train_policy)
 
 
 def train_policy(args: TrainPolicyOptions) -> None:

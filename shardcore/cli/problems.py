@@ -69,8 +69,8 @@ class HeatOptions:
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, problem, ProblemOptions)
-    add_command(commands, heat, HeatOptions)
+    add_command(commands, ProblemOptions, problem)
+    add_command(commands, HeatOptions, heat)
 
 
 def heat(args: HeatOptions) -> None:

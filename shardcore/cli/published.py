@@ -84,9 +84,9 @@ class DriftOptions:
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, history, HistoryOptions)
-    add_command(commands, diff, DiffOptions)
-    add_command(commands, drift, DriftOptions)
+    add_command(commands, HistoryOptions, history)
+    add_command(commands, DiffOptions, diff)
+    add_command(commands, DriftOptions, drift)
 
 
 def history(args: HistoryOptions) -> None:

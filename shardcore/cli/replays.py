@@ -64,7 +64,7 @@ class ReplayOptions:
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, replay, ReplayOptions)
+    add_command(commands, ReplayOptions, replay)
 
 
 def replay(args: ReplayOptions) -> None:

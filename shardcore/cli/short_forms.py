@@ -107,10 +107,10 @@ class ProvisionOptions(SearchOptions, deciding.TargetOptions):
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    add_command(commands, hot_rows, HotRowsOptions)
-    add_command(commands, hot_drift, HotDriftOptions)
-    add_command(commands, tiers, TiersOptions)
-    add_command(commands, provision, ProvisionOptions)
+    add_command(commands, HotRowsOptions, hot_rows)
+    add_command(commands, HotDriftOptions, hot_drift)
+    add_command(commands, TiersOptions, tiers)
+    add_command(commands, ProvisionOptions, provision)
 
 
 def hot_rows(args: HotRowsOptions) -> None:
@@ -162,9 +162,9 @@ def provision(args: ProvisionOptions) -> None:
     # Here, for `plan` names other options.
     require_outputs(args, [args.offers.parent / offer.model for offer in read_offers(args.offers)])
     outcomes: list[Outcome] = []
-    asked = deciding.plan_options(args, out=args.out / "plan.json", out_problem=args.out / "problem.json")
+    options = deciding.plan_options(args, out=args.out / "plan.json", out_problem=args.out / "problem.json")
     try:
-        found = plans.plan(asked, outcomes.append)
+        found = plans.plan(options, outcomes.append)
     except ShardCoreError as error:
         if not outcomes:
             raise

@@ -43,7 +43,7 @@ class MeasureOptions:
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
     p = commands.add_parser("topology", help="Find how ranks are joined.", formatter_class=Formatter)
-    add_command(p.add_subparsers(required=True, metavar="COMMAND"), measure, MeasureOptions)
+    add_command(p.add_subparsers(required=True, metavar="COMMAND"), MeasureOptions, measure)
 
 
 def measure(args: MeasureOptions) -> None:

@@ -25,11 +25,14 @@ class Reuse:
 
     bins: [REUSE_BINS] fractions of a batch's unique rows, by how often each is seen. They sum to 1, or are
         all 0 for a table that is never accessed.
-    batch: samples of the batch that it was taken at, without which the bins mean nothing.
+    batch: samples of the batch that was counted. The bins mean nothing without it.
     """
 
     bins: tuple[float, ...]
     batch: int
+
+    def __repr__(self) -> str:
+        return f"Reuse({len(self.bins)} bins, batch={self.batch})"
 
     def __post_init__(self) -> None:
         require_types(self, "a reuse histogram")
@@ -67,6 +70,9 @@ class RowShares:
 
     lookups: tuple[float, ...]
     unique: tuple[float, ...]
+
+    def __repr__(self) -> str:
+        return f"RowShares({len(self.lookups)} ranges)"
 
     def __post_init__(self) -> None:
         require_types(self, "row shares")

@@ -1,5 +1,4 @@
-"""What FBGEMM fuses into one op: optimizers and weight precisions, by our names and theirs. And the
-optimizers of replicas, which are not fused.
+"""Catalog of optimizers and weight precisions that FBGEMM fuses into one op, and of dense optimizers of replicas.
 
 TorchRec takes FBGEMM's optimizers by the same names. Which of all these run depends on the device and on
 FBGEMM's version; `measure.fused_op` finds out by running one row.
@@ -10,18 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 STATE_BYTES = 4
-"""Of one number of optimizer state: FBGEMM keeps FP32 whatever the weights are."""
+"""Bytes of one number of optimizer state: FBGEMM keeps FP32 whatever the weights are."""
 
 
 @dataclass(frozen=True)
 class Optimizer:
     """An optimizer of embeddings.
 
-    theirs: name in FBGEMM's EmbOptimType. Of a dense one, the path of its class.
-    states: for each moment that it keeps, what has one number: "row" or "cell". FBGEMM's momentum1 is the
-        first, momentum2 the second.
+    theirs: name in FBGEMM's EmbOptimType. For a dense one, the path of its class.
+    states: granularity of each moment: "row" or "cell". FBGEMM's momentum1 is the first, momentum2 the second.
     dense: a name of DENSE_OPTIMIZERS, the one that is most like it. None: it is one itself.
-    scratch: of a dense one, tensors as large as a table's weights that it makes to update that table.
+    scratch: number of temporary tensors, each as large as a table's weights, by which a dense one updates a table.
     """
 
     theirs: str
@@ -57,14 +55,14 @@ OPTIMIZERS = {
     # Torch has no LAMB, and TorchRec's is a placeholder. Like it, Adam keeps two full moments.
     "lamb": Optimizer("LAMB", ("cell", "cell"), dense="adam"),
 }
-"""Those that run in the backward op."""
+"""Optimizers that run in the backward op."""
 DENSE_OPTIMIZERS = {
     "sgd": Optimizer("torch.optim.SGD"),
     "adagrad": Optimizer("torch.optim.Adagrad", ("cell",), scratch=1),
     "rowwise_adagrad": Optimizer("torchrec.optim.RowWiseAdagrad", ("row",), scratch=1),
     "adam": Optimizer("torch.optim.Adam", ("cell", "cell"), scratch=2),
 }
-"""Those of replicas. They step over all weights after backward. State has the data type of the weights."""
+"""Optimizers of replicas. They step over all weights after backward. State has the data type of the weights."""
 PRECISIONS = {
     "fp32": Precision("FP32", "float32", 4),
     "fp16": Precision("FP16", "float16", 2),
@@ -73,5 +71,5 @@ PRECISIONS = {
 
 
 def named(theirs: str, known: dict[str, Optimizer] | dict[str, Precision]) -> str | None:
-    """Our name of what FBGEMM and TorchRec call `theirs`. None: it has none."""
+    """Our name for the name `theirs` of FBGEMM and TorchRec. None: there is none."""
     return next((ours for ours, entry in known.items() if entry.theirs == theirs), None)

@@ -14,6 +14,7 @@ from shardcore.core.validation import (
     MOST_PINS,
     require,
     require_within,
+    shown,
     type_hints,
     typed,
 )
@@ -82,13 +83,18 @@ class Constraints:
 
     def _entries(self, name: str) -> Iterator[Any]:
         """Entries of a field, each of its annotated type. Raises ShardCoreError naming the table."""
-        what, [kind, _] = f"constraints.{name}", get_args(type_hints(Constraints)[name])
-        for entry in typed(getattr(self, name), tuple[Any, ...], what):
+        value, what, [kind, _] = (
+            getattr(self, name),
+            f"constraints.{name}",
+            get_args(type_hints(Constraints)[name]),
+        )
+        for entry in typed(value, tuple[Any, ...], what):
             if name in ("unsplit", "together"):
                 yield typed(entry, kind, f"an entry of {what}")
-            else:
-                table, value = typed(entry, tuple[str, Any], f"an entry of {what}")
-                yield table, typed(value, get_args(kind)[1], f"{what} of table {table!r}")
+                continue
+            is_pair = isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str)
+            require(is_pair, f"{what} is {shown(value)}; it needs to be a list")
+            yield entry[0], typed(entry[1], get_args(kind)[1], f"{what} of table {entry[0]!r}")
 
     def among(self, names: Collection[str]) -> Constraints:
         """Constraints of some of the tables."""

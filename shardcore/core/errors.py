@@ -1,13 +1,13 @@
-"""What goes wrong and a user can mend: errors of one line."""
+"""Errors that a user can mend, of one line."""
 
 import re
 
 MOST_CHARACTERS = 300
-"""Of an error's message; a longer one is cut in the middle."""
+"""Most characters of an error's message; a longer one is cut in the middle."""
 
 
 class ShardCoreError(ValueError):
-    """What a user can mend: the message names the thing, its value and what would be right.
+    """An error that a user can mend. Its message names the thing, its value and what would be right.
 
     It is one line of printable characters, at most `most`: values in it come from files that anybody may have
     written. It has no password of a URL.
@@ -20,7 +20,7 @@ class ShardCoreError(ValueError):
 
 
 class Infeasible(ShardCoreError):
-    """No plan fits. The message says what does not fit, by how much, and what would make it fit.
+    """No plan fits. The message names the cause, the excess, and what would make it fit.
 
     So it may be longer.
     """
@@ -44,8 +44,7 @@ class SettingMismatch(ShardCoreError):
 
 
 class Unreachable(ShardCoreError):
-    """A file is there, or may be, but a disk or service did not give it. This says nothing about its
-    content."""
+    """A file is there, or may be, but a disk or service did not give it. Its content is unknown."""
 
 
 _USER = re.compile(r"(?<=://)(?:[^\s'\"/:@]*:[^\s'\"]*|[^\s'\"/]*)@")
@@ -69,7 +68,7 @@ def escaped(text: str) -> str:
 def shortened(text: str, most: int) -> str:
     """Text of at most `most` characters. Of a longer one its start and its end are kept.
 
-    They tell the thing and what would be right.
+    They name the thing and what would be right.
     """
     if len(text) <= most:
         return text

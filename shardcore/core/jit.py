@@ -1,10 +1,13 @@
-"""How functions are compiled with numba, and where the result is kept.
+"""Compilation of functions with numba, and the folder for compiled code.
 
 Numba stores compiled code beside a function's file, and compiles again when that file changes.
 It does not notice a change in another file whose functions were inlined.
 So the cache folder is named after a digest of all compiled sources.
 Import this module before anything is compiled.
 """
+
+# Numba's decorators and configuration have no types.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _KEPT = 3
 """Number of cache folders to keep, one for each version of the sources."""
 
 # error_model="numpy": a division by zero gives inf, and needs no check in inner loops.
-# nogil: others, such as who shows progress, run meanwhile.
+# nogil: other threads, such as a progress line, run meanwhile.
 OPTIONS = {"cache": True, "error_model": "numpy", "_nrt": False, "nogil": True, "no_cfunc_wrapper": True}
 """For functions that Python calls: kept on disk, no Python errors, no reference counts."""
 inner = njit(error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -78,7 +81,7 @@ def _kept(function: Dispatcher) -> bool:
 
 
 def copy_compiled(package: Path, copy: Path) -> None:
-    """Give a copy of the package what is compiled for it. The copy needs the same sources."""
+    """Give a copy of the package its compiled code. The copy needs the same sources."""
     # Numba names subfolders after the path of the sources, which differs for the copy.
     made = cache_folder()
     for folder in {path.parent for pattern in _SOURCES for path in package.glob(pattern)}:

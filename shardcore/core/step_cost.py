@@ -1,4 +1,4 @@
-"""What a step costs, predicted or measured: the noun that both give."""
+"""Costs of a step, predicted or measured."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ PARTS = (
     "waiting_ms",
     "input_ms",
 )
-"""Of a StepCost: what a device's total is the sum of."""
+"""Fields of a StepCost that sum to a device's total."""
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one training step costs on each of D devices.
+    """Cost of one training step on each of D devices.
 
     A device computes, waits for the last one, transfers, and waits for ids. Its total is their sum.
     The step takes as long as the device with the largest total, and the dense part.
@@ -58,7 +58,7 @@ class StepCost:
 class PredictedCost(StepCost):
     """A StepCost that a model predicts.
 
-    extrapolated: sentences on what of the step the model has not measured (model.CostModel.out_of_range).
+    extrapolated: sentences on quantities of the step that the model has not measured (CostModel.out_of_range).
     """
 
     extrapolated: tuple[str, ...] = field(default=(), kw_only=True)

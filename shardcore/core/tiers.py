@@ -1,7 +1,7 @@
 """Tiers of memory that rows of tables are in. One row of TIERS defines each, the fastest first.
 
 All rows of a table are in one tier. If that is not the devices' own, a cache in device memory may have some.
-Topologies say what tiers below the devices hold; their links are given, not measured.
+Topologies give the capacity of tiers below the devices; their links are given, not measured.
 To add a tier, add a row.
 """
 
@@ -21,7 +21,7 @@ class MemoryTier:
     words: for people.
     kernel: TorchRec's compute kernel of tables that have all rows there and no cache. "": it has none.
     cached_kernel: the same with a cache in device memory.
-    torchrec: in TorchRec's topology, the memory of a device and the bandwidth to it. None: it says neither.
+    torchrec: in TorchRec's topology, the memory of a device and the bandwidth to it. None: it has neither.
     """
 
     name: str
@@ -38,7 +38,7 @@ TIERS: Mapping[str, MemoryTier] = {
         MemoryTier("host", "host memory", "fused_uvm", "fused_uvm_caching", ("ddr", "hbm_to_ddr_mem_bw")),
     )
 }
-"""By name. The first is the devices' own, whose size each device says."""
+"""By name. The first is the devices' own, whose size each device gives."""
 DEVICE, *BELOW = TIERS
 
 

@@ -29,7 +29,7 @@ from shardcore.core.validation import (
 BYTES_PER_MS_PER_GBPS = 1e6
 GIB = 1 << 30
 DEFAULT_RESERVE = 0.15
-"""The share of the smallest device that is kept free where a problem's file does not say how much.
+"""The share of the smallest device that is kept free where a problem's file gives no reserve.
 
 It is for the dense part. TorchRec's planner takes as much by default.
 """
@@ -55,7 +55,7 @@ class Device:
 
 
 def default_reserve(devices: Sequence[Device]) -> int:
-    """Bytes that are kept free on each device where a problem's file does not say how many."""
+    """Bytes that are kept free on each device where a problem's file gives no reserve."""
     return int(DEFAULT_RESERVE * min(device.memory_bytes for device in devices))
 
 

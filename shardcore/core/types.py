@@ -62,7 +62,7 @@ class Table:
     sequence: True if each lookup is an output, as in an EmbeddingCollection. Else they are pooled.
     dedup: samples of a device's batch for each distinct value of the table's features. Where features are
         deduplicated (RecD, arXiv 2211.05239), a value travels and is looked up once, and its output is
-        copied by the device that asked. `pooling` and `access` are those of all samples.
+        copied by the device that needs it. `pooling` and `access` are those of all samples.
     collection: the EmbeddingBagCollection or EmbeddingCollection that has it, such as its path in the model.
         Each runs separate ops and exchanges. Pooled tables and sequences of one name are two.
     load_factor: share of its rows that a cache in device memory holds, while all are in `tier`. 1: all are in
@@ -88,6 +88,14 @@ class Table:
     row_shares: RowShares | None = None
     managed_collision: ManagedCollision | None = None
     tier: str = BELOW[0]
+
+    def __repr__(self) -> str:
+        """Shape and lookups, and other fields only where they differ from the default."""
+        shape = [f"{self.rows} x {self.dim}", f"pooling={self.pooling:g}"]
+        given = {
+            f.name: getattr(self, f.name) for f in fields(self)[4:] if getattr(self, f.name) != f.default
+        }
+        return f"Table({', '.join([repr(self.name), *shape, *(f'{k}={v!r}' for k, v in given.items())])})"
 
     def __post_init__(self) -> None:
         require_types(self, "table")
@@ -131,6 +139,18 @@ class Table:
 
     def __getstate__(self) -> dict[str, Any]:  # but not across processes, where strings hash otherwise
         return {k: v for k, v in self.__dict__.items() if k != "_hash"}
+
+    @property
+    def reuse(self) -> Reuse:
+        """Access statistics that are known to be a reuse histogram."""
+        assert isinstance(self.access, Reuse), self.name
+        return self.access
+
+    @property
+    def zipf_alpha(self) -> float:
+        """Exponent of access statistics that are known to be a power law."""
+        assert isinstance(self.access, Zipf), self.name
+        return self.access.alpha
 
     @property
     def bytes(self) -> int:
@@ -241,7 +261,7 @@ class Plan:
     """Placements of all shards.
 
     placements: together they cover each cell of each table once.
-    provenance: algorithm, seed, model and data version, search settings; no part of equality.
+    provenance: algorithm, seed, model and data version, search settings. Equality ignores it.
     """
 
     placements: tuple[Placement, ...]
@@ -312,9 +332,12 @@ class Setting:
 class Kind(Protocol):
     """Fields of a kind of sharding that constraints concern (see kinds.Layout)."""
 
-    name: str
-    divides_rows: bool
-    cuts_columns: bool
+    @property
+    def name(self) -> str: ...
+    @property
+    def divides_rows(self) -> bool: ...
+    @property
+    def cuts_columns(self) -> bool: ...
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,14 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", NoneType: "None"}
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "True or False",
+    NoneType: "None",
+}
+_WORDS[Any] = "any value"
 
 
 def require_types(record: object, noun: str) -> None:

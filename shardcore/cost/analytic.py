@@ -87,6 +87,7 @@ class AnalyticModel:
         if len(shards):
             row_bytes = np.array([s.width * PRECISION_BYTES[s.table.precision] for s in shards], dtype=float)
             looked_up = np.array([s.table.looked_up for s in shards], dtype=float)
+            # A shard of a row range only sees the lookups of its rows.
             lookups = batch * looked_up * np.array([access_share(s) for s in shards], dtype=float)
             updated_bytes = unique_rows_of(shards, batch) * row_bytes
             drivers[:, 1:] = np.stack([lookups, lookups * row_bytes, updated_bytes], 1)
@@ -159,7 +160,7 @@ class AnalyticModel:
             if row.ids:
                 input_ms = input_ms + self._transfer_ms(channel, sent_bytes, topology)
                 if row.work:
-                    # Each device reads and writes the ids of its own samples, which are as many on all.
+                    # Each device reads and writes the ids of its samples, equally many on all.
                     own_bytes = sent_bytes.mean(-1, keepdims=True)
                     work_ms = work_ms + 2 * own_bytes / (self.gather_gbps * BYTES_PER_MS_PER_GBPS)
                 continue

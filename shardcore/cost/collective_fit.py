@@ -74,6 +74,7 @@ def fit(
     works: dict[str, np.ndarray] = {}
     for row in COLLECTIVES.values():
         works |= _fit_work(rates, row, _of(train_side, row.name, "fp32"))
+    # Ids without work before: their own work is the order alone.
     plain_ids = [s for s in train_side if s.request.row.ids and not s.request.row.work]
     return rates | works | _fit_ordering(plain_ids)
 
@@ -85,6 +86,7 @@ def _fit_work(
     if not row.work or len(samples) < FEWEST_SAMPLES or not is_measured(rates, Channel(row.like)):
         return {}
     terms, measured = observed(samples, "forward")
+    # All devices have equally many ids before: the mean of those that arrive.
     mean_bytes = np.concatenate(
         [np.full(len(_counting(s, "forward")), owned_bytes(s).mean()) for s in samples]
     )
@@ -114,6 +116,7 @@ def _fit_rates(terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.n
     # [S] the level that decides; first the outermost that a sample uses.
     decides = np.max([k * terms[part].any(0) for k, part in enumerate(parts)], axis=0)
     for _ in range(rounds):
+        # Only the terms of the guessed level count for a sample, and the latency.
         decisive = terms.copy()
         for k, part in enumerate(parts):
             decisive[part, decides != k] = 0
@@ -129,14 +132,14 @@ def _fit_shared(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
 
     Samples of one number of devices do not tell how latency grows with it: MESSAGE_SHARE does then.
     """
-    terms, alike = terms.copy(), np.ptp(terms[MESSAGES] / terms[ONCE]) == 0
-    if alike:
+    terms, is_constant = terms.copy(), np.ptp(terms[MESSAGES] / terms[ONCE]) == 0
+    if is_constant:
         terms[ONCE] += MESSAGE_SHARE * terms[MESSAGES]
         terms[MESSAGES] = 0
     # Equal columns would make the least-squares problem singular.
     different, which, times = np.unique(terms, axis=0, return_inverse=True, return_counts=True)
     rates = (fit_law(different.T, measured) / times)[which.ravel()]
-    if alike:
+    if is_constant:
         rates[MESSAGES] = MESSAGE_SHARE * rates[ONCE]
     return rates
 

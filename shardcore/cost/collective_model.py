@@ -107,6 +107,7 @@ def exchange_terms(
 def transfer_ms(terms: Terms, rates: np.ndarray) -> np.ndarray:
     """[..., D] ms from terms and rates [E]."""
     # Terms without a rate are skipped: most rates are 0.
+    # Latency adds to the slowest level, as all levels carry at once.
     latency, *levels = (
         sum((r * t for r, t in zip(rates[part], terms[part], strict=True) if r), np.zeros(()))
         for part in (LATENCY, *PARTS.values())
@@ -206,7 +207,7 @@ def weight(channel: Channel, way: str, payload: str = "fp32") -> str:
     return f"exchange_{_name(channel)}_{way}" + (f"_{payload}" if payload != "fp32" else "")
 
 
-def _found(
+def _own_or_like(
     w: Mapping[str, np.ndarray], name: Callable[[Channel, str], str], channel: Channel, way: str
 ) -> np.ndarray | None:
     """A channel's own weight. If absent, that of its collective over all devices, or of those like it."""
@@ -223,7 +224,7 @@ def _stand_ins(channel: Channel) -> list[Channel]:
 
 
 def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: str = "fp32") -> np.ndarray:
-    """[E] rates: the channel's own or a substitute (see _found). 0 where there is none.
+    """[E] rates: the channel's own or a substitute (see _own_or_like). 0 where there is none.
 
     For another payload than FP32: those of the channel or its collective, or FP32's with fewer bytes.
     """
@@ -234,8 +235,8 @@ def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: s
         fewer = rates_of(w, channel, way).copy()
         fewer[OF_BYTES] *= _share(channel, payload)
         return fewer
-    found = _found(w, weight, channel, way)
-    return np.zeros(len(EXCHANGE_TERMS)) if found is None else found
+    values = _own_or_like(w, weight, channel, way)
+    return np.zeros(len(EXCHANGE_TERMS)) if values is None else values
 
 
 def _share(channel: Channel, payload: str) -> float:
@@ -258,9 +259,9 @@ def step_weight(channel: Channel, way: str) -> str:
 
 
 def in_step(w: Mapping[str, np.ndarray], channel: Channel, way: str) -> float:
-    """A channel's factor in a step, or a substitute (see _found). 1 where there is none."""
-    found = _found(w, step_weight, channel, way)
-    return 1.0 if found is None else float(found[0])
+    """A channel's factor in a step, or a substitute (see _own_or_like). 1 where there is none."""
+    values = _own_or_like(w, step_weight, channel, way)
+    return 1.0 if values is None else float(values[0])
 
 
 def stands_for(w: Mapping[str, np.ndarray], channel: Channel) -> str:

@@ -140,6 +140,7 @@ class Composite:
         """The heads, and the sums [..., F] of each. All models have equally many features."""
         sums = np.asarray(sums, dtype=float)
         of_models, of_links = np.split(sums, [sums.shape[-1] - 2 * bool(self.links)], axis=-1)
+        # Encodings stand side by side, those of links last.
         parts = np.split(of_models, len(self.models), axis=-1)
         return zip(self._heads, [*parts, of_links], strict=False)
 

@@ -148,6 +148,7 @@ def _neighbours_median(
 
     Other timings of the same id are left out.
     """
+    # Positions of trusted samples by time, so that neighbours are a slice.
     order = np.flatnonzero(trusted)[np.argsort(at_s[trusted], kind="stable")]
     medians = np.zeros(len(at_s))
     for i, place in enumerate(np.searchsorted(at_s[order], at_s)):

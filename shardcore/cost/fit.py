@@ -227,6 +227,7 @@ def _fit_compute(
     tensors = {k: torch.from_numpy(v) for k, v in fixed.items()}
     # Enough steps an epoch, even for small datasets.
     batch_size = max(1, min(config.batch_size, len(train_side) // _LEAST_STEPS))
+    # One cycle: the rate rises for a tenth of the steps, then falls to next to nothing.
     optimizer = torch.optim.Adam(raw.values(), lr=config.learning_rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer,
@@ -373,6 +374,7 @@ def _epoch(
     order = rng.permutation(len(groups.measured))
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
+        # Weights are shared by all shards of the batch, so one backward pass serves all.
         loss = ratio_loss(_predict(groups, raw, fixed, chosen), torch.from_numpy(groups.measured[chosen]))
         optimizer.zero_grad()
         loss.backward()

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_COUNT, MOST_SEED, require_within
+from shardcore.core.validation import MOST_COUNT, MOST_SEED, require, require_within
 from shardcore.cost.neural import NeuralModel
 
 Progress = Callable[[str, int, dict[str, float]], None]
@@ -20,7 +19,7 @@ _MOST_LAYERS, _MOST_UNITS = 7, 4096
 
 @dataclass(frozen=True)
 class FitConfig:
-    """How to train the compute model.
+    """Settings of training the compute model.
 
     epochs: at most.
     patience: epochs without a better validation error, before training stops.
@@ -39,19 +38,17 @@ class FitConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", tuple(self.hidden))
-        count = (1, MOST_COUNT)
-        require_within(
-            self, "train config", epochs=count, patience=count, batch_size=count, seed=(0, MOST_SEED)
+        counts = dict.fromkeys(("epochs", "patience", "batch_size"), (1, MOST_COUNT))
+        require_within(self, "train config", **counts, seed=(0, MOST_SEED))
+        require(
+            0 < self.learning_rate < 1,
+            f"train config has learning_rate {self.learning_rate}; it needs to be within 0 and 1",
         )
-        if not 0 < self.learning_rate < 1:
-            raise ShardCoreError(
-                f"train config has learning_rate {self.learning_rate}; it needs to be within 0 and 1"
-            )
-        if not 1 <= len(self.hidden) <= _MOST_LAYERS or not all(1 <= h <= _MOST_UNITS for h in self.hidden):
-            raise ShardCoreError(
-                f"train config has hidden {self.hidden}; "
-                f"it needs 1 to {_MOST_LAYERS} layers, each of 1 to {_MOST_UNITS} units"
-            )
+        require(
+            1 <= len(self.hidden) <= _MOST_LAYERS and all(1 <= h <= _MOST_UNITS for h in self.hidden),
+            f"train config has hidden {self.hidden}; it needs 1 to {_MOST_LAYERS} layers, each of 1 to {_MOST_UNITS} "
+            "units",
+        )
 
 
 @dataclass(frozen=True, eq=False)

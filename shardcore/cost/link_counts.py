@@ -65,6 +65,7 @@ def _level_counts(
     """
     n = len(inner)
     (of_inner, size_in, first), (of_outer, size_out, _) = (_of_units(owned, unit) for unit in (inner, outer))
+    # Each device sends an equal part to each other one; those of its inner unit count there.
     out, into = owned * (size_out - size_in) / n, (of_outer - of_inner) / n
     leaves = (of_inner * (size_out - size_in) / n)[..., first]
     enters = ((of_outer - of_inner) * size_in / n)[..., first]

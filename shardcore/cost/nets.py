@@ -51,6 +51,7 @@ def correction(w: Mapping[str, Any], conditions: Any, xp: ModuleType = np) -> An
     x = (xp.clip(conditions, w["condition_low"], w["condition_high"]) - w["condition_mean"]) / w[
         "condition_sd"
     ]
+    # Each layer has a weight and a bias.
     layers = sum(name.startswith("network.") for name in w) // 2
     for i in range(layers):
         x = x @ w[f"network.{i}.weight"] + w[f"network.{i}.bias"]

@@ -206,6 +206,7 @@ class NeuralModel:
                 work_ms += collective_model.id_work_ms(self.weights, channel, arriving)
         # Devices meet at the forward exchange only if bytes are exchanged at all.
         ready = compute_ms + backward
+        # The skew of compute and backward transfers is waited for here.
         meets = traffic.sum(0).sum(-1, keepdims=True) > 0
         waiting = np.where(meets & (len(topology) > 1), ready.max(-1, keepdims=True) - ready, 0.0)
         return CommCost(forward, backward, waiting, input_ms, work_ms)

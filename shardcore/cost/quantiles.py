@@ -30,9 +30,11 @@ def fit(predicted_ms: np.ndarray, measured_ms: np.ndarray) -> dict[str, np.ndarr
     log_ms, error = np.log(predicted_ms), np.log(measured_ms / predicted_ms)
     knots = max(1, min(_KNOTS, len(error) // _PER_KNOT))
     while True:
+        # Equally many samples at each knot.
         parts = np.array_split(np.argsort(log_ms), knots)
         at = np.array([log_ms[p].mean() for p in parts])
         widths = np.array([max(np.abs(error[p]).mean(), 1e-6) for p in parts])
+        # Errors in units of the width are comparable over all costs.
         scores = np.sort(error / np.interp(log_ms, at, widths))
         if knots == 1 or rises(at, widths, scores):
             break

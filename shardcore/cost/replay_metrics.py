@@ -136,7 +136,7 @@ def rivals(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, SharderC
                     losses[problem] = our_ms / their_ms - 1
         if costs:
             their, our, best = np.array(costs).T
-            # Both relative to the best plan replayed, so that problems weigh alike.
+            # Both relative to the best plan replayed, so that problems weigh equally.
             lacked, gained = their / best - 1, (their - our) / best
             closed = bootstrap(gained, over=lacked) if name != ours and lacked.sum() > 0 else None
             comparisons[name] = SharderComparison(
@@ -176,7 +176,7 @@ def figures(rows: Sequence[ReplayRecord]) -> dict[str, float]:
 
     Errors, bias, regrets and noise are in percent. Costs are relative to ours.
     """
-    found = {
+    metrics = {
         "problems": float(len(_grouped(rows))),
         "plans": float(len(distinct(rows))),
         "noise": float(100 * np.mean([r.noise_ms / r.replayed_ms for r in distinct(rows)])),
@@ -187,18 +187,18 @@ def figures(rows: Sequence[ReplayRecord]) -> dict[str, float]:
         ("random_", [r for r in rows if r.algorithm == RANDOM]),
     ):
         if chosen:
-            found[f"{kind}mape"], found[f"{kind}bias"] = errors(chosen)
-    found |= {name: float(np.nanmean(v)) for name, v in by_problem(rows).items() if np.isfinite(v).any()}
+            metrics[f"{kind}mape"], metrics[f"{kind}bias"] = errors(chosen)
+    metrics |= {name: float(np.nanmean(v)) for name, v in by_problem(rows).items() if np.isfinite(v).any()}
     for name, rival in rivals(rows).items():
         if name != OURS:
-            found |= {
+            metrics |= {
                 f"{name}_relative_cost": rival.cost.mean,
                 f"{name}_relative_cost_low": rival.cost.low,
                 f"{name}_relative_cost_high": rival.cost.high,
                 f"{name}_losses": float(len(rival.losses)),
             }
-            found |= {f"{name}_gap_closed": rival.gap_closed.mean} if rival.gap_closed else {}
-    return {name: value for name, value in found.items() if np.isfinite(value)}
+            metrics |= {f"{name}_gap_closed": rival.gap_closed.mean} if rival.gap_closed else {}
+    return {name: value for name, value in metrics.items() if np.isfinite(value)}
 
 
 def lost(challenger: Sequence[ReplayRecord], champion: Sequence[ReplayRecord]) -> str | None:
@@ -226,6 +226,7 @@ def lost(challenger: Sequence[ReplayRecord], champion: Sequence[ReplayRecord]) -
 
 def _tau_beyond_noise(plans: Sequence[ReplayRecord]) -> float:
     """Pairs ranked right minus pairs ranked wrong, as a share of the pairs that differ beyond noise."""
+    # Pairs within noise tell nothing: either order would be right.
     agree = [
         np.sign(a.predicted_ms - b.predicted_ms) * np.sign(a.replayed_ms - b.replayed_ms)
         for i, a in enumerate(plans)

@@ -9,8 +9,8 @@ replicas takes 2.4 times as long there as in isolation (emulated hosts, docs/ben
 It is a ring through all ranks, so each waits for all others.
 
 Ops take as long in a step as in isolation, at the slowdown that the reference op shows (docs/decisions/measuring.md).
-So a replay on one host whose compute took longer than predicted ran on a slower machine. Its exchanges are
-divided by that slowdown. Links between hosts do not slow down with a machine.
+So a replay on one host whose compute took longer than predicted ran on a slower machine. Its exchanges are divided by
+that slowdown. Links between hosts do not slow down with a machine.
 
 Shapes: S steps, D devices, C collectives.
 """
@@ -57,7 +57,7 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     if not collective_model.is_measured(model.weights, collective_model.ALL_TO_ALL):
         return model
     # Without old factors, or new ones would be relative to them.
-    alone = dataclasses.replace(model, weights={k: v for k, v in model.weights.items() if k not in _NAMES})
+    isolated = dataclasses.replace(model, weights={k: v for k, v in model.weights.items() if k not in _NAMES})
     on_one = [s for s in steps if len(s[0].topology.hosts) == 1]
     over_several = [s for s in steps if len(s[0].topology.hosts) > 1]
     if on_one and over_several:
@@ -65,8 +65,8 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
             f"{len(on_one)} steps ran on one host and {len(over_several)} over several; a "
             "model has one factor for a collective in both: give steps of one kind"
         )
-    of_parts = [_of_part(alone, on_one, part) for part in _PARTS]
-    of_sums, used_over_several = _of_sums(alone, over_several)
+    of_parts = [_of_part(isolated, on_one, part) for part in _PARTS]
+    of_sums, used_over_several = _of_sums(isolated, over_several)
     least, most = collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP
     factors = {}
     for fitted in (*(fitted for fitted, _ in of_parts), of_sums):
@@ -75,36 +75,36 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
         return model
     used = max(n for _, n in of_parts) + used_over_several
     return dataclasses.replace(
-        alone, weights={**alone.weights, **factors}, meta={**model.meta, "steps": used}
+        isolated, weights={**isolated.weights, **factors}, meta={**model.meta, "steps": used}
     )
 
 
-def _of_part(alone: NeuralModel, steps: Sequence[Step], part: str) -> tuple[dict[str, float], int]:
+def _of_part(isolated: NeuralModel, steps: Sequence[Step], part: str) -> tuple[dict[str, float], int]:
     """Factors by the names of their weights, and the number of steps used. From one part of steps on one host."""
     way, channels = _PARTS[part]
     # Ids that a dense part hides have no time.
     timed = [s for s in steps if any(getattr(s[1], part))]
     timed = [s for s in timed if part != "input_ms" or not s[0].job.hides_ids_ms]
     innermost = next(iter(LEVELS))
-    known = [c for c in channels if innermost in collective_model.measured_links(alone.weights, c)]
+    known = [c for c in channels if innermost in collective_model.measured_links(isolated.weights, c)]
     often = [c for c in known if sum(_runs(w, c) for w, _ in timed) >= FEWEST_STEPS]
     # Keep steps whose collectives all run often enough, or another's time would distort the fit.
     usable = [s for s in timed if (ran := {c for c in channels if _runs(s[0], c)}) and ran <= set(often)]
     if not usable:
         return {}, 0
-    observed = [_observed(alone, s, part, often) for s in usable]
+    observed = [_observed(isolated, s, part, often) for s in usable]
     terms, took = (np.concatenate(values) for values in zip(*observed, strict=True))
     fitted = fit_law(terms, took)
     names = [collective_model.step_weight(c, way) for c in often]
     return dict(zip(names, fitted.tolist(), strict=True)), len(usable)
 
 
-def _of_sums(alone: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, float], int]:
+def _of_sums(isolated: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, float], int]:
     """Factors and number of steps as _of_part, from the sum of all exchanges of steps over several hosts."""
     steps = [(w, took) for w, took in steps if any(took.input_ms) and not w.job.hides_ids_ms]
 
     def is_measured(channel: Channel) -> bool:
-        return _decides(channel) in collective_model.measured_links(alone.weights, channel)
+        return _decides(channel) in collective_model.measured_links(isolated.weights, channel)
 
     known = [channels for channels in _SUMS if all(map(is_measured, channels))]
     often = [x for x in known if sum(any(_runs(w, c) for c in x) for w, _ in steps) >= FEWEST_STEPS]
@@ -114,10 +114,11 @@ def _of_sums(alone: NeuralModel, steps: Sequence[Step]) -> tuple[dict[str, float
         return {}, 0
     terms, took_ms = [], []
     for workload, measured in usable:
+        # Its own phases add up to the step, without any waiting.
         last = int(np.argmin(measured.waiting_ms))  # the others wait for it
         took_ms.append(measured.total_ms - measured.dense_ms - measured.compute_ms[last])
-        compute_ms = np.array(price(workload, alone).compute_ms)
-        ms = alone.collectives(workload.traffic, compute_ms, workload.topology)
+        compute_ms = np.array(price(workload, isolated).compute_ms)
+        ms = isolated.collectives(workload.traffic, compute_ms, workload.topology)
         terms.append([sum(ms[c][way][last] for c in channels for way in (0, 1)) for channels in often])
     factors = {}
     for channels, factor in zip(often, fit_law(np.array(terms), np.array(took_ms)).tolist(), strict=True):
@@ -131,7 +132,7 @@ def _decides(channel: Channel) -> str:
     return inner if channel.scope.within else outer
 
 
-def said(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
+def summary(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
     """A sentence on the result of `fit` for n steps."""
     if fitted is before:
         return (

@@ -32,7 +32,7 @@ def repeatability(repeats: Sequence[Sequence[ComputeSample]]) -> float | None:
     difference of its two most precise timings, over √2. None without any such op.
     """
     often = [g for g in repeats if 3 <= len(g) <= CONTROL] or [g for g in repeats if len(g) == 2]
-    # Both timings err alike, so their difference has √2 times the error of one.
+    # Both timings have equal errors, so their difference has √2 times the error of one.
     pairs = [sorted(g, key=lambda s: math.inf if s.relative_ci is None else s.relative_ci)[:2] for g in often]
     errors = [abs(b.total_ms / a.total_ms - 1) for a, b in pairs]
     return 100 * float(np.mean(errors)) / math.sqrt(2) if errors else None

@@ -77,12 +77,12 @@ def train(
     """
     from shardcore.cost import fit  # imports torch, which judging does not need
 
-    alone = fit.train(data.known.compute, data.known.comm, data.setting, config, progress, start)
-    model = step_factors.fit(alone.model, data.steps)
+    fitted = fit.train(data.known.compute, data.known.comm, data.setting, config, progress, start)
+    model = step_factors.fit(fitted.model, data.steps)
     about = {**model.meta["provenance"], "data": replays.data_digest(data.folders), **(provenance or {})}
-    of_steps = step_factors.said(alone.model, model, len(data.steps)) if data.steps else ""
+    of_steps = step_factors.summary(fitted.model, model, len(data.steps)) if data.steps else ""
     model = dataclasses.replace(model, meta={**model.meta, "provenance": about})
-    return Trained(model, alone.curves, of_steps)
+    return Trained(model, fitted.curves, of_steps)
 
 
 def judge(model: NeuralModel, known: drift_correction.Measurements, split: str = "test") -> dict[str, float]:

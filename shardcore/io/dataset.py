@@ -78,7 +78,7 @@ def comm_id(setting: Setting, request: CollectiveRequest) -> str:
 
 
 def write_pool(folder: str | Path, tables: Sequence[Table]) -> str:
-    """Write a pool beside the parts that use it. Returns its digest."""
+    """Write a pool to the folder of the parts that use it. Returns its digest."""
     name = files.digest([files.table_to_json(t) for t in tables])
     path = Path(folder) / f"pool-{name}.json"
     try:
@@ -248,8 +248,8 @@ def read_timings(folder: str | Path, setting: Setting | None = None) -> list[Com
             row["id"],
             row["setting"],
             ComputeRequest(shards, row["batch"]),
-            _spread(row["forward"]),
-            _spread(row["backward"]),
+            row["forward"] and Spread(**row["forward"]),
+            row["backward"] and Spread(**row["backward"]),
             measured_at=row["measured_at"],
             error=row["error"],
             slowdown=row["slowdown"],
@@ -281,7 +281,7 @@ def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]
             group=row["group"],
             emulated=None if between is None else EmulatedLinks(between, within),
         )
-        both = [row[k] and tuple(_spread(x) for x in row[k]) for k in ("forward", "backward")]
+        both = [row[k] and tuple(Spread(**x) for x in row[k]) for k in ("forward", "backward")]
         waiting_ms = row["waiting_ms"] and tuple(row["waiting_ms"])
         made = CollectiveSample(
             row["id"],
@@ -342,10 +342,6 @@ def _pool(folder: str | Path, name: str) -> dict[str, Table]:
     return {t.name: t for t in files.read_pool(Path(folder) / f"pool-{name}.json")}
 
 
-def _spread(row: Row | None) -> Spread | None:
-    return row and Spread(**row)
-
-
 # --- questions ----------------------------------------------------------------------------------------------
 
 
@@ -399,7 +395,7 @@ def reference_op(folder: str | Path, setting: Setting) -> ReferenceOp | None:
 
 
 def has_reference_op(repeats: Sequence[Sequence[ComputeSample]]) -> bool:
-    """Whether the first of `repeats` (see `repeated`) is the reference op.
+    """Tell if the first of `repeats` (see `repeated`) is the reference op.
 
     It was timed more than twice as often as any other sample. A repeatability set is not.
     """

@@ -38,7 +38,7 @@ _UNFINISHED = re.compile(r"\.(compute|comm|pool)-.*\.(parquet|json)\.\d+\.tmp")
 _PART_ROWS = 1 << 17
 """Samples in a merged part."""
 _MOST_VALUES, _MOST_TEXT = (1 << 18, 16), (1 << 24, 64)
-"""Limits on a part's values and on its characters of text: a base, and an amount per byte of the file.
+"""Limits on a part's values and on its characters of text: a base, and a number per byte of the file.
 
 Shipped parts have 0.6 values per byte. Repeated values take almost no bytes, so a small file could unpack to
 any size.
@@ -115,7 +115,7 @@ COMM = pa.schema(
         ("work_ms", pa.list_(pa.float64())),
     ]
 )
-"""As in CollectiveRequest and CollectiveSample. Lists have one entry per rank. emulated_*: of EmulatedLinks;
+"""Columns as in CollectiveRequest and CollectiveSample. Lists have one entry per rank. emulated_*: of EmulatedLinks;
 null where hosts and links are real."""
 _SCHEMAS = {"compute": COMPUTE, "comm": COMM}
 
@@ -125,7 +125,7 @@ Row = dict[str, Any]
 def write_part(folder: str | Path, kind: str, rows: list[Row]) -> Path:
     """Write rows of a kind ("compute" or "comm") as one part.
 
-    Raises ShardCoreError for rows that no reader would take, such as many that are far too alike.
+    Raises ShardCoreError for rows that no reader would take, such as very many equal ones.
     """
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMAS[kind]), sink, compression="zstd")
@@ -287,8 +287,9 @@ def _require_size(path: Path, what: str, sizes: Sequence[int], content: int, mos
 def _characters(array: pa.Array) -> int:
     """Characters of all text in an array read with dictionaries, once expanded."""
     if pa.types.is_dictionary(array.type):
-        lengths = pc.binary_length(array.dictionary)
-        return pc.sum(pc.take(lengths, array.indices).cast(pa.int64())).as_py() or 0
+        lengths = pc.call_function("binary_length", [array.dictionary])
+        each = pc.take(lengths, array.indices).cast(pa.int64())
+        return pc.call_function("sum", [each]).as_py() or 0
     if pa.types.is_struct(array.type):
         return sum(_characters(x) for x in array.flatten())
     return _characters(array.flatten()) if pa.types.is_list(array.type) else 0

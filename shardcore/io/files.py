@@ -29,7 +29,7 @@ from shardcore.io.writing import write_json
 from shardcore.step.kinds import LAYOUTS, layout_of
 
 DIGEST = re.compile(r"[0-9a-f]{16}")
-"""What `digest` makes. A name of a file or folder that is none was not written by ShardCore."""
+"""Form of a `digest`. ShardCore writes no other names of versions."""
 
 
 # --- tables, problems ---------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ _PROVENANCE = {
     "datasets": Mapping[str, str],
     "torchrec": Mapping[str, Mapping[str, Any]],
 }
-"""What others read of provenance; the rest is for people."""
+"""Entries of provenance that code reads, and their types. Others are for people."""
 
 
 def require_provenance(data: Mapping[str, Any], what: str) -> None:

@@ -1,6 +1,6 @@
 """Files of grouped plans: the plan of one sharding group, and how the devices are divided.
 
-They have a schema of their own. So nothing that reads plans takes one for a plan of all devices. A file knows
+Their schema is separate. So no reader of plans mistakes one for a plan of all devices. A file knows
 the digest of the whole problem, and that of a group's, which follows from it.
 """
 

@@ -1,6 +1,6 @@
-"""HotIds: which ids of a table are hot, and where each id's row is then.
+"""Hot ids of a table, and the row of each id.
 
-Hot ids are kept in rising order, and so are all others. So the hot ids tell both ways: hot id i is hot row i,
+Hot ids are kept in rising order, and so are all others. So the hot ids give both maps: hot id i is hot row i,
 and any other id is the cold row of its number less that of hot ids below it. Nothing else is kept, and memory
 is that of the hot ids.
 

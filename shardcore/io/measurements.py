@@ -1,6 +1,6 @@
-"""Measurements: what is asked of a machine, and what it answered.
+"""Measurements: requests to a machine, and its answers.
 
-A request says what to run; a sample is its timing with spread and repeats, or why there is none.
+A request is work to run; a sample is its timing with spread and repeats, or why there is none.
 
 Shapes: D ranks.
 """
@@ -221,7 +221,7 @@ class ComputeSample:
     slowdown: how slow the machine was meanwhile: the clock showed slowdown times forward and backward.
     relative_ci: half the 95% interval of the median of forward + backward, relative to it.
     order: its place among what its process measured, from 0.
-    software: versions of what it depends on besides the hardware, and the arena. "": not known.
+    software: versions of the software, and the arena. "": not known.
     """
 
     id: str
@@ -254,13 +254,14 @@ class ComputeSample:
 
     @property
     def total_ms(self) -> float:
-        """Median forward + backward. Only where there is a timing."""
-        return self.forward.median_ms + self.backward.median_ms
+        """Median forward + backward. NaN where there is no timing."""
+        spreads = (self.forward, self.backward)
+        return sum(math.nan if spread is None else spread.median_ms for spread in spreads)
 
 
 @dataclass(frozen=True)
 class CollectiveSample:
-    """One measured exchange among D ranks. A cast to and from BF16 is part of it.
+    """One measured exchange among D ranks. It includes a cast to and from BF16.
 
     id: hash of its setting, its request and the version of what a timing means.
     forward, backward: [D] transfers, from the last rank's start to the own end; None when it does not run.
@@ -270,7 +271,7 @@ class CollectiveSample:
     order: its place in the run of its ranks, from 0.
     oversubscribed: whether a host had more ranks than cores: then it measures the scheduler as well.
     work_ms: [D] ms of forward in which a device puts ids in buckets and in order: its own work. None where no
-        ids travel, and of older samples, which do not say it.
+        ids travel, and in older samples, which lack it.
     """
 
     id: str

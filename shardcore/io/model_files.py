@@ -16,7 +16,7 @@ from shardcore.io.schema import read_bytes
 
 MODEL_JSON, MODEL_WEIGHTS = "model.json", "weights.safetensors"
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
-"""Errors of safetensors for types that numpy does not have, beside SafetensorError."""
+"""Errors of safetensors for types that numpy does not have, in addition to SafetensorError."""
 
 
 def write_model(

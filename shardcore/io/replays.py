@@ -31,7 +31,7 @@ from shardcore.step.lower import Workload, lower
 SCHEMA = "replays"
 STEP_VERSION = 5
 """Raised by hand when the times of a replayed step mean something else. In 3, ids travel in it. In 4, each
-rank has a core of its own. In 5, ids of divided rows are put in buckets."""
+rank has a separate core. In 5, ids of divided rows are put in buckets."""
 REPLAYS_JSON, PROBLEM_JSON = "replays.json", "problem.json"
 OVER_HOSTS_VERSION = 6
 """The same, of steps over several hosts. In 6, their ranks begin together."""
@@ -134,7 +134,7 @@ def _clear(folder: Path) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether `keep` wrote a file, by its name. A plan is also known by its schema."""
+    """Tell if `keep` wrote a file, by its name. A plan is also known by its schema."""
     if path.is_symlink() or not path.is_file():
         return False
     if path.suffix == ".json" and files.DIGEST.fullmatch(path.stem):
@@ -152,7 +152,7 @@ def remove(folder: Path) -> None:
 
 
 def is_kept(folder: Path, problem: Problem, made: Made, setting: Setting, config: Config) -> bool:
-    """Whether `folder` has the replays of exactly these plans, made with this config.
+    """Tell if `folder` has the replays of exactly these plans, made with this config.
 
     An unreadable folder does not.
     """
@@ -179,7 +179,7 @@ def read(folder: Path) -> ReplaySet:
 
 
 def _kept(folder: Path, body: _Body) -> ReplaySet:
-    """The replays in `body`, which is replays.json, with the problem and plans beside it."""
+    """The replays in `body`, which is replays.json, with the problem and plans of its folder."""
     problem = files.read_problem(folder / PROBLEM_JSON)
     for row in body.replays:
         if len(row.cost.waiting_ms) != len(problem.topology):
@@ -326,7 +326,7 @@ def digests(folder: Path) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A replay in replays.json, where the fields of its cost are beside the others."""
+    """A replay in replays.json, where the fields of its cost are on the same level as the others."""
 
     algorithm: str
     plan: str

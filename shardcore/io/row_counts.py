@@ -65,6 +65,6 @@ def write_row_counts(path: str | Path, counts: RowCounts) -> None:
 
 
 def read_row_counts(path: str | Path) -> RowCounts:
-    """What `write_row_counts` wrote. Raises ShardCoreError for another file."""
+    """Read a file of `write_row_counts`. Raises ShardCoreError for another file."""
     meta, counts = read_tensors(path, _SCHEMA)
     return build(RowCounts, meta, str(path), counts=counts)

@@ -83,7 +83,7 @@ def _reading(path: Any) -> Iterator[None]:
 
 
 def content_of(path: str | os.PathLike, most: int = MOST_FILE_BYTES) -> bytes:
-    """As read_bytes, but raises OSError if the file cannot be read."""
+    """Content of a file, as by read_bytes. Raises OSError if it cannot be read."""
     _require_size(path, size := _size_of(path), most)
     # Files of /proc claim a size of 0, and reading some of them never ends.
     if size == 0:
@@ -106,7 +106,7 @@ def _size_of(path: str | os.PathLike) -> int:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Open without waiting for a writer, should a pipe have taken the file's place."""
+    """Open without waiting for a writer, should a pipe have replaced the file."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -129,7 +129,7 @@ def _require_size(path: Any, size: int, most: int) -> None:
 
 
 def read_text(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> str:
-    """As read_bytes. Also raises ShardCoreError for text that is not UTF-8."""
+    """Text of a file. Raises ShardCoreError as read_bytes does, and for text that is not UTF-8."""
     return decoded(read_bytes(path, most), path)
 
 
@@ -150,7 +150,7 @@ def read_json(path: str | Path | Readable) -> Any:
 
 
 def parse_json(content: bytes, what: Any) -> Any:
-    """As read_json, for the content of `what`."""
+    """Value of a JSON file's content. what: its name, for messages. Raises as read_json."""
     text = decoded(content, what)
     # Reading a value takes much more memory than its text.
     values = sum(map(content.count, (b",", b"[", b"{")))
@@ -277,7 +277,7 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
 
     data: the mapping.
     what: its name, for messages.
-    also: keys that the caller has taken out of it, for messages.
+    also: other keys that are known, for messages.
     given: fields that the caller sets. They are not allowed in `data`.
 
     Annotations may be what `typed` knows, and dataclasses.

@@ -1,7 +1,7 @@
-"""Towers: which tables belong together on a host, as a user gives it.
+"""Towers: tables that belong together on a host, as a user gives them.
 
 In a model of towers (DMT, arXiv 2403.00877) a module on each host joins the outputs of the host's tables, and
-sends less than it got. search/decisions/towers.py finds the hosts, step/kinds.py says what then travels.
+sends less than it got. search/decisions/towers.py finds the hosts, step/kinds.py has the bytes that then travel.
 
 Shapes: M tables of a matrix.
 """
@@ -26,7 +26,7 @@ MOST_AFFINITY = (1e-100, 1e100)
 
 @dataclass(frozen=True)
 class Towers:
-    """Which tables belong together, by groups or by a matrix.
+    """Tables that belong together, by groups or by a matrix.
 
     compression_ratio: bytes that enter a tower module for each byte that leaves it, 1 or more.
     towers: groups of tables. Each stays on one host. One host may have several.
@@ -34,7 +34,7 @@ class Towers:
     affinity: [M, M] how much two tables belong together, 0 or within MOST_AFFINITY, symmetric. The
         diagonal does not matter.
 
-    A table that is nowhere here is a group of its own, without affinity to others.
+    A table that is nowhere here is a separate group, without affinity to others.
     """
 
     compression_ratio: float

@@ -24,9 +24,13 @@ _MOST_LINKS = 40
 
 
 def write_atomic(path: str | Path, content: bytes) -> None:
-    """Write a file whole or not at all, creating its folder; raises ShardCoreError naming it where that
-    cannot be done. A device or pipe (/dev/null, /dev/stdout) is written to: to rename a file over it would
-    take it from everybody. Temporary files that killed writers of the same file left are removed."""
+    """Write a file whole or not at all, creating its folder.
+
+    A device or pipe (/dev/null, /dev/stdout) is written to: a file renamed over it would replace it for everybody.
+    Temporary files that killed writers of the same file left are removed.
+
+    Raises ShardCoreError naming a file that cannot be written.
+    """
     require_type(path, (str, Path), "path", "a path of a file")
     require("\0" not in str(path) and str(path) != "", f"cannot write {shown(str(path))}: no name of a file")
     path = Path(path)
@@ -85,7 +89,7 @@ def _no_link(path: str, flags: int) -> int:
 def require_writable(path: str | Path, what: str, folder: bool = False) -> None:
     """Raise ShardCoreError if a file, or files in a folder, could not be written there.
 
-    what: its name, for messages. It tries, for permissions do not tell all. What is not there yet stays so.
+    what: its name, for messages. It tries to write, for permissions are not enough. No new file or folder is left.
     """
     path = Path(path)
     try:
@@ -115,7 +119,7 @@ def _is_written_through(path: Path) -> bool:
 
 
 def _is_open_file(path: Path) -> bool:
-    """Whether a link leads to what a process has open, as /dev/stdout does, also where that is a file."""
+    """Tell if a link leads to an open file of a process, as /dev/stdout does, also to a regular one."""
     for _ in range(_MOST_LINKS):
         if path.parent.resolve().match("/proc/*/fd"):
             return True
@@ -134,8 +138,7 @@ _dumps = json.JSONEncoder(allow_nan=False).encode
 
 
 def json_bytes(value: Any) -> bytes:
-    """JSON that people read and compare: a line for each key, and for each record in a list (a placement, a
-    table)."""
+    """JSON that people read and compare: a line for each key, and for each record in a list."""
     return (_lines(value, "\n") + "\n").encode()
 
 

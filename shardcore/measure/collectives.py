@@ -3,8 +3,8 @@
 Each rank runs one Rank; all get the same requests (measurements.CollectiveRequest defines the collectives). The
 waiting of an exchange lasts until the last rank starts, its transfer from there to a rank's own end.
 
-In a step an exchange follows a computation, and takes longer for it: the threads that carry it slept, the
-caches hold other things. So ranks may be kept busy before each.
+In a step an exchange follows a computation, and takes longer for it: the threads that carry it slept, and the caches
+hold other data. So ranks may be kept busy before each.
 
 Starts of different ranks are compared. The ranks of one host share its monotonic clock. Another host's is corrected
 by its offset, from ping-pongs over the process group. NCCL is written for the same interface and has not been run
@@ -56,7 +56,7 @@ _WAKING_S = 3e-4
 
 @dataclass(frozen=True)
 class CollectiveConfig:
-    """How exchanges are measured.
+    """Settings of measured exchanges.
 
     repeats: of each exchange, after warmups.
     timeout_s: a rank that waits longer for another gives up.
@@ -261,10 +261,12 @@ class Rank:
             )
         machines = _gather(hosts.machine_id())  # its cores are shared by all hosts of a box
         self._oversubscribed = machines.count(machines[rank]) > len(os.sched_getaffinity(0))
+        # Ranks of one machine take its cores in turn, over all of its emulated hosts.
         nth = machines[:rank].count(machines[rank])
         self._cores = own_core.take(nth) if self.device.type == "cpu" else ()
         self._offset_s = self._clock_offset_s()
         self._groups: dict[str, dist.ProcessGroup] = {}
+        # Written here, so that page faults are over before the first timing.
         self._scratch = torch.zeros(_SCRATCH_BYTES // 4, device=self.device)
 
     def measure(self, requests: Sequence[CollectiveRequest]) -> list[RankTimes]:
@@ -349,6 +351,7 @@ class Rank:
             while time.perf_counter() < due:
                 pass
             start = time.perf_counter() + self._offset_s
+            # Marks are read at the end: reading one would wait for the device.
             marks = [self._on.mark()]
             for part, _ in parts:
                 part()
@@ -397,6 +400,7 @@ def estimate_clock_offset(clock: Callable[[], float] = time.perf_counter) -> tup
                 dist.recv(at, 0)
                 theirs, received = at.item(), clock()
                 tries.append((received - sent, theirs - (sent + received) / 2))
+        # The shortest round trip had the least time to wait anywhere.
         best = min(tries, default=best)
     return best
 

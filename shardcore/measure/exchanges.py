@@ -1,4 +1,4 @@
-"""The exchanges of a step: how a rank takes part in each channel, with buffers of its own.
+"""The exchanges of a step: one for each channel of a rank, with buffers.
 
 The channels of a run form a chain. Forward, the result of one enters the next. Backward, gradients go the other
 way. Payloads of 16 bits are cast as in TorchRec's quantised communication: FP32 tensors are encoded before and
@@ -7,8 +7,8 @@ torch 2.13). NCCL has the same interface and has not been run here.
 
 Over the hosts of a box, an all-to-all posts receives before sends. Gloo's own posts sends first: a late rank sends
 all its data before it announces that it can receive, so their connection carries one way after the other. Two hosts
-of two ranks then take up to 1.5 times as long (docs/decisions/many-hosts.md). NCCL's do not wait for each other,
-and the box stands for its links.
+of two ranks then take up to 1.5 times as long (docs/decisions/measuring.md). NCCL's sends and receives do not wait for
+each other, and the box stands for its links.
 
 Shapes: n ranks of a group, B global batch, W columns of an op.
 """
@@ -75,6 +75,7 @@ def start_all_to_all(
         work = dist.all_to_all_single(into, source, arriving, leaving, group, async_op=True)
         return [work] if work else []
     parts_in, parts_out = into.split(arriving), source.split(leaving)
+    # A rank's part for itself never leaves it.
     parts_in[own].copy_(parts_out[own])
     pending: list[Pending] = []
     # Each rank begins with its neighbour, so that no rank is sent to by all at once.
@@ -107,6 +108,7 @@ def _carried(into: torch.Tensor, source: torch.Tensor, payload: str, collective:
     if source.dtype == dtype:
         collective(into, source)
         return into
+    # The casts are timed, as a step pays for them.
     sent = source.to(dtype)
     arrived = sent if into is source else torch.empty_like(into, dtype=dtype)
     collective(arrived, sent)
@@ -132,7 +134,7 @@ class Exchange:
         self._payloads, self._ways = payloads, ways
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
-        """Send outputs; the result is what arrives. None: this rank has none of its own."""
+        """Send outputs and return arrived ones. None: this rank has none."""
         return _carried(self.arrived, _as_much(outputs, self.outputs), self._payloads[0], self._ways[0])
 
     def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
@@ -142,7 +144,7 @@ class Exchange:
 
 
 def _as_much(tensor: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
-    """As many elements of a tensor as travel, flat. Where it has fewer, the buffer.
+    """The elements of a tensor that travel, flat. Where it has fewer, the buffer.
 
     A batch has more lookups or fewer. As many bytes travel as the workload says.
     """

@@ -35,7 +35,7 @@ HOST_VARIABLE = "SHARDCORE_BOX_HOST"
 _INTERFACE, _BRIDGE = "eth0", "bridge0"
 _BITS = 1e9
 _MTU = 9000
-"""As GPU clusters have it. With 1,500 bytes, 5% of a link's rate would go to headers."""
+"""Packet size of GPU clusters. With 1,500 bytes, 5% of a link's rate would go to headers."""
 _PACKET_BYTES = 16 << 10
 """Most bytes that a link is given at once (by gso)."""
 _BURST_BYTES, _BURST_S = 20 << 10, 200e-6

@@ -117,6 +117,7 @@ class IdTransfer:
         self._lengths_to, self._ids_to = [f * local_batch for f in features], list(ids)
         lengths_from, ids_from = [self._lengths_to[rank]] * n, [self._ids_to[rank]] * n
         sizes = [size for both in zip(self._lengths_to, self._ids_to, strict=True) for size in both]
+        # Both numbers for each rank travel in one all-to-all, as in TorchRec.
         self._announced = torch.tensor(sizes, device=device)
         self._expected = torch.empty_like(self._announced)
         if groups:
@@ -131,6 +132,7 @@ class IdTransfer:
         self.lengths = lengths.to(device, length_type)
         self._buckets = len(groups[0]) if groups else 0
         self._ranges = torch.full((sum(f for f, _ in parts),), _RANGE_ROWS, dtype=id_type, device=device)
+        # Needed only where ranks of several groups have buckets of one number.
         self._by_rank = _by_rank(groups, features).to(device) if len(groups) > 1 else None
         self._arrived = (
             torch.empty(sum(lengths_from), dtype=length_type, device=device),
@@ -218,6 +220,7 @@ def _by_rank(groups: Sequence[Sequence[int]], features: Sequence[int]) -> torch.
 def _in_ranges(counts: Sequence[int]) -> torch.Tensor:
     """Ids of each row range, mixed as those of samples are. counts: of each range."""
     ranges = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
+    # Distinct rows within each range, as FBGEMM only looks at the range.
     ids = ranges * _RANGE_ROWS + torch.arange(len(ranges)) % _RANGE_ROWS
     return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
 

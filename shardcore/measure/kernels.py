@@ -54,7 +54,7 @@ _FIRST_LAUNCH_MS, _LAUNCHES = 20.0, 1.5
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """How ops are measured.
+    """Settings of measured ops.
 
     arena_bytes: weights shared by all ops, the largest shard that can be measured.
     tolerance: repeats stop when the median of forward + backward is known to this fraction (95%). None: the device's.
@@ -119,6 +119,7 @@ class KernelBench:
         place, dtype = self._device.place, getattr(torch, PRECISIONS[setting.precision].torch)
         elements = self.config.arena_bytes // PRECISION_BYTES[setting.precision]
         try:
+            # Written once, or the first ops would pay for the operating system's page faults.
             self._arena = torch.empty(elements, dtype=dtype, device=place).uniform_(-0.01, 0.01)
             # An arena has most rows where all are narrow.
             rows = min(self.config.state_rows or MOST_ROWS, max(1, elements // MIN_WIDTH))
@@ -132,6 +133,7 @@ class KernelBench:
                 f"{setting.optimizer} does not fit {device}: "
                 f"make it smaller ({' '.join(str(error).split())[:100]})"
             ) from None
+        # One gradient serves all ops. It grows with the largest one's outputs.
         self._gradient = torch.full((1,), 1e-3, device=place)
         self._caches = timing.Caches(self._device.evict_bytes(), place)
         self._launch_ms = _FIRST_LAUNCH_MS
@@ -152,6 +154,7 @@ class KernelBench:
     @reference_ms.setter
     def reference_ms(self, value: float | None) -> None:
         self._reference_ms = value
+        # Twice the runs of all ops in turn, so that each run kept has neighbours on both sides.
         kept = 2 * (self.config.interleave + 1) * max(self.config.max_repeats + 1, _REFERENCE_RUNS)
         known = {self._reference.number: math.log(value)} if value and self._reference else None
         self._log = timing.SlowdownLog(known, kept)
@@ -221,6 +224,7 @@ class KernelBench:
     def _round(self) -> list[ComputeSample]:
         """Run the reference and each active op once. Returns the samples that this finished."""
         turn = [*self._active, *([self._reference] if self._reference else [])]
+        # No op profits from the same neighbour in each round.
         self._order.shuffle(turn)
         crowded = 2 * len(self._active) >= self.config.interleave
         failed = [sample for run in turn if (sample := self._repeat(run, crowded))]
@@ -237,6 +241,7 @@ class KernelBench:
                 raise ShardCoreError(f"the reference op failed: {error}") from None
             self._active.remove(run)
             return self._failed(run.request, error)
+        # The first run warms up: it loads code and allocates buffers.
         if run.warm:
             run.times_ms.append((forward, backward, self._log.add(run.number, forward + backward)))
         run.warm = True
@@ -346,9 +351,11 @@ class KernelBench:
         # Its sort of ids by row goes by these.
         op.total_hash_size = sum(rows)
         op.total_hash_size_bits = int(math.log2(float(sum(rows))) + 1)
+        # FBGEMM numbers the rows of all tables one after another.
         starts, places = [0, *np.cumsum(rows)], fused_op.places(cells, self._arena.numel(), shards)
         op.hash_size_cumsum = self._int64([*(starts[i] for i in of_feature), starts[-1]])
         op.rows_per_table = self._int64(rows[i] for i in of_feature)
+        # In elements of the arena, where TBE's weights are one flat buffer.
         op.weights_offsets = self._int64(places[i] for i in of_feature)
         setattr(op, f"weights_{memory_of}", torch.nn.Parameter(self._arena))
         kept = zip(OPTIMIZERS[self.setting.optimizer].states, self._states, strict=True)

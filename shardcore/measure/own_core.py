@@ -1,4 +1,4 @@
-"""A core for each rank: a device of its own, which other ranks of its host cannot take.
+"""A core for each rank, which other ranks of its host cannot take.
 
 Otherwise the scheduler moves threads between cores. A rank that has its outputs goes on to compute, perhaps
 on the core where another rank's network thread waits, while a core idles until the scheduler's next tick.

@@ -32,7 +32,7 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class PairConfig:
-    """How pairs are measured.
+    """Settings of measured pairs.
 
     message_kib: size of the messages that tell ranks apart.
     sweeps: over all pairs. The fastest counts, so that no disturbance meets a pair in all sweeps.
@@ -178,6 +178,7 @@ def pair_times(
         note(done, len(turns))
     rows = [torch.zeros_like(to_others) for _ in range(n)]
     dist.all_gather(rows, to_others)
+    # Both ranks of a pair timed it. The lower figure was disturbed less.
     both_ways = torch.stack(rows).numpy()
     return np.minimum(both_ways, both_ways.T)
 
@@ -205,6 +206,7 @@ def links(groups: Groups, config: PairConfig, device: torch.device | str = "cpu"
         if not pairs:
             return None
         mine = next((pair for pair in pairs if rank in pair), None)
+        # The fastest repeat counts: disturbances only add time.
         took = float("inf")
         for _ in range(config.repeats):
             dist.barrier()

@@ -69,6 +69,7 @@ def levels(pair_ms: np.ndarray) -> list[Groups]:
     require(is_valid, "times of pairs need to be finite and above 0 ms")
     if n == 2:
         return []
+    # Logarithms, as links of different levels differ by factors.
     apart = np.log(np.where(diagonal, 1.0, (times + times.T) / 2))
     np.fill_diagonal(apart, 0.0)
     apart -= apart[~diagonal].min()  # linkage wants distances of 0 or more
@@ -77,6 +78,7 @@ def levels(pair_ms: np.ndarray) -> list[Groups]:
     # After merge k there are n - 1 - k groups.
     for k in range(n - 2):
         if gaps[k] >= max(np.log(CLEAR), gaps.max() / 2):
+            # A large step between two merges divides levels of links.
             labels = fcluster(merges, n - 1 - k, criterion="maxclust")
             same = labels[:, None] == labels
             if np.quantile(times[~same], 0.25) >= CLEAR * np.median(times[same & ~diagonal]):

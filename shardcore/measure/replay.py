@@ -70,7 +70,7 @@ STEP_BYTES = 512 << 20
 
 
 def of_samples(arena_bytes: int, hang_s: float, repeats: int = STEP_REPEATS) -> ReplayConfig:
-    """How plans are replayed whose steps are samples of a dataset: with weights of STEP_BYTES a rank at most."""
+    """Settings of replays that become samples of a dataset: weights of STEP_BYTES a rank at most."""
     # In a round, or while ops are built, more happens than in one op, which hangs after hang_s.
     timeout_s = min(2 * hang_s, WAITS_S[1])
     return ReplayConfig(repeats=repeats, arena_bytes=min(arena_bytes, STEP_BYTES), timeout_s=timeout_s)
@@ -227,7 +227,6 @@ def replay_rank(
     progress: Callable[[], None] = lambda: None,
     reference: ReferenceOp | None = None,
     compute_ms: ComputeTimes | None = None,
-    meet: Callable[[], object] | None = None,
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """One rank's side, for whoever starts the gang. All its ranks need the same arguments.
 
@@ -236,12 +235,11 @@ def replay_rank(
     (without one: [0]).
     progress: called after each op built and each round of steps.
     compute_ms: time for which the rank sleeps instead of computing. None: it computes.
-    meet: waits until a step may begin. None: for the ranks of the gang.
     """
     if device == "cpu":
         torch.set_num_threads(1)
     benches = {} if compute_ms else benches_for(workloads, [rank], setting, config, device, reference)
-    beside, steps = ReferenceRuns(benches, reference, config.seed), []
+    reference_runs, steps = ReferenceRuns(benches, reference, config.seed), []
     for i, workload in enumerate(workloads):
         if compute_ms:
             compute = Asleep(workload, rank, compute_ms[i][rank], device)
@@ -251,12 +249,12 @@ def replay_rank(
         progress()
     caches = Caches(config.evict_bytes, device_of(device).place)
     with local_ranks.exchanging():
-        alike = CollectiveConfig(timeout_s=config.timeout_s)
-        member = Rank(rank, len(workloads[0].ops), init_method, device, alike)
+        limits = CollectiveConfig(timeout_s=config.timeout_s)
+        member = Rank(rank, len(workloads[0].ops), init_method, device, limits)
         used = [channel for workload in workloads for channel in exchanges.used_channels(workload)]
         groups = exchanges.groups(rank, workloads[0].topology, used)
         for step in steps:
-            step.join(groups, meet or member.meet)
+            step.join(groups, member.meet)
     marks: list[list[np.ndarray]] = [[] for _ in steps]
     for index in range(config.warmups + config.repeats):
         progress()
@@ -265,9 +263,9 @@ def replay_rank(
         for i in np.random.default_rng([config.seed, index]).permutation(len(steps)):
             caches.evict()
             marks[i].append(steps[i].once(index % config.batches))
-        beside.once(caches)
+        reference_runs.once(caches)
     member.close()
-    return [np.array(m[config.warmups :]) for m in marks], np.array(beside.times_ms[config.warmups :])
+    return [np.array(m[config.warmups :]) for m in marks], np.array(reference_runs.times_ms[config.warmups :])
 
 
 class _Step:
@@ -277,11 +275,11 @@ class _Step:
         self._compute, self._workload, self._rank = compute, workload, rank
         self._chains: dict[Layout, list[exchanges.Exchange]] = {}
         self._ids: list[id_transfer.IdTransfer] = []
-        self._meet: Callable[[], object] = lambda: None
+        self._meet: Callable[[], None] = lambda: None
         self._on, self._device = device_of(device), device_of(device).place
 
-    def join(self, groups: exchanges.Groups, meet: Callable[[], object]) -> None:
-        """Make the buffers of its exchanges, once the gang is there. meet: as replay_rank's."""
+    def join(self, groups: exchanges.Groups, meet: Callable[[], None]) -> None:
+        """Make the buffers of its exchanges, once the gang is there. meet: waits until a step may begin."""
         self._meet = meet
         self._chains = exchanges.chains(
             self._workload, self._rank, lambda shape: full(shape, self._device), groups

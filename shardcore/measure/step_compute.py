@@ -37,7 +37,7 @@ _GRADIENT = 1e-3
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """How steps are replayed.
+    """Settings of replayed steps.
 
     repeats: of each plan's step, after warmups.
     batches: different ones to go through.
@@ -93,6 +93,7 @@ class Ops:
             sizes = [sum(run.gradient.numel() for run in runs[op.run]) for runs in self._batches]
             self.gradients[op.run] = full(_shape(op, max(sizes)), device)
         self._flat = {op.run for op in own if _is_flat(op)}
+        # The first step begins with a backward pass, which needs outputs.
         self.forward(config.batches - 1)
 
     def forward(self, batch: int) -> None:
@@ -245,7 +246,7 @@ def measure_compute(
     torch.set_num_threads(1)
     cores = own_core.take(0)
     benches = benches_for(workloads, range(len(workloads[0].ops)), setting, config, "cpu", reference)
-    beside, caches, times = (
+    reference_runs, caches, times = (
         ReferenceRuns(benches, reference, config.seed),
         Caches(config.evict_bytes, "cpu"),
         [],
@@ -263,7 +264,7 @@ def measure_compute(
                     marks.append(time.perf_counter())
                 took_ms.append(np.diff(marks)[::-1] * 1e3)
             of_devices[device] = np.median(took_ms[config.warmups :], axis=0)
-            beside.once(caches)
+            reference_runs.once(caches)
         times.append(of_devices)
     own_core.give_back(cores)
-    say((times, np.array(beside.times_ms)))
+    say((times, np.array(reference_runs.times_ms)))

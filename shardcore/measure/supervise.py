@@ -220,6 +220,7 @@ class Supervisor(Generic[W]):
         feed, finished = iter(requests), []
         # endless draws have no length
         self._unfed = len(requests) if isinstance(requests, Sized) else 0
+        # Requests may be drawn without end, so only these are taken from the feed.
         ahead = 2 * len(self._devices) * self._chunk  # from which chunk_size gives full chunks
         while True:
             for device in self._devices:
@@ -263,6 +264,7 @@ class Supervisor(Generic[W]):
             else:
                 samples, taken = answer
                 left = device.chunk[taken:]
+                # Requests that the worker had no time for go back in their order.
                 self._waiting.extendleft(reversed(left))
                 for request in left:
                     del device.outstanding[self._id(request)]

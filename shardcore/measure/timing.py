@@ -73,6 +73,7 @@ class SlowdownLog:
         ops, logs = zip(*self._runs, strict=True)
         numbers: dict[Hashable, int] = {}
         op = np.array([numbers.setdefault(o, len(numbers)) for o in ops])
+        # Logarithms turn factors of slowdown into sums.
         log, count = np.array(logs), np.bincount(op)
         levels = np.bincount(op, log) / count
         weight = self._around(np.ones(len(log)))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardcore.core.types import Problem
 from shardcore.plans.hot_drift import HotDrift
-from shardcore.report.text import text_table
+from shardcore.report.text import records_table, text_table
 from shardcore.search.decisions.driver import Found, Ledger, Outcome
 from shardcore.search.decisions.memory_tiers import gains_ms, link_ms, tiers_of
 from shardcore.search.decisions.provision import Provision, best_of_each, frontier
@@ -83,40 +83,24 @@ def hot_rows_table(before: Problem, problem: Problem) -> str:
 def drift_table(found: Sequence[HotDrift]) -> str:
     """A table of how hot the hot rows still are, and of what other hot ids would save and move."""
     rows = [
-        (
-            x.table,
-            f"{x.rows:,}",
-            f"{x.still_hot:.0%}",
-            f"{x.planned_share:.1%}",
-            f"{x.share:.1%}",
-            f"{x.best_share:.1%}",
-            f"{x.entering:,}",
-            f"{x.saved_bytes / 1e6:,.3f}",
-            gib(x.moved_bytes),
-        )
+        {
+            "table": x.table,
+            "hot rows": f"{x.rows:,}",
+            "still hot": f"{x.still_hot:.0%}",
+            "lookups, planned": f"{x.planned_share:.1%}",
+            "now": f"{x.share:.1%}",
+            "with other ids": f"{x.best_share:.1%}",
+            "rows that enter": f"{x.entering:,}",
+            "MB saved a step": f"{x.saved_bytes / 1e6:,.3f}",
+            "moves": gib(x.moved_bytes),
+        }
         for x in found
     ]
     saved, moved = sum(x.saved_bytes for x in found), sum(x.moved_bytes for x in found)
-    return "\n".join(
-        [
-            text_table(
-                [
-                    "table",
-                    "hot rows",
-                    "still hot",
-                    "lookups, planned",
-                    "now",
-                    "with other ids",
-                    "rows that enter",
-                    "MB saved a step",
-                    "moves",
-                ],
-                rows,
-            ),
-            "",
-            f"Other hot ids would save {saved / 1e6:,.3f} MB a step between devices, and move {gib(moved)} of "
-            "weights once.",
-        ]
+    return (
+        f"{records_table(rows)}\n\n"
+        f"Other hot ids would save {saved / 1e6:,.3f} MB a step between devices, and move {gib(moved)} of "
+        "weights once."
     )
 
 
@@ -131,19 +115,19 @@ def tiers_report(problem: Problem) -> str:
     if not some:
         return "All rows fit in device memory."
     rows = [
-        (
-            t.table.name,
-            t.table.kernel,
-            gib(t.table.bytes),
-            f"{t.table.load_factor:.2%}",
-            f"{t.link_bytes / 1e6:,.3f}",
-        )
+        {
+            "table": t.table.name,
+            "kernel": t.table.kernel,
+            "weights": gib(t.table.bytes),
+            "rows cached": f"{t.table.load_factor:.2%}",
+            "MB over the link": f"{t.link_bytes / 1e6:,.3f}",
+        }
         for t in some
     ]
     more = [(f"{n} GiB", f"{ms:,.3f}") for n, ms in zip(_MORE_GIB, gains_ms(problem, _MORE_GIB), strict=True)]
     return "\n".join(
         [
-            text_table(("table", "kernel", "weights", "rows cached", "MB over the link"), rows),
+            records_table(rows),
             "",
             f"{len(some)} of {len(problem.tables)} tables are not all in device memory. Each step "
             f"{sum(t.link_bytes for t in found) / 1e6:,.1f} MB cross the link: {link_ms(problem):,.3f} ms at least, at "
@@ -156,31 +140,20 @@ def tiers_report(problem: Problem) -> str:
 
 # --- clusters ----------------------------------------------------------------------------------------------
 
-CLUSTER_HEADERS = (
-    "offer",
-    "hosts",
-    "devices",
-    "step ms",
-    "samples/s",
-    "price/h",
-    "price of 10^9 samples",
-    "kW",
-)
 
-
-def cluster_row(outcome: Outcome) -> tuple[Any, ...]:
-    """A row under CLUSTER_HEADERS of a cluster that has a plan. What is not known is "-"."""
+def _cluster_record(outcome: Outcome) -> dict[str, Any]:
+    """A cluster that has a plan. What is not known is "-"."""
     cluster, samples_per_s = outcome.proposal, outcome.proposal.samples_per_s(outcome.ms)
-    return (
-        cluster.offer.name,
-        cluster.hosts,
-        len(cluster.problem.topology),
-        f"{outcome.ms:.2f}",
-        f"{samples_per_s:,.0f}",
-        f"{cluster.price_per_hour:,.2f}",
-        f"{1e9 / samples_per_s / 3600 * cluster.price_per_hour:,.2f}",
-        "-" if cluster.watts is None else f"{cluster.watts / 1e3:.1f}",
-    )
+    return {
+        "offer": cluster.offer.name,
+        "hosts": cluster.hosts,
+        "devices": len(cluster.problem.topology),
+        "step ms": f"{outcome.ms:.2f}",
+        "samples/s": f"{samples_per_s:,.0f}",
+        "price/h": f"{cluster.price_per_hour:,.2f}",
+        "price of 10^9 samples": f"{1e9 / samples_per_s / 3600 * cluster.price_per_hour:,.2f}",
+        "kW": "-" if cluster.watts is None else f"{cluster.watts / 1e3:.1f}",
+    }
 
 
 def clusters(decision: Provision, found: Found) -> Iterator[str]:
@@ -192,7 +165,7 @@ def clusters(decision: Provision, found: Found) -> Iterator[str]:
         f"{chosen.words}, {chosen.price_per_hour:,.2f} an hour, {found.ms:.3f} ms a step; {len(outcomes)} "
         f"clusters searched in {sum(x.seconds for x in outcomes):.0f} s"
     )
-    yield text_table(CLUSTER_HEADERS, list(map(cluster_row, best)))
+    yield records_table([_cluster_record(x) for x in best])
     if left_out := sum(offer.most_hosts for offer in decision.offers) - len(outcomes):
         yield (
             f"{left_out} clusters were left out: their devices do not divide the global batch of "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardcore.core.types import Problem
 from shardcore.core.validation import require
-from shardcore.report.text import text_table
+from shardcore.report.text import records_table
 from shardcore.step.access import lookups
 from shardcore.tables.heat import heat_of
 
@@ -26,33 +26,22 @@ def heat_table(problem: Problem, held: float) -> str:
         found.append((heat.unique_rows, float(heat.misses(held * table.rows)), table, heat.rows_of(_MOST)))
     found.sort(key=lambda x: -x[0])
     rows = [
-        (
-            table.name,
-            f"{table.rows:,}",
-            f"{table.pooling:.1f}",
-            f"{hot:,.0f}",
-            f"{hot / table.rows:.1%}",
-            f"{touched:,.0f}",
-            f"{missed / touched:.0%}" if touched else "-",
-        )
+        {
+            "table": table.name,
+            "rows": f"{table.rows:,}",
+            "lookups a sample": f"{table.pooling:.1f}",
+            f"rows with {_MOST:.0%} of them": f"{hot:,.0f}",
+            "of all": f"{hot / table.rows:.1%}",
+            "rows a batch touches": f"{touched:,.0f}",
+            f"misses with {held:.0%} held": f"{missed / touched:.0%}" if touched else "-",
+        }
         for touched, missed, table, hot in found
     ]
     all_touched, all_missed = (sum(x[i] for x in found) for i in (0, 1))
     share = all_missed / all_touched if all_touched else 0.0
     return "\n".join(
         [
-            text_table(
-                (
-                    "table",
-                    "rows",
-                    "lookups a sample",
-                    f"rows with {_MOST:.0%} of them",
-                    "of all",
-                    "rows a batch touches",
-                    f"misses with {held:.0%} held",
-                ),
-                rows,
-            ),
+            records_table(rows),
             "",
             f"A batch of {batch:,} samples touches {all_touched:,.0f} rows; a cache of {held:.0%} of each "
             f"table (LRU) has to fetch {all_missed:,.0f} of them ({share:.0%}).",

@@ -483,22 +483,22 @@ def _how_good(studied: Studied) -> str:
         for words, key, form in _SPLIT_ROWS
         if any(key in found for found in studied.metrics.values())
     ]
-    said = [
+    sentences = [
         "Errors are mean absolute ones, relative to what was measured; the test split was kept out of "
         "training, and judges which version is promoted."
     ]
     if studied.unseen_tables is not None:
-        said.append(
+        sentences.append(
             f"On groups of tables that a training never saw the error is {studied.unseen_tables:.1f}%."
         )
     if studied.repeatability is not None:
-        said.append(
+        sentences.append(
             f"A timing itself is off by {studied.repeatability:.1f}%: no model can be shown to be "
             "better than that."
         )
     if studied.curve is not None:
-        said.append(doubling(studied.curve, None))
-    return markdown_table(("", *studied.metrics), rows) + "\n\n" + " ".join(said)
+        sentences.append(doubling(studied.curve, None))
+    return markdown_table(("", *studied.metrics), rows) + "\n\n" + " ".join(sentences)
 
 
 _USE = """```

@@ -84,7 +84,7 @@ def page(
 
 def comparison(problem: Problem, now: Version, before: Version) -> str:
     """A page of two plans of a problem. Versions name them."""
-    said = moves_text(diff(before.plan, now.plan, problem))
+    summary = moves_text(diff(before.plan, now.plan, problem))
     title = f"{problem.name}: {now.name} against {before.name}"
     ms, was = now.cost.total_ms, before.cost.total_ms
     totals = f"<b>{ms:.2f} ms</b> predicted for a step, {percent_change(ms, was)} against {was:.2f} ms"
@@ -92,7 +92,7 @@ def comparison(problem: Problem, now: Version, before: Version) -> str:
         title,
         [
             f"<h1>{escape(title)}</h1>",
-            f"<p>{totals}. {escape(said[0].upper() + said[1:])}.</p>",
+            f"<p>{totals}. {escape(summary[0].upper() + summary[1:])}.</p>",
             *([_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
             explorer(now, problem, before),
         ],
@@ -204,8 +204,8 @@ def _against(a: Alternative, total_ms: float) -> tuple[str, str]:
 def _moves(moves: Diff) -> str:
     rows = plan_report.moves_rows(moves)[:MOST_ROWS]
     listed = table(plan_report.MOVES_HEADERS, rows, words=(2, 3, 4)) if rows else ""
-    said = moves_text(moves)
-    return f"<p>{escape(said[0].upper() + said[1:])}.</p>{listed}{_rest(len(moves.moves))}"
+    summary = moves_text(moves)
+    return f"<p>{escape(summary[0].upper() + summary[1:])}.</p>{listed}{_rest(len(moves.moves))}"
 
 
 def _rest(n: int) -> str:

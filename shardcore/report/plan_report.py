@@ -71,9 +71,9 @@ def _bounding(x: Explanation) -> str:
 def _ids(cost: StepCost) -> str:
     """Time that ids and the dense part add to a step."""
     ids_ms = max(cost.input_ms)
-    said = [f"{ids_ms:.3f} ms until ids arrived"] if ids_ms else []
-    said += [f"{cost.dense_ms:.3f} ms of dense part"] if cost.dense_ms else []
-    return f"\nAlso counted: {' and '.join(said)}." if said else ""
+    parts = [f"{ids_ms:.3f} ms until ids arrived"] if ids_ms else []
+    parts += [f"{cost.dense_ms:.3f} ms of dense part"] if cost.dense_ms else []
+    return f"\nAlso counted: {' and '.join(parts)}." if parts else ""
 
 
 def _exchange(x: Explanation) -> str:
@@ -82,13 +82,15 @@ def _exchange(x: Explanation) -> str:
         return "Nothing is exchanged."
     mean = total / len(x.exchange_bytes)
     most = x.exchange_bytes[x.widest]
-    said = f"Device {x.widest} has most to exchange: {gib(most)} each way, {most / mean:.2f} times the mean."
+    message = (
+        f"Device {x.widest} has most to exchange: {gib(most)} each way, {most / mean:.2f} times the mean."
+    )
     ids = max(x.input_bytes)
     if ids:
-        said += (
+        message += (
             f"\nDevice {x.input_bytes.index(ids)} receives most ids: {gib(ids)} a step with their lengths."
         )
-    return f"{said}\n{towers_text(x.towers)}" if x.towers else said
+    return f"{message}\n{towers_text(x.towers)}" if x.towers else message
 
 
 def towers_text(x: TowerTraffic) -> str:
@@ -214,7 +216,7 @@ def drift_text(x: Drift) -> str:
     else:
         within = " within that limit" * (x.most_tables is not None)
         lines.append(f"No better plan was found{within}: keep it.")
-    lines += [f"{said[0].upper()}{said[1:]}." for said in moves_words(x.moves)[1:]]
+    lines += [f"{words[0].upper()}{words[1:]}." for words in moves_words(x.moves)[1:]]
     return "\n".join(lines)
 
 

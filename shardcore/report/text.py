@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from shardcore.core.errors import escaped
@@ -34,6 +34,11 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], words: Con
     *all_but_last, last = widths
     rule = "  ".join("-" * w for w in (*all_but_last, min(last, _LONGEST_RULE)))
     return "\n".join([line(cells[0]), rule, *map(line, cells[1:])])
+
+
+def records_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """A table of one or more records. Their keys, all the same, are its headers."""
+    return text_table(list(records[0]), [list(record.values()) for record in records])
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

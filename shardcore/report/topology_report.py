@@ -42,12 +42,12 @@ def write(
 
 def lines(found: PairMeasurement) -> list[str]:
     """Groups, links and order of ranks, for people."""
-    arranged, told = order(found.levels, len(found.pair_ms)), []
+    arranged, text = order(found.levels, len(found.pair_ms)), []
     for groups in found.levels:
         shown = "; ".join(" ".join(map(str, group)) for group in groups[:8]) + "; ..." * (len(groups) > 8)
-        told.append(f"{len(groups)} groups of ranks: {shown}")
+        text.append(f"{len(groups)} groups of ranks: {shown}")
     if not found.levels:
-        told.append("all ranks are equally near each other: they count as one host")
+        text.append("all ranks are equally near each other: they count as one host")
     links = found.links
     carried = [
         f"{name} {gbps:.3g} GB/s"
@@ -57,7 +57,7 @@ def lines(found: PairMeasurement) -> list[str]:
     if links.host_gbps:
         carried.append(f"{links.host_gbps:.3g} GB/s between hosts, shared by all ranks of one")
     return [
-        *told,
+        *text,
         f"links of a rank carry {' and '.join(carried)}; a collective takes {links.latency_ms:.3g} ms",
         f"order of ranks: {' '.join(map(str, arranged))}",
         "Device i of the new problem is that of the i-th rank in this order. Start ranks in it.",

@@ -91,6 +91,7 @@ class InnerSearch(Protocol):
 
     def __call__(self, cache: ShardCostCache, keys: np.ndarray) -> Placed:
         """Plans of states keys [C, N, 2], each shard a strip and units. The cache knows their shards."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)

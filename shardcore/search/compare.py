@@ -20,7 +20,7 @@ from shardcore.search.sharders import BASELINES, DEFAULT_SHARDER, SHARDERS, shar
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a sharder found.
+    """The result of a sharder.
 
     algorithm: its name.
     seconds: wall time, without compiling.
@@ -59,7 +59,7 @@ def run(
         plan = sharder(algorithm, policy)(problem, model, seed=seed, budget=budget)
     except Infeasible as error:
         return Outcome(algorithm, clock() - began, error=str(error))
-    # Pricing for the report is not part of the search's time.
+    # Pricing for the report does not count as the search's time.
     seconds = clock() - began
     return Outcome(algorithm, seconds, price_plan(plan, problem, model))
 
@@ -126,7 +126,7 @@ def standings(
     seconds: Mapping[str, Sequence[float]],
     reference: str | None = None,
 ) -> dict[str, Standing]:
-    """How sharders compare on several problems.
+    """Comparison of sharders on several problems.
 
     costs: ms of each sharder on each problem; None or nan for no plan.
     seconds: search time of each; [] if unknown.
@@ -135,22 +135,22 @@ def standings(
     table = np.array([[np.nan if ms is None else ms for ms in row] for row in costs.values()], dtype=float)
     # Only problems that all solved compare fairly.
     common = np.isfinite(table).all(0)
-    found = {}
+    compared = {}
     for i, name in enumerate(costs):
-        others = (
-            [list(costs).index(reference)] if reference else [k for k in range(len(table)) if k != i] or [i]
-        )
+        others = [k for k in range(len(table)) if k != i] or [i]
+        if reference:
+            others = [list(costs).index(reference)]
         # [common] cost over the cheapest of the others on the same problem.
         ratios = table[i, common] / table[others][:, common].min(0) if common.any() else np.full(1, np.nan)
-        own_s = np.array(seconds[name], dtype=float)
-        found[name] = Standing(
-            float(np.isfinite(table[i]).mean()),
-            int(common.sum()),
-            float(ratios.mean()),
-            float(ratios.max()),
-            float(own_s[common].mean()) if len(own_s) and common.any() else float("nan"),
+        took_s = np.array(seconds[name], dtype=float)
+        compared[name] = Standing(
+            solved=float(np.isfinite(table[i]).mean()),
+            common=int(common.sum()),
+            cost=float(ratios.mean()),
+            worst=float(ratios.max()),
+            seconds=float(took_s[common].mean()) if len(took_s) and common.any() else float("nan"),
         )
-    return found
+    return compared
 
 
 def balance(cost: StepCost) -> float:

@@ -22,7 +22,17 @@ from shardcore.search.portfolio import annealing, portfolio
 
 
 class Sharder(Protocol):
-    """The signature of every sharder (see shardcore/search/__init__.py)."""
+    """A search: finds a plan for a problem under a cost model. shardcore.testing checks what it has to keep.
+
+    problem: tables, devices and constraints.
+    model: costs, as its `for_problem` gives for this problem.
+    seed: of all random choices. With a budget in evaluations the same seed gives the same plan.
+    budget: limit of the search. None: the sharder's own end.
+
+    The plan's provenance has "algorithm", "seed" and "predicted_ms".
+    Raises Infeasible, naming what does not fit and what would help.
+    Raises SettingMismatch for a model of another setting.
+    """
 
     def __call__(
         self, problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None

@@ -58,7 +58,7 @@ def reference_counts(table: Table) -> np.ndarray:
 
     They sum to the batch's lookups. U keeps each bin's mean count as near to BIN_MEAN as possible.
     """
-    total = lookups(table, table.access.batch)
+    total = lookups(table, table.reuse.batch)
     if total == 0:
         return np.zeros(0, dtype=np.int64)
     n_bins, mean_counts = _bin_rows(table)
@@ -80,8 +80,8 @@ def _bin_rows(table: Table) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def bins_of(tables: Sequence[Table]) -> tuple[np.ndarray, np.ndarray]:
     """`_bin_rows` of many tables: two arrays [T, REUSE_BINS]."""
-    bins = np.array([t.access.bins for t in tables])
-    total = np.array([lookups(t, t.access.batch) for t in tables], dtype=float)
+    bins = np.array([t.reuse.bins for t in tables])
+    total = np.array([lookups(t, t.reuse.batch) for t in tables], dtype=float)
     mean = np.array([of @ BIN_MEAN for of in bins])
     unique = np.minimum([t.rows for t in tables], np.maximum(1.0, np.rint(total / mean)))
     rows = _apportion(bins, unique)
@@ -216,19 +216,19 @@ _AT_ONCE = 4096
 def _unique_of_reuse(asked: Sequence[_Rows]) -> np.ndarray:
     """[N] for tables with a reuse histogram. Rows that its batch never saw are left out."""
     rows, sums = bins_of([table for table, *_ in asked])
-    keep = np.array([min(1.0, batch / table.access.batch) for table, batch, *_ in asked])
+    keep = np.array([min(1.0, batch / table.reuse.batch) for table, batch, *_ in asked])
     live, found = (rows > 0)[:, ::-1], np.zeros(len(asked))
     n_live = live.sum(1)
     # Group tables by their number of bins with rows: only these enter the sums.
     for n in np.unique(n_live).tolist():
-        some = np.flatnonzero(n_live == n)
+        some = np.flatnonzero(n_live == n).tolist()
         sizes, counts = (of[some, ::-1][live[some]].reshape(len(some), n) for of in (rows, sums))
         seen = seen_when_thinned(counts / sizes, keep[some, None])
         found[some] = _seen_inside(seen, sizes, [asked[i] for i in some])
     return found
 
 
-def seen_when_thinned(counts: np.ndarray, keep: np.ndarray) -> np.ndarray:
+def seen_when_thinned(counts: np.ndarray, keep: np.ndarray | float) -> np.ndarray:
     """The probability that a row is seen if each of its lookups is kept with probability `keep`."""
     # log1p(-1) where all lookups are kept. np.where then drops the result.
     with np.errstate(divide="ignore"):
@@ -259,7 +259,7 @@ def _unique_of_zipf(asked: Sequence[_Rows]) -> np.ndarray:
     n_kept = kept.sum(1)
     # Group tables by their number of classes: small tables have fewer.
     for n in np.unique(n_kept).tolist():
-        some = np.flatnonzero(n_kept == n)
+        some = np.flatnonzero(n_kept == n).tolist()
         ranks, of = edges[some][kept[some]].reshape(len(some), n), [asked[i] for i in some]
         sizes, mass = np.diff(ranks, axis=1), np.diff(_zipf_cdf(ranks, [table for table, *_ in of]), axis=1)
         weights = np.array([[lookups(table, batch)] for table, batch, *_ in of]) * mass / sizes
@@ -284,8 +284,8 @@ def _zipf_cdf(ranks: np.ndarray, tables: Sequence[Table]) -> np.ndarray:
 
     The law is the bounded continuous power law on [1, rows + 1).
     """
-    flat = np.array([[abs(t.access.alpha - 1) < 1e-9] for t in tables])
-    power = np.where(flat, 0.0, [[1 - t.access.alpha] for t in tables])
+    flat = np.array([[abs(t.zipf_alpha - 1) < 1e-9] for t in tables])
+    power = np.where(flat, 0.0, [[1 - t.zipf_alpha] for t in tables])
     whole = np.array(
         [
             [math.log(t.rows + 1.0) if f else (t.rows + 1.0) ** p - 1]
@@ -354,7 +354,7 @@ def reuse_of(ids: np.ndarray, batch: int) -> Reuse:
 def reuse_bins(table: Table, batch: int) -> tuple[float, ...]:
     """[REUSE_BINS] the table's reuse histogram: its own, or what a power law is expected to give a batch."""
     if isinstance(table.access, Reuse):
-        return table.access.bins
+        return table.reuse.bins
     sizes, mass = zipf_classes(table)
     return expected_bins(sizes, lookups(table, batch) * mass / sizes)
 

@@ -21,7 +21,7 @@ Widths = Sequence[int]
 
 @dataclass(frozen=True)
 class Draw:
-    """How a collective is drawn to be measured.
+    """Rule by which a collective is drawn to be measured.
 
     share: of the varied draws; with a `stream`, of all draws.
     stream: seed of a random stream for it alone, so that other draws do not depend on it. 0: none.
@@ -39,7 +39,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a device on the ids of its own samples, before they travel.
+    """Work of a device on the ids of its local samples, before they travel.
 
     weight: name of a model's weight [2]: ms once, and ms a byte of these ids.
     run: (measure/id_transfer.IdTransfer) -> (lengths, ids) that leave.
@@ -188,7 +188,7 @@ def _sequences(channel: str) -> Stages:
 
 
 def _summed(channel: str, *crossing: str) -> Stages:
-    """Gloo sums in a buffer of its own, and gathers in one."""
+    """Gloo sums in a separate buffer, and gathers in one."""
     if crossing:
         return _summed_and_exchanged(channel, *crossing)
     sent, outputs = _payloads(f"{channel} there", "local there"), _outputs(channel)
@@ -236,9 +236,9 @@ def _summed_and_exchanged(channel: str, crossing: str) -> Stages:
 
 
 def _replicated(channel: str) -> Stages:
-    """The dense kernel makes gradients of its own, beside DDP's buckets.
+    """The dense kernel makes gradients in addition to DDP's buckets.
 
-    Until then, those of its outputs live. They are a part of those of the collection.
+    Until then, those of its outputs live. Those of the collection include them.
     """
     gradients = _gradients("gradient")
     return (
@@ -347,4 +347,7 @@ def stages_of(collective: str, channels: tuple[str, ...], sequence: bool) -> Sta
     channels: names of all that the run has. The first is of this collective.
     """
     row = collective_of(collective)
-    return (row.memory_of_sequences if sequence and row.memory_of_sequences else row.memory)(*channels)
+    memory = row.memory_of_sequences if sequence and row.memory_of_sequences else row.memory
+    if memory is None:
+        raise ShardCoreError(f"collective {collective!r} carries ids; it has no memory in stages")
+    return memory(*channels)

@@ -55,7 +55,7 @@ def received_bytes(shard: Shard, step: Step) -> int:
 def sample_bytes(table: Table, job: Job, share: float = 1.0, ranges: int = 1) -> float:
     """Mean bytes of a table's ids and lengths for one sample.
 
-    share: of its lookups. ranges: of its rows, each with lengths of its own.
+    share: of its lookups. ranges: of its rows, each with separate lengths.
     """
     lengths = table.features * ranges / table.dedup
     return lookup_bytes(table, job) * table.looked_up * share + job.length_bytes * lengths
@@ -95,7 +95,7 @@ def input_bytes(plan: Plan, problem: Problem, lookups: Lookups) -> np.ndarray:
 
 
 def count_bytes(plan: Plan, problem: Problem) -> int:
-    """Bytes that each device sends, and receives, to say how much will be sent. All runs together.
+    """Bytes by which each device announces how much it sends. All runs together.
 
     For each device and run these are numbers of samples, lengths, ids, and weights where lookups have them.
     TorchRec runs sequences cut by columns apart from others.

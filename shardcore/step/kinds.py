@@ -1,7 +1,7 @@
 """Kinds of sharding: how shards of each kind run in a training step. One row of LAYOUTS defines a kind.
 
 On each device, a step of TorchRec runs one fused op for the shards of each kind and collection.
-It also runs one collective on each channel of that kind. A row of LAYOUTS says:
+It also runs one collective on each channel of that kind. A row of LAYOUTS gives:
 
 - where such a shard may live,
 - over which batch its op runs,
@@ -11,7 +11,7 @@ It also runs one collective on each channel of that kind. A row of LAYOUTS says:
 `lower`, memory checks, searches, replays, exports and reports read these rows. Nothing else knows a kind.
 To add a kind, add a row. If it brings a collective that was not measured yet, measure that too.
 
-Shapes: C channels, L lanes (traffic.py), D devices. A formula takes numbers or arrays alike.
+Shapes: C channels, L lanes (traffic.py), D devices. A formula takes numbers or arrays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardcore.step.memory_timeline import Stages
 from shardcore.step.scopes import CROSS, HOST, WORLD, Group, Scope, groups_in, scope_of
 
 Bytes = Callable[[Any, Any, Problem], Any]
-"""(weights, outputs, problem) -> bytes that a device's part of a shard enters into a channel in one step.
+"""(weights, outputs, problem) -> bytes that a device's rows of a shard enter into a channel in one step.
 
 weights, outputs: bytes of its weights, and of its outputs.
 """
@@ -168,7 +168,7 @@ def _all_devices(topology: Topology) -> tuple[Group, ...]:
 
 
 def _each_host(topology: Topology) -> tuple[Group, ...]:
-    """One group for each host; none where that is no kind of its own.
+    """One group for each host; none where that is no separate kind.
 
     TorchRec needs hosts of equal size. A single host equals all devices. Hosts of one device divide nothing.
     """
@@ -278,7 +278,7 @@ LAYOUTS: Mapping[str, Layout] = {
 RUNS: tuple[Layout, ...] = (*LAYOUTS.values(), *(x.as_sequence for x in LAYOUTS.values() if x.as_sequence))
 """Runs: tables of a kind as one op on each device. Pooled tables first, then sequences.
 
-Each collection has runs of its own (`run_of`). These are those of the collection without a name.
+Each collection has separate runs (`run_of`). These are those of the collection without a name.
 """
 
 ID_CHANNELS: tuple[Channel, ...] = tuple(dict.fromkeys(x.ids for x in LAYOUTS.values() if x.ids))

@@ -1,4 +1,4 @@
-"""lower: turn a plan into what one training step does.
+"""Lower a plan to one training step: its ops, traffic and memory.
 
 Devices send each other the ids to look up (see id_bytes.py).
 Each device then looks up rows (forward) and exchanges pooled outputs.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -60,22 +60,22 @@ class Op:
 
     @property
     def run(self) -> Layout:
-        """How the shards run together."""
+        """Run of its shards."""
         return run_of(self.kind, self.shards[0].table)
 
 
-def is_sequence(shards: Iterable[Shard]) -> bool:
-    """Whether lookups of an op are outputs by themselves. Raises ShardCoreError for shards of several ops."""
-    found = {(s.table.sequence, s.width if s.table.sequence else None) for s in shards}
-    if len({sequence for sequence, _ in found}) > 1:
-        raise ShardCoreError("an op has sequences and pooled tables; FBGEMM runs each by themselves")
-    if len(found) > 1:
-        widths = sorted(width for _, width in found)
+def is_sequence(shards: Sequence[Shard]) -> bool:
+    """Tell if lookups of an op are not pooled. Raises ShardCoreError for shards of several ops."""
+    kinds = {s.table.sequence for s in shards}
+    if len(kinds) > 1:
+        raise ShardCoreError("an op has sequences and pooled tables; FBGEMM runs them in separate ops")
+    widths = sorted({s.width for s in shards})
+    if any(kinds) and len(widths) > 1:
         raise ShardCoreError(
             f"an op has sequences {' and '.join(map(str, widths[:3]))} columns wide; FBGEMM "
             "runs those of one width together"
         )
-    return any(sequence for sequence, _ in found)
+    return any(kinds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +161,8 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
             traffic[rows, device] += entering
     tick()
     for layout, n_bytes in expected_bytes(plan, problem).items():
-        traffic[row_in(own_lanes[layout], layout.ids)] = n_bytes
+        if layout.ids:
+            traffic[row_in(own_lanes[layout], layout.ids)] = n_bytes
     return Workload(
         tuple(map(tuple, ops)),
         shared_on_hosts(traffic, problem),

@@ -57,7 +57,7 @@ class Sums(NamedTuple):
 
 
 def sums_of(run: Layout, shard: Shard, problem: Problem) -> Sums:
-    """The sums of a device's part of a shard."""
+    """Sums of a device's rows of a shard."""
     table, resident = shard.table, sum(resident_bytes(run, shard, problem))
     lookups, features = op_ids(run, shard, problem), 0 if run.sequence else table.features
     if run.local_batch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from shardcore.core.errors import Infeasible
 from shardcore.core.types import Plan, Problem, Shard
@@ -49,7 +49,8 @@ def require_ops(plan: Plan, problem: Problem) -> None:
         for p in plan.placements
         for device, s in shards_on(p)
     }
-    features, ids = Counter(), Counter()
+    features: Counter[tuple[Layout, int]] = Counter()
+    ids: defaultdict[tuple[Layout, int], float] = defaultdict(float)
     for (run, device, table, _), shard in held.items():
         features[run, device] += 0 if run.sequence else table.features
         ids[run, device] += op_ids(run, shard, problem)

@@ -19,7 +19,7 @@ def output_rows(shard: Shard, batch: int) -> int:
 
 
 def table_output_rows(table: Table, batch: int, share: float = 1.0) -> int:
-    """As `output_rows`, of rows that get a share of the table's lookups. Faster than to create a Shard."""
+    """Rows of outputs of rows that get a share of the table's lookups. Faster than to create a Shard."""
     # Whole rows, so that searches can add and subtract their bytes exactly. At least one: there is an op.
     if not table.sequence:
         return distinct_values(table, batch)

@@ -28,7 +28,7 @@ from shardcore.step.kinds import merged, run_of, shards_on
 
 CONTIGUOUS, STRIDED = "contiguous", "strided"
 GROUP_LAYOUTS = (CONTIGUOUS, STRIDED)
-"""Which ranks are a group."""
+"""Assignments of ranks to groups."""
 SYNCED_STATES: frozenset[tuple[str, ...]] = frozenset({(), ("row",)})
 """States of the optimizers that DMPCollection synchronises.
 
@@ -40,7 +40,7 @@ MOST_SYNC_EVERY = 1_000_000
 
 @dataclass(frozen=True)
 class Grouping:
-    """How devices are divided.
+    """Division of devices into groups.
 
     size: devices of a group.
     layout: one of GROUP_LAYOUTS.

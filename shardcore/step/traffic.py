@@ -14,9 +14,9 @@ from shardcore.step.kinds import CHANNELS, Channel, Layout
 
 
 def lanes(runs: Iterable[Layout]) -> dict[Layout, int]:
-    """Where runs stand in arrays of bytes: the lane of each, from 0.
+    """Lane of each run in arrays of bytes, from 0.
 
-    Each run has collectives of its own. Runs without a channel in common share a lane, so most plans have
+    Each run has separate collectives. Runs without a channel in common share a lane, so most plans have
     one. Gradients of replicas are all in the first: DDP reduces them together.
     """
     taken: list[set[Channel]] = [set()]

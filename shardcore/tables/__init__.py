@@ -3,6 +3,6 @@
 generate        a pool calibrated to the published statistics of dlrm_datasets
 public          public lists of tables
 statistics      published statistics, and the same statistics of any pool
-held_out        which tables are kept for testing
+held_out        tables that are kept for testing
 streams         batches of row ids drawn from them
 """

@@ -29,7 +29,7 @@ _SMALL = 150
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Which pool to generate.
+    """Parameters of a generated pool.
 
     tables: number of tables, empty ones in the published proportion included.
     seed: of the draws.

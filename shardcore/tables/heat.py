@@ -11,7 +11,7 @@ misses enters with a probability p, such that the cache is full.
 A reuse histogram knows the rows of one batch. As streams are drawn, other rows are never looked up. In data
 they are: the next batch looks them up as often as this one saw rows once, and those seen once keep twice as
 many lookups as rows were seen twice (Good, Biometrika 1953; Turing's estimate). Which rows is not known: they
-fall as a power law. A histogram of several batches tells more than one of a single batch.
+fall as a power law. A histogram of several batches is more precise than one of a single batch.
 
 Shapes: K classes of rows, L lookups, N sizes, T tables.
 """
@@ -41,7 +41,7 @@ _MOST_BATCHES = 1e9
 
 @dataclass(frozen=True, eq=False)
 class Heat:
-    """How often a batch looks up the rows of a table.
+    """Lookups of a table's rows in a batch, by classes of rows.
 
     name: of the table.
     batch: samples of the batch.
@@ -73,10 +73,6 @@ class Heat:
         """The fewest rows that have this share of all lookups."""
         lookups = np.append(0.0, np.cumsum(self.rows * self.lookups))
         return float(np.interp(share * lookups[-1], lookups, np.append(0.0, np.cumsum(self.rows))))
-
-    def hottest_touched(self, rows: float | np.ndarray) -> np.ndarray:
-        """[N] of the so many hottest rows, those that a batch touches. Raises ShardCoreError for too many."""
-        return _through(self._require(rows, "hottest rows"), self.rows, self.rows * self.touched)
 
     def misses(self, rows: float | np.ndarray) -> np.ndarray:
         """[N] unique rows a batch that a warm cache of so many rows misses.
@@ -134,9 +130,9 @@ def heat_of(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[H
                 f"table {table.name!r} has no access statistics: its pooling of "
                 f"{table.pooling:g} gives a batch of {batch} no lookup; it needs some"
             )
-        if not isinstance(table.access, Zipf) and table.access.batch < batch:
+        if not isinstance(table.access, Zipf) and table.reuse.batch < batch:
             raise ShardCoreError(
-                f"table {table.name!r} has a reuse histogram of batch {table.access.batch}, "
+                f"table {table.name!r} has a reuse histogram of batch {table.reuse.batch}, "
                 f"which does not tell what a batch of {batch} touches; it needs one of "
                 f"{batch} samples or more"
             )
@@ -147,19 +143,6 @@ def heat_of(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[H
         for i, of, total in zip(reuse, rows, sums, strict=True):
             found[i] = _of_reuse(tables[i], batch, of, total, unseen)
     return [found.get(i) or _of_zipf(table, batch) for i, table in enumerate(tables)]
-
-
-def heat_of_ids(table: Table, ids: np.ndarray, batch: int, batches: int = 1) -> Heat:
-    """The heat of a table from the ids [L] of so many batches of its data.
-
-    Raises ShardCoreError as `row_counts` does, and if there are no ids.
-    """
-    if len(ids) == 0:
-        raise ShardCoreError(
-            f"table {table.name!r} has no access statistics: {batches} batches of its data "
-            "have no ids; it needs some"
-        )
-    return heat_of_counts(table, row_counts(table, ids), batch, batches)
 
 
 def heat_of_counts(table: Table, counts: np.ndarray, batch: int, batches: int = 1) -> Heat:
@@ -183,9 +166,9 @@ def row_counts(table: Table, ids: np.ndarray) -> np.ndarray:
 
 def _of_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarray, unseen: bool) -> Heat:
     live = np.flatnonzero(rows > 0)[::-1]
-    sizes, keep = rows[live], batch / table.access.batch
+    sizes, keep = rows[live], batch / table.reuse.batch
     counts = sums[live] / sizes
-    touched = access.seen_when_thinned(counts, np.float64(keep))
+    touched = access.seen_when_thinned(counts, keep)
     cold = table.rows - sizes.sum()
     if unseen and cold > 0 and rows[0]:
         # Rows that were seen twice or more keep what the others leave.
@@ -204,7 +187,7 @@ def _of_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarray, unse
 def _tail(first: float, last: float, lookups: float) -> tuple[np.ndarray, np.ndarray]:
     """[K] rows, and [K] lookups of each, of the ranks from `first` to `last`, as a power law.
 
-    The hottest have _RARE lookups each. All together have `lookups`: that tells the power.
+    The hottest have _RARE lookups each. All together have `lookups`, which determines the power.
     """
     edges = np.unique(np.rint(np.geomspace(first + 1, last + 1, _TAIL + 1))) - 1
     rows, rank = np.diff(edges), np.sqrt((edges[:-1] + 1) * (edges[1:] + 1)) / (first + 1)
@@ -222,6 +205,6 @@ def _of_zipf(table: Table, batch: int) -> Heat:
     return Heat(table.name, batch, sizes, lookups, -np.expm1(-lookups))
 
 
-def _through(asked: np.ndarray, sizes: np.ndarray, amounts: np.ndarray) -> np.ndarray:
-    """What the first so many rows amount to: classes are taken in order, the last in part."""
-    return np.interp(asked, np.append(0.0, np.cumsum(sizes)), np.append(0.0, np.cumsum(amounts)))
+def _through(rows: np.ndarray, sizes: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Sum of a quantity over the first so many rows: over classes in order, and a share of the last."""
+    return np.interp(rows, np.append(0.0, np.cumsum(sizes)), np.append(0.0, np.cumsum(values)))

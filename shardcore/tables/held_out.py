@@ -1,4 +1,4 @@
-"""Which tables are kept for testing."""
+"""Tables that are kept for testing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardcore.core.types import Table
 
 
 def kept_for_testing(table: Table, one_of: int = 20) -> bool:
-    """Whether a table is kept for testing: one of twenty of any pool, or of `one_of`, chosen by name only.
+    """Tell if a table is kept for testing: one of twenty of any pool, or of `one_of`, chosen by name only.
 
     Users bring tables that nobody measured. So studies (cost/study.py) train without these tables, and judge
     models on groups of these only.

@@ -1,4 +1,4 @@
-"""What crosses the link between a device and its host's memory because rows of a table are there.
+"""Traffic between a device and its host's memory, for tables with rows there.
 
 Bytes that cross it in each step:
 

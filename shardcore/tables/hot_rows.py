@@ -27,15 +27,15 @@ from shardcore.step.kinds import LAYOUTS
 from shardcore.tables.heat import Heat, heat_of
 
 HOT, COLD = "_hot", "_cold"
-"""What is appended to a table's name for its parts."""
+"""Endings of the names of a table's parts."""
 INSIDE = ".cold"
-"""What is appended to a collection's path for that of what is not hot (HotColdEmbeddingCollection.cold)."""
+"""Ending of the path of a collection's cold tables (HotColdEmbeddingCollection.cold)."""
 REPLICA = next(kind for kind in LAYOUTS.values() if kind.dense_gradient)
 """The kind of hot rows."""
 
 
 def hot_counts(problem: Problem, least_lookups: float) -> dict[str, int]:
-    """How many rows are hot, by table: those that a global batch looks up so often or more, on average.
+    """Number of hot rows by table: a global batch looks each up so often or more, on average.
 
     Tables without any are left out, and those of which no row would be cold.
 
@@ -65,7 +65,7 @@ def heats(problem: Problem) -> list[tuple[Table, Heat]]:
 
 
 def with_hot_rows(problem: Problem, rows: Mapping[str, int]) -> Problem:
-    """The problem with so many hot rows of some tables as tables of their own, on every device.
+    """The problem with so many hot rows of some tables as separate tables, on every device.
 
     rows: by table. Their parts are named NAME_hot and NAME_cold.
 
@@ -91,7 +91,7 @@ def with_hot_rows(problem: Problem, rows: Mapping[str, int]) -> Problem:
 def divided(table: Table, rows: int, batch: int) -> tuple[Table, Table]:
     """The hottest rows of a table, and the others, as two tables.
 
-    rows: how many are hot. batch: samples for which their lookups are told.
+    rows: how many are hot. batch: samples for which lookups are computed.
 
     Ids of each part keep their order. With measured row shares, the others keep those of unique rows:
     they are looked up about equally often.
@@ -138,7 +138,8 @@ def access_of_hottest(table: Table, rows: int, batch: int) -> tuple[float, Reuse
         left -= hot[k]
     # Without a cold row that was looked up, all lookups are hot.
     share = float(hot @ (sums / np.maximum(bins, 1))) / sums.sum() if (hot < bins).any() else 1.0
-    return share, *(Reuse(tuple(of / max(of.sum(), 1.0)), table.access.batch) for of in (hot, bins - hot))
+    hottest, others = (Reuse(tuple(of / max(of.sum(), 1.0)), table.reuse.batch) for of in (hot, bins - hot))
+    return share, hottest, others
 
 
 def _reuse_of_others(heat: Heat, rows: int) -> Reuse:
@@ -155,7 +156,7 @@ def _within(table: Table, collections: set[str]) -> Table:
 
 
 def is_hot(table: Table, problem: Problem) -> bool:
-    """Whether a table is hot rows of `with_hot_rows`."""
+    """Tell if a table holds hot rows of `with_hot_rows`."""
     return (
         table.name.endswith(HOT)
         and problem.kinds_of.get(table.name) == (REPLICA.name,)
@@ -202,7 +203,7 @@ def _require_divisible(table: Table, rows: int) -> None:
 
 
 def _renamed(asked: Constraints, rows: Mapping[str, int]) -> Constraints:
-    """What is asked of tables, asked of their cold parts."""
+    """Constraints of tables, on their cold parts."""
     cold = {name: name + COLD for name in rows}
     return replace(
         asked,

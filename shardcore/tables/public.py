@@ -10,7 +10,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
 
 DEFAULT_ACCESS = Zipf(1.05)
-"""Accesses that public_pool assumes if a list says nothing. A common choice, not a measurement."""
+"""Accesses that public_pool assumes if a list has none. A common choice, not a measurement."""
 
 
 def public_pools() -> dict[str, str]:

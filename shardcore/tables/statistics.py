@@ -65,7 +65,7 @@ def pool_statistics(
         lookups_in_bin[i] = np.bincount(k, counts, minlength=REUSE_BINS)
     unique, lookups = rows_in_bin.sum(1), lookups_in_bin.sum(1)
     rows = np.array([t.rows for t in tables], dtype=float)
-    pooling = lookups / np.array([t.access.batch for t in tables])
+    pooling = lookups / np.array([t.reuse.batch for t in tables])
     bins = rows_in_bin / np.maximum(unique, 1)[:, None]
     values = [
         rows.mean(),

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from shardcore.core.access_statistics import Reuse, Zipf
+from shardcore.core.access_statistics import Reuse, RowShares, Zipf
 from shardcore.core.types import Shard, Table
 from shardcore.step import access
 
@@ -40,14 +40,14 @@ def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndar
         if not table.ordered
         else ranks
         if table.row_shares is None
-        else _by_shares(ranks, table)
+        else _by_shares(ranks, table, table.row_shares)
     )
     return ids, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 def _reuse_ranks(table: Table, batch: int, rng: np.random.Generator) -> np.ndarray:
     counts = access.reference_counts(table)
-    keep = batch / table.access.batch
+    keep = batch / table.reuse.batch
     if keep < 1:
         counts = rng.binomial(counts, keep)
     elif keep > 1:
@@ -59,7 +59,7 @@ def _reuse_ranks(table: Table, batch: int, rng: np.random.Generator) -> np.ndarr
 
 
 def _zipf_ranks(table: Table, n: int, rng: np.random.Generator) -> np.ndarray:
-    a, u = table.access.alpha, rng.random(n)
+    a, u = table.zipf_alpha, rng.random(n)
     top = table.rows + 1.0
     # Inverse of the bounded continuous power law's CDF, which step/access.py uses too.
     value = top**u if abs(a - 1) < 1e-9 else (1 + u * (top ** (1 - a) - 1)) ** (1 / (1 - a))
@@ -90,13 +90,13 @@ def _scatter(ranks: np.ndarray, rows: int) -> np.ndarray:
     return (ranks * step + rows // 3) % rows
 
 
-def _by_shares(ranks: np.ndarray, table: Table) -> np.ndarray:
+def _by_shares(ranks: np.ndarray, table: Table, row_shares: RowShares) -> np.ndarray:
     """Rows of ranks, so that each range of rows has about its shares of lookups and of unique rows.
 
     Hot ranks go to the ranges with most lookups for each unique row, scattered over those with about as many.
-    Each rank has a row of its own.
+    No two ranks share a row.
     """
-    shares = [np.array(of) for of in (table.row_shares.lookups, table.row_shares.unique)]
+    shares = [np.array(of) for of in (row_shares.lookups, row_shares.unique)]
     edges = np.rint(np.linspace(0, table.rows, len(shares[0]) + 1)).astype(np.int64)
     heat = np.rint(np.log2(np.maximum(shares[0], 1e-12) / np.maximum(shares[1], 1e-12)))
     order = np.argsort(-heat, kind="stable")
@@ -121,7 +121,7 @@ def _ranks(table: Table) -> int:
 
 
 def shard_stream(shard: Shard, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The part of a table's stream in a shard's rows. Ids count from the shard's first row."""
+    """Stream of a table, restricted to a shard's rows. Ids count from the shard's first row."""
     ids, offsets = stream(shard.table, batch, seed)
     if shard.full_rows:
         return ids, offsets

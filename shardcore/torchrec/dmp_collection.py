@@ -73,7 +73,7 @@ def to_dmp_collection(
     others: further arguments of DMPCollection.
 
     Raises ShardCoreError for one of the others that follows from the plan, or under which its price does not
-    hold (see `torchrec_fields`).
+    hold (see `fields.FIELDS`).
     """
     arguments = Arguments(
         world_size=len(problem.topology),

@@ -218,7 +218,7 @@ def decode(kind: Any, value: Any, what: str) -> Any:
     if kind in (int, float, str, bool):
         plain = schema.read(value, kind, what)
         if kind in (int, float) and plain < 0:
-            raise ShardCoreError(f"{what} is {plain}; it needs to be 0 or more")
+            raise ShardCoreError(f"{what} is {value}; it needs to be 0 or more")
         return plain
     if kind is Any and not isinstance(value, list | Mapping):
         return value
@@ -240,7 +240,9 @@ def _record(kind: type, value: Any, what: str) -> Any:
     decoded = {name: decode(hints[name], v, f"{what}, {name}") for name, v in value.items()}
     share = decoded.get("load_factor")
     if share is not None and not 0 < share <= 1:
-        raise ShardCoreError(f"{what}, load_factor is {share}; it needs to be above 0, at most 1")
+        raise ShardCoreError(
+            f"{what}, load_factor is {value['load_factor']}; it needs to be above 0, at most 1"
+        )
     try:
         return kind(**decoded)
     except (ValueError, TypeError) as error:  # TorchRec checks its settings itself

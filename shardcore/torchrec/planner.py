@@ -86,7 +86,7 @@ def problem_for(
 
     Raises ShardCoreError for a feature without lookups, ids out of range, too few samples, a data type
     without a cost model, another optimizer than the weights have, and settings of tables that are refused
-    (see `torchrec_fields`).
+    (see `fields.FIELDS`).
     """
     theirs = tables_of(module, whole=True)
     require_type(global_batch, int, "global_batch", "a whole number, the samples of a step")

@@ -108,12 +108,7 @@ def test_other_commands_refuse_a_plan_of_groups_in_one_line(grouped, stored, mod
         "plan": [
             "plan",
             problem,
-            "--model",
-            str(model),
-            "--start",
-            str(grouped),
-            "--out",
-            str(stored / "new.json"),
+            *f"--model {model} --start {grouped} --out {stored / 'new.json'}".split(),
         ],
     }[command[0]]
     assert main(made) == 1
@@ -150,14 +145,7 @@ def test_a_plan_of_groups_is_exported_for_dmp_collection(grouped, stored, capsys
     assert (
         main(
             [
-                "export",
-                str(grouped),
-                "--problem",
-                str(stored / "problem.json"),
-                "--module",
-                "ebc",
-                "--out",
-                str(out),
+                *f"export {grouped} --problem {stored / 'problem.json'} --module ebc --out {out}".split(),
             ]
         )
         == 0

@@ -22,14 +22,7 @@ MIB = 1 << 20
 def stored(problem, folder, model, *options) -> list[str]:
     files.write_problem(folder / "p.json", problem)
     return [
-        "plan",
-        str(folder / "p.json"),
-        "--model",
-        str(model),
-        "--budget-evals",
-        "200",
-        "--out",
-        str(folder / "plan.json"),
+        *f"plan {folder / 'p.json'} --model {model} --budget-evals 200 --out {folder / 'plan.json'}".split(),
         *options,
     ]
 
@@ -101,14 +94,7 @@ def test_a_plan_is_gone_on_from_with_rows_in_host_memory(large, model, tmp_path,
     assert (
         main(
             [
-                "plan",
-                str(tmp_path / "roomy.json"),
-                "--model",
-                str(model),
-                "--algorithm",
-                "size_greedy",
-                "--out",
-                str(old),
+                *f"plan {tmp_path / 'roomy.json'} --model {model} --algorithm size_greedy --out {old}".split(),
             ]
         )
         == 0

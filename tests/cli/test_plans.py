@@ -53,22 +53,10 @@ def test_a_plan_goes_on_where_tables_grew_and_a_device_is_gone(stored, model, pr
     files.write_problem(
         now, replace(six, tables=grown, topology=replace(six.topology, devices=six.topology.devices[:4]))
     )
-    asked = [
-        "plan",
-        str(now),
-        "--model",
-        str(model),
-        "--budget-evals",
-        "2000",
-        "--start",
-        str(old),
-        "--start-problem",
-        str(path),
-        "--max-moved-tables",
-        "1",
-        "--out",
-        str(new),
-    ]
+    asked = (
+        f"plan {now} --model {model} --budget-evals 2000 --start {old} --start-problem {path} "
+        f"--max-moved-tables 1 --out {new}"
+    ).split()
     assert main([*asked, "--without", "1", "2", "--without", "5", "6"]) == 0
     said = capsys.readouterr().out
     found = files.read_plan(new, files.read_problem(now))
@@ -131,13 +119,7 @@ def test_plan_and_price_explain(stored, model, capsys):
     asked = [
         "plan",
         problem,
-        "--model",
-        str(model),
-        "--algorithm",
-        "neuroshard",
-        "--budget-evals",
-        "400",
-        "--out",
+        *f"--model {model} --algorithm neuroshard --budget-evals 400 --out".split(),
         plan,
     ]
     assert main([*asked, "--explain"]) == 0

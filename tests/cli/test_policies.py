@@ -12,20 +12,7 @@ from shardcore.core.types import Table
 from shardcore.io import files, model_files
 from shardcore.search.learned.policy import read_policy, write_policy
 
-QUICK = [
-    "--devices",
-    "2",
-    "--min-tables",
-    "4",
-    "--max-tables",
-    "6",
-    "--max-dim",
-    "16",
-    "--problems",
-    "3",
-    "--rounds",
-    "2",
-]
+QUICK = "--devices 2 --min-tables 4 --max-tables 6 --max-dim 16 --problems 3 --rounds 2".split()
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +27,7 @@ def test_a_policy_is_trained_and_plans_with_and_without_a_budget(stored, model, 
     assert (
         main(
             [
-                "train-policy",
-                "dreamshard_direct",
-                "--model",
-                str(model),
-                "--pool",
-                str(pool),
-                "--like",
+                *f"train-policy dreamshard_direct --model {model} --pool {pool} --like".split(),
                 problem,
                 *QUICK,
                 "--out",

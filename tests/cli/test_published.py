@@ -20,18 +20,7 @@ def test_history_diff_and_drift(problem, now, model, tmp_path, capsys):
     )
     files.write_pool(tmp_path / "pool.json", now.tables)
     files.write_problem(tmp_path / "now.json", now)
-    asked = [
-        "drift",
-        str(plans),
-        "shifting",
-        "--model",
-        str(model),
-        "--budget-evals",
-        "5000",
-        "--max-moved-tables",
-        "2",
-        "--fresh",
-    ]
+    asked = f"drift {plans} shifting --model {model} --budget-evals 5000 --max-moved-tables 2 --fresh".split()
     said = []
     for fresh in ("pool.json", "now.json"):
         assert main([*asked, str(tmp_path / fresh), "--out", str(tmp_path / "replan")]) == 0

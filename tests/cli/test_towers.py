@@ -50,12 +50,7 @@ def test_plan_keeps_groups_on_hosts_and_says_what_crosses_them(on_two_hosts, mod
     assert all(len({host_of[name] for name in group}) == 1 for group in groups)
     assert plan.provenance["tower_ratio"] == 8 and plan.provenance["towers"]["affinity_inside"] == 1
     price = [
-        "price",
-        str(on_two_hosts / "plan.json"),
-        "--problem",
-        str(on_two_hosts / "problem.json"),
-        "--model",
-        str(model),
+        *f"price {on_two_hosts / 'plan.json'} --problem {on_two_hosts / 'problem.json'} --model {model}".split(),
     ]
     assert main(price) == 0
     assert json.loads(capsys.readouterr().out)["total_ms"] == pytest.approx(plan.provenance["predicted_ms"])

@@ -16,7 +16,7 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost import nets
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import at_confidence, group_costs, price
-from shardcore.search.state.shards import to_plan
+from shardcore.search.state.shards import priced
 from shardcore.step.kinds import ID_CHANNELS
 from shardcore.step.lower import lower
 
@@ -73,17 +73,13 @@ def test_a_price_says_what_was_not_measured(model):
     task, analytic = problem(1, 1), AnalyticModel(Setting("nvidia-h100", 256))
     work = lower(spread_plan(2), task)
     assert price(work, analytic).extrapolated == CLOSED
-    assert to_plan([Shard.whole(t) for t in TABLES], [0] * len(TABLES), task, analytic).provenance[
-        "extrapolated"
-    ] == list(CLOSED)
+    on_first = [column(t, 0) for t in TABLES]
+    assert priced(on_first, task, analytic).provenance["extrapolated"] == list(CLOSED)
     unnamed = ("the topology names no hardware: prices are those of law",)
     assert price(work, model).extrapolated == price(work, at_confidence(model, 0.9)).extrapolated == unnamed
     named = dataclasses.replace(task, topology=dataclasses.replace(task.topology, hardware="law"))
     assert price(lower(spread_plan(2), named), model).extrapolated == ()
-    assert (
-        "extrapolated"
-        not in to_plan([Shard.whole(t) for t in TABLES], [0] * len(TABLES), named, model).provenance
-    )
+    assert "extrapolated" not in priced(on_first, named, model).provenance
     other = dataclasses.replace(task, topology=dataclasses.replace(task.topology, hardware="nvidia-h100"))
     assert price(lower(spread_plan(2), other), model).extrapolated == (
         "the topology has nvidia-h100; the model was measured on law",

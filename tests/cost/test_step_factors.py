@@ -185,7 +185,7 @@ def test_exchanges_between_hosts_alone_learn_nothing_from_steps_within_one(model
     with pytest.raises(ShardCoreError, match="8 steps ran on one host and 8 over several; a model has one"):
         step_factors.fit(model, [*apart, *((w, replayed(model, w)) for w in workloads("columns"))])
     fitted = step_factors.fit(between, [(w, replayed(between, w)) for w in workloads("columns")])
-    assert fitted is between and "tell nothing" in step_factors.said(between, fitted, 8)
+    assert fitted is between and "tell nothing" in step_factors.summary(between, fitted, 8)
 
 
 def test_a_model_without_exchanges_learns_nothing_from_steps(model):

@@ -8,7 +8,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Shard, Table
 from shardcore.step import access
 from shardcore.tables import streams
-from shardcore.tables.heat import heat_of, heat_of_counts, heat_of_ids, row_counts
+from shardcore.tables.heat import heat_of, heat_of_counts, row_counts
 from shardcore.tables.lru import lru_misses
 
 BATCH = 256
@@ -32,7 +32,6 @@ def test_heat_adds_up(table):
     assert heat.rows.sum() == pytest.approx(table.rows)
     assert heat.hottest_lookups(table.rows) == pytest.approx(access.lookups(table, BATCH), rel=0.01)
     assert heat.unique_rows == pytest.approx(access.unique_rows(Shard.whole(table), BATCH), rel=1e-6)
-    assert heat.hottest_touched(table.rows) == pytest.approx(heat.unique_rows)
     assert np.all(np.diff(heat.lookups) <= 1e-9)
 
 
@@ -71,7 +70,7 @@ def test_misses_fall_with_the_cache_and_end_at_none():
 def test_heat_of_data_is_near_that_of_its_law():
     table = zipf(1.2)
     ids = np.concatenate([streams.stream(table, BATCH, seed)[0] for seed in range(50)])
-    (law,), data = heat_of([table], BATCH), heat_of_ids(table, ids, BATCH, 50)
+    (law,), data = heat_of([table], BATCH), heat_of_counts(table, row_counts(table, ids), BATCH, 50)
     assert data.unique_rows == pytest.approx(law.unique_rows, rel=0.02)
     assert data.miss_ratio(500) == pytest.approx(law.miss_ratio(500), abs=0.05)
 
@@ -82,7 +81,6 @@ def test_heat_of_data_is_near_that_of_its_law():
         (lambda: heat_of([zipf(pooling=0.0)], BATCH), "has no access statistics: its pooling of 0"),
         (lambda: heat_of([reuse(batch=BATCH // 2)], BATCH), "needs one of 256 samples or more"),
         (lambda: row_counts(zipf(rows=5), np.array([1, 5, -1])), "given id 5, one of 2 outside it; it has 5"),
-        (lambda: heat_of_ids(zipf(), np.zeros(0, dtype=int), BATCH), "no access statistics: 1 batches"),
         (lambda: heat_of([zipf(rows=5)], BATCH)[0].misses(6), "was asked for 6 cached rows; it has 5 rows"),
         (lambda: heat_of([zipf(rows=5)], BATCH)[0].hottest_lookups(np.nan), "asked for nan hottest rows"),
         (lambda: lru_misses([np.array([0])], 1, 2), "cache of 2 rows; it has 1"),

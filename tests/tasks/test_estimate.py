@@ -62,10 +62,10 @@ def test_a_step_takes_the_slowest_devices_ops_and_a_tenth_more():
 
 def test_the_rate_is_that_at_which_the_dataset_grew_pauses_aside():
     stamps = [0.5 * i for i in range(11)] + [1000 + 0.5 * i for i in range(11)]
-    found = estimate._estimate("compute", 150, 100, 2, stamps[::-1], physical_ms=70.0)
-    assert found == Estimate("compute", 150, 100, 2, 50.0, "at the 2.0 a second at which the dataset grew")
-    found = estimate._estimate("compute", 150, 100, 2, stamps[1:], physical_ms=70.0)  # one gap too few
-    assert found.seconds == 7.0 and found.basis.startswith("a physical estimate")
+    found = estimate._time(100, stamps[::-1], physical_ms=70.0)
+    assert found == (50.0, "at the 2.0 a second at which the dataset grew")
+    seconds, basis = estimate._time(100, stamps[1:], physical_ms=70.0)  # one gap too few
+    assert seconds == 7.0 and basis.startswith("a physical estimate")
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_what_a_stage_wants_shown_is_shown_and_the_rest_is_for_the_log(monkeypat
     line = "10:51:54.850 | WARNING | Task run 'train-model' - few samples"
     said = f'Running stage \'train\':\n{console._MARK}["warning", "few samples", 0.0]\n{line}\n'
     process = subprocess.Popen([sys.executable, "-c", f"print({said!r})"], stdout=subprocess.PIPE, text=True)
-    assert list(refresh._said(process)) == ["Running stage 'train':", "few samples", ""]
+    assert list(refresh._lines(process)) == ["Running stage 'train':", "few samples", ""]
     assert shown == [("warning", "few samples", 0.0)] and process.wait() == 0
 
 

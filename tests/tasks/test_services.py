@@ -247,13 +247,6 @@ def test_a_server_that_ends_at_once_is_said(monkeypatch):
     assert "PREFECT_API_URL" not in os.environ
 
 
-def test_a_server_that_is_named_is_used(monkeypatch):
-    monkeypatch.setenv("PREFECT_API_URL", "http://there/api")
-    with services.prefect_server() as url:
-        assert url == "http://there/api"
-    assert os.environ["PREFECT_API_URL"] == url
-
-
 # --- commands with a server ---------------------------------------------------------------------------------
 
 

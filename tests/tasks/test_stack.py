@@ -615,7 +615,7 @@ def test_down_ends_all_services_and_what_they_started(tmp_path, monkeypatch, sle
     ]
     processes = [d.process() for d in started]
     stack.down(StackConfig())
-    assert not any(map(daemons._runs, processes)) and not list(tmp_path.glob(".stack/*.pid"))
+    assert not any(map(daemons.is_running, processes)) and not list(tmp_path.glob(".stack/*.pid"))
 
 
 def test_what_a_killed_server_left_is_ended_and_the_flow_runs_of_a_worker_go_on(tmp_path, sleeper):

@@ -190,6 +190,7 @@ def _shard(
     widest = config.max_shard_bytes // ((hi - lo) * element_bytes) // MIN_WIDTH * MIN_WIDTH
     widest = max(MIN_WIDTH, min(config.max_width, most, widest))
     narrowest = min(narrowest, max(d for d in DIMS if d <= widest))
+    # In units of MIN_WIDTH columns, as kernels move vectors of four.
     if rng.random() < config.any_width:
         units = narrowest / MIN_WIDTH * (widest / narrowest) ** rng.random()
         width = min(widest, round(units) * MIN_WIDTH)

@@ -2,9 +2,8 @@
 
 Sharders are not used here: an edit of a search must not change the wanted samples. `_greedy` places simple orders.
 Plans of NeuroShard's search, and plans that `_greedy` cannot find, were recorded once in recorded_plans.json
-(tests/measure/sampling/record_draws.py).
-Without a record, the costliest tables are halved instead. The quality of a plan does
-not matter here.
+(tests/measure/sampling/record_draws.py). Without a record, the costliest tables are halved instead. The quality of a
+plan does not matter here.
 
 Shapes: D devices.
 """
@@ -150,6 +149,7 @@ def _greedy(
     for n in sorted(range(len(shards)), key=lambda n: (-loads[n], -_bytes(drawn, *shards[n]), n)):
         i, width = shards[n]
         before = [of.get(i, 0) for of in columns]
+        # Columns of a table on one device share bytes for each row.
         extra = np.array([_bytes(drawn, i, was + width) - _bytes(drawn, i, was) for was in before])
         fits = extra <= left
         if not fits.any():
@@ -161,6 +161,7 @@ def _greedy(
             device = int(least[left[least].argmax()])
         else:
             device = int(rng.choice(np.flatnonzero(fits)))
+        # Loads decide; free memory only excludes devices.
         sums[device] += loads[n]
         left[device] -= extra[device]
         columns[device][i] = columns[device].get(i, 0) + width

@@ -33,11 +33,11 @@ def first_step_plans(
     pool: Sequence[Table], n: int, setting: Setting, devices: int, max_table_bytes: int, seed: int = 0
 ) -> list[tuple[Problem, Plans]]:
     """The first n plans of step_plans, by problem."""
-    found: list[tuple[Problem, Plans]] = []
-    while (missing := n - sum(len(plans) for _, plans in found)) > 0:
-        drawn, plans = step_plans(pool, len(found), setting, devices, max_table_bytes, seed)
-        found.append((drawn, plans[:missing]))
-    return found
+    problems: list[tuple[Problem, Plans]] = []
+    while (missing := n - sum(len(plans) for _, plans in problems)) > 0:
+        drawn, plans = step_plans(pool, len(problems), setting, devices, max_table_bytes, seed)
+        problems.append((drawn, plans[:missing]))
+    return problems
 
 
 def step_plans(

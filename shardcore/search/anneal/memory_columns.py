@@ -137,11 +137,11 @@ def batch_memory(
     strips = [[shard for run, shard in parts if run is parts[0][0]] for parts in cache.parts]
     # A local batch has the outputs and ids of a table's row ranges once: they count for the first.
     outputs = [sum(_outputs(s, local) for s in bundle if s.row_lo == 0) for bundle in strips]
-    bucketized, stepped = np.zeros((2, len(layouts), len(cache)))
+    bucketized, scratch = np.zeros((2, len(layouts), len(cache)))
     for y, layout in enumerate(layouts):
         for s in ticking(range(len(cache))):
             table = cache.table(s)
-            stepped[y, s] = scratch_bytes(layout, Shard.whole(table), problem)
+            scratch[y, s] = scratch_bytes(layout, Shard.whole(table), problem)
             if layout.divides_rows:
                 bucketized[y, s] = IDS_ALIVE * local * bucketized_bytes(table, job, n_devices[layout])
     collections = sorted({(run.collection, run.sequence) for run in runs})
@@ -149,7 +149,7 @@ def batch_memory(
         "local_outputs": np.array(outputs, float) / cache.size,
         "local_ids": cache.local_ids,
         "bucketized": bucketized,
-        "stepped": stepped,
+        "scratch": scratch,
         "rank": np.array([min(rank[shard.table.name] for shard in bundle) for bundle in strips], np.int64),
         "waiting_ids": BATCHES * batch_bytes(problem),
         "is_last": is_last,
@@ -213,5 +213,5 @@ def fixed_memory(
         "fixed_codes": codes,
         "fixed_size": size,
         "fixed_every": IDS_ALIVE * sum(b.permuted + b.bucketized for b in batches.values()),
-        "fixed_stepped": float(max((b.stepped for b in batches.values()), default=0)),
+        "fixed_scratch": float(max((b.scratch for b in batches.values()), default=0)),
     }

@@ -1,4 +1,4 @@
-"""What exchanges cost in the compiled search: linear in bytes, fitted to the model.
+"""Costs of exchanges in the compiled search: linear in bytes, fitted to the model.
 
 Shapes: N probes, D devices.
 """
@@ -21,7 +21,7 @@ from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.output_bytes import output_bytes
 
 _TERMS = ("own", "busiest", "host_busiest", "total", "once")
-"""As in arrays.SearchProblem."""
+"""Terms of arrays.SearchProblem."""
 _WORK = ("busiest", "total", "once")
 """Terms of the work that devices have with ids: "work_busiest" and so on."""
 _PROBES = 64
@@ -38,7 +38,7 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
     if n == 1:
         return _NOTHING
     outputs = _probes(_output_bytes(problem)[layout.collection, layout.sequence] / n, n)
-    for group in layout.groups(topology) if len(layout.groups(topology)) > 1 else ():  # all alike
+    for group in layout.groups(topology) if len(layout.groups(topology)) > 1 else ():  # groups are equal
         outputs[:, group] = outputs[:, group[:1]]
     cost = model.comm(traffic_of_outputs({layout: outputs}, problem), np.zeros(outputs.shape), topology)
     # A step waits for backward on each device, and for the longest forward.
@@ -49,7 +49,7 @@ def exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[s
 
 
 def id_rates(problem: Problem, model: CostModel, layout: Layout) -> dict[str, float]:
-    """As `exchange_rates`, per byte of ids that devices receive. All 0 for kinds without ids.
+    """ms per byte of ids that devices receive, with the keys of `exchange_rates`. 0 for kinds without ids.
 
     `own` is 0: the longest transfer counts.
     """
@@ -104,16 +104,9 @@ def _fitted(loads: np.ndarray, ms: np.ndarray, topology: Topology, names: Sequen
     number = {h: i for i, h in enumerate(topology.hosts)}
     on_host = np.eye(len(number))[[number[d.host] for d in topology.devices]]
     busiest_host = (loads @ on_host).max(1, keepdims=True) if len(number) > 1 else np.zeros((len(loads), 1))
-    of = dict(
-        zip(
-            _TERMS,
-            np.broadcast_arrays(
-                loads, loads.max(1, keepdims=True), busiest_host, loads.sum(1, keepdims=True), 1.0
-            ),
-            strict=True,
-        )
-    )
-    terms = np.stack([of[name] for name in names], -1).reshape(-1, len(names))
+    largest, total = loads.max(1, keepdims=True), loads.sum(1, keepdims=True)
+    arrays = np.broadcast_arrays(loads, largest, busiest_host, total, 1.0)  # as _TERMS
+    terms = np.stack([arrays[_TERMS.index(name)] for name in names], -1).reshape(-1, len(names))
     # Scale columns to 1, so that the least squares are well conditioned.
     scale = np.maximum(terms.max(0), 1e-300)
     return dict(zip(names, map(float, nnls(terms / scale, ms.ravel())[0] / scale), strict=True))

@@ -12,21 +12,15 @@ from shardcore.step.kinds import WHOLE_ROWS, Group, device_names, layout_of, pos
 
 
 def rebind_tables(plan: Plan, problem: Problem) -> Plan:
-    """The plan with the problem's tables in place of its own, by name. Statistics and shapes may differ.
+    """The plan with the problem's tables instead, by name. Statistics and shapes may differ.
 
     Shards of all rows keep all rows. New columns go to the part that had a table's last ones, and parts
     without columns are left out. A table that the problem lacks, or whose part cannot be kept, is left as it
     is. `lower` then refuses the plan.
     """
     tables = {t.name: t for t in problem.tables}
-    return Plan(
-        tuple(
-            bound
-            for p in plan.placements
-            for bound in _rebound(p, tables.get(p.shard.table.name, p.shard.table))
-        ),
-        plan.provenance,
-    )
+    rebound = (_rebound(p, tables.get(p.shard.table.name, p.shard.table)) for p in plan.placements)
+    return Plan(tuple(placement for several in rebound for placement in several), plan.provenance)
 
 
 def _rebound(placement: Placement, table: Table) -> Sequence[Placement]:
@@ -37,11 +31,9 @@ def _rebound(placement: Placement, table: Table) -> Sequence[Placement]:
     if not shard.full_rows or (table.sequence and table.dim != was.dim and shard.width < was.dim):
         return [placement]
     high = table.dim if shard.col_hi == was.dim else min(shard.col_hi, table.dim)
-    return (
-        [replace(placement, shard=Shard(table, 0, table.rows, shard.col_lo, high))]
-        if shard.col_lo < high
-        else []
-    )
+    if shard.col_lo >= high:
+        return []
+    return [replace(placement, shard=Shard(table, 0, table.rows, shard.col_lo, high))]
 
 
 @dataclass(frozen=True)
@@ -71,7 +63,7 @@ class Reshard:
 
     @property
     def limited(self) -> bool:
-        """Whether there is a limit."""
+        """Tell if there is a limit."""
         return self.tables is not None or self.bytes is not None
 
     def sorted(self, problem: Problem) -> Sorted:
@@ -81,14 +73,13 @@ class Reshard:
         Raises it too if a shard of whole rows is on several devices.
         """
         tables = {t.name: t for t in searched_tables(problem)}
-        everywhere = problem.topology.ranks
         had: dict[str, list[Placement]] = {name: [] for name in tables}
         for p in rebind_tables(self.plan, problem).placements:
             if tables.get(p.shard.table.name) == p.shard.table:
                 had[p.shard.table.name].append(p)
         found = Sorted([], {}, [])
         for name, placements in had.items():
-            self._require_whole(tables[name], placements, everywhere)
+            _require_whole(tables[name], placements, problem)
             free = name not in problem.whole and name not in problem.pinned
             if not placements or not (free or _allowed_there(placements, problem)):
                 found.new.append(tables[name])
@@ -100,44 +91,14 @@ class Reshard:
                 found.placed.extend((shard, d) for d, shard in shards_on(placements[0]))
             else:
                 found.new.append(tables[name])
-        home: dict[str, int] = {
-            **{t.name: -1 for t in found.new},
-            **{s.table.name: d for s, d in found.placed},
-        }
+        home = dict.fromkeys((t.name for t in found.new), -1) | {s.table.name: d for s, d in found.placed}
         # Bundles that the plan splits are placed anew.
-        apart = {
-            name
-            for group in problem.constraints.together
-            if len({home[n] for n in group}) > 1
-            for name in group
-        }
-        together = [(s, d) for s, d in found.placed if s.table.name not in apart]
+        split = (group for group in problem.constraints.together if len({home[n] for n in group}) > 1)
+        apart = {name for group in split for name in group}
+        placed = [(s, d) for s, d in found.placed if s.table.name not in apart]
         return replace(
-            found, placed=together, new=[*found.new, *(tables[n] for n in sorted(apart) if home[n] >= 0)]
+            found, placed=placed, new=[*found.new, *(tables[n] for n in sorted(apart) if home[n] >= 0)]
         )
-
-    def _require_whole(
-        self, table: Table, placements: Sequence[Placement], everywhere: Sequence[int]
-    ) -> None:
-        """Raise ShardCoreError unless the plan places all of a table, on devices that exist."""
-        cells = sum(p.shard.rows * p.shard.width for p in placements)
-        if placements and cells != table.rows * table.dim:
-            raise ShardCoreError(
-                f"the plan to start from places {cells} of the {table.rows * table.dim} "
-                f"cells of table {table.name!r}"
-            )
-        for p in placements:
-            if layout_of(p.kind) is WHOLE_ROWS and len(p.devices) > 1:
-                raise ShardCoreError(
-                    f"the plan to start from has {p.shard.label} by {p.kind} on "
-                    f"{device_names(p.devices)}; such a shard lives on one"
-                )
-            if not set(p.devices) <= set(everywhere):
-                raise ShardCoreError(
-                    f"the plan to start from has {p.shard.label} on "
-                    f"{device_names(p.devices)}; the problem has "
-                    f"devices 0 to {len(everywhere) - 1}"
-                )
 
 
 @dataclass(frozen=True)
@@ -154,15 +115,33 @@ class Sorted:
     new: list[Table]
 
 
+def _require_whole(table: Table, placements: Sequence[Placement], problem: Problem) -> None:
+    """Raise ShardCoreError unless the plan places all of a table, on devices that exist."""
+    cells = sum(p.shard.rows * p.shard.width for p in placements)
+    if placements and cells != table.rows * table.dim:
+        raise ShardCoreError(
+            f"the plan to start from places {cells} of the {table.rows * table.dim} "
+            f"cells of table {table.name!r}"
+        )
+    for p in placements:
+        has = f"the plan to start from has {p.shard.label}"
+        if layout_of(p.kind) is WHOLE_ROWS and len(p.devices) > 1:
+            raise ShardCoreError(f"{has} by {p.kind} on {device_names(p.devices)}; such a shard lives on one")
+        if not set(p.devices) <= set(problem.topology.ranks):
+            raise ShardCoreError(
+                f"{has} on {device_names(p.devices)}; the problem has devices 0 to {len(problem.topology) - 1}"
+            )
+
+
 def _may_be_shared(placement: Placement, problem: Problem) -> bool:
-    """Whether a placement's group exists, and its rows may be divided in this way."""
+    """Tell if a placement's group exists, and its rows may be divided in this way."""
     layout, table = layout_of(placement.kind), placement.shard.table
     groups = possible_groups(layout, table.rows, problem.topology, None)
     return placement.devices in groups and not (layout.divides_rows and table.ordered)
 
 
 def _allowed_there(placements: Sequence[Placement], problem: Problem) -> bool:
-    """Whether constraints still allow a table where the plan has it."""
+    """Tell if constraints still allow a table where the plan has it."""
     name = placements[0].shard.table.name
     on_one = len(placements) == 1 and len(placements[0].devices) == 1
     return (on_one or name not in problem.whole) and all(

@@ -67,7 +67,7 @@ class SearchSpace:
 
     @property
     def is_large(self) -> bool:
-        """Whether the problem has so many shards that the search has to be selective."""
+        """Large problems make the search selective."""
         return is_large(self.cache)
 
     @cached_property
@@ -182,7 +182,7 @@ def search_space(
     exchanges = [exchange_rates(problem, model, layout) for layout in cache.kinds]
     exchanges += [id_rates(problem, model, layout) for layout in id_runs]
     strip_of = {cache.table(s).name: s for s in range(len(cache))}
-    turns = StageCoefficients.of(id_runs, problem)
+    coefficients = StageCoefficients.of(id_runs, problem)
     tick()
     shared, parts = _shared(cache, groups, everywhere, {t.name for t in by_rows}, id_runs)
     columns = Columns(problem, id_runs, cache.caches, may_bind(problem))
@@ -211,10 +211,10 @@ def search_space(
         **memory,
         **batch_memory(cache, groups, columns),
         **fixed_memory(cache, groups, columns),
-        turn_sums=turns.sums,
-        turn_batch=turns.batch,
-        turn_phases=turns.phases,
-        sums_most=turns.most,
+        stage_sums=coefficients.sums,
+        stage_batch=coefficients.batch,
+        stage_phases=coefficients.phases,
+        sums_most=coefficients.most,
         kept=np.zeros((0, len(problem.topology)), np.int16),
         weight=np.zeros(0, np.int64),
         joint=np.zeros(0, np.int64),
@@ -222,7 +222,7 @@ def search_space(
         parameters=model.compiled().parameters,
         halves=halves,
     )
-    multiples = turns.most[[id_runs.index(layout) for layout in layouts]].reshape(-1, 1, 2)
+    multiples = coefficients.most[[id_runs.index(layout) for layout in layouts]].reshape(-1, 1, 2)
     shared_bytes = shared_sums[..., :2].sum(-1) + (shared_sums[..., 2:4] * multiples).sum(-1)
     divided = np.array([strip_of[t.name] for t in by_rows], dtype=np.int64)
     return SearchSpace(

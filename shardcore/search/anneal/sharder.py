@@ -199,6 +199,6 @@ class Search:
 
 
 def copy_of(state: State) -> State:
-    """A copy of a plan. The log and the random generator are shared: they are not part of a plan."""
+    """A copy of a plan. The log and the random generator are shared: they do not belong to a plan."""
     arrays = {name: array for name, array in state._asdict().items() if name not in ("log", "random")}
     return state._replace(**{name: array.copy() for name, array in arrays.items()})

@@ -76,7 +76,7 @@ class Start:
 
 
 class Cut(NamedTuple):
-    """How strips are cut and shared, before they are placed.
+    """A way to cut and share strips, before they are placed.
 
     n: [S] number of equal shards by columns. 0 for shared strips.
     shared: [N, 2] shared strips, each with the number of its group.

@@ -100,10 +100,11 @@ def _proved(shards: BoundShards, ops: Sequence[Ops], equal_waits: bool) -> Price
     A shared table brings a launch on each device of its group. Columns bring one on at least one device.
     """
     launch_ms, total_speed = ops[0].model.launch_ms, shards.speed.sum()
+    # [N] without launches, which fusing may save.
     work = shards.copies * np.maximum(0.0, shards.alone_ms - launch_ms) / total_speed + shards.exchange_ms
 
     def price(mix: list[int], usable: np.ndarray) -> float:
-        shared = sum(int(shards.group_size[k]) for k in mix if k)
+        shared = sum(int(shards.group_size[k]) for k in mix if k)  # launches on the devices of a group
         launches = (shared + (0 in mix)) / total_speed if shared else 1 / shards.speed.max()
         least, _ = shards.cheapest(np.where(usable, work, np.inf), mix)
         ms = launch_ms * launches + least + shards.latencies_ms(mix)
@@ -123,6 +124,7 @@ def _at_mean_load(shards: BoundShards, ops: Ops, usable: np.ndarray) -> float:
     least, _ = shards.cheapest(load, kinds)
     if not np.isfinite(least):
         return np.inf
+    # The device of the mean load may be the slowest, which then has the least load of all.
     slowdown = curve.least(least * shards.speed.min() / total_speed)
     least, _ = shards.cheapest(slowdown * load / total_speed + shards.exchange_ms, kinds)
     return ops.model.launch_ms / shards.speed.max() + least + shards.latencies_ms(kinds)
@@ -136,16 +138,17 @@ def _estimated(shards: BoundShards) -> Price:
     The cheapest cuts follow from the slope of the head at this point.
     """
     n, total_speed, codes = len(shards.speed), shards.speed.sum(), shards.codes
-    shares = (shards.speed / total_speed)[:, None]
+    shares = (shards.speed / total_speed)[:, None]  # [D, 1]
 
     def price(mix: list[int], usable: np.ndarray) -> float:
-        sums, estimates = codes[shards.whole].sum(0), []
+        sums, estimates = codes[shards.whole].sum(0), []  # start from uncut tables
         # The slope depends on the cuts, so refine once.
         for _ in range(2):
             work = shards.copies * (codes @ _slope(shards.model, sums / n)) / total_speed + shards.exchange_ms
             _, taken = shards.cheapest(np.where(usable, work, np.inf), mix)
             if taken is None:
                 return np.inf
+            # Encodings of all columns, and of each kind that groups share: [F] each.
             columns, *shared = (
                 (taken * (shards.kind == k)) @ codes / shards.n_groups[k] ** (k > 0)
                 for k in range(len(shards.kinds))
@@ -170,6 +173,7 @@ def _by_mix(shards: BoundShards, price: Price, equal_waits: bool) -> dict[tuple[
         waits_ms = shards.cheapest(shards.exchange_ms, mix)[0] + shards.latencies_ms(mix)
         exchange_ms = max(0.0, waits_ms) if equal_waits else 0.0
         evenly_ms = price(mix, shards.within(np.full(len(shards.kind), True)))
+        # Both are bounds, so the higher one counts.
         low, limit = max((evenly_ms, _EVENLY), (together_ms + exchange_ms, together))
         mixes.append((low, limit, mix, exchange_ms))
     by_mix = {tuple(mix): (low, limit) for low, limit, mix, _ in mixes}
@@ -180,6 +184,7 @@ def _by_mix(shards: BoundShards, price: Price, equal_waits: bool) -> dict[tuple[
             break
         shard_ms = shards.alone_ms / shards.fastest + exchange_ms
         above = price(mix, shards.within(shard_ms <= low))
+        # Shards that take longer than `low` are impossible at that cost: without them, others cost more.
         if above > low:
             dearest = shards.problem.tables[int(np.argmax(shard_ms[shards.whole]))]
             limit = (
@@ -194,11 +199,12 @@ def _by_mix(shards: BoundShards, price: Price, equal_waits: bool) -> dict[tuple[
 
 
 def _crossing(falling: Callable[[float], float], low: float, high: float) -> float:
-    """Where a falling function equals its argument, from below.
+    """The argument that a falling function equals, from below.
 
     Requires falling(low) > low and falling(high) <= high.
     """
     while high > max(low * (1 + _PRECISION), _NOTHING_MS):
+        # A geometric mean, as the precision is relative.
         middle = float(np.sqrt(low * high)) if low > 0 else high / 2
         low, high = (low, middle) if falling(middle) <= middle else (middle, high)
     return low

@@ -1,10 +1,10 @@
-"""What shards and ops take at least: the parts that a lower bound is made of.
+"""The least costs of shards and ops: the parts that a lower bound is made of.
 
 A shard is (table, kind, units of MIN_WIDTH columns). Each device of a group has one unit.
 
 An op's shards slow each other down, the more the larger its load. Ops of a load may have little of one
 feature or of another, but not of all: tables that bring few lookups for their load bring many rows, and so
-on. So the least rates are found by branch and bound over boxes of features (`least_rates`).
+on. So branch and bound over boxes of features gives the least rates (`least_rates`).
 
 Shapes: T tables, N shards, n shards of a kind, F features, D devices; K kinds: whole rows, and those that
 groups share; G intervals of load, W loads, B boxes, C ways to divide a box.
@@ -57,13 +57,13 @@ class BoundShards:
     alone_ms: [N] cost of the shard alone at speed 1.
     fastest: [N] the highest speed it may find. For a group, the speed of its slowest device.
     exchange_ms: [N] time that it adds to even exchanges, forward + backward.
-    part: [N] its part of the table. A kind's groups share a table as one.
+    part: [N] its fraction of the table. A kind's groups share a table as one.
     large: [N] True if it is at least an even share of the table. Every plan has such a shard.
     at: for each kind [T, U + 1], the shard of a number of units of a table; -1 for none.
     size: [T, K] units of the whole table.
     whole: [T] the uncut shards.
-    latency_ms: [K] of a kind's collectives of outputs and gradients, whatever they carry.
-    ids_ms: of each channel of ids, whatever it carries. Empty where ids are not counted.
+    latency_ms: [K] ms of a kind's collectives of outputs and gradients, whatever they carry.
+    ids_ms: ms of each channel of ids, whatever it carries. Empty where ids are not counted.
     mixes: sets of kinds that plans may use.
     """
 
@@ -73,12 +73,14 @@ class BoundShards:
         groups = [layout.groups(problem.topology) for layout in self.kinds]
         self.n_groups, self.group_size = np.array([(len(g), len(g[0])) for g in groups]).T
         n, tables = len(self.speed), problem.tables
-        columns = np.array([t.dim // MIN_WIDTH for t in tables])
+        columns = np.array([t.dim // MIN_WIDTH for t in tables])  # [T] in units
         whole = [t.name in problem.whole for t in tables]
+        # The sum is the number of shards, so it limits time and memory.
         self.any_width = columns.sum() <= MOST_SHARDS
         self.size = np.stack([columns, *[np.ones_like(columns)] * len(shared)], 1)
         self.at = [np.full((len(tables), int(u) + 1), -1) for u in self.size.max(0)]
         shards: list[Shard] = []
+        # Columns come first, in all widths. Kinds that groups share follow, one shard a table.
         for i, t in enumerate(tables):
             for u in [columns[i]] if whole[i] or n == 1 else self._widths(int(columns[i])):
                 self.at[0][i, u] = len(shards)
@@ -102,10 +104,12 @@ class BoundShards:
         allowed = [list(problem.allowed_devices(t.name)) for t in tables]
         n_devices, fastest = np.array([(len(d), self.speed[d].max()) for d in allowed]).T
         self.large = (self.kind > 0) | (units * n_devices[self.table] >= self.size[self.table, self.kind])
+        # The slowest device of a group ends last, so the best group is that whose slowest is fastest.
         of_kind = np.array([max(self.speed[list(group)].min() for group in of) for of in groups])
         self.fastest = np.where(self.kind > 0, of_kind[self.kind], fastest[self.table])
         self.alone_ms = np.asarray(model.head(self.codes), dtype=float)
         self.copies = self.group_size[self.kind]
+        # Exchanges are priced by the bytes in a kind's first channel (see `_exchanges`).
         first = [next(iter(layout.channels_in(problem.job).values())) for layout in self.kinds]
         n_bytes = [
             first[k](float(s.bytes), output_bytes(s, problem.global_batch), problem)
@@ -133,7 +137,7 @@ class BoundShards:
         The second includes the bytes in other channels, with all devices having equally many.
         """
         n = len(self.speed)
-        if n == 1:
+        if n == 1:  # nothing is exchanged
             return np.zeros(1), np.zeros(1)
         ms = np.zeros((2, len(self.kinds)))
         for k, layout in enumerate(self.kinds):
@@ -141,6 +145,7 @@ class BoundShards:
             channels = layout.channels_in(self.problem.job)
             entering = np.array([bytes_of(1.0, 1.0, self.problem) for bytes_of in channels.values()])
             rows = [CHANNELS.index(c) for c in channels]
+            # Two points close to each other give the tangent.
             for point, each in enumerate((_EVEN_BYTES, _MORE_BYTES)):
                 traffic = np.zeros((len(CHANNELS), n))
                 traffic[rows] = each * (entering / entering[0])[:, None]
@@ -172,8 +177,9 @@ class BoundShards:
         """The least total price of shards of these kinds that make up all tables.
 
         price: [N] with copies included.
-        Also returns how often each shard is taken, [N]. inf and None if there is no such set.
+        Also returns the count of each shard, [N]. inf and None if there is no such set.
         """
+        # [K, T] by kind. Each table takes the cheapest kind.
         sums, ways = zip(*(_compositions(self.at[k], price, self.size[:, k]) for k in kinds), strict=True)
         best, least = np.argmin(sums, axis=0), float(np.min(sums, axis=0).sum())
         if not np.isfinite(least):
@@ -233,10 +239,10 @@ def _compositions(
 ) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
     """[T] the least price of shards that make up `size` units of each table.
 
-    Also returns a function: from chosen tables [T] bool to how often each shard [N] is taken.
+    Also returns a function: from chosen tables [T] bool to the count of each shard [N].
     """
     rows = np.arange(len(at))
-    by_units = np.where(at >= 0, price[at], np.inf)
+    by_units = np.where(at >= 0, price[at], np.inf)  # [T, U + 1]
     best, last = np.full(at.shape, np.inf), np.zeros(at.shape, dtype=int)
     best[:, 0] = 0.0
     # Dynamic programming over units, for all tables at once: best price, and the last shard taken.
@@ -246,10 +252,10 @@ def _compositions(
         best[:, u] = candidates[rows, last[:, u] - 1]
 
     def taken(chosen: np.ndarray) -> np.ndarray:
-        """How often each shard is taken: follow `last` back to 0."""
+        """Count shards: follow `last` back to 0."""
         counts, left = np.zeros(len(price), dtype=int), np.where(chosen, size, 0)
         while left.any():
-            live = rows[left > 0]
+            live = rows[left > 0]  # tables with units left
             np.add.at(counts, at[live, last[live, left[live]]], 1)
             left[live] -= last[live, left[live]]
         return counts
@@ -282,6 +288,7 @@ class Curve:
     def most(self, ms: np.ndarray) -> np.ndarray:
         """The largest load of an op that takes at most `ms`. 0 for less than 0 ms."""
         ms = np.maximum(0.0, ms)
+        # Slowdowns and ends both rise, so the last interval that such an op may begin in has the most load.
         g = np.searchsorted(self.slowdown * self.ends[:-1], ms, side="right") - 1
         return np.minimum(ms / self.slowdown[g], self.ends[g + 1])
 
@@ -307,6 +314,7 @@ class Ops:
         rates = model.rates(usual)
         rates = self._least_rates(codes @ rates, np.array([usual @ rates]))[0]
         self.load = codes @ rates
+        # Slowdowns change fast near a usual load, so intervals there are a few per cent.
         inner = max(float(usual @ rates), 1e-12) * np.geomspace(_FROM, _TO, _INTERVALS - 1)
         # An op has at most one shard of a table.
         most = np.zeros(int(table.max(initial=-1)) + 1)
@@ -320,7 +328,7 @@ class Ops:
     def _least_rates(self, load: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """[W, F] rates of any op of these loads [W] or more, if its shards have loads [n]."""
         shards, busy = self.shards, load > 0
-        if not busy.any():
+        if not busy.any():  # no lookups, so no contention
             return self.model.rates(np.zeros((len(wanted), shards.codes.shape[1])))
         number = self.number[busy]
         return least_rates(self.model, shards.codes[number], load[busy], shards.table[number], wanted)
@@ -329,7 +337,7 @@ class Ops:
         """The curve of ops that have only usable shards, [N] bool.
 
         certain: [N] bool, shards that every op has.
-        A shard counts at the rates of its op's least features, and at least at those of its own.
+        A shard counts at the rates of its op's least features, or of its features if these are higher.
         """
         shards, model = self.shards, self.model
         usable, certain = usable[self.number], certain[self.number]
@@ -337,9 +345,11 @@ class Ops:
         codes = shards.codes[number]
         alone, all_load = np.zeros((2, len(shards.kind)))
         base = codes[certain].sum(0)
+        # Whatever else an op has, its features are at least these.
         alone[number] = (model.rates(np.maximum(codes, base)) * codes).sum(1)
         all_load[number] = load
         busy, rates, slowdown = load > 0, self.rates, np.ones(len(self.ends) - 1)
+        # Shards that are in every op raise the rates of all others.
         if certain.any():
             rates = np.maximum(rates, model.rates(base + self._least_others(number, load, certain)))
         if busy.any():
@@ -353,6 +363,7 @@ class Ops:
     def _least_others(self, number: np.ndarray, load: np.ndarray, certain: np.ndarray) -> np.ndarray:
         """[G, F] least features that ops have without the certain shards, at the ends of intervals."""
         codes, table = self.shards.codes[number], self.shards.table[number]
+        # An op has one shard of a table, so those with a certain one have no other.
         free = (load > 0) & ~np.isin(table, table[certain])
         if not free.any():
             return np.zeros((len(self.ends) - 1, codes.shape[1]))
@@ -390,6 +401,7 @@ def least_rates(
         ms[box, n] = ranges.box_ms(below, high[box, n], total)
         low, high = np.concatenate([low, above[None]]), np.concatenate([high, upper[None]])
         ms = np.concatenate([ms, ranges.box_ms(above, upper, total)[None]])
+    # An op is in some box, so the least rates of all boxes hold. Empty boxes do not count.
     rates = model.rates(low * ranges.unit)
     return np.where(np.isfinite(ms)[..., None], rates, np.inf).min(0)
 
@@ -427,6 +439,7 @@ class _Ranges:
 
     def _counts(self, feature: int) -> bool:
         """Tell if rates depend on a feature."""
+        # From the most of everything to the least of this feature.
         less = self.high.copy()
         less[:, feature] = self.low[:, feature]
         return bool((self.model.rates(less * self.unit) != self.model.rates(self.high * self.unit)).any())
@@ -451,6 +464,7 @@ class _Ranges:
         feature, part = np.repeat(self.features, len(_CUTS)), np.tile(_CUTS, len(self.features))[:, None]
         way, n = np.arange(len(feature)), np.arange(len(low))
         least, most = low.T[feature], high.T[feature]
+        # By logarithm. The low end may be 0, so a thousandth of the high end stands for it.
         value = np.maximum(least, np.maximum(least, 1e-3 * most) ** (1 - part) * most**part)
         # With at most so much of the feature, others are at least what the pairs leave.
         others = self.pairs[:, :, feature] - _WEIGHTS[:, None, None, None] * value
@@ -459,6 +473,7 @@ class _Ranges:
         above = np.repeat(low[None], len(feature), 0)
         above[way, :, feature] = value
         ms = np.minimum(self.box_ms(below, high, total), self.box_ms(above, high, total))
+        # The lower of both parts limits the rates: the best way raises it most.
         best = ms.argmax(0)
         return below[best, n], above[best, n], value[best, n], feature[best]
 
@@ -469,6 +484,7 @@ def least_sums(values: np.ndarray, load: np.ndarray, table: np.ndarray, wanted: 
     A fractional knapsack: it takes load first from tables that bring least of the value.
     """
     first = np.flatnonzero(np.diff(table, prepend=-1))
+    # Relaxed: the most load of any shard of a table, at the least value a load of any.
     room = np.maximum.reduceat(load, first)
     each = np.minimum.reduceat(values / load[:, None], first)
     order = np.argsort(each, axis=0)

@@ -65,7 +65,7 @@ _RAISED = 3
 """and so often."""
 
 Taken = Callable[[int], np.ndarray]
-"""step -> [N] how often each shard is taken."""
+"""step -> [N] counts of shards, fractions included."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +101,7 @@ def least_ms(
     if len(shards.kind) > _MOST_CASE_SHARDS:
         return min(mixes.values())
     packing, left = Packing(shards, ops, equal_waits), max(8, min(_CASES, _MOST_WORK // len(shards.size)))
+    # Tables with most work decide first: their kinds tell most of the ops.
     order = np.argsort(-shards.alone_ms[shards.whole], kind="stable")
     cases = [_Case(ms, i, (), mix) for i, (mix, ms) in enumerate(mixes.items())]
     heapq.heapify(cases)
@@ -132,6 +133,7 @@ def _prove_case(
     kind = kind_of[shards.table]
     known = (kind < 0) | (kind == shards.kind)
     for _ in range(_RAISED):
+        # Steps of time are a fraction of `high`: a far one would make them coarse.
         high = start.ms * _AT_ONCE
         usable = shards.within(known & (shards.alone_ms / shards.fastest <= high))
         on_all = (shards.kind > 0) & (shards.copies == len(shards.speed))
@@ -167,6 +169,7 @@ class Packing:
         certain: [N] bool, shards that all devices have.
         """
         on_hosts = any(1 < self.shards.n_groups[k] < len(self.shards.speed) for k in mix)
+        # Hosts count as one, which needs equal speeds.
         if high <= start.ms or (on_hosts and len(set(self.shards.speed)) > 1):
             return start
         proof = Mix(self, mix, usable, certain, high).prove(start)
@@ -186,9 +189,9 @@ class Mix:
     ):
         shards = packing.shards
         self.shards, self.mix, self.high = shards, mix, high
-        exchange = shards.exchange_ms * packing.equal_waits
+        exchange = shards.exchange_ms * packing.equal_waits  # [N]
         usable = usable & (shards.alone_ms <= high * shards.speed.max())
-        least = shards.least_of_each(np.where(usable, exchange, np.inf), mix)
+        least = shards.least_of_each(np.where(usable, exchange, np.inf), mix)  # [T]
         self.possible = bool(np.isfinite(least).all())
         least = np.where(np.isfinite(least), least, 0.0)
         # What a shard adds to exchanges beyond its part of its table's least.
@@ -206,18 +209,20 @@ class Mix:
         for k, curve in curves.items():
             numbers = np.flatnonzero(usable & (shards.kind == k))
             self.bags[k] = Bag(numbers, curve, shards, self.step, packing.ops[k].model.launch_ms)
+        # [N] first worths: an even share of work, and exchanges.
         load = np.sum([curve.load for curve in curves.values()], axis=0)
         price = load * shards.copies / shards.speed.sum() + _RATE * np.maximum(0.0, self.extra_ms)
         self.price = np.where(usable, price, np.inf)
 
     def prove(self, start: Proof) -> Proof:
-        """The best proof that is found. At first the worths of `start`, if it has any."""
+        """The best proof of several worths. At first the worths of `start`, if it has any."""
         if not self.possible or self.high <= self.fixed_ms:
             return Proof(np.inf, start.worth)
         at = best_at = self._first(start)
         n_tables, (steps, programs) = len(at) - 1, _FIRST if start.worth is None else _AGAIN
         if n_tables > (_FEW if start.worth is None else _FEWER):
             programs = 0
+        # Steps are relative to worths, but tables of little worth may gain some, too.
         scale = np.append(np.maximum(at[:-1], 0.02 * at[:-1].mean()), 0.5 * at[-1])
         best, push, stalled, reach, cuts = -1, 0.02, 0, _REACH, []
         for n in range(steps + programs):
@@ -232,10 +237,11 @@ class Mix:
                 # Go back to the best worths, with smaller steps.
                 at, push = best_at, 0.6 * push
                 most, filled = self.collected(at)
-            if best == STEPS - 1:
+            if best == STEPS - 1:  # all that was asked for
                 break
             ahead = min(STEPS - 1, int(best * (_AHEAD if n >= steps else 1 + push)))
             goal = max(best + 1, ahead, int(np.argmax(most > -np.inf)))
+            # A filling that collects most at the goal: with which worths would it collect less?
             taken, waited_ms = filled(goal)
             worth_taken = np.bincount(self.shards.table, taken * self.shards.part, n_tables)
             cut = np.append(worth_taken, waited_ms - taken @ self.extra_ms)
@@ -271,7 +277,7 @@ class Mix:
         ms = max(start.ms, self._end_ms(max(steps)), self._possible_ms())
         for _ in range(_AT_FIRST):
             worth = self.shards.least_of_each(self._price_within(ms), self.mix)
-            if not np.isfinite(worth).all():
+            if not np.isfinite(worth).all():  # a table fits in no way
                 break
             tried.append(_normed(worth))
             steps.append(_proved(self.collected(tried[-1])[0]))
@@ -281,10 +287,10 @@ class Mix:
         return tried[int(np.argmax(steps))]
 
     def by_price(self, low: float) -> float:
-        """ms proved by worths of shards, not of columns: what each takes of loads and exchanges.
+        """ms proved by separate worths of shards: their shares of loads and exchanges.
 
         A table is worth the least of its ways to be made up of shards that fit within a time. So nothing is
-        gained where many devices have the best part of a table, of which no plan has more than one. It proves
+        gained where many devices have the best shard of a table, of which no plan has more than one. It proves
         no more than that time.
         """
         high, best = self.high, low
@@ -292,7 +298,7 @@ class Mix:
             ms = (low + high) / 2
             price = self._price_within(ms)
             least = self.shards.least_of_each(price, self.mix)
-            if not np.isfinite(least).all():
+            if not np.isfinite(least).all():  # a table fits in no way, so no plan takes so little time
                 low = best = ms
                 continue
             worth = np.where(np.isfinite(price), np.minimum(price, least[self.shards.table]), 0.0)
@@ -321,7 +327,7 @@ class Mix:
     def collected(self, worths: np.ndarray) -> tuple[np.ndarray, Callable[[int], tuple[np.ndarray, float]]]:
         """[M] the most worth that all devices collect by the end of each step, less that of exchanges.
 
-        Also returns a function: from a step to the shards taken [N], and the ms of exchanges.
+        Also returns a function: from a step to counts of shards [N], and the ms of exchanges.
         """
         rate = float(worths[-1])
         by_shard = worths[:-1][self.shards.table] * self.shards.part - rate * self.extra_ms
@@ -349,16 +355,17 @@ class Mix:
                 value = np.where(self.bags[k].none, -np.inf, fills[k][0])
                 shared, at = (value, None) if shared is None else _shared(value, shared)
                 ways.append((fills[k][1], at))
-        if shared is None:
+        if shared is None:  # only devices' own columns: nothing shared takes no time
             shared = np.append(0.0, np.full(STEPS - 1, -np.inf))
         count = np.array([units], dtype=float) if len(self.count) == 1 else self.count.astype(float)
         within, shared_at = np.empty(STEPS), np.empty(STEPS, dtype=int)
         compiled.share_with_devices(shared, single, self.left, count, within, shared_at)
+        # Time that all devices wait for exchanges is worth `rate` a ms.
         waiting = rate * (np.arange(STEPS) + 1) * self.step / self.fastest
         most, waited = _shared(waiting, within)
 
         def filled(step: int) -> tuple[np.ndarray, float]:
-            """Follow the divisions back: of time into waiting and compute, of compute into kinds."""
+            """Follow the divisions back: time into waiting and compute, compute into kinds."""
             compute = step - int(waited[step])
             left = int(shared_at[compute])
             taken, on_devices = np.zeros(len(shards.kind)), self.left[:, compute] - left
@@ -384,7 +391,7 @@ def _normed(worth: np.ndarray) -> np.ndarray:
 
 def _proved(most: np.ndarray) -> int:
     """The last step within which devices collect too little [M], if tables are worth 1. -1 for none."""
-    enough = most >= 1 - 1e-9
+    enough = most >= 1 - 1e-9  # a trace less, for rounding
     return int(np.argmax(enough)) - 1 if enough.any() else STEPS - 1
 
 
@@ -415,7 +422,7 @@ def _lowest(cuts: np.ndarray, near: np.ndarray, reach: float) -> tuple[np.ndarra
 
 
 def _shared(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[M] what two collect who divide a capacity, and the part of the first (compiled.share)."""
+    """[M] what two collect who divide a capacity, and the capacity of the first (compiled.share)."""
     most, at = np.empty(STEPS), np.empty(STEPS, dtype=int)
     compiled.share(np.ascontiguousarray(one), np.ascontiguousarray(other), most, at)
     return most, at
@@ -446,7 +453,7 @@ class Bag:
         self.knapsacks = [by_time, _Knapsack(curve.load[self.number], self.most, self.ends)]
 
     def fill(self, worth: np.ndarray) -> tuple[np.ndarray, Taken]:
-        """[M] the most worth by steps. Also the shards taken, by step."""
+        """[M] the most worth by steps. Also the counts of shards, by step."""
         worth, none = worth[self.number], self.none
         if not len(self.number):
             return np.zeros(STEPS), lambda step: np.zeros(self.n)
@@ -467,7 +474,7 @@ class Bag:
             if which[step] < len(self.knapsacks):
                 counts[self.number[self.knapsacks[which[step]].taken(step)]] = 1
                 return counts
-            # Between the prices where less and where more is taken than fits.
+            # Bisect the price for two sets of shards: one with less load than fits, one with more.
             high, low = float(prices[-1]) * 2 + 1e-12, 0.0
             sets = [self._best(worth, price, step) for price in (high, low)]
             loads = [float(self.load[chosen].sum()) for chosen in sets]
@@ -487,6 +494,7 @@ class Bag:
 
     def _best(self, worth: np.ndarray, price: float, step: int) -> np.ndarray:
         """The shards that tables take at a price of load, of those that fit within a step."""
+        # [n] by table: the top is taken if it gains anything.
         gain = np.where(self.fits <= step, worth - price * self.load, 0.0)
         top = np.repeat(np.maximum.reduceat(gain, self.first), np.diff(self.ends))
         return np.flatnonzero((gain == top) & (gain > 0))
@@ -503,6 +511,7 @@ class _Knapsack:
         # Loads are rounded down, capacities only by a trace up.
         self.capacity = np.maximum(0, np.floor(most / unit * (1 + 1e-9))).astype(int)
         self.weight = np.floor(load / unit * (1 - 1e-9)).astype(int)
+        # Two capacities more than steps: a trace up may reach the next.
         self.best = np.empty((len(ends), STEPS + 2))
         self.chosen = np.empty((len(ends) - 1, STEPS + 2), dtype=np.int32)
 

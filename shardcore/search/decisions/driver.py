@@ -136,7 +136,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The plan that was found for a proposal, or the error that says why there is none."""
+    """The plan of a proposal, or the error that says why there is none."""
 
     proposal: Any
     found: Found | None = None
@@ -161,7 +161,7 @@ class Decision:
     level: order of nesting. Devices come first, then tables, then their rows in device memory, then
       where they may live: each needs what those before it decided.
     against: decisions that it cannot be combined with, by name, and why.
-    changes: what its proposals change in the problem that a plan is of. "": nothing.
+    changes: change of its proposals to the problem that a plan is of. "": nothing.
     searches_all: True if proposals are searched even when time is up.
     """
 
@@ -184,7 +184,7 @@ class Decision:
         raise NotImplementedError
 
     def adopt(self, proposal: Any, found: Found | None, model: CostModel) -> Found | None:
-        """Change a found plan into what it is to the decision. None: there is no plan."""
+        """Change a plan, its problem or its cost as the decision sees them. None: there is no plan."""
         return found
 
     def best(self, outcomes: Sequence[Outcome]) -> Outcome:
@@ -229,6 +229,7 @@ def decide(
         require_type(decision, Decision, "a decision", "a Decision, such as Groups()")
     right = 'a sharder, such as SHARDERS["portfolio"]'
     require(callable(search), f"search is {shown(search)}; it needs to be {right}")
+    # The order of the list does not count: levels say which decision needs which.
     nested = sorted(decisions, key=lambda decision: decision.level)
     for i, outer in enumerate(nested):
         for inner in nested[i + 1 :]:
@@ -261,6 +262,7 @@ class _Driver:
     def found(self, problem: Problem) -> Found:
         if self.decisions:
             return _chosen(self.decisions[0], list(self._outcomes(self.decisions[0], problem)))
+        # Here no decision is left, so the sharder searches.
         model = self.model.for_problem(problem)
         problem.require_setting(model.setting)
         plan = self.search(problem, model, seed=self.seed, budget=self.budget)
@@ -276,7 +278,9 @@ class _Driver:
             late = False
             if budget and seconds is not None:
                 left = seconds - (progress.clock() - began)
+                # A search that ends early leaves its time to those that follow.
                 budget = replace(budget, seconds=max(left, _LEAST_S) / (1 + proposal.more))
+                # The first plan is searched even so: without one there is no answer.
                 late = left <= 0 and not decision.searches_all and any_plan
             if late:
                 outcome = Outcome(proposal=proposal, error=Infeasible("no time was left for it"))
@@ -301,6 +305,7 @@ class _Driver:
                 found = None if error else inner.found(proposal.problem)
             except ShardCoreError as refused:
                 error = refused
+            # Also without a plan: a decision may know another (see Provision).
             found = decision.adopt(proposal, found, model)
         seconds = progress.clock() - began
         return Outcome(proposal=proposal, found=found, error=None if found else error, seconds=seconds)
@@ -309,9 +314,10 @@ class _Driver:
 def _chosen(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
     """The choice of a decision, with its ledger. Raises ShardCoreError if no proposal has a plan."""
     errors = [outcome.error for outcome in outcomes if outcome.error]
-    if len(errors) == len(outcomes):
+    if len(errors) == len(outcomes):  # no plan at all
         if len(outcomes) == 1:
             raise errors[0]
+        # A caller that waits for Infeasible needs it to mean that no proposal fits.
         infeasible = all(isinstance(error, Infeasible) for error in errors)
         raise (Infeasible if infeasible else type(errors[0]))(
             f"none of {len(outcomes)} proposals of {decision.name} has a plan; "

@@ -1,6 +1,6 @@
 """Sharding groups: their size and layout, by the cost of a step and of synchronising replicas.
 
-Each way to divide the devices gives a problem: that of one group (see shardcore/step/sharding_groups.py).
+Every way to divide the devices gives a problem, the one of a group (see shardcore/step/sharding_groups.py).
 A step of the whole job then takes
 
     total = step of a group + time to synchronise / steps between two
@@ -142,6 +142,7 @@ class Groups(Decision):
         ways = groupings(problem, self.sync_every, require_size(str(self.size), problem))
         for i, grouping in enumerate(ways):
             refused, proposed = None, problem
+            # A refused way is listed in the ledger, with the reason.
             try:
                 proposed = problem_of_group(problem, grouping)
             except ShardCoreError as error:
@@ -161,13 +162,14 @@ class Groups(Decision):
             return None
         whole, group, grouping = proposal.whole, found.problem, proposal.grouping
         model, plans = model.for_problem(group), [found.plan]
+        # One group synchronises nothing, so even bytes bring it nothing.
         if grouping.size < len(whole.topology):
             with suppress(Infeasible):
                 plans.append(SHARDERS[EVEN_BYTES](group, model))
         costs = [cost_of(GroupedPlan(grouping, plan, group), whole, model) for plan in plans]
         best = min(range(len(plans)), key=lambda i: costs[i].total_ms)
         chosen = {**vars(found), "plan": plans[best], "ms": costs[best].total_ms}
-        # Inner decisions change tables and constraints.
+        # Inner decisions change tables and constraints, of the group and so of all.
         whole = replace(whole, tables=group.tables, constraints=group.constraints)
         return FoundGroups(**chosen, whole=whole, grouping=grouping, cost=costs[best])
 
@@ -197,6 +199,7 @@ def cost_of(grouped: GroupedPlan, problem: Problem, model: CostModel) -> Grouped
         if n_bytes := replicated_gradient_bytes(grouped.plan):
             of_all = _comm_ms(_all_reduce(n_bytes, topology, problem), model)
             of_group = _comm_ms(_all_reduce(n_bytes, grouped.problem.topology, problem), model)
+            # The step already has the all-reduce within a group.
             dense = max(0.0, of_all - of_group)
         # All devices average their weights, then their state. Each waits for the last.
         for works in synchronisation(grouped, problem):
@@ -212,6 +215,7 @@ def _host_rows_ms(grouped: GroupedPlan) -> float:
     for placement in grouped.plan.placements:
         for device, shard in shards_on(placement):
             if n_bytes := host_bytes(shard, grouped.problem):
+                # Down to be averaged, and back.
                 ms[device] += 2 * n_bytes / gbps[shard.table.tier] / 1e6
     return max(ms)
 
@@ -241,7 +245,7 @@ def synchronisation(grouped: GroupedPlan, problem: Problem) -> tuple[list[Worklo
 def _all_reduce(n_bytes: int, topology: Topology, problem: Problem) -> Workload:
     """An all-reduce of so many bytes of each device, and nothing else."""
     n_devices = len(topology)
-    traffic = np.zeros((len(CHANNELS), n_devices))
+    traffic = np.zeros((len(CHANNELS), n_devices))  # [C, M]
     traffic[_ALL_REDUCE] = n_bytes
     return Workload(
         ops=((),) * n_devices,
@@ -255,6 +259,6 @@ def _all_reduce(n_bytes: int, topology: Topology, problem: Problem) -> Workload:
 
 def _comm_ms(work: Workload, model: CostModel) -> float:
     """ms of a workload's backward collectives."""
-    if len(work.topology) < 2:
+    if len(work.topology) < 2:  # no other replica
         return 0.0
     return float(model.comm(work.traffic, np.zeros(len(work.topology)), work.topology).backward_ms.max())

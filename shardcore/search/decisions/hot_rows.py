@@ -1,6 +1,6 @@
-"""Hot rows: how many rows of sequence tables are on every device, by a threshold of lookups a batch.
+"""Hot rows: the number of rows of sequence tables on every device, by a threshold of lookups a batch.
 
-See shardcore/tables/hot_rows.py for what that saves and costs.
+The savings and costs are those of shardcore/tables/hot_rows.py.
 """
 
 from __future__ import annotations
@@ -71,16 +71,18 @@ class HotRows(Decision):
             return same
 
         least = max(1.0, len(problem.topology) / 2)
+        # From above: a high threshold takes least memory, so it fits if any does.
         falling = [max(least, max(float(heat.lookups.max()) for _, heat in known) / _FACTOR)]
         while falling[-1] / _FACTOR >= least:
             falling.append(falling[-1] / _FACTOR)
         if len(problem.topology) == 1:  # no other device to be on
             falling = []
+        # The unchanged problem comes first, so hot rows never make a plan dearer.
         yield from outcome_of(math.inf, len(falling) + 2 if falling else 0)
         for i, threshold in enumerate(falling):
             outcome = yield from outcome_of(threshold, len(falling) - i + 1)
             if outcome.found is None:
-                break
+                break  # lower ones take more memory
         best = min(outcomes, key=lambda threshold: outcomes[threshold].ms)
         if best < math.inf:
             yield from outcome_of(best * _FACTOR**0.5, 1)

@@ -59,6 +59,7 @@ class MemoryTiers(Decision):
         for share in SHARES:
             try:
                 share_of.setdefault(tiered(problem, (share - 1) * for_rows), share)
+            # Smaller shares fit even less.
             except Infeasible:
                 if not share_of:
                     raise
@@ -70,6 +71,7 @@ class MemoryTiers(Decision):
     def adopt(self, proposal: Proposal, found: Found | None, model: CostModel) -> Found | None:
         if found is None:
             return None
+        # Towers are in the plan, not in the problem: load factors need to fit with them.
         filled_up, plan = filled(found.plan, as_planned(found.plan, found.problem), model)
         problem = replace(found.problem, tables=filled_up.tables)
         return replace(found, problem=problem, plan=plan, ms=plan.provenance["predicted_ms"])
@@ -152,6 +154,7 @@ def _without_caches(problem: Problem, budget: float) -> list[Tier]:
     """The largest tables leave device memory as a whole, until the others fit."""
     choices = {table.name: choices_of(table, problem) for table in problem.tables}
     _require_budget(list(choices.values()), budget, problem)
+    # From no rows of any table, the smallest tables enter first.
     tiers = {name: rising[0] for name, rising in choices.items()}
     left = budget - sum(tier.device_bytes for tier in tiers.values())
     for table in sorted(problem.tables, key=lambda t: t.bytes):
@@ -199,6 +202,7 @@ def with_load_factors(problem: Problem, factors: Mapping[str, float]) -> Problem
 
 def tier_bytes(problem: Problem) -> float:
     """Bytes of device memory that weights, caches and state may take, on all devices together."""
+    # A table's peak has buffers, too. These are needed wherever its rows are.
     rows = sum(_rows_bytes(table, problem) for table in problem.tables)
     peaks, local = sum(table_bytes(t, problem) for t in problem.tables), local_batch_bytes(problem)
     return sum(max(0, capacity - local) for capacity in held_bytes(problem)) - (peaks - rows)
@@ -210,6 +214,7 @@ def _tier_of(table: Table, problem: Problem) -> Tier:
         cached = np.array([table.cached(table.rows)])
         link = float(link_bytes(table, cached, problem.global_batch, problem.optimizer).sum())
     kinds = _kinds_of(table, problem)
+    # Kinds over local batches are replicas: every device has the table.
     copies = len(problem.topology) if kinds and all(layout.local_batch for layout in kinds) else 1
     on_host = host_bytes(Shard.whole(table), problem)
     return Tier(table, copies * _rows_bytes(table, problem), on_host, link)
@@ -232,6 +237,7 @@ def choices_of(table: Table, problem: Problem) -> list[Tier]:
     whole = _tier_of(replace(table, load_factor=1.0), problem)
     if (kinds := _kinds_of(table, problem)) and not any(layout.caches for layout in kinds):
         return [whole]
+    # By ratio: the first cached rows are the hottest, so they save most.
     sizes = np.unique(np.geomspace(1, table.rows, _SIZES).astype(int))
     least = [0] * bool(TIERS[table.tier].kernel)
     # Nothing crosses the link for a table without lookups, so it needs no cache.
@@ -251,8 +257,8 @@ def water_filled(choices: Sequence[Sequence[Tier]], budget: float) -> list[Tier]
 
     choices: tiers of each table, the first with the fewest device bytes.
 
-    Exact but for one step of one table: steps are taken in the order of bytes saved a byte, along each
-    table's lower convex hull, and the first that does not fit is taken in part.
+    Exact but for one step of one table: steps go by bytes saved a byte, along each table's lower
+    convex hull. Of the first that does not fit, a part is used.
     """
     hulls = [_hull(tiers) for tiers in choices]
     steps = [
@@ -267,6 +273,7 @@ def water_filled(choices: Sequence[Sequence[Tier]], budget: float) -> list[Tier]
         if table in stuck:
             continue
         if then.device_bytes - now.device_bytes > left:
+            # Later steps of this table need this one first.
             stuck.add(table)
             fitting = [tier for tier in choices[table] if tier.device_bytes <= now.device_bytes + left]
             then = min(fitting, key=lambda tier: tier.link_bytes)
@@ -281,8 +288,9 @@ def _hull(tiers: Sequence[Tier]) -> list[Tier]:
     """The lower convex hull of link bytes over device bytes."""
     hull: list[Tier] = []
     for tier in sorted(tiers, key=lambda t: (t.device_bytes, t.link_bytes)):
-        if hull and tier.link_bytes >= hull[-1].link_bytes:
+        if hull and tier.link_bytes >= hull[-1].link_bytes:  # more memory for nothing
             continue
+        # Drop tiers above the line from their neighbour before to this one.
         while len(hull) > 1 and _saved(hull[-2], tier) >= _saved(hull[-2], hull[-1]):
             hull.pop()
         hull.append(tier)
@@ -313,10 +321,12 @@ def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Pla
         budget = sum(_rows_bytes(table, problem) for table in here) + free[device]
         tiers = water_filled([choices_of(table, problem) for table in here], budget)
         factors |= {tier.table.name: tier.table.load_factor for tier in tiers}
+    # Placements name tables, so they change with them.
     better = with_load_factors(problem, factors)
     now = {table.name: table for table in better.tables}
     moved = tuple(replace(p, shard=replace(p.shard, table=now[p.shard.table.name])) for p in plan.placements)
     kept = {k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")}
+    # Larger caches make larger buffers, so what is free alone does not say that it fits.
     try:
         require_fits(Plan(moved), better)
         faster = priced(moved, better, model.for_problem(better), **kept)

@@ -119,7 +119,7 @@ class Cluster(Proposal):
     """Some machines of an offer.
 
     problem: the tables on its devices.
-    plans: plans found for as many hosts of as many devices. It may have these, too.
+    plans: plans for as many hosts of as many devices. It may have these, too.
     """
 
     offer: Offer
@@ -225,18 +225,19 @@ class Provision(Decision):
             same_size, model = plans[cluster.hosts, cluster.offer.devices], self.models[cluster.offer.model]
             more = len(proposed) - 1 - i
             outcome = yield replace(cluster, model=model, more=more, plans=tuple(same_size))
+            # Clusters of the same shape can run each other's plans, if these fit.
             if outcome.found and outcome.found.ledger is None:
                 same_size.append(outcome.found.plan)
 
     def adopt(self, proposal: Cluster, found: Found | None, model: CostModel) -> Found | None:
-        """The cheapest of the plan found and of other clusters' plans. So more memory is never dearer.
+        """The cheapest of its plan and of other clusters' plans. So more memory is never dearer.
 
         Plans on which inner decisions were made are of other problems: none is proposed.
         """
         problem = found.problem if found else proposal.problem
         model, evals = model.for_problem(problem), found.evals if found else 0
         for plan in proposal.plans:
-            if memory.fits(plan, problem):
+            if memory.fits(plan, problem):  # it may have less memory
                 kept = {k: v for k, v in plan.provenance.items() if k not in ("setting", "predicted_ms")}
                 plan = priced(plan.placements, problem, model, **kept)
                 ms = plan.provenance["predicted_ms"]
@@ -273,7 +274,7 @@ def best_of_each(outcomes: Sequence[Outcome], target: Target) -> list[Outcome]:
 
     def rank(outcome: Outcome) -> tuple[float, ...]:
         price, watts = outcome.proposal.price_per_hour, outcome.proposal.watts
-        watts = float("inf") if watts is None else watts
+        watts = float("inf") if watts is None else watts  # not known counts as most
         return (outcome.ms, price, watts) if key == "price_per_hour" else (price, watts, outcome.ms)
 
     planned = [x for x in outcomes if x.found]
@@ -294,6 +295,7 @@ def frontier(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Clusters that none is both cheaper and faster than, by rising price."""
     kept: list[Outcome] = []
     planned = [x for x in outcomes if x.found]
+    # By rising price, a cluster is kept if it is faster than all cheaper ones.
     for outcome in sorted(planned, key=lambda x: (x.proposal.price_per_hour, x.ms)):
         if not kept or outcome.ms < kept[-1].ms:
             kept.append(outcome)

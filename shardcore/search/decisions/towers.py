@@ -3,7 +3,7 @@
 Towers become constraints.pinned and job.tower_ratio: an ordinary problem, which every search, price and check
 reads as it reads any other.
 
-The partition is found by local search: the moves of Fiduccia and Mattheyses (1982) and the exchanges of
+A local search finds the partition: the moves of Fiduccia and Mattheyses (1982) and the exchanges of
 Kernighan and Lin (1970), from a greedy start and from random ones. It looks for, in this order:
 
 1. memory that holds each host's tables;
@@ -94,7 +94,7 @@ def as_planned(plan: Plan, problem: Problem) -> Problem:
     host_of: dict[str, str] = {}
     for placement in plan.placements:
         name = placement.shard.table.name
-        if _everywhere(placement.shard.table, problem):
+        if _everywhere(placement.shard.table, problem):  # it is on no one host
             continue
         for host in (devices[d].host for d in placement.devices):
             require(
@@ -199,11 +199,12 @@ class OnTowers(Decision):
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
     ) -> Generator[OnHosts, Outcome, None]:
-        """The hosts of the plan to start from, if any, and the hosts found within a third of the seconds.
+        """The hosts of the plan to start from, if any, and those of a search for a third of the seconds.
 
         Raises ShardCoreError as `tower_hosts` does.
         """
         towers, for_problem = self.towers.renamed(cold_names(problem)), model.for_problem(problem)
+        # The search for a plan needs the rest.
         third = seconds and seconds / 3
         kept = None
         if self.start:
@@ -243,6 +244,7 @@ def _on_its_hosts(problem: Problem, plan: Plan) -> Problem:
     topology, hosts_of = problem.topology, defaultdict[str, set[str]](set)
     for p in plan.placements:
         hosts_of[p.shard.table.name] |= {topology.devices[d].host for d in p.devices if d < len(topology)}
+    # Tables on several hosts, and new ones, stay free.
     pins = dict(problem.constraints.pinned)
     for table in problem.tables:
         if len(hosts_of[table.name]) == 1:
@@ -292,12 +294,13 @@ def tower_hosts(
         )
     number = {name: i for i, unit in enumerate(units) for name in unit}
     unit_of = [number[t.name] for t in problem.tables]
-    load = np.zeros((len(units), 2))
+    load = np.zeros((len(units), 2))  # [U, 2]
     codes = model.encode([Shard.whole(t) for t in problem.tables])
     np.add.at(load[:, _WORK], unit_of, np.asarray(model.head(codes), dtype=float))
     np.add.at(load[:, _MEMORY], unit_of, [float(table_bytes(t, problem)) for t in problem.tables])
-    affinity = np.zeros((len(units), len(units)))
+    affinity = np.zeros((len(units), len(units)))  # [U, U]
     in_matrix = [number[name] for name in towers.tables]
+    # Affinity of a table to itself says nothing.
     np.add.at(affinity, np.ix_(in_matrix, in_matrix), towers.matrix() * (1 - np.eye(len(in_matrix))))
     local = local_batch_bytes(problem)
     free = [max(0, may_hold - local) for may_hold in held_bytes(problem)]
@@ -336,6 +339,7 @@ def _units(problem: Problem, towers: Towers) -> list[tuple[str, ...]]:
         for name in group[1:]:
             unit, other = unit_of[group[0]], unit_of[name]
             if unit is not other:
+                # The smaller one moves, so that joining many is fast.
                 small, large = sorted((unit, other), key=len)
                 large += small
                 unit_of.update(dict.fromkeys(small, large))
@@ -373,7 +377,7 @@ def _require_all_fit(
 
 
 class Division:
-    """A division of units over hosts, found by local search.
+    """A division of units over hosts, by local search.
 
     affinity: [U, U] symmetric.
     load: [U, 2] work and memory.
@@ -404,7 +408,7 @@ class Division:
         self.share = np.maximum(capacity / capacity.sum(0) * load.sum(0), 1e-300)
 
     def best(self) -> np.ndarray:
-        """[U] the host of each unit in the best division found."""
+        """[U] the host of each unit in the best division of all starts."""
         rng = np.random.default_rng(0)
         starts = min(_MOST_STARTS, max(2, 1 + _PAIRS // len(self.load) ** 2))
         found = [self._improved(self._greedy())]
@@ -437,15 +441,17 @@ class Division:
 
     def _penalty(self, totals: np.ndarray, hosts: np.ndarray) -> np.ndarray:
         """[...] penalties of hosts [...] that hold totals [..., 2]."""
-        relative = totals / self.share[hosts]
+        relative = totals / self.share[hosts]  # [..., 2]
         overfull = np.maximum(0.0, totals[..., _MEMORY] / self.memory[hosts] - 1)
         beyond = np.maximum(0.0, relative - (1 + self.tolerance)).sum(-1)
         return _OVERFULL * overfull + _UNBALANCED * beyond + _UNEVEN * (relative**2).sum(-1) / len(self.share)
 
     def _greedy(self) -> np.ndarray:
         """[U] hosts: units by falling load, each where it costs least."""
+        # Large units first: small ones even out the hosts at the end.
         order = np.argsort(-(self.load / self.share.sum(0)).max(1), kind="stable")
         host, totals = np.full(len(self.load), -1), np.zeros_like(self.share)
+        # [U, H] affinity to units that are placed already.
         near, per_unit = np.zeros(self.allowed.shape), 1 / (self.all_affinity or 1.0)
         for u in order:
             after = self._penalty(totals + self.load[u], self.hosts)
@@ -488,6 +494,7 @@ class Division:
         self, u: int, here: int, totals: np.ndarray, now: np.ndarray, near: np.ndarray
     ) -> np.ndarray:
         """[H] cost of moving a unit to each host. inf where it may not be, or is."""
+        # Penalties of the host that it leaves and of each that it may enter; then lost affinity.
         leaves = self._penalty(totals[here] - self.load[u], self.hosts[here]) - now[here]
         enters = leaves + self._penalty(totals + self.load[u], self.hosts) - now
         costs = enters - (near[u] - near[u, here]) / (self.all_affinity or 1.0)
@@ -498,7 +505,8 @@ class Division:
     ) -> np.ndarray:
         """[U] cost of exchanging a unit with each other one. inf where they may not, or share a host."""
         here, v = host[u], np.arange(len(host))
-        differs = self.load[u] - self.load
+        differs = self.load[u] - self.load  # [U, 2] that the other host gains
+        # The affinity between both stays between hosts, but `near` counts it as gained, twice.
         loses = near[u, here] - near[u, host] + near[v, host] - near[v, here] + 2 * self.affinity[u]
         first = self._penalty(totals[here] - differs, np.full(len(host), here)) - now[here]
         both = first + self._penalty(totals[host] + differs, host) - now[host]

@@ -59,7 +59,7 @@ class Seen:
 
     latents: [..., D, L] sums of the shards', over the device's speed.
     used: [..., D] share of the memory.
-    costs: [..., D, PARTS] ms by the cost model; None if nobody asked it.
+    costs: [..., D, PARTS] ms by the cost model; None where policies do without.
     context: [..., H] of the shard that comes next; None if the policy has none.
     """
 
@@ -118,6 +118,7 @@ class DreamShard(Net):
 
     def latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
         """[N, L]: the policy's, and those of the cost network if there is one."""
+        # Side by side: a rollout then sums both with one array.
         x = _scaled(w, features, xp)
         nets = ("table",) if self.asks_model else ("table", "cost_table")
         return xp.concatenate([_relu(_mlp(w, name, x)) for name in nets], -1)
@@ -132,6 +133,7 @@ class DreamShard(Net):
 
     def parts(self, w: Weights, latents: Any) -> Any:
         """[..., PARTS] predicted costs of devices [..., L]."""
+        # Three small heads in one product.
         hidden = _relu(_linear(w, "heads.0", latents[..., LATENTS:]))
         hidden = hidden.reshape(*hidden.shape[:-1], PARTS, _H)
         return (hidden * w["heads.1.weight"]).sum(-1) + w["heads.1.bias"]
@@ -166,6 +168,7 @@ class AutoShard(Net):
 
     def context(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
         n = latents.shape[-2]
+        # The share of shards that are placed already, [N, 1].
         done = (xp.arange(n, dtype=xp.float32) / n)[:, None]
         progress = xp.broadcast_to(_relu(_linear(w, "progress", done)), latents.shape)
         return _lstm(w, "lstm.1", _lstm(w, "lstm.0", xp.concatenate([latents, progress], -1), xp), xp)
@@ -173,6 +176,7 @@ class AutoShard(Net):
     def scores(self, w: Weights, seen: Seen, xp: ModuleType = np) -> Any:
         facts = xp.stack([self.cost(w, seen.latents), seen.used], -1)
         devices = xp.concatenate([seen.latents, _relu(_linear(w, "device", facts))], -1)
+        # Each device is scored against the shard that comes next, [..., D, 3 H].
         state = xp.broadcast_to(seen.context[..., None, :], devices.shape)
         return _mlp(w, "score", xp.concatenate([state, devices, state * devices], -1), layers=4)[..., 0]
 
@@ -227,6 +231,7 @@ def _lstm(w: Weights, name: str, x: Any, xp: ModuleType) -> Any:
         # By tanh, as exp overflows at weights that a file may have.
         return 0.5 + 0.5 * xp.tanh(0.5 * x)
 
+    # Inputs of all steps in one product; only the state has to go step by step.
     gates = x @ w[f"{name}.input"] + w[f"{name}.bias"]
     h = memory = gates[..., 0, :_H] * 0
     outputs = []

@@ -53,6 +53,7 @@ class Policy:
     def __post_init__(self) -> None:
         """Raise ShardCoreError for a weight that is missing, unknown, of another shape, or out of range."""
         require(self.name in NETS, f"policy has the name {self.name!r}; known are {', '.join(NETS)}")
+        # A file from elsewhere may have any weights, and formulas would fail far from here.
         for name in sorted(set(self.weights) ^ set(self.net.shapes)):
             raise ShardCoreError(f"weight {name!r} is {'not known' if name in self.weights else 'missing'}")
         for name, shape in self.net.shapes.items():
@@ -101,6 +102,7 @@ def place(
             "(python -m shardcore train-policy)"
         )
     rng, meter = np.random.default_rng(seed), (budget or Budget()).start()
+    # The first search places greedily; random plans follow while the budget lasts.
     beam = Beam(problem, model, Rollouts(policy.net, policy.weights), config, meter)
     return beam.plan(
         lambda n: Rollouts(policy.net, policy.weights, n, rng, greedy_first=False),
@@ -124,6 +126,7 @@ def read_policy(folder: str | Path) -> Policy:
     that was trained on other features than this ShardCore computes.
     """
     meta, weights = model_files.read_model(folder, "policy")
+    # Features in another order would be read as others, without an error.
     trained_on = meta.pop("features", None)
     require(
         trained_on == list(FEATURES),

@@ -49,6 +49,7 @@ class Rollout(Placed):
         _, n_plans, n, n_devices = self.legal.shape
         held = np.zeros((n_plans, n + 1, n_devices, n_numbers), np.float32)
         plan, step = np.ogrid[:n_plans, :n]
+        # A step replaces the strip's number on one device. Sums over steps tell what is held.
         held[plan, step + 1, self.devices[0], self.before[0]] -= 1
         held[plan, step + 1, self.devices[0], self.after[0]] += 1
         return np.cumsum(held, axis=1, out=held)
@@ -89,12 +90,12 @@ class Rollouts:
         state = PlacementState(cache, keys, (n_states, self.plans), self.priced or self.net.asks_model)
         noise = self._noise((n_states, self.plans, n, n_devices))
         sums = np.zeros((n_states, self.plans, n_devices, latents.shape[1]), np.float32)
-        speed = cache.speed.astype(np.float32)[:, None]
+        speed = cache.speed.astype(np.float32)[:, None]  # [D, 1]
         legal, used = np.zeros(noise.shape, bool), np.zeros(noise.shape, np.float32)
         costs = np.zeros((*noise.shape, PARTS), np.float32) if self.net.asks_model else None
         devices, before, after = (np.zeros(noise.shape[:-1], np.int64) for _ in range(3))
         at = np.ogrid[:n_states, : self.plans]
-        room = np.maximum(state.free, 1)
+        room = np.maximum(state.free, 1)  # a device may have no memory at all
 
         for i in range(n):
             strip, units = keys[:, i, 0][:, None], keys[:, i, 1][:, None]  # [C, 1]

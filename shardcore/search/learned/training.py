@@ -207,9 +207,11 @@ def train(
         all_prepared = [Prepared(problem, model) for problem in problems]
         unseen = [Prepared(problem, model) for problem in validation]
         greedy = np.array([_greedy_ms(problem, model.for_problem(problem)) for problem in validation])
+        # The learner changes its arrays in place, so validation sees each round's weights.
         learner = learner_of(NETS[name], all_prepared, config)
         best, best_round, kept, curves = np.inf, 0, {}, []
         for i in range(config.rounds):
+            # The rate falls to 0, so the last rounds refine.
             for optimizer in learner.optimizers:
                 optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - i / config.rounds)
             values = learner.round()
@@ -322,6 +324,7 @@ class Batch:
 
     def __init__(self, plans: Sequence[PricedPlan]) -> None:
         self.sizes = [len(plan.speed) for plan in plans]
+        # Devices of all plans are numbered through.
         firsts = np.cumsum([0, *self.sizes[:-1]])
         devices = [plan.devices + first for plan, first in zip(plans, firsts, strict=True)]
         self.x = torch.from_numpy(np.concatenate([plan.x for plan in plans]))
@@ -409,7 +412,7 @@ class Learner:
 
     def policy_loss(self, logits: torch.Tensor, rollout: Rollout, advantage: torch.Tensor) -> torch.Tensor:
         """REINFORCE's loss. advantage: [K, N] or [K, 1]."""
-        logs = logits.log_softmax(-1)
+        logs = logits.log_softmax(-1)  # [K, N, D]
         taken = logs.gather(-1, torch.from_numpy(rollout.devices[0])[..., None])[..., 0]
         entropy = -(logs.exp() * logs).sum(-1)
         # Where there is no choice, there is nothing to learn.
@@ -433,6 +436,7 @@ class DreamShardLearner(Learner):
         if self.costs:
             drawn = self.drawn(config.priced)
             priced = [self.priced(prepared, self.roll(prepared, 1, True)) for prepared in drawn]
+            # A plan that does not fit has no cost to learn.
             self.plans += [plan for plan in priced if np.isfinite(plan.total)]
             updates = config.cost_updates if self.plans else 0
             losses = [self.cost_update(self.costs) for _ in range(updates)]
@@ -450,7 +454,7 @@ class DreamShardLearner(Learner):
         losses, entropies = [], []
         for prepared in self.drawn(self.config.problems_at_once):
             rollout = self.roll(prepared, self.config.plans_each, self.net.asks_model)
-            ms = rollout.total_ms[0]
+            ms = rollout.total_ms[0]  # [K]
             if not self.net.asks_model:
                 ms = np.where(np.isfinite(ms), self.net.overall(self.arrays, rollout.latents[0]), np.inf)
             logits, _ = self.logits(prepared, rollout)
@@ -479,6 +483,7 @@ class AutoShardLearner(Learner):
 
     def cost_update(self) -> float:
         batch, sums = self.batch()
+        # Forward and backward compute of each device, [B].
         errors = self.net.cost(self.w, sums) - (batch.parts[:, 0] + batch.parts[:, 2])
         return _step(self.all, (errors**2).mean())
 
@@ -488,11 +493,13 @@ class AutoShardLearner(Learner):
         for prepared in self.drawn(self.config.problems_at_once):
             rollout = self.roll(prepared, self.config.plans_each, True)
             self.plans.append(self.priced(prepared, rollout))
+            # Forward and backward compute, without exchanges: [K, D].
             compute = rollout.parts_ms[0, ..., 0] + rollout.parts_ms[0, ..., 2]
             balance = compute.min(-1) / np.maximum(compute.max(-1), 1e-9)
             reward = torch.from_numpy(np.where(np.isfinite(rollout.total_ms[0]), balance, -1.0)).float()
             logits, context = self.logits(prepared, rollout)
             errors = reward[:, None] - self.net.value(self.w, context)
+            # The critic's error is the advantage. No gradient may flow through it to the policy.
             loss = self.policy_loss(logits, rollout, errors.detach())
             losses.append(loss + 0.5 * (errors**2).mean())
             values.append((float(balance.mean()), _mean_entropy(logits)))
@@ -512,6 +519,7 @@ def _initial(
     shapes: dict[str, tuple[int, ...]], all_prepared: Sequence[Prepared], seed: int
 ) -> dict[str, torch.Tensor]:
     """Weights at the start. Features of the problems' tables set their scaling."""
+    # Number 0, which is nothing, has no features to scale by.
     x = np.concatenate([prepared.x[prepared.bundle > 0] for prepared in all_prepared])
     # A device in an even plan costs about 1.
     scale_ms = max(float(np.mean([prepared.compute_ms for prepared in all_prepared])), 1e-6)

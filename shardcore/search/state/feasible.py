@@ -51,8 +51,10 @@ def _feasible_shards(problem: Problem) -> tuple[Shard, ...]:
     for placement in (p for p in fitting(problem).placements if p.shard.table.name not in fixed):
         # A table on several devices is whole, or divided by rows.
         divided = division(placement.shard.table, problem) if len(placement.devices) > 1 else None
-        by_rows = divided is not None and divided.kind == placement.kind
-        shards += [s for _, s in shards_on(divided)] if by_rows else [placement.shard]
+        if divided is not None and divided.kind == placement.kind:
+            shards += [s for _, s in shards_on(divided)]
+        else:
+            shards.append(placement.shard)
     return tuple(shards)
 
 

@@ -44,10 +44,10 @@ _LARGE = 1 << 16
 
 @dataclass(frozen=True)
 class Way:
-    """How a table runs.
+    """A way to run a table.
 
     kind: of sharding.
-    parts: shards of all rows by columns, each for a device of its own.
+    parts: shards of all rows by columns, each for another device.
     devices: the group that shares the table. Empty for such shards.
     """
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from shardcore.core.types import Plan
-from shardcore.search.state.shard_cost_cache import ShardCostCache
+from shardcore.search.state.shard_cost_cache import Integers, ShardCostCache
 from shardcore.search.state.shards import fixed_placements, placed, priced
 from shardcore.step.kinds import run_of, shards_on
 from shardcore.step.memory import held_bytes
@@ -91,7 +91,7 @@ class PlacementState:
         host = np.array([d.host for d in self.cache.problem.topology.devices])
         return (host[:, None] == host).astype(float)
 
-    def fits(self, strip: ArrayLike, units: ArrayLike) -> np.ndarray:
+    def fits(self, strip: Integers, units: Integers) -> np.ndarray:
         """[..., D] bool: devices that may hold the shard and have the memory, in each phase of a step."""
         before = self.held[(*self._plans, strip)]
         strips, more = np.asarray(strip)[..., None], np.asarray(units)[..., None]
@@ -158,7 +158,7 @@ class PlacementState:
                 bytes_beyond += sums @ (account.coefficients[account.runs[run]] - first)
         return np.append(bytes_beyond, cache.caches.total(parts, cache.problem))
 
-    def place(self, strip: ArrayLike, units: ArrayLike, device: ArrayLike) -> None:
+    def place(self, strip: Integers, units: Integers, device: Integers) -> None:
         """Add a shard. It has to fit: the caller checks."""
         cache = self.cache
         # Index tuples into [..., S, D], [..., D] and [..., D, K].
@@ -184,7 +184,7 @@ class PlacementState:
         self.sums[of_kind] = sums
         self.op_ms[of_kind] = cache.model.head(sums.reshape(-1, sums.shape[-1])).reshape(sums.shape[:-1])
 
-    def remove(self, strip: ArrayLike, units: ArrayLike, device: ArrayLike) -> None:
+    def remove(self, strip: Integers, units: Integers, device: Integers) -> None:
         """Undo a `place`."""
         self.place(strip, -units, device)
 

@@ -188,7 +188,7 @@ def shown(names: Iterable[str]) -> str:
 
 
 def _remedy(problem: Problem) -> str:
-    """How much more memory per device, or how many more devices, would be enough, by the exact count."""
+    """The least memory per device, or number of devices, that has to be added, by the exact count."""
     lacks = roomiest(problem)[1]
     reserved_by_default = problem.constraints.reserved_bytes == default_reserve(problem.topology.devices)
     # Of more memory, more is kept free.
@@ -218,7 +218,7 @@ def _fits(problem: Problem) -> bool:
 
 
 def _more_devices(problem: Problem) -> int | None:
-    """How many more devices like the largest are enough. The batch stays divisible. None if too many."""
+    """The least number of further devices like the largest that divide the batch. None if too many."""
     devices = problem.topology.devices
     largest = replace(max(devices, key=lambda d: d.memory_bytes), host=devices[-1].host)
     numbers = [n for n in range(1, MOST_DEVICES + 1) if problem.global_batch % (len(devices) + n) == 0]

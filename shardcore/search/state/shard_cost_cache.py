@@ -53,6 +53,8 @@ _AT_ONCE = 1 << 14
 """Shards that are encoded between two reports."""
 ShardKey = tuple[int, int]
 """A shard as strip and number of units."""
+Integers = int | np.ndarray
+"""An integer, or one for each plan of a batch."""
 
 
 class ShardCostCache:
@@ -381,7 +383,7 @@ class ShardCostCache:
             self._codes = np.concatenate([self._codes.reshape(-1, codes.shape[1]), codes])
             self._single_ms = np.concatenate([self._single_ms, self.model.head(codes)])
 
-    def numbers(self, strips: np.ndarray, units: np.ndarray) -> np.ndarray:
+    def numbers(self, strips: Integers, units: Integers) -> np.ndarray:
         """[...] numbers of the shards of these strips and units; both arguments broadcast.
 
         The shards have to be computed before: the number of any other is -1.
@@ -399,10 +401,9 @@ class ShardCostCache:
 
     def comm(self, compute_ms: np.ndarray, outputs: np.ndarray, id_bytes: np.ndarray) -> CommCost:
         """The collectives of a step. Arguments as in `total_ms`."""
-        of_run, ids = (
-            {run: of[..., k] for k, run in enumerate(self.runs_of_plan)} for of in (outputs, id_bytes)
-        )
-        traffic = traffic_of_outputs(of_run, self.problem, ids)
+        runs = list(enumerate(self.runs_of_plan))
+        outputs_of, ids_of = ({run: of[..., k] for k, run in runs} for of in (outputs, id_bytes))
+        traffic = traffic_of_outputs(outputs_of, self.problem, ids_of)
         return self.model.comm(traffic, compute_ms, self.problem.topology)
 
 

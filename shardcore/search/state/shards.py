@@ -51,13 +51,12 @@ def row_range(shard: Shard) -> RowRange:
 
 
 def bundles(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:
-    """Group shards into bundles: the tables of constraints.together, and every other shard by itself."""
-    if not problem.bundle_of:
-        return [(shard,) for shard in shards]
-    found: dict[tuple[str, ...] | int, list[Shard]] = defaultdict(list)
+    """Group shards into bundles: the tables of constraints.together, and every other shard alone."""
+    bundle_of = problem.bundle_of
+    grouped: dict[tuple[str, ...] | int, list[Shard]] = defaultdict(list)
     for i, shard in enumerate(shards):
-        found[problem.bundle_of.get(shard.table.name, i)].append(shard)
-    return list(map(tuple, found.values()))
+        grouped[bundle_of.get(shard.table.name, i)].append(shard)
+    return list(map(tuple, grouped.values()))
 
 
 def halve_columns(shard: Shard, unit: int = MIN_WIDTH) -> tuple[Shard, Shard] | None:
@@ -74,8 +73,8 @@ def halve_columns(shard: Shard, unit: int = MIN_WIDTH) -> tuple[Shard, Shard] | 
 def division(table: Table, problem: Problem) -> Placement | None:
     """The table with its rows divided over a group of devices. None where that is impossible.
 
-    It takes the first kind that constraints and the number of rows allow. Of several groups, such as
-    hosts, it takes the one that `_dealt` says.
+    The first kind that constraints and the number of rows allow. `_dealt` chooses among several groups,
+    such as hosts.
     """
     for layout in LAYOUTS.values():
         if layout.divides_rows and why_not(layout, table, problem) is None:
@@ -99,15 +98,13 @@ def divided_otherwise(problem: Problem) -> Iterator[Problem]:
     Plans of these problems are plans of the problem. Only one of its kinds is left to divide a table's rows.
     """
     for layout in (layout for layout in LAYOUTS.values() if layout.divides_rows):
-        kinds = {
-            t.name: tuple(
-                kind
-                for kind in problem.kinds_of.get(t.name, LAYOUTS)
-                if kind == layout.name or not LAYOUTS[kind].divides_rows
-            )
-            for t in searched_tables(problem)
-            if why_not(layout, t, problem) is None and division(t, problem).kind != layout.name
-        }
+        kinds = {}
+        for table in searched_tables(problem):
+            divided = division(table, problem) if why_not(layout, table, problem) is None else None
+            if divided is not None and divided.kind != layout.name:
+                allowed = problem.kinds_of.get(table.name, LAYOUTS)
+                others = {k for k in allowed if LAYOUTS[k].divides_rows and k != layout.name}
+                kinds[table.name] = tuple(kind for kind in allowed if kind not in others)
         if kinds:
             narrowed = tuple({**problem.kinds_of, **kinds}.items())
             yield replace(problem, constraints=replace(problem.constraints, kinds=narrowed))
@@ -121,24 +118,19 @@ def divides_rows(plan: Plan, problem: Problem) -> bool:
 
 @lru_cache(1 << 4)
 def _dealt(problem: Problem) -> Mapping[str, Group]:
-    """Groups for tables whose rows several may divide: the largest first, each where there are fewest bytes.
+    """Groups for tables whose rows several may divide: the largest first, each on the group with fewest bytes.
 
     Tables that have to be divided go before others.
     """
-    taken: dict[Group, int] = defaultdict(int)
-    found = {}
+    n_bytes: dict[Group, int] = defaultdict(int)
+    dealt = {}
     for table in sorted(problem.tables, key=lambda t: (problem.may_run(WHOLE_ROWS, t), -t.bytes)):
-        several = (
-            groups
-            for layout in LAYOUTS.values()
-            if layout.divides_rows
-            and why_not(layout, table, problem) is None
-            and len(groups := shared_groups(layout, table, problem)) > 1
-        )
+        kinds = (y for y in LAYOUTS.values() if y.divides_rows and why_not(y, table, problem) is None)
+        several = (groups for y in kinds if len(groups := shared_groups(y, table, problem)) > 1)
         if groups := next(several, None):
-            found[table.name] = min(groups, key=taken.__getitem__)
-            taken[found[table.name]] += table.bytes
-    return found
+            dealt[table.name] = min(groups, key=n_bytes.__getitem__)
+            n_bytes[dealt[table.name]] += table.bytes
+    return dealt
 
 
 def why_not(layout: Layout, table: Table, problem: Problem) -> str | None:
@@ -155,11 +147,9 @@ def why_not(layout: Layout, table: Table, problem: Problem) -> str | None:
     if layout.divides_rows or layout.local_batch:
         if layout.divides_rows and table.name in problem.whole:
             return f"{layout.name} cuts it, and it must stay whole ({problem.kept_whole_by(table.name)})"
-        return (
-            None
-            if shared_groups(layout, table, problem)
-            else (f"no devices share a table of {table.rows} rows by {layout.name}, where it may live")
-        )
+        if shared_groups(layout, table, problem):
+            return None
+        return f"no devices share a table of {table.rows} rows by {layout.name}, where it may live"
     width = table.dim if table.name in problem.whole else problem.most_width(table)
     if not 0 < width <= most:
         return f"no cut of its {table.dim} columns into shards of at most {most}, which FBGEMM's CUDA op runs"
@@ -184,9 +174,9 @@ def on_all_devices(table: Table, problem: Problem) -> bool:
 
 
 def fixed_placements(problem: Problem) -> tuple[Placement, ...]:
-    """The placements of tables that constraints.kinds have on all devices, each by the kind that takes least.
+    """Placements of tables that constraints.kinds have on all devices, by the kind with the least memory.
 
-    There is nothing to search: every plan has them so.
+    There is nothing to search: every plan has them.
 
     Raises ShardCoreError for a table that none of its kinds can run, and for one on all devices that other
     constraints keep on some devices or whole.
@@ -196,17 +186,15 @@ def fixed_placements(problem: Problem) -> tuple[Placement, ...]:
 
 @lru_cache(16)
 def _fixed(problem: Problem) -> tuple[Placement, ...]:
-    found = []
+    fixed = []
     for table in (t for t in problem.tables if t.name in problem.kinds_of):
         _require_possible(table, problem)
         if on_all_devices(table, problem):
-            possible = [
-                Placement(kind, Shard.whole(table), problem.topology.ranks)
-                for kind in problem.kinds_of[table.name]
-                if why_not(layout_of(kind), table, problem) is None
-            ]
-            found.append(min(possible, key=lambda p: account_of([p], problem).loads([p]).max()))
-    return tuple(found)
+            whole, kinds = Shard.whole(table), problem.kinds_of[table.name]
+            possible = [kind for kind in kinds if why_not(layout_of(kind), table, problem) is None]
+            placements = [Placement(kind, whole, problem.topology.ranks) for kind in possible]
+            fixed.append(min(placements, key=lambda p: account_of([p], problem).loads([p]).max()))
+    return tuple(fixed)
 
 
 def searched_tables(problem: Problem) -> tuple[Table, ...]:
@@ -233,8 +221,8 @@ def _require_possible(table: Table, problem: Problem) -> None:
                 f"({', '.join(kinds)}, on all devices) and in constraints.{constraint}; it "
                 "needs to be in one of them"
             )
-    reasons = [why_not(layout_of(kind), table, problem) for kind in kinds]
-    if None in reasons:
+    reasons = [reason for kind in kinds if (reason := why_not(layout_of(kind), table, problem))]
+    if len(reasons) < len(kinds):
         return
     free = replace(problem, constraints=replace(asked, kinds=()))
     others = [name for name, layout in LAYOUTS.items() if why_not(layout, table, free) is None]
@@ -246,7 +234,7 @@ def _require_possible(table: Table, problem: Problem) -> None:
 
 
 def layout_of_shard(shard: Shard, problem: Problem) -> Layout:
-    """How a shard runs."""
+    """The layout by which a shard runs."""
     kind = WHOLE_ROWS.name if shard.full_rows else required_division(shard.table, problem).kind
     return run_of(kind, shard.table)
 
@@ -265,7 +253,7 @@ IMPOSSIBLE = 1 << 51
 
 
 def may_be_on_a_device(shard: Shard, problem: Problem) -> bool:
-    """Tell if a device may have so many columns of a table, with all rows. It may have any range of rows."""
+    """Tell if a device may have so many columns of a table, with all rows. It may have any row range."""
     table = shard.table
     if not shard.full_rows:
         return True
@@ -311,10 +299,9 @@ def consolidate(placements: Iterable[Placement]) -> tuple[Placement, ...]:
     groups: dict[RowRange, list[Placement]] = defaultdict(list)
     for placement in ticking(placements):
         groups[row_range(placement.shard)].append(placement)
-    result = []
+    result: list[Placement] = []
     for group in groups.values():
-        # The most common case by far.
-        if len(group) == 1:
+        if len(group) == 1:  # the most common case by far
             result += group
             continue
         # Columns of each owner: merging them loses nothing, as columns are exchangeable.
@@ -349,26 +336,16 @@ def _position(shard: Shard) -> tuple[str, int, int, int, int]:
     return shard.table.name, shard.row_lo, shard.row_hi, shard.col_lo, shard.col_hi
 
 
-def to_plan(
-    shards: Sequence[Shard], devices: Sequence[int], problem: Problem, model: CostModel, **provenance: Any
-) -> Plan:
-    """The consolidated plan that puts shards[i] on devices[i], with provenance and predicted cost.
-
-    Raises as `priced` does. So a search cannot lose or double a shard unnoticed.
-    """
-    return priced(placed([(s,) for s in shards], devices, problem), problem, model, **provenance)
-
-
 def placed(bundles: Sequence[Bundle], devices: Sequence[int], problem: Problem) -> list[Placement]:
     """Placements for bundles[i] on devices[i].
 
     The row ranges of a divided table become one placement. All of them have to be there.
     """
-    found, ranges = [], defaultdict(list)
+    placements, ranges = [], defaultdict(list)
     for bundle, device in ticking(zip(bundles, devices, strict=True)):
         for shard in bundle:
             if shard.full_rows:
-                found.append(Placement(WHOLE_ROWS.name, shard, (int(device),)))
+                placements.append(Placement(WHOLE_ROWS.name, shard, (int(device),)))
             else:
                 ranges[shard.table].append((int(device), shard))
     for table, shards in ranges.items():
@@ -378,8 +355,8 @@ def placed(bundles: Sequence[Bundle], devices: Sequence[int], problem: Problem) 
             raise RuntimeError(
                 f"a search placed rows of table {table.name!r} as {shards[:3]}; they are divided as {whole}"
             )
-        found.append(whole)
-    return found
+        placements.append(whole)
+    return placements
 
 
 def cheapest(plans: Iterable[Plan], problem: Problem) -> Plan:

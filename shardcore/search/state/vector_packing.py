@@ -62,11 +62,16 @@ class VectorPacking:
         if full_lacks < lacks:
             lacks, devices = full_lacks, full_devices
         if lacks > 0 and len(self.order) <= _FEW:
-            self._nodes, self._best = _NODES, (min(lacks, most), None)
-            self._deepen(0, self.load.copy(), self.before, [0] * len(self.order))
-            if self._best[1] is not None:
-                lacks, devices = self._best
+            least, of_least = self._depth_first(min(lacks, most))
+            if of_least is not None:
+                lacks, devices = least, of_least
         return lacks, devices if lacks < most else None
+
+    def _depth_first(self, most: float) -> tuple[float, list[int] | None]:
+        self._nodes = _NODES
+        self._best: tuple[float, list[int] | None] = most, None
+        self._deepen(0, self.load.copy(), self.before, [0] * len(self.order))
+        return self._best
 
     def _after(self, i: int, load: np.ndarray, devices: Sequence[int], placed: int) -> np.ndarray:
         """[D] bytes that each device lacks with shard i on top of load [P, D]. inf where it may not be."""

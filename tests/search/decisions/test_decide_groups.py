@@ -117,12 +117,6 @@ def test_rows_in_host_memory_cross_their_link_twice_to_be_averaged():
     assert costs[1] - costs[0] == pytest.approx(2 * given.tables[0].bytes / 25e6)
 
 
-def test_any_sharder_searches_groups_and_the_same_seed_finds_the_same():
-    given = problem(hosts=1)
-    twice = [found(given, 1, "2", "anneal_columns", seed=3, budget=Budget(evals=300)) for _ in range(2)]
-    assert [c.plan for c in twice[0]] == [c.plan for c in twice[1]]
-
-
 def test_even_bytes_are_kept_where_synchronising_costs_most():
     """The annealer makes steps cheap, whatever a device holds."""
     given = problem()

@@ -263,45 +263,42 @@ def test_slow_links_between_hosts_make_towers_pay():
 # --- what is refused ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "towers, said",
-    [
-        (Towers(2, (("t0", "who"),)), "towers have table 'who', which problem 'towers' does not have"),
-        (Towers(2, (), ("who",), ((0.0,),)), "towers have table 'who', which problem"),
-    ],
-)
-def test_tables_that_are_not_there_are_named(towers, said):
-    with pytest.raises(ShardCoreError, match=said):
-        tower_hosts(problem_of(), towers, MODEL)
+APART = Constraints(pinned=(("t0", ("a",)), ("t1", ("b",))))
 
 
 @pytest.mark.parametrize(
-    "hosts, said",
+    "make, towers, said",
     [
-        ("aaaa", "has 1 host; towers need 2 or more"),
-        ("aaab", "has hosts of 1 to 3 devices; towers need as many"),
+        (problem_of, Towers(2, (("t0", "who"),)), "towers have table 'who', which problem 'towers' does not"),
+        (problem_of, Towers(2, (), ("who",), ((0.0,),)), "towers have table 'who', which problem"),
+        (lambda: problem_of(hosts="aaaa"), pairs(), "has 1 host; towers need 2 or more"),
+        (lambda: problem_of(hosts="aaab"), pairs(), "has hosts of 1 to 3 devices; towers need as many"),
+        (lambda: problem_of(constraints=APART), pairs(), "'t0', 't1' on one host, but constraints.pinned"),
+        (
+            lambda: tower_hosts(problem_of(), pairs(), MODEL).problem,
+            pairs(),
+            "has job.tower_ratio 4.0, so its towers are placed already",
+        ),
     ],
 )
-def test_hosts_that_cannot_have_towers(hosts, said):
+def test_what_cannot_have_towers_is_refused(make, towers, said):
     with pytest.raises(ShardCoreError, match=said):
-        tower_hosts(problem_of(hosts=hosts), pairs(), MODEL)
-    pinned = Constraints(pinned=tuple((f"t{i}", (0,)) for i in range(12)))
-    plain = problem_of(hosts=hosts, constraints=pinned)
-    with pytest.raises(ShardCoreError, match=said):
-        replace(plain, job=replace(plain.job, tower_ratio=2.0))
+        tower_hosts(make(), towers, MODEL)
 
 
-def test_a_job_with_towers_needs_each_table_on_one_host():
-    problem = problem_of(constraints=Constraints(pinned=(("t0", (0, 1)),)))
-    with pytest.raises(ShardCoreError, match="'t1' may live on several hosts; it needs constraints.pinned"):
-        replace(problem, job=replace(problem.job, tower_ratio=2.0))
-    with pytest.raises(ShardCoreError, match="job has tower_ratio 0.5; it needs 1 to"):
-        replace(problem.job, tower_ratio=0.5)
-    apart = problem_of(constraints=Constraints(pinned=(("t0", ("a",)), ("t1", ("b",)))))
-    with pytest.raises(ShardCoreError, match="'t0', 't1' on one host, but constraints.pinned leaves"):
-        tower_hosts(apart, pairs(), MODEL)
-    with pytest.raises(ShardCoreError, match="has job.tower_ratio 4.0, so its towers are placed already"):
-        tower_hosts(tower_hosts(problem_of(), pairs(), MODEL).problem, pairs(), MODEL)
+@pytest.mark.parametrize(
+    "hosts, pins, ratio, said",
+    [
+        ("aaaa", [(f"t{i}", (0,)) for i in range(12)], 2.0, "has 1 host; towers need 2 or more"),
+        ("aaab", [(f"t{i}", (0,)) for i in range(12)], 2.0, "has hosts of 1 to 3 devices; towers need as"),
+        ("aabb", [("t0", (0, 1))], 2.0, "'t1' may live on several hosts; it needs constraints.pinned"),
+        ("aabb", [], 0.5, "job has tower_ratio 0.5; it needs 1 to"),
+    ],
+)
+def test_a_job_with_towers_needs_each_table_on_one_host(hosts, pins, ratio, said):
+    problem = problem_of(hosts=hosts, constraints=Constraints(pinned=tuple(pins)))
+    with pytest.raises(ShardCoreError, match=said):
+        replace(problem, job=replace(problem.job, tower_ratio=ratio))
 
 
 def test_a_group_that_does_not_fit_is_named_and_by_how_much():

@@ -7,6 +7,7 @@ P parameters, L log entries, K kinds of what single devices hold, N runs (step/m
 M columns of State.memory.
 X exchanges: one of outputs for each kind, then one of ids for each kind and layout.
 Y layouts of what groups of devices share, G groups.
+B slots of a run's stage, E edits of a move, C counters. Digits stand for themselves.
 
 Strips and units are defined in search/state/shard_cost_cache.py.
 """
@@ -20,7 +21,7 @@ import numba
 import numpy as np
 from numba import boolean, float64, int16, int32, int64, uint64
 
-from shardcore.search.anneal.compiled.pointers import Record, pointer
+from shardcore.search.anneal.compiled.pointers import Array, Record, pointer
 
 HEAD = numba.types.FunctionType(float64(float64[::1], float64[::1]))
 """The type of every model's compiled head. One type, so that the search is compiled once for all models."""
@@ -53,7 +54,7 @@ class SearchProblem(NamedTuple):
     host_busiest: float64[::1]  # [X] ms per load of the busiest host
     total: float64[::1]  # [X] ms per load of all devices together
     once: float64[::1]  # [X] ms if there is any load at all
-    # The same of the work that devices have with ids, which is part of these ms. 0 for outputs.
+    # The same for the work of devices with ids, which these ms include. 0 for outputs.
     work_busiest: float64[::1]  # [X]
     work_total: float64[::1]  # [X]
     work_once: float64[::1]  # [X]
@@ -75,16 +76,16 @@ class SearchProblem(NamedTuple):
     local_outputs: float64[::1]  # [S] bytes of a unit's outputs for a local batch
     local_ids: float64[::1]  # [S] bytes of its ids in a local batch, over all moments
     bucketized: float64[:, ::1]  # [Y, S] the same of ids in buckets
-    stepped: float64[:, ::1]  # [Y, S] bytes that the dense optimizer makes to update it
+    scratch: float64[:, ::1]  # [Y, S] bytes that the dense optimizer makes to update it
     rank: int64[::1]  # [S] place in the order in which TorchRec runs tables
     waiting_ids: float64  # bytes of the local batches that the pipeline holds
     run_collection: int64[::1]  # [N] number of its collection, pooled or not
     run_sequence: boolean[::1]  # [N] whether its outputs are not pooled
     run_replicas: boolean[::1]  # [N] whether its tables are replicas
-    # Multiples of a run's bytes in its turns: before, after, with the next run's first phase, in each phase.
-    turn_sums: float64[:, :, :, ::1]  # [N, 4, slots, 2] multiples of what entered and of lookups
-    turn_batch: float64[:, :, :, ::1]  # [N, 4, slots, 6] of its part of a local batch (see memory.frame)
-    turn_phases: int64[:, ::1]  # [N, 4] phases of a turn
+    # Multiples of a run's bytes in a stage. Slots are those of memory_account.StageCoefficients.
+    stage_sums: float64[:, :, :, ::1]  # [N, 4, slots, 2] multiples of what entered and of lookups
+    stage_batch: float64[:, :, :, ::1]  # [N, 4, slots, 6] of its share of a local batch (see memory.frame)
+    stage_phases: int64[:, ::1]  # [N, 4] phases of a stage
     sums_most: float64[:, ::1]  # [N, 2] the largest of these multiples
     host_free: float64  # bytes of a host's memory; infinite where they are not given
     # Terms of some shards in State.memory beyond their sums: limits, caches, and bundles of several runs.
@@ -98,7 +99,7 @@ class SearchProblem(NamedTuple):
     fixed_memory: float64[:, ::1]  # [D, M] as State.memory
     fixed_runs: float64[:, ::1]  # [N, 4] State.run_shards, run_partial, run_outputs, run_rank
     fixed_every: float64  # bytes of their ids in a local batch
-    fixed_stepped: float64  # bytes that the dense optimizer makes to update them
+    fixed_scratch: float64  # bytes that the dense optimizer makes to update them
     fixed_carried: int64[:, ::1]  # [D, X] as State.carried
     fixed_sums: float64[:, :, ::1]  # [D, K, F] as State.sums
     fixed_codes: float64[:, ::1]  # [G, F] as State.group_sums
@@ -115,57 +116,57 @@ class SearchProblem(NamedTuple):
 class State(NamedTuple):
     """One plan, with buffers to try a move. trial_*: values after a move, for its two devices."""
 
-    held: int16[:, ::1]  # [S, D] units
-    count: int64[::1]  # [D] number of strips on a device
-    strips: int32[:, ::1]  # [D, S] which strips; the first `count` entries are valid
-    sums: float64[:, :, ::1]  # [D, K, F] summed encodings of each fused op
-    ms: float64[:, ::1]  # [D, K] ms of each fused op at speed 1
-    carried: int64[:, ::1]  # [D, X] bytes that exchanges carry: outputs of each kind, and ids
-    memory: float64[:, ::1]  # [D, M] sums over a device's shards, see RESIDENT
-    left: float64[::1]  # [D] bytes left, at least; exact where less than nothing
-    load: float64[::1]  # [D] ms
-    hosts: int64[:, ::1]  # [H, X] the same of each host
-    all_carried: int64[::1]  # [X] the same of all devices
+    held: Array("SD", int16)  # units
+    count: Array("D", int64)  # number of strips on a device
+    strips: Array("DS", int32)  # which strips; the first `count` entries are valid
+    sums: Array("DKF", float64)  # summed encodings of each fused op
+    ms: Array("DK", float64)  # ms of each fused op at speed 1
+    carried: Array("DX", int64)  # bytes that exchanges carry: outputs of each kind, and ids
+    memory: Array("DM", float64)  # sums over a device's shards, see RESIDENT
+    left: Array("D", float64)  # bytes left, at least; exact where less than nothing
+    load: Array("D", float64)  # ms
+    hosts: Array("HX", int64)  # the same of each host
+    all_carried: Array("X", int64)  # the same of all devices
     # Rows: 0 loads in ms (only [0, 0] is used), 1 what devices carry, 2 what hosts carry.
-    norm: float64[:, ::1]  # [3, X] sums of p-th powers of value / ref
-    ref: float64[:, ::1]  # [3, X] means that the powers are relative to
-    group: int64[::1]  # [S] the group that shares the strip; -1: none
-    shared: int64[::1]  # [S] the shared strips; the first number[N_SHARED] are valid
-    group_sums: float64[:, ::1]  # [G, F] summed encodings
-    group_ms: float64[::1]  # [G] ms of the op on each of its devices, at speed 1
-    group_size: float64[::1]  # [G] sum of shared_size
-    group_memory: float64[:, :, ::1]  # [2, G, M] memory on each of its devices but the last, and on the last
-    group_ids: int64[::1]  # [G] bytes of ids that each of its devices receives
-    shared_ms: float64[::1]  # [D] ms of the ops of its groups, at speed 1
-    own_ms: float64[::1]  # [D] ms of exchanges set by its own groups' sizes
-    moved: int64[::1]  # [S] bytes of each table that moved
-    trial_sums: float64[:, :, ::1]  # [2, K, F]
-    trial_ms: float64[:, ::1]  # [2, K]
-    trial_carried: int64[:, ::1]  # [2, X]
-    on_host: float64[::1]  # [H] bytes in the hosts' memory
-    trial_memory: float64[:, ::1]  # [2, M]
-    trial_left: float64[::1]  # [2]
-    trial_load: float64[::1]  # [2]
-    trial_all_carried: int64[::1]  # [X]
-    trial_hosts: int64[::1]  # [H] bytes of ids of each host
-    trial_norm: float64[:, ::1]  # [3, X]
-    trial_group_sums: float64[:, ::1]  # [2, F] of the two groups that a move changes
-    trial_group_ms: float64[::1]  # [2]
-    trial_group_size: float64[::1]  # [G]
+    norm: Array("3X", float64)  # sums of p-th powers of value / ref
+    ref: Array("3X", float64)  # means that the powers are relative to
+    group: Array("S", int64)  # the group that shares the strip; -1: none
+    shared: Array("S", int64)  # the shared strips; the first number[N_SHARED] are valid
+    group_sums: Array("GF", float64)  # summed encodings
+    group_ms: Array("G", float64)  # ms of the op on each of its devices, at speed 1
+    group_size: Array("G", float64)  # sum of shared_size
+    group_memory: Array("2GM", float64)  # memory on each of its devices but the last, and on the last
+    group_ids: Array("G", int64)  # bytes of ids that each of its devices receives
+    shared_ms: Array("D", float64)  # ms of the ops of its groups, at speed 1
+    own_ms: Array("D", float64)  # ms of exchanges set by its own groups' sizes
+    moved: Array("S", int64)  # bytes of each table that moved
+    trial_sums: Array("2KF", float64)
+    trial_ms: Array("2K", float64)
+    trial_carried: Array("2X", int64)
+    on_host: Array("H", float64)  # bytes in the hosts' memory
+    trial_memory: Array("2M", float64)
+    trial_left: Array("2", float64)
+    trial_load: Array("2", float64)
+    trial_all_carried: Array("X", int64)
+    trial_hosts: Array("H", int64)  # bytes of ids of each host
+    trial_norm: Array("3X", float64)
+    trial_group_sums: Array("2F", float64)  # of the two groups that a move changes
+    trial_group_ms: Array("2", float64)
+    trial_group_size: Array("G", float64)
     # The local batch, see memory.frame.
-    run_shards: int64[::1]  # [N] shards
-    run_partial: int64[::1]  # [N] shards with some of the columns only
-    run_outputs: float64[::1]  # [N] bytes of a local batch's outputs
-    run_rank: int64[::1]  # [N] the least rank of its strips
-    order: int64[::1]  # [N] runs in their order; the first number[N_RUNS] are valid
-    frame: float64[:, :, ::1]  # [N, 4, slots] bytes of a local batch in a run's turns
-    frame_most: float64[::1]  # [1] the most bytes of a local batch in a phase
-    edit: int64[:, ::1]  # [MOST_EDITS, 3] a move: strip, device, units afterwards
+    run_shards: Array("N", int64)  # shards
+    run_partial: Array("N", int64)  # shards with some of the columns only
+    run_outputs: Array("N", float64)  # bytes of a local batch's outputs
+    run_rank: Array("N", int64)  # the least rank of its strips
+    order: Array("N", int64)  # runs in their order; the first number[N_RUNS] are valid
+    frame: Array("N4B", float64)  # bytes of a local batch in a run's stages
+    frame_most: Array("1", float64)  # the most bytes of a local batch in a phase
+    edit: Array("E3", int64)  # a move: strip, device, units afterwards
     # A device of -1 marks a change of group; the third entry is then the group before.
-    log: int32[:, ::1]  # [L, 3] done since the best plan: strip, device, units before
-    number: int64[::1]  # counters, see LOG
-    value: float64[::1]  # costs, see BEST
-    random: uint64[::1]  # [1] state of the random generator
+    log: Array("L3", int32)  # done since the best plan: strip, device, units before
+    number: Array("C", int64)  # counters, see LOG
+    value: Array("7", float64)  # costs, see BEST
+    random: Array("1", uint64)  # state of the random generator
 
 
 LOG, WORST, N_MOVED, BYTES_MOVED, N_SHARED, N_RUNS, WIDEST = range(7)
@@ -178,14 +179,14 @@ N_SHARED: strips that groups share.
 N_RUNS: runs that have a shard.
 WIDEST + x: the device that carries most in exchange x. It has to come last.
 """
-BEST, ENERGY, OVER, EVERY, STEPPED, JOINED, DENSE_PART = range(7)
+BEST, ENERGY, OVER, EVERY, SCRATCH, JOINED, DENSE_PART = range(7)
 """Indices of State.value.
 
 BEST: cost of the best plan met, in ms.
 ENERGY: smooth cost of the present plan, in ms.
 OVER: bytes that all devices together lack.
 EVERY: bytes of a local batch that are in all phases: its ids.
-STEPPED: bytes that the dense optimizer makes.
+SCRATCH: bytes that the dense optimizer makes.
 JOINED, DENSE_PART: bytes of a local batch's outputs while they are joined, and in the dense part.
 """
 RESIDENT, ARRIVED, ON_HOST, SUMS = range(4)
@@ -195,73 +196,39 @@ RESIDENT, ARRIVED, ON_HOST: of all runs, see Sums.
 SUMS + n: what entered of run n. SUMS + N + n: its lookups. SUMS + 2 N + n: its features, where FBGEMM's
 limits may bind. The others are counts of caches.
 """
-SLOT_BEFORE, SLOT_AFTER, SLOT_LINGERS, SLOT_PHASES = range(4)
-"""Indices of a turn's slots. SLOT_PHASES + i is phase i."""
+SLOT_BEFORE, SLOT_AFTER, SLOT_FREED_LATE, SLOT_PHASES = range(4)
+"""Indices of a stage's slots. SLOT_PHASES + i is phase i."""
 
 
 def empty(problem: SearchProblem, n_hosts: int, log_length: int, seed: int) -> State:
     """A State with nothing placed."""
-    (n_strips, _), n_devices, n_features = problem.shard.shape, len(problem.free), problem.codes.shape[1]
-    n_exchanges, n_groups = len(problem.own), len(problem.group_layout)
-    n_kinds, n_runs = len(problem.ids_by), len(problem.run_collection)
-    sums = problem.fixed_memory.shape[1]
-    shapes = {
-        "held": (n_strips, n_devices),
-        "count": n_devices,
-        "strips": (n_devices, n_strips),
-        "sums": (n_devices, n_kinds, n_features),
-        "ms": (n_devices, n_kinds),
-        "carried": (n_devices, n_exchanges),
-        "memory": (n_devices, sums),
-        "left": n_devices,
-        "on_host": n_hosts,
-        "load": n_devices,
-        "hosts": (n_hosts, n_exchanges),
-        "all_carried": n_exchanges,
-        "norm": (3, n_exchanges),
-        "ref": (3, n_exchanges),
-        "group": n_strips,
-        "shared": n_strips,
-        "group_sums": (n_groups, n_features),
-        "group_ms": n_groups,
-        "group_size": n_groups,
-        "group_memory": (2, n_groups, sums),
-        "group_ids": n_groups,
-        "shared_ms": n_devices,
-        "own_ms": n_devices,
-        "moved": n_strips,
-        "trial_sums": (2, n_kinds, n_features),
-        "trial_ms": (2, n_kinds),
-        "trial_carried": (2, n_exchanges),
-        "trial_memory": (2, sums),
-        "trial_left": 2,
-        "trial_load": 2,
-        "trial_all_carried": n_exchanges,
-        "trial_hosts": n_hosts,
-        "trial_norm": (3, n_exchanges),
-        "trial_group_sums": (2, n_features),
-        "trial_group_ms": 2,
-        "trial_group_size": n_groups,
-        "run_shards": n_runs,
-        "run_partial": n_runs,
-        "run_outputs": n_runs,
-        "run_rank": n_runs,
-        "order": n_runs,
-        "frame": problem.turn_sums.shape[:3],
-        "frame_most": 1,
-        "edit": (MOST_EDITS, 3),
-        "log": (log_length, 3),
-        "number": WIDEST + n_exchanges,
-        "value": 7,
-        "random": 1,
+    (n_strips, _), n_devices, n_exchanges = problem.shard.shape, len(problem.free), len(problem.own)
+    sizes = {
+        "S": n_strips,
+        "D": n_devices,
+        "H": n_hosts,
+        "F": problem.codes.shape[1],
+        "K": len(problem.ids_by),
+        "X": n_exchanges,
+        "G": len(problem.group_layout),
+        "N": len(problem.run_collection),
+        "M": problem.fixed_memory.shape[1],
+        "B": problem.stage_sums.shape[2],
+        "C": WIDEST + n_exchanges,
+        "E": MOST_EDITS,
+        "L": log_length,
+        **{str(n): n for n in range(10)},
     }
-    found = State(
-        **{name: np.zeros(shapes[name], State.__annotations__[name].dtype.name) for name in State._fields}
+    state = State(
+        **{
+            name: np.zeros([sizes[dim] for dim in array.dims], array.dtype.name)
+            for name, array in State.__annotations__.items()
+        }
     )
-    found.ref[:], found.group[:], found.value[:] = 1.0, -1, np.inf
+    state.ref[:], state.group[:], state.value[:] = 1.0, -1, np.inf
     # Spread small seeds over 64 bits. xorshift must not start at 0, where it stays.
-    found.random[0] = (seed * 2654435769 + 88172645463325252) % 2**64 or 1
-    return found
+    state.random[0] = (seed * 2654435769 + 88172645463325252) % 2**64 or 1
+    return state
 
 
 problem_at = pointer(Record(SearchProblem))

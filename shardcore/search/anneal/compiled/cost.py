@@ -19,10 +19,10 @@ POWERS = 5
 @inner
 def power(x):
     """x ** p by repeated squaring. Written out, as numba takes long over a loop."""
-    x *= x
-    x *= x
-    x *= x
-    x *= x
+    x *= x  # x ** 2
+    x *= x  # x ** 4
+    x *= x  # x ** 8
+    x *= x  # x ** 16
     return x * x
 
 
@@ -77,6 +77,7 @@ def shared_exchange(fx, size):
     The share that depends on a group's own size is not included. State.own_ms holds it for each device.
     """
     ms = 0.0
+    # The collectives of layouts run one after the other.
     for y in range(len(fx.shared_once)):
         total = most = 0.0
         for g in range(len(size)):
@@ -125,6 +126,7 @@ def energy_of(fx, ref, norm, all_carried, group_size):
             ms = fx.once[x] + fx.total[x] * all_carried[x] + fx.busiest[x] * busiest
             if fx.host_busiest[x] > 0.0:
                 ms += fx.host_busiest[x] * ref[2, x] * root(norm[2, x])
+            # Exchanges of outputs come first. Those of ids may hide behind the dense part.
             if x < len(fx.ids_by):
                 cost += ms
             else:
@@ -136,6 +138,7 @@ def energy_of(fx, ref, norm, all_carried, group_size):
 @inner
 def cost_of(fx, st):
     """The exact cost in ms, with maxima. Also notes the slowest and the busiest devices in st.number."""
+    # A step waits for its slowest device. Moves prefer that one, so it is noted.
     worst = 0
     for d in range(1, len(st.load)):
         if st.load[d] > st.load[worst]:

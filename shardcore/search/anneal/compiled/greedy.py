@@ -43,10 +43,11 @@ def greedy(head, problem, state, shards):
     """Place shards [N, 2] (strip, units) in the order given. False where one fits on no device.
 
     Each goes to the device with the least load after it, exchanges included. Also False if what is there
-    already does not fit beside the local batch of all of them.
+    already does not fit with the local batch of all of them.
     """
     fx, st = problem_at(problem), state_at(state)
     n_devices, n_kinds = len(st.load), len(fx.ids_by)
+    # The local batch is that of all shards together, so it has to be known before the first is placed.
     for i in range(len(shards)):
         expect(fx, st, shards[i, 0], shards[i, 1])
     frame(fx, st)
@@ -56,7 +57,7 @@ def greedy(head, problem, state, shards):
     for i in range(len(shards)):
         s, units = shards[i, 0], shards[i, 1]
         k, least, best, best_ms = fx.kind[s], np.inf, int64(-1), 0.0
-        # Empty devices that are alike give the same result. Only one of them is priced.
+        # Equal empty devices give the same result. Only one of them is priced.
         seen_empty = -1
         for d in range(n_devices):
             now = st.held[s, d] + units

@@ -4,7 +4,7 @@ A device has a row: a few sums over its shards. Some sums count in all phases of
 phase has multiples. The local batch is the same on all devices (the frame). It depends on the runs of the
 plan, on their order, and on which of them have tables cut by columns.
 
-A step has four stages. In each, runs take turns. Before and after its turn a run has buffers, too.
+A step has four stages. In each, one run follows another. Before and after its phases a run has buffers, too.
 So one pass over the runs gives all phases: no list of them is needed.
 
 Caches count in all phases. FBGEMM's limits of an op count as bytes, as in step/memory_account.py.
@@ -26,11 +26,11 @@ from shardcore.search.anneal.compiled.arrays import (
     ON_HOST,
     OVER,
     RESIDENT,
+    SCRATCH,
     SLOT_AFTER,
     SLOT_BEFORE,
-    SLOT_LINGERS,
+    SLOT_FREED_LATE,
     SLOT_PHASES,
-    STEPPED,
     SUMS,
 )
 from shardcore.step.memory import CACHE_SET_ROWS
@@ -48,6 +48,7 @@ def shared_row(fx, e, y, s):
 @inner
 def add_shard(fx, row, shard, run):
     """Add a shard's sums to a device's row."""
+    # Columns are those of memory_account.Sums: 4, the features, is among `more` where it may bind.
     n, of = len(fx.run_collection), fx.sums[shard]
     row[RESIDENT] += of[0]
     row[ARRIVED] += of[1]
@@ -105,7 +106,9 @@ def frame(fx, st):
                     # Replicas' are after all that is exchanged.
                     if fx.run_replicas[q] or (j < i and not fx.run_replicas[r]):
                         is_last = False
+        # Parts of a cut sequence are joined, and pooled outputs of several runs.
         together = cut if fx.run_sequence[r] else others > 0
+        # A sequence has a gradient of its outputs. The last run in backward holds that of its collection.
         gradient = 0.0
         if fx.run_sequence[r]:
             gradient = outputs
@@ -113,10 +116,12 @@ def frame(fx, st):
             gradient = of_all
         received += outputs
         joined += outputs if together else 0.0
+        # The largest phase of the run alone, for the quick bound in `left_of`.
         of_run = 0.0
         for t in range(4):
-            for slot in range(fx.turn_batch.shape[2]):
-                of = fx.turn_batch[r, t, slot]
+            for slot in range(fx.stage_batch.shape[2]):
+                # Multiples as StageCoefficients.batch names them.
+                of = fx.stage_batch[r, t, slot]
                 st.frame[r, t, slot] = (
                     of[0] * outputs
                     + (of[1] * outputs if cut else of[5] * gradient)
@@ -126,8 +131,9 @@ def frame(fx, st):
                 )
                 if slot >= SLOT_PHASES or slot == SLOT_BEFORE:
                     of_run = max(of_run, st.frame[r, t, slot])
-            of_run = max(of_run, st.frame[r, t, SLOT_AFTER] + st.frame[r, t, SLOT_LINGERS])
+            of_run = max(of_run, st.frame[r, t, SLOT_AFTER] + st.frame[r, t, SLOT_FREED_LATE])
         most += of_run
+        # In the dense part, all runs wait for the first stage of backward.
         sent_back += st.frame[r, 2, SLOT_BEFORE]
     st.value[JOINED] = received + joined
     st.value[DENSE_PART] = received
@@ -139,29 +145,36 @@ def frame(fx, st):
 def peak(fx, st, row):
     """Bytes of a device's largest phase, without those that are in all phases."""
     n, n_all = st.number[N_RUNS], len(fx.run_collection)
-    most = max(row[ARRIVED], st.value[STEPPED], st.value[JOINED])
+    # Phases outside of stages: ids arrive, the dense optimizer steps, outputs are joined.
+    most = max(row[ARRIVED], st.value[SCRATCH], st.value[JOINED])
     for t in range(4):
+        # At first, all runs have the buffers that precede their phases.
         held = 0.0
         for i in range(n):
             r = st.order[i]
-            of = fx.turn_sums[r, t, SLOT_BEFORE]
+            of = fx.stage_sums[r, t, SLOT_BEFORE]
             held += st.frame[r, t, SLOT_BEFORE] + of[0] * row[SUMS + r] + of[1] * row[SUMS + n_all + r]
-        if t == 2:
+        if t == 2:  # the dense part comes between forward and backward
             most = max(most, st.value[DENSE_PART] + held)
-        lingers = 0.0
+        freed_late = 0.0
         for i in range(n):
             # Autograd goes back from the last run to the first.
             r = st.order[i] if t < 2 else st.order[n - 1 - i]
             entered, lookups = row[SUMS + r], row[SUMS + n_all + r]
-            of, frame_of = fx.turn_sums[r, t], st.frame[r, t]
+            of, frame_of = fx.stage_sums[r, t], st.frame[r, t]
             held -= frame_of[SLOT_BEFORE] + of[SLOT_BEFORE, 0] * entered + of[SLOT_BEFORE, 1] * lookups
-            for slot in range(SLOT_PHASES, SLOT_PHASES + fx.turn_phases[r, t]):
+            for slot in range(SLOT_PHASES, SLOT_PHASES + fx.stage_phases[r, t]):
+                # Only the first phase meets the buffers of the run before.
                 most = max(
-                    most, held + lingers + frame_of[slot] + of[slot, 0] * entered + of[slot, 1] * lookups
+                    most, held + freed_late + frame_of[slot] + of[slot, 0] * entered + of[slot, 1] * lookups
                 )
-                lingers = 0.0
+                freed_late = 0.0
             held += frame_of[SLOT_AFTER] + of[SLOT_AFTER, 0] * entered + of[SLOT_AFTER, 1] * lookups
-            lingers = frame_of[SLOT_LINGERS] + of[SLOT_LINGERS, 0] * entered + of[SLOT_LINGERS, 1] * lookups
+            freed_late = (
+                frame_of[SLOT_FREED_LATE]
+                + of[SLOT_FREED_LATE, 0] * entered
+                + of[SLOT_FREED_LATE, 1] * lookups
+            )
     return most
 
 
@@ -174,15 +187,17 @@ def left_of(fx, st, d, row):
     if row[RESIDENT] == 0.0 and row[ARRIVED] == 0.0:
         return max(fx.free[d], 0.0)
     left, n_all = fx.free[d] - row[RESIDENT], len(fx.run_collection)
+    # A cache has whole sets of rows, so its bytes do not add up over shards.
     if len(fx.cache_at) > 0:
         left -= padding(fx, row)
     # The sum of each run's largest phase is quick, and mostly enough.
-    most = row[ARRIVED] + st.value[STEPPED] + st.frame_most[0]
+    most = row[ARRIVED] + st.value[SCRATCH] + st.frame_most[0]
     for i in range(st.number[N_RUNS]):
         r = st.order[i]
         most += fx.sums_most[r, 0] * row[SUMS + r] + fx.sums_most[r, 1] * row[SUMS + n_all + r]
     found = left - st.value[EVERY] - most
     if found < 0.0:
+        # Rounded as memory.used_bytes rounds, so that both agree to the byte.
         found = left - math.floor(st.value[EVERY] + peak(fx, st, row) + 0.5)
     if len(fx.most_features) > 0:
         found = min(found, left_of_ops(fx, row))
@@ -218,6 +233,7 @@ def left_of_ops(fx, row):
 @inner
 def all_left(fx, st):
     """Compute the bytes that devices have left, and the sum that devices and hosts lack."""
+    # Only a plan with OVER of 0 fits; `change_shared` refuses to raise it.
     over = 0.0
     st.on_host[:] = 0.0
     for d in range(len(st.left)):
@@ -252,6 +268,7 @@ def change_parts(fx, st, s, was, now):
     """Count a device's shard of strip s as wider or narrower. Returns whether a run is now cut that was not,
     or no longer is."""
     r = fx.ids_by[fx.kind[s]] - len(fx.ids_by)
+    # Ids of a local batch exist once for each shard; outputs do not depend on how a strip is cut.
     before = st.run_partial[r] > 0
     st.value[EVERY] += (int(now > 0) - int(was > 0)) * fx.local_ids[s]
     st.run_shards[r] += int(now > 0) - int(was > 0)

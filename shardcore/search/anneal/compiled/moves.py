@@ -276,7 +276,7 @@ def try_edits(head, fx, st, a, b, n):
         st.trial_load[slot] = load_of(
             fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.trial_ms[slot]), st.trial_carried[slot]
         )
-    # Norms change by the two devices' terms only.
+    # Norms change by the two devices' terms only: constant time, whatever the number of devices.
     norm, ref = st.trial_norm, st.ref
     copy_norm(norm, st.norm)
     copy(st.trial_all_carried, st.all_carried)
@@ -328,6 +328,7 @@ def accept(fx, st, a, b, n):
         st.left[d] = st.trial_left[slot]
         st.load[d] = st.trial_load[slot]
     copy_norm(st.norm, st.trial_norm)
+    # A changed frame changes all devices. More or fewer ids only shift them by as many bytes.
     if changes:
         frame(fx, st)
         all_left(fx, st)

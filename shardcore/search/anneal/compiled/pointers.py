@@ -7,7 +7,8 @@ its arrays, one word each, and a compiled function loads those that it uses.
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,35 @@ WORDS = types.int64[::1]
 """The type of a packed record in a signature."""
 
 
+@dataclass(frozen=True)
+class Array:
+    """Annotation of a C-contiguous array in a record.
+
+    dims: a letter or digit for each dimension.
+    dtype: numba's type of its entries.
+    """
+
+    dims: str
+    dtype: Any
+
+
+@cache
+def fields_of(record: type) -> dict[str, Any]:
+    """numba's types of a record's fields, by name."""
+    return {
+        name: types.Array(kind.dtype, len(kind.dims), "C") if isinstance(kind, Array) else kind
+        for name, kind in record.__annotations__.items()
+    }
+
+
 class Record(types.Type):
     """numba's type of a pointer to a record.
 
-    of: a NamedTuple. Annotations are numba's types: C-contiguous arrays, float64 or boolean.
+    of: a NamedTuple. Annotations are `Array`, or numba's types: C-contiguous arrays, float64 or boolean.
     """
 
     def __init__(self, of: type) -> None:
-        self.fields = dict(of.__annotations__)
+        self.fields = fields_of(of)
         # Number of the first word of each field.
         sizes = [1 + getattr(field, "ndim", 0) for field in self.fields.values()]
         self.at = dict(zip(self.fields, np.cumsum([0, *sizes]).tolist(), strict=False))
@@ -48,7 +70,7 @@ def packed(record: Any) -> Any:
     if not isinstance(record, tuple):
         return record
     words: list[int] = []
-    for name, kind in type(record).__annotations__.items():
+    for name, kind in fields_of(type(record)).items():
         value = getattr(record, name)
         if not isinstance(kind, types.Array):
             words.append(

@@ -12,7 +12,7 @@ from shardcore.search.anneal.compiled.arrays import (
     LOG,
     N_MOVED,
     N_SHARED,
-    STEPPED,
+    SCRATCH,
     problem_at,
     state_at,
 )
@@ -108,6 +108,7 @@ def recompute_groups(head, fx, st):
         s = st.shared[i]
         g = st.group[s]
         y = fx.group_layout[g]
+        # A group's devices have the same share, but the last, whose row range may be short.
         st.group_size[g] += fx.shared_size[y, s]
         r = fx.shared_ids_by[y] - len(fx.ids_by)
         for e in range(2):
@@ -116,7 +117,7 @@ def recompute_groups(head, fx, st):
         st.run_outputs[r] += fx.local_outputs[s] * fx.size[s]
         st.run_rank[r] = min(st.run_rank[r], fx.rank[s])
         st.value[EVERY] += fx.local_ids[s] + fx.bucketized[y, s]
-        st.value[STEPPED] = max(st.value[STEPPED], fx.stepped[y, s])
+        st.value[SCRATCH] = max(st.value[SCRATCH], fx.scratch[y, s])
         st.group_ids[g] += fx.shared_ids[y, s]
         add(st.group_sums[g], fx.shared_codes[y, s])
     for g in range(len(st.group_size)):
@@ -143,7 +144,8 @@ def recompute(head, fx, st):
     for r in range(len(st.run_shards)):
         st.run_shards[r], st.run_partial[r] = int64(fx.fixed_runs[r, 0]), int64(fx.fixed_runs[r, 1])
         st.run_outputs[r], st.run_rank[r] = fx.fixed_runs[r, 2], int64(fx.fixed_runs[r, 3])
-    st.value[EVERY], st.value[STEPPED] = fx.waiting_ids + fx.fixed_every, fx.fixed_stepped
+    st.value[EVERY], st.value[SCRATCH] = fx.waiting_ids + fx.fixed_every, fx.fixed_scratch
+    # Groups come first: devices start from what their groups hold.
     recompute_groups(head, fx, st)
     for d in range(n_devices):
         copy(st.memory[d], fx.fixed_memory[d])
@@ -174,6 +176,7 @@ def recompute(head, fx, st):
         add(st.hosts[fx.host[d]], st.carried[d])
         add(st.all_carried, st.carried[d])
         st.load[d] = load_of(fx, d, st.shared_ms[d], st.own_ms[d], total_of(st.ms[d]), st.carried[d])
+    # Only now all runs, and so the local batch, are known.
     frame(fx, st)
     all_left(fx, st)
     # References are the means. The lower limits guard the division for empty plans.
