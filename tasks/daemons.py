@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from shardcore.core.errors import ShardCoreError, escaped
+from tasks.processes import is_running
 
 _MARK = "SHARDCORE_DAEMON"
 ALLOWED_HOSTS = "SHARDCORE_ALLOWED_HOSTS"
@@ -178,14 +179,6 @@ def _session_of(process: psutil.Process) -> int:
         return os.getsid(process.pid)
     except OSError:
         return 0
-
-
-def is_running(process: psutil.Process) -> bool:
-    """Tell if a process exists and is not a zombie."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def stop(daemons: Sequence[Daemon], patience_s: float = 15.0) -> None:

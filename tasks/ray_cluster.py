@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from shardcore.core.errors import ShardCoreError
-from tasks import console, daemons, lost_runs, owned, services
+from tasks import console, lost_runs, owned, processes, services
 
 _LOCAL_OBJECT_STORE_BYTES = 256 << 20  # requests and timings are small
 _LOCAL_RAY = {
@@ -101,7 +101,7 @@ def _lost_process() -> Callable[[], str]:
         if len(found) < len(_NEEDED):  # looking disturbs measurements, so stop once all are found
             with suppress(psutil.NoSuchProcess):
                 found.update({name: p for p in psutil.Process().children() if (name := p.name()) in _NEEDED})
-        ended = [name for name, process in found.items() if not daemons.is_running(process)]
+        ended = [name for name, process in found.items() if not processes.is_running(process)]
         return f"this run's Ray has lost its {' and its '.join(ended)}; {owned.GOES_ON}" if ended else ""
 
     return lost

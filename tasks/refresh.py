@@ -21,7 +21,7 @@ from prefect import get_run_logger, task
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.io import schema, writing
-from tasks import cache, console, daemons, owned, params, paths
+from tasks import cache, console, owned, params, paths, processes
 from tasks.artifacts import create_progress_artifact, update_progress_artifact
 
 _PREFECT_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d+ \| \w+ +\| ((Task|Flow) run '[^']*' - )?")
@@ -183,7 +183,7 @@ def forget_dead_users() -> None:
 
 def _works(pid: int) -> bool:
     try:
-        return daemons.is_running(psutil.Process(pid))
+        return processes.is_running(psutil.Process(pid))
     except psutil.NoSuchProcess:
         return False
 

@@ -169,7 +169,8 @@ def data_named(stage: str) -> set[Path]:
     names = {
         node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "paths"
     }
-    found = {getattr(paths, name) for name in names} - {paths.PARAMS, paths.PROBLEMS}
+    places = {getattr(paths, name) for name in names}
+    found = {place for place in places if isinstance(place, Path)} - {paths.PARAMS, paths.PROBLEMS}
     joined = any(isinstance(node, ast.Constant) and node.value == "datasets" for node in nodes)
     return found | ({paths.DATASETS} if joined else set())
 
@@ -283,7 +284,7 @@ def test_planning_imports_no_package_of_an_extra():
 
 def test_what_measures_on_the_cluster_reaches_no_prefect():
     """Each actor is a process that imports its class's module: Prefect would cost it a second."""
-    modules = {path for path in our_files() if "@ray.remote" in path.read_text()}
+    modules = {path for path in our_files() if "@actors.remote" in path.read_text()}
     assert modules == {ROOT / "tasks/workers.py", ROOT / "tasks/pair_rank.py"}
     for path in {reach for module in modules for reach in reached(module)}:
         assert not {name.split(".")[0] for name in imports(path)} & {"prefect", "mlflow", "dvc"}, path

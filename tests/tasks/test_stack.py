@@ -23,6 +23,7 @@ from waiting import until
 from shardcore.core.errors import ShardCoreError
 from tasks import daemons, owned, services, stack, stack_services
 from tasks.daemons import Daemon
+from tasks.processes import is_running
 from tasks.stack_config import StackConfig
 from tasks.stack_services import Service, logging_config, ray_folder
 
@@ -615,7 +616,7 @@ def test_down_ends_all_services_and_what_they_started(tmp_path, monkeypatch, sle
     ]
     processes = [d.process() for d in started]
     stack.down(StackConfig())
-    assert not any(map(daemons.is_running, processes)) and not list(tmp_path.glob(".stack/*.pid"))
+    assert not any(map(is_running, processes)) and not list(tmp_path.glob(".stack/*.pid"))
 
 
 def test_what_a_killed_server_left_is_ended_and_the_flow_runs_of_a_worker_go_on(tmp_path, sleeper):
