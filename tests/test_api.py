@@ -105,11 +105,11 @@ WRONG = {
     ),
     "pinned pair": (
         lambda: Constraints(pinned=("t0", (0,))),
-        'constraints.pinned is \'t0\'; it needs to be [a text, any value], such as [("t0", [0, "host-1"])]',
+        'constraints.pinned is (\'t0\', (0,)); it needs to be a list, such as [("t0", [0, "host-1"])]',
     ),
     "pinned mapping": (lambda: Constraints(pinned={"t0": 0}), "constraints.pinned is {'t0': 0}; it needs"),
     "unsplit": (lambda: Constraints(unsplit="t0"), "constraints.unsplit is 't0'; it needs to be a list"),
-    "kinds": (lambda: Constraints(kinds=("t0", "row")), "constraints.kinds is 't0'; it needs"),
+    "kinds": (lambda: Constraints(kinds=("t0", "row")), "constraints.kinds is ('t0', 'row'); it needs"),
     "together": (lambda: Constraints(together=3), "constraints.together is 3; it needs to be a list"),
     "reserved": (
         lambda: Constraints(reserved_bytes="1 GiB"),

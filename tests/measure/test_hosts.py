@@ -34,8 +34,8 @@ SENT_BYTES = 1 << 20
     [
         ({"hosts": 1}, "box has hosts 1; it needs 2 to 64"),
         ({"ranks_per_host": 0}, "box has ranks_per_host 0; it needs 1 to 64"),
-        ({"between_gbit_s": 0.0}, "box has between_gbit_s 0.0; it needs 0.001 to 100.0"),
-        ({"within_gbit_s": float("nan")}, "box has within_gbit_s nan; it needs 0.001 to 100.0"),
+        ({"between_gbit_s": 0.0}, "box has between_gbit_s 0.0; it needs 0.001 to 100"),
+        ({"within_gbit_s": float("nan")}, "box has within_gbit_s nan; it needs 0.001 to 100"),
     ],
 )
 def test_a_box_that_cannot_be_is_one_line(config, said):
