@@ -60,8 +60,8 @@ def dealt(units: int, n_devices: int) -> list[np.ndarray]:
 
 
 def ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.ndarray, np.ndarray]:
-    """What each way to place a table on one host adds: codes [W, D, K, F] by kind of sharding, bytes [W, C,
-    D] by channel."""
+    """Codes [W, D, K, F] by kind of sharding, and bytes [W, C, D] by channel, of a table placed in each way on
+    one host."""
     n, topology = len(problem.topology), problem.topology
     of_columns = model.encode(
         [Shard(table, 0, table.rows, 0, w) for w in range(MIN_WIDTH, table.dim + 1, MIN_WIDTH)]

@@ -72,7 +72,7 @@ def topologies(shape: Shape, latency_ms: float) -> tuple[Topology, Topology]:
 
 
 def explicit_ms(samples: Sequence[CollectiveSample], topology: Topology, way: str) -> np.ndarray:
-    """What the explicit link model expects of the last rank of each exchange. Nothing was fitted."""
+    """[S] ms of each exchange's last rank, by the explicit link model. Nothing was fitted."""
     return np.array(
         [
             collective_model.collective_ms(
@@ -84,7 +84,7 @@ def explicit_ms(samples: Sequence[CollectiveSample], topology: Topology, way: st
 
 
 def measured_ms(samples: Sequence[CollectiveSample], way: str) -> np.ndarray:
-    """Of the last rank of each exchange."""
+    """[S] measured ms of each exchange's last rank."""
     return np.array([max(x.median_ms for x in getattr(s, way)) for s in samples])
 
 

@@ -52,7 +52,7 @@ class Figure:
 
     @property
     def named(self) -> set[str]:
-        """What its commands name in braces, but for {out}: entries, and with[NAME]."""
+        """Names in the braces of its commands, except {out}: entries, and with[NAME]."""
         fields = (field for text in self.commands for _, field, _, _ in string.Formatter().parse(text))
         return {field for field in fields if field} - {"out"}
 
@@ -62,7 +62,7 @@ class Figure:
 
     @property
     def given(self) -> set[str]:
-        """What --with has to name."""
+        """Names that --with has to give."""
         return {field[len("with[") : -1] for field in self.named - self.after}
 
 
@@ -108,7 +108,7 @@ def take(figures: Sequence[Figure], out: Path, given: Mapping[str, str]) -> dict
 
 
 def is_done(figure: Figure, folder: Path, commit: str) -> bool:
-    """Whether the folder has its figures of this commit."""
+    """Tell if the folder has its figures of this commit."""
     return _said(folder / DONE) == {"commit": commit, "commands": list(figure.commands)}
 
 

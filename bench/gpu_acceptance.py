@@ -219,7 +219,7 @@ class _Memory:
 
 
 def _measure(args: argparse.Namespace, *more: str) -> str:
-    """What `python -m shardcore measure` prints. Raises ShardCoreError where it fails."""
+    """The output of `python -m shardcore measure`. Raises ShardCoreError where it fails."""
     command = [
         sys.executable,
         "-m",

@@ -99,7 +99,7 @@ def measured_rows(
 
 
 def _fold_errors(comm: Sequence[CollectiveSample]) -> dict[tuple[str, str], str]:
-    """Of each collective and way."""
+    """The error on held-out folds, by collective and way."""
     both: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
     for k in range(FOLDS):
         rates = collective_fit.fit([s for i, s in enumerate(comm) if i % FOLDS != k], [], lambda *_: None)

@@ -48,7 +48,7 @@ def our_features(request: ComputeRequest) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What differs between arms.
+    """A network to train: its features and outputs.
 
     features: [N, F] of a group's shards.
     outputs: of a group: 1 for forward + backward, 2 for each of them.
@@ -117,7 +117,7 @@ class _Groups:
 def train(
     groups: Sequence[ComputeSample], recipe: Recipe, seed: int, epochs: int
 ) -> tuple[Callable[[Sequence[ComputeRequest]], np.ndarray], list[float]]:
-    """What predicts [S] ms of groups, and the validation error in percent after each epoch."""
+    """A function that predicts [S] ms of groups, and the validation error in percent after each epoch."""
     torch.manual_seed(seed)
     rng, side = np.random.default_rng(seed), {}
     for name in ("train", "validation"):

@@ -120,7 +120,7 @@ def linked(problem: Problem) -> Problem:
 
 
 def solved(name: str, plan: Plan) -> bool:
-    """Whether the arm's own algorithm found the plan, with tables whole if it is published so."""
+    """Tell if the arm's own algorithm found the plan, with tables whole if it is published so."""
     packed = plan.provenance.get("packed", False)
     return not packed and (
         name not in WHOLE or all(p.shard == Shard.whole(p.shard.table) for p in plan.placements)
@@ -199,7 +199,7 @@ class Cell:
 
 
 def gain(rows: Sequence[Row], name: str) -> str:
-    """What the paper quotes: 1 - the arm's mean over the best baseline's that solved all tasks."""
+    """The paper's gain: 1 - the arm's mean over that of the best baseline that solved all tasks."""
     best = np.array([Cell.of(rows, baseline).mean_ms for baseline in BASELINES])
     own = Cell.of(rows, name).mean_ms
     return f"{1 - own / np.nanmin(best):+.1%}" if np.isfinite(own) and np.isfinite(best).any() else "-"

@@ -80,7 +80,7 @@ MAX_START_MS = 100.0
 
 
 def released(folder: Path) -> SimpleNamespace:
-    """What is used of a checkout."""
+    """The functions of a checkout that this bench calls."""
     if not (folder / "neuroshard" / "neurosharder.py").is_file():
         raise ShardCoreError(
             f"{folder} holds no neuroshard/neurosharder.py; "
@@ -112,8 +112,8 @@ def table_config(shard: Shard, batch: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Found:
-    """Of the released search: its plan, what goes on which of the devices (nothing: it found none), its ms as
-    the search counts it, and the seconds it took."""
+    """The plan of the released search, by device, with its ms as that search counts it and its seconds. Without
+    shards, none was found."""
 
     shards: list[Shard]
     devices: list[int]
@@ -202,7 +202,7 @@ class Published:
 
     @property
     def lower(self) -> None:
-        """Of a network nothing is proved."""
+        """None: no bound is proved for a network."""
         return None
 
     def compiled(self) -> Compiled:
@@ -352,7 +352,7 @@ def compared(
 
 
 def rows(memory: str, found: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Of the table, one a sharder."""
+    """Rows of the table, one a sharder."""
     names = list(found[0]["seconds"])
     ms, seconds = (
         {name: [f[figure].get(name) for f in found] for name in names} for figure in ("ms", "seconds")

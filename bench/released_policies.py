@@ -215,7 +215,7 @@ def released_dreamshard(
 def released_autoshard(
     checkout: Path, folder: Path, made: dict[str, list[Problem]], model: NeuralModel, seed: int, steps: int
 ) -> tuple[list[list[int]], float]:
-    """As released_dreamshard."""
+    """The released AutoShard, trained and run as `released_dreamshard` is."""
     sys.path.insert(0, str(checkout))
     bench, training, sharders = (
         importlib.import_module(f"autoshard.{name}") for name in ("bench", "training", "sharders")

@@ -173,8 +173,10 @@ def _before(out: Path, kept: replays.ReplaySet, rounds: int) -> dict[str, Steps]
 def stepped(
     trained: Sequence[Trained], replayed: Sequence[replay_metrics.ReplayRecord], part: str
 ) -> list[replay_metrics.ReplayRecord]:
-    """What a part of each plan's steps took in TorchRec ("embedding" or "whole"), in the place of what was
-    replayed."""
+    """The records with times of TorchRec's steps in place of replayed ones.
+
+    part: of the step, "embedding" or "whole".
+    """
     steps = {
         (t.kept.problem.name, plan): getattr(own, part) for t in trained for plan, own in t.steps.items()
     }

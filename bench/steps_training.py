@@ -45,7 +45,10 @@ weights updated."""
 
 @dataclass(frozen=True)
 class Steps:
-    """What a plan's steps took in TorchRec; share: the embedding part's of the whole step, in the median."""
+    """Times of a plan's steps in TorchRec.
+
+    share: median share of the embedding part in the whole step.
+    """
 
     embedding: Spread
     whole: Spread

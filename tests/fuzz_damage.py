@@ -128,7 +128,7 @@ def damage_json(path: Path, draw: Draw, seal: bool = False) -> None:
 
 
 def damage_decision(folder: Path, draw: Draw) -> None:
-    """Of a decision, whose name is its digest; of the pointer; of a version's files; or a link."""
+    """Damage a decision, whose name is its digest, the pointer, a version's files, or put a link there."""
     [home] = [p for p in (folder / "plans").iterdir() if p.is_dir()]
     current = home / "current"
     match one_of(draw, "decision", "decision", "decision", "pointer", "version", "link"):

@@ -143,7 +143,7 @@ def is_within(path: str | Path, folders) -> bool:
 
 @cache
 def trees(stage: str) -> list[ast.AST]:
-    """Of the flow and of the tasks that it reaches."""
+    """Syntax trees of the flow and of the tasks that it reaches."""
     files = (
         p
         for p in reached(ROOT / f"flows/{stage}.py")

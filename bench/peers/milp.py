@@ -69,7 +69,7 @@ HiGHS repairs solutions that break its absolute tolerance of 1e-6, and prints th
 
 @dataclass(frozen=True)
 class MilpConfig:
-    """What is tried, and the limits of a program.
+    """The surrogates to try, and the limits of a program.
 
     surrogates: of SURROGATES.
     shares: shards that cost more than this share of a device's mean load are halved.
@@ -96,7 +96,7 @@ class MilpConfig:
 
 @dataclass
 class _Limits:
-    """What the programs still to be solved may use.
+    """Time and programs that are left.
 
     programs: how many there are.
     nodes: for each.
@@ -270,7 +270,7 @@ class _Program:
         return (result if after < before and self._fits(result) else devices), nodes
 
     def _fits(self, devices: np.ndarray) -> bool:
-        """Whether the bundles fit, to the byte. HiGHS keeps constraints only to a tolerance."""
+        """Tell if the bundles fit, to the byte. HiGHS keeps constraints only to a tolerance."""
         room = Room(self.problem)
         for i, d in enumerate(devices):
             room.put(self.bundles[i], int(d))

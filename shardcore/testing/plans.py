@@ -39,7 +39,7 @@ def times_placed(table: Table, shards: Iterable[Shard]) -> set[int]:
 
 
 def parts_of(placement: Placement) -> list[tuple[int, Shard]]:
-    """What each device has, worked out apart from `layouts`."""
+    """Shards of a placement, each with its device. Computed without `step.kinds`, to check it."""
     shard, n = placement.shard, len(placement.devices)
     if placement.kind in ("column", "data_parallel"):
         return [(d, shard) for d in placement.devices]
@@ -51,7 +51,7 @@ def parts_of(placement: Placement) -> list[tuple[int, Shard]]:
 
 
 def check_plan(plan: Plan, problem: Problem) -> None:
-    """What every plan has to be, so that TorchRec trains it."""
+    """Assert that TorchRec can train a plan, and that it fits."""
     workload = lower(plan, problem)
     for table in problem.tables:
         mine = [p for p in plan.placements if p.shard.table == table]

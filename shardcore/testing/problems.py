@@ -304,7 +304,7 @@ def hidden_plan(seed: int) -> Problem:
 
 
 def hidden_plan_with_pins(seed: int) -> Problem:
-    """As hidden_plan, with tables pinned to the devices or hosts that the plan has, and some kept together."""
+    """A hidden_plan whose tables are pinned to their devices or hosts. Some are kept together."""
     rng = np.random.default_rng(seed)
     n_devices, tables = int(rng.integers(2, 5)), draw_tables(rng, int(rng.integers(1, 10)))
     homes = rng.integers(n_devices, size=len(tables))

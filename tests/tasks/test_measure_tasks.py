@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 @pytest.fixture
 def progress(monkeypatch):
-    """What was told of progress: [kind, total, done, again]. (The flow's log and pages are for tests/flows.)"""
+    """Progress reports: [kind, total, done, again]. (The flow's log and pages are for tests/flows.)"""
     told = []
 
     class Told:

@@ -93,7 +93,7 @@ def _flat(tensors) -> list[torch.Tensor]:
 
 
 def _carried() -> str:
-    """What a collective carries beside outputs and gradients, by the class of TorchRec that runs it."""
+    """Bytes of a collective other than outputs and gradients, by TorchRec's class that runs it."""
     frame = sys._getframe(1)
     while frame:
         for name, what in _PARTS.items():
@@ -112,43 +112,26 @@ class Model(nn.Module):
 
         super().__init__()
         for name, tables in model.collections.items():
-            if tables[0].sequence:
-                setattr(
-                    self,
-                    name,
-                    EmbeddingCollection(
-                        device=torch.device(device),
-                        tables=[
-                            EmbeddingConfig(
-                                name=t.name,
-                                num_embeddings=t.rows,
-                                embedding_dim=t.dim,
-                                data_type=DataType[PRECISIONS[t.precision].theirs],
-                                feature_names=model.features[t.name],
-                            )
-                            for t in tables
-                        ],
-                    ),
+            sequence = tables[0].sequence
+            config = EmbeddingConfig if sequence else EmbeddingBagConfig
+            configs = [
+                config(
+                    name=t.name,
+                    num_embeddings=t.rows,
+                    embedding_dim=t.dim,
+                    data_type=DataType[PRECISIONS[t.precision].theirs],
+                    feature_names=model.features[t.name],
                 )
-                continue
-            setattr(
-                self,
-                name,
-                EmbeddingBagCollection(
-                    device=torch.device(device),
-                    is_weighted=tables[0].weighted,
-                    tables=[
-                        EmbeddingBagConfig(
-                            name=t.name,
-                            num_embeddings=t.rows,
-                            embedding_dim=t.dim,
-                            data_type=DataType[PRECISIONS[t.precision].theirs],
-                            feature_names=model.features[t.name],
-                        )
-                        for t in tables
-                    ],
-                ),
-            )
+                for t in tables
+            ]
+            if sequence:
+                collection = EmbeddingCollection(device=torch.device(device), tables=configs)
+            else:
+                weighted = tables[0].weighted
+                collection = EmbeddingBagCollection(
+                    device=torch.device(device), is_weighted=weighted, tables=configs
+                )
+            setattr(self, name, collection)
 
     def forward(self, batches):
         found = []
@@ -163,7 +146,7 @@ class Model(nn.Module):
 
 
 def counted(model: Drawn, seed: int, limit_s: float = 120) -> list[Calls]:
-    """As `expected`, counted in TorchRec's processes."""
+    """Bytes counted in TorchRec's processes, in the form of `expected`."""
     n = len(model.problem.topology)
     with tempfile.TemporaryDirectory() as folder:
         codes = training.in_processes(n, _step, (model, seed, folder), limit_s)
@@ -239,7 +222,7 @@ def _batch(model: Drawn, seed: int, rank: int):
 
 
 def differences(seed: int, shape: tuple[int, int] | None = None) -> list[str]:
-    """What TorchRec sends otherwise than is expected, rank by rank."""
+    """Differences between counted and expected bytes, rank by rank."""
     model, found = drawn(seed, shape), []
     for rank, (ours, theirs) in enumerate(zip(expected(model, seed), counted(model, seed), strict=True)):
         found += [

@@ -295,7 +295,7 @@ def compared(seeds: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def counted(seed: int, steps_bytes: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """What is counted of a plan, and the peak that it is compared with, of every device.
+    """Counted bytes of a plan, and the measured peak, of every device.
 
     The peak is that of the largest step: a job has to fit it. Steps of the same batch differ: gloo's threads
     free their buffers sooner or later.
