@@ -18,7 +18,8 @@ from pathlib import Path
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import TestOutcome
 
-COPY = Path(__file__).parents[1] / ".mutants"
+ROOT = Path(__file__).parents[1]
+COPY = ROOT / ".mutants"
 CONFIG = """
 [cosmic-ray]
 module-path = "shardcore/{room}"
@@ -58,12 +59,21 @@ def main() -> None:
     parser.add_argument("--mutants", type=int, default=40, help="number of defects (40)")
     parser.add_argument("--keep", action="store_true", help="go on with the session that was cut off")
     args = parser.parse_args()
+    tests = args.tests or f"tests/{args.room}"
+    for path in (f"shardcore/{args.room}", tests):
+        if not (ROOT / path).exists():
+            parser.error(f"{path} is not there; name a room such as step, or a file with its --tests")
+    if args.mutants < 1:
+        parser.error(f"--mutants is {args.mutants}; it needs to be 1 or more")
+    if args.keep and not (COPY / "session.sqlite").exists():
+        parser.error(f"--keep has no session in {COPY}; run without it")
     if not args.keep:
         shutil.rmtree(COPY, ignore_errors=True)
         COPY.mkdir()
-        archive = subprocess.run(["git", "archive", "HEAD"], check=True, stdout=subprocess.PIPE).stdout
+        archive = subprocess.run(
+            ["git", "archive", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE
+        ).stdout
         subprocess.run(["tar", "-x", "-C", COPY], input=archive, check=True)
-        tests = args.tests or f"tests/{args.room}"
         (COPY / "room.toml").write_text(CONFIG.format(room=args.room, python=sys.executable, tests=tests))
         run("cosmic-ray", "init", "room.toml", "session.sqlite")
         run("cr-filter-operators", "session.sqlite", "room.toml")
